@@ -1,0 +1,1 @@
+"""Trajectories and where they come from. Numpy only."""

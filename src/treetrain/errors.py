@@ -1,0 +1,9 @@
+"""The errors a user can cause. Each message names the place, what is wrong, both values and what to do."""
+
+
+class DataError(ValueError):
+    """Input data that cannot be trained on as it is: a broken line, lengths that disagree, an id out of range."""
+
+
+class UnsupportedModel(ValueError):
+    """A model, or a setting of one, whose gradients would not be exact on a tree. Raised before any work is done."""

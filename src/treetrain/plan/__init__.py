@@ -1,0 +1,1 @@
+"""What a batch costs on a model of a given shape. Numpy only."""

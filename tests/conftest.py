@@ -1,0 +1,16 @@
+"""Shared fixtures: where the real data is, and how tests say that it is absent."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+SHARED_DATA = Path(os.environ.get("TREETRAIN_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder of the real trajectories and tokenizer; the test skips where it is not there."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"real trajectories not found at {SHARED_DATA} (set TREETRAIN_SHARED_DATA)")
+    return SHARED_DATA
