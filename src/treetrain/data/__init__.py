@@ -1,1 +1,5 @@
-"""Trajectories and where they come from. Numpy only."""
+"""Training rows: what a trajectory is, and how files of them are read."""
+
+from treetrain.data.trajectory import Trajectory
+
+__all__ = ["Trajectory"]

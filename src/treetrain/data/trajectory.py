@@ -1,0 +1,182 @@
+"""One row as the user has it: token ids and the training facts of every token."""
+
+import dataclasses
+import math
+from collections.abc import Hashable
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from treetrain.errors import DataError
+
+MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
+PER_TOKEN_FACTS = ("loss_weights", "advantages", "old_logprobs", "ref_logprobs", "values", "returns")
+SCALAR_FACTS = ("loss_weights", "advantages")  # one number may stand for all tokens of the row
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, init=False)
+class Trajectory:
+    """A row of L token ids with its training facts; checked when made, not changed afterwards.
+
+    Per-token facts have the length of `ids`: entry t belongs to the prediction of `ids[t]`; entry 0 is unused.
+
+    Args:
+        ids: token ids, [L], whole numbers from 0 to 2**31 - 1; L may be 0 or 1 (then nothing is trained).
+        loss_weights: weight of each token's loss, [L] or one number; None trains every token with weight 1.
+        advantages: [L] or one number for the whole row.
+        old_logprobs: log-probabilities under the policy that sampled the row, [L], in nats.
+        ref_logprobs: log-probabilities under the reference policy, [L], in nats.
+        values: value estimates, [L].
+        returns: returns, [L].
+        reward: one number for the whole row.
+        group: rows to compare with each other have equal `group` (answers to one prompt, trials of one task).
+        pair: rows with equal `pair` form a preference pair.
+        chosen: True for the preferred row of its pair, False for the rejected one.
+        id: the row's own name, used in messages.
+        key: whatever else enters the forward, e.g. an adapter's name; rows of different key share no prefix.
+        episode: rows with equal `group` and `episode` are calls of one conversation that share its reward;
+            None makes the row an episode by itself.
+
+    Raises:
+        DataError: ids that are no token ids, facts of another length than ids, NaN or infinite numbers.
+    """
+
+    ids: NDArray[np.int32]
+    loss_weights: NDArray[np.float64] | None
+    advantages: NDArray[np.float64] | None
+    old_logprobs: NDArray[np.float64] | None
+    ref_logprobs: NDArray[np.float64] | None
+    values: NDArray[np.float64] | None
+    returns: NDArray[np.float64] | None
+    reward: float | None
+    group: Hashable
+    pair: Hashable
+    chosen: bool | None
+    id: Hashable
+    key: Hashable
+    episode: Hashable
+
+    def __init__(
+        self,
+        ids: ArrayLike,
+        *,
+        loss_weights: ArrayLike | None = None,
+        advantages: ArrayLike | None = None,
+        old_logprobs: ArrayLike | None = None,
+        ref_logprobs: ArrayLike | None = None,
+        values: ArrayLike | None = None,
+        returns: ArrayLike | None = None,
+        reward: float | None = None,
+        group: Hashable = None,
+        pair: Hashable = None,
+        chosen: bool | None = None,
+        id: Hashable = None,
+        key: Hashable = None,
+        episode: Hashable = None,
+    ) -> None:
+        row = "trajectory" if id is None else f"trajectory {id!r}"
+        token_ids = _token_ids(ids, row)
+        facts: dict[str, Any] = {
+            "loss_weights": loss_weights,
+            "advantages": advantages,
+            "old_logprobs": old_logprobs,
+            "ref_logprobs": ref_logprobs,
+            "values": values,
+            "returns": returns,
+        }
+        for name, value in facts.items():
+            facts[name] = None if value is None else _per_token(value, name, token_ids.size, row)
+        names: dict[str, Any] = {"group": group, "pair": pair, "id": id, "key": key, "episode": episode}
+        for name, value in names.items():
+            _check_hashable(value, name, row)
+        facts |= {"ids": token_ids, "reward": _reward(reward, row), "chosen": _chosen(chosen, row)} | names
+        for name, value in facts.items():
+            object.__setattr__(self, name, value)
+
+    def __len__(self) -> int:
+        return self.ids.size
+
+    @property
+    def weights(self) -> NDArray[np.float64]:
+        """Loss weights as the losses use them: float64 [L], ones where none were given, entry 0 always 0."""
+        weights = np.ones(self.ids.size) if self.loss_weights is None else self.loss_weights.copy()
+        weights[:1] = 0.0
+        return weights
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with the named fields changed, checked again as a whole."""
+        return dataclasses.replace(self, **changes)
+
+    def __repr__(self) -> str:
+        given = [f"{len(self)} tokens"]
+        given += [name for name in PER_TOKEN_FACTS if getattr(self, name) is not None]
+        scalars = ("reward", "group", "pair", "chosen", "id", "key", "episode")
+        given += [f"{name}={getattr(self, name)!r}" for name in scalars if getattr(self, name) is not None]
+        return f"Trajectory({', '.join(given)})"
+
+
+def _token_ids(ids: ArrayLike, row: str) -> NDArray[np.int32]:
+    try:
+        array = np.asarray(ids)
+    except ValueError as error:
+        raise DataError(f"{row}: ids are no flat list of numbers ({error}); give one list per row") from error
+    if array.ndim != 1:
+        raise DataError(f"{row}: ids have shape {array.shape}, expected [L]; give one trajectory per row")
+    if array.size == 0:
+        return np.zeros(0, np.int32)
+    if array.dtype.kind not in "iu":
+        raise DataError(f"{row}: ids are of type {array.dtype}, expected whole numbers")
+    for bad, what in ((array < 0, "negative"), (array > MAX_TOKEN_ID, f"above {MAX_TOKEN_ID}")):
+        if bad.any():
+            at = int(bad.argmax())
+            raise DataError(f"{row}: ids[{at}] = {array[at]} is {what}; token ids are 0 to {MAX_TOKEN_ID}")
+    return np.array(array, np.int32, order="C")
+
+
+def _per_token(value: ArrayLike, name: str, length: int, row: str) -> NDArray[np.float64]:
+    try:
+        # Always a copy: a caller's buffer that is reused must not change the row.
+        array = np.array(value, dtype=np.float64, order="C")
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{row}: {name} are not numbers ({error})") from error
+    if array.ndim == 0 and name in SCALAR_FACTS:
+        array = np.full(length, float(array))
+        if not np.isfinite(np.float64(value)):  # type: ignore[arg-type]
+            raise DataError(f"{row}: {name} = {value} is not finite")
+    if array.shape != (length,):
+        given = f"{array.size} entries" if array.ndim == 1 else f"shape {array.shape}"
+        hint = "; entry 0, which is unused, is counted too" if array.shape == (length - 1,) else ""
+        raise DataError(f"{row}: {name} have {given}, ids have {length}; give one entry per token{hint}")
+    finite = np.isfinite(array)
+    if not finite.all():
+        at = int(finite.argmin())
+        raise DataError(f"{row}: {name}[{at}] = {array[at]} is not finite; use 0 where there is no value")
+    return array
+
+
+def _reward(reward: float | None, row: str) -> float | None:
+    if reward is None:
+        return None
+    try:
+        value = float(reward)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{row}: reward is {reward!r}, expected one number") from error
+    if isinstance(reward, str) or not math.isfinite(value):
+        raise DataError(f"{row}: reward is {reward!r}, expected one finite number")
+    return value
+
+
+def _chosen(chosen: bool | None, row: str) -> bool | None:
+    if chosen is None or isinstance(chosen, bool | np.bool_):
+        return None if chosen is None else bool(chosen)
+    raise DataError(f"{row}: chosen is {chosen!r}, expected True, False or None")
+
+
+def _check_hashable(value: object, name: str, row: str) -> None:
+    try:
+        hash(value)
+    except TypeError as error:
+        raise DataError(
+            f"{row}: {name} is a {type(value).__name__}; give a string, number or tuple"
+        ) from error
