@@ -1,0 +1,168 @@
+import tracemalloc
+
+import brute_force
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treetrain.data.trajectory import Trajectory
+from treetrain.errors import DataError
+from treetrain.tree import TokenTree, build_tree
+
+ROWS = st.lists(st.lists(st.integers(0, 2), max_size=7), max_size=12)
+
+
+def rows_back(tree: TokenTree) -> list[list[int]]:
+    return [tree.tokens[tree.path(k)].tolist() for k in range(tree.num_trajectories)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(ROWS)
+def test_the_tree_is_the_trie_of_dicts_array_for_array(rows):
+    tree, expected = build_tree(rows), brute_force.arrays(rows)
+    tree.validate()
+    for name in ("tokens", "parent", "depth", "end"):
+        assert getattr(tree, name).tolist() == expected[name].tolist(), name
+    offsets, index = tree.paths()
+    assert index.tolist() == expected["paths"].tolist()
+    assert np.diff(offsets).tolist() == [len(row) for row in rows]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=5), st.sampled_from([None, "a", "b"])), max_size=9))
+def test_rows_of_different_key_share_nothing(pairs):
+    rows, keys = [row for row, _ in pairs], [key for _, key in pairs]
+    tree = build_tree([Trajectory(row, key=key) for row, key in pairs])
+    tree.validate()
+    expected = brute_force.arrays(rows, keys)
+    for name in ("tokens", "parent", "depth", "end"):
+        assert getattr(tree, name).tolist() == expected[name].tolist(), name
+    assert tree.paths()[1].tolist() == expected["paths"].tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(ROWS, st.booleans())
+def test_every_trajectory_comes_back_bit_for_bit(rows, merge):
+    tree = build_tree(rows, merge=merge)
+    assert rows_back(tree) == rows
+    offsets, index = tree.paths()
+    assert np.split(tree.tokens[index], offsets[1:-1])[: len(rows)] is not None
+    assert tree.tokens[index].tolist() == [i for row in rows for i in row]
+    assert [t.ids.tolist() for t in tree.trajectories] == rows
+
+
+@settings(max_examples=100, deadline=None)
+@given(ROWS)
+def test_without_merging_every_row_is_a_tree_of_its_own(rows):
+    tree = build_tree(rows, merge=False)
+    tree.validate()
+    assert tree.num_tokens == sum(map(len, rows))
+    assert (tree.parent == -1).sum() == sum(1 for row in rows if row) == tree.num_segments
+
+
+@settings(max_examples=100, deadline=None)
+@given(ROWS)
+def test_the_interval_rule_is_the_ancestor_relation(rows):
+    tree = build_tree(rows)
+    for i in range(tree.num_tokens):
+        ancestors, at = set(), i
+        while at >= 0:
+            ancestors.add(at)
+            at = int(tree.parent[at])
+        assert ancestors == {j for j in range(tree.num_tokens) if j <= i < tree.end[j]}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), max_size=9), min_size=1, max_size=40))
+def test_a_token_meets_at_most_log2_of_the_leaves_light_edges(rows):
+    tree = build_tree(rows)
+    light = np.zeros(tree.num_tokens, int)
+    for i in range(tree.num_tokens):
+        if tree.parent[i] >= 0:
+            light[i] = light[tree.parent[i]] + (tree.parent[i] != i - 1)
+    for root in np.flatnonzero(tree.parent == -1):
+        below = slice(root, tree.end[root])
+        leaves = int((tree.end[below] == np.arange(root, tree.end[root]) + 1).sum())
+        assert light[below].max() <= np.log2(leaves)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[], [[]], [[], []], [[5]], [[5], [5], []], [[1, 2, 3], [1, 2]], [[1, 2], [1, 2, 3], [1]], [[0] * 50] * 50],
+    ids=repr,
+)
+def test_small_extremes(rows):
+    tree = build_tree(rows)
+    tree.validate()
+    assert rows_back(tree) == rows
+    assert tree.paths()[1].tolist() == brute_force.arrays(rows)["paths"].tolist()
+
+
+def test_a_row_that_ends_inside_a_run_does_not_split_the_segment():
+    tree = build_tree([[1, 2], [1, 2, 3, 4], [1, 2, 3]])
+    assert tree.segment_start.tolist() == [0, 4]
+    assert tree.trajectory_last.tolist() == [1, 3, 2]
+
+
+def test_five_thousand_nested_forks_through_rows():
+    rows = [np.append(np.zeros(k, np.int32), np.int32(7)) for k in range(5000)]
+    tree = build_tree(rows)
+    tree.validate()
+    # The last row's 7 closes the chain: 4,999 zeros, each but the last a fork between 0 and 7.
+    assert tree.num_tokens == 4999 + 5000
+    offsets, index = tree.paths()
+    assert (tree.tokens[index[offsets[1:] - 1]] == 7).all()
+    assert np.array_equal(tree.tokens[tree.path(3210)], rows[3210])
+
+
+def test_long_rows_are_compared_across_blocks():
+    rng = np.random.default_rng(0)
+    base = rng.integers(0, 5, 700_000, dtype=np.int32)
+    other = base.copy()
+    other[600_000] += 1
+    tree = build_tree([base, other, base[:500_000]])
+    tree.validate()
+    assert tree.num_tokens == 800_000
+    assert tree.segment_start.tolist() == [0, 600_000, 700_000, 800_000]
+
+
+@pytest.mark.parametrize("form", [list, tuple, np.array, lambda r: np.array(r, np.int32), lambda r: Trajectory(r)])
+def test_any_form_of_row_gives_the_same_tree(form):
+    rows = [[3, 4, 5], [3, 4], [], [3, 9, 1]]
+    tree = build_tree([form(row) for row in rows])
+    assert rows_back(tree) == rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([[1], [2, -3]], "row 1: token id -3"),
+        ([[1], [2**31]], "row 1: token id 2147483648"),
+        ([np.array([1]), np.array([1, 2**40])], "row 1: token id 1099511627776"),
+        ([np.array([-1])], "row 0: token id -1"),
+        ([[1], [1.5]], "row 1: token ids must be integers, found 1.5"),
+        ([[1], [None]], "row 1: token ids must be integers, found None"),
+        ([[[1, 2]]], "row 0: token ids must be integers"),
+        ([np.zeros((2, 2), int)], r"row 0: .* found shape \(2, 2\)"),
+        ([np.array([0.5])], "row 0: .* of float64"),
+    ],
+)
+def test_bad_ids_are_refused_by_row(rows, says):
+    with pytest.raises(DataError, match=says):
+        build_tree(rows)
+
+
+def test_memory_is_linear_in_flat_tokens():
+    def peak(rows: int) -> float:
+        data = np.random.default_rng(0).integers(0, 50, (rows, 64), dtype=np.int32)
+        sequences = list(data)
+        tracemalloc.start()
+        build_tree(sequences)
+        used = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return used / data.size
+
+    small, large = peak(2_000), peak(16_000)
+    assert large < 1.3 * small
+    assert large < 90  # bytes per flat token
