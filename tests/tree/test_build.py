@@ -11,6 +11,8 @@ from treetrain.errors import DataError
 from treetrain.tree import TokenTree, build_tree
 
 ROWS = st.lists(st.lists(st.integers(0, 2), max_size=7), max_size=12)
+KEYS = st.sampled_from([None, "a", "b"])
+FORMS = [list, tuple, np.array, lambda row: np.array(row, np.int32), Trajectory]
 
 
 def rows_back(tree: TokenTree) -> list[list[int]]:
@@ -30,7 +32,7 @@ def test_the_tree_is_the_trie_of_dicts_array_for_array(rows):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=5), st.sampled_from([None, "a", "b"])), max_size=9))
+@given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=5), KEYS), max_size=9))
 def test_rows_of_different_key_share_nothing(pairs):
     rows, keys = [row for row, _ in pairs], [key for _, key in pairs]
     tree = build_tree([Trajectory(row, key=key) for row, key in pairs])
@@ -47,7 +49,7 @@ def test_every_trajectory_comes_back_bit_for_bit(rows, merge):
     tree = build_tree(rows, merge=merge)
     assert rows_back(tree) == rows
     offsets, index = tree.paths()
-    assert np.split(tree.tokens[index], offsets[1:-1])[: len(rows)] is not None
+    assert offsets[-1] == len(index)
     assert tree.tokens[index].tolist() == [i for row in rows for i in row]
     assert [t.ids.tolist() for t in tree.trajectories] == rows
 
@@ -89,7 +91,7 @@ def test_a_token_meets_at_most_log2_of_the_leaves_light_edges(rows):
 
 @pytest.mark.parametrize(
     "rows",
-    [[], [[]], [[], []], [[5]], [[5], [5], []], [[1, 2, 3], [1, 2]], [[1, 2], [1, 2, 3], [1]], [[0] * 50] * 50],
+    [[], [[]], [[], []], [[5]], [[5], [5], []], [[1, 2, 3], [1, 2]], [[1, 2], [1, 2, 3], [1]], [[0] * 9] * 9],
     ids=repr,
 )
 def test_small_extremes(rows):
@@ -127,7 +129,7 @@ def test_long_rows_are_compared_across_blocks():
     assert tree.segment_start.tolist() == [0, 600_000, 700_000, 800_000]
 
 
-@pytest.mark.parametrize("form", [list, tuple, np.array, lambda r: np.array(r, np.int32), lambda r: Trajectory(r)])
+@pytest.mark.parametrize("form", FORMS)
 def test_any_form_of_row_gives_the_same_tree(form):
     rows = [[3, 4, 5], [3, 4], [], [3, 9, 1]]
     tree = build_tree([form(row) for row in rows])

@@ -13,6 +13,7 @@ from treetrain.tree.assemble import Int32s, Int64s, assemble
 from treetrain.tree.token_tree import RowTrajectories, TokenTree
 
 LARGEST_ID = np.iinfo(np.int32).max
+_INT32 = np.dtype(np.int32)
 _BLOCK = 1 << 18  # tokens compared at once: bounds the temporaries and stays in cache
 
 Row = Trajectory | Sequence[int] | NDArray[Any]
@@ -22,8 +23,8 @@ def build_tree(sequences: Sequence[Row], *, merge: bool = True) -> TokenTree:
     """Merge rows that begin alike into one forest: each shared prefix is stored once.
 
     Args:
-        sequences: K rows, each a Trajectory or a list or 1-D integer array of token ids; duplicates, rows that
-            are prefixes of other rows, empty rows and rows of one token are all welcome.
+        sequences: K rows, each a Trajectory or a list or 1-D integer array of token ids; duplicates, rows
+            that are prefixes of other rows, empty rows and rows of one token are all welcome.
             Trajectories whose `key` differs never share a token.
         merge: False keeps every row as a tree of its own (what the linear baseline runs).
 
@@ -34,16 +35,18 @@ def build_tree(sequences: Sequence[Row], *, merge: bool = True) -> TokenTree:
     Time is about linear in the tokens of all rows (memcmp sort), memory strictly.
     """
     rows = sequences if isinstance(sequences, list | tuple) else list(sequences)
+    given = [row if isinstance(row, Trajectory) else None for row in rows]
+    ranks = _key_ranks(given)
     blobs = _row_bytes(rows)
-    order = _sorted_rows(blobs, _key_ranks(rows)) if merge else np.arange(len(rows))
-    flat = np.frombuffer(b"".join([blobs[k] for k in order.tolist()]), np.int32)
-    length = np.array([len(blobs[k]) >> 2 for k in order.tolist()], np.int64)
+    lengths = np.fromiter(map(len, blobs), np.int64, len(blobs)) >> 2
+    order = _sorted_rows(blobs, ranks) if merge else np.arange(len(rows))
+    flat = np.frombuffer(b"".join(map(blobs.__getitem__, order.tolist())), np.int32)
     del blobs
+    length = lengths[order]
     start = np.cumsum(length) - length
     _refuse_negative(flat, start, order)
     shared = np.zeros(len(rows), np.int64)
     if merge:
-        ranks = _key_ranks(rows)
         shared = shared_prefixes(flat, length)
         if ranks is not None:
             shared[np.flatnonzero(np.diff(ranks[order], prepend=-1))] = 0
@@ -53,9 +56,6 @@ def build_tree(sequences: Sequence[Row], *, merge: bool = True) -> TokenTree:
     last = np.empty(len(rows), np.int64)
     last[order] = last_sorted
     arrays = assemble(flat, (start + shared)[adds], (length - shared)[adds], attach[adds], last)
-    lengths = np.empty(len(rows), np.int64)
-    lengths[order] = length
-    given = [row if isinstance(row, Trajectory) else None for row in rows]
     return TokenTree(
         tokens=arrays.tokens,
         parent=arrays.parent,
@@ -120,9 +120,11 @@ def _sorted_rows(blobs: list[bytes], ranks: Int64s | None) -> Int64s:
     return order if ranks is None else order[np.argsort(ranks[order], kind="stable")]
 
 
-def _key_ranks(rows: Sequence[Row]) -> Int64s | None:
-    """One number per distinct key, None when all are alike."""
-    keys: list[Hashable] = [row.key if isinstance(row, Trajectory) else None for row in rows]
+def _key_ranks(rows: Sequence[Trajectory | None]) -> Int64s | None:
+    """One number per distinct key, None when all are alike; bare rows have the key None."""
+    keys: list[Hashable] = [None if row is None else row.key for row in rows]
+    if not any(key is not None for key in keys):
+        return None
     numbers: dict[Hashable, int] = {}
     ranks = [numbers.setdefault(key, len(numbers)) for key in keys]
     return np.array(ranks, np.int64) if len(numbers) > 1 else None
@@ -133,9 +135,11 @@ def _row_bytes(rows: Sequence[Row]) -> list[bytes]:
     blobs: list[bytes] = []
     wide: list[tuple[int, NDArray[Any]]] = []
     for number, row in enumerate(rows):
-        if isinstance(row, Trajectory):
+        if type(row) is np.ndarray and row.dtype == _INT32 and row.ndim == 1:
+            blobs.append(row.tobytes())
+        elif isinstance(row, Trajectory):
             blobs.append(row.ids.tobytes())
-        elif isinstance(row, list | tuple):
+        elif isinstance(row, (list, tuple)):  # a union type is slower, and this runs for every row
             blobs.append(_list_bytes(number, row))
         else:
             ids = _integer_array(number, row)
@@ -164,8 +168,8 @@ def _integer_array(number: int, row: Any) -> NDArray[Any]:
     ids = np.asarray(row)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise DataError(
-            f"row {number}: token ids must be a 1-D array of integers, found shape {ids.shape} of {ids.dtype}; "
-            "pass one row per sequence"
+            f"row {number}: token ids must be a 1-D array of integers, found shape {ids.shape} of "
+            f"{ids.dtype}; pass one row per sequence"
         )
     return ids
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, overload
 
 import numpy as np
 
@@ -39,7 +39,11 @@ class LazyTrajectories(Sequence[Trajectory]):
     def __len__(self) -> int:
         return self._tree.num_trajectories
 
-    def __getitem__(self, number):  # int or slice, as any sequence
+    @overload
+    def __getitem__(self, number: int) -> Trajectory: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Trajectory]: ...
+    def __getitem__(self, number: int | slice) -> Trajectory | list[Trajectory]:
         if isinstance(number, slice):
             return [self[i] for i in range(*number.indices(len(self)))]
         if not -len(self) <= number < len(self):
@@ -146,7 +150,7 @@ class TokenTree:
         return offsets, np.cumsum(index, out=index)
 
     def validate(self) -> None:
-        """Check every invariant of the arrays. Raises AssertionError: a broken tree is our bug, not bad data."""
+        """Check every invariant of the arrays. Raises AssertionError: a broken tree is our bug."""
         count = self.num_tokens
         index = np.arange(count)
         start, above = self.segment_start, self.segment_parent
