@@ -1,0 +1,177 @@
+"""What a loss is: a sum over predictions, one normaliser known before the step, and metrics that add up."""
+
+import abc
+import dataclasses
+import math
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from treetrain.data.trajectory import Trajectory
+from treetrain.errors import DataError
+from treetrain.losses.facts import (
+    REDUCTIONS,
+    PackedFacts,
+    Reduction,
+    describe,
+    require_facts,
+    require_nonnegative_weights,
+)
+
+LARGEST = sys.float_info.max
+Metrics = dict[str, tuple[float | Tensor, float | Tensor]]
+"""Name -> (weighted sum, weight): the mean is their quotient, so parts, micro-batches and ranks add up."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Loss(abc.ABC):
+    """A sum over weighted predictions; a subclass writes `evaluate`, and what it needs.
+
+    With w the loss weights (entry 0 of a row is never trained), x the loss of one prediction:
+    reduction "token" is sum(w x) / sum(w) over the whole step; reduction "trajectory" is the mean over the
+    trajectories that have weight of each one's sum(w x) / sum(w).
+    """
+
+    scope: ClassVar[Literal["trajectory", "batch"]] = "trajectory"
+
+    reduction: Reduction
+    """Mean over all tokens of the step, or over each trajectory's tokens first."""
+
+    def __post_init__(self) -> None:
+        check_choice("reduction", self.reduction, REDUCTIONS)
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether `packed` must be given entropies."""
+        return False
+
+    @property
+    def needs_facts(self) -> tuple[str, ...]:
+        """Names of the per-token facts that every trained trajectory must have."""
+        return ()
+
+    @abc.abstractmethod
+    def evaluate(
+        self, logprobs: Tensor, entropies: Tensor | None, facts: PackedFacts
+    ) -> tuple[Tensor, Metrics]:
+        """As `packed`, on checked arguments: facts in the dtype of logprobs, zeros where the weight is 0."""
+
+    def coefficients(self, facts: PackedFacts) -> Tensor | None:
+        """d sum / d logprobs, [T], where it does not depend on the log-probabilities; else None.
+
+        It lets the engine run the language-model head once per row, forward and backward in one go.
+        """
+        return None
+
+    def total_weight(self, trajectories: Sequence[Trajectory]) -> float:
+        """What these trajectories add to the normaliser of a step; 0 where nothing is trained.
+
+        Raises:
+            DataError: a negative weight.
+        """
+        require_nonnegative_weights(trajectories)
+        totals = [float(trajectory.weights.sum()) for trajectory in trajectories]
+        return math.fsum(totals) if self.reduction == "token" else float(sum(total > 0 for total in totals))
+
+    def normaliser(self, trajectories: Sequence[Trajectory]) -> float:
+        """What the sum over all trajectories of a step is divided by: > 0, known before the step, numpy only.
+
+        Raises:
+            DataError: nothing to train, a negative weight, or a missing fact: all before any work is done.
+        """
+        require_facts(trajectories, self.needs_facts)
+        total = self.total_weight(trajectories)
+        if total > 0:
+            return total
+        raise DataError(
+            f"nothing to train: the loss weights of all {len(trajectories)} trajectories sum to 0 (entry 0 "
+            "of a row is never trained); give loss_weights that are not 0, or rows of two tokens and more"
+        )
+
+    def packed(
+        self, logprobs: Tensor, entropies: Tensor | None, facts: PackedFacts
+    ) -> tuple[Tensor, Metrics]:
+        """The unnormalised sum over many trajectories, and metrics (detached, on the device of logprobs).
+
+        Args:
+            logprobs: [T], of the predictions that `facts` holds, in nats.
+            entropies: [T], of the distributions they were taken from, in nats; None where not needed.
+            facts: of the same predictions, in the same order.
+
+        Raises:
+            DataError: a trained trajectory lacks a fact that the loss needs.
+            ValueError: shapes that disagree, or entropies missing.
+        """
+        _check_shapes(self, logprobs, entropies, len(facts))
+        facts = facts.like(logprobs)
+        if not facts.all_weighted:
+            # Not multiplied by 0: an infinite value at an untrained token would make NaN of that.
+            trained = facts.weights != 0
+            logprobs = torch.where(trained, logprobs, 0)
+            entropies = None if entropies is None else torch.where(trained, entropies, 0)
+        return self.evaluate(logprobs, entropies, facts)
+
+    def __call__(
+        self, logprobs: Tensor, entropies: Tensor | None, trajectory: Trajectory
+    ) -> tuple[Tensor, Metrics]:
+        """The unnormalised sum over one trajectory: logprobs and entropies are [L - 1]. See `packed`."""
+        facts = PackedFacts.pack([trajectory], device=logprobs.device, dtype=logprobs.dtype)
+        if logprobs.shape != (len(facts),):
+            raise ValueError(
+                f"{describe(trajectory, 0)} has {len(trajectory)} tokens, so {len(facts)} predictions, "
+                f"but logprobs have shape {tuple(logprobs.shape)}; give one for every token but the first"
+            )
+        return self.packed(logprobs, entropies, facts)
+
+
+def _check_shapes(loss: Loss, logprobs: Tensor, entropies: Tensor | None, count: int) -> None:
+    name = type(loss).__name__
+    if logprobs.shape != (count,):
+        raise ValueError(
+            f"{name}: logprobs have shape {tuple(logprobs.shape)}, the facts {count} predictions; pack "
+            "the facts with the mask `used` of the predictions that are passed"
+        )
+    if loss.needs_entropy and entropies is None:
+        raise ValueError(f"{name}: the entropy bonus needs entropies, got None; set entropy=0.0 or pass them")
+    if entropies is not None and entropies.shape != logprobs.shape:
+        raise ValueError(
+            f"{name}: entropies have shape {tuple(entropies.shape)}, logprobs {tuple(logprobs.shape)}; "
+            "give one entropy per log-probability"
+        )
+
+
+def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed are {', '.join(repr(choice) for choice in allowed)}")
+
+
+def check_number(name: str, value: Any, low: float, high: float) -> None:
+    """Raise ValueError unless `value` is a number with low <= value <= high."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and low <= value <= high):
+        upper = "to any finite one" if high == LARGEST else f"to {high:g}"
+        raise ValueError(f"{name} is {value!r}; allowed are numbers from {low:g} {upper}")
+
+
+def mean_metrics(metrics: Metrics) -> dict[str, float]:
+    """Weighted sums to means, in one device-to-host copy; a metric without weight is left out."""
+    if not metrics:
+        return {}
+    numbers = [torch.as_tensor(number, dtype=torch.float64) for pair in metrics.values() for number in pair]
+    device = next((number.device for number in numbers if number.device.type != "cpu"), torch.device("cpu"))
+    flat = torch.stack([number.detach().to(device) for number in numbers]).tolist()
+    pairs = zip(metrics, flat[0::2], flat[1::2], strict=True)
+    return {name: total / weight for name, total, weight in pairs if weight != 0}
+
+
+def add_metrics(a: Metrics, b: Metrics) -> Metrics:
+    """Metrics of two parts as those of both; a name may be in one of them only."""
+    total = dict(a)
+    for name, (value, weight) in b.items():
+        value_before, weight_before = total.get(name, (0.0, 0.0))
+        total[name] = (value_before + value, weight_before + weight)
+    return total

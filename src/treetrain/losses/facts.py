@@ -1,0 +1,200 @@
+"""The training facts of many trajectories as flat tensors.
+
+K = trajectories, L_k = tokens of trajectory k, T = predictions, only those in use.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from treetrain.data.trajectory import Trajectory
+from treetrain.errors import DataError
+
+Reduction = Literal["token", "trajectory"]
+REDUCTIONS: tuple[Reduction, ...] = ("token", "trajectory")
+
+REMEDIES = {
+    "advantages": "give advantages=..., e.g. the rewards of a group normalised within the group",
+    "old_logprobs": "give old_logprobs=... (under the policy that sampled the row; the engine computes them "
+    "before the first update), or pass on_policy=True to the loss if the model of this very step sampled "
+    "the row",
+    "ref_logprobs": "give ref_logprobs=... (the engine computes them from the reference "
+    "model), or set kl=0.0",
+    "values": "give values=..., the value estimates at sampling time",
+    "returns": "give returns=..., computed from rewards and values",
+}
+
+
+def describe(trajectory: Trajectory, number: int) -> str:
+    """How messages name a trajectory: its id, or its number in the batch where it has none."""
+    return (
+        f"trajectory number {number} (from 0)" if trajectory.id is None else f"trajectory {trajectory.id!r}"
+    )
+
+
+def require_facts(trajectories: Sequence[Trajectory], names: Sequence[str]) -> None:
+    """Raise DataError for the first trajectory with something to train that lacks one of the named facts."""
+    for number, trajectory in enumerate(trajectories):
+        missing = [name for name in names if getattr(trajectory, name) is None]
+        if missing and trajectory.weights.any():
+            row, name = describe(trajectory, number), missing[0]
+            raise DataError(f"{row} has no {name}, which the loss needs; {REMEDIES[name]}")
+
+
+def require_nonnegative_weights(trajectories: Sequence[Trajectory]) -> None:
+    """Raise DataError for a weight below 0: a mean over signed weights can have any sign and size."""
+    for number, trajectory in enumerate(trajectories):
+        weights = trajectory.weights
+        if weights.size and weights.min() < 0:
+            at = int(weights.argmin())
+            raise DataError(
+                f"{describe(trajectory, number)}: loss_weights[{at}] = {weights[at]:g}, but a mean needs "
+                "weights of 0 or more; put signs into advantages and use the reinforce loss, or give the "
+                'normaliser of the step yourself (reduction="token" only)'
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PackedFacts:
+    """The facts of K trajectories, concatenated over their predictions; made by `pack`.
+
+    Row k has max(L_k - 1, 0) predictions: entry 0 of every per-token fact is dropped. Facts go to
+    the device when they are first asked for, so one that no loss reads costs nothing and may be missing. At
+    predictions of weight 0 every fact reads 0, so that a placeholder there can never turn into NaN.
+    """
+
+    trajectories: Sequence[Trajectory]
+    lengths: Tensor
+    """int64 [K]: predictions of each row, whether used or not."""
+    rows: Tensor
+    """int64 [T]: the trajectory (0..K-1) of each prediction."""
+    weights: Tensor
+    """[T]: loss weights."""
+    dtype: torch.dtype
+    """Of all facts; the losses convert to the dtype of the log-probabilities."""
+    device: torch.device
+    all_weighted: bool
+    """No prediction has weight 0. Known without asking the device."""
+    _used: NDArray[np.bool_] | None = dataclasses.field(repr=False)
+    _weights: NDArray[np.float64] = dataclasses.field(repr=False)
+    _rows: NDArray[np.int64] = dataclasses.field(repr=False)
+    _cache: dict[str, Tensor] = dataclasses.field(default_factory=dict, repr=False)
+
+    @classmethod
+    def pack(
+        cls,
+        trajectories: Sequence[Trajectory],
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        used: NDArray[np.bool_] | None = None,
+    ) -> Self:
+        """Concatenate trajectories.
+
+        Args:
+            trajectories: K of them; empty and one-token rows are fine, they have no predictions.
+            device: where the tensors live.
+            dtype: of the facts: the dtype of the log-probabilities, float32 or float64.
+            used: bool [sum of max(L_k - 1, 0)]: which of all predictions the caller passes to the loss, e.g.
+                those with a weight; None means all. T is then their number.
+
+        Raises:
+            ValueError: `used` has another length than there are predictions.
+        """
+        lengths = np.array([max(len(trajectory) - 1, 0) for trajectory in trajectories], np.int64)
+        rows = np.repeat(np.arange(lengths.size), lengths)
+        if used is not None and (used.shape != rows.shape or used.dtype != np.bool_):
+            raise ValueError(
+                f"used is {used.dtype} {used.shape}, but the {lengths.size} trajectories have {rows.size} "
+                "predictions; give one bool for each"
+            )
+        weights = _concatenate([trajectory.weights for trajectory in trajectories])
+        rows, weights = (rows, weights) if used is None else (rows[used], weights[used])
+        device = torch.device(device)
+        return cls(
+            trajectories=trajectories,
+            lengths=torch.as_tensor(lengths, device=device),
+            rows=torch.as_tensor(rows, device=device),
+            weights=torch.as_tensor(weights, dtype=dtype, device=device),
+            dtype=dtype,
+            device=device,
+            all_weighted=bool(weights.all()),
+            _used=used,
+            _weights=weights,
+            _rows=rows,
+        )
+
+    def __len__(self) -> int:
+        """T, the number of (used) predictions."""
+        return self._rows.size
+
+    def like(self, logprobs: Tensor) -> Self:
+        """These facts in the dtype and on the device of `logprobs`."""
+        if (logprobs.dtype, logprobs.device) == (self.dtype, self.device):
+            return self
+        return self.pack(self.trajectories, device=logprobs.device, dtype=logprobs.dtype, used=self._used)
+
+    @property
+    def advantages(self) -> Tensor:
+        """[T]. Raises DataError, as all facts below, if a trajectory that is trained has none."""
+        return self._fact("advantages")
+
+    @property
+    def old_logprobs(self) -> Tensor:
+        """[T], in nats: under the policy that sampled the rows."""
+        return self._fact("old_logprobs")
+
+    @property
+    def ref_logprobs(self) -> Tensor:
+        """[T], in nats: under the reference policy."""
+        return self._fact("ref_logprobs")
+
+    @property
+    def values(self) -> Tensor:
+        """[T]: value estimates at sampling time."""
+        return self._fact("values")
+
+    @property
+    def returns(self) -> Tensor:
+        """[T]."""
+        return self._fact("returns")
+
+    def shares(self, reduction: Reduction) -> Tensor:
+        """[T]: what each prediction counts in the sum: its weight, or its part of its row's weights.
+
+        Raises:
+            DataError: reduction "trajectory" and a negative weight.
+        """
+        if reduction == "token":
+            return self.weights
+        if "shares" not in self._cache:
+            require_nonnegative_weights(self.trajectories)
+            totals = np.array([trajectory.weights.sum() for trajectory in self.trajectories], np.float64)
+            totals[totals == 0] = 1.0  # such a row has no weight to divide
+            self._cache["shares"] = self._tensor(self._weights / totals[self._rows])
+        return self._cache["shares"]
+
+    def sum_by_row(self, per_prediction: Tensor) -> Tensor:
+        """Sum [T] over each trajectory: [K], differentiable, 0 for rows without predictions."""
+        return per_prediction.new_zeros(len(self.trajectories)).index_add(0, self.rows, per_prediction)
+
+    def _fact(self, name: str) -> Tensor:
+        if name not in self._cache:
+            require_facts(self.trajectories, (name,))
+            given = [(getattr(trajectory, name), len(trajectory)) for trajectory in self.trajectories]
+            flat = _concatenate([np.zeros(length) if fact is None else fact for fact, length in given])
+            flat = flat if self._used is None else flat[self._used]
+            self._cache[name] = self._tensor(np.where(self._weights == 0, 0.0, flat))
+        return self._cache[name]
+
+    def _tensor(self, array: NDArray[np.float64]) -> Tensor:
+        return torch.as_tensor(array, dtype=self.dtype, device=self.device)
+
+
+def _concatenate(facts: list[NDArray[np.float64]]) -> NDArray[np.float64]:
+    return np.concatenate([np.zeros(0), *(fact[1:] for fact in facts)])

@@ -1,0 +1,238 @@
+"""Policy-gradient losses on recorded rollouts: REINFORCE, PPO-clip, GRPO; KL to a reference, entropy bonus.
+
+l = log-probability of the token now, old = when the row was sampled, A = its advantage, r = exp(l - old).
+"""
+
+import abc
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from treetrain.losses.base import LARGEST, Loss, Metrics, check_choice, check_number
+from treetrain.losses.facts import PackedFacts, Reduction
+from treetrain.losses.kl import KL_ESTIMATORS, KLEstimator, k3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss(Loss):
+    """A policy term per token + kl * KL(policy || reference) - entropy * entropy of the policy."""
+
+    kl: float
+    """Coefficient of the KL to the reference policy; above 0 it needs ref_logprobs."""
+    kl_estimator: KLEstimator
+    """One of KL_ESTIMATORS."""
+    entropy: float
+    """Coefficient of the entropy bonus; above 0 it needs entropies."""
+
+    def __post_init__(self) -> None:
+        Loss.__post_init__(self)
+        check_number("kl", self.kl, 0.0, LARGEST)
+        check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        check_number("entropy", self.entropy, 0.0, LARGEST)
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.entropy != 0
+
+    @property
+    def needs_facts(self) -> tuple[str, ...]:
+        reference = () if self.kl == 0 else ("ref_logprobs",)
+        return ("advantages", *self.policy_facts, *reference)
+
+    @property
+    def policy_facts(self) -> tuple[str, ...]:
+        """What the policy term needs besides advantages."""
+        return ()
+
+    @property
+    @abc.abstractmethod
+    def policy_gradient_is_constant(self) -> bool:
+        """Whether d policy term / d l is -A whatever l is."""
+
+    @abc.abstractmethod
+    def policy_term(self, logprobs: Tensor, facts: PackedFacts) -> tuple[Tensor, dict[str, Tensor]]:
+        """The policy's loss per token, [T], and what to watch per token, each [T]."""
+
+    def evaluate(
+        self, logprobs: Tensor, entropies: Tensor | None, facts: PackedFacts
+    ) -> tuple[Tensor, Metrics]:
+        loss, watched = self.policy_term(logprobs, facts)
+        watched = {"policy_loss": loss, "advantage": facts.advantages} | watched
+        if self.kl != 0:
+            watched["kl"] = KL_ESTIMATORS[self.kl_estimator](logprobs, facts.ref_logprobs)
+            loss = loss + self.kl * watched["kl"]
+        if entropies is not None:
+            watched["entropy"] = entropies
+            loss = loss - self.entropy * entropies if self.entropy != 0 else loss
+        shares = facts.shares(self.reduction)
+        weight = shares.sum()
+        metrics: Metrics = {name: ((shares * x.detach()).sum(), weight) for name, x in watched.items()}
+        return (shares * loss).sum(), metrics
+
+    def coefficients(self, facts: PackedFacts) -> Tensor | None:
+        kl_is_linear = self.kl == 0 or self.kl_estimator == "k1"
+        if not (self.policy_gradient_is_constant and kl_is_linear and self.entropy == 0):
+            return None
+        return facts.shares(self.reduction) * (self.kl - facts.advantages)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReinforceLoss(PolicyLoss):
+    """-A l. Made by `reinforce`."""
+
+    @property
+    def policy_gradient_is_constant(self) -> bool:
+        return True
+
+    def policy_term(self, logprobs: Tensor, facts: PackedFacts) -> tuple[Tensor, dict[str, Tensor]]:
+        return -facts.advantages * logprobs, {}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ClippedLoss(PolicyLoss):
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A). Made by `ppo` and `grpo`."""
+
+    clip_low: float
+    """r is not followed below 1 - clip_low; 1 never clips."""
+    clip_high: float
+    """r is not followed above 1 + clip_high; infinity never clips."""
+    on_policy: bool
+    """r is taken against the present log-probabilities (so it is 1), whatever old_logprobs say."""
+
+    def __post_init__(self) -> None:
+        PolicyLoss.__post_init__(self)
+        check_number("clip_low", self.clip_low, 0.0, 1.0)
+        check_number("clip_high", self.clip_high, 0.0, math.inf)
+        if not isinstance(self.on_policy, bool):
+            raise ValueError(f"on_policy is {self.on_policy!r}; allowed are True and False")
+
+    @property
+    def policy_facts(self) -> tuple[str, ...]:
+        return () if self.on_policy else ("old_logprobs",)
+
+    @property
+    def policy_gradient_is_constant(self) -> bool:
+        return self.on_policy
+
+    def policy_term(self, logprobs: Tensor, facts: PackedFacts) -> tuple[Tensor, dict[str, Tensor]]:
+        old_logprobs = logprobs.detach() if self.on_policy else facts.old_logprobs
+        advantages = facts.advantages
+        log_ratio = logprobs - old_logprobs
+        log_low = math.log1p(-self.clip_low) if self.clip_low < 1 else -math.inf
+        log_high = math.log1p(self.clip_high)
+        # The smaller of the two products clips only above where A >= 0, only below where A < 0. Clipping
+        # log r and not r keeps the gradient 0, and not 0 * infinity, where exp would overflow.
+        followed = torch.where(advantages < 0, log_ratio.clamp(min=log_low), log_ratio.clamp(max=log_high))
+        loss = -advantages * followed.exp()
+        with torch.no_grad():
+            low = ((advantages < 0) & (log_ratio < log_low)).to(loss.dtype)
+            high = ((advantages > 0) & (log_ratio > log_high)).to(loss.dtype)
+            watched = {
+                "ratio": log_ratio.exp(),
+                # Sampled from the old policy, so k3 of (old, now) estimates KL(old || now).
+                "approx_kl": k3(old_logprobs, logprobs),
+                "clip_fraction": low + high,
+                "clip_fraction_low": low,
+                "clip_fraction_high": high,
+            }
+        return loss, watched
+
+
+def reinforce(
+    *,
+    kl: float = 0.0,
+    kl_estimator: KLEstimator = "k3",
+    entropy: float = 0.0,
+    reduction: Reduction = "token",
+) -> ReinforceLoss:
+    """The score-function loss -A l (Williams 1992), plus kl * KL(policy || reference) - entropy * entropy.
+
+    Args:
+        kl: coefficient of the KL, >= 0; above 0 the rows need ref_logprobs.
+        kl_estimator: "k1", "k2" or "k3" (treetrain.losses.kl). k1 has no useful gradient.
+        entropy: coefficient of the entropy bonus, >= 0.
+        reduction: "token" (default) is the policy gradient, a sum over tokens, up to one factor for the
+            whole step; "trajectory" divides each trajectory's sum by its length.
+
+    Metrics: policy_loss, advantage; kl and entropy where computed.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+    return ReinforceLoss(kl=kl, kl_estimator=kl_estimator, entropy=entropy, reduction=reduction)
+
+
+def ppo(
+    *,
+    clip: float = 0.2,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+    kl: float = 0.0,
+    kl_estimator: KLEstimator = "k3",
+    entropy: float = 0.0,
+    reduction: Reduction = "token",
+    on_policy: bool = False,
+) -> ClippedLoss:
+    """The clipped surrogate -min(r A, clip(r) A) of PPO (arXiv 1707.06347, eq. 7), without a value loss.
+
+    Args:
+        clip: r is followed from 1 - clip to 1 + clip, 0 to 1.
+        clip_low, clip_high: either bound by itself in place of `clip` (DAPO, arXiv 2503.14476: 0.2 and 0.28).
+        kl: coefficient of the KL to the reference policy, >= 0; above 0 the rows need ref_logprobs.
+        kl_estimator: "k1", "k2" or "k3" (treetrain.losses.kl). k1 has no useful gradient.
+        entropy: coefficient of the entropy bonus, >= 0.
+        reduction: "token" (default), the mean over time steps of the paper and of DAPO; or "trajectory".
+        on_policy: the rows were sampled by the model of this very step: r = 1, its gradient that of l, and
+            old_logprobs are not read. Otherwise every trained row must have them.
+
+    Metrics: policy_loss, advantage, ratio, clip_fraction (and _low, _high), approx_kl = KL(old || now);
+    kl and entropy where computed.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+    return ClippedLoss(
+        clip_low=_bound("clip", clip) if clip_low is None else clip_low,
+        clip_high=_bound("clip", clip) if clip_high is None else clip_high,
+        kl=kl,
+        kl_estimator=kl_estimator,
+        entropy=entropy,
+        reduction=reduction,
+        on_policy=on_policy,
+    )
+
+
+def grpo(
+    *,
+    clip: float = 0.2,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+    kl: float = 0.0,
+    kl_estimator: KLEstimator = "k3",
+    entropy: float = 0.0,
+    reduction: Reduction = "trajectory",
+    on_policy: bool = False,
+) -> ClippedLoss:
+    """GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3): the clipped surrogate on group advantages.
+
+    Arguments, metrics and errors are those of `ppo`; the advantages are the caller's (rewards normalised
+    within the group). `reduction` is "trajectory" as in the paper: mean over an answer's
+    tokens, then over answers. The KL is part of the loss, not of the reward.
+    """
+    return ppo(
+        clip=clip,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        kl=kl,
+        kl_estimator=kl_estimator,
+        entropy=entropy,
+        reduction=reduction,
+        on_policy=on_policy,
+    )
+
+
+def _bound(name: str, value: float) -> float:
+    check_number(name, value, 0.0, 1.0)
+    return value
