@@ -19,7 +19,7 @@ SCALAR_FACTS = ("loss_weights", "advantages")  # one number may stand for all to
 class Trajectory:
     """A row of L token ids with its training facts; checked when made, not changed afterwards.
 
-    Per-token facts have the length of `ids`: entry t belongs to the prediction of `ids[t]`; entry 0 is unused.
+    Per-token facts have the length of `ids`: entry t belongs to the prediction of `ids[t]`, entry 0 to none.
 
     Args:
         ids: token ids, [L], whole numbers from 0 to 2**31 - 1; L may be 0 or 1 (then nothing is trained).

@@ -1,0 +1,115 @@
+"""Does a chat template keep prefixes, so that the calls of a conversation can share them?"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treetrain.data.trajectory import Trajectory
+
+CONTEXT = 4  # tokens shown before the first difference
+SHOWN = 12  # tokens shown from it on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixBreak:
+    """The first call that does not extend the call before it."""
+
+    previous: Hashable
+    """id of the earlier row."""
+    call: Hashable
+    """id of the later row."""
+    position: int
+    """First token (from 0) in which they differ."""
+    previous_text: str
+    """The earlier row around that token; its ids where no tokenizer was given."""
+    call_text: str
+    """The later row around that token."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixReport:
+    """How far the successive calls of the same conversations extend each other."""
+
+    calls: int
+    """Rows that are calls of a conversation."""
+    successive: int
+    """Pairs (a call, the next one of the same conversation)."""
+    broken: int
+    """Pairs in which the later row does not begin with all tokens of the earlier one."""
+    example: PrefixBreak | None
+    """The first broken pair."""
+
+    @property
+    def preserved(self) -> bool:
+        return self.broken == 0
+
+    def explain(self) -> str:
+        """The finding in words, with what to do about it."""
+        if self.successive == 0:
+            return "No conversation has two calls: nothing to say about prefixes."
+        if self.example is None:
+            return f"All {self.successive:,} successive calls extend the call before them: prefixes are kept."
+        return (
+            f"{self.broken:,} of {self.successive:,} successive calls do not extend the call before them.\n"
+            f"First: {self.example.call} differs from {self.example.previous} "
+            f"at token {self.example.position}:\n"
+            f"  earlier call: {self.example.previous_text!r}\n"
+            f"  later call:   {self.example.call_text!r}\n"
+            "If the policy really saw these prompts, train on them as they are. Otherwise use a template "
+            "that writes a message the same way whatever follows it: --chat-template chatml."
+        )
+
+
+def diagnose_prefixes(trajectories: Iterable[Trajectory], tokenizer: Any = None) -> PrefixReport:
+    """Compare every call with the call before it in the same conversation, token by token.
+
+    Args:
+        trajectories: rows in the calls view, each conversation's calls in their order; rows without an
+            `episode` are not calls and are left out.
+        tokenizer: anything with `decode`; the example then shows text instead of ids.
+    """
+    decode = _ids_text if tokenizer is None else tokenizer.decode
+    last: dict[Hashable, Trajectory] = {}
+    calls = successive = broken = 0
+    example = None
+    for call in trajectories:
+        if call.episode is None:
+            continue
+        calls += 1
+        previous = last.get((call.group, call.episode))
+        last[(call.group, call.episode)] = call
+        if previous is None:
+            continue
+        successive += 1
+        position = common_prefix(previous.ids, call.ids)
+        if position < len(previous):
+            broken += 1
+            example = example or _example(previous, call, position, decode)
+    return PrefixReport(calls=calls, successive=successive, broken=broken, example=example)
+
+
+def common_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """Number of leading token ids that two rows share."""
+    length = min(one.size, other.size)
+    different = one[:length] != other[:length]
+    return int(different.argmax()) if different.any() else length
+
+
+def _example(
+    previous: Trajectory, call: Trajectory, position: int, decode: Callable[[Sequence[int]], str]
+) -> PrefixBreak:
+    shown = slice(max(0, position - CONTEXT), position + SHOWN)
+    return PrefixBreak(
+        previous=previous.id,
+        call=call.id,
+        position=position,
+        previous_text=decode(previous.ids[shown].tolist()),
+        call_text=decode(call.ids[shown].tolist()),
+    )
+
+
+def _ids_text(ids: Sequence[int]) -> str:
+    return " ".join(map(str, ids))
