@@ -1,3 +1,59 @@
 """treetrain: train LLMs on branching agent trajectories, every shared prefix computed once, gradients exact."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+# Names are loaded when first used, so that data and trees need no torch and the command line answers at once.
+_PUBLIC = {
+    "DataError": "treetrain.errors",
+    "UnsupportedModel": "treetrain.errors",
+    "Trajectory": "treetrain.data.trajectory",
+    "group_advantages": "treetrain.data.advantages",
+    "load": "treetrain.data.load",
+    "TokenTree": "treetrain.tree.token_tree",
+    "build_tree": "treetrain.tree.build",
+    "Node": "treetrain.tree.nodes",
+    "NodeTrajectory": "treetrain.tree.nodes",
+    "ModelShape": "treetrain.plan.cost",
+    "StepResult": "treetrain.engine.engine",
+    "TreeEngine": "treetrain.engine.engine",
+    "logprobs": "treetrain.engine.primitive",
+    "from_padded": "treetrain.engine.padded",
+    "to_padded": "treetrain.engine.padded",
+    "verify": "treetrain.train.verify",
+}
+_MODULES = {"losses"}
+
+__all__ = [*_PUBLIC, *_MODULES, "__version__"]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from treetrain import losses
+    from treetrain.data.advantages import group_advantages
+    from treetrain.data.load import load
+    from treetrain.data.trajectory import Trajectory
+    from treetrain.engine.engine import StepResult, TreeEngine
+    from treetrain.engine.padded import from_padded, to_padded
+    from treetrain.engine.primitive import logprobs
+    from treetrain.errors import DataError, UnsupportedModel
+    from treetrain.plan.cost import ModelShape
+    from treetrain.train.verify import verify
+    from treetrain.tree.build import build_tree
+    from treetrain.tree.nodes import Node, NodeTrajectory
+    from treetrain.tree.token_tree import TokenTree
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"treetrain.{name}")
+    else:
+        raise AttributeError(f"module 'treetrain' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
@@ -90,6 +92,17 @@ class Loss(abc.ABC):
             f"nothing to train: the loss weights of all {len(trajectories)} trajectories sum to 0 (entry 0 "
             "of a row is never trained); give loss_weights that are not 0, or rows of two tokens and more"
         )
+
+    @staticmethod
+    def pack(
+        trajectories: Sequence[Trajectory],
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        used: NDArray[np.bool_] | None = None,
+    ) -> PackedFacts:
+        """The facts that `packed` and `coefficients` take; see `PackedFacts.pack`."""
+        return PackedFacts.pack(trajectories, device=device, dtype=dtype, used=used)
 
     def packed(
         self, logprobs: Tensor, entropies: Tensor | None, facts: PackedFacts

@@ -1,0 +1,77 @@
+"""Tree attention with FlexAttention: the GPU path. Its forward also runs on the CPU, where it is tested.
+
+The block mask is made from the subtree ends alone: for a block of keys only the least and the greatest end decide
+whether a later block of queries sees all of it, some of it or none. Nothing of size N x N is built.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+BLOCK = 128
+"""Tokens in a block of queries or keys, FlexAttention's default."""
+
+
+def block_mask(ends: Tensor, block: int = BLOCK) -> BlockMask:
+    """The block mask of the interval rule.
+
+    Args:
+        ends: int64 [N], the exclusive end of every token's subtree in pre-order.
+    """
+    n, device = len(ends), ends.device
+    blocks = -(-n // block)
+    starts = torch.arange(blocks, device=device) * block
+    stops = (starts + block).clamp(max=n)
+    by_block = torch.nn.functional.pad(ends, (0, blocks * block - n)).view(blocks, block)
+    furthest = by_block.amax(1)
+    padding = torch.arange(blocks * block, device=device).view(blocks, block) >= n
+    nearest = by_block.masked_fill(padding, n).amin(1)
+    before = starts[None, :] < starts[:, None]
+    diagonal = starts[None, :] == starts[:, None]
+    # Key block before the query block: seen in full when every subtree in it outlasts the queries, and at all when
+    # one reaches them (that one's token is then seen by the first query).
+    full = before & (nearest[None, :] >= stops[:, None])
+    partial = (before & (furthest[None, :] > starts[:, None]) & ~full) | diagonal
+    return BlockMask.from_kv_blocks(
+        *_ordered(partial), *_ordered(full), BLOCK_SIZE=block, mask_mod=_rule(ends), seq_lengths=(n, n)
+    )
+
+
+def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """bool [B, B] -> (count [1, 1, B], chosen column numbers first [1, 1, B, B]) as int32."""
+    count = chosen.sum(1, dtype=torch.int32)
+    order = chosen.to(torch.int8).argsort(dim=1, descending=True, stable=True).to(torch.int32)
+    return count[None, None], order[None, None]
+
+
+def _rule(ends: Tensor):
+    last = len(ends) - 1
+
+    def rule(_batch, _head, query, key):
+        # Indices past the end occur in the last, partly filled block.
+        return (key <= query) & (query < ends[key.clamp(max=last)])
+
+    return rule
+
+
+@functools.cache
+def _compiled():
+    return torch.compile(flex_attention, dynamic=True)
+
+
+class FlexTreeAttention:
+    """Tree attention for one forest, used by every layer of a run."""
+
+    name = "flex"
+
+    def __init__(self, ends: Tensor):
+        self.mask = block_mask(ends)
+        self._attend = _compiled() if ends.device.type == "cuda" else flex_attention
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Args: query [N, H, D], key and value [N, G, D]. Returns [N, H, D]."""
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        out = self._attend(q, k, v, block_mask=self.mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        return out.squeeze(0).transpose(0, 1)  # type: ignore[union-attr]

@@ -1,0 +1,247 @@
+"""The language-model head for edges: log-probabilities and entropies without [tokens, vocabulary] logits.
+
+Rows are hidden states that own at least one wanted edge, each once, however many branches follow it. Logits exist for
+one chunk of rows at a time. When the loss is linear in the log-probabilities its coefficients are known beforehand,
+so the head's gradients are made together with its log-probabilities and the head runs once per row; otherwise the
+logits of a chunk are computed again in backward.
+
+Shape letters: R rows, E edges (sorted by row), D hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_LOGITS = 1 << 23
+"""Logits alive at once (rows of a chunk times vocabulary), within the bounds below."""
+MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 64, 2048
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Edges:
+    """Which rows of the hidden states predict which tokens."""
+
+    rows: Tensor
+    """int64 [R]: index of each row in the packed run."""
+    edge_row: Tensor
+    """int64 [E]: which of the R rows predicts each edge; ascending."""
+    targets: Tensor
+    """int64 [E]: the predicted token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the head gives: [E] log-probabilities, [R] entropies (or None), and the fused loss (or None)."""
+
+    logprobs: Tensor
+    entropies: Tensor | None
+    linear_loss: Tensor | None
+
+
+def chunk_rows(vocab_size: int) -> int:
+    """Rows scored at once."""
+    return max(MIN_CHUNK_ROWS, min(MAX_CHUNK_ROWS, CHUNK_LOGITS // vocab_size))
+
+
+def score_edges(
+    hidden: Tensor,
+    head: nn.Module,
+    head_forward: Callable[[Tensor], Tensor],
+    edges: Edges,
+    *,
+    vocab_size: int,
+    temperature: float,
+    need_entropy: bool,
+    coefficients: Tensor | None = None,
+) -> Scores:
+    """Score the wanted edges of a packed run.
+
+    Args:
+        hidden: [N, D] hidden states as the model hands them to its head.
+        head: the head module; a plain ``nn.Linear`` takes the fused path, any other is called through ``head_forward``.
+        coefficients: [E] d loss / d log-probability, when the loss is linear; the loss is then returned fused.
+    """
+    rows = hidden.index_select(0, edges.rows)
+    if type(head) is nn.Linear:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        if coefficients is not None and torch.is_grad_enabled():
+            compute = _compute_dtype(hidden)
+            loss, logprobs = _LinearLoss.apply(  # type: ignore[misc]
+                rows, head.weight, head.bias, edges, temperature, coefficients.to(wide), compute
+            )
+            return Scores(logprobs, None, loss)
+        logprobs, entropies = _LinearScores.apply(  # type: ignore[misc]
+            rows, head.weight, head.bias, edges, temperature, need_entropy, _compute_dtype(hidden)
+        )
+    else:
+        logprobs, entropies = _scores_through_module(
+            rows, head_forward, edges, vocab_size, temperature, need_entropy
+        )
+    loss = None if coefficients is None else (logprobs * coefficients.to(logprobs.dtype)).sum()
+    return Scores(logprobs, entropies if need_entropy else None, loss)
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def _chunks(edges: Edges, vocab_size: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(rows, edges, row of each edge within the chunk) of every chunk."""
+    step = chunk_rows(vocab_size)
+    bounds = list(range(0, len(edges.rows), step))
+    cuts = torch.tensor([*bounds, len(edges.rows)], device=edges.edge_row.device)
+    edge_cuts = torch.searchsorted(edges.edge_row, cuts).tolist()
+    for number, start in enumerate(bounds):
+        taken = slice(edge_cuts[number], edge_cuts[number + 1])
+        yield slice(start, start + step), taken, edges.edge_row[taken] - start
+
+
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, wide: torch.dtype) -> Tensor:
+    """[r, V] logits over the temperature in the wide dtype, a fresh tensor that may be overwritten."""
+    logits = nn.functional.linear(rows, weight, bias).to(wide)
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left.T @ right, in the dtype of ``total``."""
+    if left.dtype == total.dtype:
+        total.addmm_(left.t(), right)
+    else:
+        total.add_(left.t() @ right)
+
+
+class _HeadGradients:
+    """Collects the head's gradients over chunks; the wide dtype accumulates."""
+
+    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool]):
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        self.rows = torch.empty_like(rows) if needs[0] else None
+        self.weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+        self.bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
+
+    def add(self, chunk: slice, grad_logits: Tensor, rows: Tensor, weight: Tensor) -> None:
+        """grad_logits: [r, V] in the wide dtype."""
+        narrow = grad_logits.to(rows.dtype)
+        if self.rows is not None:
+            torch.matmul(narrow, weight, out=self.rows[chunk])
+        if self.weight is not None:
+            _accumulate(self.weight, narrow, rows)
+        if self.bias is not None:
+            self.bias += grad_logits.sum(0)
+
+
+class _LinearScores(torch.autograd.Function):
+    """Log-probabilities of edges and entropies of rows; logits are recomputed in backward."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, bias, edges: Edges, temperature, need_entropy, compute):
+        wide = torch.promote_types(compute, torch.float32)
+        logprobs = rows.new_empty(len(edges.targets), dtype=wide)
+        lse = rows.new_empty(len(rows), dtype=wide)
+        entropies = rows.new_zeros(len(rows) if need_entropy else 0, dtype=wide)
+        with torch.autocast(rows.device.type, enabled=False):
+            narrow_weight, narrow_bias = _cast(weight, bias, compute)
+            for chunk, taken, edge_row in _chunks(edges, len(weight)):
+                z = _logits(rows[chunk].to(compute), narrow_weight, narrow_bias, temperature, wide)
+                lse[chunk] = z.logsumexp(-1)
+                logprobs[taken] = z[edge_row, edges.targets[taken]] - lse[chunk][edge_row]
+                if need_entropy:
+                    log_p = z.sub_(lse[chunk, None])
+                    entropies[chunk] = -(log_p.exp() * log_p).sum(-1)
+        ctx.save_for_backward(rows, weight, bias, lse, entropies)
+        ctx.settings = edges, temperature, need_entropy, compute
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprobs, grad_entropies):
+        rows, weight, bias, lse, entropies = ctx.saved_tensors
+        edges, temperature, need_entropy, compute = ctx.settings
+        wide = lse.dtype
+        narrow_weight, narrow_bias = _cast(weight, bias, compute)
+        grads = _HeadGradients(rows.to(compute), weight, bias, ctx.needs_input_grad[:3])
+        for chunk, taken, edge_row in _chunks(edges, len(weight)):
+            x = rows[chunk].to(compute)
+            log_p = _logits(x, narrow_weight, narrow_bias, temperature, wide).sub_(lse[chunk, None])
+            grad = grad_logprobs[taken]
+            row_grad = torch.zeros_like(lse[chunk]).index_add_(0, edge_row, grad)
+            if need_entropy:
+                # d H / d z_v = -p_v (log p_v + H)
+                weightings = (log_p + entropies[chunk, None]).mul_(grad_entropies[chunk, None])
+                grad_z = log_p.exp_().mul_(weightings.add_(row_grad[:, None]).neg_())
+            else:
+                grad_z = log_p.exp_().mul_(-row_grad[:, None])
+            grad_z.index_put_((edge_row, edges.targets[taken]), grad, accumulate=True)
+            grads.add(chunk, grad_z.div_(temperature), x, narrow_weight)
+        return (*_outgoing(grads, rows, weight, bias), None, None, None, None)
+
+
+class _LinearLoss(torch.autograd.Function):
+    """sum of coefficients * log-probabilities, with the gradients made in the same pass over the logits."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, bias, edges: Edges, temperature, coefficients, compute):
+        wide = torch.promote_types(compute, torch.float32)
+        logprobs = rows.new_empty(len(edges.targets), dtype=wide)
+        with torch.autocast(rows.device.type, enabled=False):
+            narrow_weight, narrow_bias = _cast(weight, bias, compute)
+            grads = _HeadGradients(rows.to(compute), weight, bias, ctx.needs_input_grad[:3])
+            for chunk, taken, edge_row in _chunks(edges, len(weight)):
+                x = rows[chunk].to(compute)
+                z = _logits(x, narrow_weight, narrow_bias, temperature, wide)
+                lse = z.logsumexp(-1)
+                place = (edge_row, edges.targets[taken])
+                logprobs[taken] = z[place] - lse[edge_row]
+                row_grad = torch.zeros_like(lse).index_add_(0, edge_row, coefficients[taken])
+                grad_z = z.sub_(lse[:, None]).exp_().mul_(-row_grad[:, None])
+                grad_z.index_put_(place, coefficients[taken], accumulate=True)
+                grads.add(chunk, grad_z.div_(temperature), x, narrow_weight)
+        ctx.grads = _outgoing(grads, rows, weight, bias)
+        ctx.mark_non_differentiable(logprobs)
+        return (logprobs * coefficients).sum(), logprobs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss, _):
+        if ctx.grads is None:
+            raise RuntimeError("a second backward through a fused tree loss: run the forward again")
+        grads, ctx.grads = ctx.grads, None
+        # In place: the gradients were made for this loss alone.
+        scaled = tuple(None if g is None else g.mul_(grad_loss) for g in grads)
+        return (*scaled, None, None, None, None)
+
+
+def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _outgoing(grads: _HeadGradients, rows: Tensor, weight: Tensor, bias: Tensor | None):
+    """Gradients in the dtypes of the tensors they belong to."""
+    pairs = ((grads.rows, rows), (grads.weight, weight), (grads.bias, bias))
+    return tuple(None if g is None else g.to(x.dtype) for g, x in pairs)
+
+
+def _scores_through_module(rows, head_forward, edges: Edges, vocab_size: int, temperature, need_entropy):
+    """The same for a head that is more than a matrix (an adapter around it): autograd, one checkpointed chunk at a time."""
+
+    def score(x: Tensor, edge_row: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head_forward(x)
+        z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        log_p = z.log_softmax(-1)
+        entropies = -(log_p.exp() * log_p).sum(-1) if need_entropy else log_p.new_zeros(0)
+        return log_p[edge_row, targets], entropies
+
+    pieces = [
+        checkpoint(score, rows[chunk], edge_row, edges.targets[taken], use_reentrant=False)
+        for chunk, taken, edge_row in _chunks(edges, vocab_size)
+    ]
+    if not pieces:
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        return rows.new_zeros(0, dtype=wide), rows.new_zeros(0, dtype=wide)
+    logprobs, entropies = zip(*pieces)
+    return torch.cat(logprobs), torch.cat(entropies)

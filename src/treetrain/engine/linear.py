@@ -1,0 +1,35 @@
+"""The linear baseline: the same model, loss and fused head with every trajectory computed by itself.
+
+It is here to be beaten honestly and to check results, so it is as fast as we can make it: rows are packed without
+padding in the projections, short rows share batched attention calls, long ones get one causal call each, and tokens
+after the last trained one are left out, as in a tree.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from treetrain.data.trajectory import Trajectory
+from treetrain.engine.engine import StepResult, TreeEngine
+from treetrain.tree.token_tree import TokenTree
+
+
+class LinearEngine(TreeEngine):
+    """As `TreeEngine`, with no prefix shared.
+
+    Args:
+        pack_tokens: most tokens of a packed run (a longer row runs by itself); None packs the whole batch.
+    """
+
+    _merge = False
+
+    def __init__(self, model: nn.Module, *, pack_tokens: int | None = None, temperature: float = 1.0):
+        super().__init__(model, budget=pack_tokens, temperature=temperature)
+
+    def forward_backward(
+        self, trajectories: Sequence[Trajectory] | TokenTree, loss: Any, normaliser: float | None = None
+    ) -> StepResult:
+        """See `TreeEngine.forward_backward`."""
+        rows = list(trajectories.trajectories) if isinstance(trajectories, TokenTree) else list(trajectories)
+        return super().forward_backward(rows, loss, normaliser)

@@ -1,0 +1,106 @@
+"""One packed forward of a model over a forest: hidden states at tree tokens, scores at edges."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from treetrain.attention.dispatch import make_attention
+from treetrain.attention.schedule import Forest
+from treetrain.engine.head import Edges, Scores, score_edges
+from treetrain.errors import UnsupportedModel
+from treetrain.models.capability import Capabilities
+from treetrain.models.switch import RUN_KEYWORD, TreeRun, replaced_forward, tree_attention
+from treetrain.tree.layout import PackedLayout
+
+
+class PackedRun:
+    """A packed layout on a model's device, ready to be run forward (and, inside `active`, backward)."""
+
+    def __init__(self, model: nn.Module, capabilities: Capabilities, layout: PackedLayout):
+        device = model_device(model)
+        self.model, self.capabilities = model, capabilities
+        self.input_ids = torch.from_numpy(layout.input_ids).to(device).unsqueeze(0)
+        self.positions = torch.from_numpy(layout.positions).to(device).unsqueeze(0)
+        self.edges = Edges(
+            rows=torch.from_numpy(layout.rows).to(device),
+            edge_row=torch.from_numpy(layout.edge_row_index).to(device),
+            targets=torch.from_numpy(layout.edge_targets).to(device),
+        )
+        forest = Forest(
+            ends=layout.ends,
+            depth=layout.positions,
+            segment_start=layout.segment_start,
+            segment_parent=layout.segment_parent,
+        )
+        self.attention = make_attention(forest, device, capabilities.heads_times_size)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Tree mode: keep it open over the backward too, since activation checkpointing runs layers again there."""
+        with tree_attention(self.model):
+            yield
+
+    def scores(
+        self, *, temperature: float, need_entropy: bool = False, coefficients: Tensor | None = None
+    ) -> Scores:
+        """Run the model's own top-level forward with its head scoring edges. Call inside `active`.
+
+        Raises:
+            UnsupportedModel: a layer that did not go through tree attention, or logits changed after the head.
+        """
+        run = TreeRun(self.attention)
+        head = self.capabilities.head
+        found: list[Scores] = []
+        original = head.forward
+
+        def score(hidden: Tensor) -> Tensor:
+            scores = score_edges(
+                hidden[0],
+                head,
+                original,
+                self.edges,
+                vocab_size=self.capabilities.vocab_size,
+                temperature=temperature,
+                need_entropy=need_entropy,
+                coefficients=coefficients,
+            )
+            found.append(scores)
+            carrier = scores.logprobs if scores.linear_loss is None else scores.linear_loss
+            return carrier.view(1, -1, 1)
+
+        carrier_seen: list[Tensor] = []
+
+        def forward(hidden: Tensor) -> Tensor:
+            carrier_seen.append(score(hidden))
+            return carrier_seen[0]
+
+        with replaced_forward(head, forward):
+            outputs = self.model(
+                input_ids=self.input_ids,
+                position_ids=self.positions,
+                attention_mask=None,
+                use_cache=False,
+                **{RUN_KEYWORD: run},
+            )
+        self._check_layers(run)
+        if len(found) != 1 or outputs.logits is not carrier_seen[0]:
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} does not return what its head gives (it was called {len(found)} times, "
+                "or its logits are scaled, capped or cast afterwards); such a head is not supported yet."
+            )
+        return found[0]
+
+    def _check_layers(self, run: TreeRun) -> None:
+        if len(run.layers_seen) != self.capabilities.layers:
+            raise UnsupportedModel(
+                f"{len(run.layers_seen)} of {self.capabilities.layers} layers went through tree attention; the "
+                "others mix tokens in a way that is unknown here and would be silently wrong on a tree."
+            )
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """Where the model takes its input."""
+    embeddings = model.get_input_embeddings()  # type: ignore[operator]
+    return next(embeddings.parameters()).device
