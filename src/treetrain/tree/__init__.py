@@ -1,6 +1,18 @@
 """The token tree: a batch's rows merged by shared prefix. Numpy only."""
 
 from treetrain.tree.build import build_tree
+from treetrain.tree.layout import PackedLayout, pack, trained_predictions
+from treetrain.tree.nodes import Node, NodeTrajectory
+from treetrain.tree.stats import TreeStats
 from treetrain.tree.token_tree import TokenTree
 
-__all__ = ["TokenTree", "build_tree"]
+__all__ = [
+    "Node",
+    "NodeTrajectory",
+    "PackedLayout",
+    "TokenTree",
+    "TreeStats",
+    "build_tree",
+    "pack",
+    "trained_predictions",
+]

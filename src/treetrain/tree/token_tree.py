@@ -3,12 +3,17 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol, overload
+from typing import Literal, Protocol, Self, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.tree.assemble import Int32s, Int64s
+from treetrain.tree.nodes import Node, NodeTrajectory, grow
+from treetrain.tree.stats import FlopCounter, TreeStats, tree_stats
+
+Bools = NDArray[np.bool_]
 
 
 class TrajectorySource(Protocol):
@@ -16,6 +21,10 @@ class TrajectorySource(Protocol):
 
     def trajectory(self, tree: "TokenTree", number: int) -> Trajectory:
         """Trajectory `number`, with all its facts."""
+        ...
+
+    def trained_edges(self, tree: "TokenTree", rows: Bools) -> tuple[Int64s, Int64s]:
+        """What TokenTree.trained_edges returns, counting only the trajectories marked in `rows`."""
         ...
 
 
@@ -28,6 +37,19 @@ class RowTrajectories:
     def trajectory(self, tree: "TokenTree", number: int) -> Trajectory:
         row = self.rows[number]
         return Trajectory(tree.tokens[tree.path(number)]) if row is None else row
+
+    def trained_edges(self, tree: "TokenTree", rows: Bools) -> tuple[Int64s, Int64s]:
+        offsets, index = tree.paths()
+        used = np.repeat(rows, tree.trajectory_length)
+        for number, row in enumerate(self.rows):
+            if row is not None and row.loss_weights is not None:
+                used[offsets[number] : offsets[number + 1]] &= row.loss_weights != 0
+        used[offsets[:-1][tree.trajectory_length > 0]] = False
+        at = np.flatnonzero(used)
+        owner = np.repeat(np.arange(tree.num_trajectories), tree.trajectory_length)[at]
+        deepest = np.zeros(tree.num_trajectories, np.int64)
+        deepest[owner] = at - offsets[owner]  # the last write wins: the deepest
+        return np.bincount(index[at], minlength=tree.num_tokens), deepest
 
 
 class LazyTrajectories(Sequence[Trajectory]):
@@ -80,6 +102,41 @@ class TokenTree:
     """int64 [K]: tokens of each trajectory."""
     source: TrajectorySource = field(repr=False)
     """Gives the trajectories with their facts."""
+
+    @classmethod
+    def from_nodes(
+        cls,
+        nodes: Sequence[Node],
+        trajectories: Sequence[int | NodeTrajectory],
+        *,
+        unused: Literal["error", "drop"] = "error",
+    ) -> Self:
+        """The tree of a rollout that already knows its branches; equal to build_tree of its rows.
+
+        Args:
+            nodes: in any order; each names its parent by number, its ids and its per-token facts.
+            trajectories: each trajectory's last node, as a number or a NodeTrajectory with the row's facts.
+            unused: what to do with nodes on no trajectory: "error", or "drop" to leave them out.
+
+        Siblings that begin with the same tokens are merged as far as they agree, unless their keys differ;
+        each trajectory keeps its own nodes' facts. Runs without a fork are joined. Nothing is flattened.
+
+        Raises:
+            DataError: a parent or last node that does not exist, a cycle, nodes on no trajectory, ids or
+                facts that a Trajectory would refuse, a fact that some trained nodes of a trajectory lack.
+        """
+        arrays, last, length, source = grow(nodes, trajectories, unused)
+        return cls(
+            tokens=arrays.tokens,
+            parent=arrays.parent,
+            depth=arrays.depth,
+            end=arrays.end,
+            segment_start=arrays.segment_start,
+            segment_parent=arrays.segment_parent,
+            trajectory_last=last,
+            trajectory_length=length,
+            source=source,
+        )
 
     def __repr__(self) -> str:
         return (
@@ -148,6 +205,32 @@ class TokenTree:
             inner = above >= 0
             segment, first, previous = above[inner], first[inner], previous[inner]
         return offsets, np.cumsum(index, out=index)
+
+    def trained_edges(self, rows: Bools | None = None) -> tuple[Int64s, Int64s]:
+        """What is trained, counted on the tree; a tree from nodes is not flattened for it.
+
+        Args:
+            rows: bool [K], the trajectories that count; None counts all (and is cached).
+
+        Returns:
+            uses: int64 [N], how many trajectories train the prediction of each token (0 at roots).
+            deepest: int64 [K], the depth of each trajectory's last trained token, which is also how many of
+                its tokens must be computed (0: none is trained).
+        """
+        return self._trained_edges if rows is None else self.source.trained_edges(self, rows)
+
+    @cached_property
+    def _trained_edges(self) -> tuple[Int64s, Int64s]:
+        return self.source.trained_edges(self, np.ones(self.num_trajectories, bool))
+
+    def stats(self, shape: FlopCounter | None = None) -> TreeStats:
+        """How much is shared, where, and what it is worth.
+
+        Args:
+            shape: the model's shape (plan.ModelShape, or anything that counts FLOPs); None leaves the FLOP
+                speed-ups out.
+        """
+        return tree_stats(self, shape)
 
     def validate(self) -> None:
         """Check every invariant of the arrays. Raises AssertionError: a broken tree is our bug."""

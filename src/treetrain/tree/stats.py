@@ -1,0 +1,175 @@
+"""How much a tree shares, where the sharing sits, and what it is worth."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treetrain.tree.assemble import Int64s
+
+if TYPE_CHECKING:
+    from treetrain.tree.token_tree import TokenTree
+
+Bools = NDArray[np.bool_]
+
+
+class FlopCounter(Protocol):
+    """What the FLOP speed-ups need of a model; plan.ModelShape is one."""
+
+    def flops(self, tokens: int, pairs: int, head_rows: int) -> float:
+        """FLOPs of a training step over so many tokens, visible (query, key) pairs and LM-head rows."""
+        ...
+
+
+class Work(NamedTuple):
+    """What a step computes, whatever the model."""
+
+    tokens: int
+    """Tokens through the layers."""
+    pairs: int
+    """Visible (query, key) pairs per head and layer."""
+    head_rows: int
+    """Hidden states through the LM head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeStats:
+    """A batch as a tree. "Shared" tokens lie on two trajectories or more; "context" is not trained."""
+
+    trajectories: int
+    trees: int
+    """Roots: trajectories of different trees share nothing."""
+    flat: int
+    """Tokens summed over the trajectories."""
+    unique: int
+    """Tokens in the tree."""
+    overlap: float
+    """1 - unique / flat; 0 for an empty batch."""
+    token_speedup: float
+    """flat / unique; 1 for an empty batch."""
+    flop_speedup: float | None
+    """FLOPs of every row by itself / FLOPs of the tree, both trimmed behind the last trained token."""
+    flop_speedup_dedup: float | None
+    """The same against a baseline that drops exact repeats."""
+    longest_path: int
+    segments: int
+    forks: int
+    """Tokens with more than one child."""
+    max_out_degree: int
+    """Most children of one token."""
+    max_forks_on_path: int
+    leaves: int
+    duplicates: int
+    """Non-empty trajectories whose tokens repeat another one's exactly."""
+    trained_flat: int
+    """Trained predictions summed over the trajectories."""
+    trained_unique: int
+    """Tree tokens whose prediction some trajectory trains."""
+    shared_trained: int
+    """Shared tree tokens whose prediction is trained."""
+    shared_context: int
+    """Shared tree tokens that are context only."""
+    saved_trained: int
+    """Flat tokens that sharing saves, at trained tokens; saved_trained + saved_context = flat - unique."""
+    saved_context: int
+    """Flat tokens that sharing saves, at context tokens."""
+
+
+def tree_stats(tree: "TokenTree", shape: FlopCounter | None = None) -> TreeStats:
+    """See TokenTree.stats."""
+    flat, unique = tree.num_flat_tokens, tree.num_tokens
+    children = np.bincount(tree.parent[tree.parent >= 0], minlength=unique)
+    forks = children > 1
+    uses, _ = tree.trained_edges()
+    trained = uses > 0
+    saved = trajectories_through(tree) - 1
+    return TreeStats(
+        trajectories=tree.num_trajectories,
+        trees=int((tree.parent < 0).sum()),
+        flat=flat,
+        unique=unique,
+        overlap=1 - unique / flat if flat else 0.0,
+        token_speedup=flat / unique if unique else 1.0,
+        flop_speedup=None if shape is None else flop_speedup(tree, shape),
+        flop_speedup_dedup=None if shape is None else flop_speedup(tree, shape, dedup=True),
+        longest_path=int(tree.trajectory_length.max(initial=0)),
+        segments=tree.num_segments,
+        forks=int(forks.sum()),
+        max_out_degree=int(children.max(initial=0)),
+        max_forks_on_path=_most_on_a_path(tree, forks),
+        leaves=int((children == 0).sum()),
+        duplicates=int((tree.trajectory_last >= 0).sum() - distinct_rows(tree).sum()),
+        trained_flat=int(uses.sum()),
+        trained_unique=int(trained.sum()),
+        shared_trained=int(((saved > 0) & trained).sum()),
+        shared_context=int(((saved > 0) & ~trained).sum()),
+        saved_trained=int(saved[trained].sum()),
+        saved_context=int(saved[~trained].sum()),
+    )
+
+
+def flop_speedup(tree: "TokenTree", shape: FlopCounter, *, dedup: bool = False) -> float:
+    """FLOP-ideal: what a tree that costs nothing besides its arithmetic would gain. 1 if nothing is trained.
+
+    Args:
+        tree: the batch.
+        shape: counts a step's FLOPs on the model.
+        dedup: compare with a baseline that drops exact repeats.
+    """
+    ours = shape.flops(*tree_work(tree))
+    return shape.flops(*linear_work(tree, dedup=dedup)) / ours if ours else 1.0
+
+
+def tree_work(tree: "TokenTree") -> Work:
+    """The tree in one packed pass: tokens that a trained prediction looks at, each once."""
+    uses, _ = tree.trained_edges()
+    edges = np.flatnonzero(uses)
+    kept = needed_tokens(tree, edges)
+    pairs = int(tree.depth[kept].sum(dtype=np.int64)) + int(kept.sum())
+    return Work(int(kept.sum()), pairs, len(np.unique(tree.parent[edges])))
+
+
+def linear_work(tree: "TokenTree", *, dedup: bool = False) -> Work:
+    """Every trajectory by itself, up to the token that predicts its last trained one.
+
+    Args:
+        tree: the batch.
+        dedup: of trajectories with the same tokens, count the one that must be computed furthest.
+    """
+    uses, length = tree.trained_edges(distinct_rows(tree) if dedup else None)
+    return Work(int(length.sum()), int((length * (length + 1) // 2).sum()), int(uses.sum()))
+
+
+def distinct_rows(tree: "TokenTree") -> Bools:
+    """bool [K]: one of each set of non-empty trajectories with the same tokens, the one trained furthest."""
+    _, deepest = tree.trained_edges()
+    order = np.lexsort((-deepest, tree.trajectory_last))
+    last = tree.trajectory_last[order]
+    mark = np.zeros(tree.num_trajectories, bool)
+    mark[order] = (np.diff(last, prepend=-1) != 0) & (last >= 0)
+    return mark
+
+
+def trajectories_through(tree: "TokenTree") -> Int64s:
+    """int64 [N]: how many trajectories hold each token."""
+    ends = np.bincount(tree.trajectory_last[tree.trajectory_last >= 0] + 1, minlength=tree.num_tokens + 1)
+    before = np.cumsum(ends)
+    return before[tree.end] - before[:-1]
+
+
+def needed_tokens(tree: "TokenTree", edges: Int64s) -> Bools:
+    """bool [N]: tokens at or above the predecessor of an edge (edges are named by the token predicted)."""
+    reads = np.zeros(tree.num_tokens + 1, np.int64)
+    reads[tree.parent[edges] + 1] = 1
+    reads = np.cumsum(reads)
+    return reads[tree.end] > reads[:-1]
+
+
+def _most_on_a_path(tree: "TokenTree", marked: Bools) -> int:
+    """Most marked tokens that lie on one path."""
+    at = np.flatnonzero(marked)
+    steps = np.zeros(tree.num_tokens + 1, np.int64)
+    steps[at] += 1
+    steps -= np.bincount(tree.end[at], minlength=len(steps))
+    return int(np.cumsum(steps).max())

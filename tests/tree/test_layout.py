@@ -1,0 +1,108 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treetrain.data.trajectory import Trajectory
+from treetrain.tree import build_tree, pack, trained_predictions
+
+ROWS = st.lists(st.lists(st.integers(0, 2), max_size=7), max_size=10)
+
+
+@st.composite
+def used_rows(draw) -> tuple[list[list[int]], np.ndarray]:
+    rows = draw(ROWS)
+    flat = sum(map(len, rows))
+    return rows, np.array(draw(st.lists(st.booleans(), min_size=flat, max_size=flat)), bool)
+
+
+def brute_force(rows: list[list[int]], used: np.ndarray):
+    """Prefixes that must be computed, edges (prefix, token), and what each used prediction reads."""
+    needed, edges, reads = set(), set(), []
+    at = prediction = 0
+    for row in rows:
+        for t, token in enumerate(row):
+            if t and used[at + t]:
+                edges.add((tuple(row[:t]), token))
+                reads.append((prediction + t - 1, tuple(row[:t]), token))
+                needed |= {tuple(row[:n]) for n in range(1, t + 1)}
+        at += len(row)
+        prediction += max(len(row) - 1, 0)
+    return needed, edges, reads, prediction
+
+
+@settings(max_examples=300, deadline=None)
+@given(used_rows(), st.booleans())
+def test_the_layout_is_what_a_brute_force_over_prefixes_says(case, trim):
+    rows, used = case
+    tree = build_tree(rows)
+    layout = pack(tree, used, trim=trim)
+    needed, edges, reads, predictions = brute_force(rows, used)
+    if not trim:
+        needed = {tuple(row[:n]) for row in rows for n in range(1, len(row) + 1)}
+    prefixes = []
+    for i in range(layout.num_tokens):
+        visible = [j for j in range(i + 1) if i < layout.ends[j]]
+        prefixes.append(tuple(layout.input_ids[visible].tolist()))
+        assert layout.positions[i] == len(visible) - 1
+    assert len(set(prefixes)) == len(prefixes) and set(prefixes) == needed
+    ours = [(prefixes[r], t) for r, t in zip(layout.edge_rows, layout.edge_targets.tolist())]
+    assert len(set(ours)) == len(ours) and set(ours) == edges
+    assert (np.diff(layout.edge_rows) >= 0).all()
+    assert layout.rows.tolist() == sorted(set(layout.edge_rows.tolist()))
+    assert (layout.rows[layout.edge_row_index] == layout.edge_rows).all()
+    assert [(i, *ours[e]) for i, e in zip(layout.flat_index.tolist(), layout.flat_edges)] == reads
+    assert layout.num_predictions == predictions
+    assert layout.pairs == sum(map(len, prefixes))
+
+
+@settings(max_examples=200, deadline=None)
+@given(used_rows())
+def test_segments_are_the_maximal_runs_without_a_fork(case):
+    rows, used = case
+    layout = pack(build_tree(rows), used)
+    start, above = layout.segment_start, layout.segment_parent
+    parent = [max((j for j in range(i) if i < layout.ends[j]), default=-1) for i in range(layout.num_tokens)]
+    children = [parent.count(i) for i in range(layout.num_tokens)]
+    expected = [i for i, p in enumerate(parent) if p < 0 or children[p] > 1]
+    assert start.tolist() == [*expected, layout.num_tokens]
+    for s, p in enumerate(above):
+        assert parent[start[s]] == (start[p + 1] - 1 if p >= 0 else -1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ROWS)
+def test_an_untrimmed_layout_is_the_tree_itself(rows):
+    tree = build_tree(rows)
+    layout = pack(tree, trim=False)
+    assert layout.input_ids.tolist() == tree.tokens.tolist()
+    assert layout.ends.tolist() == tree.end.tolist()
+    assert layout.segment_start.tolist() == tree.segment_start.tolist()
+    assert layout.segment_parent.tolist() == tree.segment_parent.tolist()
+
+
+def test_childless_tails_and_untrained_context_behind_the_last_use_are_trimmed():
+    rows = [
+        Trajectory([1, 2, 3, 4, 5], loss_weights=[0, 1, 0, 0, 0]),
+        Trajectory([1, 2, 6, 7], loss_weights=[0, 0, 1, 0]),
+        Trajectory([8, 9], loss_weights=0),
+    ]
+    layout = pack(build_tree(rows), trained_predictions(rows))
+    assert layout.input_ids.tolist() == [1, 2]
+    assert layout.edge_targets.tolist() == [2, 6]
+    assert layout.flat_index.tolist() == [0, 5]
+
+
+def test_one_edge_is_read_by_every_trajectory_that_holds_it():
+    layout = pack(build_tree([[1, 2, 3], [1, 2, 4], [1, 2, 3]]))
+    assert layout.edge_rows.tolist() == [0, 1, 1]
+    assert layout.edge_targets.tolist() == [2, 3, 4]
+    assert layout.flat_edges.tolist() == [0, 1, 0, 2, 0, 1]
+
+
+def test_the_mask_given_is_not_changed_and_its_length_is_checked():
+    used = np.ones(3, bool)
+    pack(build_tree([[1, 2, 3]]), used)
+    assert used.all()
+    with pytest.raises(ValueError, match=r"used has shape \(2,\), the trajectories have 3 tokens"):
+        pack(build_tree([[1, 2, 3]]), np.ones(2, bool))

@@ -1,0 +1,169 @@
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treetrain.data.trajectory import Trajectory
+from treetrain.errors import DataError
+from treetrain.tree import Node, NodeTrajectory, TokenTree, build_tree
+
+ARRAYS = (
+    "tokens",
+    "parent",
+    "depth",
+    "end",
+    "segment_start",
+    "segment_parent",
+    "trajectory_last",
+    "trajectory_length",
+)
+IDS = st.lists(st.integers(0, 1), max_size=4)
+
+
+def same_tree(one: TokenTree, other: TokenTree) -> None:
+    for name in ARRAYS:
+        assert getattr(one, name).tolist() == getattr(other, name).tolist(), name
+        assert getattr(one, name).dtype == getattr(other, name).dtype, name
+
+
+@st.composite
+def node_trees(draw) -> tuple[list[Node], list[int]]:
+    """Nodes in a shuffled order (parents after children too), weights random, every leaf on a trajectory."""
+    count = draw(st.integers(1, 10))
+    number = draw(st.permutations(range(count)))
+    nodes: list[Node] = [Node(None, [])] * count
+    with_children = set()
+    for i in range(count):
+        above = draw(st.integers(-1, i - 1))
+        ids = draw(IDS)
+        weights = draw(
+            st.none() | st.lists(st.sampled_from([0.0, 1.0, 0.5]), min_size=len(ids), max_size=len(ids))
+        )
+        nodes[number[i]] = Node(None if above < 0 else number[above], ids, loss_weights=weights)
+        with_children.add(number[above] if above >= 0 else -1)
+    ends = [i for i in range(count) if i not in with_children]
+    return nodes, draw(st.permutations(ends + draw(st.lists(st.integers(0, count - 1), max_size=3))))
+
+
+@settings(max_examples=300, deadline=None)
+@given(node_trees())
+def test_nodes_and_rows_of_the_same_rollouts_give_the_same_tree(case):
+    nodes, ends = case
+    tree = TokenTree.from_nodes(nodes, ends)
+    tree.validate()
+    rows = list(tree.trajectories)
+    same_tree(tree, build_tree(rows))
+    for end, row in zip(ends, rows):
+        ids, weights = [], []
+        while end is not None:
+            ids = list(nodes[end].ids) + ids
+            own = nodes[end].loss_weights
+            weights = list([1.0] * len(nodes[end].ids) if own is None else own) + weights
+            end = nodes[end].parent
+        assert row.ids.tolist() == ids
+        assert row.weights[1:].tolist() == weights[1:]
+
+
+@settings(max_examples=200, deadline=None)
+@given(node_trees())
+def test_trained_edges_counted_on_nodes_are_those_of_the_flat_rows(case):
+    tree = TokenTree.from_nodes(*case)
+    flat = build_tree(list(tree.trajectories))
+    for counted, expected in zip(tree.trained_edges(), flat.trained_edges()):
+        assert counted.tolist() == expected.tolist()
+
+
+def test_one_hundred_thousand_nested_forks_in_seconds():
+    count = 100_000
+    nodes = []
+    for i in range(count):
+        nodes.append(Node(2 * i - 2 if i else None, [1], loss_weights=[0.0]))
+        nodes.append(Node(2 * i, [2, 3]))
+    started = time.process_time()
+    tree = TokenTree.from_nodes(nodes, [2 * i + 1 for i in range(count)])
+    assert time.process_time() - started < 20
+    tree.validate()
+    assert tree.num_tokens == 3 * count
+    assert tree.depth.max() == count + 1
+    uses, deepest = tree.trained_edges()
+    assert uses.sum() == 2 * count and deepest.max() == count + 1
+    assert tree.trajectories[500].ids.tolist() == [1] * 501 + [2, 3]
+
+
+def test_siblings_of_different_key_are_kept_apart():
+    nodes = [Node(None, [1, 2]), Node(0, [3, 4], key="a"), Node(0, [3, 5], key="b"), Node(0, [3, 6], key="a")]
+    tree = TokenTree.from_nodes(nodes, [1, 2, 3])
+    assert tree.tokens.tolist() == [1, 2, 3, 4, 6, 3, 5]
+    assert [t.key for t in tree.trajectories] == ["a", "b", "a"]
+
+
+def test_a_node_without_a_key_keeps_its_parents():
+    nodes = [Node(None, [1], key="a"), Node(0, [2]), Node(None, [1], key="b"), Node(2, [2])]
+    tree = TokenTree.from_nodes(nodes, [1, 3])
+    same_tree(tree, build_tree([Trajectory([1, 2], key="a"), Trajectory([1, 2], key="b")]))
+    assert [t.key for t in tree.trajectories] == ["a", "b"]
+
+
+def test_merged_siblings_keep_each_trajectorys_own_facts():
+    nodes = [
+        Node(None, [1, 2], loss_weights=0),
+        Node(0, [3, 4], old_logprobs=[-1.0, -2.0]),
+        Node(0, [3, 4, 5], old_logprobs=[-3.0, -4.0, -5.0], loss_weights=[1, 0, 1]),
+    ]
+    tree = TokenTree.from_nodes(nodes, [NodeTrajectory(node=1, advantages=2.0, group="g"), 2])
+    assert tree.num_tokens == 5
+    first, second = tree.trajectories
+    assert first.old_logprobs.tolist() == [0, 0, -1, -2]
+    assert second.old_logprobs.tolist() == [0, 0, -3, -4, -5]
+    assert second.weights.tolist() == [0, 0, 1, 0, 1]
+    assert first.advantages.tolist() == [2.0] * 4 and first.group == "g"
+    assert second.advantages is None
+
+
+def test_nodes_that_split_the_same_tokens_differently_are_merged():
+    nodes = [
+        Node(None, [1, 2, 3]),
+        Node(0, [4]),
+        Node(None, [1, 2]),
+        Node(2, [3, 5]),
+        Node(2, []),
+        Node(4, [3, 4]),
+    ]
+    tree = TokenTree.from_nodes(nodes, [1, 3, 5])
+    same_tree(tree, build_tree([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 4]]))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ends", "says"),
+    [
+        ([Node(None, [1]), Node(7, [2])], [1], "node 1: parent 7 is no node; 2 nodes"),
+        ([Node(None, [1]), Node(2, [2]), Node(1, [3])], [0], "node 1: its parents form a cycle"),
+        ([Node(0, [1])], [0], "node 0: its parents form a cycle"),
+        ([Node(None, [1]), Node(0, [2]), Node(0, [3])], [1], r"node 2 is on no trajectory \(1 of 3"),
+        ([Node(None, [1])], [1], "trajectory 0: 1 is no node"),
+        ([Node(None, [-1])], [0], r"node 0: ids\[0\] = -1 is negative"),
+        ([Node(None, [1, 2], values=[1.0])], [0], "node 0: values have 1 entries, ids have 2"),
+        (
+            [Node(None, [1, 2], values=[1.0, 2.0]), Node(0, [3])],
+            [1],
+            r"trajectory 0 \(last node 1\): some of its nodes have values",
+        ),
+    ],
+)
+def test_bad_nodes_are_refused_by_number(nodes, ends, says):
+    with pytest.raises(DataError, match=says):
+        TokenTree.from_nodes(nodes, ends)
+
+
+def test_unused_nodes_are_dropped_when_asked():
+    nodes = [Node(None, [1]), Node(0, [2]), Node(0, [3]), Node(2, [4])]
+    tree = TokenTree.from_nodes(nodes, [1], unused="drop")
+    same_tree(tree, build_tree([[1, 2]]))
+    assert np.array_equal(tree.trained_edges()[0], [0, 1])
+
+
+def test_no_nodes_and_empty_paths():
+    same_tree(TokenTree.from_nodes([], []), build_tree([]))
+    same_tree(TokenTree.from_nodes([Node(None, []), Node(0, [])], [1, 0]), build_tree([[], []]))

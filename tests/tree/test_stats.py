@@ -1,0 +1,108 @@
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treetrain.data.trajectory import Trajectory
+from treetrain.tree import Node, TokenTree, build_tree
+from treetrain.tree.stats import linear_work, tree_work
+
+
+@st.composite
+def weighted_rows(draw) -> list[Trajectory]:
+    rows = []
+    for ids in draw(st.lists(st.lists(st.integers(0, 1), max_size=6), max_size=9)):
+        weights = draw(
+            st.none() | st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=len(ids), max_size=len(ids))
+        )
+        rows.append(Trajectory(ids, loss_weights=weights))
+    return rows
+
+
+class Count:
+    """A model whose tokens, pairs and head rows cost so much each."""
+
+    def __init__(self, *prices: float) -> None:
+        self.prices = prices
+
+    def flops(self, tokens: int, pairs: int, head_rows: int) -> float:
+        return float(np.dot(self.prices, (tokens, pairs, head_rows)))
+
+
+def brute_force_work(rows: list[Trajectory]):
+    """Work of the tree and of the rows, from sets of prefixes."""
+    needed, heads, linear = set(), set(), [0, 0, 0]
+    for row in rows:
+        ids, used = tuple(row.ids.tolist()), np.flatnonzero(row.weights)
+        length = int(used.max(initial=0))
+        linear = [linear[0] + length, linear[1] + length * (length + 1) // 2, linear[2] + len(used)]
+        needed |= {ids[:n] for n in range(1, length + 1)}
+        heads |= {ids[:t] for t in used}
+    return (len(needed), sum(map(len, needed)), len(heads)), tuple(linear)
+
+
+@settings(max_examples=300, deadline=None)
+@given(weighted_rows())
+def test_tree_and_linear_work_are_counted_over_sets_of_prefixes(rows):
+    tree = build_tree(rows)
+    ours, linear = brute_force_work(rows)
+    assert tree_work(tree) == ours
+    assert linear_work(tree) == linear
+    best: dict[tuple, Trajectory] = {}
+    for row in rows:
+        name = tuple(row.ids.tolist())
+        if name not in best or np.flatnonzero(row.weights).max(initial=0) > np.flatnonzero(
+            best[name].weights
+        ).max(initial=0):
+            best[name] = row
+    assert linear_work(tree, dedup=True) == brute_force_work(list(best.values()))[1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(weighted_rows())
+def test_stats_agree_with_counts_over_the_rows(rows):
+    stats = build_tree(rows).stats()
+    ids = [tuple(row.ids.tolist()) for row in rows]
+    prefixes = [row[:n] for row in ids for n in range(1, len(row) + 1)]
+    unique = set(prefixes)
+    trained = {r[: t + 1] for r, row in zip(ids, rows) for t in np.flatnonzero(row.weights)}
+    children = {p: len({q for q in unique if q[:-1] == p}) for p in unique}
+    assert stats.flat == len(prefixes) and stats.unique == len(unique)
+    assert stats.forks == sum(c > 1 for c in children.values())
+    assert stats.leaves == sum(c == 0 for c in children.values())
+    assert stats.max_out_degree == max(children.values(), default=0)
+    assert stats.max_forks_on_path == max(
+        (sum(children[p[:n]] > 1 for n in range(1, len(p) + 1)) for p in unique), default=0
+    )
+    assert stats.duplicates == len([r for r in ids if r]) - len({r for r in ids if r})
+    assert stats.trained_flat == sum(int((row.weights != 0).sum()) for row in rows)
+    assert stats.trained_unique == len(trained)
+    shared = {p for p in unique if prefixes.count(p) > 1}
+    assert stats.shared_trained == len(shared & trained)
+    assert stats.shared_context == len(shared - trained)
+    assert stats.saved_trained == sum(prefixes.count(p) - 1 for p in trained)
+    assert stats.saved_trained + stats.saved_context == stats.flat - stats.unique
+    assert stats.trees == len({r[0] for r in ids if r})
+    assert stats.longest_path == max(map(len, ids), default=0)
+    assert stats.flop_speedup is None
+
+
+def test_the_flop_speedup_is_a_ratio_of_works_and_counts_repeats_apart():
+    rows = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 5]]
+    stats = build_tree(rows).stats(Count(1, 0, 0))
+    assert stats.flop_speedup == 9 / 3
+    assert stats.flop_speedup_dedup == 6 / 3
+    assert build_tree(rows).stats(Count(0, 1, 0)).flop_speedup == 18 / 6
+    assert build_tree(rows).stats(Count(0, 0, 1)).flop_speedup == 9 / 3
+    assert build_tree([[1], []]).stats(Count(1, 1, 1)).flop_speedup == 1
+    assert build_tree([]).stats(Count(1, 1, 1)).overlap == 0
+
+
+def test_stats_of_nested_forks_need_no_flat_rows():
+    nodes = []
+    for i in range(30_000):  # 450 million flat tokens
+        nodes += [Node(2 * i - 2 if i else None, [1]), Node(2 * i, [2])]
+    tree = TokenTree.from_nodes(nodes, [2 * i + 1 for i in range(30_000)])
+    stats = tree.stats(Count(1, 1, 1))
+    assert stats.flat == 30_000 * 30_001 // 2 + 30_000
+    assert stats.max_forks_on_path == 29_999
+    assert "_paths" not in vars(tree)
