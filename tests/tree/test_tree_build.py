@@ -1,8 +1,8 @@
 import tracemalloc
 
-import brute_force
 import numpy as np
 import pytest
+import trie_of_dicts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +22,7 @@ def rows_back(tree: TokenTree) -> list[list[int]]:
 @settings(max_examples=300, deadline=None)
 @given(ROWS)
 def test_the_tree_is_the_trie_of_dicts_array_for_array(rows):
-    tree, expected = build_tree(rows), brute_force.arrays(rows)
+    tree, expected = build_tree(rows), trie_of_dicts.arrays(rows)
     tree.validate()
     for name in ("tokens", "parent", "depth", "end"):
         assert getattr(tree, name).tolist() == expected[name].tolist(), name
@@ -37,7 +37,7 @@ def test_rows_of_different_key_share_nothing(pairs):
     rows, keys = [row for row, _ in pairs], [key for _, key in pairs]
     tree = build_tree([Trajectory(row, key=key) for row, key in pairs])
     tree.validate()
-    expected = brute_force.arrays(rows, keys)
+    expected = trie_of_dicts.arrays(rows, keys)
     for name in ("tokens", "parent", "depth", "end"):
         assert getattr(tree, name).tolist() == expected[name].tolist(), name
     assert tree.paths()[1].tolist() == expected["paths"].tolist()
@@ -98,7 +98,7 @@ def test_small_extremes(rows):
     tree = build_tree(rows)
     tree.validate()
     assert rows_back(tree) == rows
-    assert tree.paths()[1].tolist() == brute_force.arrays(rows)["paths"].tolist()
+    assert tree.paths()[1].tolist() == trie_of_dicts.arrays(rows)["paths"].tolist()
 
 
 def test_a_row_that_ends_inside_a_run_does_not_split_the_segment():

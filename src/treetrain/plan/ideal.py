@@ -1,0 +1,19 @@
+"""How much faster a tree could be at best: the ratio of what rows and tree compute."""
+
+from treetrain.plan.cost import ModelShape
+from treetrain.tree.stats import flop_speedup
+from treetrain.tree.token_tree import TokenTree
+
+
+def ideal_speedup(tree: TokenTree, shape: ModelShape, *, dedup: bool = False) -> float:
+    """FLOPs of every trajectory by itself over FLOPs of the tree, for one training step; 1 if nothing is trained.
+
+    Both sides stop computing behind the token that predicts the last trained one, and run the LM head only where
+    a prediction is trained: every such prediction of a row, every such hidden state of the tree.
+
+    Args:
+        tree: the batch.
+        shape: the model's shape.
+        dedup: compare with a baseline that computes exact repeats once.
+    """
+    return flop_speedup(tree, shape, dedup=dedup)
