@@ -18,6 +18,7 @@ ROW = Trajectory([5, 6, 7], advantages=1.0, id="a")
     ("make", "message"),
     [
         (lambda: losses.sft(reduction="mean"), "reduction is 'mean'; allowed are 'token', 'trajectory'"),
+        (lambda: losses.ppo(reduction="batch"), "reduction is 'batch'; allowed are 'token', 'trajectory'"),
         (lambda: losses.grpo(kl_estimator="k4"), "kl_estimator is 'k4'; allowed are 'k1', 'k2', 'k3'"),
         (lambda: losses.reinforce(kl=-0.1), "kl is -0.1; allowed are numbers from 0 to any finite one"),
         (lambda: losses.reinforce(kl=math.inf), "kl is inf; allowed"),
@@ -80,9 +81,7 @@ def test_a_mean_over_signed_weights_is_refused(reduction):
 
 
 def test_shapes_that_disagree_are_named():
-    with pytest.raises(
-        ValueError, match=r"trajectory 'a' has 3 tokens, so 2 predictions, but logprobs .*\(3,\)"
-    ):
+    with pytest.raises(ValueError, match=r"trajectory 'a' has 3 tokens, so 2 predictions, but logprobs .*\(3,\)"):
         losses.sft()(torch.zeros(3), None, ROW)
     facts = losses.PackedFacts.pack([ROW])
     with pytest.raises(ValueError, match=r"SFTLoss: logprobs have shape \(1,\), the facts 2 predictions"):

@@ -65,9 +65,7 @@ def test_a_fact_that_one_trained_row_lacks_is_an_error_only_when_asked_for():
     with pytest.raises(DataError, match=r"trajectory 'b' has no values, .*give values="):
         _ = facts.values
     nameless = PackedFacts.pack([ROWS[3], ROWS[0].replace(advantages=None)])
-    with pytest.raises(
-        DataError, match=r"trajectory number 1 \(from 0\) has no advantages, .*give advantages="
-    ):
+    with pytest.raises(DataError, match=r"trajectory number 1 \(from 0\) has no advantages, .*give advantages="):
         _ = nameless.advantages
 
 

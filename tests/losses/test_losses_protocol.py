@@ -13,8 +13,10 @@ LOSSES = {
     "sft per trajectory": losses.sft(reduction="trajectory"),
     "reinforce": losses.reinforce(),
     "reinforce k1": losses.reinforce(kl=0.3, kl_estimator="k1", reduction="trajectory"),
-    "reinforce k2 entropy": losses.reinforce(kl=0.3, kl_estimator="k2", entropy=0.1),
-    "ppo": losses.ppo(kl=0.2, entropy=0.05),
+    "reinforce k2": losses.reinforce(kl=0.3, kl_estimator="k2"),
+    "reinforce entropy": losses.reinforce(entropy=0.1),
+    "ppo": losses.ppo(),
+    "ppo k3 entropy": losses.ppo(kl=0.2, entropy=0.05),
     "grpo": losses.grpo(clip=0.1, kl=0.2),
     "grpo on policy": losses.grpo(on_policy=True, kl=0.2, kl_estimator="k1"),
 }
@@ -136,12 +138,11 @@ def test_the_autograd_gradient_is_that_of_finite_differences(kl):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_computing_is_in_the_dtype_of_the_logprobs(loss, dtype):
     rows = make_rows()
-    logprobs, entropies = (x.to(dtype) for x in make_logprobs(predictions(rows)))
-    packed_in_another = PackedFacts.pack(
-        rows, dtype=torch.float32 if dtype == torch.float64 else torch.float64
-    )
-    total, metrics = loss.packed(logprobs, entropies, packed_in_another)
-    expected, _ = loss.packed(logprobs, entropies, PackedFacts.pack(rows, dtype=dtype))
+    used = np.concatenate([row.weights[1:] for row in rows]) != 0
+    logprobs, entropies = (x.to(dtype) for x in make_logprobs(int(used.sum())))
+    another = torch.float32 if dtype == torch.float64 else torch.float64
+    total, metrics = loss.packed(logprobs, entropies, PackedFacts.pack(rows, dtype=another, used=used))
+    expected, _ = loss.packed(logprobs, entropies, PackedFacts.pack(rows, dtype=dtype, used=used))
     assert total.dtype == dtype
     assert total.item() == expected.item()
     assert {x.dtype for pair in metrics.values() for x in pair} == {dtype}
@@ -184,5 +185,5 @@ def test_metrics_of_parts_add_up_to_those_of_the_whole():
 
 
 def test_entropies_are_asked_for_only_by_an_entropy_bonus():
-    assert {name for name, loss in LOSSES.items() if loss.needs_entropy} == {"reinforce k2 entropy", "ppo"}
+    assert {name for name, loss in LOSSES.items() if loss.needs_entropy} == {"reinforce entropy", "ppo k3 entropy"}
     assert {loss.scope for loss in LOSSES.values()} == {"trajectory"}

@@ -73,9 +73,7 @@ def test_reinforce_follows_the_advantage_with_each_penalty(options, expected, gr
     loss = losses.reinforce(**options)
     total, metrics = loss(logprobs, entropies, row)
     assert total.item() == pytest.approx(expected, rel=1e-14)
-    assert torch.autograd.grad(total, logprobs, retain_graph=True)[0].tolist() == pytest.approx(
-        gradient, rel=1e-14
-    )
+    assert torch.autograd.grad(total, logprobs, retain_graph=True)[0].tolist() == pytest.approx(gradient, rel=1e-14)
     if "entropy" in options:
         assert torch.autograd.grad(total, entropies)[0].tolist() == [-0.01, -0.01]
     means = losses.mean_metrics(metrics)
@@ -84,60 +82,59 @@ def test_reinforce_follows_the_advantage_with_each_penalty(options, expected, gr
     assert means["entropy"] == pytest.approx(1.0)
 
 
-# r = now / old is 2, 1/2, 1/2, 2, 1; the last token has weight 2.
+# r = now / old is 2, 1/2, 1/2, 4, 1; the first and the last token have weight 2.
 PPO_ROW = Trajectory(
     [5, 6, 7, 8, 9, 10],
-    loss_weights=[9, 1, 1, 1, 1, 2],
+    loss_weights=[9, 2, 1, 1, 1, 2],
     advantages=[9, 1, 2, -1, -3, 1],
-    old_logprobs=[9, -3 * LN2, -LN2, -LN2, -3 * LN2, -2 * LN2],
+    old_logprobs=[9, -3 * LN2, -LN2, -LN2, -4 * LN2, -2 * LN2],
 )
 PPO_NOW = (2, 2, 2, 2, 2)
 
 
 def test_ppo_clips_each_side_only_where_that_lowers_the_objective():
     # -min(r A, clip(r, 0.8, 1.28) A), weighted:
-    #   A =  1, r = 2    clipped      -1.28     gradient 0
-    #   A =  2, r = 1/2  followed     -1                 -1
-    #   A = -1, r = 1/2  clipped      +0.8                0
-    #   A = -3, r = 2    followed     +6                 +6
-    #   A =  1, r = 1    followed     -1 * 2             -2
+    #   A =  1, r = 2    clipped      -1.28 * 2     gradient 0
+    #   A =  2, r = 1/2  followed     -1                     -1
+    #   A = -1, r = 1/2  clipped      +0.8                    0
+    #   A = -3, r = 4    followed    +12                    +12
+    #   A =  1, r = 1    followed     -1 * 2                 -2
     loss, logprobs = losses.ppo(clip_low=0.2, clip_high=0.28), halvings(*PPO_NOW)
     total, _ = loss(logprobs, None, PPO_ROW)
-    assert total.item() == pytest.approx(2.52, rel=1e-14)
-    assert loss.normaliser([PPO_ROW]) == 6.0
+    assert total.item() == pytest.approx(7.24, rel=1e-14)
+    assert loss.normaliser([PPO_ROW]) == 7.0
     gradient = torch.autograd.grad(total, logprobs)[0].tolist()
-    assert gradient == pytest.approx([0, -1, 0, 6, -2], rel=1e-14, abs=0)
+    assert gradient == pytest.approx([0, -1, 0, 12, -2], rel=1e-14, abs=0)
 
 
 def test_ppo_reports_what_people_watch():
     _, metrics = losses.ppo(clip=0.2, clip_high=0.28)(halvings(*PPO_NOW), None, PPO_ROW)
     assert losses.mean_metrics(metrics) == {
-        "policy_loss": pytest.approx(2.52 / 6),
-        "advantage": pytest.approx(1 / 6),  # (1 + 2 - 1 - 3 + 2 * 1) / 6
-        "ratio": pytest.approx(7 / 6),  # (2 + 0.5 + 0.5 + 2 + 2 * 1) / 6
-        "approx_kl": pytest.approx(1 / 6),  # r - 1 - ln r: (2 (1 - LN2) + 2 (-0.5 + LN2)) / 6
-        "clip_fraction": pytest.approx(2 / 6),
-        "clip_fraction_low": pytest.approx(1 / 6),
-        "clip_fraction_high": pytest.approx(1 / 6),
+        "policy_loss": pytest.approx(7.24 / 7),
+        "advantage": pytest.approx(2 / 7),  # (2 * 1 + 2 - 1 - 3 + 2 * 1) / 7
+        "ratio": pytest.approx(11 / 7),  # (2 * 2 + 0.5 + 0.5 + 4 + 2 * 1) / 7
+        # r - 1 - ln r: (2 (1 - LN2) + 2 (-0.5 + LN2) + (3 - 2 LN2) + 2 * 0) / 7
+        "approx_kl": pytest.approx((4 - 2 * LN2) / 7),
+        "clip_fraction": pytest.approx(3 / 7),
+        "clip_fraction_low": pytest.approx(1 / 7),
+        "clip_fraction_high": pytest.approx(2 / 7),
     }
 
 
 def test_one_clip_bounds_both_sides():
-    # 0.5 and 1.5: -1.5 - 1 + 0.5 + 6 - 2
-    assert losses.ppo(clip=0.5)(halvings(*PPO_NOW), None, PPO_ROW)[0].item() == pytest.approx(2.0, rel=1e-14)
+    # 0.5 and 1.5: -1.5 * 2 - 1 + 0.5 + 12 - 2
+    assert losses.ppo(clip=0.5)(halvings(*PPO_NOW), None, PPO_ROW)[0].item() == pytest.approx(6.5, rel=1e-14)
 
 
 def test_the_widest_bounds_never_clip():
-    # -2 - 1 + 0.5 + 6 - 2
+    # -2 * 2 - 1 + 0.5 + 12 - 2
     loss = losses.ppo(clip_low=1.0, clip_high=math.inf)
-    assert loss(halvings(*PPO_NOW), None, PPO_ROW)[0].item() == pytest.approx(1.5, rel=1e-14)
+    assert loss(halvings(*PPO_NOW), None, PPO_ROW)[0].item() == pytest.approx(5.5, rel=1e-14)
 
 
 # Row a: r = 2 and 1, A = 1, reference twice and half as likely; row b: r = 1, A = -1, reference alike.
 GRPO_ROWS = [
-    Trajectory(
-        [5, 6, 7], advantages=1.0, old_logprobs=[9, -3 * LN2, -2 * LN2], ref_logprobs=[9, -LN2, -3 * LN2]
-    ),
+    Trajectory([5, 6, 7], advantages=1.0, old_logprobs=[9, -3 * LN2, -2 * LN2], ref_logprobs=[9, -LN2, -3 * LN2]),
     Trajectory([5, 6], advantages=-1.0, old_logprobs=[9, -LN2], ref_logprobs=[9, -LN2]),
 ]
 
@@ -167,8 +164,8 @@ def test_a_step_on_policy_has_ratio_1_and_the_policy_gradient():
     row = PPO_ROW.replace(old_logprobs=None)
     logprobs = halvings(*PPO_NOW)
     total, metrics = losses.ppo(on_policy=True)(logprobs, None, row)
-    assert total.item() == pytest.approx(-1.0)  # -(1 + 2 - 1 - 3 + 2 * 1)
-    assert torch.autograd.grad(total, logprobs)[0].tolist() == [-1, -2, 1, 3, -2]
+    assert total.item() == pytest.approx(-2.0)  # -(2 * 1 + 2 - 1 - 3 + 2 * 1)
+    assert torch.autograd.grad(total, logprobs)[0].tolist() == [-2, -2, 1, 3, -2]
     means = losses.mean_metrics(metrics)
     assert (means["ratio"], means["clip_fraction"], means["approx_kl"]) == (1.0, 0.0, 0.0)
 
