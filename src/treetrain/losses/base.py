@@ -56,9 +56,7 @@ class Loss(abc.ABC):
         return ()
 
     @abc.abstractmethod
-    def evaluate(
-        self, logprobs: Tensor, entropies: Tensor | None, facts: PackedFacts
-    ) -> tuple[Tensor, Metrics]:
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: PackedFacts) -> tuple[Tensor, Metrics]:
         """As `packed`, on checked arguments: facts in the dtype of logprobs, zeros where the weight is 0."""
 
     def coefficients(self, facts: PackedFacts) -> Tensor | None:
@@ -104,9 +102,7 @@ class Loss(abc.ABC):
         """The facts that `packed` and `coefficients` take; see `PackedFacts.pack`."""
         return PackedFacts.pack(trajectories, device=device, dtype=dtype, used=used)
 
-    def packed(
-        self, logprobs: Tensor, entropies: Tensor | None, facts: PackedFacts
-    ) -> tuple[Tensor, Metrics]:
+    def packed(self, logprobs: Tensor, entropies: Tensor | None, facts: PackedFacts) -> tuple[Tensor, Metrics]:
         """The unnormalised sum over many trajectories, and metrics (detached, on the device of logprobs).
 
         Args:
@@ -127,9 +123,7 @@ class Loss(abc.ABC):
             entropies = None if entropies is None else torch.where(trained, entropies, 0)
         return self.evaluate(logprobs, entropies, facts)
 
-    def __call__(
-        self, logprobs: Tensor, entropies: Tensor | None, trajectory: Trajectory
-    ) -> tuple[Tensor, Metrics]:
+    def __call__(self, logprobs: Tensor, entropies: Tensor | None, trajectory: Trajectory) -> tuple[Tensor, Metrics]:
         """The unnormalised sum over one trajectory: logprobs and entropies are [L - 1]. See `packed`."""
         facts = PackedFacts.pack([trajectory], device=logprobs.device, dtype=logprobs.dtype)
         if logprobs.shape != (len(facts),):

@@ -23,8 +23,7 @@ REMEDIES = {
     "old_logprobs": "give old_logprobs=... (under the policy that sampled the row; the engine computes them "
     "before the first update), or pass on_policy=True to the loss if the model of this very step sampled "
     "the row",
-    "ref_logprobs": "give ref_logprobs=... (the engine computes them from the reference "
-    "model), or set kl=0.0",
+    "ref_logprobs": "give ref_logprobs=... (the engine computes them from the reference model), or set kl=0.0",
     "values": "give values=..., the value estimates at sampling time",
     "returns": "give returns=..., computed from rewards and values",
 }
@@ -32,9 +31,7 @@ REMEDIES = {
 
 def describe(trajectory: Trajectory, number: int) -> str:
     """How messages name a trajectory: its id, or its number in the batch where it has none."""
-    return (
-        f"trajectory number {number} (from 0)" if trajectory.id is None else f"trajectory {trajectory.id!r}"
-    )
+    return f"trajectory number {number} (from 0)" if trajectory.id is None else f"trajectory {trajectory.id!r}"
 
 
 def require_facts(trajectories: Sequence[Trajectory], names: Sequence[str]) -> None:

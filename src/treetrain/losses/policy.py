@@ -55,9 +55,7 @@ class PolicyLoss(Loss):
     def policy_term(self, logprobs: Tensor, facts: PackedFacts) -> tuple[Tensor, dict[str, Tensor]]:
         """The policy's loss per token, [T], and what to watch per token, each [T]."""
 
-    def evaluate(
-        self, logprobs: Tensor, entropies: Tensor | None, facts: PackedFacts
-    ) -> tuple[Tensor, Metrics]:
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: PackedFacts) -> tuple[Tensor, Metrics]:
         loss, watched = self.policy_term(logprobs, facts)
         watched = {"policy_loss": loss, "advantage": facts.advantages} | watched
         if self.kl != 0:

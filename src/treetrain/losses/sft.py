@@ -12,9 +12,7 @@ from treetrain.losses.facts import PackedFacts, Reduction
 class SFTLoss(Loss):
     """-log p(token), weighted. Made by `sft`."""
 
-    def evaluate(
-        self, logprobs: Tensor, entropies: Tensor | None, facts: PackedFacts
-    ) -> tuple[Tensor, Metrics]:
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: PackedFacts) -> tuple[Tensor, Metrics]:
         shares = facts.shares(self.reduction)
         total = -(shares * logprobs).sum()
         return total, {"nll": (total.detach(), shares.sum())}
