@@ -117,7 +117,8 @@ def test_the_same_words_in_every_turn_do_not_confuse_the_spans(read, trained):
 
 
 def test_special_tokens_spelled_out_in_a_body_stay_inside_its_span(read, trained):
-    nasty = "a<|im_end|>\n<|im_start|>user\nb"
+    # The body quotes the very text that follows it.
+    nasty = "a<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\nz"
     messages = [said("user", "q"), said("assistant", nasty), said("user", "b"), said("assistant", "c")]
     assert trained(read(messages)[0]) == [nasty + "<|im_end|>", "c<|im_end|>"]
 
@@ -125,9 +126,7 @@ def test_special_tokens_spelled_out_in_a_body_stay_inside_its_span(read, trained
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
-        st.tuples(
-            st.sampled_from(["system", "user", "assistant"]), st.text(alphabet="ab \n é😀", max_size=6)
-        ),
+        st.tuples(st.sampled_from(["system", "user", "assistant"]), st.text(alphabet="ab \n é😀", max_size=6)),
         min_size=1,
         max_size=6,
     )
@@ -188,9 +187,7 @@ def test_a_tokenizer_that_marks_text_starts_or_eats_spaces_is_never_given_pieces
 def test_row_facts_reach_every_call_and_the_conversation_is_the_episode(read):
     row = {"reward": 0.5, "task_id": "t", "trial": 2, "key": "adapter"}
     calls = read(conversation(), view="calls", row=row)
-    assert [(c.reward, c.group, c.key, c.episode) for c in calls] == [
-        (0.5, "t", "adapter", "f.jsonl line 9")
-    ] * 3
+    assert [(c.reward, c.group, c.key, c.episode) for c in calls] == [(0.5, "t", "adapter", "f.jsonl line 9")] * 3
     assert [c.id for c in calls] == ["t/2/0", "t/2/1", "t/2/2"]
     (whole,) = read(conversation(), row=row | {"group_id": "g", "id": "me"})
     assert (whole.group, whole.id, whole.episode) == ("g", "me", None)
@@ -278,9 +275,7 @@ def test_no_messages_nan_rewards_and_templates_that_refuse_are_named_with_the_li
         read([])
     with pytest.raises(DataError, match=r"line 9: .*reward is nan"):
         read(conversation(), row={"reward": float("nan")})
-    with pytest.raises(
-        DataError, match=r"line 9: the chat template refuses.*must alternate.*--chat-template chatml"
-    ):
+    with pytest.raises(DataError, match=r"line 9: the chat template refuses.*must alternate.*--chat-template chatml"):
         read([said("user", "a"), said("user", "b")], "strict")
     with pytest.raises(DataError, match=r"message 1 .* cannot be found in what the chat template renders"):
         read([said("user", "a"), said("assistant", "b")], "{{- 'nothing' }}")

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from treetrain.data import chat_template_text, diagnose_prefixes, group_advantages, load
+from treetrain.data import Trajectory, chat_template_text, diagnose_prefixes, group_advantages, load
 from treetrain.errors import DataError
 
 TALK = {
@@ -88,9 +88,7 @@ def test_the_calls_of_a_conversation_are_checked_against_the_models_limits_too(w
         load(path, tokenizer=bytes_tokenizer, view="calls", max_positions=len(first))
 
 
-def test_no_file_unknown_options_templates_and_tokenizers_without_template_are_refused(
-    write_rows, bytes_tokenizer
-):
+def test_no_file_unknown_options_templates_and_tokenizers_without_template_are_refused(write_rows, bytes_tokenizer):
     with pytest.raises(DataError, match="no file given"):
         load([])
     with pytest.raises(ValueError, match="view 'call'"):
@@ -103,9 +101,7 @@ def test_a_template_can_be_a_file_text_or_the_built_in_one(write_rows, tmp_path,
     file = tmp_path / "own.jinja"
     file.write_text(templates["plain"])
     by_file = load(write_rows(TALK), tokenizer=bytes_tokenizer, chat_template=str(file)).trajectories[0]
-    by_text = load(
-        write_rows(TALK), tokenizer=bytes_tokenizer, chat_template=templates["plain"]
-    ).trajectories[0]
+    by_text = load(write_rows(TALK), tokenizer=bytes_tokenizer, chat_template=templates["plain"]).trajectories[0]
     np.testing.assert_array_equal(by_file.ids, by_text.ids)
     built_in = load(write_rows(TALK), tokenizer=bytes_tokenizer, chat_template="chatml").trajectories[0]
     assert bytes_tokenizer.decode(built_in.ids) == (
@@ -133,6 +129,33 @@ def test_diagnosis_counts_broken_calls_and_shows_the_first_difference(write_rows
     assert "nothing to say" in diagnose_prefixes(load(path, tokenizer=bytes_tokenizer).trajectories).explain()
 
 
+def test_diagnosis_sees_a_difference_in_the_last_token_and_keeps_conversations_apart():
+    def call(ids, episode):
+        return Trajectory(ids, group="g", episode=episode, id=tuple(ids))
+
+    rows = [call([1, 2, 3], "a"), call([7], "b"), call([1, 2, 4, 5], "a"), call([7, 8], "b"), call([7], "b")]
+    report = diagnose_prefixes(rows)
+    assert (report.calls, report.successive, report.broken) == (5, 3, 2)
+    assert report.example is not None and report.example.position == 2
+    assert (report.example.previous_text, report.example.call_text) == ("1 2 3", "1 2 4 5")
+
+
+def test_the_built_in_template_writes_tools_reasoning_and_several_calls(write_rows, bytes_tokenizer):
+    calls = [
+        {"function": {"name": "add", "arguments": '{"a": 1}'}},
+        {"function": {"name": "sub", "arguments": "{broken"}},
+    ]
+    answer = {"role": "assistant", "content": "hm", "reasoning_content": "why", "tool_calls": calls}
+    row = {"messages": [{"role": "user", "content": "q"}, answer], "tools": [{"name": "add"}]}
+    (read,) = load(write_rows(row), tokenizer=bytes_tokenizer, chat_template="chatml").trajectories
+    text = bytes_tokenizer.decode(read.ids)
+    assert text.startswith("<|im_start|>system\nThese functions") and '<tools>\n{"name": "add"}\n</tools>' in text
+    assert bytes_tokenizer.decode(read.ids[read.weights > 0]) == (
+        '<think>\nwhy\n</think>\n\nhm\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "sub", "arguments": {broken}\n</tool_call><|im_end|>'
+    )
+
+
 def test_reading_imports_no_torch():
     code = "import sys, treetrain.data; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -150,9 +173,7 @@ def airline(shared_data, qwen, **options):
 
 
 @pytest.mark.parametrize(("template", "broken"), [(None, True), ("chatml", False)])
-def test_qwen3s_own_template_breaks_every_prefix_of_tau_airline_and_chatml_none(
-    shared_data, qwen, template, broken
-):
+def test_qwen3s_own_template_breaks_every_prefix_of_tau_airline_and_chatml_none(shared_data, qwen, template, broken):
     rows = airline(shared_data, qwen, view="calls", chat_template=template, limit=20).trajectories
     report = diagnose_prefixes(rows, qwen)
     assert report.successive == report.calls - 20 > 200

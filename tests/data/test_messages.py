@@ -38,9 +38,7 @@ def test_no_tool_argument_string_is_refused_or_changed_unless_it_is_an_object(te
 
 
 def test_null_fields_are_dropped_and_null_content_is_empty_text():
-    message = clean(
-        role="assistant", content=None, refusal=None, audio=None, tool_calls=None, function_call=None
-    )
+    message = clean(role="assistant", content=None, refusal=None, audio=None, tool_calls=None, function_call=None)
     assert message == {"role": "assistant", "content": ""}
     assert clean(role="user")["content"] == ""
 

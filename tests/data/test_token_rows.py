@@ -31,9 +31,7 @@ def test_padding_on_either_side_changes_nothing(tokens, padding, left):
 
 
 def test_labels_masks_and_weights_multiply():
-    row = read(
-        input_ids=[1, 2, 3, 4], labels=[-100, 2, 3, 4], loss_mask=[1, 1, 0, 1], loss_weights=[2, 3, 4, 5]
-    )
+    row = read(input_ids=[1, 2, 3, 4], labels=[-100, 2, 3, 4], loss_mask=[1, 1, 0, 1], loss_weights=[2, 3, 4, 5])
     assert row.loss_weights.tolist() == [0, 3, 0, 5]
 
 
@@ -44,15 +42,11 @@ def test_every_documented_key_reaches_its_field():
         pair="p", chosen=True, key="k",
     )  # fmt: skip
     assert row.old_logprobs.tolist() == [0, -1] and row.ref_logprobs.tolist() == [0, -2]
-    assert (
-        row.advantages.tolist() == [3, 3] and row.values.tolist() == [0, 4] and row.returns.tolist() == [0, 5]
-    )
+    assert row.advantages.tolist() == [3, 3] and row.values.tolist() == [0, 4] and row.returns.tolist() == [0, 5]
     assert (row.reward, row.group, row.episode, row.id) == (6.0, "g", "e", "i")
     assert (row.pair, row.chosen, row.key) == ("p", True, "k")
     other = read(input_ids=[1, 2], old_logprobs=[0, -1], advantages=[0, 2], group="h")
-    assert (
-        other.old_logprobs.tolist() == [0, -1] and other.advantages.tolist() == [0, 2] and other.group == "h"
-    )
+    assert other.old_logprobs.tolist() == [0, -1] and other.advantages.tolist() == [0, 2] and other.group == "h"
     assert other.id == "f.jsonl line 3"
 
 
