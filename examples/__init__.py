@@ -1,0 +1,1 @@
+"""Programs that use treetrain; run from the repository root, e.g. `python -m examples.countdown.record`."""

@@ -1,0 +1,114 @@
+"""One way to name a model: a built-in preset, a local folder, or a repository of the Hugging Face hub."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from treetrain.errors import DataError, UnsupportedModel
+from treetrain.models.presets import PRESETS, is_preset, load_preset_model, preset_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+
+
+def load_model(
+    name_or_path: str | Path, *, dtype: "torch.dtype | str" = "float32", seed: int = 0, **options: Any
+) -> "PreTrainedModel":
+    """A causal language model, on the CPU unless `options` say otherwise, in evaluation mode.
+
+    Args:
+        name_or_path: a preset's name, else a local folder, else a hub id ("Qwen/Qwen3-0.6B").
+        dtype: of the weights; "auto" keeps that of the checkpoint (float32 for a preset).
+        seed: of a preset's random weights; nothing else uses it.
+        options: for `AutoModelForCausalLM.from_pretrained`; not for presets.
+
+    Raises:
+        DataError: the folder is missing or holds no model, or the hub cannot give it.
+        UnsupportedModel: what is there is no causal language model that transformers knows.
+    """
+    name = str(name_or_path)
+    if is_preset(name):
+        if options:
+            raise ValueError(f"the preset {name!r} takes no options, got: {', '.join(sorted(options))}")
+        return load_preset_model(name, seed=seed, dtype="float32" if dtype == "auto" else dtype)
+    folder = _local_folder(name)
+    if folder is not None:
+        _check_model_folder(folder)
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(str(folder or name), dtype=dtype, **options)
+    except ValueError as error:
+        raise UnsupportedModel(f"{name} is no causal language model that transformers can load: {error}") from error
+    except OSError as error:
+        raise _cannot_load("model", name, folder, error) from error
+
+
+def load_tokenizer(name_or_path: str | Path, **options: Any) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model named as in `load_model`; needs no torch. Raises DataError where there is none."""
+    name = str(name_or_path)
+    if is_preset(name):
+        return preset_tokenizer(name)
+    folder = _local_folder(name)
+    if folder is not None and not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        raise DataError(
+            f"{folder} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); save one there with "
+            "tokenizer.save_pretrained, or name another"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder or name), **options)
+    except (OSError, ValueError) as error:
+        raise _cannot_load("tokenizer", name, folder, error) from error
+
+
+def _local_folder(name: str) -> Path | None:
+    """The folder that `name` means; None where it reads as a hub id and no such folder exists."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise DataError(f"{name} is a file; a model is named by its folder, a hub id or a preset ({_presets()})")
+    if _reads_as_hub_id(name):
+        return None
+    raise DataError(
+        f"there is no folder {name}, and it cannot be a hub id either; give an existing model folder, a hub id such "
+        f"as Qwen/Qwen3-0.6B, or a preset ({_presets()})"
+    )
+
+
+def _reads_as_hub_id(name: str) -> bool:
+    parts = name.split("/")
+    plain = all(part and part[0] not in ".~-" and not set(part) & set("\\ :") for part in parts)
+    return plain and len(parts) <= 2
+
+
+def _check_model_folder(folder: Path) -> None:
+    if (folder / "config.json").is_file():
+        return
+    if (folder / "adapter_config.json").is_file():
+        raise DataError(
+            f"{folder} holds a LoRA adapter (adapter_config.json) and no model; name its base model here and put "
+            "the adapter on with peft.PeftModel.from_pretrained"
+        )
+    held = sorted(path.name for path in folder.iterdir())
+    seen = f"it holds {', '.join(held[:5])}{', ...' if len(held) > 5 else ''}" if held else "it is empty"
+    raise DataError(f"{folder} has no config.json, so it is no model folder ({seen}); name the folder that has it")
+
+
+def _cannot_load(what: str, name: str, folder: Path | None, error: Exception) -> DataError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if folder is not None:
+        return DataError(f"the {what} in {folder} cannot be read: {reason}")
+    return DataError(
+        f"there is no folder and no preset {name!r} (presets: {_presets()}), and as a hub id its {what} could not be "
+        f"had, neither from the local cache nor from the hub: {reason}. Check the spelling and the network, or give "
+        "a local folder"
+    )
+
+
+def _presets() -> str:
+    return ", ".join(PRESETS)

@@ -1,0 +1,99 @@
+"""Small built-in models of random weights, with a tokenizer and a chat template of their own, for trying things out.
+
+`--model tiny` needs no network and no download. The tokenizer lies in this folder and is trained by
+`examples/countdown/train_tokenizer.py`. Reading it needs transformers; only building a model needs torch.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
+
+TOKENIZER_FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """The shape of a built-in Qwen3 model."""
+
+    parameters: int
+    """How many weights it has, the embedding (shared with the head) counted once."""
+    layers: int
+    hidden: int
+    """Width of the residual stream."""
+    feed_forward: int
+    """Width inside the MLP."""
+    heads: int
+    kv_heads: int
+    head_dim: int = 64
+    vocabulary: int = 2048
+    """Number of token ids, exactly those of the tokenizer."""
+    max_positions: int = 16_384
+    """Longest row, in tokens."""
+
+
+PRESETS = {
+    "tiny": Preset(parameters=3_672_832, layers=4, hidden=256, feed_forward=768, heads=4, kv_heads=2),
+    "small": Preset(parameters=29_371_008, layers=9, hidden=512, feed_forward=1536, heads=8, kv_heads=4),
+}
+
+
+def is_preset(name: str) -> bool:
+    """Whether `name` names a built-in model."""
+    return name in PRESETS
+
+
+def preset_config(name: str) -> "Qwen3Config":
+    """The transformers configuration of a built-in model. An unknown name is a ValueError that lists the names."""
+    from transformers import Qwen3Config
+
+    preset = _preset(name)
+    return Qwen3Config(
+        vocab_size=preset.vocabulary,
+        hidden_size=preset.hidden,
+        intermediate_size=preset.feed_forward,
+        num_hidden_layers=preset.layers,
+        num_attention_heads=preset.heads,
+        num_key_value_heads=preset.kv_heads,
+        head_dim=preset.head_dim,
+        max_position_embeddings=preset.max_positions,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+
+
+def load_preset_model(name: str, *, seed: int = 0, dtype: "torch.dtype | str" = "float32") -> "PreTrainedModel":
+    """A built-in model with random weights, on the CPU, in evaluation mode.
+
+    The weights are drawn in float32 and then cast, so one seed means the same model in every dtype. The global random
+    state is left as it was. An unknown name is a ValueError.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    config = preset_config(name)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.config.dtype = kind
+    return model.to(dtype=kind).eval()
+
+
+def preset_tokenizer(name: str) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a built-in model, with its chat template; the same for all. An unknown name is a ValueError."""
+    from transformers import AutoTokenizer
+
+    _preset(name)
+    return AutoTokenizer.from_pretrained(TOKENIZER_FOLDER, local_files_only=True)
+
+
+def _preset(name: str) -> Preset:
+    if name not in PRESETS:
+        raise ValueError(f"no built-in model is named {name!r}; there are: {', '.join(PRESETS)}")
+    return PRESETS[name]

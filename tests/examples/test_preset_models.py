@@ -1,0 +1,141 @@
+"""Built-in random models, and the one way to name a model."""
+
+import pytest
+import torch
+
+from treetrain.errors import DataError, UnsupportedModel
+from treetrain.models.loading import load_model, load_tokenizer
+from treetrain.models.presets import PRESETS, TOKENIZER_FOLDER, is_preset, load_preset_model, preset_config
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_preset_model("tiny", seed=0)
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: True)
+
+
+def weights(model):
+    return {name: weight.detach() for name, weight in model.named_parameters()}
+
+
+def test_one_seed_gives_one_model_and_another_seed_another(tiny):
+    same, other = (weights(load_preset_model("tiny", seed=seed)) for seed in (0, 1))
+    for name, weight in weights(tiny).items():
+        assert torch.equal(weight, same[name])
+    name = "model.embed_tokens.weight"
+    assert not torch.equal(same[name], other[name])
+
+
+def test_building_a_model_leaves_the_global_random_state_alone():
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    load_preset_model("tiny", seed=3)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float64", torch.bfloat16])
+def test_every_dtype_gets_the_same_weights_rounded(dtype, tiny):
+    model = load_preset_model("tiny", seed=0, dtype=dtype)
+    kind = torch.float64 if dtype == "float64" else dtype
+    assert model.config.dtype == kind
+    for name, weight in weights(tiny).items():
+        assert torch.equal(weights(model)[name], weight.to(kind))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_size_it_states(name):
+    with torch.device("meta"):
+        from transformers import Qwen3ForCausalLM
+
+        model = Qwen3ForCausalLM(preset_config(name))
+    assert model.num_parameters() == PRESETS[name].parameters
+
+
+def test_the_untrained_model_is_about_as_sure_as_a_uniform_guess_and_holds_no_denormals(tiny):
+    for weight in weights(tiny).values():
+        assert weight[weight != 0].abs().min() > torch.finfo(torch.float32).tiny
+    ids = torch.arange(3, 103)[None]
+    with torch.no_grad():
+        loss = tiny(input_ids=ids, labels=ids).loss
+    assert abs(float(loss) - torch.tensor(2048.0).log()) < 0.5
+
+
+def test_an_unknown_preset_is_an_error_that_lists_the_known_ones():
+    assert not is_preset("huge")
+    with pytest.raises(ValueError, match="no built-in model is named 'huge'; there are: tiny, small"):
+        load_preset_model("huge")
+
+
+def test_a_saved_preset_loads_from_its_folder(tiny, tmp_path):
+    tiny.save_pretrained(tmp_path)
+    load_tokenizer("tiny").save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    assert all(torch.equal(weight, weights(model)[name]) for name, weight in weights(tiny).items())
+    assert load_model(str(tmp_path), dtype=torch.float64).dtype == torch.float64
+    text = "<|im_start|>user\n12 * 3"
+    assert load_tokenizer(tmp_path)(text)["input_ids"] == load_tokenizer("tiny")(text)["input_ids"]
+
+
+def test_load_model_by_preset_name_is_the_preset(tiny):
+    assert all(torch.equal(w, weights(load_model("tiny"))[name]) for name, w in weights(tiny).items())
+    with pytest.raises(ValueError, match="takes no options, got: device_map"):
+        load_model("tiny", device_map="cpu")
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer])
+@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c", "has space"])
+def test_a_missing_folder_is_named_as_such(load, path):
+    with pytest.raises(DataError, match=f"there is no folder {path}, and it cannot be a hub id"):
+        load(path)
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer])
+def test_a_hub_id_without_network_says_that_the_hub_was_asked(load, no_network):
+    with pytest.raises(DataError, match=r"no preset 'nobody/no-such-model'.*as a hub id.*Check the spelling"):
+        load("nobody/no-such-model")
+
+
+def test_a_folder_without_config_says_what_it_holds(tmp_path):
+    with pytest.raises(DataError, match=r"no config\.json.*it is empty"):
+        load_model(tmp_path)
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(DataError, match=r"no config\.json.*it holds notes\.txt"):
+        load_model(tmp_path)
+    with pytest.raises(DataError, match="holds no tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_file_is_not_taken_for_a_folder(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_text("")
+    with pytest.raises(DataError, match="is a file"):
+        load_model(path)
+
+
+def test_an_adapter_folder_is_recognised(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(DataError, match="LoRA adapter"):
+        load_model(tmp_path)
+
+
+def test_a_folder_of_no_causal_model_is_unsupported(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-type"}')
+    with pytest.raises(UnsupportedModel, match="no causal language model"):
+        load_model(tmp_path)
+
+
+def test_a_model_folder_without_weights_says_so(tmp_path):
+    preset_config("tiny").save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="cannot be read"):
+        load_model(tmp_path)
+
+
+def test_the_tokenizer_folder_is_not_taken_for_a_model():
+    with pytest.raises(DataError, match=r"no config\.json"):
+        load_model(TOKENIZER_FOLDER)
