@@ -104,9 +104,7 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 def test_step_flops_are_three_forwards_counted_by_hand():
-    shape = ModelShape(
-        layers=2, hidden=8, intermediate=12, heads=4, kv_heads=2, head_dim=3, vocab=50, tied=False
-    )
+    shape = ModelShape(layers=2, hidden=8, intermediate=12, heads=4, kv_heads=2, head_dim=3, vocab=50, tied=False)
     layer = 8 * 12 + 2 * 8 * 6 + 12 * 8 + 3 * 8 * 12
     assert shape.layer_parameters == layer
     forward = 2 * (10 * 2 * layer + 55 * 4 * (2 * 3 + 2 * 3)) + 7 * 2 * 8 * 50

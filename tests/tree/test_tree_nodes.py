@@ -38,9 +38,7 @@ def node_trees(draw) -> tuple[list[Node], list[int]]:
     for i in range(count):
         above = draw(st.integers(-1, i - 1))
         ids = draw(IDS)
-        weights = draw(
-            st.none() | st.lists(st.sampled_from([0.0, 1.0, 0.5]), min_size=len(ids), max_size=len(ids))
-        )
+        weights = draw(st.none() | st.lists(st.sampled_from([0.0, 1.0, 0.5]), min_size=len(ids), max_size=len(ids)))
         nodes[number[i]] = Node(None if above < 0 else number[above], ids, loss_weights=weights)
         with_children.add(number[above] if above >= 0 else -1)
     ends = [i for i in range(count) if i not in with_children]

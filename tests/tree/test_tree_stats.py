@@ -11,9 +11,7 @@ from treetrain.tree.stats import linear_work, tree_work
 def weighted_rows(draw) -> list[Trajectory]:
     rows = []
     for ids in draw(st.lists(st.lists(st.integers(0, 1), max_size=6), max_size=9)):
-        weights = draw(
-            st.none() | st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=len(ids), max_size=len(ids))
-        )
+        weights = draw(st.none() | st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=len(ids), max_size=len(ids)))
         rows.append(Trajectory(ids, loss_weights=weights))
     return rows
 
@@ -50,9 +48,9 @@ def test_tree_and_linear_work_are_counted_over_sets_of_prefixes(rows):
     best: dict[tuple, Trajectory] = {}
     for row in rows:
         name = tuple(row.ids.tolist())
-        if name not in best or np.flatnonzero(row.weights).max(initial=0) > np.flatnonzero(
-            best[name].weights
-        ).max(initial=0):
+        if name not in best or np.flatnonzero(row.weights).max(initial=0) > np.flatnonzero(best[name].weights).max(
+            initial=0
+        ):
             best[name] = row
     assert linear_work(tree, dedup=True) == brute_force_work(list(best.values()))[1]
 

@@ -31,9 +31,7 @@ class ModelShape:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UnsupportedModel(f"model shape: {name} is {value!r}, expected a positive whole number")
         if self.heads % self.kv_heads:
-            raise UnsupportedModel(
-                f"model shape: {self.heads} heads cannot share {self.kv_heads} kv heads evenly"
-            )
+            raise UnsupportedModel(f"model shape: {self.heads} heads cannot share {self.kv_heads} kv heads evenly")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -173,9 +171,7 @@ def _refuse_other_attention(config: Mapping[str, Any], family: _Family) -> None:
     """Layers that do not see the whole path are not counted by pairs."""
     other = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
     if other:
-        raise UnsupportedModel(
-            f"model_type {config['model_type']!r} with {', '.join(other)} layers is not known"
-        )
+        raise UnsupportedModel(f"model_type {config['model_type']!r} with {', '.join(other)} layers is not known")
     window = config.get("sliding_window", family.window)
     longest = config.get("max_position_embeddings")
     if window is None or config.get("use_sliding_window") is False or (longest and window >= longest):
@@ -195,6 +191,4 @@ def _number(config: Mapping[str, Any], key: str) -> int:
 
 
 def _missing(config: Mapping[str, Any], key: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"the config of this {config['model_type']} model has no {key}; add it to config.json"
-    )
+    return UnsupportedModel(f"the config of this {config['model_type']} model has no {key}; add it to config.json")

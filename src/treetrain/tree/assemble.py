@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 
+_THIN = 64  # pieces: below this a numpy call costs more than a loop over them
+
 
 class TreeArrays(NamedTuple):
     """The arrays of a TokenTree (shapes there), and where a buffer position went: see `moved`."""
@@ -41,9 +43,7 @@ class Pieces(NamedTuple):
     parent: Int64s  # piece, -1 at roots; a child attaches at the last token of its parent
 
 
-def assemble(
-    buffer: Int32s, run_start: Int64s, run_length: Int64s, run_attach: Int64s, last: Int64s
-) -> TreeArrays:
+def assemble(buffer: Int32s, run_start: Int64s, run_length: Int64s, run_attach: Int64s, last: Int64s) -> TreeArrays:
     """Lay runs of tokens out as one tree in depth-first pre-order, heaviest child first.
 
     Args:
@@ -56,8 +56,11 @@ def assemble(
     Two runs that attach to one position must begin with different tokens or keys: nothing is merged here.
     """
     pieces = _cut(run_start, run_length, run_attach)
-    tokens_below, weight, number = _subtree_sums(pieces, last)
-    target, depth = _positions(pieces, tokens_below, _sibling_order(pieces.parent, weight, number))
+    walk = _walk(pieces.parent)
+    tokens_below, weight, number = _subtree_sums(pieces, walk, last)
+    # Siblings side by side: more leaves first, then more tokens, then the smaller trajectory number.
+    order = np.lexsort((number, -weight, pieces.parent))
+    target, depth = _positions(pieces, walk, tokens_below, order)
     return _lay_out(buffer, pieces, target, depth, tokens_below)
 
 
@@ -75,57 +78,75 @@ def _cut(run_start: Int64s, run_length: Int64s, run_attach: Int64s) -> Pieces:
     return Pieces(source, stop - source, parent)
 
 
-def _subtree_sums(pieces: Pieces, last: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+class _Walk(NamedTuple):
+    """Pieces in an order for walks up and down without recursion: layers of leaves, peeled off many at once."""
+
+    layers: list[Int64s]  # the outermost leaves first; each layer's parents lie further on
+    core: list[int]  # what is left when layers get thin (long chains of forks), children before parents
+
+
+def _walk(parent: Int64s) -> _Walk:
+    pending = np.bincount(parent + 1, minlength=len(parent) + 1)[1:]
+    left = np.ones(len(parent), bool)
+    layers: list[Int64s] = []
+    ready = np.flatnonzero(pending == 0)
+    while len(ready) >= _THIN:
+        layers.append(ready)
+        left[ready] = False
+        above = parent[ready]
+        above = above[above >= 0]
+        np.subtract.at(pending, above, 1)
+        ready = np.unique(above[pending[above] == 0])
+    return _Walk(layers, np.flatnonzero(left)[::-1].tolist())
+
+
+def _subtree_sums(pieces: Pieces, walk: _Walk, last: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Per piece, over its subtree: tokens, (leaves, tokens) as one comparable number, smallest trajectory."""
-    count = len(pieces.source)
-    own = np.full(count, len(last), np.int64)
+    parent, count = pieces.parent, len(pieces.source)
+    number = np.full(count, len(last), np.int64)
     holder = np.searchsorted(pieces.source, last, side="right") - 1
     ends = np.flatnonzero(last >= 0)[::-1]
-    own[holder[ends]] = ends  # the last write wins: the smallest number
-    is_leaf = np.ones(count, np.int64)
-    is_leaf[pieces.parent[pieces.parent >= 0]] = 0
-    tokens, leaves, number = pieces.length.tolist(), is_leaf.tolist(), own.tolist()
-    parents = pieces.parent.tolist()
-    for piece in range(count - 1, -1, -1):
-        above = parents[piece]
+    number[holder[ends]] = ends  # the last write wins: the smallest number
+    tokens, leaves = pieces.length.copy(), np.ones(count, np.int64)
+    leaves[parent[parent >= 0]] = 0
+    for layer in walk.layers:
+        layer = layer[parent[layer] >= 0]
+        np.add.at(tokens, parent[layer], tokens[layer])
+        np.add.at(leaves, parent[layer], leaves[layer])
+        np.minimum.at(number, parent[layer], number[layer])
+    for piece in walk.core:
+        above = parent[piece]
         if above >= 0:
             tokens[above] += tokens[piece]
             leaves[above] += leaves[piece]
-            if number[piece] < number[above]:
-                number[above] = number[piece]
-    below = np.array(tokens, np.int64)
-    weight = np.array(leaves, np.int64) * (int(pieces.length.sum()) + 1) + below
-    return below, weight, np.array(number, np.int64)
+            number[above] = min(number[above], number[piece])
+    return tokens, leaves * (int(pieces.length.sum()) + 1) + tokens, number
 
 
-def _sibling_order(parent: Int64s, weight: Int64s, number: Int64s) -> Int64s:
-    """Pieces grouped by parent; in a group more leaves first, then more tokens, then the smaller number."""
-    return np.lexsort((number, -weight, parent))
-
-
-def _positions(pieces: Pieces, tokens_below: Int64s, order: Int64s) -> tuple[Int64s, Int64s]:
+def _positions(pieces: Pieces, walk: _Walk, tokens_below: Int64s, order: Int64s) -> tuple[Int64s, Int64s]:
     """Tree index and depth of every piece's first token."""
-    count = len(order)
-    if count == 0:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    above = pieces.parent[order]
+    parent, length = pieces.parent, pieces.length
+    target, depth = np.zeros(len(order), np.int64), np.zeros(len(order), np.int64)
+    if len(order) == 0:
+        return target, depth
+    # First the distance to the first sibling, then, top down, the place behind the parent.
     before = np.cumsum(tokens_below[order]) - tokens_below[order]
-    first = np.flatnonzero(np.diff(above, prepend=-2))
-    before -= np.repeat(before[first], np.diff(first, append=count))
-    ahead = np.empty(count, np.int64)
-    ahead[order] = before
-    lengths, parents = pieces.length.tolist(), pieces.parent.tolist()
-    target, depth = ahead.tolist(), [0] * count
-    for piece, up in enumerate(parents):
-        if up >= 0:
-            target[piece] += target[up] + lengths[up]
-            depth[piece] = depth[up] + lengths[up]
-    return np.array(target, np.int64), np.array(depth, np.int64)
+    first = np.flatnonzero(np.diff(parent[order], prepend=-2))
+    target[order] = before - np.repeat(before[first], np.diff(first, append=len(order)))
+    for piece in reversed(walk.core):
+        above = parent[piece]
+        if above >= 0:
+            target[piece] += target[above] + length[above]
+            depth[piece] = depth[above] + length[above]
+    for layer in reversed(walk.layers):
+        layer = layer[parent[layer] >= 0]
+        above = parent[layer]
+        target[layer] += target[above] + length[above]
+        depth[layer] = depth[above] + length[above]
+    return target, depth
 
 
-def _lay_out(
-    buffer: Int32s, pieces: Pieces, target: Int64s, depth: Int64s, tokens_below: Int64s
-) -> TreeArrays:
+def _lay_out(buffer: Int32s, pieces: Pieces, target: Int64s, depth: Int64s, tokens_below: Int64s) -> TreeArrays:
     order = np.argsort(target, kind="stable")
     start, length, above = target[order], pieces.length[order], pieces.parent[order]
     total = int(length.sum())

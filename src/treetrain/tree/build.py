@@ -35,7 +35,7 @@ def build_tree(sequences: Sequence[Row], *, merge: bool = True) -> TokenTree:
     Time is about linear in the tokens of all rows (memcmp sort), memory strictly.
     """
     rows = sequences if isinstance(sequences, list | tuple) else list(sequences)
-    given = [row if isinstance(row, Trajectory) else None for row in rows]
+    given = _given(rows)
     ranks = _key_ranks(given)
     blobs = _row_bytes(rows)
     lengths = np.fromiter(map(len, blobs), np.int64, len(blobs)) >> 2
@@ -120,26 +120,31 @@ def _sorted_rows(blobs: list[bytes], ranks: Int64s | None) -> Int64s:
     return order if ranks is None else order[np.argsort(ranks[order], kind="stable")]
 
 
+def _given(rows: Sequence[Row]) -> list[Trajectory | None]:
+    """The rows that come with facts, None for bare ids."""
+    if Trajectory not in set(map(type, rows)):
+        return [None] * len(rows)
+    return [row if isinstance(row, Trajectory) else None for row in rows]
+
+
 def _key_ranks(rows: Sequence[Trajectory | None]) -> Int64s | None:
     """One number per distinct key, None when all are alike; bare rows have the key None."""
-    keys: list[Hashable] = [None if row is None else row.key for row in rows]
-    if not any(key is not None for key in keys):
+    if {row.key for row in rows if row is not None} <= {None}:
         return None
     numbers: dict[Hashable, int] = {}
-    ranks = [numbers.setdefault(key, len(numbers)) for key in keys]
-    return np.array(ranks, np.int64) if len(numbers) > 1 else None
+    return np.array([numbers.setdefault(None if row is None else row.key, len(numbers)) for row in rows], np.int64)
 
 
 def _row_bytes(rows: Sequence[Row]) -> list[bytes]:
     """Every row as the bytes of its int32 ids."""
-    blobs: list[bytes] = []
+    if (blobs := _alike_row_bytes(rows)) is not None:
+        return blobs
+    blobs = []
     wide: list[tuple[int, NDArray[Any]]] = []
     for number, row in enumerate(rows):
-        if type(row) is np.ndarray and row.dtype == _INT32 and row.ndim == 1:
-            blobs.append(row.tobytes())
-        elif isinstance(row, Trajectory):
+        if isinstance(row, Trajectory):
             blobs.append(row.ids.tobytes())
-        elif isinstance(row, (list, tuple)):  # a union type is slower, and this runs for every row
+        elif isinstance(row, list | tuple):
             blobs.append(_list_bytes(number, row))
         else:
             ids = _integer_array(number, row)
@@ -148,6 +153,21 @@ def _row_bytes(rows: Sequence[Row]) -> list[bytes]:
                 wide.append((number, ids))
     _narrow(wide, blobs)
     return blobs
+
+
+def _alike_row_bytes(rows: Sequence[Any]) -> list[bytes] | None:
+    """The common case in few numpy calls: int32 arrays or trajectories alone; None when it is another one."""
+    kinds = set(map(type, rows))
+    if kinds == {list}:
+        return [_list_bytes(number, row) for number, row in enumerate(rows)]
+    if kinds not in ({np.ndarray}, {Trajectory}):
+        return None
+    arrays: Sequence[NDArray[Any]] = [row.ids for row in rows] if kinds == {Trajectory} else rows
+    if {(ids.dtype, ids.ndim) for ids in arrays} != {(_INT32, 1)}:
+        return None
+    blob = np.concatenate(arrays).tobytes()
+    stops = (4 * np.cumsum(np.fromiter(map(len, arrays), np.int64))).tolist()
+    return [blob[start:stop] for start, stop in zip([0, *stops], stops)]
 
 
 def _list_bytes(number: int, row: Sequence[int]) -> bytes:

@@ -89,9 +89,7 @@ class NodeTrajectories:
         if row.advantages is not None:
             facts["advantages"] = row.advantages
         names = {name: getattr(row, name) for name in ("reward", "group", "pair", "chosen", "id", "episode")}
-        return Trajectory(
-            np.concatenate([part.ids for part in path]), **facts, **names, key=self.keys[row.node]
-        )
+        return Trajectory(np.concatenate([part.ids for part in path]), **facts, **names, key=self.keys[row.node])
 
     def trained_edges(self, tree: "TokenTree", rows: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
         """As TokenTree.trained_edges, from the nodes' own weights: nothing is flattened."""
@@ -199,8 +197,7 @@ def _rows(trajectories: Sequence[int | NodeTrajectory], count: int) -> list[Node
     for number, row in enumerate(rows):
         if not isinstance(row.node, int | np.integer) or not 0 <= row.node < count:
             raise DataError(
-                f"trajectory {number}: {row.node!r} is no node; give the number of its last node, "
-                f"0 to {count - 1}"
+                f"trajectory {number}: {row.node!r} is no node; give the number of its last node, 0 to {count - 1}"
             )
     return rows
 
@@ -278,6 +275,4 @@ def _joined(name: str, path: list[Trajectory]) -> NDArray[np.float64] | None:
     if all(fact is None for fact in facts):
         return None
     neutral = 1.0 if name == "loss_weights" else 0.0
-    return np.concatenate(
-        [np.full(len(part), neutral) if fact is None else fact for part, fact in zip(path, facts)]
-    )
+    return np.concatenate([np.full(len(part), neutral) if fact is None else fact for part, fact in zip(path, facts)])
