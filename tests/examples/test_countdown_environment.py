@@ -133,9 +133,13 @@ def test_the_reward_is_one_for_the_target_less_for_a_near_miss_and_nothing_else(
     assert reward(state) == pytest.approx(earned)
 
 
-def test_an_undone_calculation_does_not_count_for_the_reward():
-    state, _ = call(after("3 * 4"), "undo", "{}")
-    assert reward(submit(state, 8)) == 0.0
+def test_a_given_number_near_the_target_earns_only_while_a_calculation_stands():
+    puzzle = Puzzle((9, 2, 5), 13)
+    assert reward(submit(start(puzzle), 9)) == 0.0
+    calculated = after("2 + 5", puzzle=puzzle)
+    assert reward(submit(calculated, 9)) == pytest.approx(0.3)
+    undone, _ = call(calculated, "undo", "{}")
+    assert reward(submit(undone, 9)) == 0.0
 
 
 def test_an_episode_out_of_calls_is_over_and_earns_nothing():

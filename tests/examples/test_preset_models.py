@@ -57,6 +57,15 @@ def test_a_preset_has_the_size_it_states(name):
     assert model.num_parameters() == PRESETS[name].parameters
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_model_and_tokenizer_of_a_preset_agree_on_ids(name):
+    config, tokenizer = preset_config(name), load_tokenizer(name)
+    assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert config.bos_token_id is None
+    assert config.vocab_size == len(tokenizer)
+    assert config.max_position_embeddings == tokenizer.model_max_length
+
+
 def test_the_untrained_model_is_about_as_sure_as_a_uniform_guess_and_holds_no_denormals(tiny):
     for weight in weights(tiny).values():
         assert weight[weight != 0].abs().min() > torch.finfo(torch.float32).tiny
