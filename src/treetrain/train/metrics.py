@@ -1,0 +1,47 @@
+"""What a run writes down: one JSON object per line, on disk as soon as it is known."""
+
+import json
+import math
+import resource
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsFile:
+    """Appends records to `metrics.jsonl`; each is flushed at once, so that a run that dies keeps what it did."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / METRICS_FILE).open("w", encoding="utf-8")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """One line. Numbers that JSON cannot hold (NaN, infinity) become null."""
+        self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory the process has held so far: resident on a CPU, allocated by torch on a GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,48 @@
+"""The loss of a run, and the facts it needs in its rows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from treetrain import losses
+from treetrain.data.advantages import group_advantages
+from treetrain.data.trajectory import Trajectory
+from treetrain.losses import Loss
+
+
+def make_objective(
+    name: str,
+    options: dict[str, Any],
+    rows: Sequence[Trajectory],
+    *,
+    subtract_mean: bool = True,
+    divide_by_std: bool = True,
+) -> tuple[Loss, list[Trajectory], tuple[str, ...]]:
+    """A loss by name, and the rows with what it needs.
+
+    Rewards become group advantages where the loss needs advantages and no row has any. Where no row has old
+    log-probabilities, every update counts as on-policy: a batch is updated once per pass, so the log-probabilities
+    before the update are those of the update itself, and computing them first would give the same gradient.
+
+    Args:
+        name: of the loss.
+        options: its keyword arguments.
+        rows: all rows of the run.
+        subtract_mean, divide_by_std: see `group_advantages`.
+
+    Returns:
+        The loss, the rows, and what was decided, in words.
+
+    Raises:
+        ValueError: an unknown loss or option, or one out of its range.
+        DataError: nothing to train, or a fact that the loss needs and a row lacks.
+    """
+    loss, rows, notes = losses.by_name(name, **options), list(rows), []
+    without_advantages = "advantages" in loss.needs_facts and all(row.advantages is None for row in rows)
+    if without_advantages and any(row.reward is not None for row in rows):
+        rows = group_advantages(rows, subtract_mean=subtract_mean, divide_by_std=divide_by_std)
+        notes.append("advantages: the rewards, normalised within each group")
+    if "old_logprobs" in loss.needs_facts and all(row.old_logprobs is None for row in rows):
+        loss = losses.by_name(name, **options, on_policy=True)
+        notes.append("the rows have no old log-probabilities: every update counts as on-policy (ratio 1)")
+    loss.normaliser(rows)
+    return loss, rows, tuple(notes)
