@@ -74,6 +74,7 @@ def test_a_window_that_transformers_adds_by_itself_is_known(family):
         ({"model_type": None}, "model_type None"),
         ({"model_type": "qwen3_next"}, "model_type 'qwen3_next'"),
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding window of 4096"),
+        ({"model_type": "phi3", "sliding_window": 2047, "max_position_embeddings": 4096}, "window of 2047"),
         ({"model_type": "qwen3", "sliding_window": 64, "use_sliding_window": True}, "sliding window of 64"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention layers"),
         ({"hidden_size": None}, "has no hidden_size"),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
-from treetrain.tree import TokenTree, build_tree
+from treetrain.tree import TokenTree, assemble, build_tree
 
 ROWS = st.lists(st.lists(st.integers(0, 2), max_size=7), max_size=12)
 KEYS = st.sampled_from([None, "a", "b"])
@@ -41,6 +41,18 @@ def test_rows_of_different_key_share_nothing(pairs):
     for name in ("tokens", "parent", "depth", "end"):
         assert getattr(tree, name).tolist() == expected[name].tolist(), name
     assert tree.paths()[1].tolist() == expected["paths"].tolist()
+
+
+@pytest.mark.parametrize("thin", [1, 3])
+def test_leaves_peeled_in_layers_give_the_same_tree_as_one_piece_at_a_time(thin, monkeypatch):
+    rng = np.random.default_rng(thin)
+    rows = [rng.integers(0, 3, rng.integers(0, 12)).tolist() for _ in range(300)]
+    monkeypatch.setattr(assemble, "_THIN", 10**9)
+    one_by_one = build_tree(rows)
+    monkeypatch.setattr(assemble, "_THIN", thin)
+    tree, expected = build_tree(rows), trie_of_dicts.arrays(rows)
+    for name in ("tokens", "parent", "depth", "end"):
+        assert getattr(tree, name).tolist() == getattr(one_by_one, name).tolist() == expected[name].tolist()
 
 
 @settings(max_examples=100, deadline=None)
@@ -143,6 +155,7 @@ def test_any_form_of_row_gives_the_same_tree(form):
         ([[1], [2**31]], "row 1: token id 2147483648"),
         ([np.array([1]), np.array([1, 2**40])], "row 1: token id 1099511627776"),
         ([np.array([-1])], "row 0: token id -1"),
+        ([np.array([1]), np.array([2, -(2**32) + 5])], "row 1: token id -4294967291"),
         ([[1], [1.5]], "row 1: token ids must be integers, found 1.5"),
         ([[1], [None]], "row 1: token ids must be integers, found None"),
         ([[[1, 2]]], "row 0: token ids must be integers"),

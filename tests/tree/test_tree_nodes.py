@@ -97,6 +97,13 @@ def test_siblings_of_different_key_are_kept_apart():
     assert [t.key for t in tree.trajectories] == ["a", "b", "a"]
 
 
+def test_another_key_does_not_continue_a_run_that_goes_on_with_the_same_token():
+    nodes = [Node(None, [1, 2, 3]), Node(None, [1]), Node(1, [2, 4], key="b")]
+    tree = TokenTree.from_nodes(nodes, [0, 2])
+    assert tree.tokens.tolist() == [1, 2, 3, 2, 4]
+    assert tree.end.tolist() == [5, 3, 3, 5, 5]
+
+
 def test_a_node_without_a_key_keeps_its_parents():
     nodes = [Node(None, [1], key="a"), Node(0, [2]), Node(None, [1], key="b"), Node(2, [2])]
     tree = TokenTree.from_nodes(nodes, [1, 3])
