@@ -198,8 +198,7 @@ _OPTIONAL = ("max_grad_norm", "warmup_fraction", "epochs", "steps", "warmup_step
 def _check_number(name: str, value: Any, low: Any, high: Any) -> None:
     if value is None and name in _OPTIONAL:
         return
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and math.isfinite(value) and low <= value <= high:
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high:
         return
     upper = "to any finite one" if high == math.inf else f"to {high:g}"
     raise ValueError(f"{name} is {value!r}; allowed are numbers from {low:g} {upper}")

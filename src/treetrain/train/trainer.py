@@ -109,7 +109,9 @@ class Trainer:
         model = load_model(self.config.model, seed=self.config.seed, dtype=torch.float32)
         nn.Module.to(model, self.device)
         if self.config.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            # The name of transformers 5.0, and the one that replaced it.
+            later = getattr(model, "activation_checkpointing_enable", None)
+            (later or model.gradient_checkpointing_enable)({"use_reentrant": False})
             model.train()  # transformers checkpoints only then
         else:
             model.eval()  # dropout off, which trees need; nothing else differs in the models we take
@@ -246,9 +248,7 @@ class _Loop:
         )
 
 
-def evaluate(
-    engine: TreeEngine, rows: Sequence[Trajectory], steps: Sequence[np.ndarray]
-) -> tuple[float, int]:
+def evaluate(engine: TreeEngine, rows: Sequence[Trajectory], steps: Sequence[np.ndarray]) -> tuple[float, int]:
     """Mean negative log-likelihood of weighted tokens, in nats, and how many there are; no gradient.
 
     Args:

@@ -1,0 +1,107 @@
+"""The settings of a run are checked when they are made."""
+
+import json
+from typing import Any
+
+import pytest
+
+from treetrain.losses import LOSSES, by_name
+from treetrain.train.config import LOSS_OPTIONS, TrainConfig
+
+BASE: dict[str, Any] = {"data": ("rows.jsonl",), "model": "tiny", "output": "out"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", 0.0),
+        ("lr", float("nan")),
+        ("lr", float("inf")),
+        ("lr", -1e-3),
+        ("weight_decay", -0.1),
+        ("beta1", 1.0),
+        ("beta2", 1.5),
+        ("min_lr_ratio", 2.0),
+        ("warmup_fraction", -0.1),
+        ("warmup_steps", -1),
+        ("eval_fraction", 1.0),
+        ("temperature", 0.0),
+        ("max_grad_norm", 0.0),
+        ("epochs", 0),
+        ("epochs", 1.5),
+        ("steps", True),
+        ("tokens_per_step", 0),
+        ("budget", 0),
+        ("threads", 0),
+        ("seed", -1),
+        ("schedule", "linear"),
+        ("loss", "dpo"),
+        ("dtype", "float16"),
+        ("execution", "both"),
+        ("view", "turns"),
+        ("device", "tpu"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_its_name_and_value(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name) as error:
+        TrainConfig(**BASE, **{name: value})
+    assert f"{value!r}".rstrip("0").rstrip(".") in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "both",
+    [
+        {"epochs": 1, "steps": 10},
+        {"warmup_steps": 3, "warmup_fraction": 0.1},
+        {"eval_data": ("held.jsonl",), "eval_fraction": 0.1},
+    ],
+)
+def test_one_thing_said_in_two_ways_is_refused_and_both_are_named(both: dict[str, Any]) -> None:
+    with pytest.raises(ValueError) as error:
+        TrainConfig(**BASE, **both)
+    assert all(name in str(error.value) for name in both)
+
+
+def test_evaluating_every_so_often_needs_something_held_out() -> None:
+    with pytest.raises(ValueError, match="nothing is held out"):
+        TrainConfig(**BASE, eval_every_steps=5)
+
+
+@pytest.mark.parametrize("name", ["data", "model", "output"])
+def test_a_run_without_data_model_or_output_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        TrainConfig(**{**BASE, name: "" if name != "data" else ()})
+
+
+def test_an_unknown_setting_is_an_error() -> None:
+    with pytest.raises(TypeError, match="learning_rate"):
+        TrainConfig(**BASE, learning_rate=1.0)  # type: ignore[call-arg]
+
+
+def test_a_config_survives_json_unchanged() -> None:
+    config = TrainConfig(**BASE, eval_data=("a", "b"), steps=3, kl=0.1, loss="grpo", budget=100)
+    assert TrainConfig(**json.loads(json.dumps(config.as_dict()))) == config
+
+
+def test_one_file_may_be_given_without_a_tuple() -> None:
+    assert TrainConfig(**{**BASE, "data": "one.jsonl"}).data == ("one.jsonl",)
+
+
+def test_every_loss_and_no_other_can_be_named_and_every_option_belongs_to_one() -> None:
+    for name in LOSSES:
+        TrainConfig(**BASE, loss=name)  # type: ignore[arg-type]
+    values = {"clip": 0.1, "clip_low": 0.1, "clip_high": 0.1, "kl": 0.1, "kl_estimator": "k2", "entropy": 0.1}
+    values["reduction"] = "token"
+    assert set(values) == set(LOSS_OPTIONS)
+    by_name("ppo", **TrainConfig(**BASE, loss="ppo", **values).loss_options)
+
+
+def test_options_that_are_not_given_are_left_to_the_loss() -> None:
+    assert TrainConfig(**BASE, loss="grpo", clip=0.3).loss_options == {"clip": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, 3), ({"warmup_fraction": 0.5}, 50), ({"warmup_steps": 7}, 7), ({"warmup_steps": 0}, 0)]
+)
+def test_warm_up_is_given_in_steps_or_as_a_share(given: dict[str, Any], expected: int) -> None:
+    assert TrainConfig(**BASE, **given).warmup(100) == expected
