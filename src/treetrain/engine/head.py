@@ -227,7 +227,7 @@ def _outgoing(grads: _HeadGradients, rows: Tensor, weight: Tensor, bias: Tensor 
 
 
 def _scores_through_module(rows, head_forward, edges: Edges, vocab_size: int, temperature, need_entropy):
-    """The same for a head that is more than a matrix (an adapter around it): autograd, one checkpointed chunk at a time."""
+    """The same for a head that is more than a matrix (an adapter around it): autograd, one chunk at a time."""
 
     def score(x: Tensor, edge_row: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = head_forward(x)

@@ -50,6 +50,8 @@ class PackedRun:
         Raises:
             UnsupportedModel: a layer that did not go through tree attention, or logits changed after the head.
         """
+        if len(self.edges.targets) == 0:
+            return self._nothing(need_entropy)
         run = TreeRun(self.attention)
         head = self.capabilities.head
         found: list[Scores] = []
@@ -91,6 +93,12 @@ class PackedRun:
                 "or its logits are scaled, capped or cast afterwards); such a head is not supported yet."
             )
         return found[0]
+
+    def _nothing(self, need_entropy: bool) -> Scores:
+        """Scores of a batch without a single prediction: models cannot be called on no tokens."""
+        wide = torch.promote_types(self.model.dtype, torch.float32)  # type: ignore[arg-type]
+        empty = torch.zeros(0, dtype=wide, device=self.input_ids.device)
+        return Scores(empty, empty.clone() if need_entropy else None, None)
 
     def _check_layers(self, run: TreeRun) -> None:
         if len(run.layers_seen) != self.capabilities.layers:

@@ -1,6 +1,7 @@
 """`logprobs`: per-trajectory log-probabilities on a plain Hugging Face model, live in autograd. Any loss on top."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.batch import Part, as_tree, check_batch, make_parts
 from treetrain.engine.engine import TreeEngine, check_budget, check_temperature
-from treetrain.engine.packed import PackedRun
+from treetrain.engine.packed import PackedRun, model_device
 from treetrain.models.capability import check_model
 from treetrain.tree.token_tree import TokenTree
 
@@ -76,9 +77,22 @@ class _Walk:
     ):
         self.run, self.parameters, self.keep = run, parameters, keep
         self.temperature, self.entropy = temperature, entropy
-        self.versions = [p._version for p in parameters]
+        self.versions = self._versions()
+        kind = model_device(run.model).type
+        # Backward usually happens outside the user's autocast; a part that is run again there needs it back.
+        self.autocast = partial(
+            torch.autocast,
+            kind,
+            dtype=torch.get_autocast_dtype(kind),
+            enabled=torch.is_autocast_enabled(kind),
+            cache_enabled=torch.is_autocast_cache_enabled(),
+        )
         self.kept: tuple[Tensor, ...] | None = None
         self.spent = False
+
+    def _versions(self) -> list[int]:
+        # Frozen weights count too: a part that is run again would see their new values.
+        return [p._version for p in self.run.model.parameters()]
 
     def forward(self) -> tuple[Tensor, Tensor]:
         with torch.set_grad_enabled(self.keep):
@@ -88,7 +102,7 @@ class _Walk:
         return outputs[0].detach(), outputs[1].detach()
 
     def _scores(self) -> tuple[Tensor, Tensor]:
-        with self.run.active():
+        with self.autocast(), self.run.active():
             scores = self.run.scores(temperature=self.temperature, need_entropy=self.entropy)
         entropies = scores.logprobs.new_zeros(0) if scores.entropies is None else scores.entropies
         return scores.logprobs, entropies
@@ -98,7 +112,7 @@ class _Walk:
             raise RuntimeError(
                 "a second backward through treetrain.logprobs: its graph is freed by the first; call it again"
             )
-        if self.versions != [p._version for p in self.parameters]:
+        if self.versions != self._versions():
             raise RuntimeError(
                 "the model's weights have changed between treetrain.logprobs and its backward (an optimiser step?); "
                 "gradients would be those of other weights: call backward first, or logprobs again"
@@ -108,10 +122,39 @@ class _Walk:
             outputs = self.kept if self.kept is not None else self._scores()
         self.kept = None
         live = [(out, grad) for out, grad in zip(outputs, grads) if out.requires_grad]
+        if not live:
+            return (None,) * len(self.parameters)
+        gradients = _by_accumulation if _has_reentrant_checkpoints(self.run.model) else _by_autograd_grad
         with self.run.active():
-            return torch.autograd.grad(
-                [out for out, _ in live], self.parameters, [grad for _, grad in live], allow_unused=True
-            )
+            return gradients([out for out, _ in live], [grad for _, grad in live], self.parameters)
+
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def _has_reentrant_checkpoints(model: nn.Module) -> bool:
+    return any(
+        getattr(module, "gradient_checkpointing", False)
+        and getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {}).get("use_reentrant", True)
+        for module in model.modules()
+    )
+
+
+def _by_autograd_grad(outputs: list[Tensor], grads: list[Tensor], parameters: list[nn.Parameter]) -> Gradients:
+    return torch.autograd.grad(outputs, parameters, grads, allow_unused=True)
+
+
+def _by_accumulation(outputs: list[Tensor], grads: list[Tensor], parameters: list[nn.Parameter]) -> Gradients:
+    """Through ``.grad``, which is put back: a reentrant checkpoint hides its parameters from ``autograd.grad``."""
+    before = [p.grad for p in parameters]
+    try:
+        for p in parameters:
+            p.grad = None
+        torch.autograd.backward(outputs, grads)
+        return tuple(p.grad for p in parameters)
+    finally:
+        for p, grad in zip(parameters, before):
+            p.grad = grad
 
 
 class _TreeScores(torch.autograd.Function):

@@ -5,10 +5,12 @@ static check can see (a layer that mixes tokens without the attention interface,
 after the head) is caught at the first call, before any gradient exists: see ``engine/packed.py``.
 """
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from treetrain.errors import UnsupportedModel
 
@@ -67,7 +69,9 @@ def check_model(model: nn.Module) -> Capabilities:
     _check_modules(model)
     _check_rotary(text)
     head, head_is_linear = _check_head(lm, text)
-    heads = text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", None)
+    if not heads:
+        raise UnsupportedModel(f"{type(lm).__name__} has no attention heads; only attention layers are supported.")
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     return Capabilities(
         layers=text.num_hidden_layers,
@@ -88,6 +92,10 @@ def _check_kind(lm: nn.Module, config: Any) -> None:
         raise UnsupportedModel(
             f"{name} does not use transformers' attention interface, so its attention cannot be switched."
         )
+    forwards = [vars(kind)["forward"] for kind in type(lm).__mro__ if "forward" in vars(kind)]
+    if not any("position_ids" in inspect.signature(forward).parameters for forward in forwards):
+        # Such a model counts positions by itself, through every branch (decoders of the BART family do).
+        raise UnsupportedModel(f"{name} takes no position_ids, so a branch cannot start at its own position.")
     if getattr(config, "is_causal", True) is False:
         raise UnsupportedModel(f"{name} has is_causal=False; a tree needs causal attention.")
     for field in ("num_experts", "num_local_experts", "n_routed_experts"):
@@ -120,6 +128,8 @@ def _check_modules(model: nn.Module) -> None:
             raise UnsupportedModel(
                 f"{name} ({kind}) mixes tokens by recurrence or convolution; only attention is supported so far."
             )
+        if "experts" in kind.lower():
+            raise UnsupportedModel(f"{name} ({kind}) belongs to a mixture of experts; not supported yet.")
         if getattr(module, "sinks", None) is not None:
             raise UnsupportedModel(f"{name} ({kind}) has attention sinks, which are not supported yet.")
         if isinstance(getattr(module, "sliding_window", None), int):
@@ -130,12 +140,16 @@ def _check_modules(model: nn.Module) -> None:
 
 
 def _check_dropout(name: str, module: nn.Module) -> None:
-    rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
-    if module.training and isinstance(rate, float) and rate > 0:
-        raise UnsupportedModel(
-            f"{name} ({type(module).__name__}) has dropout {rate} in training mode: a shared token would get one "
-            "mask where every row has its own. Set it to 0 or call model.eval()."
-        )
+    if not module.training:
+        return
+    # Many layers keep their rates as plain numbers (dropout, residual_dropout, layerdrop, ...) for the functional form.
+    rates = {"p": module.p} if isinstance(module, _DropoutNd) else vars(module)
+    for field, rate in rates.items():
+        if isinstance(rate, float) and rate > 0 and (field == "p" or "drop" in field):
+            raise UnsupportedModel(
+                f"{name} ({type(module).__name__}) has dropout {rate} in training mode ({field}): a shared token "
+                "would get one mask where every row has its own. Set it to 0 or call model.eval()."
+            )
 
 
 def _check_rotary(config: Any) -> None:
