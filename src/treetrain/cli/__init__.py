@@ -1,1 +1,74 @@
-"""The command line, one file per command."""
+"""The command line, one file per command; a command and what it needs are imported when it is called."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from treetrain import __version__
+
+COMMANDS = {
+    "inspect": "how much the rows of a file share, and what computing it once is worth",
+    "verify": "is it exact: loss and every gradient, tree against linear, on your model and rows",
+    "bench": "is it faster: tree against the best linear baseline, on your model and rows",
+    "train": "train a model on branching trajectories, every shared prefix computed once",
+}
+EXAMPLES = (
+    "treetrain inspect rollouts.jsonl",
+    "treetrain verify rollouts.jsonl --model Qwen/Qwen3-0.6B",
+    "treetrain train rollouts.jsonl --model Qwen/Qwen3-0.6B --output out",
+)
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 1 (a check failed), 2 (bad input) or 130 (Ctrl-C).
+
+    What a user can cause is told in one line on stderr. TREETRAIN_TRACEBACK=1 shows where it came from instead.
+    """
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt as stop:
+        return _fail(str(stop) or "interrupted", INTERRUPTED)
+    except BrokenPipeError:  # `treetrain inspect ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ModuleNotFoundError as error:
+        if _wants_traceback() or (error.name or "").startswith("treetrain"):
+            raise
+        return _fail(f"{error}; install what is missing, e.g. pip install 'treetrain[train]'", BAD_INPUT)
+    except (ValueError, OSError, FloatingPointError) as error:
+        if _wants_traceback():
+            raise
+        return _fail(str(error), BAD_INPUT)
+
+
+def _dispatch(argv: list[str]) -> int:
+    command = argv[0] if argv else "--help"
+    if command in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if command == "--version":
+        print(f"treetrain {__version__}")
+        return 0
+    if command not in COMMANDS:
+        raise ValueError(f"unknown command {command!r}; there are {', '.join(COMMANDS)}")
+    return importlib.import_module(f"treetrain.cli.{command}").run(argv[1:])
+
+
+def _help() -> str:
+    commands = [f"  {name:<8} {what}" for name, what in COMMANDS.items()]
+    examples = [f"  {example}" for example in EXAMPLES]
+    lines = ["usage: treetrain COMMAND ...", "", "Train LLMs on branching trajectories, every shared prefix once.", ""]
+    lines += ["commands:", *commands, "", "examples:", *examples, "", "treetrain COMMAND --help tells all of it."]
+    return "\n".join(lines)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"treetrain: {'' if code == INTERRUPTED else 'error: '}{' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _wants_traceback() -> bool:
+    return os.environ.get("TREETRAIN_TRACEBACK", "0") not in ("", "0")

@@ -1,0 +1,100 @@
+"""`treetrain bench`: how much faster is the tree than the best linear baseline?"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from treetrain.cli.options import SampleOptions
+from treetrain.cli.parse import parse
+
+if TYPE_CHECKING:
+    from treetrain.train.bench import BenchReport
+
+SUMMARY = (
+    "A training step as a tree against the best linear baseline, on your model and a sample of your rows: alternating "
+    "in one process, medians. Efficiency is the speed-up over the FLOP-ideal one."
+)
+EXAMPLES = (
+    "rollouts.jsonl --model Qwen/Qwen3-0.6B",
+    "chats.jsonl --model small --view calls --sample 64 --repeats 7 --json",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchOptions(SampleOptions):
+    """Options of `treetrain bench`."""
+
+    repeats: int = 5
+    """Measured rounds, in each of which every engine runs once; the median counts."""
+    warmup: int = 1
+    """Rounds that are not counted; the slower baselines drop out after them."""
+    temperature: float = 1.0
+    """Divides the logits."""
+    memory: bool = True
+    """Also measure the peak memory of a step, each side in a process of its own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("repeats", "warmup"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} is {getattr(self, name)}; give at least 1")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Parse, measure, print."""
+    options = parse(BenchOptions, argv, command="bench", summary=SUMMARY, examples=EXAMPLES)
+    from treetrain.cli.output import console, print_json, print_notes
+    from treetrain.cli.sample import sample_model, sample_rows
+    from treetrain.train.bench import bench
+
+    rows, notes = sample_rows(options)
+    print_notes(notes)
+    model = sample_model(options)
+    with console(stderr=True).status("loading") as status:
+        report = bench(
+            model,
+            rows,
+            temperature=options.temperature,
+            repeats=options.repeats,
+            warmup=options.warmup,
+            memory=options.memory,
+            progress=status.update,
+        )
+    if options.json:
+        print_json(report.as_dict())
+    else:
+        _print(report)
+    return 0
+
+
+def _print(report: "BenchReport") -> None:
+    from treetrain.cli.output import console, pairs, table
+
+    out = console()
+    rows = [("tree", f"{report.tree_seconds:.3f}", "", _memory(report.tree_peak_bytes))]
+    for name, seconds in sorted(report.baselines.items(), key=lambda entry: entry[1]):
+        peak = _memory(report.linear_peak_bytes) if name == report.baseline else ""
+        rows.append((name, f"{seconds:.3f}", f"{seconds / report.tree_seconds:.2f}x", peak))
+    out.print(table(("forward + backward", "seconds", "over the tree", "peak memory"), rows))
+    low, high = report.speedup_spread
+    tokens = f"{report.flat_tokens:,} flat, {report.unique_tokens:,} unique tokens, overlap {report.overlap:.3f}"
+    facts = [
+        ("rows", f"{report.trajectories:,}: {tokens}"),
+        ("speed-up", f"{report.speedup:.2f}x ({low:.2f} to {high:.2f}) over the best baseline, {report.baseline}"),
+    ]
+    if report.ideal is not None and report.efficiency is not None:
+        facts.append(("FLOP-ideal", f"{report.ideal:.2f}x, so an efficiency of {report.efficiency:.2f}"))
+    else:
+        facts.append(("FLOP-ideal", "not known for this kind of model"))
+    if report.distinct_speedup is not None:
+        ideal = "" if report.distinct_ideal is None else f", ideal {report.distinct_ideal:.2f}x"
+        facts.append(
+            ("without repeats", f"{report.distinct_speedup:.2f}x{ideal}, over {report.distinct_rows} distinct rows")
+        )
+    out.print(pairs(facts))
+
+
+def _memory(count: int | None) -> str:
+    from treetrain.cli.output import megabytes
+
+    return "not measured" if count is None else megabytes(count)

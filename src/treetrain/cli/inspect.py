@@ -1,0 +1,167 @@
+"""`treetrain inspect`: how much the rows of a file share. Needs neither torch nor a model."""
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from treetrain.cli.options import RowOptions
+from treetrain.cli.parse import parse
+
+if TYPE_CHECKING:
+    from treetrain.cli.shape import NamedShape
+    from treetrain.data.trajectory import Trajectory
+    from treetrain.train.rows import ReadRows
+    from treetrain.tree.stats import TreeStats
+
+SUMMARY = "How much the rows of a file share, where, and what computing every shared prefix once is worth."
+EXAMPLES = (
+    "rollouts.jsonl",
+    "chats.jsonl.gz --tokenizer Qwen/Qwen3-0.6B --view calls --shape qwen3-8b",
+    "chats.jsonl --model ./my-model --groups 20 --json",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InspectOptions(RowOptions):
+    """Options of `treetrain inspect`."""
+
+    model: str | None = None
+    """Hub id, local folder or preset (tiny, small): gives tokenizer, vocabulary check and model shape."""
+    shape: str | None = None
+    """Model shape for the FLOP figures by name, e.g. qwen3-0.6b, qwen3-8b, llama-3.1-8b; qwen3-8b if none is known."""
+    groups: int = 10
+    """How many of the largest groups to list."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.groups < 0:
+            raise ValueError(f"--groups is {self.groups}; give 0 or more")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Parse, measure, print."""
+    options = parse(InspectOptions, argv, command="inspect", summary=SUMMARY, examples=EXAMPLES)
+    from treetrain.cli.output import print_json, print_notes
+    from treetrain.cli.shape import find_shape
+    from treetrain.train.rows import read_rows
+
+    shape = find_shape(options.model, options.shape)
+    read = read_rows(options.files, options.source(options.model))
+    print_notes(read.notes)
+    report = _report(options, read, shape)
+    if options.json:
+        print_json(report)
+    else:
+        _print(report, shape)
+    return 0
+
+
+def _report(options: InspectOptions, read: "ReadRows", shape: "NamedShape") -> dict[str, Any]:
+    from treetrain.tree.build import build_tree
+
+    groups = _groups(read.rows, shape)
+    return {
+        "files": list(options.files),
+        "format": read.format,
+        "view": options.view if read.format == "chat" else None,
+        "shape": {"name": shape.name, "assumed": shape.assumed},
+        "file": dataclasses.asdict(build_tree(read.rows).stats(shape.shape)),
+        "groups": _group_summary(groups, options.groups) if groups else None,
+        "prefixes": _prefixes(read) if read.format == "chat" and options.view == "calls" else None,
+        "notes": list(read.notes),
+    }
+
+
+def _groups(rows: "Sequence[Trajectory]", shape: "NamedShape") -> list[tuple[Hashable, "TreeStats"]]:
+    from treetrain.tree.build import build_tree
+
+    members: dict[Hashable, list[Any]] = {}
+    for row in rows:
+        if row.group is not None:
+            members.setdefault(row.group, []).append(row)
+    return [(group, build_tree(rows).stats(shape.shape)) for group, rows in members.items()]
+
+
+def _group_summary(groups: list[tuple[Hashable, "TreeStats"]], shown: int) -> dict[str, Any]:
+    largest = sorted(groups, key=lambda group: -group[1].flat)[:shown]
+    flat = sum(stats.flat for _, stats in groups)
+    unique = sum(stats.unique for _, stats in groups)
+    return {
+        "count": len(groups),
+        "trajectories": sum(stats.trajectories for _, stats in groups),
+        "flat": flat,
+        "unique": unique,
+        "overlap": 1 - unique / flat if flat else 0.0,
+        "token_speedup": flat / unique if unique else 1.0,
+        "largest": [{"group": str(group), **dataclasses.asdict(stats)} for group, stats in largest],
+    }
+
+
+def _prefixes(read: "ReadRows") -> dict[str, Any]:
+    from treetrain.data.diagnosis import diagnose_prefixes
+
+    found = diagnose_prefixes(read.rows, read.tokenizer)
+    return {
+        "calls": found.calls,
+        "successive": found.successive,
+        "broken": found.broken,
+        "explanation": found.explain(),
+    }
+
+
+def _print(report: dict[str, Any], shape: "NamedShape") -> None:
+    from treetrain.cli.output import console, pairs
+
+    out = console()
+    out.print(pairs(_file_rows(report, shape)))
+    if report["groups"]:
+        out.print(_group_table(report["groups"]))
+    if report["prefixes"]:
+        out.print("\n" + report["prefixes"]["explanation"], markup=False)
+
+
+def _file_rows(report: dict[str, Any], shape: "NamedShape") -> list[tuple[str, str]]:
+    file = report["file"]
+    rows = [
+        ("trajectories", f"{file['trajectories']:,} in {file['trees']:,} trees, {file['duplicates']:,} exact repeats"),
+        ("flat tokens", f"{file['flat']:,}"),
+        ("unique tokens", f"{file['unique']:,}"),
+        ("overlap", f"{file['overlap']:.3f}"),
+        ("token-ideal speed-up", f"{file['token_speedup']:.2f}x"),
+        ("FLOP-ideal speed-up", f"{file['flop_speedup']:.2f}x on the shape {shape.words}"),
+    ]
+    if file["duplicates"]:
+        rows.append(("  without repeats", f"{file['flop_speedup_dedup']:.2f}x against rows without exact repeats"))
+    rows += [
+        ("longest path", f"{file['longest_path']:,} tokens"),
+        ("forks", f"{file['forks']:,}, up to {file['max_out_degree']} ways, {file['max_forks_on_path']} on a path"),
+        ("segments, leaves", f"{file['segments']:,}, {file['leaves']:,}"),
+        ("trained tokens", f"{file['trained_flat']:,} flat, {file['trained_unique']:,} unique"),
+        ("sharing saves", f"{file['saved_context']:,} context and {file['saved_trained']:,} trained tokens"),
+    ]
+    groups = report["groups"]
+    if groups:
+        within = f"{groups['overlap']:.3f} ({groups['token_speedup']:.2f}x tokens) over {groups['count']:,} groups"
+        rows.append(("overlap within groups", within))
+    return rows
+
+
+def _group_table(groups: dict[str, Any]) -> Any:
+    from treetrain.cli.output import table
+
+    columns = ("group", "rows", "flat", "unique", "overlap", "tokens", "FLOPs", "longest", "forks")
+    rows = [
+        (
+            group["group"],
+            f"{group['trajectories']:,}",
+            f"{group['flat']:,}",
+            f"{group['unique']:,}",
+            f"{group['overlap']:.3f}",
+            f"{group['token_speedup']:.2f}x",
+            f"{group['flop_speedup']:.2f}x",
+            f"{group['longest_path']:,}",
+            f"{group['forks']:,}",
+        )
+        for group in groups["largest"]
+    ]
+    return table(columns, rows, title=f"largest {len(rows)} of {groups['count']} groups")

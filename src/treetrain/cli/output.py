@@ -1,0 +1,52 @@
+"""What commands print: one JSON object, or tables for people; remarks always on stderr."""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that wraps at the terminal's width, and not at all where there is no terminal."""
+    made = Console(stderr=stderr, highlight=False)
+    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=160)
+
+
+def print_json(data: dict[str, Any]) -> None:
+    """One JSON object on stdout, indented."""
+    print(json.dumps(data, indent=2, default=str))
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Remarks on stderr, one line each."""
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def pairs(rows: Iterable[tuple[str, str]]) -> Table:
+    """Names and values, no frame."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column()
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> Table:
+    """A table whose first column is text and all others numbers."""
+    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def megabytes(count: float) -> str:
+    """Bytes as MB of 10**6."""
+    return f"{count / 1e6:,.0f} MB"

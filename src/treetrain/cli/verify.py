@@ -1,0 +1,78 @@
+"""`treetrain verify`: are loss and gradients those of training on every row by itself?"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from treetrain.cli.options import SampleOptions
+from treetrain.cli.parse import parse
+
+if TYPE_CHECKING:
+    from treetrain.train.verify import VerifyReport
+
+SUMMARY = (
+    "Loss and every parameter's gradient, tree against linear, on your model and a sample of your rows. Exit code 0 if "
+    "they agree, 1 if not."
+)
+EXAMPLES = (
+    "rollouts.jsonl --model Qwen/Qwen3-0.6B",
+    "chats.jsonl --model tiny --view calls --sample 32 --dtype float64",
+)
+FAILED = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyOptions(SampleOptions):
+    """Options of `treetrain verify`."""
+
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Of the weights and of the arithmetic."""
+    temperature: float = 1.0
+    """Divides the logits."""
+    tolerance: float | None = None
+    """Largest relative error of the whole gradient; None: 1e-5 in float32, 1e-6 in float64, measured in bfloat16."""
+    worst: int = 10
+    """How many parameters to list, those with the largest error first."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Parse, compare, print; 0 if tree and linear agree."""
+    options = parse(VerifyOptions, argv, command="verify", summary=SUMMARY, examples=EXAMPLES)
+    from treetrain.cli.output import print_json, print_notes
+    from treetrain.cli.sample import sample_model, sample_rows
+
+    rows, notes = sample_rows(options)
+    print_notes(notes)
+    from treetrain.train.verify import verify
+
+    model = sample_model(options, options.dtype)
+    report = verify(model, rows, temperature=options.temperature, tolerance=options.tolerance)
+    if options.json:
+        print_json(report.as_dict())
+    else:
+        _print(options, report)
+    return 0 if report.passed else FAILED
+
+
+def _print(options: VerifyOptions, report: "VerifyReport") -> None:
+    from treetrain.cli.output import console, pairs, table
+
+    out = console()
+    worst = sorted(report.parameters, key=lambda parameter: -parameter.error)[: max(options.worst, 0)]
+    if worst:
+        rows = [(parameter.name, f"{parameter.norm:.3e}", f"{parameter.error:.2e}") for parameter in worst]
+        title = f"worst {len(rows)} of {len(report.parameters)} parameters"
+        out.print(table(("parameter", "gradient norm", "relative error"), rows, title=title))
+    overlap = 1 - report.unique_tokens / report.flat_tokens if report.flat_tokens else 0.0
+    tokens = f"{report.flat_tokens:,} flat, {report.unique_tokens:,} unique tokens, overlap {overlap:.3f}"
+    own = "" if report.linear_error is None else f" (the linear run itself: {report.linear_error:.2e})"
+    facts = [
+        ("rows", f"{report.trajectories:,}: {tokens}"),
+        ("loss", f"tree {report.loss_tree:.9g}, linear {report.loss_linear:.9g}"),
+        (
+            "gradient",
+            f"relative error {report.gradient_error:.2e}, allowed {report.tolerance:.2e} in {report.dtype}{own}",
+        ),
+    ]
+    out.print(pairs(facts))
+    out.print(report.verdict, style="green" if report.passed else "red", markup=False, soft_wrap=True)

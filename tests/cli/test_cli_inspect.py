@@ -1,0 +1,151 @@
+"""`treetrain inspect`: figures against brute force, and no torch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from treetrain.data.load import load
+from treetrain.models.presets import preset_config, preset_tokenizer
+from treetrain.plan.cost import ModelShape
+from treetrain.train.rows import read_config
+from treetrain.tree.build import build_tree
+
+
+def unique_by_brute_force(rows: list[list[int]]) -> int:
+    return len({tuple(row[: end + 1]) for row in rows for end in range(len(row))})
+
+
+def test_the_figures_of_a_file_are_those_of_its_rows(treetrain, token_file) -> None:
+    report = treetrain("inspect", token_file, "--json").json
+    rows = [row.ids.tolist() for row in load(token_file).trajectories]
+    file = report["file"]
+    assert file["flat"] == sum(map(len, rows)) == 180 and file["unique"] == unique_by_brute_force(rows)
+    assert file["overlap"] == 1 - file["unique"] / 180 and file["token_speedup"] == 180 / file["unique"]
+    assert (file["trajectories"], file["trees"], file["longest_path"], file["duplicates"]) == (12, 4, 15, 0)
+    assert file["trained_flat"] == 60 and file["saved_trained"] + file["saved_context"] == 180 - file["unique"]
+    assert report["format"] == "tokens" and report["view"] is None and report["prefixes"] is None
+
+
+def test_groups_are_measured_each_by_itself_and_the_largest_are_listed(treetrain, token_file) -> None:
+    groups = treetrain("inspect", token_file, "--json", "--groups", "2").json["groups"]
+    rows = load(token_file).trajectories
+    assert groups["count"] == 4 and groups["flat"] == 180 and groups["trajectories"] == 12
+    assert [group["group"] for group in groups["largest"]] == ["task-0", "task-1"]
+    first = [row.ids.tolist() for row in rows if row.group == "task-0"]
+    assert groups["largest"][0]["unique"] == unique_by_brute_force(first)
+
+
+def test_the_shape_behind_the_flop_figures_is_always_named(treetrain, token_file, model_folder) -> None:
+    tree = build_tree(load(token_file).trajectories)
+    for argv, name, assumed, shape in (
+        ([], "qwen3-8b", True, ModelShape.named("qwen3-8b")),
+        (["--shape", "qwen3-0.6b"], "qwen3-0.6b", False, ModelShape.named("qwen3-0.6b")),
+        (["--model", "tiny"], "tiny", False, ModelShape.from_config(preset_config("tiny").to_dict())),
+        (["--model", model_folder], model_folder, False, ModelShape.from_config(read_config(model_folder))),
+    ):
+        report = treetrain("inspect", token_file, "--json", *argv).json
+        assert report["shape"] == {"name": name, "assumed": assumed}
+        assert report["file"]["flop_speedup"] == tree.stats(shape).flop_speedup
+        assert name in "".join(treetrain("inspect", token_file, *argv).out.split())
+
+
+@pytest.mark.parametrize("name", ["tiny", "small"])
+def test_a_preset_s_shape_is_that_of_its_configuration(name) -> None:
+    given, full = read_config(name), preset_config(name).to_dict()
+    assert {key: full[key] for key in given} == given
+    assert ModelShape.from_config(given) == ModelShape.from_config(full)
+
+
+def test_the_table_shows_what_the_json_says(treetrain, token_file) -> None:
+    answer = treetrain("inspect", token_file)
+    assert answer.code == 0 and "qwen3-8b (assumed" in answer.out
+    for expected in ("flat tokens", "180", "FLOP-ideal speed-up", "task-0", "longest path", "context", "forks"):
+        assert expected in answer.out
+    assert "note: " not in answer.out
+
+
+def test_rows_without_groups_have_no_group_table(treetrain, tmp_path) -> None:
+    path = tmp_path / "plain.jsonl"
+    path.write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [1, 2, 3]}\n')
+    assert treetrain("inspect", str(path), "--json").json["groups"] is None
+    answer = treetrain("inspect", str(path))
+    assert "groups" not in answer.out and "1 exact repeats" in answer.out and "without repeats" in answer.out
+    assert "note: no labels" in answer.err
+
+
+def test_a_chat_file_in_the_calls_view_is_told_whether_its_template_keeps_prefixes(
+    treetrain, chat_file, model_folder, tmp_path
+) -> None:
+    kept = treetrain("inspect", chat_file, "--model", model_folder, "--view", "calls", "--json").json
+    assert kept["prefixes"]["successive"] == 4 and kept["prefixes"]["broken"] == 0
+    assert kept["file"]["trajectories"] == 8 and kept["view"] == "calls"
+    breaking = tmp_path / "breaking.jinja"
+    breaking.write_text(
+        "{{ messages | length }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    argv = ("inspect", chat_file, "--tokenizer", "tiny", "--view", "calls", "--chat-template", str(breaking))
+    assert treetrain(*argv, "--json").json["prefixes"]["broken"] == 4
+    assert "4 of 4 successive calls do not extend" in treetrain(*argv).out
+
+
+def test_conversations_without_any_tokenizer_are_refused_with_the_cure(treetrain, chat_file) -> None:
+    assert "line 1" in (error := treetrain("inspect", chat_file).error) and "--tokenizer" in error
+
+
+def test_ids_are_checked_against_the_model_s_vocabulary(treetrain, tmp_path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"input_ids": [1, 2]}\n{"input_ids": [1, 2048]}\n')
+    assert treetrain("inspect", str(path)).code == 0
+    error = treetrain("inspect", str(path), "--model", "tiny").error
+    assert f"{path} line 2" in error and "2048" in error
+
+
+NO_TORCH = """
+import importlib.machinery, sys
+find = importlib.machinery.PathFinder.find_spec
+class Hidden(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] == "torch" else find(name, path, target)
+sys.meta_path[:] = [Hidden if finder is importlib.machinery.PathFinder else finder for finder in sys.meta_path]
+try:
+    import torch
+except ModuleNotFoundError:
+    pass
+else:
+    raise SystemExit("torch is still there")
+from treetrain.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["tokens", "chat"])
+def test_inspect_works_where_torch_is_not_installed(kind, token_file, chat_file) -> None:
+    argv = [token_file, "--model", "tiny"] if kind == "tokens" else [chat_file, "--model", "tiny", "--view", "calls"]
+    done = subprocess.run([sys.executable, "-c", NO_TORCH, "inspect", *argv, "--json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["file"]["flat"] > 0
+
+
+def test_training_where_torch_is_not_installed_says_what_to_install(token_file, tmp_path) -> None:
+    argv = ["train", token_file, "--model", "tiny", "--output", str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, "-c", NO_TORCH, *argv], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("treetrain: error: No module named 'torch'")
+    assert "treetrain[train]" in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_real_conversations_share_most_of_their_tokens_in_the_calls_view(
+    treetrain, shared_data: Path, tmp_path
+) -> None:
+    lines = (shared_data / "tau_airline" / "trajectories.jsonl").read_text().splitlines()[:4]
+    path = tmp_path / "some.jsonl"
+    path.write_text("\n".join(lines))
+    argv = ("inspect", str(path), "--tokenizer", "tiny", "--chat-template", "chatml", "--view", "calls", "--json")
+    report = treetrain(*argv).json
+    assert report["prefixes"]["broken"] == 0 and report["file"]["overlap"] > 0.7
+    rows = load(path, tokenizer=preset_tokenizer("tiny"), view="calls", chat_template="chatml").trajectories
+    assert report["file"]["unique"] == build_tree(rows).num_tokens

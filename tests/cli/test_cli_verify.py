@@ -1,0 +1,83 @@
+"""`treetrain verify` and `treetrain bench` on a small model."""
+
+import pytest
+
+from treetrain.engine.engine import TreeEngine
+
+
+def test_an_exact_model_passes_with_a_table_of_its_worst_parameters(treetrain, token_file, model_folder) -> None:
+    answer = treetrain("verify", token_file, "--model", model_folder, "--worst", "3")
+    assert answer.code == 0 and "worst 3 of" in answer.out and "exact" in answer.out and "NOT" not in answer.out
+    assert "180 flat" not in answer.out or "12:" in answer.out
+
+
+def test_verify_as_json_says_what_was_compared(treetrain, token_file, model_folder) -> None:
+    answer = treetrain("verify", token_file, "--model", model_folder, "--json")
+    report = answer.json
+    assert answer.code == 0 and report["passed"] is True and report["dtype"] == "float32"
+    assert report["trajectories"] == 12 and report["flat_tokens"] == 180
+    assert report["loss_tree"] == pytest.approx(report["loss_linear"], rel=1e-5)
+    assert report["gradient_error"] <= report["tolerance"] and len(report["parameters"]) > 10
+
+
+def test_a_wrong_gradient_fails_with_exit_code_1(treetrain, token_file, model_folder, monkeypatch) -> None:
+    original = TreeEngine.forward_backward
+
+    def spoiled(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        for parameter in self.model.parameters():
+            parameter.grad.mul_(1.001)
+        return result
+
+    monkeypatch.setattr(TreeEngine, "forward_backward", spoiled)
+    answer = treetrain("verify", token_file, "--model", model_folder)
+    assert answer.code == 1 and "NOT EXACT" in answer.out
+
+
+def test_the_sample_is_whole_groups_and_it_is_said(treetrain, token_file, model_folder) -> None:
+    answer = treetrain("verify", token_file, "--model", model_folder, "--json", "--sample", "7")
+    assert answer.json["trajectories"] == 6
+    assert "a sample of 6 of 12 rows, in whole groups" in answer.err
+    cut = treetrain("verify", token_file, "--model", model_folder, "--json", "--sample", "2")
+    assert cut.json["trajectories"] == 2 and "of the first group" in cut.err
+    assert (
+        treetrain("verify", token_file, "--model", model_folder, "--json", "--sample", "0").json["trajectories"] == 12
+    )
+
+
+def test_conversations_are_verified_in_the_calls_view(treetrain, chat_file, model_folder) -> None:
+    argv = ("verify", chat_file, "--model", model_folder, "--view", "calls", "--dtype", "float64", "--json")
+    report = treetrain(*argv).json
+    assert report["passed"] and report["trajectories"] == 8 and report["gradient_error"] < 1e-6
+    assert report["unique_tokens"] < report["flat_tokens"]
+
+
+def test_a_sample_with_nothing_to_train_is_refused(treetrain, tmp_path, model_folder) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}\n')
+    assert "nothing to train" in treetrain("verify", str(path), "--model", model_folder).error
+
+
+def test_bench_measures_tree_and_baselines(treetrain, token_file, model_folder) -> None:
+    argv = ("bench", token_file, "--model", model_folder, "--repeats", "2", "--no-memory")
+    answer = treetrain(*argv, "--json")
+    report = answer.json
+    assert answer.code == 0 and report["repeats"] == 2 and report["trajectories"] == 12
+    assert report["efficiency"] == pytest.approx(report["speedup"] / report["ideal"]) and report["ideal"] > 1
+    assert report["baseline"] in report["baselines"] and report["tree_peak_bytes"] is None
+    table = treetrain(*argv)
+    expected = ("speed-up", "FLOP-ideal", "efficiency", "not measured", "packed 4096", "overlap 0.")
+    assert table.code == 0 and all(word in table.out for word in expected)
+
+
+def test_bench_reports_exact_repeats_apart(treetrain, tmp_path, model_folder) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"input_ids": [1, 2, 3, 4]}\n' * 3 + '{"input_ids": [1, 2, 5, 4]}\n')
+    answer = treetrain("bench", str(path), "--model", model_folder, "--repeats", "1", "--no-memory")
+    assert "without repeats" in answer.out and "over 2 distinct rows" in answer.out
+
+
+@pytest.mark.slow
+def test_bench_measures_peak_memory_in_processes_of_their_own(treetrain, token_file, model_folder) -> None:
+    report = treetrain("bench", token_file, "--model", model_folder, "--repeats", "1", "--json").json
+    assert 0 < report["tree_peak_bytes"] < 1e9 and 0 < report["linear_peak_bytes"] < 1e9
