@@ -1,13 +1,5 @@
-"""Tiny models: more threads than one only wait for each other."""
+"""Settings of this folder."""
 
-import pytest
-import torch
+from support.threads import one_thread
 
-
-@pytest.fixture(autouse=True, scope="package")
-def one_thread():
-    """One thread for the length of this folder's tests."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread"]

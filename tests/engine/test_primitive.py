@@ -63,7 +63,7 @@ def test_autograd_grad_gives_the_same_and_leaves_grad_alone(model, budget):
 def test_random_forests_under_a_budget_equal_the_rows(rows):
     model = make_model("llama", dtype=torch.float64)
     tree = tt.build_tree(rows)
-    sizes = [int(tree.end[root]) - root for root in range(tree.num_tokens) if tree.parent[root] < 0]
+    sizes = [tree.end[root] - root for root in range(tree.num_tokens) if tree.parent[root] < 0]
     with PureFloat64():
         logps = tt.logprobs(model, rows, budget=max(sizes, default=1))
         reference, _ = linear.score_rows(model, rows)

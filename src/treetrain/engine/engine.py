@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -146,8 +147,10 @@ class TreeEngine:
 
 def check_budget(budget: int | None) -> int | None:
     """A budget in tokens, or None. Raises ValueError for anything else."""
-    if budget is None or (isinstance(budget, int) and not isinstance(budget, bool) and budget > 0):
-        return budget
+    if budget is None:
+        return None
+    if isinstance(budget, Integral) and not isinstance(budget, bool) and budget > 0:
+        return int(budget)
     raise ValueError(f"budget={budget!r}: give a positive number of tokens, or None to run the batch at once")
 
 

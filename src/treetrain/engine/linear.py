@@ -31,5 +31,15 @@ class LinearEngine(TreeEngine):
         self, trajectories: Sequence[Trajectory] | TokenTree, loss: Any, normaliser: float | None = None
     ) -> StepResult:
         """See `TreeEngine.forward_backward`."""
-        rows = list(trajectories.trajectories) if isinstance(trajectories, TokenTree) else list(trajectories)
-        return super().forward_backward(rows, loss, normaliser)
+        return super().forward_backward(_rows(trajectories), loss, normaliser)
+
+    def logprobs(
+        self, trajectories: Sequence[Trajectory] | TokenTree, *, return_entropy: bool = False
+    ) -> Any:
+        """See `TreeEngine.logprobs`."""
+        return super().logprobs(_rows(trajectories), return_entropy=return_entropy)
+
+
+def _rows(batch: Sequence[Trajectory] | TokenTree) -> list[Trajectory]:
+    """A tree that is given is taken apart."""
+    return list(batch.trajectories if isinstance(batch, TokenTree) else batch)
