@@ -6,19 +6,14 @@ is built REPEATS times on one core; rows are appended to results/tree_build.csv.
 """
 
 import argparse
-import csv
-import datetime
-import platform
-import subprocess
 import time
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 
+import rows as result_rows
 from treetrain.tree import TokenTree, build_tree
 
-RESULTS = Path(__file__).parent / "results" / "tree_build.csv"
 REPEATS = 7
 GROUP = 16
 VOCAB = 151_936
@@ -58,73 +53,33 @@ def measure(rows: list, repeats: int) -> tuple[np.ndarray, float, TokenTree]:
     return speeds[1:], peak / flat, tree
 
 
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-        if names:
-            return names[0]
-    return platform.processor() or platform.machine()
-
-
-def commit() -> str:
-    """Short hash of the code measured, with a plus sign when the tree package differs from it."""
-    here = Path(__file__).parent
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    changed = git("status", "--porcelain", "--", "../src/treetrain/tree")
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")
-
-
-def append(rows: list[dict]) -> None:
-    RESULTS.parent.mkdir(exist_ok=True)
-    new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=REPEATS, help="timed builds per shape")
     parser.add_argument("--dry-run", action="store_true", help="print, write nothing")
     arguments = parser.parse_args()
-    results = []
     for shape, (count, length) in SHAPES.items():
         for kind in ("int32 arrays", "lists", "int32 arrays, nothing shared"):
             rows: list = rollouts(count, length, shared="nothing" not in kind)
             if kind == "lists":
                 rows = [row.tolist() for row in rows]
             speeds, peak, tree = measure(rows, arguments.repeats)
-            results.append(
-                {
-                    "date": datetime.date.today().isoformat(),
-                    "commit": commit(),
-                    "machine": cpu_name(),
-                    "python": platform.python_version(),
-                    "numpy": np.__version__,
-                    "shape": shape,
-                    "rows": kind,
-                    "flat_tokens": tree.num_flat_tokens,
-                    "overlap": round(tree.stats().overlap, 3),
-                    "segments": tree.num_segments,
-                    "repeats": len(speeds),
-                    "mtokens_per_cpu_s_median": round(float(np.median(speeds[:, 0])), 2),
-                    "mtokens_per_cpu_s_min": round(speeds[:, 0].min(), 2),
-                    "mtokens_per_cpu_s_max": round(speeds[:, 0].max(), 2),
-                    "mtokens_per_wall_s_median": round(float(np.median(speeds[:, 1])), 2),
-                    "peak_bytes_per_flat_token": round(peak, 1),
-                }
-            )
-            print(*(f"{name}={value}" for name, value in list(results[-1].items())[5:]), sep="  ", flush=True)
-    if not arguments.dry_run:
-        append(results)
-        print(f"appended to {RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}")
+            result = {
+                "shape": shape,
+                "rows": kind,
+                "flat_tokens": tree.num_flat_tokens,
+                "overlap": round(tree.stats().overlap, 3),
+                "segments": tree.num_segments,
+                "repeats": len(speeds),
+                "mtokens_per_cpu_s_median": round(float(np.median(speeds[:, 0])), 2),
+                "mtokens_per_cpu_s_min": round(speeds[:, 0].min(), 2),
+                "mtokens_per_cpu_s_max": round(speeds[:, 0].max(), 2),
+                "mtokens_per_wall_s_median": round(float(np.median(speeds[:, 1])), 2),
+                "peak_bytes_per_flat_token": round(peak, 1),
+            }
+            print(*(f"{name}={value}" for name, value in result.items()), sep="  ", flush=True)
+            if not arguments.dry_run:
+                result_rows.append("tree_build", result)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ class TreeEngine:
     """
 
     _merge = True
+    _run_type: type = PackedRun
 
     def __init__(self, model: nn.Module, *, budget: int | None = None, temperature: float = 1.0):
         self.model, self.budget, self.temperature = model, check_budget(budget), check_temperature(temperature)
@@ -77,9 +78,7 @@ class TreeEngine:
         if normaliser is None:
             normaliser = float(loss.normaliser(list(tree.trajectories)))
         batch_scope = getattr(loss, "scope", "trajectory") == "batch"
-        parts = make_parts(
-            tree, budget=None if batch_scope else self.budget, merge=self._merge, weighted=True
-        )
+        parts = self._parts(tree, whole=batch_scope)
         total, sums, computed = 0.0, {}, 0
         for part in parts:
             if len(part.layout.edge_targets) == 0 and not batch_scope:
@@ -98,8 +97,12 @@ class TreeEngine:
             parts=len(parts),
         )
 
+    def _parts(self, tree: TokenTree, *, whole: bool) -> list[Part]:
+        """The parts of a training step; a loss over several trajectories at once needs the whole batch in one."""
+        return make_parts(tree, budget=None if whole else self.budget, merge=self._merge, weighted=True)
+
     def _train_part(self, part: Part, loss: Any, normaliser: float) -> tuple[Tensor, MetricSums]:
-        run = PackedRun(self.model, self.capabilities, part.layout)
+        run = self._run_type(self.model, self.capabilities, part.layout)
         wide = torch.promote_types(self.model.dtype, torch.float32)  # type: ignore[arg-type]
         coefficients = linear_coefficients(loss, part, model_device(self.model), wide)
         with run.active():

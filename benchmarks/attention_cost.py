@@ -1,0 +1,103 @@
+"""Time of tree attention against plain causal attention over the same number of tokens, forward plus backward.
+
+Run: python benchmarks/attention_cost.py. CPU, float32, 6 query and 2 key/value heads of size 64; the two take turns in
+one process. Plain causal attention is one stock call over as many tokens as the tree has, as if they were one row.
+Rows are appended to results/attention_cost.csv.
+"""
+
+import os
+import statistics
+import time
+
+import rows
+import torch
+from workloads import load_workload
+
+import treetrain as tt
+from treetrain.attention.rectangles import RectangleAttention
+from treetrain.attention.schedule import Forest
+from treetrain.train.allocator import keep_memory
+from treetrain.tree.layout import PackedLayout, pack, trained_predictions
+
+HEADS, KV_HEADS, SIZE, REPEATS = 6, 2, 64, 15
+
+
+def random_tree(leaves: int, path: int, seed: int = 0) -> list[list[int]]:
+    """Rows of ``path`` tokens that leave earlier ones at random places: overlap about three quarters."""
+    generator = torch.Generator().manual_seed(seed)
+    made: list[list[int]] = []
+    for number in range(leaves):
+        row = torch.randint(0, 10_000, (path,), generator=generator).tolist()
+        if number:
+            other = made[int(torch.randint(number, (1,), generator=generator))]
+            keep = int(path * (0.5 + 0.5 * torch.rand(1, generator=generator).item()))
+            row[:keep] = other[:keep]
+        made.append(row)
+    return made
+
+
+def layouts() -> dict[str, PackedLayout]:
+    """The trees: the efficiency benchmark's real ones, and synthetic ones of long paths."""
+    found = {}
+    for name in ("tau_airline_calls", "tot_game24", "codet_humaneval"):
+        real = load_workload(name)
+        found[name] = pack(tt.build_tree(real), trained_predictions(real))
+    for leaves, path in ((12, 2048), (64, 512)):
+        found[f"random {leaves} x {path}"] = pack(tt.build_tree(random_tree(leaves, path)))
+    return found
+
+
+def seconds(run, inputs: list[torch.Tensor], grad: torch.Tensor) -> float:
+    """One forward and backward."""
+    start = time.perf_counter()
+    torch.autograd.grad(run(*inputs), inputs, grad)
+    return time.perf_counter() - start
+
+
+def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Stock causal attention on [N, heads, D]."""
+    heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+    return out.squeeze(0).transpose(0, 1)
+
+
+def main() -> None:
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.manual_seed(0)
+    keep_memory()
+    for name, layout in layouts().items():
+        forest = Forest(
+            ends=layout.ends,
+            depth=layout.positions,
+            segment_start=layout.segment_start,
+            segment_parent=layout.segment_parent,
+        )
+        attention = RectangleAttention(forest, heads_times_size=HEADS * SIZE)
+        tokens = layout.num_tokens
+        inputs = [torch.randn(tokens, heads, SIZE, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        grad = torch.randn(tokens, HEADS, SIZE)
+        scale = SIZE**-0.5
+        pairs = []
+        for _ in range(REPEATS + 2):
+            tree = seconds(lambda q, k, v: attention(q, k, v, scale), inputs, grad)
+            pairs.append((tree, seconds(plain, inputs, grad)))
+        tree_times, plain_times = zip(*pairs[2:])
+        ratio = statistics.median(a / b for a, b in pairs[2:])
+        schedule = attention.schedule
+        row = {
+            "tree": name,
+            "tokens": tokens,
+            "visible_pairs": layout.pairs,
+            "causal_pairs": tokens * (tokens + 1) // 2,
+            "calls": len(schedule.chains) + len(schedule.rectangles) + len(schedule.batches),
+            "tree_ms": f"{1e3 * statistics.median(tree_times):.2f}",
+            "causal_ms": f"{1e3 * statistics.median(plain_times):.2f}",
+            "ratio": f"{ratio:.3f}",
+            "repeats": REPEATS,
+        }
+        rows.append("attention_cost", row)
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

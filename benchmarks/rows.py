@@ -1,0 +1,62 @@
+"""Result rows: every benchmark appends to a CSV of its own, with the commit and the machine that made the row."""
+
+import csv
+import datetime
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def provenance() -> dict[str, str]:
+    """Date, commit (with a + where the library's source differs from it), processor, versions."""
+    root = Path(__file__).parents[1]
+    commit = _git(root, "rev-parse", "--short", "HEAD")
+    changed = "+" if _git(root, "status", "--porcelain", "--", "src") else ""
+    found = {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit + changed,
+        "machine": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
+        "python": platform.python_version(),
+    }
+    try:
+        import torch
+        import transformers
+    except ImportError:
+        return found
+    return found | {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def processor() -> str:
+    """The processor's name."""
+    try:
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def append(name: str, row: dict[str, Any]) -> None:
+    """Append one row to results/<name>.csv; columns must be those already there."""
+    path = RESULTS / f"{name}.csv"
+    path.parent.mkdir(exist_ok=True)
+    row = provenance() | row
+    new = not path.exists()
+    if not new:
+        header = path.read_text().splitlines()[0].split(",")
+        if header != list(row):
+            raise ValueError(f"{path} has the columns {header}, the new row {list(row)}; move the old file away")
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(row), lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def _git(root: Path, *arguments: str) -> str:
+    run = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+    return run.stdout.strip()

@@ -1,0 +1,41 @@
+"""Run every benchmark, one process each, and write the README's table anew. `make bench` runs this.
+
+Run: python benchmarks/run_all.py. Those on real trajectories need the folder that TREETRAIN_SHARED_DATA names (default: ../shared/data)
+and are left out, by name, where it is not there.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from workloads import DATA
+
+HERE = Path(__file__).parent
+NEEDS_DATA = ("cpu_efficiency.py", "attention_cost.py")
+TABLE = "readme_table.py"
+
+
+def main() -> int:
+    """Exit code 1 if a benchmark failed or was left out."""
+    missing = []
+    for script in benchmarks():
+        if script.name in NEEDS_DATA and not DATA.is_dir():
+            missing.append(script.name)
+            continue
+        print(f"== {script.name}", flush=True)
+        subprocess.run([sys.executable, str(script)], check=True)
+    subprocess.run([sys.executable, str(HERE / TABLE)], check=True)
+    if missing:
+        print(f"left out: {', '.join(missing)}, whose data is not at {DATA}; set TREETRAIN_SHARED_DATA")
+    return 1 if missing else 0
+
+
+def benchmarks() -> list[Path]:
+    """Scripts of this folder that can be run, the quick ones (without data) first."""
+    scripts = [path for path in sorted(HERE.glob("*.py")) if '__name__ == "__main__"' in path.read_text("utf-8")]
+    chosen = [path for path in scripts if path.name not in (Path(__file__).name, TABLE)]
+    return sorted(chosen, key=lambda path: path.name in NEEDS_DATA)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""How much faster a tree is than the best linear baseline, on the user's model and rows.
+
+Forward and backward are timed (an optimiser's step costs both sides the same). The engines take turns in one process
+so that a machine that slows down slows all of them; medians are compared. All baselines run the same fused head.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from treetrain.data.trajectory import Trajectory
+from treetrain.engine.engine import TreeEngine
+from treetrain.engine.linear import LinearEngine
+from treetrain.engine.packed import model_device
+from treetrain.errors import UnsupportedModel
+from treetrain.losses.sft import sft
+from treetrain.models.capability import causal_lm
+from treetrain.plan.cost import ModelShape
+from treetrain.plan.ideal import ideal_speedup
+from treetrain.train.allocator import keep_memory
+from treetrain.train.memory import peak_step_bytes
+from treetrain.train.padded_baseline import PaddedEngine
+from treetrain.tree.build import build_tree
+from treetrain.tree.stats import distinct_rows
+
+PACK_TOKENS = (4096, 8192)
+"""Sizes of a linear run that are tried; the fastest is the baseline."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BenchReport:
+    """The outcome of `bench`; times are medians in seconds of one forward and backward."""
+
+    trajectories: int
+    flat_tokens: int
+    unique_tokens: int
+    overlap: float
+    tree_seconds: float
+    linear_seconds: float
+    """Of the fastest baseline."""
+    baseline: str
+    """Its name."""
+    baselines: dict[str, float]
+    speedup: float
+    """linear_seconds / tree_seconds, the median over the rounds."""
+    speedup_spread: tuple[float, float]
+    """Least and greatest speed-up of a round."""
+    ideal: float | None
+    """FLOP-ideal speed-up; None where the model's shape is unknown."""
+    efficiency: float | None
+    """speedup / ideal."""
+    distinct_rows: int
+    distinct_speedup: float | None
+    """Against the same baseline without exact repeats; None where no row repeats."""
+    distinct_ideal: float | None
+    tree_peak_bytes: int | None
+    """Above model and gradients, in a fresh process; None where not measured."""
+    linear_peak_bytes: int | None
+    repeats: int
+    seconds: dict[str, list[float]]
+    """Every measured round by engine."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain numbers and strings."""
+        return dataclasses.asdict(self)
+
+
+def bench(
+    model: nn.Module,
+    trajectories: Sequence[Trajectory],
+    *,
+    loss: Any = None,
+    temperature: float = 1.0,
+    repeats: int = 5,
+    warmup: int = 1,
+    memory: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> BenchReport:
+    """Time tree against linear.
+
+    Args:
+        model: a causal LM; its gradients are overwritten with zeros.
+        trajectories: one step's rows.
+        loss: any loss of the protocol; None is `losses.sft()`.
+        repeats: measured rounds; every engine runs once in each.
+        warmup: rounds before, not counted; the slower baselines drop out after them.
+        memory: also measure peak memory, each side in a fresh process.
+        progress: called with a line about what is running.
+
+    Raises:
+        UnsupportedModel, DataError: as `TreeEngine.forward_backward`.
+        ValueError: fewer than one repeat or warm-up round.
+    """
+    if repeats < 1 or warmup < 1:
+        raise ValueError(f"repeats={repeats}, warmup={warmup}: both must be at least 1")
+    loss = sft() if loss is None else loss
+    if model_device(model).type == "cpu":
+        keep_memory()
+    say = progress or (lambda _line: None)
+    rows = list(trajectories)
+    distinct = [rows[k] for k in np.flatnonzero(distinct_rows(build_tree(rows)))]
+    engines = _engines(model, temperature)
+    runs = {name: (engine, rows) for name, engine in engines.items()}
+    seconds = _take_turns(runs, loss, warmup, say, "warm-up")
+    best = min((name for name in engines if name != "tree"), key=lambda name: min(seconds[name]))
+    kept = {"tree": runs["tree"]} | {
+        name: run for name, run in runs.items() if min(seconds[name]) <= 1.15 * min(seconds[best])
+    }
+    if len(distinct) < len(rows):
+        kept["distinct"] = (engines[best], distinct)
+    measured = _take_turns(kept, loss, repeats, say, "round")
+    peaks = [None, None]
+    if memory:
+        say("peak memory")
+        peaks = [
+            peak_step_bytes(type(engines[name]), _options(engines[name], temperature), model, rows, loss)
+            for name in ("tree", best)
+        ]
+    return _report(model, rows, distinct, seconds, measured, peaks, repeats)
+
+
+def _engines(model: nn.Module, temperature: float) -> dict[str, TreeEngine]:
+    engines: dict[str, TreeEngine] = {"tree": TreeEngine(model, temperature=temperature)}
+    for size in PACK_TOKENS:
+        engines[f"packed {size}"] = LinearEngine(model, pack_tokens=size, temperature=temperature)
+        engines[f"padded {size}"] = PaddedEngine(model, pack_tokens=size, temperature=temperature)
+    return engines
+
+
+def _options(engine: TreeEngine, temperature: float) -> dict[str, Any]:
+    options: dict[str, Any] = {"temperature": temperature}
+    if isinstance(engine, LinearEngine):
+        options["pack_tokens"] = engine.budget
+    return options
+
+
+def _take_turns(runs: dict, loss: Any, rounds: int, say: Callable[[str], None], what: str) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds):
+        for name, (engine, rows) in runs.items():
+            say(f"{what} {number + 1} of {rounds}: {name}")
+            engine.model.zero_grad(set_to_none=False)
+            _synchronise(engine.model)
+            start = time.perf_counter()
+            engine.forward_backward(rows, loss)
+            _synchronise(engine.model)
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def _synchronise(model: nn.Module) -> None:
+    if model_device(model).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _report(model, rows, distinct, warm, measured, peaks, repeats: int) -> BenchReport:
+    medians = {name: statistics.median(times) for name, times in measured.items()}
+    names = [name for name in medians if name not in ("tree", "distinct")]
+    baseline = min(names, key=lambda name: medians[name])
+    ratios = [a / b for a, b in zip(measured[baseline], measured["tree"])]
+    tree = build_tree(rows)
+    shape = _shape(model)
+    ideal = None if shape is None else ideal_speedup(tree, shape)
+    speedup = statistics.median(ratios)
+    repeated = len(distinct) < len(rows)
+    return BenchReport(
+        trajectories=len(rows),
+        flat_tokens=tree.num_flat_tokens,
+        unique_tokens=tree.num_tokens,
+        overlap=1 - tree.num_tokens / max(tree.num_flat_tokens, 1),
+        tree_seconds=medians["tree"],
+        linear_seconds=medians[baseline],
+        baseline=baseline,
+        baselines={name: statistics.median(times) for name, times in warm.items() if name != "tree"}
+        | {name: medians[name] for name in names},
+        speedup=speedup,
+        speedup_spread=(min(ratios), max(ratios)),
+        ideal=ideal,
+        efficiency=None if ideal is None else speedup / ideal,
+        distinct_rows=len(distinct),
+        distinct_speedup=medians["distinct"] / medians["tree"] if repeated else None,
+        distinct_ideal=ideal_speedup(tree, shape, dedup=True) if repeated and shape is not None else None,
+        tree_peak_bytes=peaks[0],
+        linear_peak_bytes=peaks[1],
+        repeats=repeats,
+        seconds=measured,
+    )
+
+
+def _shape(model: nn.Module) -> ModelShape | None:
+    try:
+        return ModelShape.from_config(causal_lm(model).config.to_dict())  # type: ignore[operator, union-attr]
+    except UnsupportedModel:
+        return None

@@ -1,0 +1,83 @@
+"""Peak memory of one training step, measured in a fresh process."""
+
+import gc
+import multiprocessing
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from treetrain.data.trajectory import Trajectory
+from treetrain.engine.engine import TreeEngine
+from treetrain.engine.packed import model_device
+
+
+def peak_step_bytes(
+    engine_type: type[TreeEngine],
+    options: dict[str, Any],
+    model: nn.Module,
+    trajectories: Sequence[Trajectory],
+    loss: Any,
+) -> int | None:
+    """Peak bytes of one forward and backward above the model and its gradients.
+
+    A CPU model is sent to a new process, so that nothing that ran before is counted; a CUDA model is measured here.
+
+    Returns:
+        Bytes, or None on a system whose kernel does not report a process's peak.
+    """
+    if model_device(model).type == "cuda":
+        return _cuda_peak(engine_type(model, **options), trajectories, loss)
+    if not Path("/proc/self/clear_refs").exists():
+        return None
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    arguments = (sender, engine_type, options, model, list(trajectories), loss, torch.get_num_threads())
+    process = context.Process(target=_measure, args=arguments)
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        raise RuntimeError(
+            f"the process measuring memory ended with code {process.exitcode} (out of memory?)"
+        ) from None
+    finally:
+        process.join()
+
+
+def _measure(sender, engine_type, options, model, trajectories, loss, threads) -> None:
+    torch.set_num_threads(threads)
+    _prepare_gradients(model)
+    gc.collect()
+    before = _status_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # restarts the peak
+    engine_type(model, **options).forward_backward(trajectories, loss)
+    sender.send(max(_status_bytes("VmHWM") - before, 0))
+    sender.close()
+
+
+def _prepare_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.add_(0.0)  # touch every page
+
+
+def _cuda_peak(engine: TreeEngine, trajectories: Sequence[Trajectory], loss: Any) -> int:
+    _prepare_gradients(engine.model)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    engine.forward_backward(trajectories, loss)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _status_bytes(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found.group(1)) * 1024

@@ -1,0 +1,93 @@
+"""The other linear baseline: rows of similar length in right-padded batches through transformers' own attention.
+
+Causal attention needs no mask on the right: padding comes after every real token. So each batch is one stock causal
+flash call per layer, with the same fused head as everywhere else.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from treetrain.engine.batch import Part, make_parts
+from treetrain.engine.head import Edges, Scores, score_edges
+from treetrain.engine.linear import LinearEngine
+from treetrain.engine.packed import model_device
+from treetrain.models.capability import Capabilities
+from treetrain.models.switch import replaced_forward
+from treetrain.tree.build import build_tree
+from treetrain.tree.layout import PackedLayout
+from treetrain.tree.token_tree import TokenTree
+
+
+class PaddedRun:
+    """A forest of single rows as one right-padded batch; the same interface as `PackedRun`."""
+
+    def __init__(self, model: nn.Module, capabilities: Capabilities, layout: PackedLayout):
+        device = model_device(model)
+        self.model, self.capabilities = model, capabilities
+        row = np.cumsum(layout.positions == 0) - 1
+        width = int(layout.positions.max(initial=0)) + 1
+        slot = row * width + layout.positions
+        ids = np.zeros((int(row[-1]) + 1 if len(row) else 0) * width, dtype=np.int64)
+        ids[slot] = layout.input_ids
+        self.input_ids = torch.from_numpy(ids.reshape(-1, width)).to(device)
+        self.edges = Edges(
+            rows=torch.from_numpy(slot[layout.rows]).to(device),
+            edge_row=torch.from_numpy(layout.edge_row_index).to(device),
+            targets=torch.from_numpy(layout.edge_targets).to(device),
+        )
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Nothing to switch: attention is transformers' own."""
+        yield
+
+    def scores(
+        self, *, temperature: float, need_entropy: bool = False, coefficients: Tensor | None = None
+    ) -> Scores:
+        """See `PackedRun.scores`."""
+        head, found = self.capabilities.head, []
+        original = head.forward
+
+        def forward(hidden: Tensor) -> Tensor:
+            scores = score_edges(
+                hidden.flatten(0, 1),
+                head,
+                original,
+                self.edges,
+                vocab_size=self.capabilities.vocab_size,
+                temperature=temperature,
+                need_entropy=need_entropy,
+                coefficients=coefficients,
+            )
+            found.append(scores)
+            return scores.logprobs.view(1, -1, 1)
+
+        with replaced_forward(head, forward):
+            self.model(input_ids=self.input_ids, attention_mask=None, use_cache=False)
+        return found[0]
+
+
+class PaddedEngine(LinearEngine):
+    """As `LinearEngine`, in padded batches of at most ``pack_tokens`` slots (a longer row runs by itself)."""
+
+    _run_type = PaddedRun
+
+    def _parts(self, tree: TokenTree, *, whole: bool) -> list[Part]:
+        rows = sorted(tree.trajectories, key=len)
+        if whole or self.budget is None:
+            return make_parts(tree, budget=None, merge=False, weighted=True)
+        parts, batch = [], []
+        for row in rows:
+            if batch and (len(batch) + 1) * len(row) > self.budget:
+                parts.append(self._padded_part(batch))
+                batch = []
+            batch.append(row)
+        return [*parts, self._padded_part(batch)]
+
+    @staticmethod
+    def _padded_part(rows: list) -> Part:
+        return make_parts(build_tree(rows, merge=False), budget=None, merge=False, weighted=True)[0]

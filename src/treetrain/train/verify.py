@@ -1,0 +1,211 @@
+"""Proof on the user's own model and rows: loss and every gradient, tree against each row by itself.
+
+The linear side uses nothing of ours: the model's own forward, one row at a time, its own attention, its full logits.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from treetrain.data.trajectory import Trajectory
+from treetrain.engine.engine import TreeEngine
+from treetrain.engine.packed import model_device
+from treetrain.losses.sft import sft
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
+"""Largest global gradient error by model dtype. Library layers compute parts of a float64 model in float32."""
+LOW_PRECISION_FACTOR = 1.5
+"""A bf16 or fp16 run may err this much more against float32 than the linear run of its dtype does."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterError:
+    """How far one parameter's gradient is from that of the linear run."""
+
+    name: str
+    norm: float
+    """Of the linear run's gradient."""
+    error: float
+    """Norm of the difference over ``norm`` (over the largest norm of any parameter where ``norm`` is 0)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyReport:
+    """The outcome of `verify`."""
+
+    passed: bool
+    verdict: str
+    """The outcome in one sentence."""
+    loss_tree: float
+    loss_linear: float
+    gradient_error: float
+    """Global: norm of all differences over the norm of all gradients of the linear (or float32) run."""
+    linear_error: float | None
+    """For bf16 and fp16: the linear run's own error against float32; None otherwise."""
+    tolerance: float
+    dtype: str
+    trajectories: int
+    flat_tokens: int
+    unique_tokens: int
+    parameters: tuple[ParameterError, ...]
+    """Worst first."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain numbers and strings."""
+        return dataclasses.asdict(self)
+
+
+def verify(
+    model: nn.Module,
+    trajectories: Sequence[Trajectory],
+    *,
+    loss: Any = None,
+    temperature: float = 1.0,
+    tolerance: float | None = None,
+) -> VerifyReport:
+    """Compare a tree's loss and gradients with those of every row by itself, by the plain model.
+
+    Args:
+        model: a causal LM; its gradients and mode are left as they were.
+        trajectories: a sample; the linear side holds one row's logits at a time.
+        loss: any loss of the protocol; None is `losses.sft()`.
+        tolerance: largest global gradient error; None takes that of the model's dtype. In bf16 and fp16 both runs
+            are measured against a float32 copy of the model, and the tree may err 1.5 times as much as linear.
+
+    Raises:
+        UnsupportedModel, DataError: as `TreeEngine.forward_backward`.
+    """
+    loss = sft() if loss is None else loss
+    dtype: torch.dtype = model.dtype  # type: ignore[assignment]
+    normaliser = float(loss.normaliser(trajectories))
+    with _own_gradients(model):
+        result = TreeEngine(model, temperature=temperature).forward_backward(trajectories, loss, normaliser)
+        tree = _gradients(model)
+    with _own_gradients(model):
+        loss_linear = linear_gradients(model, trajectories, loss, normaliser, temperature)
+        linear = _gradients(model)
+    linear_error = None
+    if dtype in TOLERANCE:
+        reference, limit = linear, TOLERANCE[dtype] if tolerance is None else tolerance
+    else:
+        reference = _float32_gradients(model, trajectories, loss, normaliser, temperature)
+        linear_error = gradient_error(linear, reference)
+        limit = LOW_PRECISION_FACTOR * linear_error if tolerance is None else tolerance
+    error = gradient_error(tree, reference)
+    passed = error <= limit and _close(result.loss, loss_linear, dtype)
+    return VerifyReport(
+        passed=passed,
+        verdict=_verdict(passed, error, limit, linear_error),
+        loss_tree=result.loss,
+        loss_linear=loss_linear,
+        gradient_error=error,
+        linear_error=linear_error,
+        tolerance=limit,
+        dtype=str(dtype).removeprefix("torch."),
+        trajectories=len(trajectories),
+        flat_tokens=result.flat_tokens,
+        unique_tokens=result.unique_tokens,
+        parameters=_by_parameter(tree, reference),
+    )
+
+
+def linear_gradients(
+    model: nn.Module, trajectories: Sequence[Trajectory], loss: Any, normaliser: float, temperature: float
+) -> float:
+    """Accumulate gradients row by row with the plain model; returns the loss."""
+    wide = torch.promote_types(model.dtype, torch.float32)  # type: ignore[arg-type]
+    if getattr(loss, "scope", "trajectory") == "batch":
+        scored = [_row_scores(model, row, loss, temperature, wide) for row in trajectories]
+        entropies = [entropy for _, entropy in scored] if getattr(loss, "needs_entropy", False) else None
+        total, _ = loss([row for row, _ in scored], entropies, list(trajectories))
+        (total / normaliser).backward()
+        return float(total) / normaliser
+    summed = 0.0
+    for row in trajectories:
+        if not row.weights.any():
+            continue
+        total, _ = loss(*_row_scores(model, row, loss, temperature, wide), row)
+        (total / normaliser).backward()
+        summed += float(total)
+    return summed / normaliser
+
+
+def _row_scores(
+    model: nn.Module, row: Trajectory, loss: Any, temperature: float, wide: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    if len(row) < 2:
+        return torch.zeros(0, dtype=wide), torch.zeros(0, dtype=wide)
+    ids = torch.from_numpy(row.ids).long().unsqueeze(0).to(model_device(model))
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].to(wide) / temperature
+    log_p = logits.log_softmax(-1)
+    logprobs = log_p.gather(1, ids[0, 1:, None]).squeeze(1)
+    needs_entropy = bool(getattr(loss, "needs_entropy", False))
+    return logprobs, -(log_p.exp() * log_p).sum(-1) if needs_entropy else None
+
+
+@contextmanager
+def _own_gradients(model: nn.Module) -> Iterator[None]:
+    """Set the parameters' gradients aside for the length of the block."""
+    aside = [(p, p.grad) for p in model.parameters()]
+    for parameter, _ in aside:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in aside:
+            parameter.grad = grad
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients by name; zeros where a trainable parameter got none."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+    return found
+
+
+def _float32_gradients(model, trajectories, loss, normaliser, temperature) -> dict[str, Tensor]:
+    twin = copy.deepcopy(model).float()
+    twin.zero_grad(set_to_none=True)
+    linear_gradients(twin, trajectories, loss, normaliser, temperature)
+    return _gradients(twin)
+
+
+def gradient_error(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """Global error: norm of all differences over the norm of all reference gradients."""
+    difference = sum(float((found[n].double() - g.double()).square().sum()) for n, g in reference.items())
+    total = sum(float(g.double().square().sum()) for g in reference.values())
+    if total == 0.0:
+        return 0.0 if difference == 0.0 else float("inf")
+    return (difference / total) ** 0.5
+
+
+def _by_parameter(found: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[ParameterError, ...]:
+    norms = {name: float(g.double().norm()) for name, g in reference.items()}
+    largest = max(norms.values(), default=0.0) or 1.0
+    errors = []
+    for name, grad in reference.items():
+        difference = float((found[name].double() - grad.double()).norm())
+        errors.append(ParameterError(name=name, norm=norms[name], error=difference / (norms[name] or largest)))
+    return tuple(sorted(errors, key=lambda e: -e.error))
+
+
+def _close(a: float, b: float, dtype: torch.dtype) -> bool:
+    allowed = TOLERANCE.get(dtype, 2e-2)
+    return abs(a - b) <= allowed * max(1.0, abs(b))
+
+
+def _verdict(passed: bool, error: float, limit: float, linear_error: float | None) -> str:
+    against = "each row by itself" if linear_error is None else "a float32 run of each row by itself"
+    own = "" if linear_error is None else f" (the linear run's own error is {linear_error:.2e})"
+    if passed:
+        return f"exact: gradients differ from {against} by {error:.2e}, within {limit:.2e}{own}"
+    return f"NOT EXACT: gradients differ from {against} by {error:.2e}, allowed is {limit:.2e}{own}"
+
+
