@@ -1,7 +1,7 @@
 """Run every benchmark, one process each, and write the README's table anew. `make bench` runs this.
 
-Run: python benchmarks/run_all.py. Those on real trajectories need the folder that TREETRAIN_SHARED_DATA names (default: ../shared/data)
-and are left out, by name, where it is not there.
+Run: python benchmarks/run_all.py. Those on real trajectories need the folder that TREETRAIN_SHARED_DATA names (default:
+../shared/data) and are left out, by name, where it is not there.
 """
 
 import subprocess

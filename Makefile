@@ -1,0 +1,62 @@
+# Every target makes the environment it needs: a virtual environment in $(VENV), which nothing else uses.
+#
+#   make test                   in ./.venv, made if it is not there
+#   make test VENV=~/envs/tt    in another folder
+#   make test ACTIVE=1          in the environment that is active now; nothing is installed into it
+#   make test TORCH=torch==2.12.0   another torch than the default (any pip requirement)
+
+PYTHON ?= python3
+VENV ?= .venv
+# One exact version: a range may resolve to a build with gigabytes of GPU libraries. An installed torch is left alone.
+TORCH ?= torch==2.13.0
+EXTRAS = train,peft,dev
+PYTEST_ARGS ?=
+
+ifdef ACTIVE
+PY := $(shell command -v python || command -v python3)
+READY = active-environment
+else
+PY = $(abspath $(VENV))/bin/python
+READY = $(VENV)/.installed
+endif
+
+.PHONY: help demo test test-full bench lint clean-venv active-environment
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       train the built-in model on branching data, as a tree and linearly; a table and a picture"
+	@echo "make test       lint, types and all tests but the slow ones"
+	@echo "make test-full  lint, types and all tests"
+	@echo "make bench      run all benchmarks, write their rows to benchmarks/results, update the README's table"
+	@echo "make lint       ruff and pyright alone"
+	@echo "variables: VENV=folder, ACTIVE=1 (the active environment), PYTHON=python3.12, TORCH=torch==2.13.0, PYTEST_ARGS=..."
+
+demo: $(READY)
+	$(PY) -m examples.demo.demo
+
+test: lint
+	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-full: lint
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+bench: $(READY)
+	$(PY) benchmarks/run_all.py
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m pyright --pythonpath $(PY) src
+
+$(VENV)/.installed: pyproject.toml Makefile
+	@$(PYTHON) -c "import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f'treetrain needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}; name another: make ... PYTHON=python3.12')"
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install "$(TORCH)"
+	$(PY) -m pip install -e ".[$(EXTRAS)]"
+	@touch $@
+
+active-environment:
+	@$(PY) -c "import treetrain, torch, transformers, peft, pytest, hypothesis" || { \
+	  echo "the active environment ($(PY)) lacks what is named above: pip install $(TORCH), then pip install -e '.[$(EXTRAS)]'"; exit 1; }
+
+clean-venv:
+	rm -rf $(VENV)

@@ -1,0 +1,144 @@
+"""The shape of the package: which layer may import which, and how large its files and functions may be."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "treetrain"
+LAYERS = (
+    "cli",
+    "integrations",
+    "report",
+    "train",
+    "losses",
+    "engine",
+    "models",
+    "attention",
+    "plan",
+    "tree",
+    "data",
+    "errors",
+)
+"""From the top down; a layer may import itself and what stands after it."""
+WITHOUT_TORCH = ("plan", "tree", "data", "errors")
+MOST_FILE_LINES, MOST_FUNCTION_LINES = 400, 60
+
+FILES = sorted(path for path in SOURCE.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
+def module_name(path: Path) -> str:
+    """treetrain.engine.head for .../engine/head.py, treetrain.engine for .../engine/__init__.py."""
+    parts = ["treetrain", *path.relative_to(SOURCE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def layer(module: str) -> str | None:
+    """The layer of a module of ours; None for the top package, which only points at layers lazily."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "treetrain" and len(parts) > 1 else None
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    """`if TYPE_CHECKING:`, whose body never runs."""
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def imports(path: Path, *, typing_too: bool = True, deferred_too: bool = True) -> set[str]:
+    """Full names of the modules that a file imports, those inside functions included unless told otherwise."""
+    found: set[str] = set()
+    pending: list[ast.AST] = [TREES[path]]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} line {node.lineno}: relative imports are not used here"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                # From the front page only the version may be taken: its other names point up.
+                named = inner in MODULES or (node.module == "treetrain" and alias.name != "__version__")
+                found.add(inner if named else str(node.module))
+        skipped = (is_type_checking(node) and not typing_too) or (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not deferred_too
+        )
+        pending += (
+            node.orelse if skipped and isinstance(node, ast.If) else [] if skipped else ast.iter_child_nodes(node)
+        )
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_file_imports_its_own_layer_and_those_below(path):
+    own = layer(module_name(path))
+    if own in (None, "__main__"):
+        return  # the package's front and `python -m treetrain` belong to no layer
+    assert own in LAYERS, f"{own} is no layer of DESIGN; add it to the list in its place"
+    for name in imports(path):
+        other = layer(name)
+        allowed = LAYERS[LAYERS.index(own) :]
+        assert other is None or other in allowed, f"{path.name} ({own}) imports {name}, which is above it"
+
+
+def test_the_engine_knows_no_losses_and_losses_no_trees():
+    for path in FILES:
+        own = layer(module_name(path))
+        layers = {layer(name) for name in imports(path)}
+        assert not (own == "engine" and "losses" in layers)
+        assert own != "losses" or layers <= {None, "losses", "data", "errors"}, path
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if layer(module_name(p)) in WITHOUT_TORCH], ids=lambda p: p.name)
+def test_planning_trees_and_data_never_import_torch(path):
+    names = {name.split(".")[0] for name in imports(path)}
+    assert not names & {"torch", "transformers", "peft"}
+
+
+def test_the_fast_paths_never_import_the_specification():
+    for path in FILES:
+        if path.name != "reference.py":
+            assert "treetrain.attention.reference" not in imports(path), path
+
+
+def test_there_are_no_import_cycles():
+    # Packages' __init__ run before their modules, so they are nodes like any other.
+    graph = {
+        name: imports(path, typing_too=False) & set(MODULES) - {"treetrain", name} for name, path in MODULES.items()
+    }
+    done: set[str] = set()
+    for start in graph:
+        trail: list[str] = []
+        pending = [(start, False)]
+        while pending:
+            name, leaving = pending.pop()
+            if leaving:
+                done.add(trail.pop())
+                continue
+            assert name not in trail, f"import cycle: {' -> '.join([*trail[trail.index(name) :], name])}"
+            if name in done:
+                continue
+            trail.append(name)
+            pending.append((name, True))
+            pending += [(other, False) for other in sorted(graph[name])]
+
+
+def test_no_module_imports_its_own_package():
+    for path in FILES:
+        name = module_name(path)
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        if path.name != "__init__.py" and package != "treetrain":
+            assert package not in imports(path, typing_too=False), f"{path} imports its own __init__"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_file_and_its_functions_can_be_read_at_once(path):
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MOST_FILE_LINES, f"{path} has {lines} lines; split it"
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MOST_FUNCTION_LINES, f"{path.name}: {node.name} has {length} lines"

@@ -1,0 +1,135 @@
+"""What users import: names, signatures and laziness cannot change unnoticed."""
+
+import dataclasses
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+import treetrain as tt
+
+ROOT = Path(__file__).parents[1]
+
+SIGNATURES = {
+    "build_tree": "(sequences, *, merge=True)",
+    "from_padded": "(input_ids, attention_mask, **facts)",
+    "group_advantages": "(trajectories, *, subtract_mean=True, divide_by_std=True, eps=0.0001)",
+    "load": (
+        "(path, *, tokenizer=None, format='auto', view='transcript', tools=None, chat_template=None, "
+        "vocab_size=None, max_positions=None, limit=None)"
+    ),
+    "logprobs": "(model, sequences, budget=None, temperature=1.0, *, return_entropy=False)",
+    "to_padded": "(rows, attention_mask, fill=0.0)",
+    "verify": "(model, trajectories, *, loss=None, temperature=1.0, tolerance=None)",
+    "Trajectory": (
+        "(ids, *, loss_weights=None, advantages=None, old_logprobs=None, ref_logprobs=None, values=None, "
+        "returns=None, reward=None, group=None, pair=None, chosen=None, id=None, key=None, episode=None)"
+    ),
+    "Node": (
+        "(parent, ids, loss_weights=None, advantages=None, old_logprobs=None, ref_logprobs=None, values=None, "
+        "returns=None, key=None)"
+    ),
+    "NodeTrajectory": (
+        "(*, node, advantages=None, reward=None, group=None, pair=None, chosen=None, id=None, episode=None)"
+    ),
+    "ModelShape": "(*, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied)",
+    "TreeEngine": "(model, *, budget=None, temperature=1.0)",
+    "StepResult": "(*, loss, metrics, metric_sums, flat_tokens, unique_tokens, computed_tokens, parts)",
+}
+METHODS = {
+    "TreeEngine.forward_backward": "(self, trajectories, loss, normaliser=None)",
+    "TreeEngine.logprobs": "(self, trajectories, *, return_entropy=False)",
+    "TokenTree.from_nodes": "(nodes, trajectories, *, unused='error')",
+    "TokenTree.path": "(self, number)",
+    "TokenTree.paths": "(self)",
+    "TokenTree.stats": "(self, shape=None)",
+    "TokenTree.validate": "(self)",
+    "ModelShape.named": "(name)",
+    "ModelShape.from_config": "(config)",
+    "losses.sft": "(*, reduction='token')",
+    "losses.reinforce": "(*, kl=0.0, kl_estimator='k3', entropy=0.0, reduction='token')",
+    "losses.ppo": (
+        "(*, clip=0.2, clip_low=None, clip_high=None, kl=0.0, kl_estimator='k3', entropy=0.0, reduction='token', "
+        "on_policy=False)"
+    ),
+    "losses.grpo": (
+        "(*, clip=0.2, clip_low=None, clip_high=None, kl=0.0, kl_estimator='k3', entropy=0.0, "
+        "reduction='trajectory', on_policy=False)"
+    ),
+}
+OTHERS = {"DataError", "UnsupportedModel", "TokenTree", "losses", "__version__"}
+
+
+def plain_signature(function) -> str:
+    """Names, kinds and defaults; annotations may improve freely."""
+    parameters = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
+    return str(inspect.Signature(parameters))
+
+
+def look_up(name: str):
+    found = tt
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def test_the_public_names_are_these_and_no_others():
+    assert set(tt.__all__) == set(SIGNATURES) | OTHERS
+    assert set(dir(tt)) == set(tt.__all__)
+
+
+@pytest.mark.parametrize("name", [*SIGNATURES, *METHODS])
+def test_a_public_signature_is_the_one_that_was_promised(name):
+    assert plain_signature(look_up(name)) == (SIGNATURES | METHODS)[name]
+
+
+def test_errors_are_value_errors_so_that_a_plain_except_catches_them():
+    assert issubclass(tt.DataError, ValueError)
+    assert issubclass(tt.UnsupportedModel, ValueError)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'log_probs'"):
+        _ = tt.log_probs
+
+
+def imported_by(code: str) -> set[str]:
+    """Which of the heavy packages a fresh interpreter has loaded after running some code."""
+    probe = f"import sys; {code}; print(*[m for m in ('torch', 'transformers', 'numpy', 'rich') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    assert imported_by("import treetrain") == set()
+
+
+def test_data_and_trees_work_without_torch():
+    code = "import treetrain as tt; tt.build_tree([[1, 2], [1, 3]]).stats(tt.ModelShape.named('qwen3-8b'))"
+    assert imported_by(code) == {"numpy"}
+
+
+def test_the_package_is_typed_and_its_version_a_version():
+    assert resources.files("treetrain").joinpath("py.typed").is_file()
+    assert re.fullmatch(r"\d+\.\d+\.\d+([ab]\d+|rc\d+)?", tt.__version__)
+
+
+def test_the_changelog_has_the_version():
+    assert f"## {tt.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_data_structures_cannot_be_changed_once_made():
+    trajectory = tt.Trajectory([1, 2])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        trajectory.reward = 1.0  # type: ignore[misc]
+
+
+def test_the_core_dependencies_are_light():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {re.split(r"[<>=~! ]", requirement)[0] for requirement in project["dependencies"]}
+    assert names == {"numpy", "rich", "tyro"}
