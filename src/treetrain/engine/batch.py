@@ -10,7 +10,7 @@ from torch import Tensor
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 from treetrain.models.capability import Capabilities
-from treetrain.tree.build import build_tree
+from treetrain.tree.build import Row, build_tree
 from treetrain.tree.layout import PackedLayout, pack, trained_predictions
 from treetrain.tree.token_tree import TokenTree
 
@@ -43,7 +43,7 @@ class Part:
         return list(flat.split([max(len(t) - 1, 0) for t in self.trajectories]))
 
 
-def as_tree(batch: Sequence[Trajectory] | Sequence[Sequence[int]] | TokenTree, *, merge: bool) -> TokenTree:
+def as_tree(batch: Sequence[Row] | TokenTree, *, merge: bool) -> TokenTree:
     """The batch as a tree; one that is given is taken as it is."""
     return batch if isinstance(batch, TokenTree) else build_tree(batch, merge=merge)
 

@@ -223,7 +223,7 @@ def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tens
 def _outgoing(grads: _HeadGradients, rows: Tensor, weight: Tensor, bias: Tensor | None):
     """Gradients in the dtypes of the tensors they belong to."""
     pairs = ((grads.rows, rows), (grads.weight, weight), (grads.bias, bias))
-    return tuple(None if g is None else g.to(x.dtype) for g, x in pairs)
+    return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in pairs)
 
 
 def _scores_through_module(rows, head_forward, edges: Edges, vocab_size: int, temperature, need_entropy):

@@ -1,6 +1,7 @@
 """Between right- or left-padded [B, L] batches, which RL frameworks hold, and rows of their own length."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def from_padded(input_ids: Tensor, attention_mask: Tensor, **facts: Tensor) -> l
     local = {name: value.detach().double().cpu() for name, value in facts.items()}
     rows = []
     for b, (start, stop) in enumerate(spans):
-        own = {
+        own: dict[str, Any] = {
             name: value[b, start:stop].numpy() if value.dim() == 2 else value[b].item()
             for name, value in local.items()
         }

@@ -5,21 +5,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from treetrain.data.trajectory import Trajectory
 from treetrain.engine.batch import Part, as_tree, check_batch, make_parts
 from treetrain.engine.engine import TreeEngine, check_budget, check_temperature
 from treetrain.engine.packed import PackedRun, model_device
 from treetrain.models.capability import check_model
+from treetrain.tree.build import Row
 from treetrain.tree.token_tree import TokenTree
 
 
 def logprobs(
     model: nn.Module,
-    sequences: Sequence[ArrayLike] | Sequence[Trajectory] | TokenTree,
+    sequences: Sequence[Row] | TokenTree,
     budget: int | None = None,
     temperature: float = 1.0,
     *,

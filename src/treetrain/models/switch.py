@@ -90,8 +90,8 @@ def _tree_attention(
     query, key, value = _one_dtype(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     treetrain_run.layers_seen.add(getattr(module, "layer_idx", id(module)))
-    rows = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    return treetrain_run.attention(*rows, scale).unsqueeze(0), None
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    return treetrain_run.attention(q, k, v, scale).unsqueeze(0), None
 
 
 def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
