@@ -152,6 +152,13 @@ def test_rewards_become_group_advantages_where_a_loss_needs_them(data_file) -> N
     assert all((row.advantages == row.reward).all() for row in plain)
 
 
+def test_groups_with_nothing_to_compare_are_counted(data_file) -> None:
+    rows = load(data_file).trajectories
+    assert not any("equal rewards" in note for note in make_objective("grpo", {}, rows)[2])
+    level = [row.replace(reward=1.0) if row.group in (0, 1) else row for row in rows]
+    assert any(note.startswith("2 of 6 groups") for note in make_objective("grpo", {}, level)[2])
+
+
 def test_recorded_advantages_are_left_alone_and_sft_needs_none(data_file) -> None:
     rows = [row.replace(advantages=2.0) for row in load(data_file).trajectories]
     assert all((row.advantages == 2.0).all() for row in make_objective("grpo", {}, rows)[1])

@@ -41,8 +41,21 @@ def make_objective(
     if without_advantages and any(row.reward is not None for row in rows):
         rows = group_advantages(rows, subtract_mean=subtract_mean, divide_by_std=divide_by_std)
         notes.append("advantages: the rewards, normalised within each group")
+        notes += _groups_without_signal(rows)
     if "old_logprobs" in loss.needs_facts and all(row.old_logprobs is None for row in rows):
         loss = losses.by_name(name, **options, on_policy=True)
         notes.append("the rows have no old log-probabilities: every update counts as on-policy (ratio 1)")
     loss.normaliser(rows)
     return loss, rows, tuple(notes)
+
+
+def _groups_without_signal(rows: Sequence[Trajectory]) -> list[str]:
+    """A note where groups have nothing to compare: a run on them alone would change nothing, silently."""
+    groups = {row.group for row in rows}
+    told = {row.group for row in rows if row.advantages is not None and row.advantages.any()}
+    if len(told) == len(groups):
+        return []
+    return [
+        f"{len(groups) - len(told)} of {len(groups)} groups have one episode or equal rewards: their advantages are 0, "
+        "so the policy term learns nothing from them"
+    ]
