@@ -66,6 +66,38 @@ def test_tree_and_linear_take_the_same_steps_to_the_same_weights(make_config, tm
         assert one["unique_tokens"] < other["unique_tokens"] == other["flat_tokens"]
 
 
+def test_a_run_is_what_a_flat_loop_over_the_plain_model_does(make_config, model_folder) -> None:
+    config = make_config(steps=5, lr=1e-3, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5, schedule="constant")
+    prepared = Trainer(config).prepared
+    result = train(config)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], weight_decay=0.1)
+    losses, norms = [], []
+    for (_, numbers), lr in zip(prepared.plan.steps(5), [5e-4, 1e-3, 1e-3, 1e-3, 1e-3], strict=True):
+        rows = [prepared.rows[number] for number in numbers]
+        total = torch.zeros(())
+        for row in rows:
+            ids = torch.from_numpy(row.ids).long()
+            losses_of_row = torch.nn.functional.cross_entropy(
+                model(ids[None]).logits[0, :-1], ids[1:], reduction="none"
+            )
+            total = total + (losses_of_row * torch.from_numpy(row.weights[1:])).sum()
+        loss = total / sum(row.weights.sum() for row in rows)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert result.losses == pytest.approx(losses, abs=1e-5)
+    assert [step["grad_norm"] for step in records(result)] == pytest.approx(norms, rel=1e-4)
+    trained = weights(result.output)
+    assert all(torch.allclose(trained[name], value, atol=1e-5) for name, value in model.state_dict().items())
+
+
 def test_every_step_is_measured(make_config) -> None:
     result = train(make_config())
     steps = records(result)
