@@ -26,10 +26,21 @@ TRAIN, HELD_OUT = "examples/countdown/train.jsonl.gz", "examples/countdown/heldo
 MODEL = "tiny"
 EXECUTIONS = ("tree", "linear")
 STEPS = 24
-RECIPE = ("--tokens-per-step", "12000", "--lr", "3e-3", "--warmup-fraction", "0.1", "--seed", "0", "--device", "cpu")
-CURVE_TOLERANCE = 0.01
+RECIPE = (
+    "--tokens-per-step",
+    "12000",
+    "--lr",
+    "2e-3",
+    "--beta2",
+    "0.98",
+    "--warmup-fraction",
+    "0.2",
+    "--device",
+    "cpu",
+)
+CURVE_TOLERANCE = 0.005
 """Largest difference of the two loss curves, in nats. They are equal but for float32 rounding, which training
-amplifies: a thousandth after a few dozen steps; an error in the mathematics shows as tenths at once."""
+amplifies to about a ten-thousandth in these steps; an error in the mathematics shows as tenths at once."""
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(64 << 30),

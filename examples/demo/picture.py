@@ -98,10 +98,14 @@ def _difference(axes: Axes, result: "Comparison") -> None:
 def _bars(
     axes: Axes, title: str, values: dict[str, float], form: str, note: str = "", mark: float | None = None
 ) -> None:
-    bars = axes.barh(list(values), list(values.values()), color=[TREE, LINEAR], height=0.5)
+    axes.barh(list(values), list(values.values()), color=[TREE, LINEAR], height=0.5)
     if mark is not None:
         axes.plot((mark, mark), (-0.36, 0.36), color=INK, linewidth=1.6, linestyle=(0, (1, 1.2)))
-    axes.bar_label(bars, [form.format(value) for value in values.values()], padding=6, fontweight="bold")
+    for place, value in enumerate(values.values()):
+        right = max(value, mark or 0) if place == 0 else value
+        axes.annotate(
+            form.format(value), (right, place), (7, 0), textcoords="offset points", va="center", weight="bold"
+        )
     axes.invert_yaxis()
     axes.set_xlim(0, max(values.values()) * 1.25)
     axes.set_title(title)

@@ -1,0 +1,171 @@
+"""What the README and the docs show works: their code runs, their commands parse, their links and names exist."""
+
+import dataclasses
+import importlib
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OPTIONS = {"inspect": "InspectOptions", "verify": "VerifyOptions", "bench": "BenchOptions", "train": "TrainOptions"}
+
+
+def blocks(page: Path, language: str, mark: str = "") -> list[str]:
+    """The fenced blocks of a language, those right after a mark if one is given."""
+    return re.findall(rf"{mark}^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def runnable(page: Path) -> list[str]:
+    """Blocks that say `<!-- runnable -->` on the line before."""
+    return blocks(page, "python", "^<!-- runnable -->\n")
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """What the pages take for granted: a model, its tokenizer and optimiser, a few rows, a padded batch."""
+    torch = pytest.importorskip("torch")
+    import treetrain as tt
+    from treetrain.models.loading import load_model, load_tokenizer
+
+    monkeypatch.chdir(ROOT)
+    model = load_model("tiny")
+    attention_mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
+    return {
+        "torch": torch,
+        "tt": tt,
+        "model": model,
+        "tokenizer": load_tokenizer("tiny"),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.0),
+        "sequences": [[5, 6, 7, 8, 9], [5, 6, 7, 10], [5, 6, 11, 12, 13, 14]],
+        "advantages": [1.0, -0.5, 0.25],
+        "input_ids": torch.tensor([[5, 6, 7, 8, 0], [5, 6, 9, 10, 11]]),
+        "attention_mask": attention_mask,
+        "response_mask": attention_mask * torch.tensor([0, 0, 1, 1, 1]),
+    }
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=lambda page: page.name)
+def test_the_code_of_a_page_runs_from_top_to_bottom(page, names):
+    for number, code in enumerate(runnable(page)):
+        exec(compile(code, f"{page.name}, block {number}", "exec"), names)
+
+
+def test_before_and_after_in_the_readme_give_the_same_gradients(names):
+    before, after = runnable(ROOT / "README.md")[:2]
+    gradients = []
+    for code in (before, after):
+        names["model"].zero_grad()
+        exec(code, names)
+        gradients.append([parameter.grad.clone() for parameter in names["model"].parameters()])
+    error = sum(float((a - b).square().sum()) for a, b in zip(*gradients)) ** 0.5
+    assert sum(float(a.square().sum()) for a in gradients[0]) > 0
+    assert error <= 1e-5 * sum(float(a.square().sum()) for a in gradients[0]) ** 0.5
+
+
+COMMANDS = [
+    (page.name, line.split("#")[0].strip())
+    for page in PAGES
+    for block in blocks(page, "bash")
+    for line in block.splitlines()
+    if line.startswith("treetrain ")
+]
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[line for _, line in COMMANDS])
+def test_a_command_line_of_a_page_is_accepted(page, line):
+    from treetrain.cli.parse import parse
+
+    command, *arguments = shlex.split(line)[1:]
+    options = getattr(importlib.import_module(f"treetrain.cli.{command}"), OPTIONS[command])
+    parse(options, arguments, command=command, summary="", examples=())
+
+
+def test_every_command_is_shown_in_the_readme_and_in_the_docs():
+    for name in ("README.md", "cli.md"):
+        assert {shlex.split(line)[1] for page, line in COMMANDS if page == name} == set(OPTIONS)
+
+
+def test_every_flag_that_a_page_names_exists():
+    fields = {"help", "version"}
+    for command, options in OPTIONS.items():
+        kind = getattr(importlib.import_module(f"treetrain.cli.{command}"), options)
+        for field in dataclasses.fields(kind):
+            name = field.name.replace("_", "-")
+            fields |= {name, f"no-{name}"}
+    for page in PAGES:
+        for line in page.read_text(encoding="utf-8").splitlines():
+            named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]*)", re.sub(r"<!--.*?-->", "", line)))
+            assert named <= fields, f"{page.name}: {named - fields} in {line!r}"
+
+
+def test_every_link_to_a_file_leads_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_make_target_that_the_readme_names_exists():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"\bmake ([a-z][a-z-]+)\b(?! it| of)", "\n".join(blocks(ROOT / "README.md", "bash"))):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_every_folder_of_the_readmes_tree_exists():
+    (tree,) = (block for block in blocks(ROOT / "README.md", "text") if block.startswith("src/treetrain/"))
+    top = Path()
+    for line in tree.splitlines():
+        name = line.split()[0]
+        if not line.startswith(" "):
+            top = ROOT / name
+        path = top / name if line.startswith(" ") else top
+        assert path.exists(), f"{path} is in the README's tree and not in the repository"
+
+
+def test_every_file_that_the_docs_name_exists():
+    for page in PAGES:
+        for name in re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|md|csv))`", page.read_text(encoding="utf-8")):
+            assert any((folder / name).exists() for folder in (ROOT, ROOT / "src" / "treetrain")), (
+                f"{page.name}: {name}"
+            )
+
+
+def table_script():
+    """benchmarks/readme_table.py as a module."""
+    spec = importlib.util.spec_from_file_location("readme_table", ROOT / "benchmarks" / "readme_table.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_measured_section_is_what_the_rows_say():
+    script = table_script()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert script.replaced(text, script.generated(script.RESULTS)) == text, "run python benchmarks/readme_table.py"
+
+
+def test_the_table_takes_the_last_row_of_a_workload_and_survives_gaps(tmp_path):
+    script = table_script()
+    (tmp_path / "cpu_efficiency.csv").write_text(
+        "date,commit,machine,torch,workload,flat_tokens,unique_tokens,ideal,tree_seconds,linear_seconds,baseline,"
+        "speedup,efficiency,linear_peak_mb,tree_peak_mb,distinct_speedup,distinct_ideal\n"
+        "2026-01-01,aaa,box,2.13,tot_game24,30000,9000,3.3,9,9,packed 4096,1.0,0.30,,,,\n"
+        "2026-01-02,bbb,box,2.13,tot_game24,30000,9000,3.3,3,9.6,packed 4096,3.2,0.97,,,,\n"
+        "2026-01-02,bbb,box,2.13,another,30000,,,nan?,,,,,,,2.5,2.6\n",
+        encoding="utf-8",
+    )
+    section = script.generated(tmp_path)
+    assert "**0.97**" in section and "0.30" not in section and "aaa" not in section
+    assert "| another | 30,000 → – | – |" in section and "2.50x of 2.60x" in section
+
+
+def test_without_rows_the_table_says_so_and_without_marks_the_script_stops(tmp_path):
+    script = table_script()
+    assert script.generated(tmp_path) == script.NOTHING
+    for text in ("no marks", f"{script.END}{script.BEGIN}", f"{script.BEGIN}{script.END}" * 2):
+        with pytest.raises(ValueError, match="once each"):
+            script.replaced(text, "")
