@@ -38,6 +38,14 @@ def test_groups_are_measured_each_by_itself_and_the_largest_are_listed(treetrain
     assert groups["largest"][0]["unique"] == unique_by_brute_force(first)
 
 
+def test_the_group_with_most_tokens_comes_first(treetrain, tmp_path) -> None:
+    rows = [{"input_ids": [1] * size, "group_id": name} for name, size in (("a", 3), ("b", 9), ("c", 5))]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    groups = treetrain("inspect", str(path), "--json").json["groups"]["largest"]
+    assert [group["group"] for group in groups] == ["b", "c", "a"]
+
+
 def test_the_shape_behind_the_flop_figures_is_always_named(treetrain, token_file, model_folder) -> None:
     tree = build_tree(load(token_file).trajectories)
     for argv, name, assumed, shape in (

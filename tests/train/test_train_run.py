@@ -147,12 +147,46 @@ def test_held_out_rows_are_not_trained_on(make_config) -> None:
     assert len(kept) == len(held) == 3 and not kept & held
 
 
+def test_a_file_for_evaluation_is_not_trained_on(make_config, tmp_path, data_file) -> None:
+    held = write_rows(tmp_path / "held.jsonl", branching_rows(groups=2, seed=9))
+    prepared = Trainer(make_config(eval_data=(held,))).prepared
+    trained, kept_out = ([row.ids.tolist() for row in rows] for rows in (prepared.rows, prepared.eval_rows))
+    assert trained == [row.ids.tolist() for row in load(data_file).trajectories]
+    assert kept_out == [row.ids.tolist() for row in load(held).trajectories]
+
+
 def test_the_same_seed_gives_the_same_run_bit_for_bit(make_config, tmp_path) -> None:
     one = train(make_config(output=str(tmp_path / "one")))
     two = train(make_config(output=str(tmp_path / "two")))
     other = train(make_config(output=str(tmp_path / "other"), seed=1))
     assert one.losses == two.losses != other.losses
     assert largest_difference(one.output, two.output) == 0.0
+
+
+def test_the_seed_draws_the_weights_of_a_preset(make_config) -> None:
+    drawn = [Trainer(make_config(model="tiny", seed=seed))._load() for seed in (0, 0, 1)]
+    first, again, other = (next(model.parameters()) for model in drawn)
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_bfloat16_is_autocast_over_float32_weights(make_config, tmp_path) -> None:
+    exact = train(make_config(output=str(tmp_path / "exact"), steps=1, eval_fraction=0.2))
+    rounded = train(make_config(output=str(tmp_path / "rounded"), steps=1, eval_fraction=0.2, dtype="bfloat16"))
+    for one, other in ((exact.losses[0], rounded.losses[0]), (exact.eval_nll[0][1], rounded.eval_nll[0][1])):
+        assert one != other and one == pytest.approx(other, abs=2e-2)
+    assert all(value.dtype == torch.float32 for value in weights(rounded.output).values())
+
+
+def test_a_record_is_on_disk_when_its_step_is_done(make_config, monkeypatch, tmp_path) -> None:
+    original, seen = TreeEngine.forward_backward, []
+
+    def forward_backward(self, *args, **kwargs):
+        seen.append(len(records(tmp_path / "out")))
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(TreeEngine, "forward_backward", forward_backward)
+    train(make_config())
+    assert seen == [0, 1, 2, 3]
 
 
 def test_epochs_decide_the_steps_where_no_steps_are_given(make_config) -> None:
@@ -162,6 +196,8 @@ def test_epochs_decide_the_steps_where_no_steps_are_given(make_config) -> None:
 
 
 def test_gradient_checkpointing_changes_nothing_but_memory(make_config, tmp_path) -> None:
+    loaded = Trainer(make_config(gradient_checkpointing=True))._load()
+    assert loaded.training and loaded.is_gradient_checkpointing
     plain = train(make_config(output=str(tmp_path / "plain")))
     again = train(make_config(output=str(tmp_path / "again"), gradient_checkpointing=True))
     assert np.allclose(plain.losses, again.losses, atol=1e-6)
