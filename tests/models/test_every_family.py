@@ -5,11 +5,11 @@ import warnings
 import pytest
 import torch
 import transformers
-from support import linear
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import treetrain as tt
+from support import linear
 from treetrain.errors import UnsupportedModel
 
 ROWS = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 11, 12, 3, 2], [5, 6, 13, 14], [5, 6, 7, 8, 9, 10, 3, 4], [20, 21, 22]]
@@ -23,8 +23,13 @@ SMALL = {
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("head_dim", "rotary_dim", "d_kv"), 8),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 64),
-    **{"num_key_value_heads": 2, "vocab_size": 37, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.1},
-    **{"sliding_window": None, "pad_token_id": None, "layer_types": ["full_attention"] * 2},
+    **dict.fromkeys(("sliding_window", "pad_token_id")),
+    "num_key_value_heads": 2,
+    "vocab_size": 37,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "initializer_range": 0.1,
+    "layer_types": ["full_attention"] * 2,
 }
 
 

@@ -237,20 +237,6 @@ def test_an_unknown_head_is_refused_by_name():
         tt.TreeEngine(model)
 
 
-def test_multi_head_latent_attention_is_refused_before_any_gradient():
-    config = {
-        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6,
-        "first_k_dense_replace": 2, "n_routed_experts": None, "num_key_value_heads": 4,
-    }  # fmt: skip
-    try:
-        model = small("DeepseekV3", config)
-    except Exception as error:
-        pytest.skip(f"no dense DeepSeek-V3 can be made here: {error}")
-    with pytest.raises(UnsupportedModel, match=r"head|experts"):
-        tt.TreeEngine(model).forward_backward(trajectories(), tt.losses.sft())
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_ids_outside_the_vocabulary_are_refused_naming_row_place_and_both_values():
     model = make_model("llama")
     started = watch(model)
