@@ -19,8 +19,10 @@ import numpy as np
 
 TILE = 64
 """Queries in a tile."""
-MAX_TILE_PATH = 512
+MAX_TILE_PATH = 1024
 """A region whose paths are longer than this is never tiled: masks would grow with depth."""
+QUERY_PAIRS = 50
+"""What one query costs in a batch or a rectangle besides its pairs (copies, merging), in query-key pairs; measured."""
 CAUSAL_BLOCK = 512
 """The stock causal kernel skips hidden keys in blocks of this many."""
 MAX_BATCH_SCORES = 1 << 22
@@ -105,13 +107,16 @@ class _Costs:
         if max_depth - base_depth >= MAX_TILE_PATH:
             return float("inf")
         tokens = stop - start
-        return float(self.depth_sum[stop] - self.depth_sum[start]) + tokens * (TILE - base_depth)
+        return float(self.depth_sum[stop] - self.depth_sum[start]) + tokens * (TILE + QUERY_PAIRS - base_depth)
 
     def chain(self, length: int) -> float:
         return self.call + length * min(length, length / 2 + CAUSAL_BLOCK / 2)
 
+    def rectangle(self, queries: int, keys: int) -> float:
+        return self.call + queries * (keys + QUERY_PAIRS)
+
     def row(self, length: int) -> float:
-        return float(length * _padded(length)) if length <= 2 * TILE else float("inf")
+        return float(length * (_padded(length) + QUERY_PAIRS)) if length <= 2 * TILE else float("inf")
 
 
 def _subtree_max_depth(forest: Forest) -> np.ndarray:
@@ -155,7 +160,7 @@ def _decide(forest: Forest, call_pairs: float) -> tuple[list[int], list[int]]:
             cost = hanging + costs.chain(length)
             below = segment_end[s] - start[s + 1]
             if below:
-                cost += below * length + costs.call
+                cost += costs.rectangle(below, length)
                 cost += costs.region(start[s + 1], segment_end[s], base + length, max_depth[s])
             if cost < cheapest:
                 cheapest, choice = cost, _CHAIN + steps
@@ -163,7 +168,7 @@ def _decide(forest: Forest, call_pairs: float) -> tuple[list[int], list[int]]:
                 break
             light_start = segment_end[s + 1]
             if light_start < segment_end[s]:
-                hanging += (segment_end[s] - light_start) * length + costs.call
+                hanging += costs.rectangle(segment_end[s] - light_start, length)
                 hanging += sum(
                     best[c] for c in _siblings(light_start, segment_end[s], segment_of_start, segment_end)
                 )

@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
+from treetrain.engine.groups import nearly_disjoint, whole_trees
 from treetrain.errors import DataError
 from treetrain.models.capability import Capabilities
 from treetrain.tree.build import Row, build_tree
 from treetrain.tree.layout import PackedLayout, pack, trained_predictions
 from treetrain.tree.token_tree import TokenTree
+
+PART_TOKENS = 8192
+"""Tokens of a part where the batch can be cut freely: larger ones were no faster, and take more memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,18 +79,26 @@ def _name(tree: TokenTree, number: int) -> str:
     return f"trajectory {row_id!r}" if row_id is not None else f"trajectory number {number}"
 
 
-def make_parts(tree: TokenTree, *, budget: int | None, merge: bool, weighted: bool) -> list[Part]:
-    """Cut a forest into parts of whole trees.
+def make_parts(
+    tree: TokenTree, *, budget: int | None, merge: bool, weighted: bool, whole: bool = False
+) -> list[Part]:
+    """Cut a batch into parts.
 
     Args:
-        budget: most tokens in a part; None makes one part.
+        budget: most tokens in a part, made of whole trees; None cuts nearly disjoint rows to a size that runs well.
+        whole: one part in any case: for a loss over several trajectories at once.
         weighted: compute only predictions whose loss weight is not 0; otherwise all of them.
 
     Raises:
         ValueError: a single tree is larger than the budget; the message names the smallest possible one.
     """
     rows = list(tree.trajectories)
-    groups = _group_trees(tree, budget, merge)
+    if whole:
+        groups = [list(range(tree.num_trajectories))]
+    elif budget is None:
+        groups = nearly_disjoint(tree, PART_TOKENS)
+    else:
+        groups = whole_trees(tree, budget, merge=merge)
     if len(groups) == 1 and len(groups[0]) == tree.num_trajectories:
         return [_make_part(groups[0], rows, tree, weighted)]
     parts = []
@@ -94,29 +106,6 @@ def make_parts(tree: TokenTree, *, budget: int | None, merge: bool, weighted: bo
         members = [rows[k] for k in numbers]
         parts.append(_make_part(numbers, members, build_tree(members, merge=merge), weighted))
     return parts
-
-
-def _group_trees(tree: TokenTree, budget: int | None, merge: bool) -> list[list[int]]:
-    everything = list(range(tree.num_trajectories))
-    if budget is None:
-        return [everything]
-    roots = np.flatnonzero(tree.parent < 0)
-    sizes = tree.end[roots] - roots
-    if merge and len(roots) and sizes.max() > budget:
-        raise ValueError(
-            f"budget={budget} tokens, but one tree has {sizes.max()} unique tokens and whole trees are run at once; "
-            f"the smallest possible budget is {sizes.max()}."
-        )
-    root_of = np.searchsorted(roots, tree.trajectory_last, side="right") - 1
-    group_of_root, filled, group = np.zeros(len(roots), dtype=np.int64), 0, 0
-    for number, size in enumerate(sizes.tolist()):
-        if filled + size > budget and filled:
-            group, filled = group + 1, 0
-        group_of_root[number] = group
-        filled += size
-    # Empty trajectories have no root; they go with the first group.
-    group_of = group_of_root[np.maximum(root_of, 0)] if len(roots) else np.zeros(len(everything), dtype=np.int64)
-    return [np.flatnonzero(group_of == g).tolist() for g in range(group + 1)]
 
 
 def _make_part(numbers: list[int], rows: list[Trajectory], tree: TokenTree, weighted: bool) -> Part:

@@ -42,7 +42,7 @@ class TreeEngine:
     Args:
         model: a causal LM, plain or wrapped by peft; it is left as it was found after every call.
         budget: most tree tokens whose graph is alive at once; whole trees are run one after the other
-            within it. None runs the whole batch at once.
+            within it. None runs the batch at once, in parts only where rows share next to nothing.
         temperature: divides the logits before the softmax.
 
     Raises:
@@ -99,7 +99,7 @@ class TreeEngine:
 
     def _parts(self, tree: TokenTree, *, whole: bool) -> list[Part]:
         """The parts of a training step; a loss over several trajectories at once needs the whole batch in one."""
-        return make_parts(tree, budget=None if whole else self.budget, merge=self._merge, weighted=True)
+        return make_parts(tree, budget=self.budget, merge=self._merge, weighted=True, whole=whole)
 
     def _train_part(self, part: Part, loss: Any, normaliser: float) -> tuple[Tensor, MetricSums]:
         run = self._run_type(self.model, self.capabilities, part.layout)

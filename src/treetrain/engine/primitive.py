@@ -55,7 +55,7 @@ def logprobs(
     entropy_rows: list[Any] = [None] * tree.num_trajectories
     for part in parts:
         run = PackedRun(model, capabilities, part.layout)
-        walk = _Walk(run, parameters, check_temperature(temperature), return_entropy, keep=len(parts) == 1)
+        walk = _Walk(run, parameters, check_temperature(temperature), return_entropy, keep=budget is None)
         per_edge, per_row = _TreeScores.apply(walk, *parameters)  # type: ignore[misc]
         _place(rows, part, part.per_prediction(per_edge))
         if return_entropy:

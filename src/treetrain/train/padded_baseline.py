@@ -79,7 +79,7 @@ class PaddedEngine(LinearEngine):
     def _parts(self, tree: TokenTree, *, whole: bool) -> list[Part]:
         rows = sorted(tree.trajectories, key=len)
         if whole or self.budget is None:
-            return make_parts(tree, budget=None, merge=False, weighted=True)
+            return make_parts(tree, budget=None, merge=False, weighted=True, whole=True)
         parts, batch = [], []
         for row in rows:
             if batch and (len(batch) + 1) * len(row) > self.budget:
@@ -90,4 +90,4 @@ class PaddedEngine(LinearEngine):
 
     @staticmethod
     def _padded_part(rows: list) -> Part:
-        return make_parts(build_tree(rows, merge=False), budget=None, merge=False, weighted=True)[0]
+        return make_parts(build_tree(rows, merge=False), budget=None, merge=False, weighted=True, whole=True)[0]

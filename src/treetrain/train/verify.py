@@ -124,14 +124,14 @@ def linear_gradients(
         entropies = [entropy for _, entropy in scored] if getattr(loss, "needs_entropy", False) else None
         total, _ = loss([row for row, _ in scored], entropies, list(trajectories))
         (total / normaliser).backward()
-        return float(total) / normaliser
+        return float(total.detach()) / normaliser
     summed = 0.0
     for row in trajectories:
         if not row.weights.any():
             continue
         total, _ = loss(*_row_scores(model, row, loss, temperature, wide), row)
         (total / normaliser).backward()
-        summed += float(total)
+        summed += float(total.detach())
     return summed / normaliser
 
 
