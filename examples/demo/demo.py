@@ -26,18 +26,8 @@ TRAIN, HELD_OUT = "examples/countdown/train.jsonl.gz", "examples/countdown/heldo
 MODEL = "tiny"
 EXECUTIONS = ("tree", "linear")
 STEPS = 24
-RECIPE = (
-    "--tokens-per-step",
-    "12000",
-    "--lr",
-    "2e-3",
-    "--beta2",
-    "0.98",
-    "--warmup-fraction",
-    "0.2",
-    "--device",
-    "cpu",
-)
+SCHEDULE = ("--lr", "2e-3", "--beta2", "0.98", "--warmup-fraction", "0.2")
+RECIPE = ("--eval-data", HELD_OUT, "--tokens-per-step", "12000", *SCHEDULE, "--device", "cpu")
 CURVE_TOLERANCE = 0.005
 """Largest difference of the two loss curves, in nats. They are equal but for float32 rounding, which training
 amplifies to about a ten-thousandth in these steps; an error in the mathematics shows as tenths at once."""
@@ -65,7 +55,7 @@ def main() -> int:
     for execution in EXECUTIONS:
         treetrain(
             f"Training, --execution {execution}",
-            *("train", TRAIN, "--model", MODEL, "--eval-data", HELD_OUT, *RECIPE, "--steps", str(options.steps)),
+            *("train", TRAIN, "--model", MODEL, *RECIPE, "--steps", str(options.steps)),
             *("--execution", execution, "--output", str(output / execution), "--overwrite"),
         )
     result = compare(output / "tree", output / "linear")
