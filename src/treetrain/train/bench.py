@@ -110,7 +110,7 @@ def bench(
     seconds = _take_turns(runs, loss, warmup, say, "warm-up")
     best = min((name for name in engines if name != "tree"), key=lambda name: min(seconds[name]))
     kept = {"tree": runs["tree"]} | {
-        name: run for name, run in runs.items() if min(seconds[name]) <= 1.15 * min(seconds[best])
+        name: run for name, run in runs.items() if min(seconds[name]) <= 1.05 * min(seconds[best])
     }
     if len(distinct) < len(rows):
         kept["distinct"] = (engines[best], distinct)
