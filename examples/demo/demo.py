@@ -86,7 +86,9 @@ def report(result: Comparison, picture: Path) -> int:
         style="green" if agree else "bold red",
         soft_wrap=True,
     )
-    console.print(f"speed-up {result.speedup:.2f}x, FLOP-ideal {result.ideal:.2f}x, efficiency {result.efficiency:.2f}")
+    console.print(
+        f"speed-up {result.speedup:.2f}x (median over steps), FLOP-ideal {result.ideal:.2f}x, efficiency {result.efficiency:.2f}"
+    )
     console.print(result.versions, style="dim", soft_wrap=True)
     console.print(f"picture: {picture}", soft_wrap=True)
     return 0 if agree else 1

@@ -44,7 +44,7 @@ def draw(result: "Comparison", path: Path) -> Path:
             "Forward + backward, median step",
             {"tree": result.tree.median_seconds, "linear": result.linear.median_seconds},
             "{:.2f} s",
-            f"all steps: {result.speedup:.2f}x as fast; FLOP-ideal (dotted): {result.ideal:.2f}x",
+            f"median over steps: {result.speedup:.2f}x as fast; FLOP-ideal (dotted): {result.ideal:.2f}x",
             mark=result.linear.median_seconds / result.ideal,
         )
         _bars(

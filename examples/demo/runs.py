@@ -82,8 +82,9 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """Measured: linear over tree."""
-        return self.linear.seconds / self.tree.seconds
+        """Measured: linear over tree, the median over the steps, since something else may disturb a few of them."""
+        pairs = list(zip(self.linear.step_seconds, self.tree.step_seconds, strict=True))
+        return statistics.median(linear / tree for linear, tree in pairs[SETTLING:])
 
     @property
     def efficiency(self) -> float:
