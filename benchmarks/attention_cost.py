@@ -5,19 +5,20 @@ one process. Plain causal attention is one stock call over as many tokens as the
 Rows are appended to results/attention_cost.csv.
 """
 
+import functools
 import os
 import statistics
 import time
 
-import rows
 import torch
-from workloads import load_workload
 
+import rows
 import treetrain as tt
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.schedule import Forest
 from treetrain.train.allocator import keep_memory
 from treetrain.tree.layout import PackedLayout, pack, trained_predictions
+from workloads import load_workload
 
 HEADS, KV_HEADS, SIZE, REPEATS = 6, 2, 64, 15
 
@@ -76,11 +77,8 @@ def main() -> None:
         tokens = layout.num_tokens
         inputs = [torch.randn(tokens, heads, SIZE, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS)]
         grad = torch.randn(tokens, HEADS, SIZE)
-        scale = SIZE**-0.5
-        pairs = []
-        for _ in range(REPEATS + 2):
-            tree = seconds(lambda q, k, v: attention(q, k, v, scale), inputs, grad)
-            pairs.append((tree, seconds(plain, inputs, grad)))
+        tree_run = functools.partial(attention, scale=SIZE**-0.5)
+        pairs = [(seconds(tree_run, inputs, grad), seconds(plain, inputs, grad)) for _ in range(REPEATS + 2)]
         tree_times, plain_times = zip(*pairs[2:])
         ratio = statistics.median(a / b for a, b in pairs[2:])
         schedule = attention.schedule

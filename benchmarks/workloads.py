@@ -44,8 +44,8 @@ def codet_humaneval() -> list[tt.Trajectory]:
 
 
 def unrelated() -> list[tt.Trajectory]:
-    """The first sample of each of 130 prompts: overlap near 0, the control."""
-    return [_codet_rows(number)[0] for number in range(130)]
+    """The first sample of each of the 164 prompts: overlap near 0, the control."""
+    return [_codet_rows(number)[0] for number in range(164)]
 
 
 WORKLOADS: dict[str, Callable[[], list[tt.Trajectory]]] = {

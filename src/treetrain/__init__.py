@@ -26,22 +26,28 @@ _PUBLIC = {
 }
 _MODULES = {"losses"}
 
-__all__ = [*_PUBLIC, *_MODULES, "__version__"]  # noqa: PLE0604
+__all__ = [*_PUBLIC, *_MODULES, "__version__"]
 
 if TYPE_CHECKING:
-    from treetrain import losses
-    from treetrain.data.advantages import group_advantages
-    from treetrain.data.load import load
-    from treetrain.data.trajectory import Trajectory
-    from treetrain.engine.engine import StepResult, TreeEngine
-    from treetrain.engine.padded import from_padded, to_padded
-    from treetrain.engine.primitive import logprobs
-    from treetrain.errors import DataError, UnsupportedModel
-    from treetrain.plan.cost import ModelShape
-    from treetrain.train.verify import verify
-    from treetrain.tree.build import build_tree
-    from treetrain.tree.nodes import Node, NodeTrajectory
-    from treetrain.tree.token_tree import TokenTree
+    from treetrain import losses as losses
+    from treetrain.data.advantages import group_advantages as group_advantages
+    from treetrain.data.load import load as load
+    from treetrain.data.trajectory import Trajectory as Trajectory
+    from treetrain.engine.engine import StepResult as StepResult
+    from treetrain.engine.engine import TreeEngine as TreeEngine
+    from treetrain.engine.padded import from_padded as from_padded
+    from treetrain.engine.padded import to_padded as to_padded
+    from treetrain.engine.primitive import logprobs as logprobs
+    from treetrain.errors import DataError as DataError
+    from treetrain.errors import UnsupportedModel as UnsupportedModel
+    from treetrain.plan.cost import ModelShape as ModelShape
+    from treetrain.train.verify import verify as verify
+    from treetrain.tree.build import build_tree as build_tree
+    from treetrain.tree.nodes import Node as Node
+    from treetrain.tree.nodes import NodeTrajectory as NodeTrajectory
+    from treetrain.tree.token_tree import TokenTree as TokenTree
+
+
 
 
 def __getattr__(name: str) -> Any:

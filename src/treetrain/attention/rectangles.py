@@ -181,7 +181,7 @@ def _piece_backward(tensors, queries: slice, keys: slice, causal: bool, scale: f
 
 def _silence_padding(grad_out: Tensor, filled_slots: Tensor) -> Tensor:
     """Zero the output gradient of padded query slots, so that they reach no key."""
-    pieces, heads, slots, size = grad_out.shape
+    pieces, _, slots, _ = grad_out.shape
     keep = grad_out.new_zeros(pieces * slots)
     keep[filled_slots] = 1.0
     return grad_out * keep.view(pieces, 1, slots, 1)

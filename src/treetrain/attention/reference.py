@@ -1,4 +1,4 @@
-"""The specification of tree attention: a dense mask from the interval rule. Slow and obvious; never imported by a fast path.
+"""The specification of tree attention: a dense mask from the interval rule. Slow, obvious, never imported elsewhere.
 
 Shape letters used in this folder: N tokens, H query heads, G key/value heads (H is a multiple of G), D head size.
 """

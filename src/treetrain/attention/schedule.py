@@ -1,6 +1,6 @@
 """Cuts the visible (query, key) pairs of a forest into few stock attention calls.
 
-Every visible pair lands in exactly one call. Three kinds of call are used (DESIGN section 4, "Attention as rectangles"):
+Every visible pair lands in exactly one call. Three kinds of call are used (docs/design.md):
 
 - a *chain*: a run of first children, contiguous in pre-order; one causal call;
 - a *rectangle*: everything that hangs off a chain at one fork, against the chain down to that fork; no mask needed;

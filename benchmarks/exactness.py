@@ -1,0 +1,36 @@
+"""The worst gradient errors that the exactness tests see, as result rows.
+
+Run: python benchmarks/exactness.py. Runs tests/engine/test_numerics.py (random branching forests, every loss) and
+tests/engine/test_real_data.py and appends what they record to results/exactness.csv.
+"""
+
+import ast
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import rows
+
+ROOT = Path(__file__).parents[1]
+TESTS = ("tests/engine/test_numerics.py", "tests/engine/test_real_data.py")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", *TESTS, "-q", f"--junitxml={report}", "-o", "junit_family=xunit1"]
+        outcome = subprocess.run(command, cwd=ROOT, check=False).returncode
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    for case in cases:
+        for entry in case.iter("property"):
+            name, value = entry.attrib["name"], entry.attrib["value"]
+            errors = ast.literal_eval(value) if name == "errors" else {f"float32 {name}": float(value)}
+            for kind, error in errors.items():
+                rows.append("exactness", {"test": case.attrib["name"], "what": kind, "worst_error": f"{error:.2e}"})
+    sys.exit(outcome)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""`bench` and the baselines it compares with."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import treetrain as tt
+from treetrain.engine.engine import TreeEngine
+from treetrain.engine.linear import LinearEngine
+from treetrain.train.bench import bench
+from treetrain.train.memory import peak_step_bytes
+from treetrain.train.padded_baseline import PaddedEngine
+from treetrain.train.verify import gradient_error, linear_gradients
+
+LOSSES = {"sft": tt.losses.sft(), "ppo": tt.losses.ppo(entropy=0.01)}
+
+
+@pytest.fixture
+def model(model_folder):
+    return AutoModelForCausalLM.from_pretrained(model_folder).eval()
+
+
+@pytest.fixture
+def rows() -> list[tt.Trajectory]:
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 60, 6).tolist()
+    made = []
+    for length in (5, 9, 2, 7, 1):
+        ids = prompt + rng.integers(0, 60, length).tolist()
+        facts = {"advantages": float(rng.normal()), "old_logprobs": -4 + rng.random(len(ids)) / 3}
+        made.append(tt.Trajectory(ids, loss_weights=rng.random(len(ids)) * (rng.random(len(ids)) > 0.3), **facts))
+    return [*made, made[0], tt.Trajectory([3])]
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=list(LOSSES))
+@pytest.mark.parametrize("pack_tokens", [None, 1, 20])
+@pytest.mark.parametrize("engine", [LinearEngine, PaddedEngine])
+def test_the_baselines_compute_what_the_plain_model_computes(model, rows, engine, pack_tokens, loss):
+    normaliser = loss.normaliser(rows)
+    expected_loss = linear_gradients(model, rows, loss, normaliser, 0.8)
+    expected = gradients(model)
+    model.zero_grad()
+    result = engine(model, pack_tokens=pack_tokens, temperature=0.8).forward_backward(rows, loss)
+    assert result.loss == pytest.approx(expected_loss, rel=1e-5)
+    assert gradient_error(gradients(model), expected) <= 1e-5
+
+
+def test_the_baselines_share_nothing(model, rows):
+    flat = sum(len(row) for row in rows)
+    for engine in (LinearEngine, PaddedEngine):
+        result = engine(model).forward_backward([r.replace(loss_weights=None) for r in rows], LOSSES["sft"])
+        # Every row but for its last token, which predicts nothing.
+        assert result.computed_tokens == flat - len(rows)
+
+
+def test_a_report_says_what_was_measured(model, rows):
+    lines: list[str] = []
+    report = bench(model, rows, repeats=2, memory=False, progress=lines.append)
+    assert report.trajectories == 7 and report.distinct_rows == 6
+    assert set(report.baselines) == {"packed 4096", "padded 4096", "packed 8192", "padded 8192"}
+    assert report.baseline in report.baselines and report.repeats == len(report.seconds["tree"]) == 2
+    assert report.linear_seconds == min(s for n, s in report.baselines.items() if n in report.seconds)
+    low, high = report.speedup_spread
+    assert low <= report.speedup <= high
+    assert report.ideal is not None and report.ideal > 1
+    assert report.efficiency == pytest.approx(report.speedup / report.ideal)
+    assert report.distinct_ideal is not None and 1 <= report.distinct_ideal < report.ideal
+    assert report.tree_peak_bytes is None and any("warm-up" in line for line in lines)
+
+
+def test_no_repeats_are_an_error(model, rows):
+    with pytest.raises(ValueError, match="repeats=0"):
+        bench(model, rows, repeats=0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_peak_memory_grows_with_the_step_and_counts_neither_model_nor_imports(model):
+    def rows_of(length: int) -> list[tt.Trajectory]:
+        ids = np.random.default_rng(0).integers(0, 60, length)
+        return [tt.Trajectory(ids[start : start + 100]) for start in range(0, length, 100)]
+
+    small, large = (
+        peak_step_bytes(TreeEngine, {}, model, rows_of(length), LOSSES["sft"]) for length in (2_000, 20_000)
+    )
+    assert small is not None and large is not None
+    # A token of this model keeps a few kB of activations; a process that has only imported torch holds 200 MB.
+    assert 1_000_000 < small < 60_000_000
+    assert large > 2 * small

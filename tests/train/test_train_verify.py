@@ -1,0 +1,102 @@
+"""`verify`: passes what is exact, fails what is not, leaves the model alone."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import treetrain as tt
+from treetrain.attention import rectangles
+from treetrain.engine.engine import TreeEngine
+
+
+@pytest.fixture
+def model(model_folder):
+    return AutoModelForCausalLM.from_pretrained(model_folder).eval()
+
+
+@pytest.fixture
+def rows() -> list[tt.Trajectory]:
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 60, 6).tolist()
+    return [
+        tt.Trajectory(
+            prompt + rng.integers(0, 60, 5).tolist(),
+            loss_weights=rng.random(11),
+            advantages=float(rng.normal()),
+            old_logprobs=-4 + rng.random(11) / 3,
+        )
+        for _ in range(4)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("loss", [None, tt.losses.ppo(entropy=0.01)], ids=["sft", "ppo"])
+def test_an_exact_model_passes_in_every_dtype(model, rows, loss, dtype):
+    report = tt.verify(model.to(dtype), rows, loss=loss, temperature=0.8)
+    assert report.passed and report.verdict.startswith("exact")
+    assert report.gradient_error > 0, "two ways of computing agree to the last bit: was one compared with itself?"
+    assert report.loss_tree == pytest.approx(report.loss_linear, rel=2e-2)
+    assert (report.linear_error is not None) == (dtype == torch.bfloat16)
+    assert report.unique_tokens < report.flat_tokens == 44
+
+
+def test_every_trainable_parameter_is_reported_worst_first(model, rows):
+    model.model.embed_tokens.weight.requires_grad_(False)
+    report = tt.verify(model, rows)
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {p.name for p in report.parameters} == trainable
+    errors = [p.error for p in report.parameters]
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_attention_that_leaks_between_branches_fails(model, rows, monkeypatch):
+    original = rectangles.make_schedule
+
+    def leaky(forest, **options):
+        ends = np.full_like(forest.ends, len(forest.ends))
+        return original(
+            rectangles.Forest(
+                ends=ends, depth=forest.depth, segment_start=np.array([0, len(ends)]), segment_parent=np.array([-1])
+            ),
+            **options,
+        )
+
+    monkeypatch.setattr(rectangles, "make_schedule", leaky)
+    report = tt.verify(model, rows)
+    assert not report.passed and "NOT EXACT" in report.verdict and report.gradient_error > 1e-3
+
+
+def test_a_wrong_gradient_fails_in_bfloat16_too(model, rows, monkeypatch):
+    original = TreeEngine.forward_backward
+
+    def spoiled(self, *arguments, **options):
+        result = original(self, *arguments, **options)
+        for parameter in self.model.parameters():
+            parameter.grad.mul_(1.1)
+        return result
+
+    monkeypatch.setattr(TreeEngine, "forward_backward", spoiled)
+    assert not tt.verify(model.bfloat16(), rows).passed
+
+
+def test_the_users_gradients_are_put_back(model, rows):
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    tt.verify(model, rows)
+    assert all(bool((p.grad == 3.0).all()) for p in model.parameters())
+
+
+def test_a_loss_over_the_batch_is_verified_at_once(model, rows):
+    class Margin:
+        scope = "batch"
+
+        def normaliser(self, trajectories):
+            return float(len(trajectories))
+
+        def __call__(self, logprobs, entropies, trajectories):
+            sums = torch.stack([row.sum() for row in logprobs])
+            return torch.nn.functional.softplus(sums[1:] - sums[:-1]).sum(), {}
+
+    report = tt.verify(model, [row.replace(loss_weights=None) for row in rows], loss=Margin())
+    assert report.passed and report.gradient_error > 0
