@@ -87,7 +87,8 @@ def report(result: Comparison, picture: Path) -> int:
         soft_wrap=True,
     )
     console.print(
-        f"speed-up {result.speedup:.2f}x (median over steps), FLOP-ideal {result.ideal:.2f}x, efficiency {result.efficiency:.2f}"
+        f"speed-up {result.speedup:.2f}x (median over steps), FLOP-ideal {result.ideal:.2f}x, "
+        f"efficiency {result.efficiency:.2f}"
     )
     console.print(result.versions, style="dim", soft_wrap=True)
     console.print(f"picture: {picture}", soft_wrap=True)
