@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from treetrain.attention.dispatch import Choice, choose_backend
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.batch import Part, as_tree, check_batch, make_parts
 from treetrain.engine.evaluate import MetricSums, add_sums, evaluate, linear_coefficients, means
@@ -56,6 +57,11 @@ class TreeEngine:
     def __init__(self, model: nn.Module, *, budget: int | None = None, temperature: float = 1.0):
         self.model, self.budget, self.temperature = model, check_budget(budget), check_temperature(temperature)
         self.capabilities = check_model(model)
+
+    @property
+    def attention(self) -> Choice:
+        """Which tree attention runs on the model's device, and why."""
+        return choose_backend(model_device(self.model))
 
     def forward_backward(
         self, trajectories: Sequence[Trajectory] | TokenTree, loss: Any, normaliser: float | None = None

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from treetrain.engine.batch import Part, make_parts
-from treetrain.engine.head import Edges, Scores, score_edges
+from treetrain.engine.head import Edges, Scores
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.packed import model_device
+from treetrain.engine.scoring import scoring_head
 from treetrain.models.capability import Capabilities
-from treetrain.models.switch import replaced_forward
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
@@ -49,26 +49,15 @@ class PaddedRun:
         self, *, temperature: float, need_entropy: bool = False, coefficients: Tensor | None = None
     ) -> Scores:
         """See `PackedRun.scores`."""
-        head, found = self.capabilities.head, []
-        original = head.forward
-
-        def forward(hidden: Tensor) -> Tensor:
-            scores = score_edges(
-                hidden.flatten(0, 1),
-                head,
-                original,
-                self.edges,
-                vocab_size=self.capabilities.vocab_size,
-                temperature=temperature,
-                need_entropy=need_entropy,
-                coefficients=coefficients,
-            )
-            found.append(scores)
-            return scores.logprobs.view(1, -1, 1)
-
-        with replaced_forward(head, forward):
+        with scoring_head(
+            self.capabilities,
+            self.edges,
+            temperature=temperature,
+            need_entropy=need_entropy,
+            coefficients=coefficients,
+        ) as calls:
             self.model(input_ids=self.input_ids, attention_mask=None, use_cache=False)
-        return found[0]
+        return calls[0].scores
 
 
 class PaddedEngine(LinearEngine):

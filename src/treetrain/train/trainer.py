@@ -17,6 +17,7 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import StepResult, TreeEngine
 from treetrain.engine.linear import LinearEngine
 from treetrain.models.loading import load_model
+from treetrain.train.allocator import keep_memory
 from treetrain.train.config import TrainConfig
 from treetrain.train.metrics import MetricsFile, peak_memory_bytes
 from treetrain.train.optim import make_optimizer, make_schedule
@@ -90,6 +91,9 @@ class Trainer:
         torch.manual_seed(self.config.seed)
         model = self._load()
         engine = self._engine(model)
+        if self.device.type == "cpu":
+            keep_memory()
+        self.console.print(f"attention: {engine.attention}", highlight=False, soft_wrap=True)
         folder = Path(self.config.output)
         folder.mkdir(parents=True, exist_ok=True)
         with MetricsFile(folder) as metrics:

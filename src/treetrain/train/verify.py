@@ -49,6 +49,8 @@ class VerifyReport:
     """For bf16 and fp16: the linear run's own error against float32; None otherwise."""
     tolerance: float
     dtype: str
+    attention: str
+    """Which tree attention ran, and why."""
     trajectories: int
     flat_tokens: int
     unique_tokens: int
@@ -84,7 +86,8 @@ def verify(
     dtype: torch.dtype = model.dtype  # type: ignore[assignment]
     normaliser = float(loss.normaliser(trajectories))
     with _own_gradients(model):
-        result = TreeEngine(model, temperature=temperature).forward_backward(trajectories, loss, normaliser)
+        engine = TreeEngine(model, temperature=temperature)
+        result = engine.forward_backward(trajectories, loss, normaliser)
         tree = _gradients(model)
     with _own_gradients(model):
         loss_linear = linear_gradients(model, trajectories, loss, normaliser, temperature)
@@ -107,6 +110,7 @@ def verify(
         linear_error=linear_error,
         tolerance=limit,
         dtype=str(dtype).removeprefix("torch."),
+        attention=str(engine.attention),
         trajectories=len(trajectories),
         flat_tokens=result.flat_tokens,
         unique_tokens=result.unique_tokens,
