@@ -126,9 +126,7 @@ class TreeEngine:
         return total.detach() / normaliser, sums
 
     @torch.no_grad()
-    def logprobs(
-        self, trajectories: Sequence[Trajectory] | TokenTree, *, return_entropy: bool = False
-    ) -> Any:
+    def logprobs(self, trajectories: Sequence[Trajectory] | TokenTree, *, return_entropy: bool = False) -> Any:
         """Log-probabilities of every token but the first of every row, without gradient, with training's numerics.
 
         Returns:

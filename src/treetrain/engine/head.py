@@ -78,9 +78,7 @@ def score_edges(
             rows, head.weight, head.bias, edges, temperature, need_entropy, _compute_dtype(hidden)
         )
     else:
-        logprobs, entropies = _scores_through_module(
-            rows, head_forward, edges, vocab_size, temperature, need_entropy
-        )
+        logprobs, entropies = _scores_through_module(rows, head_forward, edges, vocab_size, temperature, need_entropy)
     loss = None if coefficients is None else (logprobs * coefficients.to(logprobs.dtype)).sum()
     return Scores(logprobs, entropies if need_entropy else None, loss)
 

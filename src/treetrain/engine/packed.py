@@ -43,9 +43,7 @@ class PackedRun:
         with tree_attention(self.model):
             yield
 
-    def scores(
-        self, *, temperature: float, need_entropy: bool = False, coefficients: Tensor | None = None
-    ) -> Scores:
+    def scores(self, *, temperature: float, need_entropy: bool = False, coefficients: Tensor | None = None) -> Scores:
         """Run the model's own top-level forward with its head scoring edges. Call inside `active`.
 
         Raises:

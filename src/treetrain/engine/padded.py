@@ -38,8 +38,7 @@ def from_padded(input_ids: Tensor, attention_mask: Tensor, **facts: Tensor) -> l
     rows = []
     for b, (start, stop) in enumerate(spans):
         own: dict[str, Any] = {
-            name: value[b, start:stop].numpy() if value.dim() == 2 else value[b].item()
-            for name, value in local.items()
+            name: value[b, start:stop].numpy() if value.dim() == 2 else value[b].item() for name, value in local.items()
         }
         rows.append(Trajectory(ids[b, start:stop].numpy(), **own))
     return rows

@@ -71,9 +71,7 @@ def _place(rows: list[Any], part: Part, per_prediction: Tensor) -> None:
 class _Walk:
     """One part's forward, kept for its backward or run again there."""
 
-    def __init__(
-        self, run: PackedRun, parameters: list[nn.Parameter], temperature: float, entropy: bool, keep: bool
-    ):
+    def __init__(self, run: PackedRun, parameters: list[nn.Parameter], temperature: float, entropy: bool, keep: bool):
         self.run, self.parameters, self.keep = run, parameters, keep
         self.temperature, self.entropy = temperature, entropy
         self.versions = self._versions()

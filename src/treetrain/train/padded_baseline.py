@@ -45,9 +45,7 @@ class PaddedRun:
         """Nothing to switch: attention is transformers' own."""
         yield
 
-    def scores(
-        self, *, temperature: float, need_entropy: bool = False, coefficients: Tensor | None = None
-    ) -> Scores:
+    def scores(self, *, temperature: float, need_entropy: bool = False, coefficients: Tensor | None = None) -> Scores:
         """See `PackedRun.scores`."""
         with scoring_head(
             self.capabilities,

@@ -211,5 +211,3 @@ def _verdict(passed: bool, error: float, limit: float, linear_error: float | Non
     if passed:
         return f"exact: gradients differ from {against} by {error:.2e}, within {limit:.2e}{own}"
     return f"NOT EXACT: gradients differ from {against} by {error:.2e}, allowed is {limit:.2e}{own}"
-
-
