@@ -51,7 +51,7 @@ class PackedRun:
         """
         if len(self.edges.targets) == 0:
             return self._nothing(need_entropy)
-        run = TreeRun(self.attention)
+        run = TreeRun(self.attention, self.input_ids.shape[1])
         with scoring_head(
             self.capabilities,
             self.edges,
@@ -67,7 +67,7 @@ class PackedRun:
                 **{RUN_KEYWORD: run},
             )
         self._check_layers(run)
-        if len(calls) != 1 or outputs.logits is not calls[0].carrier:
+        if len(calls) != 1 or not calls[0].is_untouched(outputs.logits):
             raise UnsupportedModel(
                 f"{type(self.model).__name__} does not return what its head gives (it was called {len(calls)} times, "
                 "or its logits are scaled, capped or cast afterwards); such a head is not supported yet."

@@ -16,6 +16,12 @@ class HeadCall(NamedTuple):
 
     scores: Scores
     carrier: Tensor
+    version: int
+    """Of the carrier when it was handed over."""
+
+    def is_untouched(self, logits: Tensor) -> bool:
+        """Whether the model returned the carrier itself, not changed in place either."""
+        return logits is self.carrier and logits._version == self.version
 
 
 @contextmanager
@@ -33,6 +39,8 @@ def scoring_head(
     """
     calls: list[HeadCall] = []
     original = capabilities.head.forward
+    # A head whose forward somebody has already replaced does something else than its matrix says.
+    fused = capabilities.head_is_linear and "forward" not in vars(capabilities.head)
 
     def forward(hidden: Tensor) -> Tensor:
         scores = score_edges(
@@ -40,14 +48,16 @@ def scoring_head(
             capabilities.head,
             original,
             edges,
+            fused=fused,
             vocab_size=capabilities.vocab_size,
             temperature=temperature,
             need_entropy=need_entropy,
             coefficients=coefficients,
         )
         live = scores.logprobs if scores.linear_loss is None else scores.linear_loss
-        calls.append(HeadCall(scores, live.view(1, -1, 1)))
-        return calls[-1].carrier
+        carrier = live.view(1, -1, 1)
+        calls.append(HeadCall(scores, carrier, carrier._version))
+        return carrier
 
     with replaced_forward(capabilities.head, forward):
         yield calls

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from treetrain.data.trajectory import Trajectory
 from treetrain.engine.batch import Part, make_parts
 from treetrain.engine.head import Edges, Scores
 from treetrain.engine.linear import LinearEngine
@@ -63,18 +64,18 @@ class PaddedEngine(LinearEngine):
 
     _run_type = PaddedRun
 
-    def _parts(self, tree: TokenTree, *, whole: bool) -> list[Part]:
+    def _parts(self, tree: TokenTree, *, whole: bool, weighted: bool) -> list[Part]:
         rows = sorted(tree.trajectories, key=len)
         if whole or self.budget is None:
-            return make_parts(tree, budget=None, merge=False, weighted=True, whole=True)
+            return make_parts(tree, budget=None, merge=False, weighted=weighted, whole=True)
         parts, batch = [], []
         for row in rows:
             if batch and (len(batch) + 1) * len(row) > self.budget:
-                parts.append(self._padded_part(batch))
+                parts.append(_padded_part(batch, weighted))
                 batch = []
             batch.append(row)
-        return [*parts, self._padded_part(batch)]
+        return [*parts, _padded_part(batch, weighted)]
 
-    @staticmethod
-    def _padded_part(rows: list) -> Part:
-        return make_parts(build_tree(rows, merge=False), budget=None, merge=False, weighted=True, whole=True)[0]
+
+def _padded_part(rows: list[Trajectory], weighted: bool) -> Part:
+    return make_parts(build_tree(rows, merge=False), budget=None, merge=False, weighted=weighted, whole=True)[0]
