@@ -100,6 +100,16 @@ def _unpadded(mask: Any, length: int) -> slice:
     return slice(first, last + 1)
 
 
+def _not_negative(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    if weights.size and weights.min() < 0:
+        at = int(weights.argmin())
+        raise DataError(
+            f"loss_weights[{at}] = {weights[at]:g}, but weights are 0 or more; put signs into advantages and use the "
+            "reinforce loss"
+        )
+    return weights
+
+
 def _weights(row: Mapping[str, Any], whole: Trajectory, keep: slice) -> NDArray[np.float64] | None:
     length = len(whole)
     given = []
@@ -116,7 +126,7 @@ def _weights(row: Mapping[str, Any], whole: Trajectory, keep: slice) -> NDArray[
         weights = row["loss_weights"]
         if not isinstance(weights, list):
             raise DataError(f"loss_weights is {weights!r}, expected a list with one number per token")
-        given.append(_numbers(weights, "loss_weights", length)[keep])
+        given.append(_not_negative(_numbers(weights, "loss_weights", length)[keep]))
     return np.prod(given, axis=0, dtype=np.float64) if given else None
 
 
