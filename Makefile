@@ -45,6 +45,7 @@ bench: $(READY)
 
 lint: $(READY)
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 	$(PY) -m pyright --pythonpath $(PY) src
 
 $(VENV)/.installed: pyproject.toml Makefile

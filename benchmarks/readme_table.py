@@ -17,7 +17,7 @@ WORK = {
     "tau_airline_calls": "tool agent, four trials of one task, one row per LLM call",
     "tot_game24": "search trees of six puzzles, short and bushy",
     "codet_humaneval": "200 sampled answers to two prompts",
-    "unrelated": "130 unrelated questions (control)",
+    "unrelated": "one answer to each of 164 prompts (control)",
 }
 Row = dict[str, str]
 

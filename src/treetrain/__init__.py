@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from treetrain.tree.token_tree import TokenTree as TokenTree
 
 
-
-
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         value = getattr(importlib.import_module(_PUBLIC[name]), name)

@@ -47,9 +47,7 @@ def by_rectangles(forest: Forest, tensors, scale: float, call_pairs: float | Non
 
 def check(forest: Forest, tensors, tolerance: float, call_pairs: float | None = None, scale: float = 0.4) -> float:
     expected = by_reference(forest, [t.double() for t in tensors], scale)
-    errors = [
-        relative_error(a, b) for a, b in zip(by_rectangles(forest, tensors, scale, call_pairs), expected)
-    ]
+    errors = [relative_error(a, b) for a, b in zip(by_rectangles(forest, tensors, scale, call_pairs), expected)]
     assert max(errors) <= tolerance, dict(zip(NAMES, errors))
     return max(errors)
 

@@ -2,46 +2,24 @@
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from support.saved import save_small_model
+from support.threads import one_thread
 from treetrain.cli import main
 from treetrain.models.presets import PRESETS, preset_tokenizer
 
-
-@pytest.fixture(autouse=True, scope="package")
-def one_thread() -> Iterator[None]:
-    """So small a model is slower on several threads, much slower where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["one_thread"]
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A saved Qwen3 of 80 thousand weights with the built-in tokenizer."""
     folder = tmp_path_factory.mktemp("model")
-    config = Qwen3Config(
-        vocab_size=PRESETS["tiny"].vocabulary,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        Qwen3ForCausalLM(config).save_pretrained(folder)
     preset_tokenizer("tiny").save_pretrained(folder)
-    return str(folder)
+    return save_small_model(folder, vocabulary=PRESETS["tiny"].vocabulary, positions=256)
 
 
 @pytest.fixture

@@ -69,6 +69,7 @@ def test_null_is_fine_where_nothing_is_trained():
         ({"input_ids": [1, 2], "labels": [-1, 2]}, r"labels\[0\] = -1"),
         ({"input_ids": [1, 2], "loss_mask": [0, 0.5]}, "loss_mask has the entry 0.5"),
         ({"input_ids": [1, 2], "loss_weights": [0, float("nan")]}, r"loss_weights\[1\] is nan"),
+        ({"input_ids": [1, 2], "loss_weights": [0, -1]}, r"loss_weights\[1\] = -1, but weights are 0 or more"),
         ({"input_ids": [1, 2], "loss_weights": 2}, "loss_weights is 2, expected a list"),
         ({"input_ids": [1, 2], "logprobs": [0, float("nan")]}, r"logprobs\[1\] is NaN"),
         ({"input_ids": [1, 2], "logprobs": [0, None]}, r"logprobs\[1\] is null but the token is trained"),

@@ -96,6 +96,24 @@ def test_weights_changed_before_backward_raise(model, budget, frozen):
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("way", ["fused", "data"])
+@pytest.mark.parametrize("budget", [None, 12])
+def test_changes_that_version_counters_miss_raise_too(budget, way):
+    model = make_model("qwen3")
+    loss = own_loss(tt.logprobs(model, ROWS, budget=budget))
+    versions = [p._version for p in model.parameters()]
+    if way == "fused":
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True).step()
+        model.zero_grad()
+    else:
+        model.model.norm.weight.data[0] += 1e-3
+    assert versions == [p._version for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="weights have changed"):
+        loss.backward()
+
+
 def test_two_calls_accumulate_and_may_be_mixed_in_one_loss(model):
     with PureFloat64():
         _, _, first = expected(model, ROWS)
@@ -200,6 +218,22 @@ def test_padded_batches_that_do_not_fit_are_refused():
     with pytest.raises(tt.DataError, match="column 1"):
         tt.from_padded(ids, torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1]]))
     with pytest.raises(tt.DataError, match="advantages"):
-        tt.from_padded(ids, torch.ones(2, 4), advantages=torch.zeros(2, 3))
+        tt.from_padded(ids, torch.ones(2, 4), advantages=torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_what_to_padded_gives_goes_back_in_as_a_fact(model, side):
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[1, : 2 if side == "left" else None] = 0
+    if side == "right":
+        mask[1] = torch.tensor([1, 1, 1, 1, 0, 0])
+    ids = torch.arange(12).view(2, 6)
+    rows = tt.from_padded(ids, mask)
+    old = tt.to_padded([row.detach() for row in tt.logprobs(model, rows)], mask)
+    back = tt.from_padded(ids, mask, old_logprobs=old, chosen=torch.tensor([True, False]))
+    for row, logps in zip(back, tt.logprobs(model, rows)):
+        assert row.old_logprobs is not None
+        torch.testing.assert_close(torch.tensor(row.old_logprobs[1:]), logps.detach().double())
+    assert [row.chosen for row in back] == [True, False]
     with pytest.raises(tt.DataError, match="row 0"):
         tt.to_padded([torch.zeros(2), torch.zeros(3)], torch.ones(2, 4))

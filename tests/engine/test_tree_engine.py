@@ -153,7 +153,8 @@ class PerRow:
     def __call__(self, logprobs, entropies, trajectory):
         assert (entropies is None) != self.needs_entropy
         assert len(logprobs) == max(len(trajectory) - 1, 0)
-        total = (logprobs * torch.tensor(trajectory.weights[1:])).square().sum()
+        # On purpose not masked: a user's loss may train any token, whatever the loss weights say.
+        total = logprobs.square().sum()
         if self.needs_entropy:
             total = total + entropies.sum() * 0.1
         return total, {"mean": (logprobs.sum(), len(logprobs)), "rows": 1.0}
@@ -176,18 +177,11 @@ class Pairs:
         return total, {"margin": (sums[0] - sums[1]).detach()}
 
 
-def weighted_reference(model, rows):
-    """As the engine hands rows to a user's loss: predictions of weight 0 read 0."""
-    logps, entropies = linear.score_rows(model, [row.ids.tolist() for row in rows])
-    keep = [torch.tensor(row.weights[1:] != 0) for row in rows]
-    return [x * k for x, k in zip(logps, keep)], [x * k for x, k in zip(entropies, keep)]
-
-
 @engines
 @pytest.mark.parametrize("loss", [PerRow(), PerRow(True), Pairs()], ids=["row", "row with entropy", "batch"])
 def test_a_users_own_loss_gets_the_gradients_of_the_rows(model, engine, loss):
     with PureFloat64():
-        logps, entropies = weighted_reference(model, ROWS)
+        logps, entropies = linear.score_rows(model, [row.ids.tolist() for row in ROWS])
         if loss.scope == "batch":
             total = loss(logps, None, ROWS)[0]
         else:
@@ -200,10 +194,44 @@ def test_a_users_own_loss_gets_the_gradients_of_the_rows(model, engine, loss):
     assert result.metrics.get("rows", 1.0) == 1.0
 
 
-def test_a_loss_over_the_batch_is_not_cut_by_a_budget(model):
-    _, expected = run(model, ROWS, Pairs())
-    result, gradient = run(model, ROWS, Pairs(), budget=9)
-    assert result.parts == 1 and linear.relative_error(gradient, expected) <= 1e-12
+def test_a_loss_over_the_batch_needs_a_budget_for_all_of_it(model):
+    unique = tt.build_tree(ROWS).num_tokens
+    result, _ = run(model, ROWS, Pairs(), budget=unique)
+    assert result.parts == 1
+    with pytest.raises(ValueError, match=f"smallest possible budget is {unique}"):
+        tt.TreeEngine(model, budget=unique - 1).forward_backward(ROWS, Pairs())
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_normaliser_that_is_not_above_zero_is_refused_before_any_gradient(model, bad):
+    with pytest.raises(ValueError, match="normaliser"):
+        tt.TreeEngine(model).forward_backward(ROWS, tt.losses.sft(), normaliser=bad)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_missing_fact_is_an_error_before_any_gradient_also_with_a_normaliser_given(model):
+    rows = [*ROWS, tt.Trajectory([30, 31, 32])]
+    with pytest.raises(tt.DataError, match="has no"):
+        tt.TreeEngine(model, budget=20).forward_backward(rows, PPO, normaliser=1.0)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_nothing_to_train_is_said_at_once(model):
+    with torch.no_grad(), pytest.raises(ValueError, match="no_grad"):
+        tt.TreeEngine(model).forward_backward(ROWS, tt.losses.sft())
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="frozen"):
+        tt.TreeEngine(model).forward_backward(ROWS, tt.losses.sft())
+
+
+@pytest.mark.parametrize("loss", [tt.losses.sft(), PPO], ids=["sft", "ppo"])
+def test_a_head_whose_forward_was_replaced_is_called_and_not_bypassed(loss):
+    model = make_model("qwen3")
+    plain = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: plain(hidden) * 0.5
+    report = tt.verify(model, ROWS, loss=loss)
+    assert report.passed, report.verdict
+    assert model.lm_head.forward is not plain
 
 
 def test_logprobs_of_the_engine_are_those_of_training_and_make_ratios_of_one(model):

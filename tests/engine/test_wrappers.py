@@ -136,6 +136,15 @@ def test_lora_with_gradient_checkpointing_is_exact(reentrant, way):
     assert linear.relative_error(got, truth) <= 1e-12
 
 
+def test_adapters_that_add_tokens_of_their_own_are_refused():
+    from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
+
+    for config in (PromptTuningConfig, PrefixTuningConfig):
+        model = get_peft_model(make_model("llama"), config(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        with pytest.raises(tt.UnsupportedModel, match=config.__name__):
+            tt.TreeEngine(model)
+
+
 def test_lora_dropout_in_training_mode_is_refused():
     model = with_lora(make_model("qwen3"), target_modules=["q_proj"], lora_dropout=0.1)
     tt.TreeEngine(model.eval())

@@ -10,8 +10,8 @@ from treetrain.errors import UnsupportedModel
 from treetrain.models.switch import TreeRun, _tree_attention
 
 
-def call(value_size: int = 8, module: nn.Module | None = None, **keywords):
-    run = TreeRun(RectangleAttention(attention_forest([[1, 2, 3, 4]])))
+def call(value_size: int = 8, tokens: int = 4, module: nn.Module | None = None, **keywords):
+    run = TreeRun(RectangleAttention(attention_forest([[1, 2, 3, 4]])), tokens)
     q, k, v = (torch.randn(1, 2, 4, size) for size in (8, 8, value_size))
     given = {"attention_mask": None, "treetrain_run": run} | keywords
     return _tree_attention(module or nn.Identity(), q, k, v, **given)
@@ -28,6 +28,7 @@ def call(value_size: int = 8, module: nn.Module | None = None, **keywords):
         ({"attention_mask": torch.zeros(1, 1, 4, 4)}, "attention_mask"),
         ({"is_causal": False}, "is_causal"),
         ({"value_size": 4}, "size 8 and value heads of size 4"),
+        ({"tokens": 3}, "the tree has 3: something adds tokens"),
         ({"treetrain_run": None}, "without the tree run"),
     ],
 )

@@ -55,9 +55,7 @@ def gradients(model: nn.Module, loss: Tensor | None = None, *, retain_graph: boo
         grads = [p.grad for p in parameters]
     else:
         grads = torch.autograd.grad(loss, parameters, retain_graph=retain_graph, allow_unused=True)
-    return torch.cat([
-        (torch.zeros_like(p) if g is None else g).double().flatten() for p, g in zip(parameters, grads)
-    ])
+    return torch.cat([(torch.zeros_like(p) if g is None else g).double().flatten() for p, g in zip(parameters, grads)])
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

@@ -29,7 +29,6 @@ class PureFloat64(TorchFunctionMode):
                 kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
 
-
     def _lifted_backward(self, func, args, kwargs):
         # A mode is off while it handles a function; what runs layers again in backward must find it on.
         engine = torch.autograd._engine_run_backward

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from treetrain.data.advantages import group_advantages
 from treetrain.data.load import load
 from treetrain.engine.engine import TreeEngine
-from treetrain.errors import DataError
+from treetrain.errors import DataError, UnsupportedModel
 from treetrain.models.loading import load_model
 from treetrain.train import trainer as trainer_module
 from treetrain.train.config import TrainConfig
@@ -277,6 +277,26 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(TreeEngine, "forward_backward", forward_backward)
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_no_metrics_and_an_earlier_runs_as_they_were(
+    make_config, monkeypatch, tmp_path
+) -> None:
+    def refuse(self, *args, **kwargs):
+        raise UnsupportedModel("no")
+
+    folder = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(TreeEngine, "forward_backward", refuse)
+        with pytest.raises(UnsupportedModel):
+            train(make_config())
+    assert list(folder.iterdir()) == []
+    train(make_config(steps=1))
+    before = (folder / "metrics.jsonl").read_text()
+    monkeypatch.setattr(TreeEngine, "forward_backward", refuse)
+    with pytest.raises(UnsupportedModel):
+        train(make_config(overwrite=True))
+    assert (folder / "metrics.jsonl").read_text() == before
 
 
 def test_a_run_that_diverges_stops_and_saves_no_model(make_config, tmp_path) -> None:

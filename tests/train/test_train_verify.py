@@ -80,6 +80,19 @@ def test_a_wrong_gradient_fails_in_bfloat16_too(model, rows, monkeypatch):
     assert not tt.verify(model.bfloat16(), rows).passed
 
 
+def test_a_wrong_loss_with_right_gradients_is_named_as_such(model, rows, monkeypatch):
+    import dataclasses
+
+    original = TreeEngine.forward_backward
+    monkeypatch.setattr(
+        TreeEngine,
+        "forward_backward",
+        lambda self, *a, **k: dataclasses.replace(original(self, *a, **k), loss=1.0),
+    )
+    report = tt.verify(model, rows)
+    assert not report.passed and "the loss is 1 as a tree" in report.verdict
+
+
 def test_the_users_gradients_are_put_back(model, rows):
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 3.0)

@@ -16,6 +16,9 @@ class Choice:
     name: str
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
 
 def choose_backend(device: torch.device) -> Choice:
     """The backend for a device.

@@ -87,9 +87,7 @@ def make_schedule(forest: Forest, *, call_pairs: float = 8192.0) -> Schedule:
     """
     cut = _emit(forest, *_decide(forest, call_pairs))
     batches = _tile_batches(forest, cut.regions) + _row_batches(cut.rows)
-    return Schedule(
-        num_tokens=len(forest.ends), chains=cut.chains, rectangles=cut.rectangles, batches=batches
-    )
+    return Schedule(num_tokens=len(forest.ends), chains=cut.chains, rectangles=cut.rectangles, batches=batches)
 
 
 _REGION, _ROW, _CHAIN = -1, -2, 0  # a decision >= 0 is a chain of that many segments below its first
@@ -169,9 +167,7 @@ def _decide(forest: Forest, call_pairs: float) -> tuple[list[int], list[int]]:
             light_start = segment_end[s + 1]
             if light_start < segment_end[s]:
                 hanging += costs.rectangle(segment_end[s] - light_start, length)
-                hanging += sum(
-                    best[c] for c in _siblings(light_start, segment_end[s], segment_of_start, segment_end)
-                )
+                hanging += sum(best[c] for c in _siblings(light_start, segment_end[s], segment_of_start, segment_end))
             s, steps = s + 1, steps + 1
         best[top], decision[top] = cheapest, choice
     return tops, decision

@@ -80,6 +80,7 @@ def _print(report: "BenchReport") -> None:
     tokens = f"{report.flat_tokens:,} flat, {report.unique_tokens:,} unique tokens, overlap {report.overlap:.3f}"
     facts = [
         ("rows", f"{report.trajectories:,}: {tokens}"),
+        ("attention", report.attention),
         ("speed-up", f"{report.speedup:.2f}x ({low:.2f} to {high:.2f}) over the best baseline, {report.baseline}"),
     ]
     if report.ideal is not None and report.efficiency is not None:

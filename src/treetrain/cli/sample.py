@@ -21,6 +21,11 @@ def sample_rows(options: SampleOptions) -> "tuple[list[Trajectory], tuple[str, .
     from treetrain.train.rows import read_rows
 
     read = read_rows(options.files, options.source(options.model))
+    if not read.rows:
+        raise DataError(
+            f"{', '.join(options.files)}: no rows to sample; in the calls view a conversation without an "
+            "assistant message has none"
+        )
     rows, cut = sample_units(read.rows, options.sample or len(read.rows))
     notes = list(read.notes)
     if len(rows) < len(read.rows):

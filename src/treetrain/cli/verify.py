@@ -68,6 +68,7 @@ def _print(options: VerifyOptions, report: "VerifyReport") -> None:
     own = "" if report.linear_error is None else f" (the linear run itself: {report.linear_error:.2e})"
     facts = [
         ("rows", f"{report.trajectories:,}: {tokens}"),
+        ("attention", report.attention),
         ("loss", f"tree {report.loss_tree:.9g}, linear {report.loss_linear:.9g}"),
         (
             "gradient",

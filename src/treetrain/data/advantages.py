@@ -46,9 +46,7 @@ def group_advantages(
         elif subtract_mean and np.ptp(values) == 0:
             scaled = np.zeros_like(values)  # not the rounding error of the mean
         advantage |= {(group, episode): float(value) for episode, value in zip(episodes, scaled)}
-    return [
-        row.replace(advantages=advantage[row.group, _episode(row, number)]) for number, row in enumerate(rows)
-    ]
+    return [row.replace(advantages=advantage[row.group, _episode(row, number)]) for number, row in enumerate(rows)]
 
 
 def _episode_rewards(rows: Sequence[Trajectory]) -> dict[Hashable, dict[Hashable, float]]:

@@ -71,9 +71,7 @@ def _name(row: Mapping[str, Any], place: str) -> Any:
     return place if group is None or row.get("trial") is None else f"{group}/{row['trial']}"
 
 
-def _transcript(
-    renderer: Renderer, messages: list[Message], tools: Tools, place: str, notes: Notes
-) -> Trajectory:
+def _transcript(renderer: Renderer, messages: list[Message], tools: Tools, place: str, notes: Notes) -> Trajectory:
     text = renderer.render(messages, tools)
     _note_dropped(messages, text, place, notes)
     spans = assistant_spans(renderer, messages, tools, text)
@@ -88,9 +86,7 @@ def _transcript(
     return Trajectory(ids, loss_weights=loss_weights)
 
 
-def _by_pieces(
-    renderer: Renderer, text: str, spans: list[tuple[int, int]], weights: list[float]
-) -> Trajectory:
+def _by_pieces(renderer: Renderer, text: str, spans: list[tuple[int, int]], weights: list[float]) -> Trajectory:
     """For tokenizers that do not tell where a token lies in the text: each span is tokenised by itself."""
     parts: list[tuple[NDArray[np.int32], float]] = []
     at = 0
@@ -102,16 +98,12 @@ def _by_pieces(
     return Trajectory(ids, loss_weights=np.repeat([w for _, w in parts], [ids.size for ids, _ in parts]))
 
 
-def _calls(
-    renderer: Renderer, messages: list[Message], tools: Tools, place: str, notes: Notes
-) -> list[Trajectory]:
+def _calls(renderer: Renderer, messages: list[Message], tools: Tools, place: str, notes: Notes) -> list[Trajectory]:
     calls: list[Trajectory] = []
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     prompt = completion = ""
     for turn in turns:
-        prompt, completion = _call_texts(
-            renderer, messages[: turn + 1], tools, f"{place}: message {turn}", notes
-        )
+        prompt, completion = _call_texts(renderer, messages[: turn + 1], tools, f"{place}: message {turn}", notes)
         prompt_ids, completion_ids = renderer.encode_ids(prompt), renderer.encode_ids(completion)
         weights = np.zeros(prompt_ids.size + completion_ids.size)
         weights[prompt_ids.size :] = float(messages[turn].get("weight", 1.0))
@@ -123,9 +115,7 @@ def _calls(
     return calls
 
 
-def _call_texts(
-    renderer: Renderer, messages: list[Message], tools: Tools, where: str, notes: Notes
-) -> tuple[str, str]:
+def _call_texts(renderer: Renderer, messages: list[Message], tools: Tools, where: str, notes: Notes) -> tuple[str, str]:
     """Prompt and completion of the call whose answer is the last message."""
     whole = renderer.render(messages, tools)
     if len(messages) == 1:  # an answer to nothing: many templates cannot render an empty conversation

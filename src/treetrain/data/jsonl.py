@@ -58,13 +58,9 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
         raise DataError(f"{place}: JSON is nested too deeply to be read") from error
     except ValueError as error:
         text = line[:40].decode("utf-8", "replace").strip()
-        raise DataError(
-            f"{place}: broken JSON ({error}); the line begins {text!r}. {_ONE_PER_LINE}"
-        ) from error
+        raise DataError(f"{place}: broken JSON ({error}); the line begins {text!r}. {_ONE_PER_LINE}") from error
     if not isinstance(row, dict):
-        raise DataError(
-            f"{place}: a JSON {_JSON_NAMES.get(type(row), 'number')}, expected an object. {_ONE_PER_LINE}"
-        )
+        raise DataError(f"{place}: a JSON {_JSON_NAMES.get(type(row), 'number')}, expected an object. {_ONE_PER_LINE}")
     return row
 
 

@@ -107,8 +107,7 @@ def _format_of(row: dict[str, Any], place: str) -> Format:
         return "chat"
     keys = ", ".join(map(repr, row)) or "no keys"
     raise DataError(
-        f"{place}: cannot tell the format: the row has {keys}; "
-        "expected `input_ids` (token rows) or `messages` (chat)"
+        f"{place}: cannot tell the format: the row has {keys}; expected `input_ids` (token rows) or `messages` (chat)"
     )
 
 
@@ -122,9 +121,7 @@ def _tools(tools: Sequence[Any] | str | os.PathLike[str] | None) -> Tools:
     return read_tools(Path(tools)) if isinstance(tools, str | os.PathLike) else clean_tools(tools, "tools")
 
 
-def _check_fits(
-    trajectory: Trajectory, place: str, vocab_size: int | None, max_positions: int | None
-) -> None:
+def _check_fits(trajectory: Trajectory, place: str, vocab_size: int | None, max_positions: int | None) -> None:
     ids = trajectory.ids
     if vocab_size is not None and ids.size and int(ids.max()) >= vocab_size:
         at = int(ids.argmax())

@@ -23,9 +23,7 @@ def clean_messages(messages: Any, place: str, notes: Notes) -> list[Message]:
         DataError: naming `place` and the message's index: unknown role, no text as content, bad tool calls.
     """
     if not isinstance(messages, list) or not messages:
-        raise DataError(
-            f"{place}: `messages` is {_short(messages)}, expected a list with at least one message"
-        )
+        raise DataError(f"{place}: `messages` is {_short(messages)}, expected a list with at least one message")
     return [_clean(message, f"{place}: message {index}", notes) for index, message in enumerate(messages)]
 
 
@@ -57,17 +55,13 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise DataError(
-            f"{where} has the content {_short(content)}, expected text, null or a list of text parts"
-        )
+        raise DataError(f"{where} has the content {_short(content)}, expected text, null or a list of text parts")
     texts = []
     for number, part in enumerate(content):
         text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise DataError(
-                f"{where}: content part {number} is of type {kind!r}; only text parts can be trained on"
-            )
+            raise DataError(f"{where}: content part {number} is of type {kind!r}; only text parts can be trained on")
         texts.append(text)
     return "".join(texts)
 
@@ -82,9 +76,7 @@ def _tool_calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     for number, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise DataError(
-                f"{where}: tool call {number} is {_short(call)}, expected `function` with a `name`"
-            )
+            raise DataError(f"{where}: tool call {number} is {_short(call)}, expected `function` with a `name`")
         function = {**function, "arguments": _arguments(function.get("arguments"))}
         cleaned.append({"type": "function", **call, "function": function} if "function" in call else function)
     return cleaned

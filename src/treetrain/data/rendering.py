@@ -22,9 +22,7 @@ def chat_template_text(template: str | None) -> str | None:
     if template is None or "{" in template:
         return template
     if template == "chatml":
-        return (
-            resources.files("treetrain.data").joinpath("templates/chatml.jinja").read_text(encoding="utf-8")
-        )
+        return resources.files("treetrain.data").joinpath("templates/chatml.jinja").read_text(encoding="utf-8")
     try:
         return Path(template).read_text(encoding="utf-8")
     except OSError as error:
@@ -57,9 +55,7 @@ class Renderer:
         self._cache: dict[str, Encoded] = {}
         self.header = self._find_header()
 
-    def render(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, *, prompt: bool = False
-    ) -> str:
+    def render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, *, prompt: bool = False) -> str:
         """The text of these messages; `prompt` adds what comes before an answer. Refusals are DataErrors."""
         try:
             return self.tokenizer.apply_chat_template(
@@ -132,9 +128,7 @@ def _encode_whole(tokenizer: Any, text: str) -> Encoded:
     # `verbose=False`: its warning about long texts would be about a piece; the loader checks whole rows.
     output = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
     ids = np.array(output["input_ids"], np.int32)
-    offsets = np.array(output["offset_mapping"] if fast else [(0, len(text))] * len(ids), np.int64).reshape(
-        -1, 2
-    )
+    offsets = np.array(output["offset_mapping"] if fast else [(0, len(text))] * len(ids), np.int64).reshape(-1, 2)
     return ids, offsets[:, 0], offsets[:, 1]
 
 

@@ -32,11 +32,7 @@ def assistant_spans(renderer: Renderer, messages: Sequence[Message], tools: Tool
         if start < floor or end < start:
             raise DataError(_lost(turn))
         start = _after_header(renderer, text, start, floor)
-        end = (
-            end
-            if renderer.last_marker_end(text[start:end]) == end - start
-            else renderer.end_of_turn(text, end)
-        )
+        end = end if renderer.last_marker_end(text[start:end]) == end - start else renderer.end_of_turn(text, end)
         finished.append((start, end))
         floor = end
     return finished

@@ -100,6 +100,16 @@ def _unpadded(mask: Any, length: int) -> slice:
     return slice(first, last + 1)
 
 
+def _not_negative(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    if weights.size and weights.min() < 0:
+        at = int(weights.argmin())
+        raise DataError(
+            f"loss_weights[{at}] = {weights[at]:g}, but weights are 0 or more; put signs into advantages and use the "
+            "reinforce loss"
+        )
+    return weights
+
+
 def _weights(row: Mapping[str, Any], whole: Trajectory, keep: slice) -> NDArray[np.float64] | None:
     length = len(whole)
     given = []
@@ -110,15 +120,13 @@ def _weights(row: Mapping[str, Any], whole: Trajectory, keep: slice) -> NDArray[
         mask = _numbers(row["loss_mask"], "loss_mask", length)[keep]
         if not np.isin(mask, (0, 1)).all():
             odd = mask[~np.isin(mask, (0, 1))][0]
-            raise DataError(
-                f"loss_mask has the entry {odd}, expected 0 or 1; use loss_weights for other weights"
-            )
+            raise DataError(f"loss_mask has the entry {odd}, expected 0 or 1; use loss_weights for other weights")
         given.append(mask)
     if row.get("loss_weights") is not None:
         weights = row["loss_weights"]
         if not isinstance(weights, list):
             raise DataError(f"loss_weights is {weights!r}, expected a list with one number per token")
-        given.append(_numbers(weights, "loss_weights", length)[keep])
+        given.append(_not_negative(_numbers(weights, "loss_weights", length)[keep]))
     return np.prod(given, axis=0, dtype=np.float64) if given else None
 
 
@@ -129,9 +137,7 @@ def _trained_by_labels(labels: NDArray[np.float64], ids: NDArray[np.int32]) -> N
         at = int(wrong.argmax())
         shifted = ids.size > 1 and bool((labels[:-1] == ids[1:])[trained[:-1]].all())
         cure = (
-            "they are shifted by one; give them unshifted"
-            if shifted
-            else "the prediction of another token is no SFT"
+            "they are shifted by one; give them unshifted" if shifted else "the prediction of another token is no SFT"
         )
         raise DataError(
             f"labels[{at}] = {labels[at]:g} but input_ids[{at}] = {ids[at]}; labels must equal input_ids "
@@ -162,17 +168,13 @@ def _fact(
     return entries
 
 
-def _null_to_zero(
-    entries: NDArray[np.float64], raw: list[Any], name: str, weights: NDArray[np.float64] | None
-) -> None:
+def _null_to_zero(entries: NDArray[np.float64], raw: list[Any], name: str, weights: NDArray[np.float64] | None) -> None:
     for at in np.flatnonzero(np.isnan(entries)):
         unused = at == 0 or (weights is not None and weights[at] == 0)
         if raw[at] is not None:
             raise DataError(f"{name}[{at}] is NaN; give a finite number")
         if not unused:
-            raise DataError(
-                f"{name}[{at}] is null but the token is trained; give a number, or do not train it"
-            )
+            raise DataError(f"{name}[{at}] is null but the token is trained; give a number, or do not train it")
         entries[at] = 0.0
 
 

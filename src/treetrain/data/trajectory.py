@@ -177,6 +177,4 @@ def _check_hashable(value: object, name: str, row: str) -> None:
     try:
         hash(value)
     except TypeError as error:
-        raise DataError(
-            f"{row}: {name} is a {type(value).__name__}; give a string, number or tuple"
-        ) from error
+        raise DataError(f"{row}: {name} is a {type(value).__name__}; give a string, number or tuple") from error

@@ -79,9 +79,7 @@ def _name(tree: TokenTree, number: int) -> str:
     return f"trajectory {row_id!r}" if row_id is not None else f"trajectory number {number}"
 
 
-def make_parts(
-    tree: TokenTree, *, budget: int | None, merge: bool, weighted: bool, whole: bool = False
-) -> list[Part]:
+def make_parts(tree: TokenTree, *, budget: int | None, merge: bool, weighted: bool, whole: bool = False) -> list[Part]:
     """Cut a batch into parts.
 
     Args:

@@ -1,5 +1,6 @@
 """The engine: gradients of any loss over branching trajectories, every shared prefix computed once."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from treetrain.attention.dispatch import Choice, choose_backend
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.batch import Part, as_tree, check_batch, make_parts
 from treetrain.engine.evaluate import MetricSums, add_sums, evaluate, linear_coefficients, means
@@ -57,31 +59,39 @@ class TreeEngine:
         self.model, self.budget, self.temperature = model, check_budget(budget), check_temperature(temperature)
         self.capabilities = check_model(model)
 
+    @property
+    def attention(self) -> Choice:
+        """Which tree attention runs on the model's device, and why."""
+        return choose_backend(model_device(self.model))
+
     def forward_backward(
         self, trajectories: Sequence[Trajectory] | TokenTree, loss: Any, normaliser: float | None = None
     ) -> StepResult:
         """Accumulate d loss / d parameters into ``.grad``, exactly as if every row were trained by itself.
 
         Args:
-            loss: see DESIGN section 5: called with log-probabilities, entropies and a trajectory; returns an
-                unnormalised sum and metrics.
+            loss: called with log-probabilities [L - 1], entropies and a trajectory; returns an unnormalised sum
+                and metrics. The losses of this library compute only what has a loss weight; a loss of your own
+                gets every row and every prediction, whatever the weights.
             normaliser: what the sum is divided by; pass that of the whole step when accumulating over calls.
                 None asks the loss.
 
         Raises:
-            DataError: an id outside the vocabulary, a row longer than the model's positions, nothing to train.
+            DataError: an id outside the vocabulary, a row longer than the model's positions, nothing to train,
+                a fact that the loss needs and a row lacks.
+            ValueError: no parameter to train, gradients switched off, a normaliser that is not above 0.
             UnsupportedModel: see the class.
         """
         self.capabilities = check_model(self.model)
+        check_trainable(self.model)
         tree = as_tree(trajectories, merge=self._merge)
         check_batch(tree, self.capabilities)
-        if normaliser is None:
-            normaliser = float(loss.normaliser(list(tree.trajectories)))
-        batch_scope = getattr(loss, "scope", "trajectory") == "batch"
-        parts = self._parts(tree, whole=batch_scope)
+        normaliser = step_normaliser(loss, list(tree.trajectories), normaliser)
+        ours = hasattr(loss, "packed")
+        parts = self._parts(tree, whole=getattr(loss, "scope", "trajectory") == "batch", weighted=ours)
         total, sums, computed = 0.0, {}, 0
         for part in parts:
-            if len(part.layout.edge_targets) == 0 and not batch_scope:
+            if ours and len(part.layout.edge_targets) == 0:
                 continue
             part_loss, part_sums = self._train_part(part, loss, normaliser)
             total = total + part_loss
@@ -97,9 +107,14 @@ class TreeEngine:
             parts=len(parts),
         )
 
-    def _parts(self, tree: TokenTree, *, whole: bool) -> list[Part]:
+    def _parts(self, tree: TokenTree, *, whole: bool, weighted: bool) -> list[Part]:
         """The parts of a training step; a loss over several trajectories at once needs the whole batch in one."""
-        return make_parts(tree, budget=self.budget, merge=self._merge, weighted=True, whole=whole)
+        if whole and self.budget is not None and tree.num_tokens > self.budget:
+            raise ValueError(
+                f"budget={self.budget} tokens, but the loss is over several trajectories at once and the batch has "
+                f"{tree.num_tokens} unique tokens; the smallest possible budget is {tree.num_tokens}."
+            )
+        return make_parts(tree, budget=self.budget, merge=self._merge, weighted=weighted, whole=whole)
 
     def _train_part(self, part: Part, loss: Any, normaliser: float) -> tuple[Tensor, MetricSums]:
         run = self._run_type(self.model, self.capabilities, part.layout)
@@ -116,13 +131,12 @@ class TreeEngine:
                 need_entropy = bool(getattr(loss, "needs_entropy", False))
                 scores = run.scores(temperature=self.temperature, need_entropy=need_entropy)
                 total, sums = evaluate(loss, scores, part)
-                (total / normaliser).backward()
+                if total.requires_grad:  # not where a part has no prediction at all
+                    (total / normaliser).backward()
         return total.detach() / normaliser, sums
 
     @torch.no_grad()
-    def logprobs(
-        self, trajectories: Sequence[Trajectory] | TokenTree, *, return_entropy: bool = False
-    ) -> Any:
+    def logprobs(self, trajectories: Sequence[Trajectory] | TokenTree, *, return_entropy: bool = False) -> Any:
         """Log-probabilities of every token but the first of every row, without gradient, with training's numerics.
 
         Returns:
@@ -146,6 +160,29 @@ class TreeEngine:
                 for number, row in zip(part.numbers, rows):
                     entropies[number] = row
         return (logprobs, entropies) if return_entropy else logprobs
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raise ValueError where a backward could not reach any parameter."""
+    if not torch.is_grad_enabled():
+        raise ValueError("gradients are switched off (torch.no_grad); use .logprobs, or leave that block")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("every parameter of the model is frozen (requires_grad=False); nothing can be trained")
+
+
+def step_normaliser(loss: Any, trajectories: list[Trajectory], normaliser: float | None) -> float:
+    """What a step's sum is divided by; checks first that the loss finds every fact it needs.
+
+    Raises:
+        DataError: a fact is missing, or nothing is trained.
+        ValueError: a normaliser that is not above 0 and finite.
+    """
+    if hasattr(loss, "check"):
+        loss.check(trajectories)
+    value = float(loss.normaliser(trajectories) if normaliser is None else normaliser)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"the normaliser is {value}; a step's loss is divided by it, so it must be above 0 and finite")
+    return value
 
 
 def check_budget(budget: int | None) -> int | None:

@@ -33,9 +33,7 @@ def whole_trees(tree: TokenTree, budget: int, *, merge: bool) -> list[list[int]]
         group_of_root[number] = group
         filled += size
     # Empty trajectories have no root; they go with the first group.
-    group_of = (
-        group_of_root[np.maximum(root_of, 0)] if len(roots) else np.zeros(tree.num_trajectories, dtype=np.int64)
-    )
+    group_of = group_of_root[np.maximum(root_of, 0)] if len(roots) else np.zeros(tree.num_trajectories, dtype=np.int64)
     return [np.flatnonzero(group_of == g).tolist() for g in range(group + 1)]
 
 

@@ -53,6 +53,7 @@ def score_edges(
     head_forward: Callable[[Tensor], Tensor],
     edges: Edges,
     *,
+    fused: bool,
     vocab_size: int,
     temperature: float,
     need_entropy: bool,
@@ -62,11 +63,14 @@ def score_edges(
 
     Args:
         hidden: [N, D] hidden states as the model hands them to its head.
-        head: the head module; a plain ``nn.Linear`` takes the fused path, any other is called through ``head_forward``.
+        head: the head module.
+        head_forward: what it does when it is called.
+        fused: it is a plain ``nn.Linear``, scored from its weight; otherwise it is called chunk by chunk.
         coefficients: [E] d loss / d log-probability, when the loss is linear; the loss is then returned fused.
     """
     rows = hidden.index_select(0, edges.rows)
-    if type(head) is nn.Linear:
+    if fused:
+        assert isinstance(head, nn.Linear)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         if coefficients is not None and torch.is_grad_enabled():
             compute = _compute_dtype(hidden)
@@ -78,9 +82,7 @@ def score_edges(
             rows, head.weight, head.bias, edges, temperature, need_entropy, _compute_dtype(hidden)
         )
     else:
-        logprobs, entropies = _scores_through_module(
-            rows, head_forward, edges, vocab_size, temperature, need_entropy
-        )
+        logprobs, entropies = _scores_through_module(rows, head_forward, edges, vocab_size, temperature, need_entropy)
     loss = None if coefficients is None else (logprobs * coefficients.to(logprobs.dtype)).sum()
     return Scores(logprobs, entropies if need_entropy else None, loss)
 
@@ -163,21 +165,22 @@ class _LinearScores(torch.autograd.Function):
         rows, weight, bias, lse, entropies = ctx.saved_tensors
         edges, temperature, need_entropy, compute = ctx.settings
         wide = lse.dtype
-        narrow_weight, narrow_bias = _cast(weight, bias, compute)
-        grads = _HeadGradients(rows.to(compute), weight, bias, ctx.needs_input_grad[:3])
-        for chunk, taken, edge_row in _chunks(edges, len(weight)):
-            x = rows[chunk].to(compute)
-            log_p = _logits(x, narrow_weight, narrow_bias, temperature, wide).sub_(lse[chunk, None])
-            grad = grad_logprobs[taken]
-            row_grad = torch.zeros_like(lse[chunk]).index_add_(0, edge_row, grad)
-            if need_entropy:
-                # d H / d z_v = -p_v (log p_v + H)
-                weightings = (log_p + entropies[chunk, None]).mul_(grad_entropies[chunk, None])
-                grad_z = log_p.exp_().mul_(weightings.add_(row_grad[:, None]).neg_())
-            else:
-                grad_z = log_p.exp_().mul_(-row_grad[:, None])
-            grad_z.index_put_((edge_row, edges.targets[taken]), grad, accumulate=True)
-            grads.add(chunk, grad_z.div_(temperature), x, narrow_weight)
+        with torch.autocast(rows.device.type, enabled=False):
+            narrow_weight, narrow_bias = _cast(weight, bias, compute)
+            grads = _HeadGradients(rows.to(compute), weight, bias, ctx.needs_input_grad[:3])
+            for chunk, taken, edge_row in _chunks(edges, len(weight)):
+                x = rows[chunk].to(compute)
+                log_p = _logits(x, narrow_weight, narrow_bias, temperature, wide).sub_(lse[chunk, None])
+                grad = grad_logprobs[taken]
+                row_grad = torch.zeros_like(lse[chunk]).index_add_(0, edge_row, grad)
+                if need_entropy:
+                    # d H / d z_v = -p_v (log p_v + H)
+                    weightings = (log_p + entropies[chunk, None]).mul_(grad_entropies[chunk, None])
+                    grad_z = log_p.exp_().mul_(weightings.add_(row_grad[:, None]).neg_())
+                else:
+                    grad_z = log_p.exp_().mul_(-row_grad[:, None])
+                grad_z.index_put_((edge_row, edges.targets[taken]), grad, accumulate=True)
+                grads.add(chunk, grad_z.div_(temperature), x, narrow_weight)
         return (*_outgoing(grads, rows, weight, bias), None, None, None, None)
 
 

@@ -33,9 +33,7 @@ class LinearEngine(TreeEngine):
         """See `TreeEngine.forward_backward`."""
         return super().forward_backward(_rows(trajectories), loss, normaliser)
 
-    def logprobs(
-        self, trajectories: Sequence[Trajectory] | TokenTree, *, return_entropy: bool = False
-    ) -> Any:
+    def logprobs(self, trajectories: Sequence[Trajectory] | TokenTree, *, return_entropy: bool = False) -> Any:
         """See `TreeEngine.logprobs`."""
         return super().logprobs(_rows(trajectories), return_entropy=return_entropy)
 

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from treetrain.attention.dispatch import make_attention
 from treetrain.attention.schedule import Forest
-from treetrain.engine.head import Edges, Scores, score_edges
+from treetrain.engine.head import Edges, Scores
+from treetrain.engine.scoring import scoring_head
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities
-from treetrain.models.switch import RUN_KEYWORD, TreeRun, replaced_forward, tree_attention
+from treetrain.models.switch import RUN_KEYWORD, TreeRun, tree_attention
 from treetrain.tree.layout import PackedLayout
 
 
@@ -42,9 +43,7 @@ class PackedRun:
         with tree_attention(self.model):
             yield
 
-    def scores(
-        self, *, temperature: float, need_entropy: bool = False, coefficients: Tensor | None = None
-    ) -> Scores:
+    def scores(self, *, temperature: float, need_entropy: bool = False, coefficients: Tensor | None = None) -> Scores:
         """Run the model's own top-level forward with its head scoring edges. Call inside `active`.
 
         Raises:
@@ -52,33 +51,14 @@ class PackedRun:
         """
         if len(self.edges.targets) == 0:
             return self._nothing(need_entropy)
-        run = TreeRun(self.attention)
-        head = self.capabilities.head
-        found: list[Scores] = []
-        original = head.forward
-
-        def score(hidden: Tensor) -> Tensor:
-            scores = score_edges(
-                hidden[0],
-                head,
-                original,
-                self.edges,
-                vocab_size=self.capabilities.vocab_size,
-                temperature=temperature,
-                need_entropy=need_entropy,
-                coefficients=coefficients,
-            )
-            found.append(scores)
-            carrier = scores.logprobs if scores.linear_loss is None else scores.linear_loss
-            return carrier.view(1, -1, 1)
-
-        carrier_seen: list[Tensor] = []
-
-        def forward(hidden: Tensor) -> Tensor:
-            carrier_seen.append(score(hidden))
-            return carrier_seen[0]
-
-        with replaced_forward(head, forward):
+        run = TreeRun(self.attention, self.input_ids.shape[1])
+        with scoring_head(
+            self.capabilities,
+            self.edges,
+            temperature=temperature,
+            need_entropy=need_entropy,
+            coefficients=coefficients,
+        ) as calls:
             outputs = self.model(
                 input_ids=self.input_ids,
                 position_ids=self.positions,
@@ -87,12 +67,12 @@ class PackedRun:
                 **{RUN_KEYWORD: run},
             )
         self._check_layers(run)
-        if len(found) != 1 or outputs.logits is not carrier_seen[0]:
+        if len(calls) != 1 or not calls[0].is_untouched(outputs.logits):
             raise UnsupportedModel(
-                f"{type(self.model).__name__} does not return what its head gives (it was called {len(found)} times, "
+                f"{type(self.model).__name__} does not return what its head gives (it was called {len(calls)} times, "
                 "or its logits are scaled, capped or cast afterwards); such a head is not supported yet."
             )
-        return found[0]
+        return calls[0].scores
 
     def _nothing(self, need_entropy: bool) -> Scores:
         """Scores of a batch without a single prediction: models cannot be called on no tokens."""

@@ -17,7 +17,8 @@ def from_padded(input_ids: Tensor, attention_mask: Tensor, **facts: Tensor) -> l
         input_ids: int [B, L].
         attention_mask: bool or 0/1 [B, L], True at real tokens; padding left, right or both.
         facts: per-token facts of `Trajectory` by name, [B, L] (entry t belongs to the prediction of token t), or
-            [B] for the facts a row has one of (``reward``; ``advantages`` and ``loss_weights`` may be [B] too).
+            [B, L - 1] as `to_padded` returns them (entry t to that of token t + 1), or [B] for the facts a row has
+            one of (``reward``, ``chosen``; ``advantages`` and ``loss_weights`` may be [B] too).
 
     Raises:
         DataError: shapes that disagree, or a hole in a row's mask.
@@ -28,21 +29,26 @@ def from_padded(input_ids: Tensor, attention_mask: Tensor, **facts: Tensor) -> l
             f"input_ids has shape {tuple(ids.shape)} and attention_mask {tuple(mask.shape)}; both must be [B, L]"
         )
     for name, value in facts.items():
-        if value.shape not in (ids.shape, ids.shape[:1]):
+        if value.shape not in (ids.shape, (len(ids), ids.shape[1] - 1), ids.shape[:1]):
             raise DataError(
-                f"{name} has shape {tuple(value.shape)}; expected {tuple(ids.shape)} (per token) or "
-                f"{tuple(ids.shape[:1])} (per row)"
+                f"{name} has shape {tuple(value.shape)}; expected {tuple(ids.shape)} (per token), "
+                f"{(len(ids), ids.shape[1] - 1)} (per prediction) or {tuple(ids.shape[:1])} (per row)"
             )
-    spans = _spans(mask)
-    local = {name: value.detach().double().cpu() for name, value in facts.items()}
+    local = {name: _per_token(value.detach().cpu(), ids.shape[1]) for name, value in facts.items()}
     rows = []
-    for b, (start, stop) in enumerate(spans):
+    for b, (start, stop) in enumerate(_spans(mask)):
         own: dict[str, Any] = {
-            name: value[b, start:stop].numpy() if value.dim() == 2 else value[b].item()
-            for name, value in local.items()
+            name: value[b, start:stop].numpy() if value.dim() == 2 else value[b].item() for name, value in local.items()
         }
         rows.append(Trajectory(ids[b, start:stop].numpy(), **own))
     return rows
+
+
+def _per_token(value: Tensor, length: int) -> Tensor:
+    """A fact as [B, L] or [B]; one per prediction gets an unused entry for the first column."""
+    if value.dim() == 2 and value.shape[1] == length - 1:
+        value = torch.nn.functional.pad(value, (1, 0))
+    return value.double() if value.is_floating_point() else value
 
 
 def to_padded(rows: Sequence[Tensor], attention_mask: Tensor, fill: float = 0.0) -> Tensor:

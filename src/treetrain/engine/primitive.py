@@ -71,12 +71,10 @@ def _place(rows: list[Any], part: Part, per_prediction: Tensor) -> None:
 class _Walk:
     """One part's forward, kept for its backward or run again there."""
 
-    def __init__(
-        self, run: PackedRun, parameters: list[nn.Parameter], temperature: float, entropy: bool, keep: bool
-    ):
+    def __init__(self, run: PackedRun, parameters: list[nn.Parameter], temperature: float, entropy: bool, keep: bool):
         self.run, self.parameters, self.keep = run, parameters, keep
         self.temperature, self.entropy = temperature, entropy
-        self.versions = self._versions()
+        self.weights = self._fingerprint()
         kind = model_device(run.model).type
         # Backward usually happens outside the user's autocast; a part that is run again there needs it back.
         self.autocast = partial(
@@ -89,9 +87,14 @@ class _Walk:
         self.kept: tuple[Tensor, ...] | None = None
         self.spent = False
 
-    def _versions(self) -> list[int]:
-        # Frozen weights count too: a part that is run again would see their new values.
-        return [p._version for p in self.run.model.parameters()]
+    def _fingerprint(self) -> Tensor:
+        """[P] sums of the weights, frozen ones too (a part that is run again would see their new values).
+
+        Version counters do not do: fused optimisers and writes through ``.data`` leave them as they are.
+        """
+        with torch.no_grad():
+            sums = [p.sum(dtype=torch.float64) for p in self.run.model.parameters()]
+        return torch.stack([total.to(sums[0].device) for total in sums])
 
     def forward(self) -> tuple[Tensor, Tensor]:
         with torch.set_grad_enabled(self.keep):
@@ -111,7 +114,7 @@ class _Walk:
             raise RuntimeError(
                 "a second backward through treetrain.logprobs: its graph is freed by the first; call it again"
             )
-        if self.versions != self._versions():
+        if not torch.equal(self.weights, self._fingerprint()):
             raise RuntimeError(
                 "the model's weights have changed between treetrain.logprobs and its backward (an optimiser step?); "
                 "gradients would be those of other weights: call backward first, or logprobs again"

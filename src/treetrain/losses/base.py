@@ -76,13 +76,17 @@ class Loss(abc.ABC):
         totals = [float(trajectory.weights.sum()) for trajectory in trajectories]
         return math.fsum(totals) if self.reduction == "token" else float(sum(total > 0 for total in totals))
 
+    def check(self, trajectories: Sequence[Trajectory]) -> None:
+        """Raise DataError for the first trained trajectory that lacks a fact which the loss needs."""
+        require_facts(trajectories, self.needs_facts)
+
     def normaliser(self, trajectories: Sequence[Trajectory]) -> float:
         """What the sum over all trajectories of a step is divided by: > 0, known before the step, numpy only.
 
         Raises:
             DataError: nothing to train, a negative weight, or a missing fact: all before any work is done.
         """
-        require_facts(trajectories, self.needs_facts)
+        self.check(trajectories)
         total = self.total_weight(trajectories)
         if total > 0:
             return total

@@ -68,6 +68,7 @@ def check_model(model: nn.Module) -> Capabilities:
     _check_layers(text)
     _check_modules(model)
     _check_rotary(text)
+    _check_adapter(model)
     head, head_is_linear = _check_head(lm, text)
     heads = getattr(text, "num_attention_heads", None)
     if not heads:
@@ -103,6 +104,15 @@ def _check_kind(lm: nn.Module, config: Any) -> None:
             raise UnsupportedModel(
                 f"{name} is a mixture of experts ({field}={getattr(config, field)}); not supported yet."
             )
+
+
+def _check_adapter(model: nn.Module) -> None:
+    adapter = getattr(model, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise UnsupportedModel(
+            f"{type(adapter).__name__}: prompt, prefix and p-tuning put tokens of their own before every row, which a "
+            "tree has no place for; use LoRA or another adapter of weights."
+        )
 
 
 def _check_layers(config: Any) -> None:

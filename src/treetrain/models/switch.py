@@ -45,8 +45,9 @@ class AttentionBackend(Protocol):
 class TreeRun:
     """What the attention layers of one forward need, and a note of which layers have been through it."""
 
-    def __init__(self, attention: AttentionBackend):
+    def __init__(self, attention: AttentionBackend, tokens: int):
         self.attention = attention
+        self.tokens = tokens
         self.layers_seen: set[int] = set()
 
 
@@ -82,6 +83,12 @@ def _tree_attention(
     if changed:
         listed = ", ".join(f"{k}={v if isinstance(v, (int, float, str)) else '...'}" for k, v in changed.items())
         raise UnsupportedModel(f"{name} asks its attention for {listed}, which is not exact on a tree yet.")
+    lengths = {x.shape[2] for x in (query, key, value)}
+    if query.shape[0] != 1 or lengths != {treetrain_run.tokens}:
+        raise UnsupportedModel(
+            f"{name} attends over a batch of {query.shape[0]} with {sorted(lengths)} tokens, but the tree has "
+            f"{treetrain_run.tokens}: something adds tokens or keys of its own (a prompt adapter, a cache)."
+        )
     if query.shape[-1] != value.shape[-1]:
         raise UnsupportedModel(
             f"{name} has query heads of size {query.shape[-1]} and value heads of size {value.shape[-1]}; "

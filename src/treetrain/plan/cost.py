@@ -162,7 +162,8 @@ def _family(config: Mapping[str, Any]) -> _Family:
     if model_type not in _FAMILIES:
         raise UnsupportedModel(
             f"model_type {model_type!r}: its cost is not known, and a guess would mislead; known are "
-            f"{', '.join(_FAMILIES)}. Name a shape of the same size instead (ModelShape.named)"
+            f"{', '.join(_FAMILIES)}. Name a shape of the same size instead (--shape on the command line, "
+            "ModelShape.named in code)"
         )
     return _FAMILIES[model_type]
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from treetrain.attention.dispatch import choose_backend
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
@@ -41,6 +42,8 @@ class BenchReport:
     flat_tokens: int
     unique_tokens: int
     overlap: float
+    attention: str
+    """Which tree attention ran, and why."""
     tree_seconds: float
     linear_seconds: float
     """Of the fastest baseline."""
@@ -174,6 +177,7 @@ def _report(model, rows, distinct, warm, measured, peaks, repeats: int) -> Bench
         flat_tokens=tree.num_flat_tokens,
         unique_tokens=tree.num_tokens,
         overlap=1 - tree.num_tokens / max(tree.num_flat_tokens, 1),
+        attention=str(choose_backend(model_device(model))),
         tree_seconds=medians["tree"],
         linear_seconds=medians[baseline],
         baseline=baseline,

@@ -61,6 +61,8 @@ def _measure(sender, engine_type, options, model, trajectories, loss, threads) -
 
 
 def _prepare_gradients(model: nn.Module) -> None:
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.detach().sum()  # a model sent from another process is mapped in when it is first read
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)

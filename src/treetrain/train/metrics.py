@@ -13,16 +13,27 @@ import torch
 METRICS_FILE = "metrics.jsonl"
 
 
+LASTING = ("train", "interrupted", "end")
+"""Kinds of record that show that a run did something."""
+
+
 class MetricsFile:
-    """Appends records to `metrics.jsonl`; each is flushed at once, so that a run that dies keeps what it did."""
+    """Appends records to `metrics.jsonl`; each is flushed at once, so that a run that dies keeps what it did.
+
+    Until a run has done something (a step, or an end of any kind) its records stand in a file beside it: a run that
+    fails before leaves nothing behind, and an earlier run's metrics as they were.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._file = (folder / METRICS_FILE).open("w", encoding="utf-8")
+        self._path, self._draft = folder / METRICS_FILE, folder / f"{METRICS_FILE}.draft"
+        self._file = self._draft.open("w", encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
         """One line. Numbers that JSON cannot hold (NaN, infinity) become null."""
         self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
         self._file.flush()
+        if record.get("kind") in LASTING and self._draft.exists():
+            self._draft.replace(self._path)
 
     def __enter__(self) -> Self:
         return self
@@ -31,6 +42,7 @@ class MetricsFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+        self._draft.unlink(missing_ok=True)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

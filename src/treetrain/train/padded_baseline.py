@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from treetrain.data.trajectory import Trajectory
 from treetrain.engine.batch import Part, make_parts
-from treetrain.engine.head import Edges, Scores, score_edges
+from treetrain.engine.head import Edges, Scores
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.packed import model_device
+from treetrain.engine.scoring import scoring_head
 from treetrain.models.capability import Capabilities
-from treetrain.models.switch import replaced_forward
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
@@ -45,30 +46,17 @@ class PaddedRun:
         """Nothing to switch: attention is transformers' own."""
         yield
 
-    def scores(
-        self, *, temperature: float, need_entropy: bool = False, coefficients: Tensor | None = None
-    ) -> Scores:
+    def scores(self, *, temperature: float, need_entropy: bool = False, coefficients: Tensor | None = None) -> Scores:
         """See `PackedRun.scores`."""
-        head, found = self.capabilities.head, []
-        original = head.forward
-
-        def forward(hidden: Tensor) -> Tensor:
-            scores = score_edges(
-                hidden.flatten(0, 1),
-                head,
-                original,
-                self.edges,
-                vocab_size=self.capabilities.vocab_size,
-                temperature=temperature,
-                need_entropy=need_entropy,
-                coefficients=coefficients,
-            )
-            found.append(scores)
-            return scores.logprobs.view(1, -1, 1)
-
-        with replaced_forward(head, forward):
+        with scoring_head(
+            self.capabilities,
+            self.edges,
+            temperature=temperature,
+            need_entropy=need_entropy,
+            coefficients=coefficients,
+        ) as calls:
             self.model(input_ids=self.input_ids, attention_mask=None, use_cache=False)
-        return found[0]
+        return calls[0].scores
 
 
 class PaddedEngine(LinearEngine):
@@ -76,18 +64,18 @@ class PaddedEngine(LinearEngine):
 
     _run_type = PaddedRun
 
-    def _parts(self, tree: TokenTree, *, whole: bool) -> list[Part]:
+    def _parts(self, tree: TokenTree, *, whole: bool, weighted: bool) -> list[Part]:
         rows = sorted(tree.trajectories, key=len)
         if whole or self.budget is None:
-            return make_parts(tree, budget=None, merge=False, weighted=True, whole=True)
+            return make_parts(tree, budget=None, merge=False, weighted=weighted, whole=True)
         parts, batch = [], []
         for row in rows:
             if batch and (len(batch) + 1) * len(row) > self.budget:
-                parts.append(self._padded_part(batch))
+                parts.append(_padded_part(batch, weighted))
                 batch = []
             batch.append(row)
-        return [*parts, self._padded_part(batch)]
+        return [*parts, _padded_part(batch, weighted)]
 
-    @staticmethod
-    def _padded_part(rows: list) -> Part:
-        return make_parts(build_tree(rows, merge=False), budget=None, merge=False, weighted=True, whole=True)[0]
+
+def _padded_part(rows: list[Trajectory], weighted: bool) -> Part:
+    return make_parts(build_tree(rows, merge=False), budget=None, merge=False, weighted=weighted, whole=True)[0]

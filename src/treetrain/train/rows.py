@@ -57,7 +57,7 @@ def read_rows(files: Sequence[str], source: RowSource) -> ReadRows:
         tools=source.tools,
         chat_template=source.chat_template,
         vocab_size=config.get("vocab_size"),
-        max_positions=config.get("max_position_embeddings"),
+        max_positions=config.get("max_position_embeddings", config.get("n_positions")),
     )
     return ReadRows(rows=loaded.trajectories, notes=loaded.notes, format=loaded.format, tokenizer=tokenizer)
 

@@ -14,15 +14,18 @@ from torch import nn
 
 from treetrain import __version__
 from treetrain.data.trajectory import Trajectory
+from treetrain.engine.batch import check_batch
 from treetrain.engine.engine import StepResult, TreeEngine
 from treetrain.engine.linear import LinearEngine
 from treetrain.models.loading import load_model
+from treetrain.train.allocator import keep_memory
 from treetrain.train.config import TrainConfig
 from treetrain.train.metrics import MetricsFile, peak_memory_bytes
 from treetrain.train.optim import make_optimizer, make_schedule
 from treetrain.train.prepare import Prepared, prepare
 from treetrain.train.progress import RunDisplay
 from treetrain.train.save import save_result
+from treetrain.tree.build import build_tree
 
 LINEAR_PACK_TOKENS = 8_192  # beyond this, larger packs cost memory and gain no speed
 
@@ -90,6 +93,11 @@ class Trainer:
         torch.manual_seed(self.config.seed)
         model = self._load()
         engine = self._engine(model)
+        if self.device.type == "cpu":
+            keep_memory()
+        self.console.print(f"attention: {engine.attention}", highlight=False, soft_wrap=True)
+        for rows in (self.prepared.rows, self.prepared.eval_rows):
+            check_batch(build_tree(rows), engine.capabilities)
         folder = Path(self.config.output)
         folder.mkdir(parents=True, exist_ok=True)
         with MetricsFile(folder) as metrics:
