@@ -77,6 +77,8 @@ def efficiency_section(rows: list[Row]) -> str:
     for row in rows:
         tokens = f"{thousands(row, 'flat_tokens')} → {thousands(row, 'unique_tokens')}"
         memory = " → ".join(thousands(row, name) for name in ("linear_peak_mb", "tree_peak_mb"))
+        if not row.get("tree_peak_mb"):
+            memory = "not measured"
         work = WORK.get(row["workload"], row["workload"])
         cells = (work, tokens, times(row, "ideal"), measured(row), f"**{number(row, 'efficiency')}**", memory)
         table.append(f"| {' | '.join(cells)} |")

@@ -128,7 +128,7 @@ def check_contract(family: str, cases: list[Case], examples: int, **options) -> 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_gradients_of_sft_and_ppo_are_those_of_the_rows(family, record_property):
-    worst = check_contract(family, [SFT, PPO], 70)
+    worst = check_contract(family, [SFT, PPO], 85)
     record_property("errors", worst)
     assert worst["distinct forests"] >= 50
 
@@ -140,7 +140,7 @@ def test_gradients_hold_for_every_family_of_plain_attention(family, record_prope
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_gradients_of_every_other_loss_are_those_of_the_rows(name, record_property):
-    worst = check_contract("qwen3", [OTHERS[name]], 16)
+    worst = check_contract("qwen3", [OTHERS[name]], 20)
     record_property("errors", worst)
     assert worst["distinct forests"] >= 10
 
