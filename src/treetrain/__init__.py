@@ -26,7 +26,26 @@ _PUBLIC = {
 }
 _MODULES = {"losses"}
 
-__all__ = [*_PUBLIC, *_MODULES, "__version__"]
+__all__ = [
+    "DataError",
+    "ModelShape",
+    "Node",
+    "NodeTrajectory",
+    "StepResult",
+    "TokenTree",
+    "Trajectory",
+    "TreeEngine",
+    "UnsupportedModel",
+    "__version__",
+    "build_tree",
+    "from_padded",
+    "group_advantages",
+    "load",
+    "logprobs",
+    "losses",
+    "to_padded",
+    "verify",
+]
 
 if TYPE_CHECKING:
     from treetrain import losses as losses

@@ -7,7 +7,7 @@ from hypothesis import given
 import treetrain as tt
 from support.forests import forests
 from support.runs import runs
-from treetrain.engine.groups import MAX_REPEATED_PREFIX, nearly_disjoint, whole_trees
+from treetrain.engine.groups import MAX_REPEATED_PREFIX, _new_and_shared, nearly_disjoint, whole_trees
 
 
 def unique_tokens(rows, numbers) -> int:
@@ -28,6 +28,14 @@ def test_a_cut_repeats_no_more_than_the_allowed_prefix(rows):
     groups = nearly_disjoint(tt.build_tree(rows), 6)
     computed = sum(unique_tokens(rows, group) for group in groups)
     assert computed - tt.build_tree(rows).num_tokens <= MAX_REPEATED_PREFIX * (len(groups) - 1)
+
+
+@runs(150)
+@given(forests(max_rows=12))
+def test_new_tokens_over_all_rows_are_the_tokens_of_the_tree(rows):
+    tree = tt.build_tree(rows)
+    new, shared = _new_and_shared(tree, np.argsort(tree.trajectory_last, kind="stable"))
+    assert new.sum() == tree.num_tokens and (new + shared).sum() == tree.num_flat_tokens
 
 
 def test_unrelated_rows_are_cut_at_the_target():
