@@ -28,7 +28,7 @@ def choose_backend(device: torch.device) -> Choice:
     """
     if device.type == "cpu":
         return Choice(
-            "rectangles", "CPU: stock flash attention calls merged by log-sum-exp (FlexAttention has no CPU backward)"
+            "rectangles", "CPU: stock flash attention calls merged by log-sum-exp; FlexAttention has no CPU backward"
         )
     if device.type == "cuda":
         return Choice("flex", "CUDA: FlexAttention with a block mask made from the subtree intervals")
