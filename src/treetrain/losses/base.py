@@ -16,10 +16,15 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 from treetrain.losses.facts import (
     REDUCTIONS,
+    Facts,
+    MergedFacts,
+    MergedRows,
     PackedFacts,
     Reduction,
     describe,
     require_facts,
+    require_merged_facts,
+    require_nonnegative_merged,
     require_nonnegative_weights,
 )
 
@@ -38,6 +43,9 @@ class Loss(abc.ABC):
     """
 
     scope: ClassVar[Literal["trajectory", "batch"]] = "trajectory"
+    mergeable: ClassVar[bool] = False
+    """Whether rows that share a prediction may be merged into one: the sum and every metric are sums over predictions
+    of shares(reduction) * x, with x affine in the advantage below, at and above 0. A loss of your own must say so."""
 
     reduction: Reduction
     """Mean over all tokens of the step, or over each trajectory's tokens first."""
@@ -56,10 +64,10 @@ class Loss(abc.ABC):
         return ()
 
     @abc.abstractmethod
-    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: PackedFacts) -> tuple[Tensor, Metrics]:
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts) -> tuple[Tensor, Metrics]:
         """As `packed`, on checked arguments: facts in the dtype of logprobs, zeros where the weight is 0."""
 
-    def coefficients(self, facts: PackedFacts) -> Tensor | None:
+    def coefficients(self, facts: Facts) -> Tensor | None:
         """d sum / d logprobs, [T], where it does not depend on the log-probabilities; else None.
 
         It lets the engine run the language-model head once per row, forward and backward in one go.
@@ -87,13 +95,34 @@ class Loss(abc.ABC):
             DataError: nothing to train, a negative weight, or a missing fact: all before any work is done.
         """
         self.check(trajectories)
-        total = self.total_weight(trajectories)
-        if total > 0:
-            return total
-        raise DataError(
-            f"nothing to train: the loss weights of all {len(trajectories)} trajectories sum to 0 (entry 0 "
-            "of a row is never trained); give loss_weights that are not 0, or rows of two tokens and more"
-        )
+        return _some(self.total_weight(trajectories), f"{len(trajectories)} trajectories")
+
+    def merged_normaliser(self, merged: MergedRows) -> float:
+        """As `normaliser`, of rows that are merged; errors name nodes."""
+        self.check_merged(merged)
+        require_nonnegative_merged(merged)
+        return _some(merged.normaliser, "nodes")
+
+    def check_merged(self, merged: MergedRows) -> None:
+        """Raise DataError where the loss needs a fact that a trained node lacks.
+
+        Raises:
+            ValueError: this loss is not mergeable, or the rows were merged for another reduction.
+        """
+        self._check_mergeable()
+        if merged.reduction != self.reduction:
+            raise ValueError(
+                f"{type(self).__name__}: rows merged for reduction {merged.reduction!r}, the loss has "
+                f"{self.reduction!r}; merge them for that"
+            )
+        require_merged_facts(merged, self.needs_facts)
+
+    def _check_mergeable(self) -> None:
+        if not self.mergeable:
+            raise ValueError(
+                f"{type(self).__name__} does not say that it is mergeable, so it must see every row by itself; pass "
+                "the rows, or set mergeable = True if it is affine in the advantage (see Loss.mergeable)"
+            )
 
     @staticmethod
     def pack(
@@ -106,7 +135,19 @@ class Loss(abc.ABC):
         """The facts that `packed` and `coefficients` take; see `PackedFacts.pack`."""
         return PackedFacts.pack(trajectories, device=device, dtype=dtype, used=used)
 
-    def packed(self, logprobs: Tensor, entropies: Tensor | None, facts: PackedFacts) -> tuple[Tensor, Metrics]:
+    def pack_merged(
+        self,
+        merged: MergedRows,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        index: NDArray[np.int64] | None = None,
+    ) -> MergedFacts:
+        """The facts that `packed` and `coefficients` take, of merged rows; see `MergedFacts.pack`, `check_merged`."""
+        self.check_merged(merged)
+        return MergedFacts.pack(merged, device=device, dtype=dtype, index=index)
+
+    def packed(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts) -> tuple[Tensor, Metrics]:
         """The unnormalised sum over many trajectories, and metrics (detached, on the device of logprobs).
 
         Args:
@@ -116,11 +157,13 @@ class Loss(abc.ABC):
 
         Raises:
             DataError: a trained trajectory lacks a fact that the loss needs.
-            ValueError: shapes that disagree, or entropies missing.
+            ValueError: shapes that disagree, entropies missing, or merged facts and a loss that is not mergeable.
         """
         _check_shapes(self, logprobs, entropies, len(facts))
         facts = facts.like(logprobs)
-        if not facts.all_weighted:
+        if isinstance(facts, MergedFacts):
+            self._check_mergeable()
+        elif isinstance(facts, PackedFacts) and not facts.all_weighted:
             # Not multiplied by 0: an infinite value at an untrained token would make NaN of that.
             trained = facts.weights != 0
             logprobs = torch.where(trained, logprobs, 0)
@@ -136,6 +179,15 @@ class Loss(abc.ABC):
                 f"but logprobs have shape {tuple(logprobs.shape)}; give one for every token but the first"
             )
         return self.packed(logprobs, entropies, facts)
+
+
+def _some(total: float, of: str) -> float:
+    if total > 0:
+        return total
+    raise DataError(
+        f"nothing to train: the loss weights of all {of} sum to 0 (entry 0 of a row is never trained); give "
+        "loss_weights that are not 0, or rows of two tokens and more"
+    )
 
 
 def _check_shapes(loss: Loss, logprobs: Tensor, entropies: Tensor | None, count: int) -> None:

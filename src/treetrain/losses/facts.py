@@ -1,11 +1,12 @@
-"""The training facts of many trajectories as flat tensors.
+"""The training facts of many predictions as flat tensors: of trajectories, or of predictions that rows share.
 
 K = trajectories, L_k = tokens of trajectory k, T = predictions, only those in use.
 """
 
+import abc
 import dataclasses
-from collections.abc import Sequence
-from typing import Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol, Self
 
 import numpy as np
 import torch
@@ -27,6 +28,10 @@ REMEDIES = {
     "values": "give values=..., the value estimates at sampling time",
     "returns": "give returns=..., computed from rewards and values",
 }
+_NEGATIVE = (
+    ", but a mean needs weights of 0 or more; put signs into advantages and use the reinforce loss, or give the "
+    'normaliser of the step yourself (reduction="token" only)'
+)
 
 
 def describe(trajectory: Trajectory, number: int) -> str:
@@ -49,15 +54,108 @@ def require_nonnegative_weights(trajectories: Sequence[Trajectory]) -> None:
         weights = trajectory.weights
         if weights.size and weights.min() < 0:
             at = int(weights.argmin())
-            raise DataError(
-                f"{describe(trajectory, number)}: loss_weights[{at}] = {weights[at]:g}, but a mean needs "
-                "weights of 0 or more; put signs into advantages and use the reinforce loss, or give the "
-                'normaliser of the step yourself (reduction="token" only)'
-            )
+            raise DataError(f"{describe(trajectory, number)}: loss_weights[{at}] = {weights[at]:g}{_NEGATIVE}")
+
+
+class MergedRows(Protocol):
+    """T predictions that several rows share, as plain arrays; `TokenTree.merged` makes them.
+
+    Each stands for all rows that share a prediction and everything that the loss reads of it except the advantage:
+    with the sum of their shares, and the mean of their advantages, which are all below, all at or all above 0.
+    """
+
+    @property
+    def reduction(self) -> Reduction:
+        """How the shares were counted."""
+        ...
+
+    @property
+    def shares(self) -> NDArray[np.float64]:
+        """[T]: what each prediction counts in the sum; never 0."""
+        ...
+
+    @property
+    def normaliser(self) -> float:
+        """What these add to the normaliser of a step."""
+        ...
+
+    @property
+    def lacking(self) -> Mapping[str, str]:
+        """Name of a fact -> who is trained without it. The facts ([T]) are attributes by their names."""
+        ...
+
+    @property
+    def negative(self) -> str | None:
+        """Where a loss weight is below 0, with its value."""
+        ...
+
+
+def require_merged_facts(merged: MergedRows, names: Sequence[str]) -> None:
+    """As `require_facts`."""
+    for name in names:
+        if name in merged.lacking:
+            raise DataError(f"{merged.lacking[name]} has no {name}, which the loss needs; {REMEDIES[name]}")
+
+
+def require_nonnegative_merged(merged: MergedRows) -> None:
+    """As `require_nonnegative_weights`."""
+    if merged.negative is not None:
+        raise DataError(merged.negative + _NEGATIVE)
+
+
+class Facts(abc.ABC):
+    """What a loss may read of T predictions: `PackedFacts` of rows, or `MergedFacts`."""
+
+    __slots__ = ()
+    dtype: torch.dtype
+    device: torch.device
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """T."""
+
+    @abc.abstractmethod
+    def like(self, logprobs: Tensor) -> Self:
+        """These facts in the dtype and on the device of `logprobs`."""
+
+    @abc.abstractmethod
+    def shares(self, reduction: Reduction) -> Tensor:
+        """[T]: what each prediction counts in the sum."""
+
+    @abc.abstractmethod
+    def _fact(self, name: str) -> Tensor: ...
+
+    @property
+    def advantages(self) -> Tensor:
+        """[T]. Raises DataError, as all facts below, if a trajectory that is trained has none."""
+        return self._fact("advantages")
+
+    @property
+    def old_logprobs(self) -> Tensor:
+        """[T], in nats: under the policy that sampled the rows."""
+        return self._fact("old_logprobs")
+
+    @property
+    def ref_logprobs(self) -> Tensor:
+        """[T], in nats: under the reference policy."""
+        return self._fact("ref_logprobs")
+
+    @property
+    def values(self) -> Tensor:
+        """[T]: value estimates at sampling time."""
+        return self._fact("values")
+
+    @property
+    def returns(self) -> Tensor:
+        """[T]."""
+        return self._fact("returns")
+
+    def _tensor(self, array: NDArray[np.float64]) -> Tensor:
+        return torch.as_tensor(array, dtype=self.dtype, device=self.device)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class PackedFacts:
+class PackedFacts(Facts):
     """The facts of K trajectories, concatenated over their predictions; made by `pack`.
 
     Row k has max(L_k - 1, 0) predictions: entry 0 of every per-token fact is dropped. Facts go to
@@ -136,31 +234,6 @@ class PackedFacts:
             return self
         return self.pack(self.trajectories, device=logprobs.device, dtype=logprobs.dtype, used=self._used)
 
-    @property
-    def advantages(self) -> Tensor:
-        """[T]. Raises DataError, as all facts below, if a trajectory that is trained has none."""
-        return self._fact("advantages")
-
-    @property
-    def old_logprobs(self) -> Tensor:
-        """[T], in nats: under the policy that sampled the rows."""
-        return self._fact("old_logprobs")
-
-    @property
-    def ref_logprobs(self) -> Tensor:
-        """[T], in nats: under the reference policy."""
-        return self._fact("ref_logprobs")
-
-    @property
-    def values(self) -> Tensor:
-        """[T]: value estimates at sampling time."""
-        return self._fact("values")
-
-    @property
-    def returns(self) -> Tensor:
-        """[T]."""
-        return self._fact("returns")
-
     def shares(self, reduction: Reduction) -> Tensor:
         """[T]: what each prediction counts in the sum: its weight, or its part of its row's weights.
 
@@ -189,8 +262,65 @@ class PackedFacts:
             self._cache[name] = self._tensor(np.where(self._weights == 0, 0.0, flat))
         return self._cache[name]
 
-    def _tensor(self, array: NDArray[np.float64]) -> Tensor:
-        return torch.as_tensor(array, dtype=self.dtype, device=self.device)
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class MergedFacts(Facts):
+    """The facts of merged predictions, for a loss that is `mergeable`: no rows, and no weights besides the shares."""
+
+    merged: MergedRows
+    dtype: torch.dtype
+    device: torch.device
+    _index: NDArray[np.int64] | None = dataclasses.field(repr=False)
+    _cache: dict[str, Tensor] = dataclasses.field(default_factory=dict, repr=False)
+
+    @classmethod
+    def pack(
+        cls,
+        merged: MergedRows,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        index: NDArray[np.int64] | None = None,
+    ) -> Self:
+        """Facts of merged predictions.
+
+        Args:
+            merged: T of them.
+            device: where the tensors live.
+            dtype: of the facts: the dtype of the log-probabilities, float32 or float64.
+            index: int64 [t], which predictions the caller passes to the loss, in which order; None means all.
+        """
+        return cls(merged=merged, dtype=dtype, device=torch.device(device), _index=index)
+
+    def __len__(self) -> int:
+        """T, or as many as were picked."""
+        return len(self.merged.shares if self._index is None else self._index)
+
+    def like(self, logprobs: Tensor) -> Self:
+        if (logprobs.dtype, logprobs.device) == (self.dtype, self.device):
+            return self
+        return self.pack(self.merged, device=logprobs.device, dtype=logprobs.dtype, index=self._index)
+
+    def shares(self, reduction: Reduction) -> Tensor:
+        """[T]: what the rows of each prediction count in the sum, together.
+
+        Raises:
+            ValueError: another reduction than that of the merged rows.
+        """
+        if reduction != self.merged.reduction:
+            raise ValueError(
+                f"rows merged for reduction {self.merged.reduction!r}, asked for {reduction!r}; merge again"
+            )
+        return self._picked("shares", self.merged.shares)
+
+    def _fact(self, name: str) -> Tensor:
+        require_merged_facts(self.merged, (name,))
+        return self._picked(name, getattr(self.merged, name))
+
+    def _picked(self, name: str, array: NDArray[np.float64]) -> Tensor:
+        if name not in self._cache:
+            self._cache[name] = self._tensor(array if self._index is None else array[self._index])
+        return self._cache[name]
 
 
 def _concatenate(facts: list[NDArray[np.float64]]) -> NDArray[np.float64]:

@@ -6,12 +6,13 @@ l = log-probability of the token now, old = when the row was sampled, A = its ad
 import abc
 import dataclasses
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from treetrain.losses.base import LARGEST, Loss, Metrics, check_choice, check_number
-from treetrain.losses.facts import PackedFacts, Reduction
+from treetrain.losses.facts import Facts, Reduction
 from treetrain.losses.kl import KL_ESTIMATORS, KLEstimator, k3
 
 
@@ -52,10 +53,10 @@ class PolicyLoss(Loss):
         """Whether d policy term / d l is -A whatever l is."""
 
     @abc.abstractmethod
-    def policy_term(self, logprobs: Tensor, facts: PackedFacts) -> tuple[Tensor, dict[str, Tensor]]:
+    def policy_term(self, logprobs: Tensor, facts: Facts) -> tuple[Tensor, dict[str, Tensor]]:
         """The policy's loss per token, [T], and what to watch per token, each [T]."""
 
-    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: PackedFacts) -> tuple[Tensor, Metrics]:
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts) -> tuple[Tensor, Metrics]:
         loss, watched = self.policy_term(logprobs, facts)
         watched = {"policy_loss": loss, "advantage": facts.advantages} | watched
         if self.kl != 0:
@@ -69,7 +70,7 @@ class PolicyLoss(Loss):
         metrics: Metrics = {name: ((shares * x.detach()).sum(), weight) for name, x in watched.items()}
         return (shares * loss).sum(), metrics
 
-    def coefficients(self, facts: PackedFacts) -> Tensor | None:
+    def coefficients(self, facts: Facts) -> Tensor | None:
         kl_is_linear = self.kl == 0 or self.kl_estimator == "k1"
         if not (self.policy_gradient_is_constant and kl_is_linear and self.entropy == 0):
             return None
@@ -80,17 +81,21 @@ class PolicyLoss(Loss):
 class ReinforceLoss(PolicyLoss):
     """-A l. Made by `reinforce`."""
 
+    mergeable: ClassVar[bool] = True
+
     @property
     def policy_gradient_is_constant(self) -> bool:
         return True
 
-    def policy_term(self, logprobs: Tensor, facts: PackedFacts) -> tuple[Tensor, dict[str, Tensor]]:
+    def policy_term(self, logprobs: Tensor, facts: Facts) -> tuple[Tensor, dict[str, Tensor]]:
         return -facts.advantages * logprobs, {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedLoss(PolicyLoss):
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A). Made by `ppo` and `grpo`."""
+
+    mergeable: ClassVar[bool] = True  # the bound that holds depends on the sign of A, not on its size
 
     clip_low: float
     """r is not followed below 1 - clip_low; 1 never clips."""
@@ -114,7 +119,7 @@ class ClippedLoss(PolicyLoss):
     def policy_gradient_is_constant(self) -> bool:
         return self.on_policy
 
-    def policy_term(self, logprobs: Tensor, facts: PackedFacts) -> tuple[Tensor, dict[str, Tensor]]:
+    def policy_term(self, logprobs: Tensor, facts: Facts) -> tuple[Tensor, dict[str, Tensor]]:
         old_logprobs = logprobs.detach() if self.on_policy else facts.old_logprobs
         advantages = facts.advantages
         log_ratio = logprobs - old_logprobs

@@ -1,23 +1,26 @@
 """Supervised fine-tuning: the cross-entropy of the recorded tokens."""
 
 import dataclasses
+from typing import ClassVar
 
 from torch import Tensor
 
 from treetrain.losses.base import Loss, Metrics
-from treetrain.losses.facts import PackedFacts, Reduction
+from treetrain.losses.facts import Facts, Reduction
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SFTLoss(Loss):
     """-log p(token), weighted. Made by `sft`."""
 
-    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: PackedFacts) -> tuple[Tensor, Metrics]:
+    mergeable: ClassVar[bool] = True
+
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts) -> tuple[Tensor, Metrics]:
         shares = facts.shares(self.reduction)
         total = -(shares * logprobs).sum()
         return total, {"nll": (total.detach(), shares.sum())}
 
-    def coefficients(self, facts: PackedFacts) -> Tensor:
+    def coefficients(self, facts: Facts) -> Tensor:
         return -facts.shares(self.reduction)
 
 

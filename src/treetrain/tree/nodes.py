@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -11,12 +12,10 @@ from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
 from treetrain.errors import DataError
 from treetrain.tree.assemble import Int64s, TreeArrays, assemble
 from treetrain.tree.graft import graft
+from treetrain.tree.merged import NEEDED_FACTS, MergedPredictions, Reduction, merge
 
 if TYPE_CHECKING:
     from treetrain.tree.token_tree import TokenTree
-
-# Facts without a neutral value: where one node of a trajectory has them, its other trained nodes must too.
-_NEEDED_FACTS = tuple(name for name in PER_TOKEN_FACTS if name != "loss_weights")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +76,19 @@ class NodeTrajectories:
     tree_index: Int64s
     """Tree index of every token of the nodes in `order`, one after the other."""
 
+    @cached_property
+    def weights(self) -> NDArray[np.float64]:
+        """Loss weight of each of these tokens, as given (1 where none is)."""
+        parts = (self.contents[node] for node in self.order)
+        given = [np.ones(len(part)) if part.loss_weights is None else part.loss_weights for part in parts]
+        return np.concatenate([np.zeros(0), *given])
+
+    @cached_property
+    def place(self) -> Int64s:
+        """Which node each of these tokens is of, by its place in `order`."""
+        lengths = np.array([len(self.contents[node]) for node in self.order], np.int64)
+        return np.repeat(np.arange(len(lengths)), lengths)
+
     def trajectory(self, tree: "TokenTree", number: int) -> Trajectory:
         """Trajectory `number`, joined from the nodes on its path."""
         row = self.rows[number]
@@ -93,21 +105,24 @@ class NodeTrajectories:
 
     def trained_edges(self, tree: "TokenTree", rows: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
         """As TokenTree.trained_edges, from the nodes' own weights: nothing is flattened."""
-        trained = [_trained(self.contents[node]) for node in self.order]
-        mask = np.concatenate([np.zeros(0, bool), *trained]) & (tree.depth[self.tree_index] > 0)
-        place = np.repeat(np.arange(len(trained)), [len(part) for part in trained])[mask]
+        mask = (self.weights != 0) & (tree.depth[self.tree_index] > 0)
+        place = self.place[mask]
         uses = np.zeros(tree.num_tokens, np.int64)
         counted = [row for row, counts in zip(self.rows, rows.tolist()) if counts]
         below = np.array(_trajectories_below(self.parents, self.order, counted), np.int64)[self.order]
         index = self.tree_index[mask]
         np.add.at(uses, index, below[place])
-        own = np.zeros(len(trained), np.int64)
+        own = np.zeros(len(self.order), np.int64)
         own[place] = tree.depth[index]  # the last write wins: the deepest
         deepest = [0] * len(self.contents)
         for node, depth in zip(self.order, own.tolist()):
             above = self.parents[node]
             deepest[node] = depth or (deepest[above] if above >= 0 else 0)
         return uses, np.array([deepest[row.node] for row in self.rows], np.int64) * rows
+
+    def merged(self, tree: "TokenTree", reduction: Reduction) -> MergedPredictions:
+        """As TokenTree.merged."""
+        return merge(self, tree, reduction)
 
 
 class Grown(NamedTuple):
@@ -199,6 +214,12 @@ def _rows(trajectories: Sequence[int | NodeTrajectory], count: int) -> list[Node
             raise DataError(
                 f"trajectory {number}: {row.node!r} is no node; give the number of its last node, 0 to {count - 1}"
             )
+        own = row.advantages
+        if own is not None and not (isinstance(own, int | float | np.number) and np.isfinite(own)):
+            raise DataError(
+                f"trajectory {number}: advantages = {own!r} is no finite number; give one number for the row, or "
+                "advantages per token on the nodes"
+            )
     return rows
 
 
@@ -252,17 +273,17 @@ def _check_facts(
     given, missing = [0] * len(parents), [0] * len(parents)
     for number in order:
         part, above = contents[number], parents[number]
-        has = sum(1 << bit for bit, name in enumerate(_NEEDED_FACTS) if getattr(part, name) is not None)
+        has = sum(1 << bit for bit, name in enumerate(NEEDED_FACTS) if getattr(part, name) is not None)
         first = lengths[number] == len(part)  # a row's first token is never predicted
-        lacks = (1 << len(_NEEDED_FACTS)) - 1 - has if _trained(part)[1 if first else 0 :].any() else 0
+        lacks = (1 << len(NEEDED_FACTS)) - 1 - has if _trained(part)[1 if first else 0 :].any() else 0
         given[number] = (given[above] if above >= 0 else 0) | (has if len(part) else 0)
         missing[number] = (missing[above] if above >= 0 else 0) | lacks
     for number, row in enumerate(rows):
         clash = given[row.node] & missing[row.node]
         if row.advantages is not None:
-            clash &= ~(1 << _NEEDED_FACTS.index("advantages"))
+            clash &= ~(1 << NEEDED_FACTS.index("advantages"))
         if clash:
-            name = next(name for bit, name in enumerate(_NEEDED_FACTS) if clash >> bit & 1)
+            name = next(name for bit, name in enumerate(NEEDED_FACTS) if clash >> bit & 1)
             raise DataError(
                 f"trajectory {number} (last node {row.node}): some of its nodes have {name}, others that are "
                 f"trained have none; give {name} on all of them, or loss_weights=0 on the ones without"
@@ -271,6 +292,7 @@ def _check_facts(
 
 def _joined(name: str, path: list[Trajectory]) -> NDArray[np.float64] | None:
     """One fact along a path. Tokens that are not trained may lack it and get 0; weights default to 1."""
+    path = [part for part in path if len(part)]  # a fact of no token is no fact
     facts = [getattr(part, name) for part in path]
     if all(fact is None for fact in facts):
         return None

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.tree.assemble import Int32s, Int64s
+from treetrain.tree.merged import MergedPredictions, Reduction
 from treetrain.tree.nodes import Node, NodeTrajectory, grow
 from treetrain.tree.stats import FlopCounter, TreeStats, tree_stats
 
@@ -25,6 +26,10 @@ class TrajectorySource(Protocol):
 
     def trained_edges(self, tree: "TokenTree", rows: Bools) -> tuple[Int64s, Int64s]:
         """What TokenTree.trained_edges returns, counting only the trajectories marked in `rows`."""
+        ...
+
+    def merged(self, tree: "TokenTree", reduction: Reduction) -> MergedPredictions | None:
+        """What TokenTree.merged returns."""
         ...
 
 
@@ -50,6 +55,9 @@ class RowTrajectories:
         deepest = np.zeros(tree.num_trajectories, np.int64)
         deepest[owner] = at - offsets[owner]  # the last write wins: the deepest
         return np.bincount(index[at], minlength=tree.num_tokens), deepest
+
+    def merged(self, tree: "TokenTree", reduction: Reduction) -> None:
+        """Rows are as long as their facts, so there is nothing to gain."""
 
 
 class LazyTrajectories(Sequence[Trajectory]):
@@ -222,6 +230,27 @@ class TokenTree:
     @cached_property
     def _trained_edges(self) -> tuple[Int64s, Int64s]:
         return self.source.trained_edges(self, np.ones(self.num_trajectories, bool))
+
+    def merged(self, reduction: Reduction) -> MergedPredictions | None:
+        """The trained predictions with the rows through each node merged; None for a tree made from rows. Cached.
+
+        A loss that is `mergeable` has the same sum, gradients and metrics on these as on the rows; they are at most
+        four per trained token of a node, where the rows have as many as there are flat tokens.
+
+        Args:
+            reduction: the loss's: "token", or "trajectory".
+
+        Raises:
+            DataError: reduction "trajectory" and a negative loss weight.
+            ValueError: another reduction.
+        """
+        if reduction not in self._merged:
+            self._merged[reduction] = self.source.merged(self, reduction)
+        return self._merged[reduction]
+
+    @cached_property
+    def _merged(self) -> dict[Reduction, MergedPredictions | None]:
+        return {}
 
     def stats(self, shape: FlopCounter | None = None) -> TreeStats:
         """How much is shared, where, and what it is worth.
