@@ -1,0 +1,103 @@
+"""A plan for a budget in tokens or bytes."""
+
+from dataclasses import replace
+from typing import Any
+
+from treetrain.plan.budget import Bytes, parse_budget
+from treetrain.plan.cost import ModelShape
+from treetrain.plan.explain import Prices, Purpose
+from treetrain.plan.partition import partition
+from treetrain.plan.plan import Plan
+from treetrain.plan.price import CostModel
+from treetrain.tree.layout import PackedLayout, pack
+from treetrain.tree.token_tree import TokenTree
+
+PART_TOKENS = 8192
+"""Size that parts need not exceed where no budget binds."""
+_SMALLEST_PARTS = 50_000
+"""The smallest budget tried for a number of bytes: one token, or so many parts where that is more."""
+_TRIES, _CLOSE = 16, 0.97
+"""A budget in bytes: most plans looked at, and the share of it that is not worth another."""
+
+
+def make_plan(
+    tree: TokenTree | PackedLayout,
+    cost: Prices | ModelShape,
+    *,
+    budget: Any = None,
+    ranks: int = 1,
+    free_bytes: int | None = None,
+) -> Plan:
+    """The fastest plan found for a batch within a budget; `plan.explain()` says what it does and why.
+
+    Args:
+        tree: the batch; of a TokenTree, what its trained predictions need.
+        cost: a cost model, or a model's shape for one by formula.
+        budget: tokens whose graph may be alive at once (int), or bytes above model, gradients and optimiser state
+            ("8GiB"; see `parse_budget`). None: parts of about PART_TOKENS where nothing is recomputed for it, and no
+            bound but `free_bytes`.
+        ranks: processes that share the batch; only 1 so far.
+        free_bytes: without a budget, what the device has free.
+
+    Raises:
+        ValueError: no budget, one below the smallest that this batch needs, or more than one rank.
+    """
+    if ranks != 1:
+        raise ValueError(f"ranks={ranks!r}: plans over several processes are not there yet; give 1")
+    given = parse_budget(budget)
+    layout = pack(tree, tree.trained_edges()[0] > 0) if isinstance(tree, TokenTree) else tree
+    prices = CostModel.from_shape(cost) if isinstance(cost, ModelShape) else cost
+    if isinstance(given, Bytes):
+        plan, tokens = _within_bytes(layout, prices, given)
+    elif given is not None:
+        plan, tokens = partition(layout, given, prices.seconds), given
+    else:
+        plan, tokens = partition(layout, None, prices.seconds, part_tokens=PART_TOKENS), None
+        if free_bytes is not None and prices.peak_bytes(plan) > free_bytes:
+            plan, tokens = _within_bytes(layout, prices, Bytes(free_bytes))
+    return replace(plan, made_for=Purpose(prices=prices, budget=given, tokens=tokens))
+
+
+def _within_bytes(layout: PackedLayout, prices: Prices, limit: Bytes) -> tuple[Plan, int]:
+    """The plan of the largest budget in tokens that is predicted to fit, and that budget.
+
+    Predicted peaks grow with the budget, nearly in proportion to it, so that the search is between what fits and what
+    does not, where a straight line through both meets the limit.
+    """
+    tokens = max(layout.num_tokens, 1)
+    smallest = max(1, tokens // _SMALLEST_PARTS)
+    fits: tuple[int, float, Plan] | None = None
+    above = (tokens + 1, float("inf"))  # the smallest budget that did not fit, and its peak
+    least, guess = float("inf"), tokens
+    for _ in range(_TRIES):
+        plan = partition(layout, guess, prices.seconds)
+        peak = prices.peak_bytes(plan)
+        least = min(least, peak)
+        if peak <= limit.count:
+            fits = (guess, peak, plan)
+        else:
+            above = (guess, peak)
+        if _is_close(fits, above, limit) or (fits is None and above[0] <= smallest):
+            break
+        guess = _next_guess(fits, above, limit, smallest)
+    if fits is None:
+        raise ValueError(
+            f"budget={limit}: the smallest plan found for this batch needs {Bytes(round(least))} "
+            f"({round(least)} bytes) above model, gradients and optimiser state; give at least that"
+        )
+    return fits[2], fits[0]
+
+
+def _is_close(fits: tuple[int, float, Plan] | None, above: tuple[int, float], limit: Bytes) -> bool:
+    return fits is not None and (fits[1] >= _CLOSE * limit.count or above[0] - fits[0] <= max(1, fits[0] // 50))
+
+
+def _next_guess(fits: tuple[int, float, Plan] | None, above: tuple[int, float], limit: Bytes, smallest: int) -> int:
+    low, low_peak = (smallest, 0.0) if fits is None else fits[:2]
+    high, high_peak = above
+    if fits is None:
+        guess = int(high * limit.count / high_peak * 0.9)
+        return max(smallest, min(guess, high // 2))
+    share = (limit.count - low_peak) / (high_peak - low_peak)
+    guess = low + int((high - low) * min(max(share, 0.1), 0.9))
+    return min(max(guess, low + 1), high - 1)

@@ -1,0 +1,119 @@
+"""Layouts without token ids worth naming, a cost model of a few numbers, and what every plan must hold."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from treetrain.plan.plan import Plan
+from treetrain.tree.build import build_tree
+from treetrain.tree.layout import PackedLayout, pack, segments
+
+
+def layout_of(rows) -> PackedLayout:
+    """Of rows of token ids, every token computed."""
+    return pack(build_tree(rows), trim=False)
+
+
+def layout_of_parents(parent: np.ndarray) -> PackedLayout:
+    """Of a forest given by its parents in pre-order, nothing predicted."""
+    count, before = len(parent), parent.tolist()
+    depth, ends = [0] * count, list(range(1, count + 1))
+    for token in range(count):
+        if before[token] >= 0:
+            depth[token] = depth[before[token]] + 1
+    for token in range(count - 1, -1, -1):
+        if before[token] >= 0:
+            ends[before[token]] = max(ends[before[token]], ends[token])
+    start, above = segments(parent)
+    none = np.zeros(0, np.int64)
+    return PackedLayout(
+        input_ids=np.zeros(count, np.int64),
+        positions=np.array(depth, np.int64),
+        parent=parent,
+        ends=np.array(ends, np.int64),
+        tree_index=np.arange(count),
+        segment_start=start,
+        segment_parent=above,
+        edge_rows=none,
+        edge_targets=none,
+        edge_tokens=none,
+        rows=none,
+        edge_row_index=none,
+    )
+
+
+def nested_forks(count: int) -> PackedLayout:
+    """A chain of `count` tokens with a leaf of one token at each but the last."""
+    return layout_of_parents(np.concatenate([np.arange(-1, count - 1), np.arange(count - 2, -1, -1)]))
+
+
+def star(leaves: int, size: int) -> PackedLayout:
+    """One token with so many leaves of `size` tokens."""
+    parent = np.arange(-1, leaves * size)
+    parent[1::size] = 0
+    return layout_of_parents(parent)
+
+
+@dataclass
+class LinearPrices:
+    """Seconds, in those of a token, and bytes that are linear in what they count."""
+
+    part: float = 44.0
+    """Of a pass with graph."""
+    publish: float = 14.0
+    """Of a pass without graph."""
+    again: float = 0.35
+    """Of a token that is run again."""
+    token_bytes: float = 1000.0
+    plans: int = 0
+    """How many it was asked about."""
+
+    def seconds(self, plan: Plan) -> float:
+        self.plans += 1
+        return float(sum(self.seconds_by(plan).values()))
+
+    def seconds_by(self, plan: Plan) -> dict[str, float]:
+        without = int(plan.publish.max(initial=-1)) + 1
+        return {
+            "layers": float(plan.layout.num_tokens),
+            "recomputation": self.again * plan.recomputed_tokens,
+            "bytes": 0.0,
+            "passes": self.part * plan.num_parts + self.publish * without,
+        }
+
+    def peak_bytes(self, plan: Plan) -> float:
+        return float(sum(self.bytes_by(plan).values()))
+
+    def bytes_by(self, plan: Plan) -> dict[str, float]:
+        return {"graphs": self.token_bytes * plan.peak_tokens, "carry": 50.0 * plan.carry_rows}
+
+
+def check_plan(plan: Plan) -> None:
+    """What holds for every plan, found anew from the parts, token by token."""
+    layout, parts = plan.layout, plan.num_parts
+    assert sorted(set(plan.part_of.tolist())) == list(range(parts))
+    is_open = np.zeros(parts, bool)
+    exported = np.zeros(layout.num_tokens, bool)
+    for token, before in enumerate(layout.parent.tolist()):
+        own = plan.part_of[token]
+        other = plan.part_of[before] if before >= 0 else -1
+        if other == own:
+            continue
+        assert plan.attach[own] == before, "the pieces of a part continue one token"
+        assert plan.parent[own] == other
+        assert other < own, "a part stands after the one it continues"
+        if before >= 0:
+            is_open[other] = True
+        while before >= 0 and plan.part_of[before] == other:
+            exported[before] = True
+            before = layout.parent[before]
+    assert (exported == plan.exported).all()
+    assert (plan.is_open == is_open).all()
+    assert not plan.kept[~is_open].any()
+    assert ((plan.publish >= 0) == (is_open & ~plan.kept)).all(), "late parts and no others are published"
+    for part in range(parts):
+        alive, above = plan.sizes[part], plan.parent[part]
+        while above >= 0:
+            alive += plan.sizes[above] if plan.kept[above] else 0
+            above = plan.parent[above]
+        assert alive == plan.alive[part]
