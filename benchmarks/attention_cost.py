@@ -17,7 +17,7 @@ import treetrain as tt
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.schedule import Forest
 from treetrain.train.allocator import keep_memory
-from treetrain.tree.layout import PackedLayout, pack, trained_predictions
+from treetrain.tree.layout import PackedLayout, pack
 from workloads import load_workload
 
 HEADS, KV_HEADS, SIZE, REPEATS = 6, 2, 64, 15
@@ -37,14 +37,24 @@ def random_tree(leaves: int, path: int, seed: int = 0) -> list[list[int]]:
     return made
 
 
+def comb(chain: int, every: int, leg: int) -> list[list[int]]:
+    """A row and, at every so many tokens, another that leaves it for a short leg: rollouts with retries."""
+    trunk = [token % 10_000 for token in range(chain)]
+    legs = [[*trunk[:at], *([10_000] * leg)] for at in range(every, chain, every)]
+    return [trunk, *legs]
+
+
 def layouts() -> dict[str, PackedLayout]:
     """The trees: the efficiency benchmark's real ones, and synthetic ones of long paths."""
     found = {}
     for name in ("tau_airline_calls", "tot_game24", "codet_humaneval"):
         real = load_workload(name)
-        found[name] = pack(tt.build_tree(real), trained_predictions(real))
+        tree = tt.build_tree(real)
+        found[name] = pack(tree, tree.trained_edges()[0] > 0)
     for leaves, path in ((12, 2048), (64, 512)):
         found[f"random {leaves} x {path}"] = pack(tt.build_tree(random_tree(leaves, path)))
+    for chain, every, leg in ((4096, 10, 5), (3000, 1, 2)):
+        found[f"comb {chain}, {leg} at every {every}"] = pack(tt.build_tree(comb(chain, every, leg)))
     return found
 
 

@@ -4,50 +4,17 @@ import time
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support.forests import attention_forest, bushy_rows, forest_of, forests
 from support.runs import runs
+from support.schedules import calls, check, first_pass, forest_from_parents, pairs_computed
 from treetrain.attention import schedule as schedule_module
-from treetrain.attention.reference import visible
-from treetrain.attention.schedule import Forest, Schedule, make_schedule
+from treetrain.attention.schedule import Forest, make_schedule
 from treetrain.tree.layout import segments
 
 CALL_PAIRS = (0.0, 1.0, 64.0, 2e3, 1e5, 1e9)
-
-
-def coverage(schedule: Schedule) -> np.ndarray:
-    """How often each (query, key) pair is computed, [N, N]."""
-    count = np.zeros((schedule.num_tokens, schedule.num_tokens), dtype=np.int64)
-    for start, stop in schedule.chains:
-        count[start:stop, start:stop] += np.tri(stop - start, dtype=np.int64)
-    for q0, q1, k0, k1 in schedule.rectangles:
-        count[q0:q1, k0:k1] += 1
-    for batch in schedule.batches:
-        for c, length in enumerate(batch.query_length):
-            mask = np.tri(*batch.query_index.shape[1:] * 2, dtype=bool) if batch.mask is None else batch.mask[c]
-            for slot in range(length):
-                np.add.at(count, (batch.query_index[c, slot], batch.key_index[c, mask[slot]]), 1)
-    return count
-
-
-def first_pass(schedule: Schedule) -> np.ndarray:
-    """How often each query is written (chains, batches) before rectangles are merged into it, [N]."""
-    count = np.zeros(schedule.num_tokens, dtype=np.int64)
-    for start, stop in schedule.chains:
-        count[start:stop] += 1
-    for batch in schedule.batches:
-        for index, length in zip(batch.query_index, batch.query_length):
-            np.add.at(count, index[:length], 1)
-    return count
-
-
-def check(forest: Forest, schedule: Schedule) -> None:
-    truth = visible(torch.from_numpy(forest.ends)).numpy()
-    np.testing.assert_array_equal(coverage(schedule), truth)
-    assert (first_pass(schedule) == 1).all()
 
 
 @runs(60)
@@ -84,18 +51,6 @@ def random_tree(rng: np.random.Generator, count: int, depth_bias: float) -> Fore
     return forest_from_parents(np.array(parent))
 
 
-def forest_from_parents(parent: np.ndarray) -> Forest:
-    count = len(parent)
-    ends, depth = np.arange(1, count + 1), np.zeros(count, dtype=np.int64)
-    for token in range(count):
-        depth[token] = depth[parent[token]] + 1 if parent[token] >= 0 else 0
-    for token in range(count - 1, -1, -1):
-        if parent[token] >= 0:
-            ends[parent[token]] = max(ends[parent[token]], ends[token])
-    start, above = segments(parent)
-    return Forest(ends=ends, depth=depth, segment_start=start, segment_parent=above)
-
-
 @pytest.mark.parametrize("depth_bias", [0.4, 0.6, 0.9])
 def test_order_of_siblings_does_not_matter_for_exactness(depth_bias):
     # Trimming untrained tails can leave a first child that is not the heaviest.
@@ -120,11 +75,8 @@ def test_every_kind_of_call_is_reached_by_these_tests():
 def test_dear_calls_make_few_of_them():
     forest = attention_forest(bushy_rows(np.random.default_rng(1), rows=60, segment=5, levels=5))
 
-    def calls(call_pairs):
-        schedule = make_schedule(forest, call_pairs=call_pairs)
-        return len(schedule.chains) + len(schedule.rectangles) + len(schedule.batches)
-
-    assert calls(1e9) <= 2 and calls(1e9) <= calls(2e3) < calls(1.0)
+    dear, usual, cheap = (calls(make_schedule(forest, call_pairs=c)) for c in (1e9, 2e3, 1.0))
+    assert dear <= 2 and dear <= usual < cheap
 
 
 def test_no_batch_is_larger_than_its_bound(monkeypatch):
@@ -167,14 +119,7 @@ def test_twenty_thousand_nested_forks_are_scheduled_in_seconds_without_recursion
     started = time.process_time()
     schedule = make_schedule(forest, call_pairs=call_pairs)
     assert time.process_time() - started < 20
-    pairs = sum((stop - start) * (stop - start + 1) // 2 for start, stop in schedule.chains)
-    pairs += sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in schedule.rectangles)
-    for batch in schedule.batches:
-        filled = np.arange(batch.query_index.shape[1]) < batch.query_length[:, None]
-        size = batch.query_index.shape[1]
-        mask = np.tri(size, dtype=bool)[None] if batch.mask is None else batch.mask
-        pairs += int((mask & filled[:, :, None]).sum())
-    assert pairs == int((forest.depth + 1).sum())
+    assert pairs_computed(schedule) == int((forest.depth + 1).sum())
     assert (first_pass(schedule) == 1).all()
 
 

@@ -1,6 +1,6 @@
 """Cuts the visible (query, key) pairs of a forest into few stock attention calls.
 
-Every visible pair lands in exactly one call. Three kinds of call are used (docs/design.md):
+Every visible pair lands in exactly one call. These kinds are used (docs/design.md):
 
 - a *chain*: a run of first children, contiguous in pre-order; one causal call;
 - a *rectangle*: everything that hangs off a chain at one fork, against the chain down to that fork; no mask needed;
@@ -9,13 +9,19 @@ Every visible pair lands in exactly one call. Three kinds of call are used (docs
   pre-order and stands before the run is an ancestor of the first one too). Tiles are padded to one size and computed
   by a single masked call, however many small segments there are. Short unforked rows are batched likewise, causally.
 
+- a *block* joins the last two for many small subtrees along a chain: one rectangle for the light subtrees of a run of
+  forks, tiles that also gather the chain below the first of them (forks.py).
+
 Which of them a subtree gets is decided bottom-up by predicted cost, measured in query-key pairs; a call costs as much
 as ``call_pairs`` pairs on top of its own.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+
+from treetrain.attention.forks import fork_blocks, path_tops
 
 TILE = 64
 """Queries in a tile."""
@@ -23,6 +29,10 @@ MAX_TILE_PATH = 1024
 """A region whose paths are longer than this is never tiled: masks would grow with depth."""
 QUERY_PAIRS = 50
 """What one query costs in a batch or a rectangle besides its pairs (copies, merging), in query-key pairs; measured."""
+KEY_PAIRS = 7
+"""What one key costs in a rectangle besides its pairs (its gradient is added to the others'); measured."""
+TILE_PAIR = 1.25
+"""What one query-key pair costs in a block's tiles, where keys are gathered and masked; measured, 1.1 to 1.3."""
 CAUSAL_BLOCK = 512
 """The stock causal kernel skips hidden keys in blocks of this many."""
 MAX_BATCH_SCORES = 1 << 22
@@ -75,7 +85,8 @@ class _Cut:
 
     chains: list[tuple[int, int]] = field(default_factory=list)
     rectangles: list[tuple[int, int, int, int]] = field(default_factory=list)
-    regions: list[tuple[int, int]] = field(default_factory=list)
+    regions: list[tuple[int, int, int]] = field(default_factory=list)
+    """(start, stop, floor): tokens whose ancestors from ``floor`` on are computed by tiles."""
     rows: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -85,12 +96,41 @@ def make_schedule(forest: Forest, *, call_pairs: float = 8192.0) -> Schedule:
     Args:
         call_pairs: cost of one more call, in query-key pairs (forward and backward together).
     """
-    cut = _emit(forest, *_decide(forest, call_pairs))
+    segments = _Segments(forest)
+    cut = _emit(segments, _decide(forest, segments, _Costs(forest, call_pairs)))
     batches = _tile_batches(forest, cut.regions) + _row_batches(cut.rows)
     return Schedule(num_tokens=len(forest.ends), chains=cut.chains, rectangles=cut.rectangles, batches=batches)
 
 
-_REGION, _ROW, _CHAIN = -1, -2, 0  # a decision >= 0 is a chain of that many segments below its first
+class _Segments:
+    """The forest's segments as lists, which Python reads faster than arrays."""
+
+    def __init__(self, forest: Forest):
+        first = forest.segment_start[:-1]
+        self.start: list[int] = forest.segment_start.tolist()
+        self.parent: list[int] = forest.segment_parent.tolist()
+        self.end: list[int] = forest.ends[first].tolist()
+        self.depth: list[int] = forest.depth[first].tolist()
+        self.max_depth = _subtree_max_depth(forest)
+        self.at = dict(zip(self.start, range(len(self.parent))))
+
+    def siblings(self, start: int, stop: int) -> list[int]:
+        """Segments whose subtrees tile the token range [start, stop)."""
+        found = []
+        while start < stop:
+            found.append(self.at[start])
+            start = self.end[found[-1]]
+        return found
+
+
+def _subtree_max_depth(forest: Forest) -> list[int]:
+    """[S] deepest position in each segment's subtree."""
+    deepest, parents = forest.depth[forest.segment_start[1:] - 1].tolist(), forest.segment_parent.tolist()
+    for s in range(len(deepest) - 1, 0, -1):
+        parent = parents[s]
+        if parent >= 0 and deepest[s] > deepest[parent]:
+            deepest[parent] = deepest[s]
+    return deepest
 
 
 class _Costs:
@@ -98,8 +138,7 @@ class _Costs:
 
     def __init__(self, forest: Forest, call_pairs: float):
         self.call = call_pairs
-        self.depth_sum = np.concatenate([[0], np.cumsum(forest.depth)])
-        self.max_depth = _subtree_max_depth(forest)
+        self.depth_sum: list[int] = np.concatenate([[0], np.cumsum(forest.depth)]).tolist()
 
     def region(self, start: int, stop: int, base_depth: int, max_depth: int) -> float:
         if max_depth - base_depth >= MAX_TILE_PATH:
@@ -110,111 +149,120 @@ class _Costs:
     def chain(self, length: int) -> float:
         return self.call + length * min(length, length / 2 + CAUSAL_BLOCK / 2)
 
-    def rectangle(self, queries: int, keys: int) -> float:
-        return self.call + queries * (keys + QUERY_PAIRS)
+    def rectangle(self, queries: Any, keys: Any) -> Any:
+        """Also of whole arrays of rectangles."""
+        return self.call + queries * (keys + QUERY_PAIRS) + keys * KEY_PAIRS
+
+    def tiles(self, slots: Any, path: Any) -> Any:
+        """``slots`` query slots, padding included, of a block whose tiles gather ``path`` keys; also of arrays."""
+        return slots * (TILE_PAIR * path + TILE + QUERY_PAIRS)
 
     def row(self, length: int) -> float:
-        return float(length * (_padded(length) + QUERY_PAIRS)) if length <= 2 * TILE else float("inf")
+        slots = _padded(length)
+        return float(slots * (slots + QUERY_PAIRS)) if length <= 2 * TILE else float("inf")
 
 
-def _subtree_max_depth(forest: Forest) -> np.ndarray:
-    """[S] deepest position in each segment's subtree."""
-    last = forest.segment_start[1:] - 1
-    deepest = forest.depth[last].astype(np.int64)
-    for s in range(len(deepest) - 1, 0, -1):
-        parent = forest.segment_parent[s]
-        if parent >= 0 and deepest[s] > deepest[parent]:
-            deepest[parent] = deepest[s]
-    return deepest
+_REGION, _ROW, _CHAIN = -1, -2, 0  # a decision >= 0 is a chain of that many segments below its first
 
 
-def _heavy_paths(parent: list[int]) -> list[int]:
-    """Segments that are not the first child of their parent: each is the top of one path of first children."""
-    return [s for s, p in enumerate(parent) if p < 0 or p != s - 1]
+@dataclass(slots=True)
+class _Decision:
+    how: list[int]
+    """[S]: of each segment that tops a path of first children, how its subtree is computed."""
+    opens: list[int]
+    """[S]: the first fork of the block that ends at this fork; the fork itself where it stands alone."""
 
 
-def _decide(forest: Forest, call_pairs: float) -> tuple[list[int], list[int]]:
-    """Tops of the first-child paths and, for each segment that is a top, how its subtree is computed."""
-    costs = _Costs(forest, call_pairs)
-    start, parent = forest.segment_start.tolist(), forest.segment_parent.tolist()
-    count = len(parent)
-    segment_end = forest.ends[forest.segment_start[:-1]].tolist()
-    segment_of_start = dict(zip(start, range(count)))
-    top_depth = forest.depth[forest.segment_start[:-1]].tolist()
-    max_depth = costs.max_depth.tolist()
-    best, decision = [0.0] * count, [_REGION] * count
-    tops = _heavy_paths(parent)
-    for top in reversed(tops):
-        base = top_depth[top]
-        cheapest, choice = costs.region(start[top], segment_end[top], base, max_depth[top]), _REGION
-        if start[top + 1] == segment_end[top]:
-            row = costs.row(segment_end[top] - start[top])
-            if row < cheapest:
-                cheapest, choice = row, _ROW
-        hanging = 0.0
-        s, steps = top, 0
+def _decide(forest: Forest, segments: _Segments, costs: _Costs) -> _Decision:
+    """The cheapest way to compute every subtree, from the last to the first."""
+    start, end, count = segments.start, segments.end, len(segments.parent)
+    blocks = fork_blocks(
+        start=forest.segment_start,
+        parent=forest.segment_parent,
+        end=forest.ends[forest.segment_start[:-1]],
+        depth=forest.depth,
+        max_depth=np.array(segments.max_depth, dtype=np.int64),
+        tile=TILE,
+        rectangle=costs.rectangle,
+        tiles=costs.tiles,
+    )
+    best, above = [0.0] * count, [0.0] * count  # of a subtree; of all that hangs off the chain above a fork
+    decision = _Decision(how=[_REGION] * count, opens=list(range(count)))
+    for top in np.unique(path_tops(forest.segment_parent))[::-1].tolist():
+        cheapest, choice = _whole(segments, costs, top)
+        hanging, s = 0.0, top
         while True:
-            length = start[s + 1] - start[top]
+            length, below = start[s + 1] - start[top], end[s] - start[s + 1]
             cost = hanging + costs.chain(length)
-            below = segment_end[s] - start[s + 1]
             if below:
                 cost += costs.rectangle(below, length)
-                cost += costs.region(start[s + 1], segment_end[s], base + length, max_depth[s])
+                cost += costs.region(start[s + 1], end[s], segments.depth[top] + length, segments.max_depth[s])
             if cost < cheapest:
-                cheapest, choice = cost, _CHAIN + steps
+                cheapest, choice = cost, _CHAIN + s - top
             if not below:
                 break
-            light_start = segment_end[s + 1]
-            if light_start < segment_end[s]:
-                hanging += costs.rectangle(segment_end[s] - light_start, length)
-                hanging += sum(best[c] for c in _siblings(light_start, segment_end[s], segment_of_start, segment_end))
-            s, steps = s + 1, steps + 1
-        best[top], decision[top] = cheapest, choice
-    return tops, decision
+            above[s] = hanging
+            if end[s + 1] < end[s]:
+                hanging += costs.rectangle(end[s] - end[s + 1], length)
+                hanging += sum(best[c] for c in segments.siblings(end[s + 1], end[s]))
+            for b in range(blocks.offset[s], blocks.offset[s + 1]):
+                together = above[blocks.first[b]] + blocks.cost[b]
+                if together < hanging:
+                    hanging, decision.opens[s] = together, blocks.first[b]
+            s += 1
+        best[top], decision.how[top] = cheapest, choice
+    return decision
 
 
-def _siblings(start: int, stop: int, segment_of_start: dict[int, int], segment_end: list[int]) -> list[int]:
-    """Segments whose subtrees tile the token range [start, stop)."""
-    found = []
-    while start < stop:
-        s = segment_of_start[start]
-        found.append(s)
-        start = segment_end[s]
-    return found
+def _whole(segments: _Segments, costs: _Costs, top: int) -> tuple[float, int]:
+    """Cost and kind of a subtree that no chain is taken out of."""
+    start, end, depth = segments.start[top], segments.end[top], segments.depth[top]
+    region = costs.region(start, end, depth, segments.max_depth[top])
+    row = costs.row(end - start) if segments.start[top + 1] == end else float("inf")
+    return (row, _ROW) if row < region else (region, _REGION)
 
 
-def _emit(forest: Forest, tops: list[int], decision: list[int]) -> _Cut:
+def _emit(segments: _Segments, decision: _Decision) -> _Cut:
     """Walk the decisions down from the roots and collect the pieces."""
-    start, parent = forest.segment_start.tolist(), forest.segment_parent.tolist()
-    segment_end = forest.ends[forest.segment_start[:-1]].tolist()
-    segment_of_start = dict(zip(start, range(len(parent))))
+    start, end = segments.start, segments.end
     cut = _Cut()
-    pending = [top for top in tops if parent[top] < 0]
+    pending = [s for s, parent in enumerate(segments.parent) if parent < 0]
     while pending:
         top = pending.pop()
-        choice = decision[top]
+        choice = decision.how[top]
         if choice == _REGION:
-            cut.regions.append((start[top], segment_end[top]))
-            continue
-        if choice == _ROW:
-            cut.rows.append((start[top], segment_end[top]))
-            continue
-        last = top + choice
-        for s in range(top, last):
-            light_start = segment_end[s + 1]
-            if light_start < segment_end[s]:
-                cut.rectangles.append((light_start, segment_end[s], start[top], start[s + 1]))
-                pending += _siblings(light_start, segment_end[s], segment_of_start, segment_end)
-        cut.chains.append((start[top], start[last + 1]))
-        if start[last + 1] < segment_end[last]:
-            cut.rectangles.append((start[last + 1], segment_end[last], start[top], start[last + 1]))
-            cut.regions.append((start[last + 1], segment_end[last]))
+            cut.regions.append((start[top], end[top], start[top]))
+        elif choice == _ROW:
+            cut.rows.append((start[top], end[top]))
+        else:
+            last = top + choice
+            cut.chains.append((start[top], start[last + 1]))
+            if start[last + 1] < end[last]:
+                cut.rectangles.append((start[last + 1], end[last], start[top], start[last + 1]))
+                cut.regions.append((start[last + 1], end[last], start[last + 1]))
+            pending += _emit_forks(segments, decision, top, last, cut)
     return cut
+
+
+def _emit_forks(segments: _Segments, decision: _Decision, top: int, last: int, cut: _Cut) -> list[int]:
+    """Collect what hangs off the chain from ``top`` above segment ``last``; returns subtrees yet to be walked."""
+    start, end = segments.start, segments.end
+    pending, s = [], last - 1
+    while s >= top:
+        first = decision.opens[s]
+        if end[s + 1] < end[first]:
+            cut.rectangles.append((end[s + 1], end[first], start[top], start[first + 1]))
+            if first < s:
+                cut.regions.append((end[s + 1], end[first], start[first + 1]))
+            else:
+                pending += segments.siblings(end[s + 1], end[s])
+        s = first - 1
+    return pending
 
 
 def _padded(length: int) -> int:
     """Row lengths are padded to steps of about an eighth, so that a batch wastes little and batches stay few."""
-    step = 4
+    step = 1 if length <= 2 else 4  # a wide star has thousands of rows of one token
     while step * 16 <= length:
         step *= 2
     return -(-length // step) * step
@@ -236,7 +284,7 @@ def _row_batches(rows: list[tuple[int, int]]) -> list[Batch]:
     return batches
 
 
-def _tile_batches(forest: Forest, regions: list[tuple[int, int]]) -> list[Batch]:
+def _tile_batches(forest: Forest, regions: list[tuple[int, int, int]]) -> list[Batch]:
     tiles = _cut_tiles(forest, regions)
     tiles.sort(key=lambda tile: len(tile[2]))
     batches, first = [], 0
@@ -254,31 +302,40 @@ def _tile_batches(forest: Forest, regions: list[tuple[int, int]]) -> list[Batch]
     return batches
 
 
-def _cut_tiles(forest: Forest, regions: list[tuple[int, int]]) -> list[tuple[int, int, np.ndarray]]:
-    """(start, stop, path of the first token inside its region) of every tile; adjacent regions share tiles."""
+def _cut_tiles(forest: Forest, regions: list[tuple[int, int, int]]) -> list[tuple[int, int, np.ndarray]]:
+    """(start, stop, path of the first token from its region's floor on) of every tile.
+
+    Adjacent regions share tiles, unless the later one also sees what lies before it.
+    """
     regions = sorted(regions)
     region_start = np.array([r[0] for r in regions], dtype=np.int64)
+    top = path_tops(forest.segment_parent)
     tiles, i = [], 0
     while i < len(regions):
-        run_start, run_stop = regions[i]
+        run_start, run_stop, _ = regions[i]
         i += 1
-        while i < len(regions) and regions[i][0] == run_stop:
+        while i < len(regions) and regions[i][0] == run_stop == regions[i][2]:
             run_stop = regions[i][1]
             i += 1
         for start in range(run_start, run_stop, TILE):
-            region = region_start[np.searchsorted(region_start, start, side="right") - 1]
-            tiles.append((start, min(start + TILE, run_stop), _path_inside(forest, start, int(region))))
+            floor = regions[int(np.searchsorted(region_start, start, side="right")) - 1][2]
+            tiles.append((start, min(start + TILE, run_stop), _path_from(forest, top, start, floor)))
     return tiles
 
 
-def _path_inside(forest: Forest, token: int, region_start: int) -> np.ndarray:
-    """Packed indices of the proper ancestors of ``token`` that are not before ``region_start``, shallowest first."""
+def _path_from(forest: Forest, top: np.ndarray, token: int, floor: int) -> np.ndarray:
+    """Packed indices of the proper ancestors of ``token`` that are not before ``floor``, shallowest first.
+
+    Args:
+        top: int64 [S], first segment of the path of first children that each segment is on.
+    """
     s = int(np.searchsorted(forest.segment_start, token, side="right")) - 1
     pieces, stop = [], token
-    while s >= 0 and stop > region_start:
-        start = max(int(forest.segment_start[s]), region_start)
+    while s >= 0 and stop > floor:
+        # A path of first children is contiguous: one step, however many forks it has.
+        start = max(int(forest.segment_start[top[s]]), floor)
         pieces.append(np.arange(start, stop, dtype=np.int64))
-        s = int(forest.segment_parent[s])
+        s = int(forest.segment_parent[top[s]])
         stop = int(forest.segment_start[s + 1]) if s >= 0 else 0
     return np.concatenate(pieces[::-1]) if pieces else np.empty(0, dtype=np.int64)
 

@@ -1,0 +1,111 @@
+"""Runs of consecutive forks of a chain whose light subtrees could share one rectangle.
+
+In pre-order, the first child first, the light subtrees (all children but the first) of forks i..j of a chain, i above
+j, lie side by side, the deepest fork's first: one token range R. All of R sees the chain down to fork i: one unmasked
+rectangle. What R sees besides, the chain between fork i and fork j and R's own tokens, is near: tiles over R with short
+paths. So a chain of 100,000 forks needs some hundred calls, not 100,000.
+
+Shape letters: S segments, B blocks found.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+MAX_BLOCK_PATH = 512
+"""Longest path of a block's tokens below its first fork. Longer ones save little and their masks are large."""
+BLOCK_TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Blocks are tried at each fork that fill about so many tiles; more would save next to nothing."""
+
+
+class ForkBlocks(NamedTuple):
+    """Candidate blocks, ordered by their last (deepest) fork. A fork is named by the segment that ends in it."""
+
+    offset: list[int]
+    """[S + 1]: blocks [offset[s], offset[s + 1]) have fork s last."""
+    first: list[int]
+    """[B]: the first (shallowest) fork of each; it is less than the last."""
+    cost: list[float]
+    """[B]: predicted cost of the rectangle and the tiles, in query-key pairs."""
+
+
+def path_tops(parent: np.ndarray) -> np.ndarray:
+    """int64 [S]: the first segment of the path of first children that each segment is on."""
+    index = np.arange(len(parent))
+    return np.maximum.accumulate(np.where(parent != index - 1, index, 0))
+
+
+def fork_blocks(
+    *,
+    start: np.ndarray,
+    parent: np.ndarray,
+    end: np.ndarray,
+    depth: np.ndarray,
+    max_depth: np.ndarray,
+    tile: int,
+    rectangle: Callable[[Any, Any], Any],
+    tiles: Callable[[Any, Any], Any],
+) -> ForkBlocks:
+    """The blocks worth trying, in time linear in the segments but for a logarithm.
+
+    Args:
+        start: int64 [S + 1], parent: int64 [S], end: int64 [S]: segments and the exclusive ends of their subtrees.
+        depth: int64 [N], position of every token on its path. max_depth: int64 [S], deepest one in a subtree.
+        tile: queries in a tile.
+        rectangle: cost of (queries, keys). tiles: cost of (query slots, mean keys outside the tile).
+    """
+    count = len(parent)
+    top = path_tops(parent)
+    forks = np.flatnonzero(top[1:] == top[:-1])  # segments whose first child continues their path
+    if len(forks) < 2:
+        return ForkBlocks([0] * (count + 1), [], [])
+    stop, bottom = end[forks], end[forks + 1]  # light subtrees of a fork: tokens [bottom, stop)
+    below = depth[start[forks + 1]]  # first position on the chain below the fork
+    keys = start[forks + 1] - start[top[forks]]
+    path = np.cumsum(np.diff(top[forks], prepend=top[forks[0]]) != 0)  # numbers the chains
+    highest = _highest_first(path, below, _light_depth(parent, max_depth)[forks])
+    # Ends fall along a chain; negated and shifted by chain they ascend overall.
+    falling = path * (int(end.max()) + 1) - stop
+    depth_sum = np.concatenate([[0], np.cumsum(depth, dtype=np.int64)])
+    last = np.arange(len(forks))
+    first = np.empty((len(forks), len(BLOCK_TILES)), dtype=np.int64)
+    cost = np.empty(first.shape)
+    for k, length in enumerate(BLOCK_TILES):
+        i = np.searchsorted(falling, path * (int(end.max()) + 1) - (bottom + length * tile))
+        i = np.maximum(i, highest)
+        first[:, k] = i
+        i = np.minimum(i, last)
+        queries = stop[i] - bottom
+        near = depth_sum[stop[i]] - depth_sum[bottom] - queries * below[i]
+        pieces = -(-queries // tile)
+        # A tile gathers the path of its first token; its later tokens hang higher up and see less of it.
+        slack = (below - below[i]) / (2 * np.maximum(pieces, 1))
+        cost[:, k] = rectangle(queries, keys[i]) + tiles(pieces * tile, near / np.maximum(queries, 1) + slack)
+    tried = first < last[:, None]
+    tried[:, 1:] &= first[:, 1:] < first[:, :-1]
+    per_segment = np.zeros(count, dtype=np.int64)
+    per_segment[forks] = tried.sum(axis=1)
+    offset = np.concatenate([[0], np.cumsum(per_segment)])
+    return ForkBlocks(offset.tolist(), forks[first[tried]].tolist(), cost[tried].tolist())
+
+
+def _light_depth(parent: np.ndarray, max_depth: np.ndarray) -> np.ndarray:
+    """[S] deepest position in the light subtrees of each segment's fork, -1 where it has none."""
+    found = np.full(len(parent), -1, dtype=np.int64)
+    light = np.flatnonzero((parent >= 0) & (parent != np.arange(len(parent)) - 1))
+    np.maximum.at(found, parent[light], max_depth[light])
+    return found
+
+
+def _highest_first(path: np.ndarray, below: np.ndarray, deepest: np.ndarray) -> np.ndarray:
+    """The highest fork that can open a block down to each fork without a path above ``MAX_BLOCK_PATH``, [forks].
+
+    Where none can, it is the fork after.
+    """
+    size = int(max(below.max(), deepest.max())) + 1
+    # below[i] > deepest - MAX_BLOCK_PATH, i on the same chain; positions rise along a chain.
+    needed = np.clip(deepest - MAX_BLOCK_PATH + 1, 0, size)
+    least = np.searchsorted(path * (size + 1) + below, path * (size + 1) + needed)
+    # A block holds all forks between: the strictest of them decides, and one that no block can hold starts anew.
+    return np.maximum.accumulate(np.minimum(least, np.arange(len(path)) + 1))
