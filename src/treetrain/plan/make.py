@@ -1,5 +1,6 @@
 """A plan for a budget in tokens or bytes."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,9 @@ from treetrain.tree.token_tree import TokenTree
 
 PART_TOKENS = 8192
 """Size that parts need not exceed where no budget binds."""
-_SMALLEST_PARTS = 50_000
+_SMALLEST_PARTS = 10_000
 """The smallest budget tried for a number of bytes: one token, or so many parts where that is more."""
-_TRIES, _CLOSE = 16, 0.97
+_TRIES, _CLOSE = 40, 0.97
 """A budget in bytes: most plans looked at, and the share of it that is not worth another."""
 
 
@@ -68,11 +69,10 @@ def _within_bytes(layout: PackedLayout, prices: Prices, limit: Bytes) -> tuple[P
     smallest = max(1, tokens // _SMALLEST_PARTS)
     fits: tuple[int, float, Plan] | None = None
     above = (tokens + 1, float("inf"))  # the smallest budget that did not fit, and its peak
-    least, guess = float("inf"), tokens
+    guess = tokens
     for _ in range(_TRIES):
         plan = partition(layout, guess, prices.seconds)
         peak = prices.peak_bytes(plan)
-        least = min(least, peak)
         if peak <= limit.count:
             fits = (guess, peak, plan)
         else:
@@ -81,9 +81,10 @@ def _within_bytes(layout: PackedLayout, prices: Prices, limit: Bytes) -> tuple[P
             break
         guess = _next_guess(fits, above, limit, smallest)
     if fits is None:
+        least = Bytes(math.ceil(above[1]))
         raise ValueError(
-            f"budget={limit}: the smallest plan found for this batch needs {Bytes(round(least))} "
-            f"({round(least)} bytes) above model, gradients and optimiser state; give at least that"
+            f"budget={limit}: the smallest plan of this batch, {smallest} tokens at once, needs {least} "
+            f"({least.count} bytes) above model, gradients and optimiser state; give at least that"
         )
     return fits[2], fits[0]
 

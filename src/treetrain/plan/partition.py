@@ -13,8 +13,8 @@ from treetrain.tree.layout import PackedLayout
 
 Keep = Literal["none", "all", "mixed"]
 
-PUBLISH_TOKENS = 512
-"""A pass without graph may have this many tokens, or four times the budget if that is more."""
+PUBLISHED = 4
+"""A pass without graph may have this many budgets of tokens: what it adds to the carry is small beside their graph."""
 
 
 def partition(
@@ -32,7 +32,7 @@ def partition(
         budget_tokens: most tokens whose graph is alive at once, kept ancestors included; None for no bound.
         seconds: predicted time of a step under a plan.
         part_tokens: size that parts need not exceed as long as nothing is recomputed for it; paths stay whole.
-        publish_tokens: most tokens of a pass without graph that late parts share; None: see PUBLISH_TOKENS.
+        publish_tokens: most tokens of a pass without graph that late parts share; None: PUBLISHED times the budget.
 
     Raises:
         ValueError: a number of tokens below 1.
@@ -41,7 +41,7 @@ def partition(
         if value is not None and value < 1:
             raise ValueError(f"{name} of {value} tokens: give 1 or more")
     budget = NO_BOUND if budget_tokens is None else min(int(budget_tokens), NO_BOUND)
-    publish = max(4 * budget, PUBLISH_TOKENS) if publish_tokens is None else publish_tokens
+    publish = PUBLISHED * budget if publish_tokens is None else publish_tokens
     if part_tokens is not None and part_tokens < budget:
         search = Search(Ground.of(layout, budget, part_tokens), seconds, publish)
         plan = search.only_kept()

@@ -60,7 +60,10 @@ class Search:
         ways += [(self.keeps + ((target - self.keeps) * share).astype(np.int64), never) for share in _UPWARDS]
         ways += [((self.keeps * share).astype(np.int64), never) for share in _DOWNWARDS]
         crown = (self.ground.tall > 0) | (self.ground.big[self.ground.units.of] & (self.ground.units.of >= 0))
-        most = min(_SEGMENTS_TRIED // max(1, int(crown.sum())), _TOKENS_TRIED // self.ground.layout.num_tokens)
+        tokens = self.ground.layout.num_tokens
+        most = min(_SEGMENTS_TRIED // max(1, int(crown.sum())), _TOKENS_TRIED // tokens)
+        if self.ground.units.size[self.ground.big].sum() < _NEAR * tokens:
+            most = 0  # these units are too small to matter
         tries = [self._try(*way) for way in ways[: max(2, most)]]
         if self.ground.big.sum() > 1:
             prices = _prices(self.seconds)
