@@ -51,6 +51,41 @@ def test_larger_forests_are_partitioned_within_any_budget(seed, budget, prices):
     assert plan.peak_tokens <= budget
 
 
+def test_a_subtree_right_below_late_tokens_that_fits_is_closed_however_small_light_subtrees_are():
+    # Below the first token: 20 tokens with two stars of 31, and 56 with one, which make the first token late.
+    def star_below(path: list[int]) -> list[list[int]]:
+        return [[*path, 9, leaf] for leaf in range(29)]
+
+    rows = [row for branch in (0, 1) for row in star_below([7, 1, *range(19), branch])]
+    layout = layout_of([*rows, *star_below([7, 2, *range(55)])])
+    tried = search.Search(Ground.of(layout, 86), LinearPrices().seconds, 0)
+    way = tried._try(np.array([31]), np.array([False]))
+    assert sorted(way.plan.sizes.tolist()) == [83, 86]
+
+
+@given(st.integers(0, 10**6), st.floats(0.3, 1.0))
+@settings(max_examples=60, deadline=None)
+def test_the_largest_light_subtrees_that_let_all_be_kept_are_the_largest(seed, share):
+    layout = layout_of(larger_forest(seed, rows=15))
+    height = heights(layout)
+    budget = max(1, int(share * layout.num_tokens))
+    ground = Ground.of(layout, budget)
+    found, below = ground.largest_that_keeps(), layout.ends - np.arange(layout.num_tokens)
+    inner = ~np.repeat(ground.leaf, ground.length)
+    for unit, (segment, big) in enumerate(zip(ground.units.root.tolist(), ground.big.tolist())):
+        first = int(ground.start[segment] + ground.tall[segment])
+        tokens = np.arange(first, layout.ends[first])
+        assert height[first] <= budget
+        if not big:
+            continue
+
+        def fits(light: int, tokens: np.ndarray = tokens) -> bool:
+            crown = tokens[(below[tokens] > light) & inner[tokens]]
+            return light + (layout.positions[crown] + 1 - layout.positions[tokens[0]]).max(initial=0) <= budget
+
+        assert fits(int(found[unit])) and (found[unit] == ground.target or not fits(int(found[unit]) + 1))
+
+
 @given(st.integers(0, 10**6), st.floats(0.05, 1.0))
 @settings(max_examples=100, deadline=None)
 def test_every_way_of_cutting_that_is_tried_is_a_partition_within_the_budget(seed, share):

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from treetrain.plan.crown import segment_heights
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.layout import PackedLayout
 
@@ -262,16 +263,8 @@ def least_recomputed(layout: PackedLayout, budget: int) -> int:
 
 def heights(layout: PackedLayout) -> Int64s:
     """int64 [M]: tokens on the longest path from each token down, itself included."""
-    start, above = layout.segment_start, layout.segment_parent
-    length = np.diff(start)
-    top = length.copy()  # height of each segment's first token, leaves' at first
-    below = np.zeros(len(above), np.int64)
-    for segment in range(len(above) - 1, -1, -1):
-        top[segment] = length[segment] + below[segment]
-        parent = above[segment]
-        if parent >= 0 and top[segment] > below[parent]:
-            below[parent] = top[segment]
-    return np.repeat(top, length) - (np.arange(len(layout.parent)) - np.repeat(start[:-1], length))
+    start, length = layout.segment_start[:-1], np.diff(layout.segment_start)
+    return np.repeat(segment_heights(layout) + start, length) - np.arange(len(layout.parent))
 
 
 def _first_tokens(part_of: Int64s, count: int) -> Int64s:
