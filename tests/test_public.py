@@ -39,7 +39,8 @@ SIGNATURES = {
     ),
     "ModelShape": "(*, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied)",
     "TreeEngine": "(model, *, budget=None, temperature=1.0)",
-    "StepResult": "(*, loss, metrics, metric_sums, flat_tokens, unique_tokens, computed_tokens, parts)",
+    "StepResult": "(*, loss, metrics, metric_sums, flat_tokens, unique_tokens, computed_tokens, recomputed_tokens, "
+    "parts)",
 }
 METHODS = {
     "TreeEngine.forward_backward": "(self, trajectories, loss, normaliser=None)",

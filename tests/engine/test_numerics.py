@@ -1,129 +1,13 @@
 """The numerics contract of the engine: gradients of tree and rows, in float64, float32 and bfloat16."""
 
-import dataclasses
-from typing import Any
-
 import pytest
 import torch
-from hypothesis import given
 
 import treetrain as tt
-from support import linear
-from support.forests import trajectories
-from support.models import FAMILIES, as_dtype, make_model
+from support.contract import OTHERS, PPO, SFT, check_contract
+from support.models import FAMILIES, make_model
 from support.pure import PureFloat64, RoundsToFloat32
-from support.runs import runs, seeded
 from treetrain.engine.linear import LinearEngine
-
-TEMPERATURE = 1.3
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A loss of the library beside the same loss written out per token."""
-
-    loss: Any
-    per_token: linear.RowLoss
-    reduction: str = "token"
-    temperature: float = TEMPERATURE
-
-
-SFT = Case(tt.losses.sft(), lambda logp, entropy, facts: -logp, temperature=1.0)
-PPO = Case(
-    tt.losses.ppo(clip=0.2, entropy=0.05),
-    lambda logp, entropy, facts: linear.clipped(logp, facts, 0.2, 0.2) - 0.05 * entropy,
-)
-
-
-def _reinforce(kind: str, reduction: str, entropy: float) -> Case:
-    def per_token(logp, entropies, facts):
-        return -facts["advantages"] * logp + 0.3 * linear.kl(kind, logp, facts) - entropy * entropies
-
-    loss = tt.losses.reinforce(kl=0.3, kl_estimator=kind, entropy=entropy, reduction=reduction)  # type: ignore[arg-type]
-    return Case(loss, per_token, reduction)
-
-
-OTHERS = {
-    "sft per trajectory": Case(
-        tt.losses.sft(reduction="trajectory"), lambda logp, entropy, facts: -logp, "trajectory", 0.7
-    ),
-    "reinforce": Case(tt.losses.reinforce(), lambda logp, entropy, facts: -facts["advantages"] * logp),
-    "reinforce k1": _reinforce("k1", "trajectory", 0.0),
-    "reinforce k2": _reinforce("k2", "token", 0.0),
-    "reinforce k3 entropy": _reinforce("k3", "token", 0.1),
-    "ppo asymmetric": Case(
-        tt.losses.ppo(clip_low=0.1, clip_high=0.3), lambda logp, entropy, facts: linear.clipped(logp, facts, 0.1, 0.3)
-    ),
-    "grpo": Case(
-        tt.losses.grpo(clip=0.2, kl=0.1),
-        lambda logp, entropy, facts: linear.clipped(logp, facts, 0.2, 0.2) + 0.1 * linear.kl("k3", logp, facts),
-        "trajectory",
-    ),
-    "grpo on policy": Case(
-        tt.losses.grpo(on_policy=True),
-        lambda logp, entropy, facts: -(logp - logp.detach()).exp() * facts["advantages"],
-        "trajectory",
-    ),
-}
-
-
-def expected(model, rows, cases: list[Case]) -> list[tuple[float, torch.Tensor]]:
-    """Loss and gradient of every case by the linear reference; cases of one temperature share the forward."""
-    results = {}
-    for temperature in {case.temperature for case in cases}:
-        scores = linear.score_rows(model, [row.ids.tolist() for row in rows], temperature)
-        for number, case in enumerate(cases):
-            if case.temperature == temperature:
-                loss = linear.batch_loss(scores, rows, case.per_token, case.reduction)
-                results[number] = float(loss), linear.gradients(model, loss, retain_graph=True)
-    return [results[number] for number in range(len(cases))]
-
-
-def measured(model, rows, case: Case, engine=tt.TreeEngine, **options) -> tuple[float, torch.Tensor]:
-    """Loss and gradient by an engine."""
-    model.zero_grad()
-    result = engine(model, temperature=case.temperature, **options).forward_backward(rows, case.loss)
-    return result.loss, linear.gradients(model)
-
-
-def check_contract(family: str, cases: list[Case], examples: int, **options) -> dict[str, float]:
-    """Hold the contract over random forests; returns the worst errors."""
-    low = make_model(family, dtype=torch.bfloat16)
-    single, double = as_dtype(low, torch.float32), as_dtype(low, torch.float64)
-    worst = {"float64": 0.0, "float32": 0.0}
-    tree_errors: list[float] = []
-    linear_errors: list[float] = []
-
-    distinct: set = set()
-
-    @seeded(f"{family} {[case.loss for case in cases]} {options}")
-    @runs(examples, derandomize=False)
-    @given(trajectories())
-    def every_forest(rows):
-        distinct.add(tuple(tuple(row.ids.tolist()) for row in rows))
-        with PureFloat64():
-            truth = expected(double, rows, cases)
-            pure = [measured(double, rows, case, **options) for case in cases]
-        plain = expected(single, rows, cases)
-        bfloat = expected(low, rows, cases)
-        for number, case in enumerate(cases):
-            loss, gradient = truth[number]
-            assert pure[number][0] == pytest.approx(loss, rel=1e-12, abs=1e-12)
-            worst["float64"] = max(worst["float64"], linear.relative_error(pure[number][1], gradient))
-            assert worst["float64"] <= 1e-12
-            got = measured(single, rows, case, **options)
-            assert got[0] == pytest.approx(plain[number][0], rel=1e-5, abs=1e-5)
-            worst["float32"] = max(worst["float32"], linear.relative_error(got[1], plain[number][1]))
-            assert worst["float32"] <= 1e-5
-            # Against the float64 gradient of the same weights: a higher precision than the contract's float32.
-            tree_errors.append(linear.relative_error(measured(low, rows, case, **options)[1], gradient))
-            linear_errors.append(linear.relative_error(bfloat[number][1], gradient))
-
-    every_forest()
-    worst["distinct forests"] = len(distinct)
-    worst["bfloat16 tree"], worst["bfloat16 linear"] = linear.rms(tree_errors), linear.rms(linear_errors)
-    assert worst["bfloat16 tree"] <= 1.5 * worst["bfloat16 linear"]
-    return worst
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])

@@ -11,6 +11,7 @@ import treetrain as tt
 from support import linear
 from support.forests import dress
 from support.models import make_model
+from support.plans import planned
 from support.pure import PureFloat64
 
 peft = pytest.importorskip("peft")
@@ -33,9 +34,10 @@ def expected(model: nn.Module, loss: str) -> torch.Tensor:
     return linear.gradients(model, linear.batch_loss(scores, ROWS, LOSSES[loss][1]))
 
 
-def by_engine(model: nn.Module, loss: str) -> torch.Tensor:
+def by_engine(model: nn.Module, loss: str, plan: tuple | None = None) -> torch.Tensor:
     model.zero_grad()
-    tt.TreeEngine(model).forward_backward(ROWS, LOSSES[loss][0])
+    engine = tt.TreeEngine(model) if plan is None else planned(*plan)(model)
+    engine.forward_backward(ROWS, LOSSES[loss][0])
     gradient = linear.gradients(model)
     model.zero_grad()
     return gradient
@@ -53,7 +55,9 @@ def by_primitive(model: nn.Module, loss: str, budget: int | None = None) -> torc
 WAYS = {
     "engine": by_engine,
     "primitive": by_primitive,
-    "primitive under a budget": lambda model, loss: by_primitive(model, loss, 10),
+    "primitive under a budget": lambda model, loss: by_primitive(model, loss, 4),
+    "engine, parts recomputed": lambda model, loss: by_engine(model, loss, ("chunks of 2", "none")),
+    "engine, parts kept": lambda model, loss: by_engine(model, loss, ("chunks of 2", "all")),
 }
 every_way = pytest.mark.parametrize("way", WAYS)
 
@@ -190,7 +194,7 @@ def test_under_autocast_the_tree_errs_no_more_than_the_rows_do(family, way, wher
 
 def forward_under_autocast(model: nn.Module, loss: str, way: str) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
-        budget = 10 if "budget" in way else None
+        budget = 4 if "budget" in way else None
         scores = tt.logprobs(model, ROWS, budget=budget, return_entropy=True)
         total = linear.batch_loss(scores, ROWS, LOSSES[loss][1])
     total.backward()
@@ -211,8 +215,10 @@ def test_a_part_is_run_again_in_the_dtype_of_its_forward():
     model = make_model("llama")
     seen = []
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    forward_under_autocast(model, "ppo", "primitive")
+    once = len(seen)
     forward_under_autocast(model, "ppo", "primitive under a budget")
-    assert len(seen) == 2 * 2 and set(seen) == {torch.bfloat16}
+    assert once == 1 and len(seen) > 2 * 2 and set(seen) == {torch.bfloat16}
 
 
 def state_of(model: nn.Module) -> dict:

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.tree import build_tree, pack, trained_predictions
+from treetrain.tree import build_tree, cut, flat_reads, pack, trained_predictions
 
 ROWS = st.lists(st.lists(st.integers(0, 2), max_size=7), max_size=10)
 
@@ -14,6 +14,15 @@ def used_rows(draw) -> tuple[list[list[int]], np.ndarray]:
     rows = draw(ROWS)
     flat = sum(map(len, rows))
     return rows, np.array(draw(st.lists(st.booleans(), min_size=flat, max_size=flat)), bool)
+
+
+def lay_out(rows, used: np.ndarray, *, trim: bool = True):
+    """The layout of the used predictions, and who reads which edge."""
+    tree = build_tree(rows)
+    predicted = np.zeros(tree.num_tokens, bool)
+    predicted[tree.paths()[1][used]] = True
+    layout = pack(tree, predicted, trim=trim)
+    return layout, flat_reads(tree, layout, used)
 
 
 def brute_force(rows: list[list[int]], used: np.ndarray):
@@ -35,8 +44,8 @@ def brute_force(rows: list[list[int]], used: np.ndarray):
 @given(used_rows(), st.booleans())
 def test_the_layout_is_what_a_brute_force_over_prefixes_says(case, trim):
     rows, used = case
-    tree = build_tree(rows)
-    layout = pack(tree, used, trim=trim)
+    used = used & np.concatenate([np.zeros(0, bool), *(np.arange(len(row)) > 0 for row in rows)])
+    layout, reads_of = lay_out(rows, used, trim=trim)
     needed, edges, reads, predictions = brute_force(rows, used)
     if not trim:
         needed = {tuple(row[:n]) for row in rows for n in range(1, len(row) + 1)}
@@ -51,8 +60,8 @@ def test_the_layout_is_what_a_brute_force_over_prefixes_says(case, trim):
     assert (np.diff(layout.edge_rows) >= 0).all()
     assert layout.rows.tolist() == sorted(set(layout.edge_rows.tolist()))
     assert (layout.rows[layout.edge_row_index] == layout.edge_rows).all()
-    assert [(i, *ours[e]) for i, e in zip(layout.flat_index.tolist(), layout.flat_edges)] == reads
-    assert layout.num_predictions == predictions
+    assert [(i, *ours[e]) for i, e in zip(reads_of.index.tolist(), reads_of.edges)] == reads
+    assert reads_of.total == predictions
     assert layout.pairs == sum(map(len, prefixes))
 
 
@@ -60,7 +69,7 @@ def test_the_layout_is_what_a_brute_force_over_prefixes_says(case, trim):
 @given(used_rows())
 def test_segments_are_the_maximal_runs_without_a_fork(case):
     rows, used = case
-    layout = pack(build_tree(rows), used)
+    layout, _ = lay_out(rows, used)
     start, above = layout.segment_start, layout.segment_parent
     parent = [max((j for j in range(i) if i < layout.ends[j]), default=-1) for i in range(layout.num_tokens)]
     children = [parent.count(i) for i in range(layout.num_tokens)]
@@ -87,22 +96,46 @@ def test_childless_tails_and_untrained_context_behind_the_last_use_are_trimmed()
         Trajectory([1, 2, 6, 7], loss_weights=[0, 0, 1, 0]),
         Trajectory([8, 9], loss_weights=0),
     ]
-    layout = pack(build_tree(rows), trained_predictions(rows))
+    layout, reads = lay_out(rows, trained_predictions(rows))
     assert layout.input_ids.tolist() == [1, 2]
     assert layout.edge_targets.tolist() == [2, 6]
-    assert layout.flat_index.tolist() == [0, 5]
+    assert reads.index.tolist() == [0, 5]
 
 
 def test_one_edge_is_read_by_every_trajectory_that_holds_it():
-    layout = pack(build_tree([[1, 2, 3], [1, 2, 4], [1, 2, 3]]))
+    layout, reads = lay_out([[1, 2, 3], [1, 2, 4], [1, 2, 3]], np.array([False, True, True] * 3))
     assert layout.edge_rows.tolist() == [0, 1, 1]
     assert layout.edge_targets.tolist() == [2, 3, 4]
-    assert layout.flat_edges.tolist() == [0, 1, 0, 2, 0, 1]
+    assert reads.edges.tolist() == [0, 1, 0, 2, 0, 1]
 
 
-def test_the_mask_given_is_not_changed_and_its_length_is_checked():
+def test_masks_of_another_length_are_refused_and_the_one_given_is_not_changed():
+    tree = build_tree([[1, 2, 3]])
     used = np.ones(3, bool)
-    pack(build_tree([[1, 2, 3]]), used)
+    flat_reads(tree, pack(tree, used), used)
     assert used.all()
+    with pytest.raises(ValueError, match=r"predicted has shape \(2,\), the tree 3 tokens"):
+        pack(tree, np.ones(2, bool))
     with pytest.raises(ValueError, match=r"used has shape \(2,\), the trajectories have 3 tokens"):
-        pack(build_tree([[1, 2, 3]]), np.ones(2, bool))
+        flat_reads(tree, pack(tree), np.ones(2, bool))
+
+
+@settings(max_examples=200, deadline=None)
+@given(used_rows(), st.data())
+def test_a_piece_is_the_layout_seen_from_its_tokens(case, data):
+    layout, _ = lay_out(*case)
+    chosen = data.draw(st.lists(st.booleans(), min_size=layout.num_tokens, max_size=layout.num_tokens))
+    tokens = np.flatnonzero(np.array(chosen, bool)) if layout.num_tokens else np.zeros(0, np.int64)
+    piece, edges, rows = cut(layout, tokens)
+    place = {int(token): i for i, token in enumerate(tokens)}
+    assert piece.input_ids.tolist() == layout.input_ids[tokens].tolist()
+    assert piece.positions.tolist() == layout.positions[tokens].tolist()
+    assert piece.parent.tolist() == [place.get(int(layout.parent[t]), -1) for t in tokens]
+    for i, t in enumerate(tokens.tolist()):
+        seen = [place[j] for j in range(t + 1) if t < layout.ends[j] and j in place]
+        assert [j for j in range(i + 1) if i < piece.ends[j]] == seen
+    own = [e for e in range(layout.num_edges) if int(layout.edge_rows[e]) in place]
+    assert edges.tolist() == own
+    assert piece.edge_rows.tolist() == [place[int(layout.edge_rows[e])] for e in own]
+    assert piece.edge_targets.tolist() == layout.edge_targets[own].tolist()
+    assert rows.tolist() == [r for r in range(len(layout.rows)) if int(layout.rows[r]) in place]

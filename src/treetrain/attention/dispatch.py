@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from treetrain.attention.carry import CarryView
 from treetrain.attention.flex import FlexTreeAttention
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.schedule import Forest
@@ -35,8 +36,13 @@ def choose_backend(device: torch.device) -> Choice:
     raise NotImplementedError(f"no tree attention for device {device.type!r}; use 'cpu' or 'cuda'")
 
 
-def make_attention(forest: Forest, device: torch.device, heads_times_size: int):
-    """Tree attention for one packed forest on ``device``; ``heads_times_size`` is H * D of the model."""
+def make_attention(forest: Forest, device: torch.device, heads_times_size: int, carry: CarryView | None = None):
+    """Tree attention for one packed forest on ``device``.
+
+    Args:
+        heads_times_size: H * D of the model.
+        carry: the path that the forest continues; None where it begins with roots and nothing follows.
+    """
     if choose_backend(device).name == "rectangles":
-        return RectangleAttention(forest, heads_times_size=heads_times_size)
-    return FlexTreeAttention(torch.from_numpy(forest.ends).to(device))
+        return RectangleAttention(forest, carry=carry, heads_times_size=heads_times_size)
+    return FlexTreeAttention(torch.from_numpy(forest.ends).to(device), carry=carry)

@@ -2,7 +2,8 @@
 
 The backward of softmax attention over a union of key sets is the sum of the backwards over the sets, each computed
 with the *global* output and log-sum-exp. The stock backward kernel takes both as arguments, so every call of the
-forward has its twin in the backward and the result is exact.
+forward has its twin in the backward and the result is exact. The path above a part is one more rectangle, of all its
+queries against the carry.
 
 Shape letters: N tokens, H query heads, G key/value heads, D head size, C pieces in a batch.
 """
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from treetrain.attention.carry import CarryView
 from treetrain.attention.schedule import Batch, Forest, Schedule, make_schedule
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -42,19 +44,28 @@ class RectangleAttention:
 
     name = "rectangles"
 
-    def __init__(self, forest: Forest, *, call_pairs: float | None = None, heads_times_size: int = 512):
+    def __init__(
+        self,
+        forest: Forest,
+        *,
+        carry: CarryView | None = None,
+        call_pairs: float | None = None,
+        heads_times_size: int = 512,
+    ):
         """Args:
         forest: segments of the packed run.
+        carry: the path above it, and where its own keys are handed on; None for a whole batch in one run.
         call_pairs: cost of one more call in query-key pairs; None derives it from ``heads_times_size`` (H * D).
         """
         if call_pairs is None:
             call_pairs = CALL_MICROSECONDS * PAIR_FLOPS_PER_MICROSECOND / (14.0 * heads_times_size)
         self.schedule: Schedule = make_schedule(forest, call_pairs=call_pairs)
+        self.carry = carry
         self._batches: dict[torch.dtype, list[_BatchTensors]] = {}
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, layer: int = 0) -> Tensor:
         """Args: query [N, H, D], key and value [N, G, D]. Returns [N, H, D]."""
-        return _RectangleFunction.apply(query, key, value, self, scale)  # type: ignore[return-value]
+        return _RectangleFunction.apply(query, key, value, self, scale, layer)  # type: ignore[return-value]
 
     def batches(self, dtype: torch.dtype) -> list[_BatchTensors]:
         """The batches' tensors, with masks in ``dtype``: made once, shared by all layers and both directions."""
@@ -104,8 +115,10 @@ def _heads_last(x: Tensor) -> Tensor:
 
 class _RectangleFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, attention: RectangleAttention, scale: float):
-        schedule = attention.schedule
+    def forward(
+        ctx, query: Tensor, key: Tensor, value: Tensor, attention: RectangleAttention, scale: float, layer: int
+    ):
+        schedule, carry = attention.schedule, attention.carry
         wide = torch.promote_types(query.dtype, torch.float32)
         out = torch.empty(query.shape, dtype=wide)
         lse = torch.empty(query.shape[:2], dtype=wide)
@@ -124,16 +137,22 @@ class _RectangleFunction(torch.autograd.Function):
             q, k, v = (_heads_first(x) for x in (query[q0:q1], key[k0:k1], value[k0:k1]))
             piece, piece_lse = _flash(q, k, v, 0.0, False, scale=scale)
             _merge(out[q0:q1], lse[q0:q1], _heads_last(piece), _heads_last(piece_lse))
+        if carry is not None:
+            carry.publish(layer, key, value)
+            if carry.path_tokens:
+                q, k, v = (_heads_first(x) for x in (query, *carry.read(layer, key, value)))
+                piece, piece_lse = _flash(q, k, v, 0.0, False, scale=scale)
+                _merge(out, lse, _heads_last(piece), _heads_last(piece_lse))
         result = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, result, lse)
-        ctx.attention, ctx.scale = attention, scale
+        ctx.attention, ctx.scale, ctx.layer = attention, scale, layer
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out: Tensor):
         query, key, value, out, lse = ctx.saved_tensors
-        attention, scale = ctx.attention, ctx.scale
+        attention, carry, scale, layer = ctx.attention, ctx.attention.carry, ctx.scale, ctx.layer
         grad_out = grad_out.to(query.dtype)
         wide = torch.promote_types(query.dtype, torch.float32)
         grad_query = torch.empty(query.shape, dtype=wide)
@@ -166,16 +185,27 @@ class _RectangleFunction(torch.autograd.Function):
             grad_query[q0:q1] += dq
             grad_key[k0:k1] += dk
             grad_value[k0:k1] += dv
-        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
+        if carry is not None:
+            if carry.path_tokens:
+                path = carry.read(layer, key, value)
+                dq, dk, dv = _call_backward((grad_out, query, *path, out, lse), False, scale)
+                grad_query += dq
+                carry.add_path_gradient(layer, dk, dv)
+            carry.collect(layer, grad_key, grad_value)
+        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
 
 
 def _piece_backward(tensors, queries: slice, keys: slice, causal: bool, scale: float) -> tuple[Tensor, ...]:
-    """Gradients of one unbatched call, [n, heads, D] each, from the global output and log-sum-exp."""
+    """As `_call_backward`, of some queries against some keys."""
     grad_out, query, key, value, out, lse = tensors
-    do, q, o = (_heads_first(x[queries]) for x in (grad_out, query, out))
-    k, v = (_heads_first(x[keys]) for x in (key, value))
-    row_lse = lse[queries].t().unsqueeze(0)
-    grads = _flash_backward(do, q, k, v, o, row_lse, 0.0, causal, scale=scale)
+    pieces = grad_out[queries], query[queries], key[keys], value[keys], out[queries], lse[queries]
+    return _call_backward(pieces, causal, scale)
+
+
+def _call_backward(tensors: tuple[Tensor, ...], causal: bool, scale: float) -> tuple[Tensor, ...]:
+    """Gradients of one unbatched call, [n, heads, D] each, from the global output and log-sum-exp."""
+    do, q, k, v, o = (_heads_first(x) for x in tensors[:5])
+    grads = _flash_backward(do, q, k, v, o, tensors[5].t().unsqueeze(0), 0.0, causal, scale=scale)
     return tuple(_heads_last(grad) for grad in grads)
 
 

@@ -1,49 +1,130 @@
-"""From trajectories to packed runs: which trees share a run, which predictions are wanted, who reads which edge."""
+"""From trajectories to what is computed: the tokens and edges of a batch, and who reads which edge."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.groups import nearly_disjoint, whole_trees
 from treetrain.errors import DataError
 from treetrain.models.capability import Capabilities
 from treetrain.tree.build import Row, build_tree
-from treetrain.tree.layout import PackedLayout, pack, trained_predictions
+from treetrain.tree.layout import FlatReads, PackedLayout, flat_reads, pack, ranges, trained_predictions
 from treetrain.tree.token_tree import TokenTree
 
-PART_TOKENS = 8192
-"""Tokens of a part where the batch can be cut freely: larger ones were no faster, and take more memory."""
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """K trajectories, the layout that computes them, and the T used predictions that read its edges."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """Whole trees that are run together, and where their results belong."""
-
-    numbers: list[int]
-    """Which trajectories of the batch."""
-    trajectories: list[Trajectory]
     tree: TokenTree
     layout: PackedLayout
+    trajectories: Sequence[Trajectory]
     used: np.ndarray
     """bool [sum of L_k - 1]: the predictions that are computed."""
+    reads: FlatReads
+
+    @classmethod
+    def of(cls, tree: TokenTree, *, weighted: bool) -> "Batch":
+        """Args:
+        weighted: compute only predictions whose loss weight is not 0; otherwise all of them.
+        """
+        rows = list(tree.trajectories)
+        if weighted:
+            layout = pack(tree, tree.trained_edges()[0] > 0)
+            wanted = trained_predictions(rows)
+        else:
+            layout = pack(tree)
+            wanted = np.ones(tree.num_flat_tokens, dtype=bool)
+        offsets, _ = tree.paths()
+        used = np.delete(wanted, offsets[:-1][tree.trajectory_length > 0])
+        return cls(tree=tree, layout=layout, trajectories=rows, used=used, reads=flat_reads(tree, layout, wanted))
+
+    @cached_property
+    def prediction_offsets(self) -> np.ndarray:
+        """int64 [K + 1]: where each trajectory's L_k - 1 predictions lie, used or not."""
+        return np.concatenate([[0], np.cumsum(np.maximum(self.tree.trajectory_length - 1, 0))])
+
+    @cached_property
+    def read_offsets(self) -> np.ndarray:
+        """int64 [K + 1]: where each trajectory's used predictions lie among the T."""
+        return np.searchsorted(self.reads.index, self.prediction_offsets)
+
+    @cached_property
+    def deepest_row(self) -> np.ndarray:
+        """int64 [K]: the row (0 to R - 1) that makes each trajectory's last used prediction; -1 where it has none."""
+        last = self.read_offsets[1:] - 1
+        has = last >= self.read_offsets[:-1]
+        rows = np.full(len(last), -1, np.int64)
+        rows[has] = self.layout.edge_row_index[self.reads.edges[last[has]]]
+        return rows
+
+    def select(self, numbers: np.ndarray) -> "Selection":
+        """Some of the trajectories."""
+        reads = ranges(self.read_offsets[numbers], np.diff(self.read_offsets)[numbers])
+        places = ranges(self.prediction_offsets[numbers], np.diff(self.prediction_offsets)[numbers])
+        return Selection(
+            trajectories=[self.trajectories[k] for k in numbers.tolist()],
+            used=self.used[places],
+            edges=self.reads.edges[reads],
+            rows=self.layout.edge_row_index[self.reads.edges[reads]],
+        )
+
+    def everything(self) -> "Selection":
+        """All trajectories, in order."""
+        return Selection(
+            trajectories=self.trajectories,
+            used=self.used,
+            edges=self.reads.edges,
+            rows=self.layout.edge_row_index[self.reads.edges],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Reads:
+    """T predictions and the edges they read."""
+
+    edges: np.ndarray
+    """int64 [T]: the edge that each prediction reads."""
+    rows: np.ndarray
+    """int64 [T]: the row that makes it."""
+
+    def facts(self, loss: Any, device: torch.device, dtype: torch.dtype) -> Any:
+        """What a loss of ours reads of these predictions."""
+        raise NotImplementedError
 
     def per_prediction(self, per_edge: Tensor) -> Tensor:
-        """[E] -> [T]: what each used prediction reads, in trajectory order."""
-        return per_edge.index_select(0, torch.from_numpy(self.layout.flat_edges).to(per_edge.device))
+        """[E] -> [T]."""
+        return per_edge.index_select(0, torch.from_numpy(self.edges).to(per_edge.device))
 
     def per_prediction_entropy(self, per_row: Tensor) -> Tensor:
         """[R] entropies of predicting rows -> [T]."""
-        row_of_edge = torch.from_numpy(self.layout.edge_row_index).to(per_row.device)
-        return self.per_prediction(per_row.index_select(0, row_of_edge))
+        return per_row.index_select(0, torch.from_numpy(self.rows).to(per_row.device))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Selection(Reads):
+    """Some trajectories of a batch, and the T used predictions of theirs."""
+
+    trajectories: Sequence[Trajectory]
+    used: np.ndarray
+    """bool [sum of L_k - 1]."""
+
+    def facts(self, loss: Any, device: torch.device, dtype: torch.dtype) -> Any:
+        """See `Reads`."""
+        return loss.pack(self.trajectories, device=device, dtype=dtype, used=self.used)
 
     def per_trajectory(self, per_prediction: Tensor) -> list[Tensor]:
         """[T] -> one [L_k - 1] tensor per trajectory; predictions that were not computed hold 0."""
-        place = torch.from_numpy(self.layout.flat_index).to(per_prediction.device)
-        flat = per_prediction.new_zeros(len(self.used)).index_copy(0, place, per_prediction)
+        if self.used.all():
+            flat = per_prediction
+        else:
+            place = torch.from_numpy(np.flatnonzero(self.used)).to(per_prediction.device)
+            flat = per_prediction.new_zeros(len(self.used)).index_copy(0, place, per_prediction)
         return list(flat.split([max(len(t) - 1, 0) for t in self.trajectories]))
 
 
@@ -77,37 +158,3 @@ def check_batch(tree: TokenTree, capabilities: Capabilities) -> None:
 def _name(tree: TokenTree, number: int) -> str:
     row_id = tree.trajectories[number].id
     return f"trajectory {row_id!r}" if row_id is not None else f"trajectory number {number}"
-
-
-def make_parts(tree: TokenTree, *, budget: int | None, merge: bool, weighted: bool, whole: bool = False) -> list[Part]:
-    """Cut a batch into parts.
-
-    Args:
-        budget: most tokens in a part, made of whole trees; None cuts nearly disjoint rows to a size that runs well.
-        whole: one part in any case: for a loss over several trajectories at once.
-        weighted: compute only predictions whose loss weight is not 0; otherwise all of them.
-
-    Raises:
-        ValueError: a single tree is larger than the budget; the message names the smallest possible one.
-    """
-    rows = list(tree.trajectories)
-    if whole:
-        groups = [list(range(tree.num_trajectories))]
-    elif budget is None:
-        groups = nearly_disjoint(tree, PART_TOKENS)
-    else:
-        groups = whole_trees(tree, budget, merge=merge)
-    if len(groups) == 1 and len(groups[0]) == tree.num_trajectories:
-        return [_make_part(groups[0], rows, tree, weighted)]
-    parts = []
-    for numbers in groups:
-        members = [rows[k] for k in numbers]
-        parts.append(_make_part(numbers, members, build_tree(members, merge=merge), weighted))
-    return parts
-
-
-def _make_part(numbers: list[int], rows: list[Trajectory], tree: TokenTree, weighted: bool) -> Part:
-    wanted = trained_predictions(rows) if weighted else np.ones(tree.num_flat_tokens, dtype=bool)
-    offsets, _ = tree.paths()
-    used = np.delete(wanted, offsets[:-1][tree.trajectory_length > 0])
-    return Part(numbers=numbers, trajectories=rows, tree=tree, layout=pack(tree, wanted), used=used)

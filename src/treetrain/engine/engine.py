@@ -1,20 +1,30 @@
 """The engine: gradients of any loss over branching trajectories, every shared prefix computed once."""
 
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from treetrain.attention.dispatch import Choice, choose_backend
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.batch import Part, as_tree, check_batch, make_parts
-from treetrain.engine.evaluate import MetricSums, add_sums, evaluate, linear_coefficients, means
-from treetrain.engine.packed import PackedRun, model_device
+from treetrain.engine.batch import Batch, as_tree, check_batch
+from treetrain.engine.calibrate import cost_model
+from treetrain.engine.evaluate import MetricSums, evaluate, linear_coefficients, means
+from treetrain.engine.feed import Board, Known, Stream
+from treetrain.engine.memory import release_cached
+from treetrain.engine.merged import MergedBatch
+from treetrain.engine.packed import PackedRun, model_device, wide_dtype
+from treetrain.engine.planning import plan_within
+from treetrain.engine.walk import BackwardOutOfMemory, Walk
 from treetrain.models.capability import check_model
+from treetrain.plan.budget import Bytes, parse_budget
+from treetrain.plan.plan import Plan
+from treetrain.plan.price import CostModel
+from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree
 
 
@@ -34,6 +44,8 @@ class StepResult:
     """Tokens of the tree."""
     computed_tokens: int
     """Tokens that went through the model: the tree's, less what no wanted prediction depends on."""
+    recomputed_tokens: int
+    """Tokens whose forward was run twice to stay within the budget."""
     parts: int
     """Forward-backward passes it took."""
 
@@ -43,26 +55,39 @@ class TreeEngine:
 
     Args:
         model: a causal LM, plain or wrapped by peft; it is left as it was found after every call.
-        budget: most tree tokens whose graph is alive at once; whole trees are run one after the other
-            within it. None runs the batch at once, in parts only where rows share next to nothing.
+        budget: an int bounds the tokens whose graph is alive at once, a string such as "8GiB" the peak of memory above
+            model, gradients and optimiser state; any tree fits any budget. None fits to what the device has free.
         temperature: divides the logits before the softmax.
 
     Raises:
         UnsupportedModel: the model, or a setting of it, would not be exact on a tree.
-        ValueError: a temperature that is not above 0, or a budget that is no positive number of tokens.
+        ValueError: a temperature that is not above 0, or a budget that is neither tokens nor bytes.
     """
 
     _merge = True
     _run_type: type = PackedRun
 
-    def __init__(self, model: nn.Module, *, budget: int | None = None, temperature: float = 1.0):
-        self.model, self.budget, self.temperature = model, check_budget(budget), check_temperature(temperature)
+    def __init__(self, model: nn.Module, *, budget: int | str | Bytes | None = None, temperature: float = 1.0):
+        self.model, self.budget, self.temperature = model, parse_budget(budget), check_temperature(temperature)
         self.capabilities = check_model(model)
+        self._cost: CostModel | None = None
 
     @property
     def attention(self) -> Choice:
         """Which tree attention runs on the model's device, and why."""
         return choose_backend(model_device(self.model))
+
+    @property
+    def cost(self) -> CostModel:
+        """What passes cost on this model and device: measured when it is first asked for, and cached."""
+        if self._cost is None:
+            self._cost = cost_model(self.model, self.capabilities)
+        return self._cost
+
+    def plan(self, trajectories: Sequence[Trajectory] | TokenTree) -> Plan:
+        """The plan of a training step on these trajectories under the engine's budget."""
+        tree = as_tree(trajectories, merge=self._merge)
+        return self.plan_of(pack(tree, tree.trained_edges()[0] > 0))
 
     def forward_backward(
         self, trajectories: Sequence[Trajectory] | TokenTree, loss: Any, normaliser: float | None = None
@@ -81,61 +106,90 @@ class TreeEngine:
                 a fact that the loss needs and a row lacks.
             ValueError: no parameter to train, gradients switched off, a normaliser that is not above 0.
             UnsupportedModel: see the class.
+            RuntimeError: memory ran out in a backward while gradients of earlier calls lay in ``.grad``.
         """
         self.capabilities = check_model(self.model)
         check_trainable(self.model)
         tree = as_tree(trajectories, merge=self._merge)
         check_batch(tree, self.capabilities)
-        normaliser = step_normaliser(loss, list(tree.trajectories), normaliser)
-        ours = hasattr(loss, "packed")
-        parts = self._parts(tree, whole=getattr(loss, "scope", "trajectory") == "batch", weighted=ours)
-        total, sums, computed = 0.0, {}, 0
-        for part in parts:
-            if ours and len(part.layout.edge_targets) == 0:
-                continue
-            part_loss, part_sums = self._train_part(part, loss, normaliser)
-            total = total + part_loss
-            sums = add_sums(sums, part_sums)
-            computed += len(part.layout.input_ids)
+        batch, normaliser = _batch(tree, loss, normaliser)
+        plan = self.plan_of(batch.layout)
+        step = self._restartable(plan, lambda tried: self._step(tried, batch, loss, normaliser))
         return StepResult(
-            loss=float(total),
-            metrics=means(sums),
-            metric_sums=sums,
+            loss=float(step.total),
+            metrics=means(step.sums),
+            metric_sums=step.sums,
             flat_tokens=tree.num_flat_tokens,
             unique_tokens=tree.num_tokens,
-            computed_tokens=computed,
-            parts=len(parts),
+            computed_tokens=batch.layout.num_tokens,
+            recomputed_tokens=plan.recomputed_tokens,
+            parts=plan.num_parts,
         )
 
-    def _parts(self, tree: TokenTree, *, whole: bool, weighted: bool) -> list[Part]:
-        """The parts of a training step; a loss over several trajectories at once needs the whole batch in one."""
-        if whole and self.budget is not None and tree.num_tokens > self.budget:
-            raise ValueError(
-                f"budget={self.budget} tokens, but the loss is over several trajectories at once and the batch has "
-                f"{tree.num_tokens} unique tokens; the smallest possible budget is {tree.num_tokens}."
+    def plan_of(self, layout: PackedLayout) -> Plan:
+        """The plan of what is computed of a batch."""
+        return plan_within(layout, self.budget, self.model, lambda: self.cost)
+
+    def _restartable(self, plan: Plan, step: Callable[[Plan], "_Step"]) -> "_Step":
+        """Run a step; one whose backward ran out of memory starts over in smaller parts, if that loses nothing."""
+        fresh = all(p.grad is None for p in self.model.parameters())
+        while True:
+            try:
+                return step(plan)
+            except BackwardOutOfMemory as error:
+                tokens = error.tokens
+                if not fresh:
+                    raise RuntimeError(
+                        f"{error}; gradients of earlier calls lay in .grad, so the step cannot start over and they are "
+                        f"incomplete now: zero them and run the step again with budget={max(tokens // 2, 1)} or less"
+                    ) from error
+                if tokens <= 1:
+                    raise
+            # Outside the handler, so that nothing holds on to what the step had made.
+            self.model.zero_grad(set_to_none=True)
+            release_cached(self.model)
+            warnings.warn(
+                f"out of memory in a backward while the graph of {tokens} tokens was alive: the step starts over; "
+                f"budget={tokens // 2} would avoid this",
+                RuntimeWarning,
+                stacklevel=3,
             )
-        return make_parts(tree, budget=self.budget, merge=self._merge, weighted=weighted, whole=whole)
+            plan = plan_within(plan.layout, tokens // 2, self.model, lambda: self.cost)
 
-    def _train_part(self, part: Part, loss: Any, normaliser: float) -> tuple[Tensor, MetricSums]:
-        run = self._run_type(self.model, self.capabilities, part.layout)
-        wide = torch.promote_types(self.model.dtype, torch.float32)  # type: ignore[arg-type]
-        coefficients = linear_coefficients(loss, part, model_device(self.model), wide)
-        with run.active():
-            if coefficients is not None:
-                scores = run.scores(temperature=self.temperature, coefficients=coefficients / normaliser)
-                assert scores.linear_loss is not None
-                scores.linear_loss.backward()
-                with torch.no_grad():
-                    total, sums = evaluate(loss, scores, part)
-            else:
-                need_entropy = bool(getattr(loss, "needs_entropy", False))
-                scores = run.scores(temperature=self.temperature, need_entropy=need_entropy)
-                total, sums = evaluate(loss, scores, part)
-                if total.requires_grad:  # not where a part has no prediction at all
-                    (total / normaliser).backward()
-        return total.detach() / normaliser, sums
+    def _step(self, plan: Plan, batch: Batch | MergedBatch, loss: Any, normaliser: float) -> "_Step":
+        device, wide = model_device(self.model), wide_dtype(self.model)
+        rows, need_entropy = batch.everything(), bool(getattr(loss, "needs_entropy", False))
+        board = Board(batch.layout.num_edges, len(batch.layout.rows), device=device, dtype=wide, entropy=need_entropy)
+        if plan.num_parts == 0:
+            return _without_predictions(board, batch, loss, normaliser)
+        walk = self._walk(plan, gradients=True)
+        known = linear_coefficients(loss, rows, batch.layout.num_edges, device, wide)
+        if known is not None:
+            walk.train(Known(board, known / normaliser))
+            with torch.no_grad():
+                total, sums = evaluate(loss, rows.per_prediction(board.logprobs), None, rows)
+            return _Step(total / normaliser, sums)
+        if getattr(loss, "scope", "trajectory") == "batch" and plan.num_parts > 1:
+            self._walk(plan, gradients=False).score(board, need_entropy=need_entropy)
+            stream = Stream(board, batch, loss, normaliser)
+            stream.finish()
+            walk.train(stream.known())
+            return _Step(stream.total, stream.sums)
+        stream = Stream(board, batch, loss, normaliser)
+        walk.train(stream)
+        stream.finish()
+        return _Step(stream.total, stream.sums)
 
-    @torch.no_grad()
+    def _walk(self, plan: Plan, *, gradients: bool) -> Walk:
+        return Walk(
+            self.model,
+            self.capabilities,
+            plan,
+            temperature=self.temperature,
+            gradients=gradients,
+            run_type=self._run_type,
+        )
+
     def logprobs(self, trajectories: Sequence[Trajectory] | TokenTree, *, return_entropy: bool = False) -> Any:
         """Log-probabilities of every token but the first of every row, without gradient, with training's numerics.
 
@@ -145,21 +199,50 @@ class TreeEngine:
         self.capabilities = check_model(self.model)
         tree = as_tree(trajectories, merge=self._merge)
         check_batch(tree, self.capabilities)
-        parts = make_parts(tree, budget=self.budget, merge=self._merge, weighted=False)
-        logprobs: list[Any] = [None] * tree.num_trajectories
-        entropies: list[Any] = [None] * tree.num_trajectories
-        for part in parts:
-            run = PackedRun(self.model, self.capabilities, part.layout)
-            with run.active():
-                scores = run.scores(temperature=self.temperature, need_entropy=return_entropy)
-            for number, row in zip(part.numbers, part.per_trajectory(part.per_prediction(scores.logprobs))):
-                logprobs[number] = row
-            if return_entropy:
-                assert scores.entropies is not None
-                rows = part.per_trajectory(part.per_prediction_entropy(scores.entropies))
-                for number, row in zip(part.numbers, rows):
-                    entropies[number] = row
-        return (logprobs, entropies) if return_entropy else logprobs
+        batch = Batch.of(tree, weighted=False)
+        return rows_of(batch, self.board(batch, self.plan_of(batch.layout), return_entropy), return_entropy)
+
+    def board(self, batch: Batch, plan: Plan, need_entropy: bool) -> Board:
+        """All log-probabilities (and entropies) of a batch, without gradient, in the memory of one path."""
+        sizes = batch.layout.num_edges, len(batch.layout.rows)
+        board = Board(*sizes, wide_dtype(self.model), model_device(self.model), entropy=need_entropy)
+        self._walk(plan, gradients=False).score(board, need_entropy=need_entropy)
+        return board
+
+
+def _batch(tree: TokenTree, loss: Any, normaliser: float | None) -> tuple[Batch | MergedBatch, float]:
+    """What a step computes, and what it divides by; a tree of nodes stays unflattened where the loss can bear it."""
+    merged = tree.merged(loss.reduction) if getattr(loss, "mergeable", False) else None
+    if merged is None:
+        normaliser = step_normaliser(loss, list(tree.trajectories), normaliser)
+        return Batch.of(tree, weighted=hasattr(loss, "packed")), normaliser
+    loss.check_merged(merged)
+    normaliser = check_normaliser(loss.merged_normaliser(merged) if normaliser is None else normaliser)
+    return MergedBatch.of(tree, merged), normaliser
+
+
+class _Step(NamedTuple):
+    """What a step's loss came to."""
+
+    total: Any
+    sums: MetricSums
+
+
+def _without_predictions(board: Board, batch: Batch | MergedBatch, loss: Any, normaliser: float) -> _Step:
+    """A batch of which nothing is computed: a loss of the user's own is called all the same."""
+    stream = Stream(board, batch, loss, normaliser)
+    stream.finish()
+    return _Step(stream.total, stream.sums)
+
+
+def rows_of(batch: Batch, board: Board, entropies: bool) -> Any:
+    """Scores as one tensor per trajectory, and the entropies as a second list if asked for."""
+    rows = batch.everything()
+    logprobs = rows.per_trajectory(rows.per_prediction(board.logprobs))
+    if not entropies:
+        return logprobs
+    assert board.entropies is not None
+    return logprobs, rows.per_trajectory(rows.per_prediction_entropy(board.entropies))
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -179,19 +262,15 @@ def step_normaliser(loss: Any, trajectories: list[Trajectory], normaliser: float
     """
     if hasattr(loss, "check"):
         loss.check(trajectories)
-    value = float(loss.normaliser(trajectories) if normaliser is None else normaliser)
+    return check_normaliser(loss.normaliser(trajectories) if normaliser is None else normaliser)
+
+
+def check_normaliser(normaliser: float) -> float:
+    """A normaliser above 0 and finite. Raises ValueError for anything else."""
+    value = float(normaliser)
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"the normaliser is {value}; a step's loss is divided by it, so it must be above 0 and finite")
     return value
-
-
-def check_budget(budget: int | None) -> int | None:
-    """A budget in tokens, or None. Raises ValueError for anything else."""
-    if budget is None:
-        return None
-    if isinstance(budget, Integral) and not isinstance(budget, bool) and budget > 0:
-        return int(budget)
-    raise ValueError(f"budget={budget!r}: give a positive number of tokens, or None to run the batch at once")
 
 
 def check_temperature(temperature: float) -> float:

@@ -1,50 +1,87 @@
-"""Calls a loss, ours or a user's own, on the log-probabilities of one part."""
+"""Calls a loss, ours or a user's own, on log-probabilities of some trajectories."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from treetrain.engine.batch import Part
-from treetrain.engine.head import Scores
+from treetrain.engine.batch import Reads, Selection
 
 MetricSums = dict[str, tuple[Any, Any]]
 """Name -> (weighted sum, weight), so that parts, micro-batches and ranks add up."""
 
 
-def linear_coefficients(loss: Any, part: Part, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+def linear_coefficients(
+    loss: Any, rows: Reads, num_edges: int, device: torch.device, dtype: torch.dtype
+) -> Tensor | None:
     """[E] d sum / d log-probability of every edge, for a loss that states it beforehand; else None."""
     if not hasattr(loss, "coefficients"):
         return None
-    facts = loss.pack(part.trajectories, device=device, dtype=dtype, used=part.used)
+    facts = rows.facts(loss, device, dtype)
     per_prediction = loss.coefficients(facts)
     if per_prediction is None:
         return None
-    edges = torch.from_numpy(part.layout.flat_edges).to(device)
     # Float64 on the way: a shared edge may collect thousands of rows.
-    total = torch.zeros(len(part.layout.edge_targets), dtype=torch.float64, device=device)
-    return total.index_add_(0, edges, per_prediction.double()).to(dtype)
+    total = torch.zeros(num_edges, dtype=torch.float64, device=device)
+    return total.index_add_(0, torch.from_numpy(rows.edges).to(device), per_prediction.double()).to(dtype)
 
 
-def evaluate(loss: Any, scores: Scores, part: Part) -> tuple[Tensor, MetricSums]:
-    """The loss's unnormalised sum over a part, and its metrics as (weighted sum, weight)."""
-    logprobs = part.per_prediction(scores.logprobs)
-    entropies = None if scores.entropies is None else part.per_prediction_entropy(scores.entropies)
+def evaluate(loss: Any, logprobs: Tensor, entropies: Tensor | None, rows: Reads) -> tuple[Tensor, MetricSums]:
+    """The loss's unnormalised sum over some trajectories, and its metrics as (weighted sum, weight).
+
+    Args:
+        logprobs: [T], of the used predictions.
+        entropies: [T], or None.
+    """
     if hasattr(loss, "packed"):
-        facts = loss.pack(part.trajectories, device=logprobs.device, dtype=logprobs.dtype, used=part.used)
+        facts = rows.facts(loss, logprobs.device, logprobs.dtype)
         return loss.packed(logprobs, entropies, facts)
-    return _evaluate_rows(loss, logprobs, entropies, part)
+    assert isinstance(rows, Selection)
+    return _evaluate_rows(loss, logprobs, entropies, rows)
 
 
-def _evaluate_rows(loss: Any, logprobs: Tensor, entropies: Tensor | None, part: Part):
+class Evaluation(NamedTuple):
+    """A loss over some trajectories with its gradients."""
+
+    total: Tensor
+    """The sum divided by the normaliser, detached."""
+    sums: MetricSums
+    edges: Tensor | None
+    """[T] d loss / d log-probability of each used prediction; None where the loss does not depend on them."""
+    rows: Tensor | None
+    """[T] d loss / d entropy, likewise."""
+
+
+def evaluate_gradients(
+    loss: Any, normaliser: float, logprobs: Tensor, entropies: Tensor | None, rows: Reads
+) -> Evaluation:
+    """A loss over some trajectories and its gradients, apart from the model's graph.
+
+    Args:
+        logprobs: [E] of all edges.
+        entropies: [R] of all rows, or None.
+    """
+    with torch.enable_grad():
+        given = rows.per_prediction(logprobs).requires_grad_()
+        spread = None if entropies is None else rows.per_prediction_entropy(entropies).requires_grad_()
+        # Clones: a loss of the user's own may write into what it is given.
+        total, sums = evaluate(loss, given.clone(), None if spread is None else spread.clone(), rows)
+        inputs = [x for x in (given, spread) if x is not None]
+        grads = [None] * len(inputs)
+        if total.requires_grad:
+            grads = list(torch.autograd.grad(total / normaliser, inputs, allow_unused=True))
+    return Evaluation(total.detach() / normaliser, sums, grads[0], grads[1] if spread is not None else None)
+
+
+def _evaluate_rows(loss: Any, logprobs: Tensor, entropies: Tensor | None, rows: Selection):
     """A user's own loss: called row by row, or once with lists where its scope is the batch."""
-    rows = part.per_trajectory(logprobs)
-    entropy_rows = [None] * len(rows) if entropies is None else part.per_trajectory(entropies)
+    logprob_rows = rows.per_trajectory(logprobs)
+    entropy_rows = [None] * len(logprob_rows) if entropies is None else rows.per_trajectory(entropies)
     if getattr(loss, "scope", "trajectory") == "batch":
-        total, metrics = loss(rows, None if entropies is None else entropy_rows, part.trajectories)
+        total, metrics = loss(logprob_rows, None if entropies is None else entropy_rows, list(rows.trajectories))
         return total, _as_sums(metrics)
     total, sums = logprobs.new_zeros(()), {}
-    for row, entropy_row, trajectory in zip(rows, entropy_rows, part.trajectories):
+    for row, entropy_row, trajectory in zip(logprob_rows, entropy_rows, rows.trajectories):
         row_sum, metrics = loss(row, entropy_row, trajectory)
         total = total + row_sum
         sums = add_sums(sums, _as_sums(metrics))

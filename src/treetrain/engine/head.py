@@ -69,6 +69,10 @@ def score_edges(
         coefficients: [E] d loss / d log-probability, when the loss is linear; the loss is then returned fused.
     """
     rows = hidden.index_select(0, edges.rows)
+    if len(edges.rows) == 0:
+        # Still a part of the graph: gradients that come back through the carry need a backward to ride on.
+        nothing = rows.sum(-1, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        return Scores(nothing, nothing.detach() if need_entropy else None, None)
     if fused:
         assert isinstance(head, nn.Linear)
         wide = torch.promote_types(hidden.dtype, torch.float32)

@@ -12,6 +12,9 @@ from torch import nn
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import StepResult, TreeEngine
+from treetrain.plan.partition import whole_trees
+from treetrain.plan.plan import Plan
+from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
 
 
@@ -26,6 +29,7 @@ class LinearEngine(TreeEngine):
 
     def __init__(self, model: nn.Module, *, pack_tokens: int | None = None, temperature: float = 1.0):
         super().__init__(model, budget=pack_tokens, temperature=temperature)
+        self.pack_tokens = pack_tokens
 
     def forward_backward(
         self, trajectories: Sequence[Trajectory] | TokenTree, loss: Any, normaliser: float | None = None
@@ -36,6 +40,10 @@ class LinearEngine(TreeEngine):
     def logprobs(self, trajectories: Sequence[Trajectory] | TokenTree, *, return_entropy: bool = False) -> Any:
         """See `TreeEngine.logprobs`."""
         return super().logprobs(_rows(trajectories), return_entropy=return_entropy)
+
+    def plan_of(self, layout: PackedLayout) -> Plan:
+        """See `TreeEngine.plan_of`."""
+        return whole_trees(layout, self.pack_tokens or max(layout.num_tokens, 1))
 
 
 def _rows(batch: Sequence[Trajectory] | TokenTree) -> list[Trajectory]:

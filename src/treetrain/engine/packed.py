@@ -1,11 +1,13 @@
-"""One packed forward of a model over a forest: hidden states at tree tokens, scores at edges."""
+"""One forward of a model over a part: hidden states at its tokens, scores at its edges."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from treetrain.attention.carry import CarryView
 from treetrain.attention.dispatch import make_attention
 from treetrain.attention.schedule import Forest
 from treetrain.engine.head import Edges, Scores
@@ -15,19 +17,34 @@ from treetrain.models.capability import Capabilities
 from treetrain.models.switch import RUN_KEYWORD, TreeRun, tree_attention
 from treetrain.tree.layout import PackedLayout
 
+_NONE = np.zeros(0, np.int64)
+
 
 class PackedRun:
-    """A packed layout on a model's device, ready to be run forward (and, inside `active`, backward)."""
+    """A layout on a model's device, ready to be run forward (and, inside `active`, backward).
 
-    def __init__(self, model: nn.Module, capabilities: Capabilities, layout: PackedLayout):
+    Args:
+        carry: the path that the layout continues and the tokens it hands on; None for whole trees.
+        score: False runs the layers alone, for their keys and values.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        capabilities: Capabilities,
+        layout: PackedLayout,
+        carry: CarryView | None = None,
+        *,
+        score: bool = True,
+    ):
         device = model_device(model)
         self.model, self.capabilities = model, capabilities
         self.input_ids = torch.from_numpy(layout.input_ids).to(device).unsqueeze(0)
         self.positions = torch.from_numpy(layout.positions).to(device).unsqueeze(0)
         self.edges = Edges(
-            rows=torch.from_numpy(layout.rows).to(device),
-            edge_row=torch.from_numpy(layout.edge_row_index).to(device),
-            targets=torch.from_numpy(layout.edge_targets).to(device),
+            rows=torch.from_numpy(layout.rows if score else _NONE).to(device),
+            edge_row=torch.from_numpy(layout.edge_row_index if score else _NONE).to(device),
+            targets=torch.from_numpy(layout.edge_targets if score else _NONE).to(device),
         )
         forest = Forest(
             ends=layout.ends,
@@ -35,7 +52,7 @@ class PackedRun:
             segment_start=layout.segment_start,
             segment_parent=layout.segment_parent,
         )
-        self.attention = make_attention(forest, device, capabilities.heads_times_size)
+        self.attention = make_attention(forest, device, capabilities.heads_times_size, carry)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -49,8 +66,6 @@ class PackedRun:
         Raises:
             UnsupportedModel: a layer that did not go through tree attention, or logits changed after the head.
         """
-        if len(self.edges.targets) == 0:
-            return self._nothing(need_entropy)
         run = TreeRun(self.attention, self.input_ids.shape[1])
         with scoring_head(
             self.capabilities,
@@ -74,12 +89,6 @@ class PackedRun:
             )
         return calls[0].scores
 
-    def _nothing(self, need_entropy: bool) -> Scores:
-        """Scores of a batch without a single prediction: models cannot be called on no tokens."""
-        wide = torch.promote_types(self.model.dtype, torch.float32)  # type: ignore[arg-type]
-        empty = torch.zeros(0, dtype=wide, device=self.input_ids.device)
-        return Scores(empty, empty.clone() if need_entropy else None, None)
-
     def _check_layers(self, run: TreeRun) -> None:
         if len(run.layers_seen) != self.capabilities.layers:
             raise UnsupportedModel(
@@ -92,3 +101,8 @@ def model_device(model: nn.Module) -> torch.device:
     """Where the model takes its input."""
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
     return next(embeddings.parameters()).device
+
+
+def wide_dtype(model: nn.Module) -> torch.dtype:
+    """Of log-probabilities and entropies: float32, or float64 for a float64 model."""
+    return torch.promote_types(model.dtype, torch.float32)  # type: ignore[arg-type]

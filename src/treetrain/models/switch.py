@@ -37,8 +37,8 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """query [N, H, D], key and value [N, G, D] -> [N, H, D]."""
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, layer: int) -> Tensor:
+        """query [N, H, D], key and value [N, G, D] -> [N, H, D]; `layer` tells the layers' carries apart."""
         ...
 
 
@@ -96,9 +96,10 @@ def _tree_attention(
         )
     query, key, value = _one_dtype(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    treetrain_run.layers_seen.add(getattr(module, "layer_idx", id(module)))
+    layer = getattr(module, "layer_idx", id(module))
+    treetrain_run.layers_seen.add(layer)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    return treetrain_run.attention(q, k, v, scale).unsqueeze(0), None
+    return treetrain_run.attention(q, k, v, scale, layer).unsqueeze(0), None
 
 
 def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

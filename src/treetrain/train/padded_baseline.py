@@ -11,16 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treetrain.data.trajectory import Trajectory
-from treetrain.engine.batch import Part, make_parts
 from treetrain.engine.head import Edges, Scores
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.packed import model_device
 from treetrain.engine.scoring import scoring_head
 from treetrain.models.capability import Capabilities
-from treetrain.tree.build import build_tree
+from treetrain.plan.plan import Plan
 from treetrain.tree.layout import PackedLayout
-from treetrain.tree.token_tree import TokenTree
 
 
 class PaddedRun:
@@ -64,18 +61,15 @@ class PaddedEngine(LinearEngine):
 
     _run_type = PaddedRun
 
-    def _parts(self, tree: TokenTree, *, whole: bool, weighted: bool) -> list[Part]:
-        rows = sorted(tree.trajectories, key=len)
-        if whole or self.budget is None:
-            return make_parts(tree, budget=None, merge=False, weighted=weighted, whole=True)
-        parts, batch = [], []
-        for row in rows:
-            if batch and (len(batch) + 1) * len(row) > self.budget:
-                parts.append(_padded_part(batch, weighted))
-                batch = []
-            batch.append(row)
-        return [*parts, _padded_part(batch, weighted)]
-
-
-def _padded_part(rows: list[Trajectory], weighted: bool) -> Part:
-    return make_parts(build_tree(rows, merge=False), budget=None, merge=False, weighted=weighted, whole=True)[0]
+    def plan_of(self, layout: PackedLayout) -> Plan:
+        """See `TreeEngine.plan_of`."""
+        lengths = np.diff(np.append(np.flatnonzero(layout.parent < 0), layout.num_tokens))
+        slots = self.pack_tokens or (int(lengths.sum()) + 1) ** 2
+        group_of = np.zeros(len(lengths), np.int64)
+        group = rows = 0
+        for row in np.argsort(lengths, kind="stable").tolist():
+            if rows and (rows + 1) * int(lengths[row]) > slots:
+                group, rows = group + 1, 0
+            group_of[row] = group
+            rows += 1
+        return Plan.of_parts(layout, np.repeat(group_of, lengths))

@@ -1,7 +1,7 @@
 """The token tree: a batch's rows merged by shared prefix. Numpy only."""
 
 from treetrain.tree.build import build_tree
-from treetrain.tree.layout import PackedLayout, pack, trained_predictions
+from treetrain.tree.layout import PackedLayout, cut, flat_reads, pack, trained_predictions
 from treetrain.tree.nodes import Node, NodeTrajectory
 from treetrain.tree.stats import TreeStats
 from treetrain.tree.token_tree import TokenTree
@@ -13,6 +13,8 @@ __all__ = [
     "TokenTree",
     "TreeStats",
     "build_tree",
+    "cut",
+    "flat_reads",
     "pack",
     "trained_predictions",
 ]

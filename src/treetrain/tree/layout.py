@@ -1,7 +1,8 @@
-"""What one packed forward needs: the tree tokens that must be computed, and the edges they own."""
+"""What a forward over a tree needs: the tokens that must be computed, the edges they own, and any piece of both."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,37 +17,35 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedLayout:
-    """M tokens in pre-order with E edges on R rows, and the T flat predictions that read them.
+    """M tokens in pre-order with E edges on R rows.
 
-    A row here is a position of the packed forward whose hidden state predicts something.
+    A row here is a position whose hidden state predicts something.
     """
 
     input_ids: Int64s
     """int64 [M]."""
     positions: Int64s
-    """int64 [M]: depth on the path (rotary positions)."""
+    """int64 [M]: depth on the path of the tree (rotary positions); a piece that continues a path starts above 0."""
+    parent: Int64s
+    """int64 [M]: the token before it on its path, -1 where that is not here."""
     ends: Int64s
     """int64 [M]: subtree ends; token i sees token j when j <= i < ends[j]."""
     tree_index: Int64s
-    """int64 [M]: the tree's index of each token kept."""
+    """int64 [M]: the tree's index of each token."""
     segment_start: Int64s
-    """int64 [S + 1]: maximal runs without a fork, of the tokens kept."""
+    """int64 [S + 1]: maximal runs without a fork, of the tokens here."""
     segment_parent: Int64s
     """int64 [S]: -1 at roots."""
     edge_rows: Int64s
     """int64 [E], ascending: the position whose hidden state predicts the edge's token."""
     edge_targets: Int64s
     """int64 [E]: the predicted token ids."""
+    edge_tokens: Int64s
+    """int64 [E]: the tree's index of the predicted token."""
     rows: Int64s
     """int64 [R], ascending: the positions that own an edge; the LM head runs on these alone."""
     edge_row_index: Int64s
     """int64 [E]: index into `rows`."""
-    flat_edges: Int64s
-    """int64 [T]: the edge that each used prediction reads, trajectory by trajectory."""
-    flat_index: Int64s
-    """int64 [T]: where these stand in the concatenation of all trajectories' (L_k - 1) predictions."""
-    num_predictions: int
-    """Length of that concatenation (an empty trajectory adds 0)."""
 
     @property
     def num_tokens(self) -> int:
@@ -60,8 +59,29 @@ class PackedLayout:
 
     @property
     def pairs(self) -> int:
-        """Visible (query, key) pairs: the attention work."""
+        """Visible (query, key) pairs on the whole paths: the attention work."""
         return int((self.positions + 1).sum())
+
+
+class Piece(NamedTuple):
+    """Some tokens of a layout as a layout of their own."""
+
+    layout: PackedLayout
+    edges: Int64s
+    """int64 [e]: which edges of the whole these are."""
+    rows: Int64s
+    """int64 [r]: which rows of the whole these are."""
+
+
+class FlatReads(NamedTuple):
+    """The T flat predictions that read edges, trajectory by trajectory."""
+
+    edges: Int64s
+    """int64 [T]: the edge that each used prediction reads."""
+    index: Int64s
+    """int64 [T]: where these stand in the concatenation of the trajectories' (L_k - 1) predictions."""
+    total: int
+    """Length of that concatenation (an empty trajectory adds 0)."""
 
 
 def trained_predictions(trajectories: Sequence[Trajectory]) -> Bools:
@@ -74,58 +94,107 @@ def trained_predictions(trajectories: Sequence[Trajectory]) -> Bools:
     return np.concatenate([np.zeros(0, bool), *parts])
 
 
-def pack(tree: TokenTree, used: Bools | None = None, *, trim: bool = True) -> PackedLayout:
-    """Lay out one packed forward over the whole tree.
+def pack(tree: TokenTree, predicted: Bools | None = None, *, trim: bool = True) -> PackedLayout:
+    """Lay out the tokens of a tree that must be computed.
 
     Args:
-        tree: N unique tokens, `flat` tokens over its trajectories.
-        used: bool [flat], over all trajectories' tokens one after the other: entry t of a trajectory says
-            whether the prediction of its ids[t] is wanted (entry 0 is ignored: nothing predicts it).
+        tree: N unique tokens.
+        predicted: bool [N]: whether the prediction of each token is wanted (roots have none and are ignored).
             None wants all of them.
         trim: keep only tokens that a wanted prediction looks at (its predecessor and what is before that);
             False keeps every tree token.
 
     Raises:
-        ValueError: `used` of another length.
+        ValueError: `predicted` of another length.
+    """
+    if predicted is not None and predicted.shape != (tree.num_tokens,):
+        raise ValueError(f"predicted has shape {predicted.shape}, the tree {tree.num_tokens} tokens")
+    wanted = tree.parent >= 0 if predicted is None else predicted & (tree.parent >= 0)
+    edges = np.flatnonzero(wanted)
+    kept = needed_tokens(tree, edges) if trim else np.ones(tree.num_tokens, bool)
+    new_index = np.concatenate([[0], np.cumsum(kept)])  # also maps subtree ends
+    edges = edges[np.argsort(tree.parent[edges], kind="stable")]
+    keep = np.flatnonzero(kept)
+    before = tree.parent[keep]
+    return _layout(
+        input_ids=tree.tokens[keep].astype(np.int64),
+        positions=tree.depth[keep].astype(np.int64),
+        parent=np.where(before >= 0, new_index[before], -1),
+        ends=new_index[tree.end[keep]],
+        tree_index=keep,
+        edge_rows=new_index[tree.parent[edges]],
+        edge_targets=tree.tokens[edges].astype(np.int64),
+        edge_tokens=edges,
+    )
+
+
+def cut(layout: PackedLayout, tokens: Int64s) -> Piece:
+    """Some tokens of a layout, with the edges that they predict, in the same order.
+
+    Args:
+        tokens: int64 [m], ascending.
+    """
+    place = np.full(layout.num_tokens + 1, -1, np.int64)
+    place[tokens] = np.arange(len(tokens))
+    first = np.searchsorted(layout.edge_rows, tokens)
+    edges = ranges(first, np.searchsorted(layout.edge_rows, tokens, side="right") - first)
+    rows = np.flatnonzero(place[layout.rows] >= 0) if len(layout.rows) else layout.rows
+    piece = _layout(
+        input_ids=layout.input_ids[tokens],
+        positions=layout.positions[tokens],
+        parent=place[layout.parent[tokens]],
+        ends=np.searchsorted(tokens, layout.ends[tokens]),
+        tree_index=layout.tree_index[tokens],
+        edge_rows=place[layout.edge_rows[edges]],
+        edge_targets=layout.edge_targets[edges],
+        edge_tokens=layout.edge_tokens[edges],
+    )
+    return Piece(piece, edges, rows)
+
+
+def _layout(*, parent: Int64s, edge_rows: Int64s, **arrays: Int64s) -> PackedLayout:
+    segment_start, segment_parent = segments(parent)
+    new = np.diff(edge_rows, prepend=-1) != 0  # edge_rows ascends
+    rows, edge_row_index = edge_rows[new], np.cumsum(new) - 1
+    return PackedLayout(
+        parent=parent,
+        edge_rows=edge_rows,
+        segment_start=segment_start,
+        segment_parent=segment_parent,
+        rows=rows,
+        edge_row_index=edge_row_index,
+        **arrays,
+    )
+
+
+def flat_reads(tree: TokenTree, layout: PackedLayout, used: Bools) -> FlatReads:
+    """Which edge every used prediction of every trajectory reads.
+
+    Args:
+        used: bool [flat], over all trajectories' tokens one after the other (entry 0 of a trajectory is ignored);
+            each used prediction's edge must be in the layout.
     """
     offsets, index = tree.paths()
-    if used is not None and used.shape != (len(index),):
+    if used.shape != (len(index),):
         raise ValueError(f"used has shape {used.shape}, the trajectories have {len(index)} tokens in all")
-    wanted = np.ones(len(index), bool) if used is None else used.astype(bool)
+    wanted = used.astype(bool)
     wanted[offsets[:-1][tree.trajectory_length > 0]] = False
     at = np.flatnonzero(wanted)
     trajectory = np.repeat(np.arange(tree.num_trajectories), tree.trajectory_length)[at]
     empty_before = np.cumsum(tree.trajectory_length == 0)
-    tokens = index[at]
-
-    predicted = np.zeros(tree.num_tokens, bool)
-    predicted[tokens] = True
-    edges = np.flatnonzero(predicted)
-    kept = needed_tokens(tree, edges) if trim else np.ones(tree.num_tokens, bool)
-    new_index = np.concatenate([[0], np.cumsum(kept)])  # also maps subtree ends
-    edges = edges[np.argsort(tree.parent[edges], kind="stable")]
-    edge_rows = new_index[tree.parent[edges]]
-    rows, edge_row_index = np.unique(edge_rows, return_inverse=True)
-    edge_of = np.empty(tree.num_tokens, np.int64)
-    edge_of[edges] = np.arange(len(edges))
-    keep = np.flatnonzero(kept)
-    parent = np.where(tree.parent[keep] >= 0, new_index[tree.parent[keep]], -1)
-    segment_start, segment_parent = segments(parent)
-    return PackedLayout(
-        input_ids=tree.tokens[keep].astype(np.int64),
-        positions=tree.depth[keep].astype(np.int64),
-        ends=new_index[tree.end[keep]],
-        tree_index=keep,
-        segment_start=segment_start,
-        segment_parent=segment_parent,
-        edge_rows=edge_rows,
-        edge_targets=tree.tokens[edges].astype(np.int64),
-        rows=rows,
-        edge_row_index=edge_row_index,
-        flat_edges=edge_of[tokens],
-        flat_index=at - 1 - trajectory + empty_before[trajectory],
-        num_predictions=len(index) - int((tree.trajectory_length > 0).sum()),
+    edge_of = np.full(tree.num_tokens, -1, np.int64)
+    edge_of[layout.edge_tokens] = np.arange(layout.num_edges)
+    return FlatReads(
+        edges=edge_of[index[at]],
+        index=at - 1 - trajectory + empty_before[trajectory],
+        total=len(index) - int((tree.trajectory_length > 0).sum()),
     )
+
+
+def ranges(first: Int64s, count: Int64s) -> Int64s:
+    """first[0], first[0] + 1, ... (count[0] of them), first[1], ...: int64 [count.sum()]."""
+    before = np.cumsum(count) - count
+    return np.arange(int(count.sum()), dtype=np.int64) + np.repeat(first - before, count)
 
 
 def segments(parent: Int64s) -> tuple[Int64s, Int64s]:

@@ -1,0 +1,186 @@
+"""The carry: what attention hands from a part to the parts below it, and the gradients handed back.
+
+Keys and values of exported tokens lie in rows of buffers that are made once and reused along the walk; beside them lie
+accumulators of their gradients, in float32 (float64 for a float64 model). A part reads the rows of its root path,
+writes its own, and in backward adds to the gradients of the first and takes those of the second. Nothing of this is
+seen by autograd, so it is the same under activation checkpointing, which runs a layer's forward again.
+
+Shape letters: C rows, P tokens on a path, X exported tokens of a part, G key/value heads, D head size.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Rows = slice | Tensor
+"""Rows of a buffer: a slice where they are consecutive, else int64 indices."""
+
+
+@dataclass(slots=True)
+class _Layer:
+    """One layer's buffers, each [C, G, D]; the gradients are None in a pass that never goes backward."""
+
+    key: Tensor
+    value: Tensor
+    key_grad: Tensor | None
+    value_grad: Tensor | None
+
+
+class Carry:
+    """The buffers of all layers.
+
+    Args:
+        rows: tokens that are held at once, C; `reserve` makes room for more.
+        gradients: whether a backward will follow.
+    """
+
+    def __init__(self, rows: int, device: torch.device, *, gradients: bool):
+        self._rows, self._device, self._gradients = rows, device, gradients
+        self._layers: dict[int, _Layer] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers made so far."""
+        layers = self._layers.values()
+        tensors = [t for layer in layers for t in (layer.key, layer.value, layer.key_grad, layer.value_grad)]
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def reserve(self, rows: int) -> None:
+        """Make room for so many rows, keeping what is there."""
+        if rows <= self._rows:
+            return
+        for number, layer in self._layers.items():
+            grads = [None if t is None else _grown(t, rows) for t in (layer.key_grad, layer.value_grad)]
+            self._layers[number] = _Layer(_grown(layer.key, rows), _grown(layer.value, rows), *grads)
+        self._rows = rows
+
+    def clear_gradients(self, rows: slice) -> None:
+        """Start the gradients of newly given rows from zero."""
+        for layer in self._layers.values():
+            if layer.key_grad is not None and layer.value_grad is not None:
+                layer.key_grad[rows].zero_()
+                layer.value_grad[rows].zero_()
+
+    def view(self, path_rows: np.ndarray, own_rows: np.ndarray) -> "CarryView":
+        """What one pass of a part reads and writes.
+
+        Args:
+            path_rows: int64 [P]: rows of the root path, the first token first.
+            own_rows: int64 [N]: the row of each token of the part, -1 for those that are not exported.
+        """
+        exported = np.flatnonzero(own_rows >= 0)
+        return CarryView(self, path_rows, exported, own_rows[exported])
+
+    def layer(self, number: int, like: Tensor, like_value: Tensor) -> _Layer:
+        """A layer's buffers, made for tensors like the first keys and values [N, G, D] it was given."""
+        if number not in self._layers:
+            self._layers[number] = self._make(like, like_value)
+        return self._layers[number]
+
+    def _make(self, key: Tensor, value: Tensor) -> _Layer:
+        def buffer(like: Tensor, dtype: torch.dtype) -> Tensor:
+            return torch.zeros((self._rows, *like.shape[1:]), dtype=dtype, device=self._device)
+
+        wide = torch.promote_types(key.dtype, torch.float32)
+        grads = (buffer(key, wide), buffer(value, wide)) if self._gradients else (None, None)
+        return _Layer(buffer(key, key.dtype), buffer(value, value.dtype), *grads)
+
+    def as_rows(self, rows: np.ndarray) -> Rows:
+        """A slice where rows are consecutive, else a tensor of indices on the device."""
+        if len(rows) == 0:
+            return slice(0, 0)
+        if len(rows) == rows[-1] - rows[0] + 1 and (np.diff(rows) == 1).all():
+            return slice(int(rows[0]), int(rows[-1]) + 1)
+        return torch.from_numpy(rows).to(self._device)
+
+
+class CarryView:
+    """One pass's window on the carry. Made by `Carry.view`."""
+
+    def __init__(self, carry: Carry, path_rows: np.ndarray, exported: np.ndarray, exported_rows: np.ndarray):
+        self.path_tokens = len(path_rows)
+        self.exports = len(exported) > 0
+        self._carry = carry
+        self._path = carry.as_rows(path_rows)
+        self._own, self._own_rows = carry.as_rows(exported), carry.as_rows(exported_rows)
+
+    def read(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the path, [P, G, D] each; views where its rows are consecutive."""
+        buffers = self._carry.layer(layer, key, value)
+        return _take(buffers.key, self._path), _take(buffers.value, self._path)
+
+    def publish(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Hand the exported tokens' keys and values [N, G, D] to the parts below."""
+        if self.exports:
+            buffers = self._carry.layer(layer, key, value)
+            _put(buffers.key, self._own_rows, _take(key, self._own))
+            _put(buffers.value, self._own_rows, _take(value, self._own))
+
+    def add_path_gradient(self, layer: int, grad_key: Tensor, grad_value: Tensor) -> None:
+        """Hand gradients [P, G, D] up to the parts that the path belongs to."""
+        buffers = self._carry._layers[layer]
+        assert buffers.key_grad is not None and buffers.value_grad is not None
+        _add(buffers.key_grad, self._path, grad_key)
+        _add(buffers.value_grad, self._path, grad_value)
+
+    def collect(self, layer: int, grad_key: Tensor, grad_value: Tensor) -> None:
+        """Add to the part's own gradients [N, G, D], in place, what the parts below have handed up."""
+        if self.exports:
+            buffers = self._carry._layers[layer]
+            assert buffers.key_grad is not None and buffers.value_grad is not None
+            _add(grad_key, self._own, _take(buffers.key_grad, self._own_rows))
+            _add(grad_value, self._own, _take(buffers.value_grad, self._own_rows))
+
+
+class _CarriedKeys(torch.autograd.Function):
+    """Keys and values of the path before a part's own, for a backend that is differentiable by itself."""
+
+    @staticmethod
+    def forward(ctx, key: Tensor, value: Tensor, carry: CarryView, layer: int):
+        ctx.carry, ctx.layer = carry, layer
+        carry.publish(layer, key, value)
+        path_key, path_value = carry.read(layer, key, value)
+        return torch.cat([path_key, key]), torch.cat([path_value, value])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_key: Tensor, grad_value: Tensor):
+        carry, layer, path = ctx.carry, ctx.layer, ctx.carry.path_tokens
+        wide = torch.promote_types(grad_key.dtype, torch.float32)
+        if path:
+            carry.add_path_gradient(layer, grad_key[:path], grad_value[:path])
+        own_key, own_value = grad_key[path:].to(wide, copy=True), grad_value[path:].to(wide, copy=True)
+        carry.collect(layer, own_key, own_value)
+        return own_key.to(grad_key.dtype), own_value.to(grad_value.dtype), None, None
+
+
+def carried_keys(key: Tensor, value: Tensor, carry: CarryView, layer: int) -> tuple[Tensor, Tensor]:
+    """[N, G, D] keys and values of a part -> [P + N, G, D], the path's first; publishes the part's own."""
+    return _CarriedKeys.apply(key, value, carry, layer)  # type: ignore[return-value]
+
+
+def _take(tensor: Tensor, rows: Rows) -> Tensor:
+    return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
+
+
+def _put(tensor: Tensor, rows: Rows, source: Tensor) -> None:
+    if isinstance(rows, slice):
+        tensor[rows] = source
+    else:
+        tensor.index_copy_(0, rows, source)
+
+
+def _add(tensor: Tensor, rows: Rows, source: Tensor) -> None:
+    if isinstance(rows, slice):
+        tensor[rows] += source
+    else:
+        tensor.index_add_(0, rows, source.to(tensor.dtype))
+
+
+def _grown(tensor: Tensor, rows: int) -> Tensor:
+    grown = tensor.new_zeros((rows, *tensor.shape[1:]))
+    grown[: len(tensor)] = tensor
+    return grown

@@ -1,0 +1,170 @@
+"""What a walk asks while it runs the parts: what becomes of log-probabilities, and what their gradients are.
+
+`Known` has the gradients beforehand (a loss linear in the log-probabilities, or one already evaluated). `Stream`
+evaluates a loss as the walk goes: each trajectory when its last prediction is scored, so that a part's gradients are
+complete when everything below it has run.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treetrain.engine.batch import Batch, Reads
+from treetrain.engine.evaluate import MetricSums, add_sums, evaluate_gradients
+from treetrain.engine.head import Scores
+from treetrain.engine.merged import MergedBatch
+from treetrain.tree.layout import Piece, ranges
+
+
+class Seeds(NamedTuple):
+    """Gradients of the loss with respect to what a part's head gave."""
+
+    edges: Tensor
+    """[e]: of the log-probabilities."""
+    rows: Tensor | None
+    """[r]: of the entropies."""
+
+
+class Feed(Protocol):
+    """What the walk asks."""
+
+    needs_entropy: bool
+    needs_scores_early: bool
+    """Whether a pass without graph must score its edges, since trajectories that end below read them."""
+
+    def coefficients(self, piece: Piece) -> Tensor | None:
+        """[e] d loss / d log-probability where it is known before the piece is scored; else None."""
+        ...
+
+    def scored(self, piece: Piece, scores: Scores) -> None:
+        """Take what the head gave."""
+        ...
+
+    def seeds(self, piece: Piece) -> Seeds:
+        """Gradients of a piece of which everything below has run."""
+        ...
+
+
+class Board:
+    """Log-probabilities of the E edges and entropies of the R rows of a batch, as far as they are scored."""
+
+    def __init__(self, num_edges: int, num_rows: int, dtype: torch.dtype, device: torch.device, *, entropy: bool):
+        self.device = device
+        self.logprobs = torch.zeros(num_edges, dtype=dtype, device=device)
+        self.entropies = torch.zeros(num_rows, dtype=dtype, device=device) if entropy else None
+
+    def write(self, piece: Piece, scores: Scores) -> None:
+        """Put a piece's scores in their places."""
+        self.logprobs[self.index(piece.edges)] = scores.logprobs.detach()
+        if self.entropies is not None and scores.entropies is not None:
+            self.entropies[self.index(piece.rows)] = scores.entropies.detach()
+
+    def index(self, numbers: np.ndarray) -> Tensor | slice:
+        """Places on the device; a slice where they are consecutive."""
+        if len(numbers) and numbers[-1] - numbers[0] + 1 == len(numbers):
+            return slice(int(numbers[0]), int(numbers[-1]) + 1)
+        return torch.from_numpy(numbers).to(self.device)
+
+
+class Known:
+    """Gradients known beforehand; only collects the scores.
+
+    Args:
+        edges: [E] d loss / d log-probability.
+        rows: [R] d loss / d entropy, or None.
+    """
+
+    needs_scores_early = False
+
+    def __init__(self, board: Board, edges: Tensor, rows: Tensor | None = None):
+        self.board, self._edges, self._rows = board, edges, rows
+        self.needs_entropy = rows is not None
+
+    def coefficients(self, piece: Piece) -> Tensor | None:
+        """See `Feed`."""
+        return None if self.needs_entropy else self._edges[self.board.index(piece.edges)]
+
+    def scored(self, piece: Piece, scores: Scores) -> None:
+        """See `Feed`."""
+        self.board.write(piece, scores)
+
+    def seeds(self, piece: Piece) -> Seeds:
+        """See `Feed`."""
+        rows = None if self._rows is None else self._rows[self.board.index(piece.rows)]
+        return Seeds(self._edges[self.board.index(piece.edges)], rows)
+
+
+class Stream:
+    """Evaluates a loss over trajectories as they end.
+
+    A loss over several trajectories at once is evaluated when all of them have ended: one part only.
+    """
+
+    needs_scores_early = True
+
+    def __init__(self, board: Board, batch: Batch | MergedBatch, loss: Any, normaliser: float):
+        self.board, self._batch, self._loss, self._normaliser = board, batch, loss, normaliser
+        self.needs_entropy = board.entropies is not None
+        # Float64: a shared edge may collect thousands of rows.
+        self._edges = torch.zeros(len(board.logprobs), dtype=torch.float64, device=board.device)
+        self._rows = None if board.entropies is None else torch.zeros_like(board.entropies, dtype=torch.float64)
+        self._order = np.argsort(batch.deepest_row, kind="stable")
+        self._ends = batch.deepest_row[self._order]
+        self._seen = np.zeros(batch.layout.num_edges and len(batch.layout.rows), bool)
+        self._at_once = getattr(loss, "scope", "trajectory") == "batch"
+        self._pending = True
+        self.total: Any = 0.0
+        self.sums: MetricSums = {}
+
+    def coefficients(self, piece: Piece) -> Tensor | None:
+        """Known for a piece that is scored a second time: everything that reads it has ended."""
+        if self.needs_entropy or not self._seen[piece.rows].all():
+            return None
+        return self._edges[self.board.index(piece.edges)].to(self.board.logprobs.dtype)
+
+    def scored(self, piece: Piece, scores: Scores) -> None:
+        """Take scores, and evaluate the trajectories that end here."""
+        new = piece.rows[~self._seen[piece.rows]]
+        self.board.write(piece, scores)
+        self._seen[new] = True
+        if self._at_once:
+            if self._seen.all() and self._pending:
+                self._evaluate(self._batch.everything())
+            return
+        first = np.searchsorted(self._ends, new)
+        ended = self._order[ranges(first, np.searchsorted(self._ends, new, side="right") - first)]
+        if len(ended):
+            self._evaluate(self._batch.select(np.sort(ended)))
+
+    def finish(self) -> None:
+        """Evaluate what has no prediction: a loss of the user's own is called with every row."""
+        if self._at_once:
+            if self._pending:
+                self._evaluate(self._batch.everything())
+            return
+        idle = self._order[: np.searchsorted(self._ends, 0)]
+        if len(idle) and not hasattr(self._loss, "packed"):
+            self._evaluate(self._batch.select(np.sort(idle)))
+
+    def known(self) -> Known:
+        """The gradients, for a second walk, once the whole batch has been evaluated."""
+        dtype = self.board.logprobs.dtype
+        return Known(self.board, self._edges.to(dtype), None if self._rows is None else self._rows.to(dtype))
+
+    def seeds(self, piece: Piece) -> Seeds:
+        """See `Feed`."""
+        dtype = self.board.logprobs.dtype
+        rows = None if self._rows is None else self._rows[self.board.index(piece.rows)].to(dtype)
+        return Seeds(self._edges[self.board.index(piece.edges)].to(dtype), rows)
+
+    def _evaluate(self, rows: Reads) -> None:
+        self._pending = False
+        found = evaluate_gradients(self._loss, self._normaliser, self.board.logprobs, self.board.entropies, rows)
+        self.total = self.total + found.total
+        self.sums = add_sums(self.sums, found.sums)
+        if found.edges is not None:
+            self._edges.index_add_(0, torch.from_numpy(rows.edges).to(self.board.device), found.edges.double())
+        if self._rows is not None and found.rows is not None:
+            self._rows.index_add_(0, torch.from_numpy(rows.rows).to(self.board.device), found.rows.double())

@@ -1,0 +1,65 @@
+"""The plan of a batch on a model under a budget."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from treetrain.engine.free_bytes import free_bytes
+from treetrain.engine.packed import model_device
+from treetrain.errors import UnsupportedModel
+from treetrain.models.capability import causal_lm
+from treetrain.plan.budget import Bytes
+from treetrain.plan.cost import ModelShape
+from treetrain.plan.make import make_plan
+from treetrain.plan.partition import partition
+from treetrain.plan.plan import Plan
+from treetrain.plan.price import CostModel
+from treetrain.tree.layout import PackedLayout
+
+PART_TOKENS = 8192
+"""Tokens of a part where the batch can be cut freely: larger ones were no faster, and take more memory."""
+SMALL_BATCH_TOKENS = 8192
+"""A batch of this many tokens or less is run without asking how much memory is free."""
+PASS_TOKENS, FORWARD_SHARE = 40.0, 0.35
+"""Where the architecture's cost is not known: a pass costs as much as so many tokens, and a forward so much of a step.
+Every plan within a budget is exact, so this can cost time only."""
+
+
+def plan_within(
+    layout: PackedLayout, budget: int | Bytes | None, model: nn.Module, cost: Callable[[], CostModel]
+) -> Plan:
+    """The fastest plan within a budget.
+
+    Args:
+        budget: tokens, bytes, or None for what the device has free.
+        cost: what passes cost on this model, measured; asked for only where bytes must be predicted.
+
+    Raises:
+        ValueError: bytes that no plan fits into.
+        UnsupportedModel: bytes, and an architecture whose cost is not known.
+    """
+    if isinstance(budget, Bytes):
+        return make_plan(layout, cost(), budget=budget)
+    if budget is not None:
+        return partition(layout, budget, seconds_of(model))
+    if layout.num_tokens > SMALL_BATCH_TOKENS:
+        try:
+            return make_plan(layout, cost(), budget=None, free_bytes=free_bytes(model_device(model)))
+        except UnsupportedModel:
+            pass  # nothing is known about its memory: as much at once as runs well
+    return partition(layout, max(layout.num_tokens, 1), seconds_of(model), part_tokens=PART_TOKENS)
+
+
+def seconds_of(model: nn.Module) -> Callable[[Plan], float]:
+    """Predicted time of a plan, from the model's shape where it is known."""
+    try:
+        shape = ModelShape.from_config(causal_lm(model).config.to_dict())  # type: ignore[operator, union-attr]
+    except UnsupportedModel:
+        return _seconds_of_any_model
+    device = "cuda" if model_device(model).type == "cuda" else "cpu"
+    return CostModel.from_shape(shape, device=device).seconds
+
+
+def _seconds_of_any_model(plan: Plan) -> float:
+    passes = plan.num_parts + FORWARD_SHARE * (int(plan.publish.max(initial=-1)) + 1)
+    return PASS_TOKENS * passes + plan.layout.num_tokens + FORWARD_SHARE * plan.recomputed_tokens

@@ -1,0 +1,267 @@
+"""Runs a plan on a model: parts depth first against the carry of their root path, gradients handed back up.
+
+One code path for every plan: the whole tree as one part, one segment per part, and everything in between. A part that
+runs out of memory in its forward is cut into smaller ones and run again, as a plan within the plan (`_Frame`).
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from treetrain.attention.carry import Carry
+from treetrain.engine.feed import Board, Feed
+from treetrain.engine.head import Scores
+from treetrain.engine.memory import is_out_of_memory, release_cached
+from treetrain.engine.packed import PackedRun, model_device
+from treetrain.models.capability import Capabilities
+from treetrain.models.switch import tree_attention
+from treetrain.plan.partition import uniform
+from treetrain.plan.plan import Plan
+from treetrain.tree.layout import Piece, cut
+
+
+class _Frame(NamedTuple):
+    """A plan over some tokens of the layout; the outermost is over all of them."""
+
+    plan: Plan
+    tokens: np.ndarray | None
+    """int64: the layout's number of each token of the plan; None where they are the same."""
+    attach: int
+    """The layout's token that the plan's roots continue; -1 where they are roots."""
+
+    def of_part(self, part: int) -> np.ndarray:
+        """A part's tokens, as the layout numbers them."""
+        return self.named(self.plan.tokens(part))
+
+    def named(self, tokens: np.ndarray) -> np.ndarray:
+        """The layout's numbers of the plan's tokens."""
+        return tokens if self.tokens is None else self.tokens[tokens]
+
+    def attach_of(self, part: int) -> int:
+        """The layout's token that a part continues."""
+        attach = int(self.plan.attach[part])
+        return self.attach if attach < 0 else int(attach if self.tokens is None else self.tokens[attach])
+
+
+class _Pass(NamedTuple):
+    """A part whose forward has run and whose backward has not."""
+
+    piece: Piece
+    scores: Scores
+
+
+class BackwardOutOfMemory(RuntimeError):
+    """A backward ran out of memory; gradients of the step are incomplete."""
+
+    def __init__(self, tokens: int):
+        super().__init__(f"out of memory in the backward of a part while the graph of {tokens} tokens was alive")
+        self.tokens = tokens
+
+
+class Walk:
+    """One walk over a plan.
+
+    Args:
+        plan: of the batch.
+        gradients: whether the parts go backward too.
+        run_type: what runs a layout on the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        capabilities: Capabilities,
+        plan: Plan,
+        *,
+        temperature: float,
+        gradients: bool,
+        run_type: type = PackedRun,
+    ):
+        self._model, self._capabilities, self._temperature, self._run_type = model, capabilities, temperature, run_type
+        self._layout = plan.layout
+        self._outer = _Frame(plan, None, -1)
+        self._carry = Carry(plan.carry_rows, model_device(model), gradients=gradients)
+        self._row_of = np.full(plan.layout.num_tokens, -1, np.int64)
+        self._top = 0
+        self.fitting_tokens: int | None = None
+        """Where a part had to be cut: the most tokens of a graph that fitted; a budget that would have avoided it."""
+
+    # ---- without gradients
+
+    def score(self, board: Board, *, need_entropy: bool) -> None:
+        """Fill a board with all log-probabilities, without graph, in the memory of one path."""
+        with torch.no_grad(), tree_attention(self._model):
+            self._score(self._outer, board, need_entropy)
+
+    def _score(self, frame: _Frame, board: Board, need_entropy: bool) -> None:
+        held: dict[int, np.ndarray] = {}
+        for kind, part in frame.plan.visits():
+            if kind == "close":
+                self._release(held.pop(part))
+                continue
+            tokens, attach = frame.of_part(part), frame.attach_of(part)
+            held[part] = self._allocate(frame.named(frame.plan.exported_tokens(part)))
+            done = self._attempt(partial(self._forward, tokens, attach, need_entropy=need_entropy), len(tokens))
+            if done is None:
+                self._score(self._halves(tokens, attach), board, need_entropy)
+            else:
+                board.write(*done)
+
+    # ---- with gradients
+
+    def train(self, feed: Feed) -> None:
+        """Accumulate gradients; `feed` says what they are.
+
+        Raises:
+            BackwardOutOfMemory: gradients so far are incomplete.
+        """
+        with torch.enable_grad(), tree_attention(self._model):
+            self._train(self._outer, feed)
+
+    def _train(self, frame: _Frame, feed: Feed) -> None:
+        graphs: dict[int, _Pass] = {}
+        held: dict[int, np.ndarray] = {}
+        plan = frame.plan
+        for kind, part in plan.visits():
+            if kind == "open":
+                held[part] = self._open(frame, part, feed, graphs)
+            elif part in graphs:
+                self._backward(graphs.pop(part), feed, int(plan.alive[part]))
+            else:
+                self._run(frame, part, feed)
+            if kind == "close":
+                self._release(held.pop(part))
+
+    def _open(self, frame: _Frame, part: int, feed: Feed, graphs: dict[int, _Pass]) -> np.ndarray:
+        """What happens before the parts below run; returns the tokens that were given rows of the carry."""
+        plan, attach = frame.plan, frame.attach_of(part)
+        if plan.kept[part]:
+            held = self._allocate(frame.named(plan.exported_tokens(part)))
+            done = self._forward_kept(frame, part, feed)
+            if done is not None:
+                graphs[part] = done
+            return held
+        if not plan.publishes_first(part):
+            return np.zeros(0, np.int64)
+        tokens = frame.named(plan.published(int(plan.publish[part])))
+        held = self._allocate(tokens)
+        self._publish(tokens, attach, feed)
+        return held
+
+    def _forward_kept(self, frame: _Frame, part: int, feed: Feed) -> _Pass | None:
+        """A kept part's forward. None where it did not fit: then it is published, and run when all below is done."""
+        tokens, attach = frame.of_part(part), frame.attach_of(part)
+        done = self._attempt(partial(self._forward, tokens, attach, need_entropy=feed.needs_entropy), len(tokens))
+        if done is not None:
+            feed.scored(*done)
+            return done
+        self._publish(tokens[self._row_of[tokens] >= 0], attach, feed)
+        return None
+
+    def _publish(self, tokens: np.ndarray, attach: int, feed: Feed) -> None:
+        """A pass without graph over exported tokens, for their keys and values."""
+        early = feed.needs_scores_early
+        with torch.no_grad():
+            forward = partial(self._forward, tokens, attach, need_entropy=early and feed.needs_entropy, score=early)
+            done = self._attempt(forward, len(tokens))
+        if done is not None:
+            if early:
+                feed.scored(*done)
+            return
+        frame = self._halves(tokens, attach)
+        for part in range(frame.plan.num_parts):
+            self._publish(frame.of_part(part), frame.attach_of(part), feed)
+
+    def _run(self, frame: _Frame, part: int, feed: Feed) -> None:
+        """Forward and backward of a part of which everything below has run."""
+        tokens, attach = frame.of_part(part), frame.attach_of(part)
+        forward = partial(self._forward, tokens, attach, need_entropy=feed.needs_entropy, known=feed.coefficients)
+        done = self._attempt(forward, len(tokens))
+        if done is None:
+            self._train(self._halves(tokens, attach), feed)
+            return
+        feed.scored(*done)
+        self._backward(done, feed, int(frame.plan.alive[part]))
+
+    def _backward(self, done: _Pass, feed: Feed, alive: int) -> None:
+        scores = done.scores
+        try:
+            if scores.linear_loss is not None:
+                scores.linear_loss.backward()
+                return
+            seeds = feed.seeds(done.piece)
+            pairs: list[tuple[Tensor, Tensor]] = [(scores.logprobs, seeds.edges)]
+            if scores.entropies is not None and seeds.rows is not None:
+                pairs.append((scores.entropies, seeds.rows))
+            live = [(out, grad) for out, grad in pairs if out.requires_grad]
+            if live:
+                torch.autograd.backward([out for out, _ in live], [grad for _, grad in live])
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise BackwardOutOfMemory(alive) from error
+
+    # ---- both
+
+    def _forward(
+        self,
+        tokens: np.ndarray,
+        attach: int,
+        *,
+        need_entropy: bool,
+        known: Callable[[Piece], Tensor | None] | None = None,
+        score: bool = True,
+    ) -> _Pass:
+        """Run some tokens against the carry of the path down to their attach token."""
+        piece, own = cut(self._layout, tokens), self._row_of[tokens]
+        options: dict[str, Any] = {}
+        if attach >= 0 or (own >= 0).any():
+            path = self._row_of[self._outer.plan.path(attach)] if attach >= 0 else np.zeros(0, np.int64)
+            options = {"carry": self._carry.view(path, own), "score": score}
+        run = self._run_type(self._model, self._capabilities, piece.layout, **options)
+        coefficients = None if known is None else known(piece)
+        scores = run.scores(temperature=self._temperature, need_entropy=need_entropy, coefficients=coefficients)
+        return _Pass(piece, scores)
+
+    def _attempt(self, forward: Callable[[], _Pass], tokens: int) -> _Pass | None:
+        """A forward over so many tokens; None where memory ran out and fewer may fit."""
+        try:
+            return forward()
+        except Exception as error:
+            if not is_out_of_memory(error) or tokens == 1:
+                raise
+        # Outside the handler, so that nothing holds on to what the forward had made.
+        release_cached(self._model)
+        half = tokens // 2
+        self.fitting_tokens = half if self.fitting_tokens is None else min(self.fitting_tokens, half)
+        warnings.warn(
+            f"out of memory in a forward over {tokens} tokens: they are run again in parts of at most {half}, which "
+            f"takes longer; budget={half} would avoid this",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+    def _halves(self, tokens: np.ndarray, attach: int) -> _Frame:
+        """Tokens that did not fit as a plan of parts half as large."""
+        return _Frame(uniform(cut(self._layout, tokens).layout, max(len(tokens) // 2, 1)), tokens, attach)
+
+    def _allocate(self, tokens: np.ndarray) -> np.ndarray:
+        """Give rows of the carry to tokens that have none yet, on top of those in use; returns these tokens."""
+        fresh = tokens[self._row_of[tokens] < 0]
+        rows = slice(self._top, self._top + len(fresh))
+        self._carry.reserve(rows.stop)
+        self._carry.clear_gradients(rows)
+        self._row_of[fresh] = np.arange(rows.start, rows.stop)
+        self._top = rows.stop
+        return fresh
+
+    def _release(self, tokens: np.ndarray) -> None:
+        """Take back the rows of the tokens that got theirs last."""
+        self._row_of[tokens] = -1
+        self._top -= len(tokens)

@@ -1,0 +1,51 @@
+"""Plans of every shape, forced on the engine whatever a budget would choose."""
+
+from collections.abc import Callable
+
+from treetrain.engine.engine import TreeEngine
+from treetrain.plan.partition import Keep, one_segment_per_part, uniform
+from treetrain.plan.plan import Plan
+from treetrain.tree.layout import PackedLayout
+
+Shape = Callable[[PackedLayout, Keep], Plan]
+
+
+def _parts_of(share: int) -> Shape:
+    return lambda layout, keep: uniform(layout, max(layout.num_tokens // share, 1), keep)
+
+
+def _chunks_of(tokens: int) -> Shape:
+    return lambda layout, keep: uniform(layout, tokens, keep)
+
+
+def _joint_publishing(layout: PackedLayout, keep: Keep) -> Plan:
+    """Chunks of three tokens whose passes without graph are shared by late parts below one another."""
+    plan = uniform(layout, 3, keep)
+    return Plan.of_parts(layout, plan.part_of, plan.kept, publish_tokens=9)
+
+
+SHAPES: dict[str, Shape] = {
+    "1 part": _parts_of(1),
+    "N/2": _parts_of(2),
+    "N/4": _parts_of(4),
+    "N/16": _parts_of(16),
+    "one segment per part": one_segment_per_part,
+    "chunks of 7": _chunks_of(7),
+    "chunks of 2": _chunks_of(2),
+    "joint publishing": _joint_publishing,
+}
+KEEPS: tuple[Keep, ...] = ("none", "all", "mixed")
+
+
+def planned(shape: str, keep: Keep) -> type[TreeEngine]:
+    """An engine whose plans have one shape."""
+
+    class Planned(TreeEngine):
+        plans: list[Plan] = []  # noqa: RUF012 - one list for all engines of this kind is what tests look at
+
+        def plan_of(self, layout: PackedLayout) -> Plan:
+            plan = SHAPES[shape](layout, keep)
+            self.plans.append(plan)
+            return plan
+
+    return Planned
