@@ -10,6 +10,7 @@ from support.layouts import LinearPrices, check_plan, layout_of, nested_forks, s
 from treetrain.plan import search
 from treetrain.plan.bins import pack_bins, pack_evenly
 from treetrain.plan.crown import Ground
+from treetrain.plan.keeping import _how_many
 from treetrain.plan.partition import partition, uniform, whole_trees
 from treetrain.plan.plan import heights, least_recomputed
 
@@ -172,6 +173,38 @@ def test_light_siblings_share_parts():
     plan = partition(layout, 401, LinearPrices().seconds)
     assert plan.num_parts == 6  # the kept root and five parts of twenty leaves
     assert plan.kept.sum() == 1 and plan.recomputed_tokens == 0
+
+
+def test_kept_parts_below_one_another_are_joined_where_everything_below_still_fits():
+    # A chain of 29 forks with a leg of 50 tokens at each, and one more at its end: all legs are parts.
+    layout = layout_of([[*range(fork + 1), 99, *range(49)] for fork in range(30)])
+    plan = partition(layout, 80, LinearPrices(again=1e6).seconds)
+    assert plan.kept.sum() == 1 and plan.sizes[plan.kept].tolist() == [29]
+    assert plan.num_parts == 31 and plan.recomputed_tokens == 0
+
+
+def test_a_kept_part_leaves_a_child_alone_that_would_take_the_room_of_many_others():
+    leaf = [*range(9)]
+    rows = [[7, number, *leaf] for number in range(100, 200)]
+    rows += [[7, 8, *range(39), number, *leaf] for number in range(10)]
+    plan = partition(layout_of(rows), 100, LinearPrices(again=1e6).seconds)
+    assert plan.sizes[plan.kept].tolist() == [1, 40]
+    assert plan.num_parts == 1 + 12 + 1 + 2
+
+
+@pytest.mark.parametrize(
+    ("owned", "most", "room", "must", "taken"),
+    [
+        ([2, 3, 4, 500], [2, 3, 4, 100], 150, 0, 3),  # 4 parts below instead of 7
+        ([40, 400], [40, 10], 100, 0, 0),  # 7 instead of 5
+        ([29, 200], [29, 100], 100, 0, 0),  # the larger ones would not fit any more
+        ([2, 3, 4], [2, 3, 4], 100, 95, 2),  # what else is below must fit too
+        ([2, 3, 4], [2, 3, 4], 100, 0, 3),
+        ([], [], 10, 0, 0),
+    ],
+)
+def test_a_kept_part_takes_in_as_many_small_subtrees_as_save_parts(owned, most, room, must, taken):
+    assert _how_many(owned, most, room, must, 10**9) == taken
 
 
 def test_a_late_part_takes_in_subtrees_that_hang_off_it_anywhere():
