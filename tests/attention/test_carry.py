@@ -1,0 +1,268 @@
+"""Attention over parts that hand on keys, values and gradients, against the reference over the whole tree."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.forests import bushy_rows, forest_of, forests
+from support.linear import relative_error, rms
+from support.plans import KEEPS
+from support.runs import runs
+from treetrain.attention.carry import Carry, carried_keys
+from treetrain.attention.rectangles import RectangleAttention
+from treetrain.attention.reference import reference_attention
+from treetrain.plan.partition import one_segment_per_part, uniform
+from treetrain.plan.plan import Plan
+from treetrain.tree.build import build_tree
+from treetrain.tree.layout import PackedLayout, cut, pack
+
+SCALE = 0.4
+LAYERS = 2
+NAMES = ("out", "dq", "dk", "dv")
+Tensors = list[torch.Tensor]
+
+
+def layout_of(rows) -> PackedLayout:
+    return pack(build_tree(rows), trim=False)
+
+
+def inputs(tokens: int, *, heads=4, groups=2, size=8, dtype=torch.float64, seed=0) -> list[Tensors]:
+    """Query, key, value and the output's gradient of every layer."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(tokens, heads, size), (tokens, groups, size), (tokens, groups, size), (tokens, heads, size)]
+    # Rounded to bfloat16 first: the same numbers in every dtype.
+    return [[torch.randn(s, generator=generator).bfloat16().to(dtype) for s in shapes] for _ in range(LAYERS)]
+
+
+def whole(layout: PackedLayout, tensors: Tensors) -> Tensors:
+    """Output and gradients of the reference over the whole tree."""
+    ends = torch.from_numpy(layout.ends)
+    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+    out = reference_attention(*leaves, ends, SCALE)
+    return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
+
+
+def rectangles(layout: PackedLayout, view):
+    return RectangleAttention(forest_of(layout), carry=view)
+
+
+def carried_reference(layout: PackedLayout, view):
+    """The reference behind `carried_keys`: what a backend does that is differentiable by itself."""
+    path = view.path_tokens
+    above = np.full(path, path + layout.num_tokens)
+    ends = torch.from_numpy(np.concatenate([above, layout.ends + path]))
+
+    def attend(query, key, value, scale, layer):
+        key, value = carried_keys(key, value, view, layer)
+        nobody = query.new_zeros((path, *query.shape[1:]))
+        return reference_attention(torch.cat([nobody, query]), key, value, ends, scale)[path:]
+
+    return attend
+
+
+BACKENDS = {"rectangles": rectangles, "carried keys": carried_reference}
+
+
+class PartsByHand:
+    """Runs a plan at the level of attention: every layer of a part forward, and backward in the order of a walk.
+
+    Args:
+        order: of rows 0 to C - 1; each exported token takes the next one.
+    """
+
+    def __init__(self, plan: Plan, tensors: list[Tensors], backend: str, order: np.ndarray):
+        self.plan, self.layout, self.tensors, self.backend = plan, plan.layout, tensors, BACKENDS[backend]
+        self.carry = Carry(len(order), torch.device("cpu"), gradients=True)
+        self.row_of = np.full(self.layout.num_tokens, -1)
+        self.row_of[plan.exported] = order[: int(plan.exported.sum())]
+        self.results = [[torch.zeros_like(t[i]) for i in (0, 0, 1, 2)] for t in tensors]
+
+    def run(self) -> list[Tensors]:
+        graphs = {}
+        for kind, part in self.plan.visits():
+            tokens = self.plan.tokens(part)
+            if kind == "open" and self.plan.kept[part]:
+                graphs[part] = self.forward(part, tokens)
+            elif kind == "open" and self.plan.is_open[part]:
+                with torch.no_grad():
+                    self.forward(part, tokens[self.plan.exported[tokens]])
+            elif kind == "close":
+                self.backward(tokens, graphs.pop(part) if part in graphs else self.forward(part, tokens))
+        return self.results
+
+    def forward(self, part: int, tokens: np.ndarray) -> list[tuple[torch.Tensor, Tensors]]:
+        attach = int(self.plan.attach[part])
+        path = self.row_of[self.plan.path(attach)] if attach >= 0 else np.zeros(0, np.int64)
+        assert (path >= 0).all(), "a token on the path has no row"
+        attention = self.backend(cut(self.layout, tokens).layout, self.carry.view(path, self.row_of[tokens]))
+        done = []
+        for layer, tensors in enumerate(self.tensors):
+            leaves = [x[tokens].clone().requires_grad_(torch.is_grad_enabled()) for x in tensors[:3]]
+            done.append((attention(*leaves, SCALE, layer), leaves))
+        return done
+
+    def backward(self, tokens: np.ndarray, done: list[tuple[torch.Tensor, Tensors]]) -> None:
+        for layer in reversed(range(len(done))):
+            out, leaves = done[layer]
+            grads = torch.autograd.grad(out, leaves, self.tensors[layer][3][tokens])
+            for result, value in zip(self.results[layer], (out.detach(), *grads)):
+                result[tokens] = value
+
+
+def errors(plan: Plan, tensors: list[Tensors], backend: str, order: np.ndarray) -> list[float]:
+    """Worst error over the layers of the output and each gradient."""
+    got = PartsByHand(plan, tensors, backend, order).run()
+    expected = [whole(plan.layout, [t.double() for t in layer]) for layer in tensors]
+    return [max(relative_error(a[i], b[i]) for a, b in zip(got, expected)) for i in range(4)]
+
+
+def consecutive(plan: Plan, seed: int = 0) -> np.ndarray:
+    return np.arange(int(plan.exported.sum()))
+
+
+def scattered(plan: Plan, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(int(plan.exported.sum()) + 5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-6)])
+@pytest.mark.parametrize("rows_of", [consecutive, scattered])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_equal_the_whole_tree(backend, rows_of, dtype, tolerance, record_property):
+    worst, parts = [0.0], []
+
+    @runs(15)
+    @given(forests(max_rows=12, max_length=24), st.integers(1, 12), st.sampled_from(KEEPS), st.integers(0, 99))
+    def every_plan(rows, chunk, keep, seed):
+        layout = layout_of(rows)
+        if not layout.num_tokens:
+            return
+        for plan in (uniform(layout, chunk, keep), one_segment_per_part(layout, keep)):
+            tensors = inputs(layout.num_tokens, dtype=dtype, seed=seed)
+            found = errors(plan, tensors, backend, rows_of(plan, seed))
+            worst[0] = max(worst[0], *found)
+            parts.append(plan.num_parts)
+            assert worst[0] <= tolerance, dict(zip(NAMES, found))
+
+    every_plan()
+    assert max(parts) > 8
+    record_property("errors", worst[0])
+
+
+TREE = [[*range(12), 20, 21, 22, 30], [*range(12), 20, 21, 23], [*range(12), 24, 25], [*range(6), 26, 27, 28]]
+"""A chain of 12 with a fork on it, one at its end, and one below that."""
+CUTS = {
+    "in two": lambda layout: layout.positions >= 3,
+    "in three, one below the other": lambda layout: np.digitize(layout.positions, [3, 5]),
+    "in three, two below one": lambda layout: (layout.positions >= 12) + 2 * np.isin(layout.input_ids, [26, 27, 28]),
+    "below every child": lambda layout: part_of_children(layout),
+}
+
+
+def part_of_children(layout: PackedLayout) -> np.ndarray:
+    """The chain of 12 above, and a part of its own for each piece below it."""
+    top = layout.positions < 12
+    top &= ~np.isin(layout.input_ids, [26, 27, 28])
+    starts = ~top & top[layout.parent]
+    return np.where(top, 0, np.cumsum(starts))
+
+
+@pytest.mark.parametrize("cutting", CUTS)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1), (1, 1)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tree_that_is_cut_equals_the_whole_for_every_ratio_of_heads(backend, heads, groups, keep, cutting):
+    layout = layout_of(TREE)
+    part_of = np.asarray(CUTS[cutting](layout), np.int64)
+    plan = Plan.of_parts(layout, part_of, np.full(int(part_of.max()) + 1, keep))
+    assert plan.num_parts == {"in two": 2, "below every child": 4}.get(cutting, 3)
+    tensors = inputs(layout.num_tokens, heads=heads, groups=groups, size=16)
+    for rows_of in (consecutive, scattered):
+        assert max(errors(plan, tensors, backend, rows_of(plan))) <= 1e-12
+
+
+def test_bfloat16_parts_err_no_more_than_the_whole_in_bfloat16():
+    parts: list[list[float]] = []
+    at_once: list[list[float]] = []
+    for seed in range(12):
+        layout = layout_of(bushy_rows(np.random.default_rng(seed), rows=12, segment=8, levels=3))
+        plan = uniform(layout, 16, KEEPS[seed % 3])
+        one = uniform(layout, layout.num_tokens)
+        assert plan.num_parts > 4 and one.num_parts == 1
+        tensors = inputs(layout.num_tokens, size=16, dtype=torch.bfloat16, seed=seed)
+        parts.append(errors(plan, tensors, "rectangles", consecutive(plan)))
+        at_once.append(errors(one, tensors, "rectangles", consecutive(one)))
+    for name, cut_up, plain in zip(NAMES, zip(*parts), zip(*at_once)):
+        assert rms(cut_up) <= 1.5 * rms(plain), name
+
+
+def test_gradients_are_added_up_in_float32_or_wider():
+    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64,) * 2):
+        carry = Carry(3, torch.device("cpu"), gradients=True)
+        layer = carry.layer(0, torch.zeros(5, 2, 4, dtype=dtype), torch.zeros(5, 2, 8, dtype=dtype))
+        assert (layer.key.shape, layer.value.shape) == ((3, 2, 4), (3, 2, 8))
+        assert (layer.key.dtype, layer.value.dtype) == (dtype, dtype)
+        assert layer.key_grad is not None and layer.value_grad is not None
+        assert (layer.key_grad.dtype, layer.value_grad.dtype) == (wide, wide)
+        size, wide_size = torch.finfo(dtype).bits // 8, torch.finfo(wide).bits // 8
+        assert carry.num_bytes == 3 * 2 * (4 + 8) * (size + wide_size)
+
+
+def test_a_thousand_small_gradients_are_not_lost_in_bfloat16():
+    carry = Carry(1, torch.device("cpu"), gradients=True)
+    like = torch.zeros(1, 1, 1, dtype=torch.bfloat16)
+    view = carry.view(np.array([0]), np.array([-1]))
+    view.read(0, like, like)
+    for _ in range(1000):
+        view.add_path_gradient(0, like + 1, like + 1)
+    total = torch.zeros(1, 1, 1)
+    carry.view(np.zeros(0, np.int64), np.array([0])).collect(0, total, total.clone())
+    assert float(total) == 1000.0  # bfloat16 stops at 256
+
+
+def test_a_carry_without_gradients_has_no_room_for_them():
+    carry = Carry(3, torch.device("cpu"), gradients=False)
+    layer = carry.layer(0, torch.zeros(5, 2, 4), torch.zeros(5, 2, 4))
+    assert layer.key_grad is None and layer.value_grad is None and carry.num_bytes == 3 * 2 * 8 * 4
+
+
+def test_room_that_is_made_later_keeps_what_is_there():
+    carry = Carry(2, torch.device("cpu"), gradients=True)
+    key, value = torch.randn(2, 2, 1, 4)
+    view = carry.view(np.zeros(0, np.int64), np.array([1, 0]))
+    view.publish(0, key, value)
+    path = carry.view(np.array([1, 0]), np.array([-1]))
+    path.add_path_gradient(0, key, value)
+    carry.reserve(2)
+    before = carry.layer(0, key, value).key
+    assert carry.layer(0, key, value).key is before
+    carry.reserve(7)
+    got = path.read(0, key, value)
+    assert torch.equal(got[0], key) and torch.equal(got[1], value)
+    grads = torch.zeros_like(key), torch.zeros_like(value)
+    view.collect(0, *grads)
+    assert torch.equal(grads[0], key) and torch.equal(grads[1], value)
+    assert carry.num_bytes == 4 * 7 * 4 * 4
+
+
+def test_rows_are_a_slice_where_they_are_consecutive_and_ascend():
+    carry = Carry(9, torch.device("cpu"), gradients=False)
+    assert carry.as_rows(np.array([3, 4, 5])) == slice(3, 6)
+    assert carry.as_rows(np.zeros(0, np.int64)) == slice(0, 0)
+    for rows in ([5, 4, 3], [3, 5, 4, 6], [3, 5]):
+        got = carry.as_rows(np.array(rows))
+        assert isinstance(got, torch.Tensor) and got.tolist() == rows
+
+
+def test_rows_given_again_start_without_gradients():
+    carry = Carry(4, torch.device("cpu"), gradients=True)
+    key, value = torch.randn(2, 4, 1, 4)
+    view = carry.view(np.arange(4), np.arange(4))
+    view.publish(0, key, value)
+    view.add_path_gradient(0, key, value)
+    carry.clear_gradients(slice(1, 3))
+    grads = torch.zeros_like(key), torch.zeros_like(value)
+    view.collect(0, *grads)
+    for grad, given_up in zip(grads, (key, value)):
+        assert torch.equal(grad[[0, 3]], given_up[[0, 3]]) and not grad[1:3].any()
