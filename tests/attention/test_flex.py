@@ -12,43 +12,49 @@ from support.forests import attention_forest, bushy_rows, forests
 from support.linear import relative_error
 from support.runs import runs
 from treetrain.attention import flex
+from treetrain.attention.carry import Carry
 from treetrain.attention.flex import BLOCK, FlexTreeAttention, block_mask
 from treetrain.attention.reference import reference_attention, visible
+from treetrain.plan.partition import uniform
+from treetrain.tree.build import build_tree
+from treetrain.tree.layout import cut, pack
 
 
 def chosen(count: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """(count [1, 1, B], index [1, 1, B, B]) -> bool [B, B]."""
-    blocks = count.shape[-1]
-    grid = torch.zeros(blocks, blocks, dtype=torch.bool)
-    for row in range(blocks):
+    """(count [1, 1, A], index [1, 1, A, B]) -> bool [A, B]."""
+    grid = torch.zeros(index.shape[2:], dtype=torch.bool)
+    for row in range(len(grid)):
         columns = index[0, 0, row, : count[0, 0, row]].long()
         assert len(columns.unique()) == len(columns)
         grid[row, columns] = True
     return grid
 
 
-def check_blocks(ends: torch.Tensor, block: int) -> None:
-    mask = block_mask(ends, block)
+def check_blocks(ends: torch.Tensor, block: int, path: int = 0) -> None:
+    """The mask of a forest below `path` tokens that all of it sees, against the dense mask, tile by tile."""
+    mask = block_mask(ends, block, path)
     n = len(ends)
-    blocks = -(-n // block)
-    truth = torch.zeros(blocks * block, blocks * block, dtype=torch.bool)
-    truth[:n, :n] = visible(ends)
-    tiles = truth.view(blocks, block, blocks, block).transpose(1, 2).flatten(2)
-    real = torch.zeros_like(truth)
-    real[:n, :n] = True
-    hidden = (real & ~truth).view(blocks, block, blocks, block).transpose(1, 2).flatten(2)
+    truth = torch.cat([torch.ones(n, path, dtype=torch.bool), visible(ends)], dim=1)
     partial = chosen(mask.kv_num_blocks, mask.kv_indices)
     full = chosen(mask.full_kv_num_blocks, mask.full_kv_indices)
+    assert partial.shape == full.shape == (-(-n // block), -(-(path + n) // block))
     assert not (partial & full).any()
-    assert torch.equal(partial | full, tiles.any(-1)), "a missing or a useless block"
-    assert not hidden[full].any(), "a full block that is not full"
-    # A full block that is called partial costs time only; below the diagonal there is none.
-    assert not (tiles.all(-1) & partial).tril(-1).any()
-    assert mask.seq_lengths == (n, n)
-    rows, columns = torch.meshgrid(torch.arange(blocks * block), torch.arange(blocks * block), indexing="ij")
-    inside = (rows < n) & (columns < n)
-    rule = mask.mask_mod(0, 0, rows, columns)
-    assert torch.equal(rule[inside], truth[inside])
+    assert torch.equal(partial | full, tiles(truth, block).any(-1)), "a missing or a useless block"
+    assert not tiles(~truth, block)[full].any(), "a full block that is not full"
+    # A full block that is called partial costs time only; before the queries there is none.
+    everywhere = tiles(truth, block).sum(-1) == tiles(torch.ones_like(truth), block).sum(-1)
+    before = (torch.arange(1, partial.shape[1] + 1) * block)[None] <= torch.arange(len(partial))[:, None] * block + path
+    assert not (everywhere & partial & before).any()
+    assert mask.seq_lengths == (n, path + n)
+    queries, keys = torch.meshgrid(torch.arange(n), torch.arange(path + n), indexing="ij")
+    assert torch.equal(mask.mask_mod(0, 0, queries, keys), truth)
+
+
+def tiles(grid: torch.Tensor, block: int) -> torch.Tensor:
+    """bool [n, m] -> [A, B, block * block], filled up with False."""
+    rows, columns = (-(-size // block) * block for size in grid.shape)
+    padded = torch.nn.functional.pad(grid, (0, columns - grid.shape[1], 0, rows - grid.shape[0]))
+    return padded.view(rows // block, block, columns // block, block).transpose(1, 2).flatten(2)
 
 
 @runs(60)
@@ -57,6 +63,22 @@ def test_no_block_is_missing_and_no_full_block_is_not_full(rows, block):
     ends = torch.from_numpy(attention_forest(rows).ends)
     if len(ends):
         check_blocks(ends, block)
+
+
+@runs(80)
+@given(forests(max_rows=12, max_length=30), st.sampled_from([1, 2, 4, 16]), st.integers(1, 70))
+def test_below_a_path_no_block_is_missing_and_no_full_block_is_not_full(rows, block, path):
+    ends = torch.from_numpy(attention_forest(rows).ends)
+    if len(ends):
+        check_blocks(ends, block, path)
+
+
+@pytest.mark.parametrize("path", [1, 127, 128, 129, 300])
+@pytest.mark.parametrize("trunk", [1, 127, 128, 129])
+def test_blocks_of_the_default_size_below_a_path(trunk, path):
+    rng = np.random.default_rng(trunk)
+    rows = [[*(list(range(37)) * 9)[:trunk], i, *rng.integers(0, 37, 150).tolist()] for i in range(3)]
+    check_blocks(torch.from_numpy(attention_forest(rows).ends), BLOCK, path)
 
 
 @pytest.mark.parametrize("trunk", [1, 127, 128, 129, 300])
@@ -83,6 +105,27 @@ def test_the_eager_forward_equals_the_reference(groups):
     check_forward([[1]], groups)
     check_forward([[1, 2, 3], [1, 2, 4], [5]], groups)
     check_forward(bushy_rows(np.random.default_rng(3), rows=30, segment=12, levels=4), groups)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_the_eager_forward_of_parts_equals_the_reference_over_the_whole_tree(groups):
+    layout = pack(build_tree(bushy_rows(np.random.default_rng(5), rows=8, segment=40, levels=4)), trim=False)
+    plan = uniform(layout, 150)
+    assert plan.num_parts > 3 and plan.path(int(plan.attach[-1])).size % BLOCK
+    n = layout.num_tokens
+    generator = torch.Generator().manual_seed(groups)
+    q = torch.randn(n, 4, 16, generator=generator)
+    k, v = torch.randn(2, n, groups, 16, generator=generator)
+    carry, got = Carry(n, torch.device("cpu"), gradients=False), torch.zeros_like(q)
+    with torch.no_grad():
+        for part in range(plan.num_parts):
+            tokens, attach = plan.tokens(part), int(plan.attach[part])
+            path = plan.path(attach) if attach >= 0 else np.zeros(0, np.int64)
+            view = carry.view(path, np.where(plan.exported[tokens], tokens, -1))
+            attention = FlexTreeAttention(torch.from_numpy(cut(layout, tokens).layout.ends), carry=view)
+            got[tokens] = attention(q[tokens], k[tokens], v[tokens], 0.3)
+    assert relative_error(got, reference_attention(q, k, v, torch.from_numpy(layout.ends), 0.3)) <= 1e-5
 
 
 @pytest.mark.slow
