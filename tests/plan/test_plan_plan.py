@@ -26,6 +26,16 @@ def test_uniform_parts_are_a_plan_of_at_most_so_many_tokens_each(rows, chunk, ke
     assert {"none": not plan.kept.any(), "all": (plan.kept == plan.is_open).all(), "mixed": True}[keep]
 
 
+@pytest.mark.parametrize(
+    "shape", [lambda layout: uniform(layout, 10, "mixed"), lambda layout: one_segment_per_part(layout, "mixed")]
+)
+def test_mixed_plans_have_kept_parts_below_late_ones_and_late_ones_below_kept_ones(shape):
+    plan = shape(nested_forks(60))
+    inner = plan.is_open & (plan.parent >= 0)
+    above = plan.kept[plan.parent[inner]]
+    assert (above & ~plan.kept[inner]).any() and (~above & plan.kept[inner]).any()
+
+
 @given(forests(), KEEP)
 @RUNS
 def test_one_segment_per_part_is_a_plan_with_a_part_for_every_segment(rows, keep):
