@@ -17,6 +17,7 @@ SUMMARY = (
 EXAMPLES = (
     "rollouts.jsonl --model Qwen/Qwen3-0.6B",
     "chats.jsonl --model small --view calls --sample 64 --repeats 7 --json",
+    "rollouts.jsonl --model Qwen/Qwen3-0.6B --budget 4096",
 )
 
 
@@ -55,6 +56,7 @@ def run(argv: Sequence[str]) -> int:
             model,
             rows,
             temperature=options.temperature,
+            budget=options.parsed_budget(),
             repeats=options.repeats,
             warmup=options.warmup,
             memory=options.memory,
@@ -81,6 +83,7 @@ def _print(report: "BenchReport") -> None:
     facts = [
         ("rows", f"{report.trajectories:,}: {tokens}"),
         ("attention", report.attention),
+        ("parts", f"{report.parts:,}, {report.recomputed_tokens:,} tokens run forward twice"),
         ("speed-up", f"{report.speedup:.2f}x ({low:.2f} to {high:.2f}) over the best baseline, {report.baseline}"),
     ]
     if report.ideal is not None and report.efficiency is not None:

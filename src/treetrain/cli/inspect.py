@@ -1,15 +1,17 @@
-"""`treetrain inspect`: how much the rows of a file share. Needs neither torch nor a model."""
+"""`treetrain inspect`: how much the rows of a file share. Needs neither torch nor a model, but to measure one."""
 
 import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from treetrain.cli.options import RowOptions
+from treetrain.cli.options import BudgetOptions
 from treetrain.cli.parse import parse
 
 if TYPE_CHECKING:
     from treetrain.cli.shape import NamedShape
     from treetrain.data.trajectory import Trajectory
+    from treetrain.plan.plan import Plan
+    from treetrain.plan.price import CostModel
     from treetrain.train.rows import ReadRows
     from treetrain.tree.stats import TreeStats
 
@@ -18,11 +20,13 @@ EXAMPLES = (
     "rollouts.jsonl",
     "chats.jsonl.gz --tokenizer Qwen/Qwen3-0.6B --view calls --shape qwen3-8b",
     "chats.jsonl --model ./my-model --groups 20 --json",
+    "rollouts.jsonl --model Qwen/Qwen3-0.6B --budget 8GiB --device cuda",
+    "rollouts.jsonl --model small --budget 4096 --calibrate",
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InspectOptions(RowOptions):
+class InspectOptions(BudgetOptions):
     """Options of `treetrain inspect`."""
 
     model: str | None = None
@@ -31,11 +35,24 @@ class InspectOptions(RowOptions):
     """Model shape for the FLOP figures by name, e.g. qwen3-0.6b, qwen3-8b, llama-3.1-8b; qwen3-8b if none is known."""
     groups: int = 10
     """How many of the largest groups to list."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Whose speeds the plan's prediction takes; with --calibrate the model is on the device that is there."""
+    calibrate: bool = False
+    """Load the model and measure, in a few seconds, what its passes cost here; needs --model and torch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.groups < 0:
             raise ValueError(f"--groups is {self.groups}; give 0 or more")
+        if self.calibrate and self.model is None:
+            raise ValueError("--calibrate measures a model; name it with --model")
+        if self.calibrate and self.shape is not None:
+            raise ValueError(f"--calibrate measures {self.model}; --shape {self.shape} names another; give one")
+
+    @property
+    def plans(self) -> bool:
+        """Whether the plan of the file as one batch is asked for."""
+        return self.calibrate or self.budget is not None
 
 
 def run(argv: Sequence[str]) -> int:
@@ -49,11 +66,36 @@ def run(argv: Sequence[str]) -> int:
     read = read_rows(options.files, options.source(options.model))
     print_notes(read.notes)
     report = _report(options, read, shape)
+    plan = _plan(options, read, shape) if options.plans else None
     if options.json:
-        print_json(report)
+        print_json(report | {"plan": None if plan is None else plan.explanation()})
     else:
-        _print(report, shape)
+        _print(report, shape, plan)
     return 0
+
+
+def _plan(options: InspectOptions, read: "ReadRows", shape: "NamedShape") -> "Plan":
+    """The plan of all rows as one batch."""
+    from treetrain.plan.make import make_plan
+    from treetrain.plan.price import CostModel
+    from treetrain.tree.build import build_tree
+
+    cost = _measured(options) if options.calibrate else CostModel.from_shape(shape.shape, options.device)
+    return make_plan(build_tree(read.rows), cost, budget=options.parsed_budget())
+
+
+def _measured(options: InspectOptions) -> "CostModel":
+    import torch
+
+    from treetrain.cli.quiet import quiet_transformers
+    from treetrain.engine.calibrate import cost_model
+    from treetrain.models.capability import check_model
+    from treetrain.models.loading import load_model
+
+    quiet_transformers()
+    assert options.model is not None
+    model = torch.nn.Module.to(load_model(options.model), "cuda" if torch.cuda.is_available() else "cpu").eval()
+    return cost_model(model, check_model(model))
 
 
 def _report(options: InspectOptions, read: "ReadRows", shape: "NamedShape") -> dict[str, Any]:
@@ -109,7 +151,7 @@ def _prefixes(read: "ReadRows") -> dict[str, Any]:
     }
 
 
-def _print(report: dict[str, Any], shape: "NamedShape") -> None:
+def _print(report: dict[str, Any], shape: "NamedShape", plan: "Plan | None") -> None:
     from treetrain.cli.output import console, pairs
 
     out = console()
@@ -118,6 +160,10 @@ def _print(report: dict[str, Any], shape: "NamedShape") -> None:
         out.print(_group_table(report["groups"]))
     if report["prefixes"]:
         out.print("\n" + report["prefixes"]["explanation"], markup=False)
+    if plan is not None:
+        out.print(
+            f"\nthe file as one batch, on the shape {shape.words}:\n\n{plan.explain()}", markup=False, soft_wrap=True
+        )
 
 
 def _file_rows(report: dict[str, Any], shape: "NamedShape") -> list[tuple[str, str]]:

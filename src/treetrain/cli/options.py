@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 if TYPE_CHECKING:
+    from treetrain.plan.budget import Bytes
     from treetrain.train.rows import RowSource
 
 Files = Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE..."), tyro.conf.Positional]
@@ -49,7 +50,28 @@ class RowOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SampleOptions(RowOptions):
+class BudgetOptions(RowOptions):
+    """How much may be alive at once."""
+
+    budget: str | None = None
+    """Tokens whose graph is alive at once (4096), or bytes above model, gradients and optimiser state (8GiB, 900MB);
+    any tree fits. None: what the device has free."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.parsed_budget()
+
+    def parsed_budget(self) -> "int | Bytes | None":
+        """Tokens, bytes or no choice. Raises ValueError."""
+        if self.budget is None:
+            return None
+        from treetrain.plan.budget import parse_budget
+
+        return parse_budget(self.budget)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleOptions(BudgetOptions):
     """A model, and a part of the files to run on it."""
 
     model: str

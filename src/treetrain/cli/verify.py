@@ -17,6 +17,7 @@ SUMMARY = (
 EXAMPLES = (
     "rollouts.jsonl --model Qwen/Qwen3-0.6B",
     "chats.jsonl --model tiny --view calls --sample 32 --dtype float64",
+    "rollouts.jsonl --model Qwen/Qwen3-0.6B --budget 2048",
 )
 FAILED = 1
 
@@ -46,7 +47,9 @@ def run(argv: Sequence[str]) -> int:
     from treetrain.train.verify import verify
 
     model = sample_model(options, options.dtype)
-    report = verify(model, rows, temperature=options.temperature, tolerance=options.tolerance)
+    report = verify(
+        model, rows, temperature=options.temperature, tolerance=options.tolerance, budget=options.parsed_budget()
+    )
     if options.json:
         print_json(report.as_dict())
     else:
@@ -69,6 +72,7 @@ def _print(options: VerifyOptions, report: "VerifyReport") -> None:
     facts = [
         ("rows", f"{report.trajectories:,}: {tokens}"),
         ("attention", report.attention),
+        ("parts", f"{report.parts:,}, {report.recomputed_tokens:,} tokens run forward twice"),
         ("loss", f"tree {report.loss_tree:.9g}, linear {report.loss_linear:.9g}"),
         (
             "gradient",

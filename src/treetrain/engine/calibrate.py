@@ -8,6 +8,7 @@ The model's gradients are set aside while it is measured; its weights, mode and 
 """
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from treetrain.engine import constants_cache
 from treetrain.engine.live_bytes import live_bytes
 from treetrain.engine.packed import PackedRun, model_device
 from treetrain.models.capability import Capabilities, causal_lm
-from treetrain.plan.constants import Constants
+from treetrain.plan.constants import HEAP_BYTES, HEAP_END, Constants
 from treetrain.plan.cost import ModelShape
 from treetrain.plan.price import CostModel
 from treetrain.tree.build import build_tree
@@ -57,14 +58,17 @@ def cached_constants(model: nn.Module, capabilities: Capabilities, shape: ModelS
     """The constants measured earlier for such a model on such a device, in this process or another; else `calibrate`.
 
     The key is all that changes them: shape, dtypes, device, threads, versions, checkpointing, share of trained weights.
+    What is measured while other work takes most of a CPU is not stored.
     """
     key = _key(model, capabilities, shape)
     name = repr(sorted(key.items()))
     if name not in _MEASURED:
         found = constants_cache.load(key)
         if found is None:
+            busy = _is_busy(model_device(model))
             found = calibrate(model, capabilities, shape)
-            constants_cache.store(key, found)
+            if not busy:  # what a busy machine takes is right for this process at most
+                constants_cache.store(key, found)
         _MEASURED[name] = found
     return _MEASURED[name]
 
@@ -190,6 +194,8 @@ def _memory(bench: _Bench, formula: Constants, shape: ModelShape, short: int, lo
     elif second.backward_peak > 1.1 * floor:
         found["layer_token"] = max(beside[1] - formula.layer_pass, 0.0) / long
     found["forward_token"] = bench.forward_bytes(long) / long
+    if bench.device.type == "cpu":
+        found["slack_bytes"] = HEAP_BYTES + HEAP_END * found["end_pass"]
     return found
 
 
@@ -324,6 +330,11 @@ def _device_name(device: torch.device) -> str:
     except OSError:
         names = []
     return names[0] if names else "cpu"
+
+
+def _is_busy(device: torch.device) -> bool:
+    """Whether other work takes so much of the CPU that times of ours would mislead later runs."""
+    return device.type == "cpu" and hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.75 * (os.cpu_count() or 1)
 
 
 def _has_hooks(model: nn.Module) -> bool:

@@ -78,7 +78,9 @@ class Constants:
     step_token: float
     """Per computed token, the whole step long: the layout, positions, log-probabilities."""
     slack: float
-    """What the allocator takes over what it was asked for, as a factor."""
+    """What the process takes over what tensors ask for, as a factor: blocks that the allocator cannot use again."""
+    slack_bytes: float
+    """The same, whatever the size: libraries' own buffers, and large blocks that find no gap of their size."""
 
     source: str
     """Where the numbers are from."""
@@ -130,6 +132,7 @@ class Constants:
             )
         speed = SPEEDS[device]
         rate = speed.flops * min(1.0, 4 / dtype_bytes) * (speed.narrow if dtype_bytes == 2 else 1.0)
+        memory = _memory(shape, dtype_bytes, checkpointing)
         weights, layers = dtype_bytes * shape.parameters, dtype_bytes * shape.layers * shape.layer_parameters
         return cls(
             matrix_flops=rate,
@@ -141,7 +144,9 @@ class Constants:
             forward_pass_bytes=layers,
             graph_pass_seconds=shape.layers * speed.layer_pass,
             forward_pass_seconds=shape.layers * speed.layer_pass / 4,
-            **_memory(shape, dtype_bytes, checkpointing),
+            chunk_rows=head_chunk_rows(shape.vocab),
+            **memory,
+            **_slack(device, memory["end_pass"]),
             source=f"formula, {speed.name}",
         )
 
@@ -171,6 +176,12 @@ SPEEDS = {
 """Measured (cpu) on the machine of benchmarks/results; calibration measures the user's own."""
 
 
+HEAP_FACTOR, HEAP_BYTES, HEAP_END = 1.2, 8e6, 0.4
+"""Slack of a CPU process with glibc 2.36, fitted to measured peaks (benchmarks/results/memory.csv): before 2.38 a freed
+aligned block is not found again for a request of its own size, and every tensor is such a block. The tensors
+themselves are predicted within 7% (a test counts them)."""
+
+
 def head_chunk_rows(vocab: int) -> int:
     """Rows whose logits the head makes at once (the engine's head takes the same)."""
     return max(64, min(2048, HEAD_CHUNK_LOGITS // vocab))
@@ -189,7 +200,7 @@ def saved_layer_token(shape: ModelShape, b: int) -> int:
     return narrow * b + wide * max(WIDE, b)
 
 
-def _memory(shape: ModelShape, b: int, checkpointing: bool) -> dict[str, Any]:
+def _memory(shape: ModelShape, b: int, checkpointing: bool) -> dict[str, float]:
     wide = max(WIDE, b)
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     layer = saved_layer_token(shape, b)
@@ -207,12 +218,16 @@ def _memory(shape: ModelShape, b: int, checkpointing: bool) -> dict[str, Any]:
         "head_row": float(wide * shape.hidden),
         "head_chunk_row": float(shape.vocab * (2 * wide + (b if b < wide else 0))),
         "head_pass": float(matrix * (wide + (2 * b if b < wide else 0))),
-        "chunk_rows": head_chunk_rows(shape.vocab),
         "end_token": float(2 * wide * shape.hidden),
         "end_pass": float((3 if shape.tied else 1) * b * matrix),
         "forward_token": float(b * (4 * shape.hidden + 3 * shape.intermediate)),
         "carry_token": float(shape.layers * 2 * kv * (b + wide)),
         "path_token": float(2 * kv * (b + wide)),
         "step_token": 200.0,
-        "slack": 1.0,
     }
+
+
+def _slack(device: str, end_pass: float) -> dict[str, float]:
+    if device == "cuda":
+        return {"slack": 1.05, "slack_bytes": 0.0}
+    return {"slack": HEAP_FACTOR, "slack_bytes": HEAP_BYTES + HEAP_END * end_pass}

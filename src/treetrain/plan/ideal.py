@@ -1,6 +1,7 @@
 """How much faster a tree could be at best: the ratio of what rows and tree compute."""
 
-from treetrain.plan.cost import ModelShape
+from treetrain.plan.cost import ModelShape, step_flops
+from treetrain.plan.plan import Plan, heights
 from treetrain.tree.stats import flop_speedup
 from treetrain.tree.token_tree import TokenTree
 
@@ -17,3 +18,11 @@ def ideal_speedup(tree: TokenTree, shape: ModelShape, *, dedup: bool = False) ->
         dedup: compare with a baseline that computes exact repeats once.
     """
     return flop_speedup(tree, shape, dedup=dedup)
+
+
+def budget_share(plan: Plan, shape: ModelShape, budget: int) -> float:
+    """FLOPs of a tree's step over those with the least recomputation that a budget in tokens allows: at most 1."""
+    layout = plan.layout
+    again = layout.positions[heights(layout) > budget] + 1
+    once = step_flops(shape, layout.num_tokens, layout.pairs, len(layout.rows))
+    return once / (once + step_flops(shape, len(again), int(again.sum()), 0) / 3) if once else 1.0

@@ -14,7 +14,6 @@ from treetrain.plan.constants import Constants
 from treetrain.plan.cost import ModelShape
 from treetrain.plan.plan import Plan
 from treetrain.tree.assemble import Int64s
-from treetrain.tree.layout import PackedLayout
 
 Floats = NDArray[np.float64]
 
@@ -79,13 +78,6 @@ class CostModel:
             "passes": plan.num_parts * c.graph_pass_seconds + publishing * c.forward_pass_seconds,
         }
 
-    def forward_seconds(self, layout: PackedLayout, passes: int = 1) -> float:
-        """Predicted time of log-probabilities without gradient, in so many passes."""
-        c = self.constants
-        head = 2.0 * len(layout.rows) * self.shape.hidden * self.shape.vocab / c.head_flops
-        fixed = passes * (c.forward_pass_bytes / c.bandwidth + c.forward_pass_seconds)
-        return self._layer_seconds(layout.num_tokens) + self._pair_seconds(layout.pairs) + head + fixed
-
     def _layer_seconds(self, tokens: int) -> float:
         return 2.0 * tokens * self.shape.layers * self.shape.layer_parameters / self.constants.matrix_flops
 
@@ -122,7 +114,7 @@ class CostModel:
             if publishing[first] + publish_above[first] > sum(found.values()):
                 found = {"kept graphs": publish_above[first], "running graph": 0.0, "working": publishing[first]}
         found |= {"carry": c.carry_token * plan.carry_rows, "step": c.step_token * plan.layout.num_tokens}
-        found["allocator"] = (c.slack - 1) * sum(found.values())
+        found["allocator"] = (c.slack - 1) * sum(found.values()) + c.slack_bytes
         return {name: float(value) for name, value in found.items()}
 
     def _graph(self, tokens: Int64s, rows: Int64s) -> Floats:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from treetrain.attention.dispatch import choose_backend
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
@@ -22,8 +21,9 @@ from treetrain.engine.packed import model_device
 from treetrain.errors import UnsupportedModel
 from treetrain.losses.sft import sft
 from treetrain.models.capability import causal_lm
+from treetrain.plan.budget import Bytes
 from treetrain.plan.cost import ModelShape
-from treetrain.plan.ideal import ideal_speedup
+from treetrain.plan.ideal import budget_share, ideal_speedup
 from treetrain.train.allocator import keep_memory
 from treetrain.train.memory import peak_step_bytes
 from treetrain.train.padded_baseline import PaddedEngine
@@ -44,6 +44,10 @@ class BenchReport:
     overlap: float
     attention: str
     """Which tree attention ran, and why."""
+    parts: int
+    """Forward-backward passes of the tree under its budget."""
+    recomputed_tokens: int
+    """Tokens whose forward it runs twice."""
     tree_seconds: float
     linear_seconds: float
     """Of the fastest baseline."""
@@ -55,7 +59,8 @@ class BenchReport:
     speedup_spread: tuple[float, float]
     """Least and greatest speed-up of a round."""
     ideal: float | None
-    """FLOP-ideal speed-up; None where the model's shape is unknown."""
+    """FLOP-ideal speed-up, with the forward of what the budget makes any plan run twice counted; None where the
+    model's shape is unknown."""
     efficiency: float | None
     """speedup / ideal."""
     distinct_rows: int
@@ -80,6 +85,7 @@ def bench(
     *,
     loss: Any = None,
     temperature: float = 1.0,
+    budget: int | str | Bytes | None = None,
     repeats: int = 5,
     warmup: int = 1,
     memory: bool = True,
@@ -91,6 +97,7 @@ def bench(
         model: a causal LM; its gradients are overwritten with zeros.
         trajectories: one step's rows.
         loss: any loss of the protocol; None is `losses.sft()`.
+        budget: of the tree's side; see `TreeEngine`.
         repeats: measured rounds; every engine runs once in each.
         warmup: rounds before, not counted; the slower baselines drop out after them.
         memory: also measure peak memory, each side in a fresh process.
@@ -108,7 +115,7 @@ def bench(
     say = progress or (lambda _line: None)
     rows = list(trajectories)
     distinct = [rows[k] for k in np.flatnonzero(distinct_rows(build_tree(rows)))]
-    engines = _engines(model, temperature)
+    engines = _engines(model, temperature, budget)
     runs = {name: (engine, rows) for name, engine in engines.items()}
     seconds = _take_turns(runs, loss, warmup, say, "warm-up")
     best = min((name for name in engines if name != "tree"), key=lambda name: min(seconds[name]))
@@ -125,11 +132,11 @@ def bench(
             peak_step_bytes(type(engines[name]), _options(engines[name], temperature), model, rows, loss)
             for name in ("tree", best)
         ]
-    return _report(model, rows, distinct, seconds, measured, peaks, repeats)
+    return _report(engines["tree"], rows, distinct, seconds, measured, peaks, repeats)
 
 
-def _engines(model: nn.Module, temperature: float) -> dict[str, TreeEngine]:
-    engines: dict[str, TreeEngine] = {"tree": TreeEngine(model, temperature=temperature)}
+def _engines(model: nn.Module, temperature: float, budget: int | str | Bytes | None) -> dict[str, TreeEngine]:
+    engines: dict[str, TreeEngine] = {"tree": TreeEngine(model, budget=budget, temperature=temperature)}
     for size in PACK_TOKENS:
         engines[f"packed {size}"] = LinearEngine(model, pack_tokens=size, temperature=temperature)
         engines[f"padded {size}"] = PaddedEngine(model, pack_tokens=size, temperature=temperature)
@@ -139,7 +146,9 @@ def _engines(model: nn.Module, temperature: float) -> dict[str, TreeEngine]:
 def _options(engine: TreeEngine, temperature: float) -> dict[str, Any]:
     options: dict[str, Any] = {"temperature": temperature}
     if isinstance(engine, LinearEngine):
-        options["pack_tokens"] = engine.budget
+        options["pack_tokens"] = engine.pack_tokens
+    else:
+        options["budget"] = engine.budget
     return options
 
 
@@ -162,14 +171,15 @@ def _synchronise(model: nn.Module) -> None:
         torch.cuda.synchronize()
 
 
-def _report(model, rows, distinct, warm, measured, peaks, repeats: int) -> BenchReport:
+def _report(engine: TreeEngine, rows, distinct, warm, measured, peaks, repeats: int) -> BenchReport:
     medians = {name: statistics.median(times) for name, times in measured.items()}
     names = [name for name in medians if name not in ("tree", "distinct")]
     baseline = min(names, key=lambda name: medians[name])
     ratios = [a / b for a, b in zip(measured[baseline], measured["tree"])]
-    tree = build_tree(rows)
-    shape = _shape(model)
-    ideal = None if shape is None else ideal_speedup(tree, shape)
+    tree, plan = build_tree(rows), engine.plan(rows)
+    shape = _shape(engine.model)
+    budget = engine.budget if isinstance(engine.budget, int) else plan.peak_tokens
+    ideal = None if shape is None else ideal_speedup(tree, shape) * budget_share(plan, shape, budget)
     speedup = statistics.median(ratios)
     repeated = len(distinct) < len(rows)
     return BenchReport(
@@ -177,7 +187,9 @@ def _report(model, rows, distinct, warm, measured, peaks, repeats: int) -> Bench
         flat_tokens=tree.num_flat_tokens,
         unique_tokens=tree.num_tokens,
         overlap=1 - tree.num_tokens / max(tree.num_flat_tokens, 1),
-        attention=str(choose_backend(model_device(model))),
+        attention=str(engine.attention),
+        parts=plan.num_parts,
+        recomputed_tokens=plan.recomputed_tokens,
         tree_seconds=medians["tree"],
         linear_seconds=medians[baseline],
         baseline=baseline,

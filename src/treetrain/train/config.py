@@ -94,8 +94,9 @@ class TrainConfig:
 
     execution: Literal["tree", "linear"] = "tree"
     """tree: every shared prefix once. linear: every row by itself, on the same steps, to compare with."""
-    budget: int | None = None
-    """Most tokens whose graph is alive at once. None: tree runs a step at once, linear packs of 8192 tokens."""
+    budget: int | str | None = None
+    """Tokens whose graph is alive at once (4096), or for a tree bytes above model, gradients and optimiser
+    state (8GiB). None: a tree takes what the device has free, linear packs of 8192 tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """float32, or bfloat16 by autocast over float32 weights."""
     gradient_checkpointing: bool = False
@@ -112,6 +113,7 @@ class TrainConfig:
             object.__setattr__(self, name, (value,) if isinstance(value, str | Path) else tuple(map(str, value)))
         self._check_files()
         self._check_ranges()
+        self._check_budget()
         _only_one(self, "epochs", "steps")
         _only_one(self, "warmup_steps", "warmup_fraction")
         if self.eval_data and self.eval_fraction:
@@ -143,6 +145,14 @@ class TrainConfig:
         for name in ("eval_fraction", "beta1", "beta2"):
             if getattr(self, name) == 1:
                 raise ValueError(f"{name} is 1; it must be below 1")
+
+    def _check_budget(self) -> None:
+        if self.budget is None:
+            return
+        from treetrain.plan.budget import Bytes, parse_budget
+
+        if isinstance(parse_budget(self.budget), Bytes) and self.execution == "linear":
+            raise ValueError(f"budget is {self.budget!r}, but linear execution packs tokens: give a number of tokens")
 
     @property
     def loss_options(self) -> dict[str, Any]:
@@ -188,11 +198,10 @@ _COUNTS = {
     "tokens_per_step": 1,
     "warmup_steps": 0,
     "eval_every_steps": 0,
-    "budget": 1,
     "threads": 1,
     "seed": 0,
 }
-_OPTIONAL = ("max_grad_norm", "warmup_fraction", "epochs", "steps", "warmup_steps", "budget", "threads")
+_OPTIONAL = ("max_grad_norm", "warmup_fraction", "epochs", "steps", "warmup_steps", "threads")
 
 
 def _check_number(name: str, value: Any, low: Any, high: Any) -> None:

@@ -17,7 +17,6 @@ from treetrain.train.config import TrainConfig
 from treetrain.train.objective import make_objective
 from treetrain.train.rows import RowSource, read_rows
 from treetrain.train.save import check_output
-from treetrain.tree.build import build_tree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,10 +69,6 @@ def prepare(config: TrainConfig) -> Prepared:
     )
     plan = plan_batches(rows, tokens_per_step=config.tokens_per_step, seed=config.seed)
     eval_steps = _eval_steps(eval_rows, config)
-    if config.budget is not None and config.execution == "tree":
-        steps = [step for _, step in plan.steps(config.steps or plan.total_steps(config.epochs or 1))]
-        _check_budget(config.budget, "step", rows, steps)
-        _check_budget(config.budget, "evaluation call", eval_rows, eval_steps)
     tokenizer, missing = _tokenizer_to_save(config, read.tokenizer)
     return Prepared(
         rows=rows,
@@ -94,19 +89,6 @@ def _eval_steps(rows: list[Trajectory], config: TrainConfig) -> list[NDArray[np.
             f"nothing to evaluate: no token of the {len(rows)} held-out rows has a loss weight; hold out other rows"
         )
     return plan_batches(rows, tokens_per_step=config.tokens_per_step).epoch(0, shuffle=False)
-
-
-def _check_budget(budget: int, what: str, rows: list[Trajectory], steps: list[NDArray[np.int64]]) -> None:
-    """Whole trees are run at once: one above the budget would stop the run in its middle."""
-    for number, step in enumerate(steps, 1):
-        tree = build_tree([rows[row] for row in step.tolist()])
-        roots = np.flatnonzero(tree.parent < 0)
-        largest = int((tree.end[roots] - roots).max(initial=0))
-        if largest > budget:
-            raise ValueError(
-                f"budget is {budget} tokens, but {what} {number} has a tree of {largest} unique tokens and whole trees "
-                "are run at once; give at least that, or fewer tokens_per_step"
-            )
 
 
 def _tokenizer_to_save(config: TrainConfig, used: Any) -> tuple[Any, tuple[str, ...]]:

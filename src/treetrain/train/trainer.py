@@ -129,7 +129,8 @@ class Trainer:
         budget, temperature = self.config.budget, self.config.temperature
         if self.config.execution == "tree":
             return TreeEngine(model, budget=budget, temperature=temperature)
-        return LinearEngine(model, pack_tokens=budget or LINEAR_PACK_TOKENS, temperature=temperature)
+        pack_tokens = LINEAR_PACK_TOKENS if budget is None else int(budget)
+        return LinearEngine(model, pack_tokens=pack_tokens, temperature=temperature)
 
     def _description(self) -> dict[str, Any]:
         versions = {"treetrain": __version__, "torch": torch.__version__}

@@ -16,6 +16,7 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.packed import model_device
 from treetrain.losses.sft import sft
+from treetrain.plan.budget import Bytes
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
 """Largest global gradient error by model dtype. Library layers compute parts of a float64 model in float32."""
@@ -54,6 +55,10 @@ class VerifyReport:
     trajectories: int
     flat_tokens: int
     unique_tokens: int
+    parts: int
+    """Forward-backward passes that the tree took under its budget."""
+    recomputed_tokens: int
+    """Tokens whose forward was run twice for it."""
     parameters: tuple[ParameterError, ...]
     """Worst first."""
 
@@ -69,6 +74,7 @@ def verify(
     loss: Any = None,
     temperature: float = 1.0,
     tolerance: float | None = None,
+    budget: int | str | Bytes | None = None,
 ) -> VerifyReport:
     """Compare a tree's loss and gradients with those of every row by itself, by the plain model.
 
@@ -78,6 +84,7 @@ def verify(
         loss: any loss of the protocol; None is `losses.sft()`.
         tolerance: largest global gradient error; None takes that of the model's dtype. In bf16 and fp16 both runs
             are measured against a float32 copy of the model, and the tree may err 1.5 times as much as linear.
+        budget: of the tree's side; see `TreeEngine`.
 
     Raises:
         UnsupportedModel, DataError: as `TreeEngine.forward_backward`.
@@ -86,7 +93,7 @@ def verify(
     dtype: torch.dtype = model.dtype  # type: ignore[assignment]
     normaliser = float(loss.normaliser(trajectories))
     with _own_gradients(model):
-        engine = TreeEngine(model, temperature=temperature)
+        engine = TreeEngine(model, budget=budget, temperature=temperature)
         result = engine.forward_backward(trajectories, loss, normaliser)
         tree = _gradients(model)
     with _own_gradients(model):
@@ -115,6 +122,8 @@ def verify(
         trajectories=len(trajectories),
         flat_tokens=result.flat_tokens,
         unique_tokens=result.unique_tokens,
+        parts=result.parts,
+        recomputed_tokens=result.recomputed_tokens,
         parameters=_by_parameter(tree, reference),
     )
 
