@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from treetrain.engine.sinks import Sink
+
 CHUNK_LOGITS = 1 << 23
 """Logits alive at once (rows of a chunk times vocabulary), within the bounds below."""
 MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 64, 2048
@@ -58,6 +60,7 @@ def score_edges(
     temperature: float,
     need_entropy: bool,
     coefficients: Tensor | None = None,
+    sink: Sink | None = None,
 ) -> Scores:
     """Score the wanted edges of a packed run.
 
@@ -67,6 +70,7 @@ def score_edges(
         head_forward: what it does when it is called.
         fused: it is a plain ``nn.Linear``, scored from its weight; otherwise it is called chunk by chunk.
         coefficients: [E] d loss / d log-probability, when the loss is linear; the loss is then returned fused.
+        sink: takes the gradient of a fused head's matrix; None gives it to autograd.
     """
     rows = hidden.index_select(0, edges.rows)
     if len(edges.rows) == 0:
@@ -79,11 +83,11 @@ def score_edges(
         if coefficients is not None and torch.is_grad_enabled():
             compute = _compute_dtype(hidden)
             loss, logprobs = _LinearLoss.apply(  # type: ignore[misc]
-                rows, head.weight, head.bias, edges, temperature, coefficients.to(wide), compute
+                rows, head.weight, head.bias, edges, temperature, coefficients.to(wide), compute, sink
             )
             return Scores(logprobs, None, loss)
         logprobs, entropies = _LinearScores.apply(  # type: ignore[misc]
-            rows, head.weight, head.bias, edges, temperature, need_entropy, _compute_dtype(hidden)
+            rows, head.weight, head.bias, edges, temperature, need_entropy, _compute_dtype(hidden), sink
         )
     else:
         logprobs, entropies = _scores_through_module(rows, head_forward, edges, vocab_size, temperature, need_entropy)
@@ -124,10 +128,14 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
 class _HeadGradients:
     """Collects the head's gradients over chunks; the wide dtype accumulates."""
 
-    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool]):
+    def __init__(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool], sink: Sink | None
+    ):
         wide = torch.promote_types(rows.dtype, torch.float32)
         self.rows = torch.empty_like(rows) if needs[0] else None
-        self.weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+        self.weight = None
+        if needs[1]:
+            self.weight = torch.zeros_like(weight, dtype=wide) if sink is None else sink.total
         self.bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
 
     def add(self, chunk: slice, grad_logits: Tensor, rows: Tensor, weight: Tensor) -> None:
@@ -145,7 +153,7 @@ class _LinearScores(torch.autograd.Function):
     """Log-probabilities of edges and entropies of rows; logits are recomputed in backward."""
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, edges: Edges, temperature, need_entropy, compute):
+    def forward(ctx, rows, weight, bias, edges: Edges, temperature, need_entropy, compute, sink: Sink | None):
         wide = torch.promote_types(compute, torch.float32)
         logprobs = rows.new_empty(len(edges.targets), dtype=wide)
         lse = rows.new_empty(len(rows), dtype=wide)
@@ -160,18 +168,18 @@ class _LinearScores(torch.autograd.Function):
                     log_p = z.sub_(lse[chunk, None])
                     entropies[chunk] = -(log_p.exp() * log_p).sum(-1)
         ctx.save_for_backward(rows, weight, bias, lse, entropies)
-        ctx.settings = edges, temperature, need_entropy, compute
+        ctx.settings = edges, temperature, need_entropy, compute, sink
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropies):
         rows, weight, bias, lse, entropies = ctx.saved_tensors
-        edges, temperature, need_entropy, compute = ctx.settings
+        edges, temperature, need_entropy, compute, sink = ctx.settings
         wide = lse.dtype
         with torch.autocast(rows.device.type, enabled=False):
             narrow_weight, narrow_bias = _cast(weight, bias, compute)
-            grads = _HeadGradients(rows.to(compute), weight, bias, ctx.needs_input_grad[:3])
+            grads = _HeadGradients(rows.to(compute), weight, bias, ctx.needs_input_grad[:3], sink)
             for chunk, taken, edge_row in _chunks(edges, len(weight)):
                 x = rows[chunk].to(compute)
                 log_p = _logits(x, narrow_weight, narrow_bias, temperature, wide).sub_(lse[chunk, None])
@@ -185,19 +193,21 @@ class _LinearScores(torch.autograd.Function):
                     grad_z = log_p.exp_().mul_(-row_grad[:, None])
                 grad_z.index_put_((edge_row, edges.targets[taken]), grad, accumulate=True)
                 grads.add(chunk, grad_z.div_(temperature), x, narrow_weight)
-        return (*_outgoing(grads, rows, weight, bias), None, None, None, None)
+        return (*_outgoing(grads, rows, weight, bias, sink), None, None, None, None, None)
 
 
 class _LinearLoss(torch.autograd.Function):
     """sum of coefficients * log-probabilities, with the gradients made in the same pass over the logits."""
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, edges: Edges, temperature, coefficients, compute):
+    def forward(ctx, rows, weight, bias, edges: Edges, temperature, coefficients, compute, sink: Sink | None):
         wide = torch.promote_types(compute, torch.float32)
         logprobs = rows.new_empty(len(edges.targets), dtype=wide)
+        if sink is not None:
+            sink.uncertain = True
         with torch.autocast(rows.device.type, enabled=False):
             narrow_weight, narrow_bias = _cast(weight, bias, compute)
-            grads = _HeadGradients(rows.to(compute), weight, bias, ctx.needs_input_grad[:3])
+            grads = _HeadGradients(rows.to(compute), weight, bias, ctx.needs_input_grad[:3], sink)
             for chunk, taken, edge_row in _chunks(edges, len(weight)):
                 x = rows[chunk].to(compute)
                 z = _logits(x, narrow_weight, narrow_bias, temperature, wide)
@@ -208,7 +218,9 @@ class _LinearLoss(torch.autograd.Function):
                 grad_z = z.sub_(lse[:, None]).exp_().mul_(-row_grad[:, None])
                 grad_z.index_put_(place, coefficients[taken], accumulate=True)
                 grads.add(chunk, grad_z.div_(temperature), x, narrow_weight)
-        ctx.grads = _outgoing(grads, rows, weight, bias)
+        ctx.grads = _outgoing(grads, rows, weight, bias, sink)
+        if sink is not None:
+            sink.uncertain = False
         ctx.mark_non_differentiable(logprobs)
         return (logprobs * coefficients).sum(), logprobs
 
@@ -220,16 +232,16 @@ class _LinearLoss(torch.autograd.Function):
         grads, ctx.grads = ctx.grads, None
         # In place: the gradients were made for this loss alone.
         scaled = tuple(None if g is None else g.mul_(grad_loss) for g in grads)
-        return (*scaled, None, None, None, None)
+        return (*scaled, None, None, None, None, None)
 
 
 def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     return weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def _outgoing(grads: _HeadGradients, rows: Tensor, weight: Tensor, bias: Tensor | None):
-    """Gradients in the dtypes of the tensors they belong to."""
-    pairs = ((grads.rows, rows), (grads.weight, weight), (grads.bias, bias))
+def _outgoing(grads: _HeadGradients, rows: Tensor, weight: Tensor, bias: Tensor | None, sink: Sink | None):
+    """Gradients in the dtypes of the tensors they belong to, less what has gone into a sink."""
+    pairs = ((grads.rows, rows), (grads.weight if sink is None else None, weight), (grads.bias, bias))
     return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in pairs)
 
 

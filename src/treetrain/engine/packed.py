@@ -12,6 +12,7 @@ from treetrain.attention.dispatch import make_attention
 from treetrain.attention.schedule import Forest
 from treetrain.engine.head import Edges, Scores
 from treetrain.engine.scoring import scoring_head
+from treetrain.engine.sinks import Sinks
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities
 from treetrain.models.switch import RUN_KEYWORD, TreeRun, tree_attention
@@ -60,8 +61,19 @@ class PackedRun:
         with tree_attention(self.model):
             yield
 
-    def scores(self, *, temperature: float, need_entropy: bool = False, coefficients: Tensor | None = None) -> Scores:
+    def scores(
+        self,
+        *,
+        temperature: float,
+        need_entropy: bool = False,
+        coefficients: Tensor | None = None,
+        sinks: Sinks | None = None,
+    ) -> Scores:
         """Run the model's own top-level forward with its head scoring edges. Call inside `active`.
+
+        Args:
+            coefficients: see `score_edges`.
+            sinks: where gradients of the head's matrix are added up; None gives them to autograd.
 
         Raises:
             UnsupportedModel: a layer that did not go through tree attention, or logits changed after the head.
@@ -73,6 +85,7 @@ class PackedRun:
             temperature=temperature,
             need_entropy=need_entropy,
             coefficients=coefficients,
+            sinks=sinks,
         ) as calls:
             outputs = self.model(
                 input_ids=self.input_ids,

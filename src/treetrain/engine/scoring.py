@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from treetrain.engine.head import Edges, Scores, score_edges
+from treetrain.engine.sinks import Sinks
 from treetrain.models.capability import Capabilities
 from treetrain.models.switch import replaced_forward
 
@@ -32,6 +33,7 @@ def scoring_head(
     temperature: float,
     need_entropy: bool,
     coefficients: Tensor | None,
+    sinks: Sinks | None = None,
 ) -> Iterator[list[HeadCall]]:
     """Calls of the head inside the block are collected in the list given; see `score_edges` for the arguments.
 
@@ -53,6 +55,7 @@ def scoring_head(
             temperature=temperature,
             need_entropy=need_entropy,
             coefficients=coefficients,
+            sink=sinks.of(capabilities.head.weight) if fused and sinks is not None else None,
         )
         live = scores.logprobs if scores.linear_loss is None else scores.linear_loss
         carrier = live.view(1, -1, 1)

@@ -18,6 +18,7 @@ from treetrain.engine.feed import Board, Feed
 from treetrain.engine.head import Scores
 from treetrain.engine.memory import is_out_of_memory, release_cached
 from treetrain.engine.packed import PackedRun, model_device
+from treetrain.engine.sinks import Sinks, gradient_sinks
 from treetrain.models.capability import Capabilities
 from treetrain.models.switch import tree_attention
 from treetrain.plan.partition import uniform
@@ -88,6 +89,7 @@ class Walk:
         self._carry = Carry(plan.carry_rows, model_device(model), gradients=gradients)
         self._row_of = np.full(plan.layout.num_tokens, -1, np.int64)
         self._top = 0
+        self._sinks: Sinks | None = None
         self.fitting_tokens: int | None = None
         """Where a part had to be cut: the most tokens of a graph that fitted; a budget that would have avoided it."""
 
@@ -120,8 +122,9 @@ class Walk:
         Raises:
             BackwardOutOfMemory: gradients so far are incomplete.
         """
-        with torch.enable_grad(), tree_attention(self._model):
+        with torch.enable_grad(), tree_attention(self._model), gradient_sinks(self._model) as self._sinks:
             self._train(self._outer, feed)
+        self._sinks = None
 
     def _train(self, frame: _Frame, feed: Feed) -> None:
         graphs: dict[int, _Pass] = {}
@@ -225,7 +228,9 @@ class Walk:
             options = {"carry": self._carry.view(path, own), "score": score}
         run = self._run_type(self._model, self._capabilities, piece.layout, **options)
         coefficients = None if known is None else known(piece)
-        scores = run.scores(temperature=self._temperature, need_entropy=need_entropy, coefficients=coefficients)
+        scores = run.scores(
+            temperature=self._temperature, need_entropy=need_entropy, coefficients=coefficients, sinks=self._sinks
+        )
         return _Pass(piece, scores)
 
     def _attempt(self, forward: Callable[[], _Pass], tokens: int) -> _Pass | None:
@@ -236,6 +241,8 @@ class Walk:
             if not is_out_of_memory(error) or tokens == 1:
                 raise
         # Outside the handler, so that nothing holds on to what the forward had made.
+        if self._sinks is not None and self._sinks.uncertain:
+            raise BackwardOutOfMemory(tokens)  # the fused head had begun to add gradients
         release_cached(self._model)
         half = tokens // 2
         self.fitting_tokens = half if self.fitting_tokens is None else min(self.fitting_tokens, half)

@@ -15,6 +15,7 @@ from treetrain.engine.head import Edges, Scores
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.packed import model_device
 from treetrain.engine.scoring import scoring_head
+from treetrain.engine.sinks import Sinks
 from treetrain.models.capability import Capabilities
 from treetrain.plan.plan import Plan
 from treetrain.tree.layout import PackedLayout
@@ -43,7 +44,14 @@ class PaddedRun:
         """Nothing to switch: attention is transformers' own."""
         yield
 
-    def scores(self, *, temperature: float, need_entropy: bool = False, coefficients: Tensor | None = None) -> Scores:
+    def scores(
+        self,
+        *,
+        temperature: float,
+        need_entropy: bool = False,
+        coefficients: Tensor | None = None,
+        sinks: Sinks | None = None,
+    ) -> Scores:
         """See `PackedRun.scores`."""
         with scoring_head(
             self.capabilities,
@@ -51,6 +59,7 @@ class PaddedRun:
             temperature=temperature,
             need_entropy=need_entropy,
             coefficients=coefficients,
+            sinks=sinks,
         ) as calls:
             self.model(input_ids=self.input_ids, attention_mask=None, use_cache=False)
         return calls[0].scores

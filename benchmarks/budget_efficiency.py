@@ -1,0 +1,119 @@
+"""Speed under a budget on real trajectories on a CPU, against the FLOP-ideal of that budget.
+
+Run: python benchmarks/budget_efficiency.py [workload ...] [--repeats 5]
+
+The tasks, model, loss and baselines are those of cpu_efficiency.py; all engines alternate in one process, a fresh
+process per workload. Budgets, in tokens: a quarter of the tree or the longest path, whichever is larger; half of the
+longest path. The ideal counts, besides the tree's own FLOPs, one forward of the fewest tokens that any plan within the
+budget must run twice (plan.least_recomputed). Rows are appended to results/budget_efficiency.csv.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import rows
+from workloads import WORKLOADS, load_workload, model_30m
+
+NAMES = [name for name in WORKLOADS if name != "unrelated"]
+
+
+def measure(name: str, repeats: int) -> None:
+    """Benchmark one workload in this process and append a row per budget."""
+    import torch
+
+    import treetrain as tt
+    from treetrain.engine.linear import LinearEngine
+    from treetrain.plan.plan import least_recomputed
+    from treetrain.train.allocator import keep_memory
+    from treetrain.train.padded_baseline import PaddedEngine
+
+    keep_memory()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    model, batch = model_30m(), load_workload(name)
+    tree = tt.build_tree(batch)
+    layout = tt.TreeEngine(model).plan(tree).layout
+    longest = int(layout.positions.max()) + 1
+    budgets = {"quarter": max(layout.num_tokens // 4, longest), "half path": longest // 2}
+    engines: dict[str, tt.TreeEngine] = {key: tt.TreeEngine(model, budget=value) for key, value in budgets.items()}
+    linear = {f"packed {size}": LinearEngine(model, pack_tokens=size) for size in (4096, 8192)}
+    linear |= {f"padded {size}": PaddedEngine(model, pack_tokens=size) for size in (4096, 8192)}
+    warm = _rounds(linear | engines, batch, 1)
+    best = min(linear, key=lambda key: warm[key][0])
+    seconds = _rounds({best: linear[best]} | engines, batch, repeats)
+    for key, budget in budgets.items():
+        plan = engines[key].plan(tree)
+        least = least_recomputed(layout, budget)
+        ideal = _ideal(tree, model, layout, budget)
+        ratios = [slow / fast for slow, fast in zip(seconds[best], seconds[key])]
+        row = {
+            "workload": name,
+            "budget": key,
+            "budget_tokens": budget,
+            "tokens": layout.num_tokens,
+            "longest_path": longest,
+            "parts": plan.num_parts,
+            "passes_without_graph": int(plan.publish.max(initial=-1)) + 1,
+            "recomputed": plan.recomputed_tokens,
+            "least_recomputed": least,
+            "ideal": f"{ideal:.3f}",
+            "seconds": f"{statistics.median(seconds[key]):.3f}",
+            "linear_seconds": f"{statistics.median(seconds[best]):.3f}",
+            "baseline": best,
+            "repeats": repeats,
+            "speedup": f"{statistics.median(ratios):.3f}",
+            "speedup_min": f"{min(ratios):.3f}",
+            "speedup_max": f"{max(ratios):.3f}",
+            "efficiency": f"{statistics.median(ratios) / ideal:.3f}",
+        }
+        rows.append("budget_efficiency", row)
+        print(row, flush=True)
+
+
+def _ideal(tree, model, layout, budget: int) -> float:
+    """FLOPs of the rows over those of the tree with the forward of the least recomputed tokens counted twice."""
+    from treetrain.plan import ModelShape
+    from treetrain.plan.plan import heights
+    from treetrain.tree.stats import linear_work, tree_work
+
+    shape = ModelShape.from_config(model.config.to_dict())
+    twice = heights(layout) > budget
+    # A forward is a third of a step; the LM head is not needed to run a token again.
+    again = shape.flops(int(twice.sum()), int((layout.positions[twice] + 1).sum()), 0) / 3
+    return shape.flops(*linear_work(tree)) / (shape.flops(*tree_work(tree)) + again)
+
+
+def _rounds(engines, batch, count: int) -> dict[str, list[float]]:
+    from treetrain.losses import sft
+
+    seconds: dict[str, list[float]] = {key: [] for key in engines}
+    for number in range(count):
+        for key, engine in engines.items():
+            print(f"  round {number + 1} of {count}: {key}", file=sys.stderr, flush=True)
+            engine.model.zero_grad(set_to_none=False)
+            start = time.perf_counter()
+            engine.forward_backward(batch, sft())
+            seconds[key].append(time.perf_counter() - start)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", default=NAMES, help=", ".join(NAMES))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--here", action="store_true", help="in this process (one workload)")
+    options = parser.parse_args()
+    unknown = set(options.workloads) - set(NAMES)
+    if unknown:
+        parser.error(f"unknown workload {sorted(unknown)[0]!r}; there are {', '.join(NAMES)}")
+    if options.here:
+        return measure(options.workloads[0], options.repeats)
+    for name in options.workloads:
+        subprocess.run([sys.executable, __file__, name, "--here", "--repeats", str(options.repeats)], check=True)
+
+
+if __name__ == "__main__":
+    main()
