@@ -1,0 +1,263 @@
+"""What a walk over a plan runs and holds: every token once, exported ones of late parts twice, one path of carry."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+import treetrain as tt
+from support import linear
+from support.forests import bushy_rows, dress
+from support.layouts import check_plan
+from support.models import make_model
+from support.passes import WatchedCarry, unique_ids, watched
+from support.plans import KEEPS, planned
+from support.pure import PureFloat64
+from treetrain.engine import walk
+
+TRUNK = list(range(14))
+IDS = {
+    "deep": unique_ids(
+        [
+            [*TRUNK, 20, 21, 22, 23],
+            [*TRUNK, 20, 24, 25],
+            [*TRUNK, 26, 27],
+            [*TRUNK[:5], 28, 29, 30],
+            [*TRUNK[:5], 28, 31],
+            [32, 33, 34],
+            [32, 35],
+        ]
+    ),
+    "bushy": unique_ids(bushy_rows(np.random.default_rng(2), rows=8, segment=3, levels=4)),
+}
+LOSSES = {"sft": tt.losses.sft(), "ppo": tt.losses.ppo(entropy=0.05)}
+PLANS = [
+    ("1 part", "none"),
+    ("N/4", "mixed"),
+    ("one segment per part", "all"),
+    ("one segment per part", "none"),
+    ("chunks of 7", "none"),
+    ("chunks of 2", "none"),
+    ("chunks of 2", "all"),
+    ("chunks of 2", "mixed"),
+    ("joint publishing", "none"),
+    ("joint publishing", "mixed"),
+]
+every_plan = pytest.mark.parametrize(("shape", "keep"), PLANS)
+CASES = [("deep", "ppo"), ("deep", "sft"), ("bushy", "ppo")]
+every_case = pytest.mark.parametrize(("tree", "loss"), CASES)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("qwen3", dtype=torch.float64, vocab_size=80)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients(model):
+    model.zero_grad()
+
+
+@pytest.fixture
+def carries(monkeypatch):
+    """The carries of all walks of a test."""
+    monkeypatch.setattr(WatchedCarry, "made", [])
+    monkeypatch.setattr(walk, "Carry", WatchedCarry)
+    return WatchedCarry.made
+
+
+def counted(passes: list[list[int]]) -> Counter:
+    return Counter(itertools.chain.from_iterable(passes))
+
+
+@every_case
+@every_plan
+def test_every_token_runs_once_and_the_exported_ones_of_late_parts_twice(model, shape, keep, tree, loss):
+    engine = planned(shape, keep)(model)
+    with watched(model) as seen:
+        result = engine.forward_backward(dress(IDS[tree], 1), LOSSES[loss])
+    plan = engine.plans[-1]
+    check_plan(plan)
+    ids = plan.layout.input_ids
+    late = (plan.is_open & ~plan.kept)[plan.part_of]
+    assert counted(seen.graph) == counted(seen.backward) == Counter(ids.tolist()), "forward and backward, once each"
+    assert counted(seen.plain) == Counter(ids[plan.exported & late].tolist())
+    assert sorted(map(len, seen.graph)) == sorted(plan.sizes.tolist())
+    assert len(seen.plain) == int(plan.publish.max(initial=-1)) + 1
+    assert result.computed_tokens == len(ids) and result.parts == plan.num_parts
+    assert result.recomputed_tokens == sum(map(len, seen.plain))
+
+
+@every_plan
+def test_parts_run_in_the_order_of_the_plans_events(model, shape, keep):
+    engine = planned(shape, keep)(model)
+    with watched(model) as seen:
+        engine.forward_backward(dress(IDS["deep"], 1), LOSSES["ppo"])
+    plan, ids = engine.plans[-1], engine.plans[-1].layout.input_ids
+    events = list(plan.events())
+    forward = [ids[plan.tokens(e.number)].tolist() for e in events if e.kind == "forward"]
+    backward = [ids[plan.tokens(e.number)].tolist() for e in events if e.kind == "backward"]
+    published = [ids[plan.published(e.number)].tolist() for e in events if e.kind == "publish"]
+    assert (seen.graph, seen.backward, seen.plain) == (forward, backward, published)
+
+
+@every_case
+@every_plan
+def test_the_carry_is_made_once_and_holds_what_the_plan_says(model, carries, shape, keep, tree, loss):
+    engine = planned(shape, keep)(model)
+    engine.forward_backward(dress(IDS[tree], 1), LOSSES[loss])
+    (carry,), plan = carries, engine.plans[-1]
+    assert max(carry.reserved) == carry.first_rows == plan.carry_rows, "rows held at once"
+    assert len(carry.buffers) == (2 if (plan.parent >= 0).any() else 0), "one buffer per layer"
+    for number, layer in carry._layers.items():
+        assert (layer.key.data_ptr(), layer.value.data_ptr()) == carry.buffers[number]
+        assert len(layer.key) == plan.carry_rows
+    writing = sum(int((own >= 0).any()) for _, own in carry.views)
+    passes = int(plan.is_open.sum()) + int(plan.publish.max(initial=-1)) + 1
+    assert writing == passes, "closed parts hand nothing on"
+
+
+@every_plan
+def test_rows_of_the_carry_are_given_back(model, shape, keep):
+    walks = []
+
+    class Watched(planned(shape, keep)):
+        def _walk(self, *args, **options):
+            walks.append(super()._walk(*args, **options))
+            return walks[-1]
+
+    Watched(model).forward_backward(dress(IDS["deep"], 1), LOSSES["ppo"])
+    Watched(model).logprobs(IDS["deep"])
+    assert len(walks) == 2 and all(w._top == 0 and (w._row_of == -1).all() for w in walks)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("shape", "keep"), PLANS[::3])
+def test_the_same_plan_gives_the_same_bits_and_gradients_add_up(model, shape, keep, loss):
+    rows, engine = dress(IDS["deep"], 1), planned(shape, keep)(model)
+    first = engine.forward_backward(rows, LOSSES[loss])
+    gradient = linear.gradients(model)
+    model.zero_grad()
+    second = engine.forward_backward(rows, LOSSES[loss])
+    assert torch.equal(gradient, linear.gradients(model)) and first.loss == second.loss
+    engine.forward_backward(rows, LOSSES[loss])
+    assert linear.relative_error(linear.gradients(model), 2 * gradient) <= 1e-15
+
+
+@pytest.mark.parametrize("tree", IDS)
+@every_plan
+def test_scores_of_parts_are_those_of_the_rows_in_one_pass_without_graph(model, carries, shape, keep, tree):
+    engine = planned(shape, keep)(model)
+    with watched(model) as seen, PureFloat64():
+        logps, entropies = engine.logprobs(IDS[tree], return_entropy=True)
+        plan = engine.plans[-1]
+    assert not seen.graph and counted(seen.plain) == Counter(plan.layout.input_ids.tolist())
+    assert [len(p) for p in seen.plain] == plan.sizes.tolist()
+    (carry,) = carries
+    assert max(carry.reserved) <= carry.first_rows == plan.carry_rows
+    assert all(layer.key_grad is None for layer in carry._layers.values())
+    with PureFloat64():
+        reference = linear.score_rows(model, IDS[tree])
+    for got, row in zip(logps + entropies, reference[0] + reference[1]):
+        torch.testing.assert_close(got, row.detach(), rtol=1e-12, atol=1e-12)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_scores_of_a_long_path_in_small_parts_hold_one_path(model, carries, keep):
+    rows = unique_ids([[*range(60), 61], [*range(60), 62], [*range(30), 63, 64]])
+    planned("chunks of 7", keep)(model).logprobs(rows)
+    (carry,) = carries
+    longest = max(map(len, rows))
+    assert longest - 10 < max(carry.reserved) <= longest + 7
+
+
+class Counting:
+    """A user's own loss that notes what it is called with."""
+
+    scope, needs_entropy = "trajectory", True
+
+    def __init__(self):
+        self.calls: list[tuple] = []
+
+    def normaliser(self, rows):
+        return 1.0
+
+    def __call__(self, logprobs, entropies, trajectory):
+        self.calls.append((trajectory.id, logprobs.detach().clone(), entropies.detach().clone()))
+        return (logprobs.square() + 0.1 * entropies).sum(), {}
+
+
+@every_plan
+def test_a_loss_is_called_once_for_every_row_with_all_of_its_scores(model, shape, keep):
+    rows = [tt.Trajectory(ids, id=str(k)) for k, ids in enumerate([*IDS["deep"], [], [3]])]
+    loss = Counting()
+    with PureFloat64():
+        planned(shape, keep)(model).forward_backward(rows, loss)
+        reference = linear.score_rows(model, [row.ids.tolist() for row in rows])
+    assert sorted(name for name, _, _ in loss.calls) == sorted(str(k) for k in range(len(rows)))
+    for name, logps, entropies in loss.calls:
+        torch.testing.assert_close(logps, reference[0][int(name)].detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(entropies, reference[1][int(name)].detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_publishing_pass_scores_only_where_trajectories_below_need_it(model, loss):
+    scored = []
+    handle = model.lm_head.register_forward_hook(
+        lambda m, a, out: scored.append((torch.is_grad_enabled(), out.numel()))
+    )
+    planned("chunks of 2", "none")(model).forward_backward(dress(IDS["deep"], 1), LOSSES[loss])
+    handle.remove()
+    published = [size for graph, size in scored if not graph]
+    assert published and (max(published) == 0) == (loss == "sft")
+
+
+WAYS = {
+    "engine": lambda m: planned("chunks of 2", "mixed")(m).forward_backward(dress(IDS["deep"], 1), LOSSES["ppo"]),
+    "engine, known": lambda m: planned("chunks of 2", "none")(m).forward_backward(dress(IDS["deep"], 1), LOSSES["sft"]),
+    "scores": lambda m: planned("chunks of 2", "none")(m).logprobs(IDS["deep"]),
+    "primitive at once": lambda m: tt.logprobs(m, IDS["deep"])[0].sum().backward(),
+    "primitive in parts": lambda m: tt.logprobs(m, IDS["deep"], budget=5)[0].sum().backward(),
+}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, tt.UnsupportedModel])
+@pytest.mark.parametrize("when", ["first forward", "later forward", "last forward", "backward"])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_exception_in_the_middle_passes_unchanged_and_leaves_the_model_as_it_was(model, way, when, error):
+    if when == "backward" and way == "scores":
+        return
+    raised, calls = error("in the middle"), []
+
+    def fail(*_):
+        raise raised
+
+    def hook(module, args, out):
+        calls.append(1)
+        if when == "backward":
+            if out.requires_grad and len(calls) > 2 * (way != "primitive at once"):
+                out.register_hook(fail)
+        elif len(calls) == at:
+            fail()
+
+    count = model.model.layers[1].mlp.register_forward_hook(lambda *_: calls.append(1))
+    WAYS[way](model)
+    count.remove()
+    at = {"first forward": 1, "later forward": (len(calls) + 1) // 2, "last forward": len(calls)}.get(when, 0)
+    calls.clear()
+    model.zero_grad()
+    handle = model.model.layers[1].mlp.register_forward_hook(hook)
+    before = model.config._attn_implementation
+    with pytest.raises(error) as caught:
+        WAYS[way](model)
+    handle.remove()
+    assert caught.value is raised
+    assert model.config._attn_implementation == before
+    assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
+    if way.startswith("primitive"):
+        assert all(p.grad is None for p in model.parameters())
+    plain = linear.score_row(model, IDS["deep"][0])[0]
+    torch.testing.assert_close(tt.logprobs(model, IDS["deep"])[0], plain, rtol=1e-5, atol=1e-5)

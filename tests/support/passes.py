@@ -1,0 +1,88 @@
+"""Watches the passes that a model makes: which tokens, with or without graph, forward and backward."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from treetrain.engine import walk
+from treetrain.engine.engine import TreeEngine
+from treetrain.plan.plan import Plan
+from treetrain.tree.build import build_tree
+from treetrain.tree.layout import PackedLayout
+
+
+def unique_ids(rows: list[list[int]]) -> list[list[int]]:
+    """Rows that share the same prefixes, with an id of its own for every tree token."""
+    tree = build_tree(rows)
+    return [tree.path(k).tolist() for k in range(len(rows))]
+
+
+@dataclass
+class Passes:
+    """Ids of the tokens of every pass, in order."""
+
+    graph: list[list[int]] = field(default_factory=list)
+    plain: list[list[int]] = field(default_factory=list)
+    backward: list[list[int]] = field(default_factory=list)
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[Passes]:
+    """Record every forward of the embedding, and every backward that reaches its output."""
+    seen = Passes()
+
+    def hook(_module: nn.Module, args: tuple, out: torch.Tensor) -> None:
+        ids = args[0].flatten().tolist()
+        (seen.graph if torch.is_grad_enabled() else seen.plain).append(ids)
+        if out.requires_grad:
+            out.register_hook(lambda _grad: seen.backward.append(ids))
+
+    handle = model.get_input_embeddings().register_forward_hook(hook)  # type: ignore[operator]
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+class WatchedCarry(walk.Carry):
+    """A carry that notes what is asked of it; `made` lists all of them."""
+
+    made: list["WatchedCarry"] = []  # noqa: RUF012 - walks make them out of sight
+
+    def __init__(self, rows: int, device: torch.device, *, gradients: bool):
+        super().__init__(rows, device, gradients=gradients)
+        self.first_rows, self.reserved = rows, [0]
+        self.buffers: list[tuple] = []
+        self.views: list[tuple[np.ndarray, np.ndarray]] = []
+        self.made.append(self)
+
+    def reserve(self, rows: int) -> None:
+        self.reserved.append(rows)
+        super().reserve(rows)
+
+    def _make(self, *args: Any):
+        layer = super()._make(*args)
+        self.buffers.append(tuple(t.data_ptr() for t in (layer.key, layer.value)))
+        return layer
+
+    def view(self, path_rows: np.ndarray, own_rows: np.ndarray):
+        self.views.append((path_rows, own_rows))
+        return super().view(path_rows, own_rows)
+
+
+def on_plan(make_plan) -> type[TreeEngine]:
+    """An engine whose plan of a layout is what a function says; `plans` lists them."""
+
+    class OnPlan(TreeEngine):
+        plans: list[Plan] = []  # noqa: RUF012
+
+        def plan_of(self, layout: PackedLayout) -> Plan:
+            self.plans.append(make_plan(layout))
+            return self.plans[-1]
+
+    return OnPlan
