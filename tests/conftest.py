@@ -8,6 +8,12 @@ import pytest
 SHARED_DATA = Path(os.environ.get("TREETRAIN_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests measure of a busy machine does not stay in the user's cache."""
+    os.environ["TREETRAIN_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Folder of the real trajectories and tokenizer; the test skips where it is not there."""

@@ -8,6 +8,7 @@ The model's gradients are set aside while it is measured; its weights, mode and 
 """
 
 import dataclasses
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -61,7 +62,7 @@ def cached_constants(model: nn.Module, capabilities: Capabilities, shape: ModelS
     What is measured while other work takes most of a CPU is not stored.
     """
     key = _key(model, capabilities, shape)
-    name = repr(sorted(key.items()))
+    name = json.dumps(key, sort_keys=True)
     if name not in _MEASURED:
         found = constants_cache.load(key)
         if found is None:
@@ -71,6 +72,13 @@ def cached_constants(model: nn.Module, capabilities: Capabilities, shape: ModelS
                 constants_cache.store(key, found)
         _MEASURED[name] = found
     return _MEASURED[name]
+
+
+def remember(model: nn.Module, capabilities: Capabilities, constants: Constants) -> None:
+    """Take these constants for such a model on this device from now on, in this process and in later ones."""
+    key = _key(model, capabilities, model_shape(model))
+    _MEASURED[json.dumps(key, sort_keys=True)] = constants
+    constants_cache.store(key, constants)
 
 
 def calibrate(
@@ -256,7 +264,7 @@ def _pair_speed(bench: _Bench, shape: ModelShape, tokens: int) -> float:
     return 3 * 4.0 * shape.heads * shape.head_dim * (count * (count + 1) / 2) / seconds
 
 
-def _bandwidth(bench: _Bench, size: int = 1 << 24) -> float:
+def _bandwidth(bench: _Bench, size: int = 1 << 23) -> float:
     """Bytes per second of adding one tensor to another: two reads and a write."""
     one, two = torch.zeros(size, device=bench.device), torch.ones(size, device=bench.device)
     one.add_(two)
@@ -313,7 +321,10 @@ def _compute_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
 
 
 def _checkpoints(model: nn.Module) -> bool:
-    return model.training and bool(getattr(causal_lm(model), "is_gradient_checkpointing", False))
+    lm = causal_lm(model)
+    # transformers 5 renamed it, and warns where the old name is read.
+    name = "is_activation_checkpointing" if hasattr(lm, "is_activation_checkpointing") else "is_gradient_checkpointing"
+    return model.training and bool(getattr(lm, name, False))
 
 
 def _trained_share(model: nn.Module) -> float:

@@ -1,0 +1,118 @@
+"""Peak memory of a step under a sweep of budgets: measured in a fresh process, against what the plan predicts.
+
+Run: python benchmarks/memory.py [case ...] [--threads 1]. Cases: tree_64x4096, a full binary tree of 64 rows of 4,096
+tokens on the preset model "tiny"; tau_airline_calls (benchmarks/workloads.py) on 30M parameters, with the linear
+baseline's single longest row beside it. CPU, float32, SFT; bytes above model and gradients. The fresh process runs
+with the C library's allocator as it is. Rows are appended to results/memory.csv.
+"""
+
+import argparse
+import os
+import tempfile
+
+import numpy as np
+
+import rows as result_rows
+import treetrain as tt
+from treetrain.plan.budget import Bytes
+from workloads import DATA, load_workload, model_30m
+
+LEAVES, PATH = 64, 4096
+TREE, TAU = "tree_64x4096", "tau_airline_calls"
+BUDGETS: dict[str, tuple[int | str, ...]] = {
+    TREE: (16_384, 4_096, 1_024, 256, 64, "1GB", "300MB", "100MB"),
+    TAU: (4_439, 2_315, 1_158, 512, 256, 64, "1GB", "500MB", "250MB"),
+}
+"""tau_airline_calls: the whole tree, its longest path, half of that, and less."""
+
+
+def binary_tree(leaves: int = LEAVES, path: int = PATH, vocabulary: int = 2048) -> list[tt.Trajectory]:
+    """Rows of `path` tokens that fork in two after every seventh of it."""
+    levels = leaves.bit_length()
+    rng = np.random.default_rng(0)
+    segments: dict[tuple[int, int], np.ndarray] = {}
+    made = []
+    for leaf in range(leaves):
+        pieces = []
+        for level in range(levels):
+            node = (level, leaf >> (levels - 1 - level))
+            length = path // levels if level < levels - 1 else path - (levels - 1) * (path // levels)
+            if node not in segments:
+                segments[node] = rng.integers(5, vocabulary, length)
+            pieces.append(segments[node])
+        made.append(tt.Trajectory(np.concatenate(pieces)))
+    return made
+
+
+def load(case: str):
+    """(model, rows) of a case."""
+    if case == TREE:
+        from treetrain.models.loading import load_model
+
+        return load_model("tiny"), binary_tree()
+    return model_30m().eval(), load_workload(case)
+
+
+def measure(case: str) -> None:
+    """Append one row per budget."""
+    from treetrain.engine.calibrate import calibrate, remember
+    from treetrain.engine.engine import TreeEngine
+    from treetrain.engine.linear import LinearEngine
+    from treetrain.models.capability import check_model
+    from treetrain.train.memory import peak_step_bytes
+
+    model, trajectories = load(case)
+    capabilities = check_model(model)
+    remember(model, capabilities, calibrate(model, capabilities))  # the fresh processes make the same plans
+    longest = [max(trajectories, key=len)]
+    engines = [(LinearEngine, {}, longest)] if case == TAU else []
+    engines += [(TreeEngine, {"budget": budget}, trajectories) for budget in BUDGETS[case]]
+    baseline = None
+    for kind, options, given in engines:
+        engine = kind(model, **options)
+        plan = engine.plan(given)
+        predicted = engine.cost.peak_bytes(plan)
+        peak = peak_step_bytes(kind, options, model, given, tt.losses.sft())
+        assert peak is not None
+        baseline = peak if kind is LinearEngine else baseline
+        budget = engine.budget
+        row = {
+            "case": case,
+            "engine": "longest row, linear" if kind is LinearEngine else "tree",
+            "budget": options.get("budget", ""),
+            "tokens": plan.layout.num_tokens,
+            "alive_tokens": plan.peak_tokens,
+            "parts": plan.num_parts,
+            "recomputed_tokens": plan.recomputed_tokens,
+            "predicted_mb": f"{predicted / 1e6:.1f}",
+            "measured_mb": f"{peak / 1e6:.1f}",
+            "measured_over_predicted": f"{peak / predicted:.3f}",
+            "measured_over_budget": f"{peak / budget.count:.3f}" if isinstance(budget, Bytes) else "",
+            "measured_over_longest_row": f"{peak / baseline:.3f}" if baseline else "",
+        }
+        result_rows.append("memory", row)
+        print(row, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=list(BUDGETS), help=", ".join(BUDGETS))
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    unknown = set(options.cases) - set(BUDGETS)
+    if unknown:
+        parser.error(f"unknown case {sorted(unknown)[0]!r}; there are {', '.join(BUDGETS)}")
+    import torch
+
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TREETRAIN_CACHE"] = folder
+        for case in options.cases:
+            if case == TAU and not DATA.is_dir():
+                print(f"left out: {case}, whose data is not at {DATA}; set TREETRAIN_SHARED_DATA")
+                continue
+            measure(case)
+
+
+if __name__ == "__main__":
+    main()

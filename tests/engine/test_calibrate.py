@@ -1,0 +1,265 @@
+"""Constants measured on a model: what they are, that they predict, and that measuring leaves no trace."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import treetrain as tt
+from support.models import make_model
+from treetrain.engine import calibrate as calibration
+from treetrain.engine import constants_cache, free_bytes
+from treetrain.engine.batch import Batch
+from treetrain.engine.calibrate import calibrate, cost_model, model_shape, remember
+from treetrain.engine.feed import Board, Known
+from treetrain.engine.live_bytes import live_bytes
+from treetrain.engine.walk import Walk
+from treetrain.errors import UnsupportedModel
+from treetrain.models.capability import check_model
+from treetrain.models.loading import load_model
+from treetrain.plan.constants import Constants
+from treetrain.plan.partition import partition
+from treetrain.plan.price import CostModel
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, tmp_path):
+    """A cache of the test's own, short passes, and nothing remembered."""
+    monkeypatch.setenv(constants_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(calibration, "_MEASURED", {})
+    monkeypatch.setattr(calibration, "LENGTHS", {"cpu": (64, 32)})
+    monkeypatch.setattr(calibration, "_is_busy", lambda device: False)
+
+
+def measured(model: nn.Module) -> Constants:
+    return calibrate(model, check_model(model))
+
+
+def checkpoint_layers(model: nn.Module) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    model.train()
+
+
+def test_live_bytes_are_those_of_tensors_that_live():
+    with live_bytes(CPU) as meter:
+        kept = torch.zeros(1000)
+        view = kept[10:].add_(1.0)
+        assert meter.now == 4000
+        torch.ones(500).sum()
+        assert meter.now < 4100 and 6000 <= meter.peak < 6100
+        meter.restart_peak()
+        assert meter.peak == meter.now
+        del kept
+        assert meter.now >= 4000  # the view still holds it
+        del view
+    assert meter.now < 100
+
+
+def test_live_bytes_are_counted_in_backward_too():
+    weight = torch.ones(1000, requires_grad=True)
+    with live_bytes(CPU) as meter:
+        weight.exp().sum().backward()
+        assert weight.grad is not None and meter.now >= 4000
+    assert meter.peak >= 8000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_formula_knows_what_a_qwen3_layer_saves_for_backward(dtype):
+    model = load_model("tiny", dtype=dtype)
+    formula = Constants.from_shape(model_shape(model), dtype_bytes=dtype.itemsize)
+    found = measured(model)
+    assert found.saved_token == pytest.approx(formula.saved_token, rel=0.03)
+    assert found.end_pass == pytest.approx(formula.end_pass, rel=0.05)
+
+
+@pytest.mark.parametrize("budget", [10_000, 200, 50])
+def test_tensors_alive_at_the_peak_of_a_plan_are_predicted_within_a_tenth(budget):
+    model = load_model("tiny")
+    capabilities = check_model(model)
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(5, 1000, 300).tolist()
+    rows = [tt.Trajectory(trunk[: 90 * (1 + k % 3)] + rng.integers(5, 1000, 150).tolist()) for k in range(4)]
+    layout = Batch.of(tt.build_tree(rows), weighted=True).layout
+    plain = dataclasses.replace(measured(model), slack=1.0, slack_bytes=0.0)
+    cost = CostModel(shape=model_shape(model), constants=plain)
+    plan = partition(layout, budget, cost.seconds)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with live_bytes(CPU) as meter:
+        board = Board(layout.num_edges, len(layout.rows), torch.float32, CPU, entropy=False)
+        walk = Walk(model, capabilities, plan, temperature=1.0, gradients=True)
+        walk.train(Known(board, torch.ones(layout.num_edges)))
+    assert meter.peak == pytest.approx(cost.peak_bytes(plan), rel=0.1)
+
+
+def test_measuring_leaves_gradients_weights_mode_and_random_state_as_they_were():
+    model = make_model("qwen3").train()
+    some, *rest = model.parameters()
+    some.grad = torch.full_like(some, 3.0)
+    rest[0].requires_grad_(False)
+    before = some.grad
+    weights = [p.detach().clone() for p in model.parameters()]
+    state = torch.get_rng_state()
+    measured(model)
+    assert some.grad is before and (before == 3.0).all() and all(p.grad is None for p in rest)
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters()))
+    assert model.training and torch.equal(state, torch.get_rng_state())
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_gradients_come_back_when_measuring_fails(monkeypatch):
+    model = make_model("qwen3")
+    first = next(model.parameters())
+    first.grad = torch.ones_like(first)
+    monkeypatch.setattr(calibration, "_speeds", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        measured(model)
+    assert first.grad is not None and not first._post_accumulate_grad_hooks
+
+
+def test_checkpointing_is_seen_in_what_is_saved_and_in_the_backward():
+    model = load_model("tiny")
+    plain = measured(model)
+    checkpoint_layers(model)
+    checkpointed = measured(model)
+    assert checkpointed.saved_token < plain.saved_token / 5
+    assert checkpointed.layer_token > 5 * plain.layer_token
+
+
+def test_autocast_saves_less_per_token_and_its_cast_weights_per_pass():
+    model = load_model("tiny")
+    plain = measured(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = measured(model)
+    assert cast.saved_token < 0.8 * plain.saved_token
+    assert cast.carry_token < plain.carry_token
+
+
+def test_adapters_have_no_gradient_of_the_head():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(load_model("tiny"), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    found, full = measured(model), measured(load_model("tiny"))
+    assert found.head_pass == 0 and found.end_pass < full.end_pass / 4
+    assert found.graph_pass_bytes < 0.5 * full.graph_pass_bytes
+
+
+def test_a_backward_that_does_more_than_gradients_is_not_run():
+    model = make_model("qwen3")
+    calls = []
+    handle = next(model.parameters()).register_post_accumulate_grad_hook(calls.append)
+    assert measured(model).source.startswith("formula")
+    assert not calls
+    handle.remove()
+    assert measured(model).source.startswith("measured")
+
+
+def test_a_model_without_anything_to_train_is_priced_by_formula():
+    assert measured(make_model("qwen3").requires_grad_(False)).source.startswith("formula")
+
+
+def test_an_unknown_architecture_is_an_error_that_names_it_and_the_cure():
+    model = make_model("gpt2")
+    with pytest.raises(UnsupportedModel, match=r"'gpt2'.*--shape"):
+        cost_model(model, check_model(model))
+
+
+def test_constants_are_measured_once_and_then_read(monkeypatch):
+    model = make_model("qwen3")
+    first = cost_model(model, check_model(model))
+    calls = []
+    monkeypatch.setattr(calibration, "calibrate", lambda *_: calls.append(1))
+    assert cost_model(model, check_model(model)) == first
+    monkeypatch.setattr(calibration, "_MEASURED", {})  # as in another process
+    assert cost_model(model, check_model(model)) == first and not calls
+
+
+def test_what_is_measured_on_a_busy_machine_is_not_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(calibration, "_is_busy", lambda device: True)
+    model = make_model("qwen3")
+    cost_model(model, check_model(model))
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_constants_that_somebody_gives_are_taken(tmp_path):
+    model = make_model("qwen3")
+    given = Constants.from_shape(model_shape(model))
+    remember(model, check_model(model), given)
+    assert cost_model(model, check_model(model)).constants == given
+    assert [path.suffix for path in (tmp_path / "cache" / "constants").iterdir()] == [".json"]
+
+
+def test_what_changes_a_cost_changes_the_key():
+    model = make_model("qwen3")
+    capabilities, shape = check_model(model), model_shape(model)
+    keys = [calibration._key(model, capabilities, shape)]
+    with torch.autocast("cpu", torch.bfloat16):
+        keys.append(calibration._key(model, capabilities, shape))
+    next(model.parameters()).requires_grad_(False)
+    keys.append(calibration._key(model, capabilities, shape))
+    checkpoint_layers(model)
+    keys.append(calibration._key(model, capabilities, shape))
+    keys.append(calibration._key(model.bfloat16(), capabilities, shape))
+    torch.set_num_threads(2)
+    keys.append(calibration._key(model, capabilities, shape))
+    torch.set_num_threads(1)
+    assert len({json.dumps(key) for key in keys}) == len(keys)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"key": KEY, "constants": {"slack": 1}}'])
+def test_a_damaged_file_is_told_about_and_measured_again(content):
+    model = make_model("qwen3")
+    key = calibration._key(model, check_model(model), model_shape(model))
+    path = constants_cache._path(key)
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    path.write_text(content.replace("KEY", json.dumps(key)))
+    with pytest.warns(UserWarning, match=f"{path.name} holds no measured constants"):
+        cost_model(model, check_model(model))
+    assert json.loads(path.read_text())["key"] == key
+
+
+def test_the_cache_can_be_switched_off_or_be_the_user_s_own(monkeypatch, tmp_path):
+    monkeypatch.setenv(constants_cache.VARIABLE, "off")
+    assert constants_cache.folder() is None
+    constants_cache.store({"a": 1}, Constants.from_shape(tt.ModelShape.named("qwen3-8b")))
+    assert constants_cache.load({"a": 1}) is None and not list(tmp_path.iterdir())
+    monkeypatch.delenv(constants_cache.VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert constants_cache.folder() == tmp_path / "treetrain" / "constants"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert constants_cache.folder() == tmp_path / "home" / ".cache" / "treetrain" / "constants"
+
+
+def test_a_cache_that_cannot_be_written_is_told_about(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(constants_cache.VARIABLE, str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="TREETRAIN_CACHE"):
+        constants_cache.store({"a": 1}, Constants.from_shape(tt.ModelShape.named("qwen3-8b")))
+
+
+def test_free_bytes_are_what_the_tightest_control_group_leaves(monkeypatch, tmp_path):
+    everything = free_bytes.free_bytes(CPU)
+    assert 0 < everything <= free_bytes.CPU_SHARE * free_bytes._available()
+    group = tmp_path / "group"
+    group.mkdir()
+    monkeypatch.setattr(free_bytes, "_available", lambda: 10_000)
+    monkeypatch.setattr(free_bytes, "_groups", lambda: [group])
+    assert free_bytes.free_bytes(CPU) == 8000
+    (group / "memory.stat").write_text("anon 1\ninactive_file 500\n")
+    (group / "memory.current").write_text("4500\n")
+    (group / "memory.max").write_text("max\n")
+    assert free_bytes.free_bytes(CPU) == 8000
+    (group / "memory.max").write_text("5000\n")
+    assert free_bytes.free_bytes(CPU) == 800  # 5000 - 4500, and the cache that can go
+
+
+def test_a_system_that_does_not_tell_its_memory_is_an_error(tmp_path):
+    with pytest.raises(OSError, match="give a budget"):
+        free_bytes._available(tmp_path / "nothing")
