@@ -1,0 +1,113 @@
+"""Trees as deep and as wide as they come, through a one-layer model on a CPU: they run, in parts and at once.
+
+Run: python benchmarks/deep_trees.py [name ...]
+
+A chain of 100,000 nested forks (a leaf of one token hangs off every token of a path of 100,000: 5e9 flat tokens), built
+by TokenTree.from_nodes and never flattened, and a star of 10,000 leaves. Rows are appended to results/deep_trees.csv.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+
+import rows
+
+CASES = {
+    "100,000 nested forks, 8192 tokens": ("forks", 100_000, 8192),
+    "100,000 nested forks, 65536 tokens": ("forks", 100_000, 65_536),
+    "star of 10,000 leaves, None": ("star", 10_000, None),
+    "star of 10,000 leaves, 1024 tokens": ("star", 10_000, 1024),
+}
+
+
+def nested_forks(count: int):
+    """A path of `count` tokens with a leaf of one token at each; every leaf is a trajectory."""
+    import treetrain as tt
+
+    nodes = [tt.Node(None, [1])]
+    for number in range(1, count + 1):
+        spine = 2 * number - 2
+        nodes.append(tt.Node(spine if number > 1 else 0, [2 + number % 90]))  # the leaf
+        nodes.append(tt.Node(spine if number > 1 else 0, [93 + number % 30]))  # the path goes on
+    leaves = [2 * number - 1 for number in range(1, count + 1)]
+    return tt.TokenTree.from_nodes(nodes, [*leaves, 2 * count])
+
+
+def star(count: int):
+    """`count` leaves of 1 to 20 tokens under one prompt of 100."""
+    import treetrain as tt
+
+    nodes = [tt.Node(None, list(range(100)), loss_weights=0.0)]
+    nodes += [tt.Node(0, [100 + leaf, *range(leaf % 20)]) for leaf in range(count)]
+    return tt.TokenTree.from_nodes(nodes, list(range(1, count + 1)))
+
+
+def one_layer_model():
+    """One layer of width 32 with two heads."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=10_112,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=1 << 17,
+        tie_word_embeddings=True,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def measure(name: str) -> None:
+    """Run one case once and append its row."""
+    import treetrain as tt
+    from treetrain.losses import sft
+
+    kind, count, budget = CASES[name]
+    start = time.perf_counter()
+    tree = nested_forks(count) if kind == "forks" else star(count)
+    built = time.perf_counter()
+    engine = tt.TreeEngine(one_layer_model(), budget=budget)
+    plan = engine.plan(tree)
+    planned = time.perf_counter()
+    result = engine.forward_backward(tree, sft())
+    done = time.perf_counter()
+    row = {
+        "case": name,
+        "trajectories": tree.num_trajectories,
+        "flat_tokens": tree.num_flat_tokens,
+        "unique_tokens": tree.num_tokens,
+        "longest_path": int(tree.trajectory_length.max()),
+        "segments": tree.num_segments,
+        "parts": plan.num_parts,
+        "recomputed": plan.recomputed_tokens,
+        "build_seconds": f"{built - start:.2f}",
+        "plan_seconds": f"{planned - built:.2f}",
+        "step_seconds": f"{done - planned:.2f}",
+        "loss": f"{result.loss:.6f}",
+    }
+    rows.append("deep_trees", row)
+    print(row, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=list(CASES), help="; ".join(CASES))
+    parser.add_argument("--here", action="store_true", help="in this process (one case)")
+    options = parser.parse_args()
+    unknown = set(options.cases) - set(CASES)
+    if unknown:
+        parser.error(f"unknown case {sorted(unknown)[0]!r}; there are {'; '.join(CASES)}")
+    if options.here:
+        return measure(options.cases[0])
+    for name in options.cases:
+        subprocess.run([sys.executable, __file__, name, "--here"], check=True)
+
+
+if __name__ == "__main__":
+    main()
