@@ -10,16 +10,14 @@ from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
 from treetrain.plan.budget import Bytes
 from treetrain.plan.cost import ModelShape
-from treetrain.plan.make import make_plan
+from treetrain.plan.make import PART_TOKENS, make_plan
 from treetrain.plan.partition import partition
 from treetrain.plan.plan import Plan
 from treetrain.plan.price import CostModel
 from treetrain.tree.layout import PackedLayout
 
-PART_TOKENS = 8192
-"""Tokens of a part where the batch can be cut freely: larger ones were no faster, and take more memory."""
-SMALL_BATCH_TOKENS = 8192
-"""A batch of this many tokens or less is run without asking how much memory is free."""
+AMPLE = 2
+"""Where so many times the formula's peak is free, nothing is measured to know that a batch fits."""
 PASS_TOKENS, FORWARD_SHARE = 40.0, 0.35
 """Where the architecture's cost is not known: a pass costs as much as so many tokens, and a forward so much of a step.
 Every plan within a budget is exact, so this can cost time only."""
@@ -40,24 +38,26 @@ def plan_within(
     """
     if isinstance(budget, Bytes):
         return make_plan(layout, cost(), budget=budget)
-    if budget is not None:
-        return partition(layout, budget, seconds_of(model))
-    if layout.num_tokens > SMALL_BATCH_TOKENS:
-        try:
-            return make_plan(layout, cost(), budget=None, free_bytes=free_bytes(model_device(model)))
-        except UnsupportedModel:
-            pass  # nothing is known about its memory: as much at once as runs well
-    return partition(layout, max(layout.num_tokens, 1), seconds_of(model), part_tokens=PART_TOKENS)
+    formula = _formula(model)
+    if formula is None:
+        # Nothing is known about its memory: as much at once as runs well.
+        tokens, target = (max(layout.num_tokens, 1), PART_TOKENS) if budget is None else (budget, None)
+        return partition(layout, tokens, _seconds_of_any_model, part_tokens=target)
+    plan = make_plan(layout, formula, budget=budget)
+    if budget is None:
+        free = free_bytes(model_device(model))
+        if AMPLE * formula.peak_bytes(plan) > free:
+            return make_plan(layout, cost(), budget=None, free_bytes=free)
+    return plan
 
 
-def seconds_of(model: nn.Module) -> Callable[[Plan], float]:
-    """Predicted time of a plan, from the model's shape where it is known."""
+def _formula(model: nn.Module) -> CostModel | None:
+    """What passes cost by the model's shape; None for an architecture that is not known."""
     try:
         shape = ModelShape.from_config(causal_lm(model).config.to_dict())  # type: ignore[operator, union-attr]
     except UnsupportedModel:
-        return _seconds_of_any_model
-    device = "cuda" if model_device(model).type == "cuda" else "cpu"
-    return CostModel.from_shape(shape, device=device).seconds
+        return None
+    return CostModel.from_shape(shape, device="cuda" if model_device(model).type == "cuda" else "cpu")
 
 
 def _seconds_of_any_model(plan: Plan) -> float:
