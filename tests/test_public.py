@@ -24,8 +24,9 @@ SIGNATURES = {
         "vocab_size=None, max_positions=None, limit=None)"
     ),
     "logprobs": "(model, sequences, budget=None, temperature=1.0, *, return_entropy=False)",
+    "make_plan": "(tree, cost, *, budget=None, ranks=1, free_bytes=None)",
     "to_padded": "(rows, attention_mask, fill=0.0)",
-    "verify": "(model, trajectories, *, loss=None, temperature=1.0, tolerance=None)",
+    "verify": "(model, trajectories, *, loss=None, temperature=1.0, tolerance=None, budget=None)",
     "Trajectory": (
         "(ids, *, loss_weights=None, advantages=None, old_logprobs=None, ref_logprobs=None, values=None, "
         "returns=None, reward=None, group=None, pair=None, chosen=None, id=None, key=None, episode=None)"
@@ -38,6 +39,8 @@ SIGNATURES = {
         "(*, node, advantages=None, reward=None, group=None, pair=None, chosen=None, id=None, episode=None)"
     ),
     "ModelShape": "(*, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied)",
+    "CostModel": "(*, shape, constants)",
+    "Plan": "(*, layout, part_of, parent, attach, kept, exported, publish, made_for=None)",
     "TreeEngine": "(model, *, budget=None, temperature=1.0)",
     "StepResult": "(*, loss, metrics, metric_sums, flat_tokens, unique_tokens, computed_tokens, recomputed_tokens, "
     "parts)",
@@ -45,6 +48,13 @@ SIGNATURES = {
 METHODS = {
     "TreeEngine.forward_backward": "(self, trajectories, loss, normaliser=None)",
     "TreeEngine.logprobs": "(self, trajectories, *, return_entropy=False)",
+    "TreeEngine.plan": "(self, trajectories)",
+    "Plan.events": "(self)",
+    "Plan.explain": "(self)",
+    "Plan.explanation": "(self)",
+    "CostModel.from_shape": "(shape, device='cpu', *, dtype_bytes=4, checkpointing=False)",
+    "CostModel.peak_bytes": "(self, plan)",
+    "CostModel.seconds": "(self, plan)",
     "TokenTree.from_nodes": "(nodes, trajectories, *, unused='error')",
     "TokenTree.path": "(self, number)",
     "TokenTree.paths": "(self)",
@@ -110,8 +120,11 @@ def test_importing_the_package_loads_nothing_heavy():
     assert imported_by("import treetrain") == set()
 
 
-def test_data_and_trees_work_without_torch():
-    code = "import treetrain as tt; tt.build_tree([[1, 2], [1, 3]]).stats(tt.ModelShape.named('qwen3-8b'))"
+def test_data_trees_and_plans_work_without_torch():
+    code = (
+        "import treetrain as tt; tree = tt.build_tree([[1, 2], [1, 3]]); shape = tt.ModelShape.named('qwen3-8b'); "
+        "tree.stats(shape); tt.make_plan(tree, tt.CostModel.from_shape(shape), budget='8GiB').explain()"
+    )
     assert imported_by(code) == {"numpy"}
 
 

@@ -17,6 +17,9 @@ _PUBLIC = {
     "Node": "treetrain.tree.nodes",
     "NodeTrajectory": "treetrain.tree.nodes",
     "ModelShape": "treetrain.plan.cost",
+    "CostModel": "treetrain.plan.price",
+    "Plan": "treetrain.plan.plan",
+    "make_plan": "treetrain.plan.make",
     "StepResult": "treetrain.engine.engine",
     "TreeEngine": "treetrain.engine.engine",
     "logprobs": "treetrain.engine.primitive",
@@ -27,10 +30,12 @@ _PUBLIC = {
 _MODULES = {"losses"}
 
 __all__ = [
+    "CostModel",
     "DataError",
     "ModelShape",
     "Node",
     "NodeTrajectory",
+    "Plan",
     "StepResult",
     "TokenTree",
     "Trajectory",
@@ -43,6 +48,7 @@ __all__ = [
     "load",
     "logprobs",
     "losses",
+    "make_plan",
     "to_padded",
     "verify",
 ]
@@ -60,6 +66,9 @@ if TYPE_CHECKING:
     from treetrain.errors import DataError as DataError
     from treetrain.errors import UnsupportedModel as UnsupportedModel
     from treetrain.plan.cost import ModelShape as ModelShape
+    from treetrain.plan.make import make_plan as make_plan
+    from treetrain.plan.plan import Plan as Plan
+    from treetrain.plan.price import CostModel as CostModel
     from treetrain.train.verify import verify as verify
     from treetrain.tree.build import build_tree as build_tree
     from treetrain.tree.nodes import Node as Node
