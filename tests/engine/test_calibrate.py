@@ -75,7 +75,7 @@ def test_the_formula_knows_what_a_qwen3_layer_saves_for_backward(dtype):
     formula = Constants.from_shape(model_shape(model), dtype_bytes=dtype.itemsize)
     found = measured(model)
     assert found.saved_token == pytest.approx(formula.saved_token, rel=0.03)
-    assert found.end_pass == pytest.approx(formula.end_pass, rel=0.05)
+    assert found.step_bytes == formula.step_bytes
 
 
 @pytest.mark.parametrize("budget", [10_000, 200, 50])
@@ -145,7 +145,7 @@ def test_adapters_have_no_gradient_of_the_head():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(load_model("tiny"), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     found, full = measured(model), measured(load_model("tiny"))
-    assert found.head_pass == 0 and found.end_pass < full.end_pass / 4
+    assert found.step_bytes == 0 < full.step_bytes
     assert found.graph_pass_bytes < 0.5 * full.graph_pass_bytes
 
 

@@ -111,7 +111,7 @@ def test_peak_bytes_are_the_most_alive_at_any_event(plan):
             carry.pop(number, None)
         most_carry = max(most_carry, sum(carry.values()))
     assert not alive and not carry
-    step = c.step_token * plan.layout.num_tokens if plan.num_parts else 0.0
+    step = c.step_bytes + c.step_token * plan.layout.num_tokens if plan.num_parts else 0.0
     expected = (most + c.carry_token * most_carry + step) * c.slack + c.slack_bytes * (plan.num_parts > 0)
     assert CostModel(shape=SHAPE, constants=c).peak_bytes(plan) == pytest.approx(expected, rel=1e-9)
 

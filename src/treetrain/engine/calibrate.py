@@ -24,8 +24,9 @@ from treetrain.attention.schedule import Forest
 from treetrain.engine import constants_cache
 from treetrain.engine.live_bytes import live_bytes
 from treetrain.engine.packed import PackedRun, model_device
+from treetrain.engine.sinks import Sinks, gradient_sinks
 from treetrain.models.capability import Capabilities, causal_lm
-from treetrain.plan.constants import HEAP_BYTES, HEAP_END, Constants
+from treetrain.plan.constants import Constants
 from treetrain.plan.cost import ModelShape
 from treetrain.plan.price import CostModel
 from treetrain.tree.build import build_tree
@@ -103,8 +104,8 @@ def calibrate(
     formula = _formula(model, capabilities, shape)
     if not any(p.requires_grad for p in model.parameters()) or _has_hooks(model):
         return formula
-    with _gradients_aside(model):
-        bench = _Bench(model, capabilities)
+    with _gradients_aside(model), gradient_sinks(model) as sinks:
+        bench = _Bench(model, capabilities, sinks)
         long = bench.longest(limit_seconds)
         short = max(long // 4, 2)
         measured = _memory(bench, formula, shape, short, long) | _speeds(bench, formula, shape, short, long)
@@ -124,8 +125,8 @@ class _Marks(NamedTuple):
 class _Bench:
     """Passes over chains of random tokens."""
 
-    def __init__(self, model: nn.Module, capabilities: Capabilities):
-        self.model, self.capabilities = model, capabilities
+    def __init__(self, model: nn.Module, capabilities: Capabilities, sinks: Sinks):
+        self.model, self.capabilities, self.sinks = model, capabilities, sinks
         self.device = model_device(model)
 
     def longest(self, limit_seconds: float) -> int:
@@ -146,7 +147,7 @@ class _Bench:
         """A pass with graph."""
         run = PackedRun(self.model, self.capabilities, self.layout(tokens, rows))
         with run.active(), torch.enable_grad():
-            loss = run.scores(temperature=1.0).logprobs.sum()
+            loss = run.scores(temperature=1.0, sinks=self.sinks).logprobs.sum()
             marks = (0, 0) if meter is None else (meter.now, meter.peak)
             if meter is not None:
                 meter.restart_peak()
@@ -202,8 +203,6 @@ def _memory(bench: _Bench, formula: Constants, shape: ModelShape, short: int, lo
     elif second.backward_peak > 1.1 * floor:
         found["layer_token"] = max(beside[1] - formula.layer_pass, 0.0) / long
     found["forward_token"] = bench.forward_bytes(long) / long
-    if bench.device.type == "cpu":
-        found["slack_bytes"] = HEAP_BYTES + HEAP_END * found["end_pass"]
     return found
 
 
@@ -281,21 +280,28 @@ def _formula(model: nn.Module, capabilities: Capabilities, shape: ModelShape) ->
         dtype_bytes=compute.itemsize,
         checkpointing=_checkpoints(model),
     )
-    share = _trained_share(model)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    share, added = _trained_share(model), _added_up(model, capabilities)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters()) - added * compute.itemsize
     reads = found.backward_ratio  # one read in forward, one or two (checkpointing) in backward
-    changes: dict[str, float] = {"graph_pass_bytes": weights * (reads + 4 * share)}
-    head_weights = [p for p in capabilities.head.parameters() if p.requires_grad]
-    if not head_weights:
-        changes |= {"head_pass": 0.0, "end_pass": 0.0}
-        changes["layer_pass"] = found.layer_pass * share
-    elif compute.itemsize == 2 and model.dtype == torch.float32:  # autocast: the head's gradient stays float32
-        changes["layer_pass"] = found.layer_pass + 2.0 * shape.vocab * shape.hidden * shape.tied
-    if (
-        not capabilities.head_is_linear
-    ):  # every chunk through autograd: logits, their float32, log-softmax, exp, product
+    changes: dict[str, float] = {
+        "graph_pass_bytes": weights * (reads + 4 * share) + 4.0 * compute.itemsize * shape.vocab * shape.hidden,
+        "step_bytes": float(added * max(4, compute.itemsize)),
+    }
+    if not any(p.requires_grad for p in capabilities.head.parameters()):
+        changes["head_pass"] = 0.0
+    elif compute.itemsize == 2 and model.dtype == torch.float32:  # autocast: a 16-bit copy of the head's matrix
+        changes["head_pass"] = found.head_pass + 2.0 * shape.vocab * shape.hidden
+    if not capabilities.head_is_linear:
+        # Every chunk goes through autograd: logits, the same in float32, log-softmax, its exp, their product.
         changes["head_chunk_row"] = float(shape.vocab * (5 * max(4, compute.itemsize) + compute.itemsize))
     return dataclasses.replace(found, **changes)
+
+
+def _added_up(model: nn.Module, capabilities: Capabilities) -> int:
+    """Entries of the matrices whose gradients are added up over a step: embedding and head, once where tied."""
+    modules = [model.get_input_embeddings(), capabilities.head]  # type: ignore[operator]
+    weights = {id(w): w.numel() for m in modules if (w := getattr(m, "weight", None)) is not None and w.requires_grad}
+    return sum(weights.values())
 
 
 def _key(model: nn.Module, capabilities: Capabilities, shape: ModelShape) -> dict[str, Any]:
@@ -362,7 +368,8 @@ def _gradients_aside(model: nn.Module) -> Iterator[None]:
     scratch = torch.zeros_like(largest).view(-1)
 
     def drop(parameter: Tensor) -> None:
-        assert parameter.grad is not None
+        if parameter.grad is None:  # of a matrix whose gradient goes elsewhere
+            return
         scratch[: parameter.numel()].add_(parameter.grad.view(-1))
         parameter.grad = None
 

@@ -39,7 +39,7 @@ class Constants:
     bandwidth: float
     """Bytes read or written per second."""
     graph_pass_bytes: float
-    """Bytes moved by a pass with graph whatever its length: weights read twice, gradients written, read and added."""
+    """Bytes moved by a pass with graph whatever its length: weights read twice, gradients written and added up."""
     forward_pass_bytes: float
     """Bytes moved by a pass without graph: the layers' weights, read once."""
     graph_pass_seconds: float
@@ -56,19 +56,19 @@ class Constants:
     layer_token: float
     """The backward of a layer: bytes beside the graph per token."""
     layer_pass: float
-    """Per pass: gradients of weights before they are added up, those of a tied head included."""
+    """Per pass: the largest gradient of a weight before it is added up."""
     head_row: float
     """The LM head: bytes beside the graph per row, those of its hidden state's gradient."""
     head_chunk_row: float
     """Per row of a chunk: logits and their gradient."""
     head_pass: float
-    """Per pass: the gradient of the head's matrix."""
+    """Per pass: what a 16-bit head needs before its gradient is added up."""
     chunk_rows: int
     """Rows of a chunk."""
     end_token: float
     """The end of a backward, when the graph is gone: bytes per token."""
     end_pass: float
-    """Per pass: the embedding's gradient, beside that of a tied head."""
+    """Per pass."""
     forward_token: float
     """A pass without graph: bytes per token, at its widest layer."""
     carry_token: float
@@ -77,6 +77,8 @@ class Constants:
     """Attention over the carry: bytes per token of the path, in one layer."""
     step_token: float
     """Per computed token, the whole step long: the layout, positions, log-probabilities."""
+    step_bytes: float
+    """Per step: the sums of the embedding's and the head's gradients over all passes."""
     slack: float
     """What the process takes over what tensors ask for, as a factor: blocks that the allocator cannot use again."""
     slack_bytes: float
@@ -133,20 +135,20 @@ class Constants:
         speed = SPEEDS[device]
         rate = speed.flops * min(1.0, 4 / dtype_bytes) * (speed.narrow if dtype_bytes == 2 else 1.0)
         memory = _memory(shape, dtype_bytes, checkpointing)
-        weights, layers = dtype_bytes * shape.parameters, dtype_bytes * shape.layers * shape.layer_parameters
+        head, layers = shape.vocab * shape.hidden * dtype_bytes, shape.layers * shape.layer_parameters * dtype_bytes
         return cls(
             matrix_flops=rate,
             backward_ratio=3.0 if checkpointing else 2.0,
             pair_flops=rate * speed.pairs,
             head_flops=rate,
             bandwidth=speed.bandwidth,
-            graph_pass_bytes=weights * (7.0 if checkpointing else 6.0),
+            graph_pass_bytes=layers * (7.0 if checkpointing else 6.0) + head * 4.0,
             forward_pass_bytes=layers,
             graph_pass_seconds=shape.layers * speed.layer_pass,
             forward_pass_seconds=shape.layers * speed.layer_pass / 4,
             chunk_rows=head_chunk_rows(shape.vocab),
             **memory,
-            **_slack(device, memory["end_pass"]),
+            **_SLACK[device],
             source=f"formula, {speed.name}",
         )
 
@@ -176,10 +178,10 @@ SPEEDS = {
 """Measured (cpu) on the machine of benchmarks/results; calibration measures the user's own."""
 
 
-HEAP_FACTOR, HEAP_BYTES, HEAP_END = 1.2, 8e6, 0.4
-"""Slack of a CPU process with glibc 2.36, fitted to measured peaks (benchmarks/results/memory.csv): before 2.38 a freed
-aligned block is not found again for a request of its own size, and every tensor is such a block. The tensors
-themselves are predicted within 7% (a test counts them)."""
+_SLACK = {"cpu": {"slack": 1.18, "slack_bytes": 8e6}, "cuda": {"slack": 1.05, "slack_bytes": 0.0}}
+"""What a process takes over its tensors. cpu: fitted to measured peaks (benchmarks/results/memory.csv) with glibc 2.36:
+before 2.38 a freed aligned block is not found again for a request of its own size, and every tensor is such a block.
+The tensors themselves are predicted within a tenth (a test counts them). cuda: not measured."""
 
 
 def head_chunk_rows(vocab: int) -> int:
@@ -214,20 +216,15 @@ def _memory(shape: ModelShape, b: int, checkpointing: bool) -> dict[str, float]:
         "saved_row": float(b * shape.hidden + 4 * wide),
         "saved_pass": 0.0,
         "layer_token": float(working + (layer if checkpointing else 0)),
-        "layer_pass": float(largest + (b * matrix if shape.tied else 0)),
+        "layer_pass": float(largest),
         "head_row": float(wide * shape.hidden),
         "head_chunk_row": float(shape.vocab * (2 * wide + (b if b < wide else 0))),
-        "head_pass": float(matrix * (wide + (2 * b if b < wide else 0))),
+        "head_pass": float(matrix * b if b < wide else 0),
         "end_token": float(2 * wide * shape.hidden),
-        "end_pass": float((3 if shape.tied else 1) * b * matrix),
+        "end_pass": 0.0,
         "forward_token": float(b * (4 * shape.hidden + 3 * shape.intermediate)),
         "carry_token": float(shape.layers * 2 * kv * (b + wide)),
         "path_token": float(2 * kv * (b + wide)),
         "step_token": 200.0,
+        "step_bytes": float(matrix * wide * (1 if shape.tied else 2)),
     }
-
-
-def _slack(device: str, end_pass: float) -> dict[str, float]:
-    if device == "cuda":
-        return {"slack": 1.05, "slack_bytes": 0.0}
-    return {"slack": HEAP_FACTOR, "slack_bytes": HEAP_BYTES + HEAP_END * end_pass}

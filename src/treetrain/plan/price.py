@@ -96,7 +96,7 @@ class CostModel:
         running graph: what the running part saved; 0 for a pass without graph.
         working: beside it, at the worst of the pass's phases (head, layers, end; see `Constants`).
         carry: keys, values and gradients of exported tokens; its buffers are made for the most rows held at once.
-        step: what lives as long as the step.
+        step: what lives as long as the step: the layout, and sums of the embedding's and head's gradients.
         allocator: what it takes over that.
         """
         c = self.constants
@@ -113,7 +113,8 @@ class CostModel:
             first = int(np.argmax(publishing + publish_above))
             if publishing[first] + publish_above[first] > sum(found.values()):
                 found = {"kept graphs": publish_above[first], "running graph": 0.0, "working": publishing[first]}
-        found |= {"carry": c.carry_token * plan.carry_rows, "step": c.step_token * plan.layout.num_tokens}
+        step = c.step_bytes + c.step_token * plan.layout.num_tokens
+        found |= {"carry": c.carry_token * plan.carry_rows, "step": step}
         found["allocator"] = (c.slack - 1) * sum(found.values()) + c.slack_bytes
         return {name: float(value) for name, value in found.items()}
 
