@@ -234,8 +234,8 @@ def test_room_that_is_made_later_keeps_what_is_there():
     view.publish(0, key, value)
     path = carry.view(np.array([1, 0]), np.array([-1]))
     path.add_path_gradient(0, key, value)
-    carry.reserve(2)
     before = carry.layer(0, key, value).key
+    carry.reserve(2)
     assert carry.layer(0, key, value).key is before
     carry.reserve(7)
     got = path.read(0, key, value)

@@ -1,9 +1,9 @@
 """The engine: gradients of any loss over branching trajectories, every shared prefix computed once."""
 
 import math
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +15,11 @@ from treetrain.engine.batch import Batch, as_tree, check_batch
 from treetrain.engine.calibrate import cost_model
 from treetrain.engine.evaluate import MetricSums, evaluate, linear_coefficients, means
 from treetrain.engine.feed import Board, Known, Stream
-from treetrain.engine.memory import release_cached
+from treetrain.engine.memory import Passes, StepOutOfMemory, cannot_start_over, why_not_again, within_memory
 from treetrain.engine.merged import MergedBatch
 from treetrain.engine.packed import PackedRun, model_device, wide_dtype
 from treetrain.engine.planning import plan_within
-from treetrain.engine.walk import BackwardOutOfMemory, Walk
+from treetrain.engine.walk import Walk
 from treetrain.models.capability import check_model
 from treetrain.plan.budget import Bytes, parse_budget
 from treetrain.plan.plan import Plan
@@ -113,8 +113,13 @@ class TreeEngine:
         tree = as_tree(trajectories, merge=self._merge)
         check_batch(tree, self.capabilities)
         batch, normaliser = _batch(tree, loss, normaliser)
-        plan = self.plan_of(batch.layout)
-        step = self._restartable(plan, lambda tried: self._step(tried, batch, loss, normaliser))
+        never = why_not_again(self.model, gradients=True)
+        step, _, passes = within_memory(
+            self.model,
+            self.plan_of(batch.layout),
+            lambda plan, passes: self._try(plan, batch, loss, normaliser, passes, never),
+            partial(self.smaller_plan, batch.layout),
+        )
         return StepResult(
             loss=float(step.total),
             metrics=means(step.sums),
@@ -122,47 +127,41 @@ class TreeEngine:
             flat_tokens=tree.num_flat_tokens,
             unique_tokens=tree.num_tokens,
             computed_tokens=batch.layout.num_tokens,
-            recomputed_tokens=plan.recomputed_tokens,
-            parts=plan.num_parts,
+            recomputed_tokens=sum(tokens for _, tokens in passes.published),
+            parts=len(passes.graph),
         )
 
     def plan_of(self, layout: PackedLayout) -> Plan:
         """The plan of what is computed of a batch."""
         return plan_within(layout, self.budget, self.model, lambda: self.cost)
 
-    def _restartable(self, plan: Plan, step: Callable[[Plan], "_Step"]) -> "_Step":
-        """Run a step; one whose backward ran out of memory starts over in smaller parts, if that loses nothing."""
-        fresh = all(p.grad is None for p in self.model.parameters())
-        while True:
-            try:
-                return step(plan)
-            except BackwardOutOfMemory as error:
-                tokens = error.tokens
-                if not fresh:
-                    raise RuntimeError(
-                        f"{error}; gradients of earlier calls lay in .grad, so the step cannot start over and they are "
-                        f"incomplete now: zero them and run the step again with budget={max(tokens // 2, 1)} or less"
-                    ) from error
-                if tokens <= 1:
-                    raise
-            # Outside the handler, so that nothing holds on to what the step had made.
-            self.model.zero_grad(set_to_none=True)
-            release_cached(self.model)
-            warnings.warn(
-                f"out of memory in a backward while the graph of {tokens} tokens was alive: the step starts over; "
-                f"budget={tokens // 2} would avoid this",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-            plan = plan_within(plan.layout, tokens // 2, self.model, lambda: self.cost)
+    def smaller_plan(self, layout: PackedLayout, tokens: int) -> Plan:
+        """The plan under a budget of tokens, whatever the engine's own."""
+        return plan_within(layout, tokens, self.model, lambda: self.cost)
 
-    def _step(self, plan: Plan, batch: Batch | MergedBatch, loss: Any, normaliser: float) -> "_Step":
+    def _try(
+        self, plan: Plan, batch: Batch | MergedBatch, loss: Any, normaliser: float, passes: Passes, never: str | None
+    ) -> "_Step":
+        """A step whose failure leaves gradients as they were, or says that it does not.
+
+        Args:
+            never: why gradients cannot be put back.
+        """
+        try:
+            return self._step(plan, batch, loss, normaliser, passes)
+        except StepOutOfMemory as error:
+            if never is not None:
+                raise cannot_start_over(error, never) from error
+            self.model.zero_grad(set_to_none=True)
+            raise
+
+    def _step(self, plan: Plan, batch: Batch | MergedBatch, loss: Any, normaliser: float, passes: Passes) -> "_Step":
         device, wide = model_device(self.model), wide_dtype(self.model)
         rows, need_entropy = batch.everything(), bool(getattr(loss, "needs_entropy", False))
         board = Board(batch.layout.num_edges, len(batch.layout.rows), device=device, dtype=wide, entropy=need_entropy)
         if plan.num_parts == 0:
             return _without_predictions(board, batch, loss, normaliser)
-        walk = self._walk(plan, gradients=True)
+        walk = self._walk(plan, passes, gradients=True)
         known = linear_coefficients(loss, rows, batch.layout.num_edges, device, wide)
         if known is not None:
             walk.train(Known(board, known / normaliser))
@@ -170,7 +169,7 @@ class TreeEngine:
                 total, sums = evaluate(loss, rows.per_prediction(board.logprobs), None, rows)
             return _Step(total / normaliser, sums)
         if getattr(loss, "scope", "trajectory") == "batch" and plan.num_parts > 1:
-            self._walk(plan, gradients=False).score(board, need_entropy=need_entropy)
+            self._walk(plan, passes, gradients=False).score(board, need_entropy=need_entropy)
             stream = Stream(board, batch, loss, normaliser)
             stream.finish()
             walk.train(stream.known())
@@ -180,7 +179,7 @@ class TreeEngine:
         stream.finish()
         return _Step(stream.total, stream.sums)
 
-    def _walk(self, plan: Plan, *, gradients: bool) -> Walk:
+    def _walk(self, plan: Plan, passes: Passes, *, gradients: bool) -> Walk:
         return Walk(
             self.model,
             self.capabilities,
@@ -188,6 +187,7 @@ class TreeEngine:
             temperature=self.temperature,
             gradients=gradients,
             run_type=self._run_type,
+            passes=passes,
         )
 
     def logprobs(self, trajectories: Sequence[Trajectory] | TokenTree, *, return_entropy: bool = False) -> Any:
@@ -206,7 +206,11 @@ class TreeEngine:
         """All log-probabilities (and entropies) of a batch, without gradient, in the memory of one path."""
         sizes = batch.layout.num_edges, len(batch.layout.rows)
         board = Board(*sizes, wide_dtype(self.model), model_device(self.model), entropy=need_entropy)
-        self._walk(plan, gradients=False).score(board, need_entropy=need_entropy)
+
+        def score(plan: Plan, passes: Passes) -> None:
+            self._walk(plan, passes, gradients=False).score(board, need_entropy=need_entropy)
+
+        within_memory(self.model, plan, score, partial(self.smaller_plan, batch.layout), trains=False)
         return board
 
 

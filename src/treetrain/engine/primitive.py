@@ -1,6 +1,6 @@
 """`logprobs`: per-trajectory log-probabilities on a plain Hugging Face model, live in autograd. Any loss on top."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,18 @@ from torch.autograd.function import once_differentiable
 from treetrain.engine.batch import Batch, as_tree, check_batch
 from treetrain.engine.engine import TreeEngine, rows_of
 from treetrain.engine.feed import Board, Known
+from treetrain.engine.memory import (
+    Passes,
+    Sizes,
+    StepOutOfMemory,
+    T,
+    cannot_start_over,
+    out_of_memory_in,
+    why_not_again,
+    within_memory,
+)
 from treetrain.engine.packed import PackedRun, model_device, wide_dtype
 from treetrain.engine.walk import Walk
-from treetrain.models.capability import Capabilities
 from treetrain.models.switch import tree_attention
 from treetrain.plan.budget import Bytes
 from treetrain.plan.plan import Plan
@@ -60,30 +69,26 @@ def logprobs(
     sizes = batch.layout.num_edges, len(batch.layout.rows)
     board = Board(*sizes, wide_dtype(model), model_device(model), entropy=return_entropy)
     if batch.layout.num_tokens:
-        plan = engine.plan_of(batch.layout)
-        kind = _KeptGraph if plan.num_parts == 1 else _SecondWalk
-        scores = kind(model, engine.capabilities, plan, parameters, temperature, board)
+        scores = _Scores(engine, engine.plan_of(batch.layout), parameters, board)
         board.logprobs, entropies = _TreeScores.apply(scores, *parameters)  # type: ignore[misc]
         board.entropies = entropies if return_entropy else None
     return rows_of(batch, board, return_entropy)
 
 
 class _Scores:
-    """A forward whose backward is asked for later, if at all, and once."""
+    """A forward whose backward is asked for later, if at all, and once.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        capabilities: Capabilities,
-        plan: Plan,
-        parameters: list[nn.Parameter],
-        temperature: float,
-        board: Board,
-    ):
-        self.model, self.capabilities, self.plan, self.parameters = model, capabilities, plan, parameters
-        self.temperature, self.board, self.entropy = temperature, board, board.entropies is not None
+    One part keeps its graph; several are run without graph, and again, part by part, in backward. So is one part that
+    runs out of memory, in either.
+    """
+
+    def __init__(self, engine: TreeEngine, plan: Plan, parameters: list[nn.Parameter], board: Board):
+        self.engine, self.model, self.plan, self.parameters = engine, engine.model, plan, parameters
+        self.board, self.entropy = board, board.entropies is not None
+        self.kept: tuple[Tensor, Tensor | None] | None = None
+        self.scored: Sizes = []
         self.weights = self._fingerprint()
-        kind = model_device(model).type
+        kind = model_device(self.model).type
         # Backward usually happens outside the user's autocast; what is run again there needs it back.
         self.autocast = partial(
             torch.autocast,
@@ -105,11 +110,9 @@ class _Scores:
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """([E] log-probabilities, [R] entropies or an empty tensor), without a graph that anyone sees."""
-        raise NotImplementedError
-
-    def gradients(self, edges: Tensor, rows: Tensor | None) -> "Gradients":
-        """Of the parameters, from those of the log-probabilities [E] and entropies [R]."""
-        raise NotImplementedError
+        scores, self.plan, passes = self._within_memory(self._forward)
+        self.scored = passes.scored
+        return scores
 
     def backward(self, edges: Tensor, rows: Tensor) -> "Gradients":
         """As `gradients`, refused the second time or on other weights."""
@@ -123,24 +126,53 @@ class _Scores:
                 "gradients would be those of other weights: call backward first, or logprobs again"
             )
         self.spent = True
-        return self.gradients(edges, rows if self.entropy else None)
+        run = partial(self._gradients, edges, rows if self.entropy else None)
+        return self._within_memory(run)[0]
 
+    def _within_memory(self, run: Callable[[Plan, Passes], T]) -> tuple[T, Plan, Passes]:
+        smaller = partial(self.engine.smaller_plan, self.plan.layout)
+        return within_memory(self.model, self.plan, run, smaller, scored=self.scored)
 
-class _KeptGraph(_Scores):
-    """The whole tree at once, its graph kept."""
+    def _forward(self, plan: Plan, passes: Passes) -> tuple[Tensor, Tensor]:
+        if plan.num_parts > 1:
+            self._walk(plan, passes, gradients=False).score(self.board, need_entropy=self.entropy)
+            logprobs, entropies = self.board.logprobs, self.board.entropies
+        else:
+            with out_of_memory_in(plan):
+                logprobs, entropies = self.kept = self._keep_graph(plan)
+            passes.scored.append((0, plan.layout.num_tokens))
+        return logprobs.detach(), logprobs.new_zeros(0) if entropies is None else entropies.detach()
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        run = PackedRun(self.model, self.capabilities, self.plan.layout)
+    def _keep_graph(self, plan: Plan) -> tuple[Tensor, Tensor | None]:
+        run = PackedRun(self.model, self.engine.capabilities, plan.layout)
         with torch.enable_grad(), tree_attention(self.model):
-            scores = run.scores(temperature=self.temperature, need_entropy=self.entropy)
-        entropies = scores.logprobs.new_zeros(0) if scores.entropies is None else scores.entropies
-        self.kept = scores.logprobs, entropies
-        return scores.logprobs.detach(), entropies.detach()
+            scores = run.scores(temperature=self.engine.temperature, need_entropy=self.entropy)
+        return scores.logprobs, scores.entropies
 
-    def gradients(self, edges: Tensor, rows: Tensor | None) -> "Gradients":
-        outputs = self.kept
-        del self.kept
-        live = [(out, grad) for out, grad in zip(outputs, (edges, rows)) if out.requires_grad and grad is not None]
+    def _gradients(self, edges: Tensor, rows: Tensor | None, plan: Plan, passes: Passes) -> "Gradients":
+        """Of the parameters, from those of the log-probabilities [E] and entropies [R]."""
+        if self.kept is not None:
+            with out_of_memory_in(plan):
+                return self._kept_gradients(edges, rows)
+        walk = self._walk(plan, passes, gradients=True)
+        board = Board(len(edges), 0 if rows is None else len(rows), edges.dtype, edges.device, entropy=self.entropy)
+        try:
+            with self.autocast():
+                return _collected(self.parameters, partial(walk.train, Known(board, edges, rows)))
+        except StepOutOfMemory as error:
+            reason = why_not_again(self.model, gradients=False)
+            if reason is not None:
+                raise cannot_start_over(error, reason) from error
+            raise
+
+    def _kept_gradients(self, edges: Tensor, rows: Tensor | None) -> "Gradients":
+        assert self.kept is not None
+        outputs, self.kept = self.kept, None
+        live = [
+            (out, grad)
+            for out, grad in zip(outputs, (edges, rows))
+            if out is not None and out.requires_grad and grad is not None
+        ]
         if not live:
             return (None,) * len(self.parameters)
         outs, grads = [out for out, _ in live], [grad for _, grad in live]
@@ -150,21 +182,16 @@ class _KeptGraph(_Scores):
             # Through .grad: a reentrant checkpoint hides its parameters from autograd.grad.
             return _collected(self.parameters, partial(torch.autograd.backward, outs, grads))
 
-
-class _SecondWalk(_Scores):
-    """Part by part without graph; backward walks the tree again."""
-
-    def forward(self) -> tuple[Tensor, Tensor]:
-        walk = Walk(self.model, self.capabilities, self.plan, temperature=self.temperature, gradients=False)
-        walk.score(self.board, need_entropy=self.entropy)
-        entropies = self.board.entropies
-        return self.board.logprobs, self.board.logprobs.new_zeros(0) if entropies is None else entropies
-
-    def gradients(self, edges: Tensor, rows: Tensor | None) -> "Gradients":
-        walk = Walk(self.model, self.capabilities, self.plan, temperature=self.temperature, gradients=True)
-        board = Board(len(edges), 0 if rows is None else len(rows), edges.dtype, edges.device, entropy=self.entropy)
-        with self.autocast():
-            return _collected(self.parameters, partial(walk.train, Known(board, edges, rows)))
+    def _walk(self, plan: Plan, passes: Passes, *, gradients: bool) -> Walk:
+        engine = self.engine
+        return Walk(
+            self.model,
+            engine.capabilities,
+            plan,
+            temperature=engine.temperature,
+            gradients=gradients,
+            passes=passes,
+        )
 
 
 Gradients = tuple[Tensor | None, ...]

@@ -4,7 +4,6 @@ One code path for every plan: the whole tree as one part, one segment per part, 
 runs out of memory in its forward is cut into smaller ones and run again, as a plan within the plan (`_Frame`).
 """
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from treetrain.attention.carry import Carry
 from treetrain.engine.feed import Board, Feed
 from treetrain.engine.head import Scores
-from treetrain.engine.memory import is_out_of_memory, release_cached
+from treetrain.engine.memory import Passes, StepOutOfMemory, is_out_of_memory, release_cached
 from treetrain.engine.packed import PackedRun, model_device
 from treetrain.engine.sinks import Sinks, gradient_sinks
 from treetrain.models.capability import Capabilities
@@ -56,14 +55,6 @@ class _Pass(NamedTuple):
     scores: Scores
 
 
-class BackwardOutOfMemory(RuntimeError):
-    """A backward ran out of memory; gradients of the step are incomplete."""
-
-    def __init__(self, tokens: int):
-        super().__init__(f"out of memory in the backward of a part while the graph of {tokens} tokens was alive")
-        self.tokens = tokens
-
-
 class Walk:
     """One walk over a plan.
 
@@ -71,6 +62,7 @@ class Walk:
         plan: of the batch.
         gradients: whether the parts go backward too.
         run_type: what runs a layout on the model.
+        passes: takes note of what fitted.
     """
 
     def __init__(
@@ -82,6 +74,7 @@ class Walk:
         temperature: float,
         gradients: bool,
         run_type: type = PackedRun,
+        passes: Passes | None = None,
     ):
         self._model, self._capabilities, self._temperature, self._run_type = model, capabilities, temperature, run_type
         self._layout = plan.layout
@@ -90,8 +83,8 @@ class Walk:
         self._row_of = np.full(plan.layout.num_tokens, -1, np.int64)
         self._top = 0
         self._sinks: Sinks | None = None
-        self.fitting_tokens: int | None = None
-        """Where a part had to be cut: the most tokens of a graph that fitted; a budget that would have avoided it."""
+        self._passes = Passes() if passes is None else passes
+        self._alive = 0
 
     # ---- without gradients
 
@@ -108,7 +101,8 @@ class Walk:
                 continue
             tokens, attach = frame.of_part(part), frame.attach_of(part)
             held[part] = self._allocate(frame.named(frame.plan.exported_tokens(part)))
-            done = self._attempt(partial(self._forward, tokens, attach, need_entropy=need_entropy), len(tokens))
+            forward = partial(self._forward, tokens, attach, need_entropy=need_entropy)
+            done = self._attempt(forward, len(tokens), self._passes.scored)
             if done is None:
                 self._score(self._halves(tokens, attach), board, need_entropy)
             else:
@@ -120,10 +114,15 @@ class Walk:
         """Accumulate gradients; `feed` says what they are.
 
         Raises:
-            BackwardOutOfMemory: gradients so far are incomplete.
+            StepOutOfMemory: gradients so far are incomplete.
         """
-        with torch.enable_grad(), tree_attention(self._model), gradient_sinks(self._model) as self._sinks:
-            self._train(self._outer, feed)
+        try:
+            with torch.enable_grad(), tree_attention(self._model), gradient_sinks(self._model) as self._sinks:
+                self._train(self._outer, feed)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise StepOutOfMemory(self._alive or self._outer.plan.peak_tokens) from error
         self._sinks = None
 
     def _train(self, frame: _Frame, feed: Feed) -> None:
@@ -134,7 +133,7 @@ class Walk:
             if kind == "open":
                 held[part] = self._open(frame, part, feed, graphs)
             elif part in graphs:
-                self._backward(graphs.pop(part), feed, int(plan.alive[part]))
+                self._backward(graphs.pop(part), feed)
             else:
                 self._run(frame, part, feed)
             if kind == "close":
@@ -159,7 +158,7 @@ class Walk:
     def _forward_kept(self, frame: _Frame, part: int, feed: Feed) -> _Pass | None:
         """A kept part's forward. None where it did not fit: then it is published, and run when all below is done."""
         tokens, attach = frame.of_part(part), frame.attach_of(part)
-        done = self._attempt(partial(self._forward, tokens, attach, need_entropy=feed.needs_entropy), len(tokens))
+        done = self._graph(tokens, attach, feed)
         if done is not None:
             feed.scored(*done)
             return done
@@ -171,7 +170,7 @@ class Walk:
         early = feed.needs_scores_early
         with torch.no_grad():
             forward = partial(self._forward, tokens, attach, need_entropy=early and feed.needs_entropy, score=early)
-            done = self._attempt(forward, len(tokens))
+            done = self._attempt(forward, len(tokens), self._passes.published)
         if done is not None:
             if early:
                 feed.scored(*done)
@@ -183,20 +182,29 @@ class Walk:
     def _run(self, frame: _Frame, part: int, feed: Feed) -> None:
         """Forward and backward of a part of which everything below has run."""
         tokens, attach = frame.of_part(part), frame.attach_of(part)
-        forward = partial(self._forward, tokens, attach, need_entropy=feed.needs_entropy, known=feed.coefficients)
-        done = self._attempt(forward, len(tokens))
+        done = self._graph(tokens, attach, feed, known=feed.coefficients)
         if done is None:
             self._train(self._halves(tokens, attach), feed)
             return
         feed.scored(*done)
-        self._backward(done, feed, int(frame.plan.alive[part]))
+        self._backward(done, feed)
 
-    def _backward(self, done: _Pass, feed: Feed, alive: int) -> None:
+    def _graph(
+        self, tokens: np.ndarray, attach: int, feed: Feed, known: Callable[[Piece], Tensor | None] | None = None
+    ) -> _Pass | None:
+        """A forward with graph; None where it did not fit."""
+        forward = partial(self._forward, tokens, attach, need_entropy=feed.needs_entropy, known=known)
+        self._alive += len(tokens)
+        done = self._attempt(forward, len(tokens), self._passes.graph)
+        if done is None:
+            self._alive -= len(tokens)
+        return done
+
+    def _backward(self, done: _Pass, feed: Feed) -> None:
         scores = done.scores
-        try:
-            if scores.linear_loss is not None:
-                scores.linear_loss.backward()
-                return
+        if scores.linear_loss is not None:
+            scores.linear_loss.backward()
+        else:
             seeds = feed.seeds(done.piece)
             pairs: list[tuple[Tensor, Tensor]] = [(scores.logprobs, seeds.edges)]
             if scores.entropies is not None and seeds.rows is not None:
@@ -204,10 +212,7 @@ class Walk:
             live = [(out, grad) for out, grad in pairs if out.requires_grad]
             if live:
                 torch.autograd.backward([out for out, _ in live], [grad for _, grad in live])
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise BackwardOutOfMemory(alive) from error
+        self._alive -= done.piece.layout.num_tokens
 
     # ---- both
 
@@ -233,25 +238,25 @@ class Walk:
         )
         return _Pass(piece, scores)
 
-    def _attempt(self, forward: Callable[[], _Pass], tokens: int) -> _Pass | None:
-        """A forward over so many tokens; None where memory ran out and fewer may fit."""
+    def _attempt(self, forward: Callable[[], _Pass], tokens: int, fitted: list[tuple[int, int]]) -> _Pass | None:
+        """A forward over so many tokens; None where memory ran out and fewer may fit.
+
+        Args:
+            fitted: takes note if it fits.
+        """
         try:
-            return forward()
+            done = forward()
         except Exception as error:
-            if not is_out_of_memory(error) or tokens == 1:
+            if not is_out_of_memory(error) or tokens == 1 or self._run_type is not PackedRun:
                 raise
+            if self._sinks is not None and self._sinks.uncertain:
+                raise  # the fused head had begun to add gradients
+        else:
+            fitted.append((self._alive - (tokens if fitted is self._passes.graph else 0), tokens))
+            return done
         # Outside the handler, so that nothing holds on to what the forward had made.
-        if self._sinks is not None and self._sinks.uncertain:
-            raise BackwardOutOfMemory(tokens)  # the fused head had begun to add gradients
+        self._passes.split = max(self._passes.split, tokens)
         release_cached(self._model)
-        half = tokens // 2
-        self.fitting_tokens = half if self.fitting_tokens is None else min(self.fitting_tokens, half)
-        warnings.warn(
-            f"out of memory in a forward over {tokens} tokens: they are run again in parts of at most {half}, which "
-            f"takes longer; budget={half} would avoid this",
-            RuntimeWarning,
-            stacklevel=2,
-        )
         return None
 
     def _halves(self, tokens: np.ndarray, attach: int) -> _Frame:

@@ -1,0 +1,365 @@
+"""Out of memory is a plan that was too large: results stay exact, and the budget that is named does avoid it."""
+
+import gc
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import treetrain as tt
+from support import linear
+from support.contract import PPO, SFT
+from support.forests import dress
+from support.models import make_model
+from support.passes import on_plan, unique_ids, watched
+from support.plans import planned
+from support.pure import PureFloat64
+from support.shortage import ERRORS, Shortage
+from treetrain.plan.plan import Plan
+
+TRUNK = list(range(10))
+IDS = unique_ids([[*TRUNK, 20, 21, 22], [*TRUNK, 20, 23, 24], [*TRUNK, 25, 26], [*TRUNK[:4], 27, 28, 29], [30, 31, 32]])
+ROWS = dress(IDS, 4)
+CASES = {"sft": SFT, "ppo": PPO}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("qwen3", dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def clean(model):
+    model.zero_grad()
+    gc.disable()  # what is freed must be freed at once
+    yield
+    gc.enable()
+
+
+@pytest.fixture(scope="module")
+def truth(model):
+    """Loss and gradient of the rows by case."""
+    found = {}
+    with PureFloat64():
+        for name, case in CASES.items():
+            scores = linear.score_rows(model, IDS, case.temperature)
+            loss = linear.batch_loss(scores, ROWS, case.per_token)
+            found[name] = float(loss.detach()), linear.gradients(model, loss)
+    return found
+
+
+def named_budget(caught: list[warnings.WarningMessage]) -> int:
+    """The budget that the only warning names."""
+    assert [w.category for w in caught] == [RuntimeWarning], [str(w.message) for w in caught]
+    found = re.fullmatch(
+        r"out of memory (.*)\. The result is exact.*budget=(\d+) would have avoided this", str(caught[0].message)
+    )
+    assert found, str(caught[0].message)
+    return int(found[2])
+
+
+def step(engine, case: str):
+    model = engine.model
+    model.zero_grad()
+    with PureFloat64():
+        result = engine.forward_backward(ROWS, CASES[case].loss)
+    return result, linear.gradients(model)
+
+
+def check_step(model, truth, case: str, engine=tt.TreeEngine, error: str = "cuda", **limits) -> int:
+    """A step with little memory: exact, told once, freed in time, and silent under the budget named; returns that."""
+    temperature = CASES[case].temperature
+    plain, _ = step(tt.TreeEngine(model, temperature=temperature), case)
+    with Shortage(model, error, **limits) as shortage, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result, gradient = step(engine(model, temperature=temperature), case)
+    assert shortage.failures > 0 and shortage.leaks == 0
+    assert linear.relative_error(gradient, truth[case][1]) <= 1e-12
+    assert result.loss == pytest.approx(truth[case][0], rel=1e-12)
+    assert result.metrics == pytest.approx(plain.metrics, rel=1e-10)
+    for name, (_, weight) in plain.metric_sums.items():
+        assert float(result.metric_sums[name][1]) == pytest.approx(float(weight)), "counted twice"
+    budget = named_budget(caught)
+    with Shortage(model, error, **limits) as shortage, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, gradient = step(tt.TreeEngine(model, temperature=temperature, budget=budget), case)
+    assert shortage.failures == 0, f"budget={budget} does not avoid it"
+    assert linear.relative_error(gradient, truth[case][1]) <= 1e-12
+    return budget
+
+
+# What runs out, and by how much: each limit with the largest budget that could avoid it.
+FORWARD = [("graph", 9), ("graph", 3), ("graph", 1), ("alive", 9), ("alive", 4)]
+BACKWARD = [("backward", 7), ("backward", 1), ("backward_alive", 9), ("backward_alive", 3)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("limit", "tokens"), FORWARD + BACKWARD)
+def test_one_part_that_does_not_fit_is_run_in_smaller_ones(model, truth, limit, tokens, case):
+    budget = check_step(model, truth, case, **{limit: tokens})
+    assert budget <= tokens
+    if limit in ("graph", "alive"):
+        # Halved until it fits; what is published must be known to fit too.
+        assert budget > tokens // 8
+
+
+def stem(kept: bool):
+    """The first ten tokens of the long tree as a part; all below it, and the other tree, in small ones."""
+
+    def plan(layout):
+        top = (layout.positions < 10) & np.isin(layout.input_ids, IDS[0])
+        starts = (layout.parent < 0) | (top[layout.parent] & ~top)
+        part_of = np.where(top, 0, np.cumsum(starts & ~top))
+        return Plan.of_parts(layout, part_of, np.full(int(part_of.max()) + 1, kept))
+
+    return on_plan(plan)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_kept_part_that_does_not_fit_is_published_and_run_later(model, truth, case, error):
+    engine = stem(kept=True)
+    with watched(model) as seen, Shortage(model, error, graph=6), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step(engine(model), case)
+    exported = engine.plans[-1].layout.input_ids[engine.plans[-1].exported]
+    assert [len(p) for p in seen.graph[:2]] == [10, 2], "then what is below it"
+    assert len(exported) == 10 and seen.plain[0] == exported.tolist()
+    assert check_step(model, truth, case, engine, error, graph=6) <= 6
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("limits", [{"plain": 5, "graph": 5}, {"plain": 8, "graph": 3}, {"total": 6}], ids=str)
+def test_a_publishing_pass_that_does_not_fit_is_run_in_smaller_ones(model, truth, limits, case):
+    assert check_step(model, truth, case, stem(kept=False), **limits) <= min(limits.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("limits", [{"plain": 1}, {"total": 1}], ids=str)
+def test_passes_without_graph_are_split_down_to_one_token(model, truth, limits, case):
+    with (
+        Shortage(model, **limits) as shortage,
+        pytest.warns(RuntimeWarning, match="out of memory in a forward over 10"),
+    ):
+        _, gradient = step(stem(kept=False)(model, temperature=CASES[case].temperature), case)
+    assert shortage.failures and linear.relative_error(gradient, truth[case][1]) <= 1e-12
+
+
+def test_where_no_budget_is_known_to_avoid_it_none_is_named(model):
+    # The smallest budget shares passes of up to four tokens without graph; here two are too many.
+    with Shortage(model, total=1), pytest.warns(RuntimeWarning, match="no budget is known to avoid this"):
+        stem(kept=False)(model).forward_backward(ROWS, PPO.loss)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("limit", "tokens"), [("graph", 4), ("graph", 1), ("backward", 6), ("backward", 2)])
+def test_a_late_part_that_does_not_fit_is_run_in_smaller_ones(model, truth, limit, tokens, case):
+    assert check_step(model, truth, case, stem(kept=False), **{limit: tokens}) <= tokens
+
+
+@pytest.mark.parametrize(("shape", "keep"), [("N/2", "none"), ("N/2", "all"), ("chunks of 7", "mixed")])
+@pytest.mark.parametrize(
+    "limits", [{"graph": 3}, {"graph": 3, "plain": 9}, {"total": 6}, {"alive": 3}, {"backward_alive": 5}], ids=str
+)
+def test_any_plan_that_does_not_fit_stays_exact(model, truth, limits, shape, keep):
+    assert check_step(model, truth, "ppo", planned(shape, keep), **limits) <= max(limits.values())
+
+
+def test_a_part_that_fits_by_itself_but_not_beside_what_is_kept_starts_the_step_over(model, truth):
+    # Eleven tokens cannot be alive: ten are kept, and below them not even one of two fits... so fewer are kept.
+    assert check_step(model, truth, "ppo", stem(kept=True), alive=10) <= 10
+
+
+@pytest.mark.parametrize("limits", [{"graph": 0}, {"graph": 0, "plain": 0}, {"backward": 0}], ids=str)
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("kept", [False, True])
+def test_where_not_even_one_token_fits_the_error_is_the_allocators_own(model, kept, error, limits):
+    kind = type(ERRORS[error]())
+    with Shortage(model, error, **limits) as shortage, pytest.raises(kind, match="memory") as caught:
+        stem(kept)(model).forward_backward(ROWS, PPO.loss)
+    assert shortage.failures > 1 and not str(caught.value).startswith("out of memory while")
+    assert all(p.grad is None for p in model.parameters())
+    assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+def test_a_loss_of_ones_own_is_called_once_for_every_row_whose_forward_was_split(model):
+    calls = []
+
+    def loss(logprobs, entropies, trajectory):
+        calls.append(trajectory.id)
+        return -logprobs.sum(), {"rows": (1.0, 1.0)}
+
+    loss.normaliser = lambda rows: 1.0
+    rows = [row.replace(id=str(k)) for k, row in enumerate(ROWS)]
+    with Shortage(model, graph=3, plain=3), pytest.warns(RuntimeWarning):
+        result = tt.TreeEngine(model).forward_backward(rows, loss)
+    assert sorted(calls) == sorted(row.id for row in rows)
+    assert result.metric_sums["rows"] == (len(rows), len(rows))
+
+
+def test_the_result_tells_the_passes_that_were_run(model):
+    with Shortage(model, graph=5), watched(model) as seen, pytest.warns(RuntimeWarning):
+        result = tt.TreeEngine(model).forward_backward(ROWS, PPO.loss)
+    fitted = [p for p in seen.graph if len(p) <= 5]
+    assert result.parts == len(fitted) and sum(map(len, fitted)) == result.computed_tokens
+    assert result.recomputed_tokens == sum(map(len, seen.plain)) > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_backward_beside_gradients_of_earlier_calls_says_that_they_are_incomplete(model, case):
+    engine = tt.TreeEngine(model)
+    engine.forward_backward(ROWS, CASES[case].loss)
+    with (
+        Shortage(model, backward=5) as shortage,
+        pytest.raises(RuntimeError, match=r"gradients of earlier calls.*incomplete.*budget=\d+") as caught,
+    ):
+        engine.forward_backward(ROWS, CASES[case].loss)
+    assert shortage.failures == 1 and isinstance(caught.value.__cause__.__cause__, torch.OutOfMemoryError)
+
+
+def test_a_forward_beside_gradients_of_earlier_calls_is_split_all_the_same(model, truth):
+    engine = tt.TreeEngine(model, temperature=PPO.temperature)
+    with PureFloat64():
+        engine.forward_backward(ROWS, PPO.loss)
+        with Shortage(model, graph=5), pytest.warns(RuntimeWarning):
+            engine.forward_backward(ROWS, PPO.loss)
+    assert linear.relative_error(linear.gradients(model), 2 * truth["ppo"][1]) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_backward_whose_gradients_a_hook_has_seen_does_not_start_over(model, kind):
+    seen = []
+    handle = getattr(model.model.norm.weight, kind)(lambda _: seen.append(1))
+    with Shortage(model, backward=5), pytest.raises(RuntimeError, match=r"hooks on parameters.*incomplete"):
+        tt.TreeEngine(model).forward_backward(ROWS, PPO.loss)
+    model.zero_grad()
+    loss = sum(row.sum() for row in tt.logprobs(model, IDS, budget=12))
+    with Shortage(model, backward=5), pytest.raises(RuntimeError, match=r"hooks on parameters.*incomplete"):
+        loss.backward()
+    handle.remove()
+    assert seen
+
+
+@pytest.mark.parametrize("budget", [None, 12])
+@pytest.mark.parametrize("limit", [7, 3, 1])
+def test_scores_that_do_not_fit_are_made_in_smaller_parts(model, limit, budget):
+    with Shortage(model, plain=limit) as shortage, warnings.catch_warnings(record=True) as caught, PureFloat64():
+        warnings.simplefilter("always")
+        got = tt.TreeEngine(model, budget=budget).logprobs(IDS, return_entropy=True)
+        reference = linear.score_rows(model, IDS)
+    for row, other in zip(got[0] + got[1], reference[0] + reference[1]):
+        torch.testing.assert_close(row, other.detach(), rtol=1e-12, atol=1e-12)
+    assert shortage.failures
+    named = named_budget(caught)
+    assert limit // 2 < named <= limit
+    with Shortage(model, plain=limit) as shortage, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tt.TreeEngine(model, budget=named).logprobs(IDS)
+    assert not shortage.failures
+
+
+def test_the_warning_points_at_the_callers_line(model):
+    with Shortage(model, graph=5, plain=5), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tt.TreeEngine(model).forward_backward(ROWS, PPO.loss)
+        tt.TreeEngine(model).logprobs(IDS)
+        rows = tt.logprobs(model, IDS)
+        rows[0].sum().backward()
+    assert [w.filename for w in caught] == [__file__] * 4
+    assert len({w.lineno for w in caught}) == 4
+
+
+def own_loss(logps, entropies):
+    sums = torch.stack([row.sum() for row in logps])
+    return (
+        torch.nn.functional.softplus(sums[0] - sums[1]) + sums.logsumexp(0) + sum((row**2).sum() for row in entropies)
+    )
+
+
+def primitive(model, budget: int | None, **limits) -> tuple[list[int], torch.Tensor, Shortage]:
+    """Budgets named in forward and backward, and the gradient, of a loss over all rows."""
+    with Shortage(model, **limits) as shortage, warnings.catch_warnings(record=True) as caught, PureFloat64():
+        warnings.simplefilter("always")
+        logps, entropies = tt.logprobs(model, IDS, budget=budget, return_entropy=True)
+        gradient = linear.gradients(model, own_loss(logps, entropies))
+    return [named_budget([w]) for w in caught], gradient, shortage
+
+
+@pytest.mark.parametrize(
+    ("budget", "limits", "warned"),
+    [
+        (None, {"graph": 9}, 1),
+        (None, {"graph": 2}, 2),
+        (None, {"graph": 5, "plain": 5}, 2),
+        (None, {"total": 6}, 2),
+        (None, {"alive": 9}, 1),
+        (None, {"backward": 9}, 1),
+        (None, {"backward": 2}, 1),
+        (12, {"plain": 7}, 1),
+        (12, {"graph": 5}, 1),
+        (12, {"total": 6}, 2),
+        (12, {"backward": 5}, 1),
+        (12, {"backward_alive": 1}, 1),
+    ],
+    ids=str,
+)
+def test_the_primitive_falls_back_to_smaller_parts_in_forward_and_backward(model, budget, limits, warned):
+    with PureFloat64():
+        scores = linear.score_rows(model, IDS)
+        expected = linear.gradients(model, own_loss(*scores))
+    named, gradient, shortage = primitive(model, budget, **limits)
+    assert linear.relative_error(gradient, expected) <= 1e-12
+    assert shortage.failures and shortage.leaks == 0
+    assert len(named) == warned and max(named) < max(*limits.values(), 12)
+    silent, gradient, shortage = primitive(model, named[-1], **limits)
+    assert not silent and not shortage.failures
+    assert linear.relative_error(gradient, expected) <= 1e-12
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_primitive_under_reentrant_checkpointing_falls_back_too():
+    model = make_model("qwen3", dtype=torch.float64)
+    with PureFloat64():
+        expected = linear.gradients(model, own_loss(*linear.score_rows(model, IDS)))
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        model.train()
+        calls, handle = [], None
+
+        def fail_once(module, args, out):
+            calls.append(torch.is_grad_enabled())
+            if len(calls) == 2:  # the layer runs again in backward
+                raise ERRORS["cuda"]()
+
+        handle = model.model.layers[0].mlp.register_forward_hook(fail_once)
+        loss = own_loss(*tt.logprobs(model, IDS, return_entropy=True))
+        with pytest.warns(RuntimeWarning, match="started over"):
+            loss.backward()
+        handle.remove()
+    assert len(calls) > 3 and linear.relative_error(linear.gradients(model), expected) <= 1e-12
+
+
+def test_the_primitive_keeps_gradients_that_were_there(model):
+    with PureFloat64():
+        first = own_loss(*tt.logprobs(model, IDS, return_entropy=True))
+        first.backward()
+        before = linear.gradients(model)
+        with Shortage(model, backward=5), pytest.warns(RuntimeWarning):
+            own_loss(*tt.logprobs(model, IDS, budget=12, return_entropy=True)).backward()
+    assert linear.relative_error(linear.gradients(model), 2 * before) <= 1e-12
+
+
+def test_an_error_of_another_kind_is_not_taken_for_a_lack_of_memory(model):
+    def fail(*_):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    handle = model.model.layers[1].register_forward_hook(fail)
+    for run in (
+        lambda: tt.TreeEngine(model).forward_backward(ROWS, PPO.loss),
+        lambda: tt.TreeEngine(model).logprobs(IDS),
+        lambda: tt.logprobs(model, IDS),
+    ):
+        with pytest.raises(RuntimeError, match="mat1"):
+            run()
+    handle.remove()
