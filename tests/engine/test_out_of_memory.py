@@ -17,6 +17,7 @@ from support.passes import on_plan, unique_ids, watched
 from support.plans import planned
 from support.pure import PureFloat64
 from support.shortage import ERRORS, Shortage
+from treetrain.engine import head
 from treetrain.plan.plan import Plan
 
 TRUNK = list(range(10))
@@ -197,6 +198,30 @@ def test_a_loss_of_ones_own_is_called_once_for_every_row_whose_forward_was_split
         result = tt.TreeEngine(model).forward_backward(rows, loss)
     assert sorted(calls) == sorted(row.id for row in rows)
     assert result.metric_sums["rows"] == (len(rows), len(rows))
+
+
+@pytest.mark.parametrize(("at", "starts_over"), [(0, False), (2, True), ("done", True)])
+def test_a_fused_head_that_fails_is_run_again_only_if_it_has_added_no_gradient(
+    model, truth, monkeypatch, at, starts_over
+):
+    """The head adds gradients of its matrix as it goes, chunk by chunk, in the forward."""
+    chunks = []
+
+    def fail():
+        raise ERRORS["cuda"]()
+
+    def logits(rows, *args):
+        chunks.append(len(rows))
+        return fail() if len(chunks) - 1 == at else original(rows, *args)
+
+    original = head._logits
+    monkeypatch.setattr(head, "_logits", logits)
+    monkeypatch.setattr(head, "chunk_rows", lambda vocabulary: 4)
+    done = model.lm_head.register_forward_hook(lambda *_: fail() if at == "done" and done.remove() is None else None)
+    with pytest.warns(RuntimeWarning, match="started over" if starts_over else "in a forward over"):
+        _, gradient = step(tt.TreeEngine(model), "sft")
+    done.remove()
+    assert chunks[:2] == [4, 4] and linear.relative_error(gradient, truth["sft"][1]) <= 1e-12
 
 
 def test_the_result_tells_the_passes_that_were_run(model):

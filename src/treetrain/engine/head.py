@@ -203,8 +203,6 @@ class _LinearLoss(torch.autograd.Function):
     def forward(ctx, rows, weight, bias, edges: Edges, temperature, coefficients, compute, sink: Sink | None):
         wide = torch.promote_types(compute, torch.float32)
         logprobs = rows.new_empty(len(edges.targets), dtype=wide)
-        if sink is not None:
-            sink.uncertain = True
         with torch.autocast(rows.device.type, enabled=False):
             narrow_weight, narrow_bias = _cast(weight, bias, compute)
             grads = _HeadGradients(rows.to(compute), weight, bias, ctx.needs_input_grad[:3], sink)
@@ -217,10 +215,10 @@ class _LinearLoss(torch.autograd.Function):
                 row_grad = torch.zeros_like(lse).index_add_(0, edge_row, coefficients[taken])
                 grad_z = z.sub_(lse[:, None]).exp_().mul_(-row_grad[:, None])
                 grad_z.index_put_(place, coefficients[taken], accumulate=True)
+                if sink is not None:
+                    sink.uncertain = True
                 grads.add(chunk, grad_z.div_(temperature), x, narrow_weight)
         ctx.grads = _outgoing(grads, rows, weight, bias, sink)
-        if sink is not None:
-            sink.uncertain = False
         ctx.mark_non_differentiable(logprobs)
         return (logprobs * coefficients).sum(), logprobs
 

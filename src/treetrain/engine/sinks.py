@@ -22,7 +22,7 @@ class Sink:
         self._weight = weight
         self._total: Tensor | None = None
         self.uncertain = False
-        """Whether a forward is adding right now: if it fails, the sum is worth nothing."""
+        """Whether a forward that is not done has added to the sum: if it fails, the sum is worth nothing."""
 
     @property
     def total(self) -> Tensor:
@@ -65,8 +65,13 @@ class Sinks:
 
     @property
     def uncertain(self) -> bool:
-        """Whether a forward that failed has added to a sum."""
+        """Whether a forward that is not done has added to a sum."""
         return any(sink.uncertain for sink in self._by_weight.values())
+
+    def settle(self) -> None:
+        """The forward is done."""
+        for sink in self._by_weight.values():
+            sink.uncertain = False
 
     def deliver(self) -> None:
         """Hand all sums to autograd."""

@@ -19,7 +19,6 @@ from treetrain.engine.memory import Passes, StepOutOfMemory, is_out_of_memory, r
 from treetrain.engine.packed import PackedRun, model_device
 from treetrain.engine.sinks import Sinks, gradient_sinks
 from treetrain.models.capability import Capabilities
-from treetrain.models.switch import tree_attention
 from treetrain.plan.partition import uniform
 from treetrain.plan.plan import Plan
 from treetrain.tree.layout import Piece, cut
@@ -73,7 +72,7 @@ class Walk:
         *,
         temperature: float,
         gradients: bool,
-        run_type: type = PackedRun,
+        run_type: type[PackedRun] = PackedRun,
         passes: Passes | None = None,
     ):
         self._model, self._capabilities, self._temperature, self._run_type = model, capabilities, temperature, run_type
@@ -90,7 +89,7 @@ class Walk:
 
     def score(self, board: Board, *, need_entropy: bool) -> None:
         """Fill a board with all log-probabilities, without graph, in the memory of one path."""
-        with torch.no_grad(), tree_attention(self._model):
+        with torch.no_grad(), self._run_type.mode(self._model):
             self._score(self._outer, board, need_entropy)
 
     def _score(self, frame: _Frame, board: Board, need_entropy: bool) -> None:
@@ -117,7 +116,7 @@ class Walk:
             StepOutOfMemory: gradients so far are incomplete.
         """
         try:
-            with torch.enable_grad(), tree_attention(self._model), gradient_sinks(self._model) as self._sinks:
+            with torch.enable_grad(), self._run_type.mode(self._model), gradient_sinks(self._model) as self._sinks:
                 self._train(self._outer, feed)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -252,6 +251,8 @@ class Walk:
             if self._sinks is not None and self._sinks.uncertain:
                 raise  # the fused head had begun to add gradients
         else:
+            if self._sinks is not None:
+                self._sinks.settle()
             fitted.append((self._alive - (tokens if fitted is self._passes.graph else 0), tokens))
             return done
         # Outside the handler, so that nothing holds on to what the forward had made.
