@@ -50,9 +50,9 @@ def test_a_step_on_a_tree_of_nodes_flattens_nothing(name, budget, monkeypatch):
     def refuse(*_):
         raise AssertionError("flattened")
 
-    nodes = [tt.Node(None, [1], advantages=0.5, old_logprobs=-3.0, ref_logprobs=-3.0)]
+    nodes = [tt.Node(None, [1], loss_weights=0.0)]
     for number in range(150):
-        facts = {"advantages": 0.5, "old_logprobs": -3.5, "ref_logprobs": -3.0}
+        facts = {"advantages": 0.5, "old_logprobs": [-3.5], "ref_logprobs": [-3.0]}
         nodes.append(tt.Node(2 * number, [2 + number % 15], **facts))
         nodes.append(tt.Node(2 * number, [20 + number % 15], **facts))
     ends = [*range(1, len(nodes), 2), len(nodes) - 1]

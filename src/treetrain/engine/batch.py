@@ -27,6 +27,8 @@ class Batch:
     used: np.ndarray
     """bool [sum of L_k - 1]: the predictions that are computed."""
     reads: FlatReads
+    weighted: bool
+    """Whether only predictions with a loss weight are computed."""
 
     @classmethod
     def of(cls, tree: TokenTree, *, weighted: bool) -> "Batch":
@@ -42,7 +44,14 @@ class Batch:
             wanted = np.ones(tree.num_flat_tokens, dtype=bool)
         offsets, _ = tree.paths()
         used = np.delete(wanted, offsets[:-1][tree.trajectory_length > 0])
-        return cls(tree=tree, layout=layout, trajectories=rows, used=used, reads=flat_reads(tree, layout, wanted))
+        return cls(
+            tree=tree,
+            layout=layout,
+            trajectories=rows,
+            used=used,
+            reads=flat_reads(tree, layout, wanted),
+            weighted=weighted,
+        )
 
     @cached_property
     def prediction_offsets(self) -> np.ndarray:

@@ -146,7 +146,7 @@ class _Bench:
     def graph(self, tokens: int, rows: int, meter: Any = None) -> _Marks:
         """A pass with graph."""
         run = PackedRun(self.model, self.capabilities, self.layout(tokens, rows))
-        with run.active(), torch.enable_grad():
+        with run.mode(self.model), torch.enable_grad():
             loss = run.scores(temperature=1.0, sinks=self.sinks).logprobs.sum()
             marks = (0, 0) if meter is None else (meter.now, meter.peak)
             if meter is not None:
@@ -157,7 +157,7 @@ class _Bench:
     def forward(self, tokens: int) -> None:
         """A pass without graph and, but for one row, without head."""
         run = PackedRun(self.model, self.capabilities, self.layout(tokens, 1))
-        with run.active(), torch.no_grad():
+        with run.mode(self.model), torch.no_grad():
             run.scores(temperature=1.0)
 
     def metered(self, tokens: int, rows: int) -> _Marks:

@@ -18,7 +18,8 @@ from treetrain.engine.feed import Board, Known, Stream
 from treetrain.engine.memory import Passes, StepOutOfMemory, cannot_start_over, why_not_again, within_memory
 from treetrain.engine.merged import MergedBatch
 from treetrain.engine.packed import PackedRun, model_device, wide_dtype
-from treetrain.engine.planning import plan_within
+from treetrain.engine.planning import formula_cost, plan_within
+from treetrain.engine.sharing import rows_if_faster
 from treetrain.engine.walk import Walk
 from treetrain.models.capability import check_model
 from treetrain.plan.budget import Bytes, parse_budget
@@ -65,7 +66,7 @@ class TreeEngine:
     """
 
     _merge = True
-    _run_type: type = PackedRun
+    _run_type: type[Any] = PackedRun
 
     def __init__(self, model: nn.Module, *, budget: int | str | Bytes | None = None, temperature: float = 1.0):
         self.model, self.budget, self.temperature = model, parse_budget(budget), check_temperature(temperature)
@@ -87,7 +88,8 @@ class TreeEngine:
     def plan(self, trajectories: Sequence[Trajectory] | TokenTree) -> Plan:
         """The plan of a training step on these trajectories under the engine's budget."""
         tree = as_tree(trajectories, merge=self._merge)
-        return self.plan_of(pack(tree, tree.trained_edges()[0] > 0))
+        plan = self.plan_of(pack(tree, tree.trained_edges()[0] > 0))
+        return (self._row_by_row(tree, plan) or (tree, plan))[1]
 
     def forward_backward(
         self, trajectories: Sequence[Trajectory] | TokenTree, loss: Any, normaliser: float | None = None
@@ -113,10 +115,13 @@ class TreeEngine:
         tree = as_tree(trajectories, merge=self._merge)
         check_batch(tree, self.capabilities)
         batch, normaliser = _batch(tree, loss, normaliser)
+        plan = self.plan_of(batch.layout)
+        if isinstance(batch, Batch) and batch.weighted and (rows := self._row_by_row(tree, plan)):
+            batch, plan = Batch.of(rows[0], weighted=True), rows[1]
         never = why_not_again(self.model, gradients=True)
         step, _, passes = within_memory(
             self.model,
-            self.plan_of(batch.layout),
+            plan,
             lambda plan, passes: self._try(plan, batch, loss, normaliser, passes, never),
             partial(self.smaller_plan, batch.layout),
         )
@@ -134,6 +139,13 @@ class TreeEngine:
     def plan_of(self, layout: PackedLayout) -> Plan:
         """The plan of what is computed of a batch."""
         return plan_within(layout, self.budget, self.model, lambda: self.cost)
+
+    def _row_by_row(self, tree: TokenTree, plan: Plan) -> tuple[TokenTree, Plan] | None:
+        """The batch with nothing shared, and its plan, where sharing does not pay."""
+        cost = formula_cost(self.model)
+        if not self._merge or isinstance(self.budget, Bytes) or cost is None:
+            return None
+        return rows_if_faster(tree, plan, self.budget, cost.seconds)
 
     def smaller_plan(self, layout: PackedLayout, tokens: int) -> Plan:
         """The plan under a budget of tokens, whatever the engine's own."""

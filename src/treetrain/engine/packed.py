@@ -22,7 +22,7 @@ _NONE = np.zeros(0, np.int64)
 
 
 class PackedRun:
-    """A layout on a model's device, ready to be run forward (and, inside `active`, backward).
+    """A layout on a model's device, ready to be run forward (and, inside `mode`, backward).
 
     Args:
         carry: the path that the layout continues and the tokens it hands on; None for whole trees.
@@ -55,10 +55,11 @@ class PackedRun:
         )
         self.attention = make_attention(forest, device, capabilities.heads_times_size, carry)
 
+    @staticmethod
     @contextmanager
-    def active(self) -> Iterator[None]:
+    def mode(model: nn.Module) -> Iterator[None]:
         """Tree mode: keep it open over the backward too, since activation checkpointing runs layers again there."""
-        with tree_attention(self.model):
+        with tree_attention(model):
             yield
 
     def scores(
@@ -69,7 +70,7 @@ class PackedRun:
         coefficients: Tensor | None = None,
         sinks: Sinks | None = None,
     ) -> Scores:
-        """Run the model's own top-level forward with its head scoring edges. Call inside `active`.
+        """Run the model's own top-level forward with its head scoring edges. Call inside `mode`.
 
         Args:
             coefficients: see `score_edges`.

@@ -38,20 +38,28 @@ def plan_within(
     """
     if isinstance(budget, Bytes):
         return make_plan(layout, cost(), budget=budget)
-    formula = _formula(model)
+    formula = formula_cost(model)
     if formula is None:
         # Nothing is known about its memory: as much at once as runs well.
         tokens, target = (max(layout.num_tokens, 1), PART_TOKENS) if budget is None else (budget, None)
         return partition(layout, tokens, _seconds_of_any_model, part_tokens=target)
     plan = make_plan(layout, formula, budget=budget)
     if budget is None:
-        free = free_bytes(model_device(model))
-        if AMPLE * formula.peak_bytes(plan) > free:
+        free = _free_bytes(model)
+        if free is not None and AMPLE * formula.peak_bytes(plan) > free:
             return make_plan(layout, cost(), budget=None, free_bytes=free)
     return plan
 
 
-def _formula(model: nn.Module) -> CostModel | None:
+def _free_bytes(model: nn.Module) -> int | None:
+    """What a plan may use; None where the system does not tell, and a budget must be given to bound it."""
+    try:
+        return free_bytes(model_device(model))
+    except OSError:
+        return None
+
+
+def formula_cost(model: nn.Module) -> CostModel | None:
     """What passes cost by the model's shape; None for an architecture that is not known."""
     try:
         shape = ModelShape.from_config(causal_lm(model).config.to_dict())  # type: ignore[operator, union-attr]

@@ -55,7 +55,7 @@ def scoring_head(
             temperature=temperature,
             need_entropy=need_entropy,
             coefficients=coefficients,
-            sink=sinks.of(capabilities.head.weight) if fused and sinks is not None else None,
+            sink=sinks.of(capabilities.head.weight) if fused and sinks is not None else None,  # type: ignore[arg-type]
         )
         live = scores.logprobs if scores.linear_loss is None else scores.linear_loss
         carrier = live.view(1, -1, 1)

@@ -72,7 +72,7 @@ class Walk:
         *,
         temperature: float,
         gradients: bool,
-        run_type: type[PackedRun] = PackedRun,
+        run_type: type[Any] = PackedRun,
         passes: Passes | None = None,
     ):
         self._model, self._capabilities, self._temperature, self._run_type = model, capabilities, temperature, run_type

@@ -39,8 +39,9 @@ class PaddedRun:
             targets=torch.from_numpy(layout.edge_targets).to(device),
         )
 
+    @staticmethod
     @contextmanager
-    def active(self) -> Iterator[None]:
+    def mode(model: nn.Module) -> Iterator[None]:
         """Nothing to switch: attention is transformers' own."""
         yield
 
