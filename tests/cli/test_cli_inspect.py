@@ -10,6 +10,8 @@ import pytest
 from treetrain.data.load import load
 from treetrain.models.presets import preset_config, preset_tokenizer
 from treetrain.plan.cost import ModelShape
+from treetrain.plan.make import make_plan
+from treetrain.plan.price import CostModel
 from treetrain.train.rows import read_config
 from treetrain.tree.build import build_tree
 
@@ -112,6 +114,45 @@ def test_ids_are_checked_against_the_model_s_vocabulary(treetrain, tmp_path) -> 
     assert f"{path} line 2" in error and "2048" in error
 
 
+def test_a_budget_adds_the_plan_of_the_file_as_one_batch(treetrain, token_file) -> None:
+    argv = ("inspect", token_file, "--model", "tiny")
+    assert treetrain(*argv, "--json").json["plan"] is None and "peak memory" not in treetrain(*argv).out
+    plan = treetrain(*argv, "--json", "--budget", "20").json["plan"]
+    tree = build_tree(load(token_file).trajectories)
+    made = make_plan(tree, CostModel.from_shape(ModelShape.from_config(read_config("tiny"))), budget=20)
+    assert plan == json.loads(json.dumps(made.explanation()))
+    assert plan["peak_tokens"] <= 20 and plan["parts"] == made.num_parts > 1
+    out = treetrain(*argv, "--budget", "20").out
+    assert made.explain() in out and "on the shape tiny" in out
+
+
+def test_a_budget_in_bytes_bounds_the_predicted_peak(treetrain, token_file) -> None:
+    argv = ("inspect", token_file, "--model", "tiny", "--json", "--budget")
+    plan = treetrain(*argv, "18MB").json["plan"]
+    assert plan["budget"] == 18_000_000 and plan["budget_unit"] == "bytes" and plan["peak_bytes"] <= 18e6
+    assert plan["parts"] > treetrain(*argv, "1GB").json["plan"]["parts"] == 1
+    assert "give at least that" in treetrain(*argv[:-2], "--budget", "1MB").error
+
+
+def test_the_device_whose_speeds_are_taken_is_said(treetrain, token_file) -> None:
+    argv = ("inspect", token_file, "--json", "--budget", "30", "--device")
+    cpu, cuda = (treetrain(*argv, device).json["plan"] for device in ("cpu", "cuda"))
+    assert cuda["seconds"] < cpu["seconds"] / 10
+    assert "CPU" in cpu["constants"] and "not measured" in cuda["constants"]
+
+
+def test_calibrating_measures_the_model(treetrain, token_file, model_folder) -> None:
+    plan = treetrain("inspect", token_file, "--model", model_folder, "--calibrate", "--json").json["plan"]
+    assert plan["constants"].startswith("measured on ") and plan["budget"] is None and plan["parts"] == 1
+    assert "name it with --model" in treetrain("inspect", token_file, "--calibrate").error
+    both = ("--model", "tiny", "--shape", "qwen3-8b", "--calibrate")
+    assert "give one" in treetrain("inspect", token_file, *both).error
+
+
+def test_a_budget_that_is_none_is_refused_before_the_file_is_read(treetrain) -> None:
+    assert "budget='lots'" in treetrain("inspect", "missing.jsonl", "--budget", "lots").error
+
+
 NO_TORCH = """
 import importlib.machinery, sys
 find = importlib.machinery.PathFinder.find_spec
@@ -133,7 +174,9 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize("kind", ["tokens", "chat"])
 def test_inspect_works_where_torch_is_not_installed(kind, token_file, chat_file) -> None:
-    argv = [token_file, "--model", "tiny"] if kind == "tokens" else [chat_file, "--model", "tiny", "--view", "calls"]
+    argv = [chat_file, "--model", "tiny", "--view", "calls"]
+    if kind == "tokens":
+        argv = [token_file, "--model", "tiny", "--budget", "20MB"]
     done = subprocess.run([sys.executable, "-c", NO_TORCH, "inspect", *argv, "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["file"]["flat"] > 0

@@ -70,6 +70,33 @@ def test_bench_measures_tree_and_baselines(treetrain, token_file, model_folder) 
     assert table.code == 0 and all(word in table.out for word in expected)
 
 
+def test_verify_runs_the_tree_under_the_budget(treetrain, token_file, model_folder) -> None:
+    argv = ("verify", token_file, "--model", model_folder)
+    whole, report = (treetrain(*argv, *more, "--json").json for more in ((), ("--budget", "12")))
+    assert whole["parts"] == 1 and whole["recomputed_tokens"] == 0
+    assert report["passed"] and report["parts"] > 4 and report["recomputed_tokens"] > 0
+    table = treetrain(*argv, "--budget", "12").out
+    assert f"{report['parts']}, {report['recomputed_tokens']} tokens run forward twice" in table
+
+
+def test_bench_runs_the_tree_under_the_budget_and_counts_what_it_must_recompute(
+    treetrain, token_file, model_folder
+) -> None:
+    argv = ("bench", token_file, "--model", model_folder, "--repeats", "1", "--no-memory", "--json")
+    whole, report = (treetrain(*argv, *more).json for more in ((), ("--budget", "12")))
+    assert whole["parts"] == 1 and report["parts"] > 4 and report["recomputed_tokens"] > 0
+    assert 1 < report["ideal"] < whole["ideal"]
+
+
+@pytest.mark.parametrize("command", ["verify", "bench"])
+def test_a_budget_that_is_none_or_too_small_is_refused_with_the_cure(
+    command, treetrain, token_file, model_folder
+) -> None:
+    argv = (command, token_file, "--model", model_folder)
+    assert "budget='0'" in (error := treetrain(*argv, "--budget", "0").error) and "from 1" in error
+    assert "give at least that" in treetrain(*argv, "--budget", "10kB").error
+
+
 def test_bench_reports_exact_repeats_apart(treetrain, tmp_path, model_folder) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"input_ids": [1, 2, 3, 4]}\n' * 3 + '{"input_ids": [1, 2, 5, 4]}\n')

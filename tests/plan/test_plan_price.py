@@ -40,7 +40,9 @@ def chunked(layout: PackedLayout, size: int, keep: str, seed: int = 0, publish_t
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    layout = pack(build_tree(draw(forests())))
+    tree = build_tree(draw(forests()))
+    wanted = np.random.default_rng(draw(st.integers(0, 99))).random(tree.num_tokens) < draw(st.sampled_from([0.2, 1.0]))
+    layout = pack(tree, wanted)
     keep = draw(st.sampled_from(["all", "none", "mixed"]))
     return chunked(layout, draw(st.integers(1, 6)), keep, draw(st.integers(0, 99)), draw(st.sampled_from([0, 3, 100])))
 
@@ -84,9 +86,11 @@ def test_seconds_are_the_sum_over_the_events_of_the_plan(plan):
     )
 
 
-@given(plan=plans())
-def test_peak_bytes_are_the_most_alive_at_any_event(plan):
-    c = distinct_constants()
+@given(
+    plan=plans(), largest=st.sampled_from(["none", "end_pass", "end_token", "forward_token", "head_pass", "layer_pass"])
+)
+def test_peak_bytes_are_the_most_alive_at_any_event(plan, largest):
+    c = distinct_constants(**({} if largest == "none" else {largest: 5000.0}))
     alive, most, carry, most_carry = {}, 0.0, {}, 0
     for event in plan.events():
         number, held = event.number, sum(alive.values())
@@ -118,6 +122,15 @@ def test_peak_bytes_are_the_most_alive_at_any_event(plan):
 
 def above(plan: Plan, part: int) -> int:
     return 0 if plan.attach[part] < 0 else int(plan.layout.positions[plan.attach[part]]) + 1
+
+
+def test_a_part_without_predictions_has_no_head():
+    layout = pack(build_tree([range(12)]), np.arange(12) == 11)
+    plan = chunked(layout, 10, "none")
+    c = distinct_constants(head_pass=1e6, slack=1.0, slack_bytes=0.0)
+    assert plan.sizes.tolist() == [10, 1]
+    found = CostModel(shape=SHAPE, constants=c).bytes_by(plan)
+    assert found["running graph"] == c.saved_pass + c.saved_token + c.saved_row and found["working"] >= 1e6
 
 
 def test_keeping_takes_memory_and_recomputing_takes_time():

@@ -83,6 +83,24 @@ def test_a_config_survives_json_unchanged() -> None:
     assert TrainConfig(**json.loads(json.dumps(config.as_dict()))) == config
 
 
+@pytest.mark.parametrize("budget", [1, 4096, "4096", "8GiB", "900 MB", None])
+def test_a_budget_is_tokens_or_bytes_and_survives_json_as_given(budget: Any) -> None:
+    config = TrainConfig(**BASE, budget=budget)
+    assert TrainConfig(**json.loads(json.dumps(config.as_dict()))).budget == budget
+
+
+@pytest.mark.parametrize("budget", [True, 1.5, "", "eight", "-1", "0GB"])
+def test_a_budget_that_is_neither_is_refused(budget: Any) -> None:
+    with pytest.raises(ValueError, match=f"budget={budget!r}"):
+        TrainConfig(**BASE, budget=budget)
+
+
+def test_linear_execution_packs_tokens_and_takes_no_bytes() -> None:
+    assert TrainConfig(**BASE, execution="linear", budget="4096").budget == "4096"
+    with pytest.raises(ValueError, match=r"budget is '1GB', but linear execution packs tokens"):
+        TrainConfig(**BASE, execution="linear", budget="1GB")
+
+
 def test_one_file_may_be_given_without_a_tuple() -> None:
     assert TrainConfig(**{**BASE, "data": "one.jsonl"}).data == ("one.jsonl",)
 
