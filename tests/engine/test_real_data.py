@@ -1,14 +1,16 @@
 """Gradients on samples of all the real data at hand: float32, against the rows computed by themselves."""
 
+import functools
 import json
+import tempfile
 
 import numpy as np
 import pytest
-import torch
 
 import treetrain as tt
 from support import linear
 from support.models import make_model
+from support.plans import KEEPS, SHAPES, planned
 
 CHAT = ["tau_airline", "tot_game24_bfs"]
 
@@ -19,25 +21,28 @@ def tokenizer(shared_data):
     return transformers.AutoTokenizer.from_pretrained(shared_data / "tokenizer-qwen3")
 
 
+VOCABULARY = 1500
+
+
 @pytest.fixture(scope="module")
-def model(tokenizer):
-    torch.manual_seed(0)
-    return make_model(
-        "qwen3", vocab_size=len(tokenizer), hidden_size=32, tie_word_embeddings=True, max_position_embeddings=20_000
-    )
+def model():
+    return make_model("qwen3", vocab_size=VOCABULARY, hidden_size=32, tie_word_embeddings=True)
 
 
 def tau_airline(shared_data, tokenizer) -> list[tt.Trajectory]:
-    """Every LLM call of two conversations as a row, cut to 100 tokens behind a common head of 60."""
+    """The first LLM calls of four trials of one task, 60 tokens of their common head and the 160 after it."""
     folder = shared_data / "tau_airline"
-    file = folder / "trajectories.jsonl"
-    rows = tt.load(
-        file, tokenizer=tokenizer, view="calls", tools=folder / "tools.json", chat_template="chatml", limit=2
-    ).trajectories
+    with open(folder / "trajectories.jsonl", encoding="utf-8") as lines:
+        trials = [line for line in lines if json.loads(line)["task_id"] == "2"]
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as file:
+        file.writelines(trials)
+        file.flush()
+        rows = tt.load(
+            file.name, tokenizer=tokenizer, view="calls", tools=folder / "tools.json", chat_template="chatml"
+        ).trajectories
     # Whole policies and tools are thousands of tokens that train nothing; what follows them is kept.
-    shared = min(len(row) - 1 for row in rows)
-    start = max(0, shared - 60)
-    return [cut(row, start, start + 160) for row in rows][:10]
+    start = min(len(row) - row.weights.sum() for row in rows) - 60
+    return [cut(row, int(start), int(start) + 220) for row in rows if len(row) < start + 300]
 
 
 def tot_game24_bfs(shared_data, tokenizer) -> list[tt.Trajectory]:
@@ -66,37 +71,125 @@ def cut(row: tt.Trajectory, start: int, stop: int) -> tt.Trajectory:
 SETS = {"tau_airline": tau_airline, "tot_game24_bfs": tot_game24_bfs, "codet_humaneval100": codet_humaneval100}
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_gradients_on_real_trajectories_are_those_of_the_rows(name, shared_data, tokenizer, model, record_property):
-    rows = SETS[name](shared_data, tokenizer)
-    tree = tt.build_tree(rows)
-    assert tree.num_tokens < 0.7 * tree.num_flat_tokens, "this sample shares nothing"
-    assert sum(row.weights.sum() for row in rows) > 50
-    scores = linear.score_rows(model, [row.ids.tolist() for row in rows])
-    rng = np.random.default_rng(0)
-    rows = [
-        row.replace(
-            advantages=float(rng.normal()),
-            # Ratios around 1, some beyond the bounds.
-            old_logprobs=np.concatenate([[0.0], logp.detach().numpy() + rng.normal(0, 0.15, len(logp))]),
-        )
-        for row, logp in zip(rows, scores[0])
-    ]
-    entropy = 0.01
-    cases = {
-        "sft": (tt.losses.sft(), lambda logp, h, facts: -logp),
-        "ppo": (
-            tt.losses.ppo(clip=0.2, entropy=entropy),
-            lambda logp, h, facts: linear.clipped(logp, facts, 0.2, 0.2) - entropy * h,
-        ),
-    }
-    for case, (loss, per_token) in cases.items():
-        total = linear.batch_loss(scores, rows, per_token)
-        expected = linear.gradients(model, total, retain_graph=True)
+ENTROPY = 0.01
+LOSSES = {
+    "sft": (tt.losses.sft(), lambda logp, h, facts: -logp),
+    "ppo": (
+        tt.losses.ppo(clip=0.2, entropy=ENTROPY),
+        lambda logp, h, facts: linear.clipped(logp, facts, 0.2, 0.2) - ENTROPY * h,
+    ),
+}
+
+
+def renumbered(rows: list[tt.Trajectory]) -> list[tt.Trajectory]:
+    """The same trees over the ids that occur in them, so that a small vocabulary does."""
+    ids, places = np.unique(np.concatenate([row.ids for row in rows]), return_inverse=True)
+    assert len(ids) <= VOCABULARY
+    ends = np.cumsum([len(row) for row in rows])
+    return [row.replace(ids=places[end - len(row) : end]) for row, end in zip(rows, ends)]
+
+
+class Truth:
+    """Rows of real data with facts, and what the linear reference makes of them."""
+
+    def __init__(self, model, rows: list[tt.Trajectory]):
+        scores = linear.score_rows(model, [row.ids.tolist() for row in rows])
+        rng = np.random.default_rng(0)
+        self.rows = [
+            row.replace(
+                advantages=float(rng.normal()),
+                # Ratios around 1, some beyond the bounds.
+                old_logprobs=np.concatenate([[0.0], logp.detach().numpy() + rng.normal(0, 0.15, len(logp))]),
+            )
+            for row, logp in zip(rows, scores[0])
+        ]
+        self.loss, self.gradient = {}, {}
+        for case, (_, per_token) in LOSSES.items():
+            loss = linear.batch_loss(scores, self.rows, per_token)
+            self.loss[case], self.gradient[case] = (
+                float(loss.detach()),
+                linear.gradients(model, loss, retain_graph=True),
+            )
+
+    def check(self, model, case: str, engine=tt.TreeEngine):
+        """(error, result) of a step, which must be within the contract."""
         model.zero_grad()
-        result = tt.TreeEngine(model).forward_backward(rows, loss)
-        error = linear.relative_error(linear.gradients(model), expected)
-        record_property(case, error)
+        result = engine(model).forward_backward(self.rows, LOSSES[case][0])
+        error = linear.relative_error(linear.gradients(model), self.gradient[case])
         assert error <= 1e-5
-        assert result.loss == pytest.approx(float(total.detach()), rel=1e-5, abs=1e-6)
+        assert result.loss == pytest.approx(self.loss[case], rel=1e-5, abs=1e-6)
+        return error, result
+
+
+@pytest.fixture(scope="module")
+def truths(shared_data, tokenizer, model):
+    """The truth of each set, made when it is first asked for."""
+    return functools.cache(lambda name: Truth(model, renumbered(SETS[name](shared_data, tokenizer))))
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_gradients_on_real_trajectories_are_those_of_the_rows(name, truths, model, record_property):
+    truth = truths(name)
+    tree = tt.build_tree(truth.rows)
+    assert tree.num_tokens < 0.7 * tree.num_flat_tokens, "this sample shares nothing"
+    assert sum(row.weights.sum() for row in truth.rows) > 50
+    assert tree.stats().forks >= 2 and tree.num_tokens > 250
+    for case in LOSSES:
+        error, result = truth.check(model, case)
+        record_property(case, error)
         assert result.computed_tokens <= tree.num_tokens
+
+
+QUICK = [("N/4", "mixed", "ppo"), ("N/16", "none", "sft"), ("one segment per part", "all", "ppo")]
+HEAVY = [
+    (shape, keep, case)
+    for shape in SHAPES
+    for keep in KEEPS
+    for case in LOSSES
+    if shape not in ("1 part", "chunks of 2", "joint publishing") and (shape, keep, case) not in QUICK
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "keep", "case"), QUICK + [pytest.param(*combination, marks=pytest.mark.slow) for combination in HEAVY]
+)
+@pytest.mark.parametrize("name", SETS)
+def test_every_plan_of_real_trajectories_gives_the_gradients_of_the_rows(
+    name, shape, keep, case, truths, model, record_property
+):
+    engine = planned(shape, keep)
+    error, result = truths(name).check(model, case, engine)
+    record_property(case, error)
+    plan = engine.plans[-1]
+    assert result.parts == plan.num_parts > 3
+    assert result.recomputed_tokens == plan.recomputed_tokens and (keep == "all") <= (plan.recomputed_tokens == 0)
+
+
+@pytest.mark.parametrize(("name", "case"), [("tau_airline", "sft"), ("tot_game24_bfs", "ppo")])
+def test_a_budget_of_a_quarter_of_real_trajectories_gives_the_gradients_of_the_rows(name, case, truths, model):
+    tokens = tt.TreeEngine(model).plan(truths(name).rows).layout.num_tokens
+    engine = functools.partial(tt.TreeEngine, budget=tokens // 4)
+    _, result = truths(name).check(model, case, engine)
+    assert result.parts > 3 and engine(model).plan(truths(name).rows).peak_tokens <= tokens // 4
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_parts_of_seven_tokens_on_real_trajectories_give_the_gradients_of_the_rows(keep, truths, model):
+    rows = [first_tokens(row, 60) for row in truths("tau_airline").rows[:6]]
+    truth = Truth(model, rows)
+    _, result = truth.check(model, "ppo", planned("chunks of 7", keep))
+    assert result.parts >= 60 // 7
+
+
+def first_tokens(row: tt.Trajectory, stop: int) -> tt.Trajectory:
+    return tt.Trajectory(row.ids[:stop], loss_weights=np.arange(min(stop, len(row))) % 3 > 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETS)
+def test_the_tokenizers_own_vocabulary_changes_nothing(name, shared_data, tokenizer):
+    model = make_model("qwen3", vocab_size=len(tokenizer), hidden_size=32, tie_word_embeddings=True)
+    truth = Truth(model, SETS[name](shared_data, tokenizer))
+    for case in LOSSES:
+        for engine in (tt.TreeEngine, planned("N/4", "mixed")):
+            truth.check(model, case, engine)
