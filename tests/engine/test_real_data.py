@@ -161,7 +161,7 @@ def test_every_plan_of_real_trajectories_gives_the_gradients_of_the_rows(
     error, result = truths(name).check(model, case, engine)
     record_property(case, error)
     plan = engine.plans[-1]
-    assert result.parts == plan.num_parts > 3
+    assert result.parts == plan.num_parts >= (2 if shape == "N/2" else 4)
     assert result.recomputed_tokens == plan.recomputed_tokens and (keep == "all") <= (plan.recomputed_tokens == 0)
 
 
