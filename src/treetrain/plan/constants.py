@@ -145,7 +145,7 @@ class Constants:
             graph_pass_bytes=layers * (7.0 if checkpointing else 6.0) + head * 4.0,
             forward_pass_bytes=layers,
             graph_pass_seconds=shape.layers * speed.layer_pass,
-            forward_pass_seconds=shape.layers * speed.layer_pass / 4,
+            forward_pass_seconds=shape.layers * speed.layer_pass * 0.7,
             chunk_rows=head_chunk_rows(shape.vocab),
             **memory,
             **_SLACK[device],
