@@ -97,7 +97,9 @@ def test_peak_bytes_are_the_most_alive_at_any_event(plan, largest):
         if event.kind == "publish":
             first, tokens = plan.publisher_parts(number)[0], plan.published(number)
             carry[first] = len(tokens)
+            rows = int(np.isin(plan.layout.rows, tokens).sum())
             working = c.forward_token * len(tokens) + c.path_token * above(plan, first)
+            working += c.head_chunk_row * min(rows, c.chunk_rows)
             most = max(most, held + working)
         elif event.kind == "forward":
             tokens = plan.tokens(number)

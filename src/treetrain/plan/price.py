@@ -137,7 +137,11 @@ class CostModel:
         passes, first = np.unique(plan.publish[late], return_index=True)
         tokens = np.bincount(plan.publish[late], weights=counts.exported[late], minlength=len(passes))
         c, top = self.constants, late[first]
-        return c.forward_token * tokens + c.path_token * counts.path[top], above[top]
+        scored = plan.publish[plan.part_of[plan.layout.rows[plan.exported[plan.layout.rows]]]]
+        rows = np.bincount(scored[scored >= 0], minlength=len(passes))
+        # A loss that is not linear in the log-probabilities scores them here too.
+        head = c.head_chunk_row * np.minimum(rows, c.chunk_rows)
+        return c.forward_token * tokens + c.path_token * counts.path[top] + head, above[top]
 
 
 def _count(plan: Plan) -> _Counts:
