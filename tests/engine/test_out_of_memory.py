@@ -254,17 +254,40 @@ def test_a_forward_beside_gradients_of_earlier_calls_is_split_all_the_same(model
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_backward_whose_gradients_a_hook_has_seen_does_not_start_over(model, kind):
-    seen = []
-    handle = getattr(model.model.norm.weight, kind)(lambda _: seen.append(1))
-    with Shortage(model, backward=5), pytest.raises(RuntimeError, match=r"hooks on parameters.*incomplete"):
-        tt.TreeEngine(model).forward_backward(ROWS, PPO.loss)
-    model.zero_grad()
-    loss = sum(row.sum() for row in tt.logprobs(model, IDS, budget=12))
-    with Shortage(model, backward=5), pytest.raises(RuntimeError, match=r"hooks on parameters.*incomplete"):
-        loss.backward()
+def test_a_step_that_starts_over_calls_hooks_once_with_the_whole_gradient(model, truth, kind):
+    calls = []
+    handle = getattr(model.model.norm.weight, kind)(lambda _: calls.append(1))
+    engine = tt.TreeEngine(model, temperature=PPO.temperature)
+    with Shortage(model, backward=5), pytest.warns(RuntimeWarning), PureFloat64():
+        engine.forward_backward(ROWS, PPO.loss)
     handle.remove()
-    assert seen
+    assert len(calls) == 1
+    assert linear.relative_error(linear.gradients(model), truth["ppo"][1]) <= 1e-12
+
+
+class Together:
+    """A loss over the whole batch at once."""
+
+    scope, needs_entropy = "batch", False
+
+    def normaliser(self, rows) -> float:
+        return 2.0
+
+    def __call__(self, rows, entropies, trajectories):
+        return torch.stack([row.sum() for row in rows]).square().sum(), {}
+
+
+@pytest.mark.parametrize("limits", [{"graph": 9}, {"graph": 3}, {"backward": 5}, {"plain": 3, "graph": 3}])
+def test_a_loss_over_the_batch_starts_over_in_two_phases(model, limits):
+    with PureFloat64():
+        whole = tt.TreeEngine(model).forward_backward(ROWS, Together())
+        expected = linear.gradients(model)
+        model.zero_grad()
+        with Shortage(model, **limits), pytest.warns(RuntimeWarning):
+            result = tt.TreeEngine(model).forward_backward(ROWS, Together())
+    assert expected.norm() > 0 and result.parts > 1
+    assert result.loss == pytest.approx(whole.loss, rel=1e-12)
+    assert linear.relative_error(linear.gradients(model), expected) <= 1e-12
 
 
 @pytest.mark.parametrize("budget", [None, 12])

@@ -46,7 +46,7 @@ class StepResult:
     computed_tokens: int
     """Tokens that went through the model: the tree's, less what no wanted prediction depends on."""
     recomputed_tokens: int
-    """Tokens whose forward was run twice to stay within the budget."""
+    """Tokens of the passes without graph: what was run forward once more to stay within the budget."""
     parts: int
     """Forward-backward passes it took."""
 
@@ -71,7 +71,6 @@ class TreeEngine:
     def __init__(self, model: nn.Module, *, budget: int | str | Bytes | None = None, temperature: float = 1.0):
         self.model, self.budget, self.temperature = model, parse_budget(budget), check_temperature(temperature)
         self.capabilities = check_model(model)
-        self._cost: CostModel | None = None
 
     @property
     def attention(self) -> Choice:
@@ -80,10 +79,8 @@ class TreeEngine:
 
     @property
     def cost(self) -> CostModel:
-        """What passes cost on this model and device: measured when it is first asked for, and cached."""
-        if self._cost is None:
-            self._cost = cost_model(self.model, self.capabilities)
-        return self._cost
+        """What passes cost on this model as it is now, on its device: measured when first asked for, and cached."""
+        return cost_model(self.model, self.capabilities)
 
     def plan(self, trajectories: Sequence[Trajectory] | TokenTree) -> Plan:
         """The plan of a training step on these trajectories under the engine's budget."""
@@ -132,7 +129,7 @@ class TreeEngine:
             flat_tokens=tree.num_flat_tokens,
             unique_tokens=tree.num_tokens,
             computed_tokens=batch.layout.num_tokens,
-            recomputed_tokens=sum(tokens for _, tokens in passes.published),
+            recomputed_tokens=sum(tokens for _, tokens in passes.published + passes.scored),
             parts=len(passes.graph),
         )
 
@@ -161,10 +158,13 @@ class TreeEngine:
         """
         try:
             return self._step(plan, batch, loss, normaliser, passes)
-        except StepOutOfMemory as error:
-            if never is not None:
+        except BaseException as error:
+            if never is None:
+                self.model.zero_grad(set_to_none=True)
+            elif isinstance(error, StepOutOfMemory):
                 raise cannot_start_over(error, never) from error
-            self.model.zero_grad(set_to_none=True)
+            else:
+                error.add_note(f"{never}; what this step has added to them is incomplete")
             raise
 
     def _step(self, plan: Plan, batch: Batch | MergedBatch, loss: Any, normaliser: float, passes: Passes) -> "_Step":

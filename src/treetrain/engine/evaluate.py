@@ -64,8 +64,7 @@ def evaluate_gradients(
     with torch.enable_grad():
         given = rows.per_prediction(logprobs).requires_grad_()
         spread = None if entropies is None else rows.per_prediction_entropy(entropies).requires_grad_()
-        # Clones: a loss of the user's own may write into what it is given.
-        total, sums = evaluate(loss, given.clone(), None if spread is None else spread.clone(), rows)
+        total, sums = evaluate(loss, given, spread, rows)
         inputs = [x for x in (given, spread) if x is not None]
         grads = [None] * len(inputs)
         if total.requires_grad:
@@ -75,11 +74,14 @@ def evaluate_gradients(
 
 def _evaluate_rows(loss: Any, logprobs: Tensor, entropies: Tensor | None, rows: Selection):
     """A user's own loss: called row by row, or once with lists where its scope is the batch."""
-    logprob_rows = rows.per_trajectory(logprobs)
-    entropy_rows = [None] * len(logprob_rows) if entropies is None else rows.per_trajectory(entropies)
+    # Clones: it may write into what it is given.
+    logprob_rows = [row.clone() for row in rows.per_trajectory(logprobs)]
+    entropy_rows: list[Tensor | None] = [None] * len(logprob_rows)
+    if entropies is not None:
+        entropy_rows = [row.clone() for row in rows.per_trajectory(entropies)]
     if getattr(loss, "scope", "trajectory") == "batch":
         total, metrics = loss(logprob_rows, None if entropies is None else entropy_rows, list(rows.trajectories))
-        return total, _as_sums(metrics)
+        return torch.as_tensor(total), _as_sums(metrics)
     total, sums = logprobs.new_zeros(()), {}
     for row, entropy_row, trajectory in zip(logprob_rows, entropy_rows, rows.trajectories):
         row_sum, metrics = loss(row, entropy_row, trajectory)

@@ -33,6 +33,8 @@ class Feed(Protocol):
     needs_entropy: bool
     needs_scores_early: bool
     """Whether a pass without graph must score its edges, since trajectories that end below read them."""
+    in_parts: bool
+    """Whether gradients are known as parts go; False where the loss must see the whole batch before any backward."""
 
     def coefficients(self, piece: Piece) -> Tensor | None:
         """[e] d loss / d log-probability where it is known before the piece is scored; else None."""
@@ -77,6 +79,7 @@ class Known:
     """
 
     needs_scores_early = False
+    in_parts = True
 
     def __init__(self, board: Board, edges: Tensor, rows: Tensor | None = None):
         self.board, self._edges, self._rows = board, edges, rows
@@ -114,6 +117,7 @@ class Stream:
         self._ends = batch.deepest_row[self._order]
         self._seen = np.zeros(batch.layout.num_edges and len(batch.layout.rows), bool)
         self._at_once = getattr(loss, "scope", "trajectory") == "batch"
+        self.in_parts = not self._at_once
         self._pending = True
         self.total: Any = 0.0
         self.sums: MetricSums = {}
@@ -150,11 +154,13 @@ class Stream:
 
     def known(self) -> Known:
         """The gradients, for a second walk, once the whole batch has been evaluated."""
+        assert not self._pending
         dtype = self.board.logprobs.dtype
         return Known(self.board, self._edges.to(dtype), None if self._rows is None else self._rows.to(dtype))
 
     def seeds(self, piece: Piece) -> Seeds:
         """See `Feed`."""
+        assert not (self._at_once and self._pending), "gradients asked for before the loss has seen the batch"
         dtype = self.board.logprobs.dtype
         rows = None if self._rows is None else self._rows[self.board.index(piece.rows)].to(dtype)
         return Seeds(self._edges[self.board.index(piece.edges)].to(dtype), rows)

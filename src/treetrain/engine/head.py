@@ -166,7 +166,7 @@ class _LinearScores(torch.autograd.Function):
                 logprobs[taken] = z[edge_row, edges.targets[taken]] - lse[chunk][edge_row]
                 if need_entropy:
                     log_p = z.sub_(lse[chunk, None])
-                    entropies[chunk] = -(log_p.exp() * log_p).sum(-1)
+                    entropies[chunk] = -log_p.exp().mul_(log_p).sum(-1)
         ctx.save_for_backward(rows, weight, bias, lse, entropies)
         ctx.settings = edges, temperature, need_entropy, compute, sink
         return logprobs, entropies

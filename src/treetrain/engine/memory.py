@@ -190,8 +190,6 @@ def why_not_again(model: nn.Module, *, gradients: bool) -> str | None:
     """
     if gradients and any(p.grad is not None for p in model.parameters()):
         return "gradients of earlier calls lay in .grad"
-    if any(p._post_accumulate_grad_hooks or p._backward_hooks for p in model.parameters()):
-        return "hooks on parameters have been called with some of the gradients"
     return None
 
 

@@ -1,5 +1,6 @@
 """The plan of a batch on a model under a budget."""
 
+import warnings
 from collections.abc import Callable
 
 from torch import nn
@@ -18,6 +19,8 @@ from treetrain.tree.layout import PackedLayout
 
 AMPLE = 2
 """Where so many times the formula's peak is free, nothing is measured to know that a batch fits."""
+LAST_RESORT_TOKENS = 256
+"""The budget tried where no plan is predicted to fit into what is free."""
 PASS_TOKENS, FORWARD_SHARE = 40.0, 0.35
 """Where the architecture's cost is not known: a pass costs as much as so many tokens, and a forward so much of a step.
 Every plan within a budget is exact, so this can cost time only."""
@@ -47,8 +50,17 @@ def plan_within(
     if budget is None:
         free = _free_bytes(model)
         if free is not None and AMPLE * formula.peak_bytes(plan) > free:
-            return make_plan(layout, cost(), budget=None, free_bytes=free)
+            return _within_free(layout, cost(), free)
     return plan
+
+
+def _within_free(layout: PackedLayout, cost: CostModel, free: int) -> Plan:
+    try:
+        return make_plan(layout, cost, budget=None, free_bytes=free)
+    except ValueError as error:
+        # Nobody asked for this bound, and predictions err: it is tried, and out of memory is handled.
+        warnings.warn(f"more memory is predicted than is free ({error}); small parts are tried", stacklevel=2)
+        return make_plan(layout, cost, budget=LAST_RESORT_TOKENS)
 
 
 def _free_bytes(model: nn.Module) -> int | None:

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from treetrain.engine.batch import Batch, as_tree, check_batch
 from treetrain.engine.engine import TreeEngine, rows_of
 from treetrain.engine.feed import Board, Known
+from treetrain.engine.hooks import hooks_aside
 from treetrain.engine.memory import (
     Passes,
     Sizes,
@@ -45,7 +46,7 @@ def logprobs(
         sequences: K lists or arrays of token ids (or trajectories, or a tree).
         budget: tokens whose graph is alive at once, or bytes ("8GiB") of peak memory. A batch within it runs at once;
             a larger one runs in parts without graph, and again, part by part, in backward. None fits to the memory
-            that is free.
+            that is free. Gradients that lie in ``.grad`` are set aside in backward, which bytes do not count.
         temperature: divides the logits before the softmax.
         return_entropy: also give the entropy of the distribution each token was drawn from.
 
@@ -178,7 +179,8 @@ class _Scores:
         outs, grads = [out for out, _ in live], [grad for _, grad in live]
         with tree_attention(self.model):
             if not _has_reentrant_checkpoints(self.model):
-                return torch.autograd.grad(outs, self.parameters, grads, allow_unused=True)
+                with hooks_aside(self.parameters):
+                    return torch.autograd.grad(outs, self.parameters, grads, allow_unused=True)
             # Through .grad: a reentrant checkpoint hides its parameters from autograd.grad.
             return _collected(self.parameters, partial(torch.autograd.backward, outs, grads))
 
@@ -211,7 +213,9 @@ def _collected(parameters: list[nn.Parameter], accumulate: Any) -> Gradients:
     try:
         for p in parameters:
             p.grad = None
-        accumulate()
+        # Hooks see what the outer backward delivers, once.
+        with hooks_aside(parameters):
+            accumulate()
         return tuple(p.grad for p in parameters)
     finally:
         for p, grad in zip(parameters, before):

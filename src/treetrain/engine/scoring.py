@@ -22,7 +22,7 @@ class HeadCall(NamedTuple):
 
     def is_untouched(self, logits: Tensor) -> bool:
         """Whether the model returned the carrier itself, not changed in place either."""
-        return logits is self.carrier and logits._version == self.version
+        return logits is self.carrier and (logits.is_inference() or logits._version == self.version)
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def scoring_head(
         )
         live = scores.logprobs if scores.linear_loss is None else scores.linear_loss
         carrier = live.view(1, -1, 1)
-        calls.append(HeadCall(scores, carrier, carrier._version))
+        calls.append(HeadCall(scores, carrier, 0 if carrier.is_inference() else carrier._version))
         return carrier
 
     with replaced_forward(capabilities.head, forward):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from treetrain.engine.hooks import deliver
 from treetrain.models.switch import replaced_forward
 
 
@@ -34,21 +35,8 @@ class Sink:
     def deliver(self) -> None:
         """Hand the sum to autograd, as one gradient of the parameter."""
         if self._total is not None:
-            _Deliver.apply(self._weight, self._total.to(self._weight.dtype)).backward()  # type: ignore[union-attr]
+            deliver(self._weight, self._total.to(self._weight.dtype))
             self._total = None
-
-
-class _Deliver(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight: Tensor, gradient: Tensor):
-        ctx.gradient = gradient
-        return weight.new_zeros(())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, _):
-        gradient, ctx.gradient = ctx.gradient, None
-        return gradient, None
 
 
 class Sinks:

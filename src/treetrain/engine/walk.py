@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from treetrain.attention.carry import Carry
 from treetrain.engine.feed import Board, Feed
 from treetrain.engine.head import Scores
+from treetrain.engine.hooks import hooks_once
 from treetrain.engine.memory import Passes, StepOutOfMemory, is_out_of_memory, release_cached
 from treetrain.engine.packed import PackedRun, model_device
 from treetrain.engine.sinks import Sinks, gradient_sinks
@@ -116,7 +117,12 @@ class Walk:
             StepOutOfMemory: gradients so far are incomplete.
         """
         try:
-            with torch.enable_grad(), self._run_type.mode(self._model), gradient_sinks(self._model) as self._sinks:
+            with (
+                torch.enable_grad(),
+                self._run_type.mode(self._model),
+                hooks_once(self._model),
+                gradient_sinks(self._model) as self._sinks,
+            ):
                 self._train(self._outer, feed)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -157,7 +163,7 @@ class Walk:
     def _forward_kept(self, frame: _Frame, part: int, feed: Feed) -> _Pass | None:
         """A kept part's forward. None where it did not fit: then it is published, and run when all below is done."""
         tokens, attach = frame.of_part(part), frame.attach_of(part)
-        done = self._graph(tokens, attach, feed)
+        done = self._graph(tokens, attach, feed, known=feed.coefficients)
         if done is not None:
             feed.scored(*done)
             return done
@@ -182,6 +188,8 @@ class Walk:
         """Forward and backward of a part of which everything below has run."""
         tokens, attach = frame.of_part(part), frame.attach_of(part)
         done = self._graph(tokens, attach, feed, known=feed.coefficients)
+        if done is None and not feed.in_parts:
+            raise StepOutOfMemory(len(tokens))
         if done is None:
             self._train(self._halves(tokens, attach), feed)
             return
