@@ -163,6 +163,12 @@ def test_a_model_without_anything_to_train_is_priced_by_formula():
     assert measured(make_model("qwen3").requires_grad_(False)).source.startswith("formula")
 
 
+def test_a_model_that_takes_far_too_long_is_priced_by_formula_and_that_is_said():
+    model = make_model("qwen3")
+    found = calibrate(model, check_model(model), limit_seconds=1e-6)
+    assert "too slow here to be measured" in found.source and all(p.grad is None for p in model.parameters())
+
+
 def test_an_unknown_architecture_is_an_error_that_names_it_and_the_cure():
     model = make_model("gpt2")
     with pytest.raises(UnsupportedModel, match=r"'gpt2'.*--shape"):

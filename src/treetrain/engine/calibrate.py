@@ -32,10 +32,12 @@ from treetrain.plan.price import CostModel
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 
-LENGTHS = {"cpu": (512, 256, 128, 64), "cuda": (8192, 4096, 2048, 1024, 512)}
+LENGTHS = {"cpu": (512, 256, 128, 64, 32), "cuda": (8192, 4096, 2048, 1024, 512)}
 """Tokens of the longest pass that is measured: the first whose measurement fits the time limit."""
 REPEATS = 3
-LIMIT_SECONDS = 5.0
+LIMIT_SECONDS = 6.0
+TOO_SLOW = 10
+"""A model whose shortest measurement takes so many times the limit is not measured."""
 _MEASURED: dict[str, Constants] = {}
 
 
@@ -94,8 +96,8 @@ def calibrate(
     Args:
         capabilities: of `check_model`.
         shape: None reads it from the model's configuration.
-        limit_seconds: about how long it may take; the lengths are scaled down to it, to 64 tokens on a CPU and 512
-            on a GPU at the least.
+        limit_seconds: about how long it may take; the lengths are scaled down to it, to 32 tokens on a CPU and 512
+            on a GPU at the least. A model that needs ten times as long for these gets constants by formula.
 
     Raises:
         UnsupportedModel: a family whose cost is not known.
@@ -107,6 +109,8 @@ def calibrate(
     with _gradients_aside(model), gradient_sinks(model) as sinks:
         bench = _Bench(model, capabilities, sinks)
         long = bench.longest(limit_seconds)
+        if long is None:
+            return dataclasses.replace(formula, source=f"{formula.source} (too slow here to be measured)")
         short = max(long // 4, 2)
         measured = _memory(bench, formula, shape, short, long) | _speeds(bench, formula, shape, short, long)
     name = f"measured on {_device_name(bench.device)} with passes of {short} and {long} tokens"
@@ -129,13 +133,18 @@ class _Bench:
         self.model, self.capabilities, self.sinks = model, capabilities, sinks
         self.device = model_device(model)
 
-    def longest(self, limit_seconds: float) -> int:
-        """The longest length whose whole measurement (the time of about eight such passes) stays within the limit."""
+    def longest(self, limit_seconds: float) -> int | None:
+        """The longest length whose whole measurement (the time of about eight such passes) stays within the limit.
+
+        The shortest where none does; None where even that takes many times as long.
+        """
         lengths = [n for n in LENGTHS[self.device.type] if n <= (self.capabilities.max_positions or n)]
         least = lengths[-1] if lengths else int(self.capabilities.max_positions or 2)
         self.graph(least, 1)
         fixed = self.seconds(lambda: self.graph(2, 1), 1)
         token = max(self.seconds(lambda: self.graph(least, 1), 1) - fixed, 0.0) / least
+        if 8 * (fixed + token * least) > TOO_SLOW * limit_seconds:
+            return None
         return next((n for n in lengths if 8 * (fixed + token * n) <= limit_seconds), least)
 
     def layout(self, tokens: int, rows: int) -> PackedLayout:
