@@ -3,8 +3,8 @@
 Run: python benchmarks/budget_efficiency.py [workload ...] [--repeats 5]
 
 The tasks, model, loss and baselines are those of cpu_efficiency.py; all engines alternate in one process, a fresh
-process per workload. Budgets, in tokens: a quarter of the tree or the longest path, whichever is larger; half of the
-longest path. The ideal counts, besides the tree's own FLOPs, one forward of the fewest tokens that any plan within the
+process per workload. Budgets, in tokens: the whole tree; a quarter of it or the longest path, whichever is larger; half
+of the longest path. The ideal counts, besides the tree's own FLOPs, one forward of the fewest tokens that any plan within the
 budget must run twice (plan.least_recomputed). Rows are appended to results/budget_efficiency.csv.
 """
 
@@ -37,10 +37,13 @@ def measure(name: str, repeats: int) -> None:
     tree = tt.build_tree(batch)
     layout = tt.TreeEngine(model).plan(tree).layout
     longest = int(layout.positions.max()) + 1
-    budgets = {"quarter": max(layout.num_tokens // 4, longest), "half path": longest // 2}
+    budgets = {"whole": layout.num_tokens, "quarter": max(layout.num_tokens // 4, longest), "half path": longest // 2}
     engines: dict[str, tt.TreeEngine] = {key: tt.TreeEngine(model, budget=value) for key, value in budgets.items()}
-    linear = {f"packed {size}": LinearEngine(model, pack_tokens=size) for size in (4096, 8192)}
-    linear |= {f"padded {size}": PaddedEngine(model, pack_tokens=size) for size in (4096, 8192)}
+    linear = {
+        "packed 4096": LinearEngine(model, pack_tokens=4096),
+        "packed 8192": LinearEngine(model, pack_tokens=8192),
+        "padded 4096": PaddedEngine(model, pack_tokens=4096),
+    }
     warm = _rounds(linear | engines, batch, 1)
     best = min(linear, key=lambda key: warm[key][0])
     seconds = _rounds({best: linear[best]} | engines, batch, repeats)
@@ -59,6 +62,7 @@ def measure(name: str, repeats: int) -> None:
             "passes_without_graph": int(plan.publish.max(initial=-1)) + 1,
             "recomputed": plan.recomputed_tokens,
             "least_recomputed": least,
+            "predicted_seconds": f"{engines[key].cost.seconds(plan):.2f}",
             "ideal": f"{ideal:.3f}",
             "seconds": f"{statistics.median(seconds[key]):.3f}",
             "linear_seconds": f"{statistics.median(seconds[best]):.3f}",
