@@ -4,8 +4,8 @@ Run: python benchmarks/budget_efficiency.py [workload ...] [--repeats 5]
 
 The tasks, model, loss and baselines are those of cpu_efficiency.py; all engines alternate in one process, a fresh
 process per workload. Budgets, in tokens: the whole tree; a quarter of it or the longest path, whichever is larger; half
-of the longest path. The ideal counts, besides the tree's own FLOPs, one forward of the fewest tokens that any plan within the
-budget must run twice (plan.least_recomputed). Rows are appended to results/budget_efficiency.csv.
+of the longest path. The ideal counts, besides the tree's own FLOPs, one forward of the fewest tokens that any plan
+within the budget must run twice (plan.least_recomputed). Rows are appended to results/budget_efficiency.csv.
 """
 
 import argparse
