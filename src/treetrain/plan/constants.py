@@ -178,7 +178,7 @@ SPEEDS = {
 """Measured (cpu) on the machine of benchmarks/results; calibration measures the user's own."""
 
 
-_SLACK = {"cpu": {"slack": 1.14, "slack_bytes": 8e6}, "cuda": {"slack": 1.05, "slack_bytes": 0.0}}
+_SLACK = {"cpu": {"slack": 1.17, "slack_bytes": 8e6}, "cuda": {"slack": 1.05, "slack_bytes": 0.0}}
 """What a process takes over its tensors. cpu: fitted to measured peaks (benchmarks/results/memory.csv) with glibc 2.36:
 before 2.38 a freed aligned block is not found again for a request of its own size, and every tensor is such a block.
 The tensors themselves are predicted within a tenth (a test counts them). cuda: not measured."""
