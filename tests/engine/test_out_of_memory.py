@@ -224,6 +224,73 @@ def test_a_fused_head_that_fails_is_run_again_only_if_it_has_added_no_gradient(
     assert chunks[:2] == [4, 4] and linear.relative_error(gradient, truth["sft"][1]) <= 1e-12
 
 
+class Pairs:
+    """A user's own loss over several rows at once."""
+
+    scope, needs_entropy = "batch", False
+
+    def __init__(self):
+        self.calls = 0
+
+    def normaliser(self, rows):
+        return 2.0
+
+    def __call__(self, logprobs, entropies, rows):
+        self.calls += 1
+        sums = torch.stack([row.sum() for row in logprobs])
+        return torch.nn.functional.softplus(sums[1:] - sums[:-1]).sum(), {"calls": 1.0}
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(
+    "limits", [{"graph": 9}, {"graph": 3}, {"total": 6}, {"backward": 9}, {"plain": 4, "graph": 3}], ids=str
+)
+def test_a_loss_over_several_rows_goes_backward_only_when_all_are_scored(model, limits, before):
+    with PureFloat64():
+        sums = Pairs()(linear.score_rows(model, IDS)[0], None, ROWS)[0] / 2.0
+        expected = linear.gradients(model, sums)
+        if before:
+            tt.TreeEngine(model).forward_backward(ROWS, Pairs())
+        loss = Pairs()
+        with Shortage(model, **limits) as shortage, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if before and "backward" in limits:
+                with pytest.raises(RuntimeError, match="incomplete"):
+                    tt.TreeEngine(model).forward_backward(ROWS, loss)
+                return
+            result = tt.TreeEngine(model).forward_backward(ROWS, loss)
+    assert linear.relative_error(linear.gradients(model), expected * (1 + before)) <= 1e-12
+    assert result.loss == pytest.approx(float(sums.detach()), rel=1e-12) and result.metric_sums == {"calls": (1.0, 1.0)}
+    assert shortage.failures and shortage.leaks == 0
+    budget = named_budget(caught)
+    with Shortage(model, **limits) as shortage, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tt.TreeEngine(model, budget=budget).forward_backward(ROWS, Pairs())
+    assert not shortage.failures
+
+
+def test_a_step_in_which_nothing_has_gone_backward_starts_over_beside_earlier_gradients(model, truth):
+    engine = stem(kept=True)(model, temperature=PPO.temperature)
+    with PureFloat64():
+        engine.forward_backward(ROWS, PPO.loss)
+        # The stem of ten is kept; not one token below it fits beside it, and nothing has gone backward before that.
+        with Shortage(model, alive=10), pytest.warns(RuntimeWarning, match="started over"):
+            engine.forward_backward(ROWS, PPO.loss)
+    assert linear.relative_error(linear.gradients(model), 2 * truth["ppo"][1]) <= 1e-12
+
+
+@pytest.mark.parametrize(("shape", "keep"), [("1 part", "none"), ("chunks of 7", "all"), ("chunks of 7", "none")])
+@pytest.mark.parametrize("limits", [{"backward": 4}, {"graph": 6, "backward": 2}, {"backward_alive": 6}], ids=str)
+def test_the_warning_tells_how_many_tokens_were_alive(model, limits, shape, keep):
+    with Shortage(model, **limits) as shortage, pytest.warns(RuntimeWarning) as caught:
+        planned(shape, keep)(model).forward_backward(ROWS, PPO.loss)
+    pattern = r"while the graph of (\d+) tokens was alive, .* started over in smaller parts (once|\d+ times)"
+    told = re.search(pattern, str(caught[0].message))
+    times = len(shortage.alive_in_backward)
+    assert told and int(told[1]) == max(shortage.alive_in_backward)
+    assert told[2] == ("once" if times == 1 else f"{times} times")
+
+
 def test_the_result_tells_the_passes_that_were_run(model):
     with Shortage(model, graph=5), watched(model) as seen, pytest.warns(RuntimeWarning):
         result = tt.TreeEngine(model).forward_backward(ROWS, PPO.loss)
@@ -263,31 +330,6 @@ def test_a_step_that_starts_over_calls_hooks_once_with_the_whole_gradient(model,
     handle.remove()
     assert len(calls) == 1
     assert linear.relative_error(linear.gradients(model), truth["ppo"][1]) <= 1e-12
-
-
-class Together:
-    """A loss over the whole batch at once."""
-
-    scope, needs_entropy = "batch", False
-
-    def normaliser(self, rows) -> float:
-        return 2.0
-
-    def __call__(self, rows, entropies, trajectories):
-        return torch.stack([row.sum() for row in rows]).square().sum(), {}
-
-
-@pytest.mark.parametrize("limits", [{"graph": 9}, {"graph": 3}, {"backward": 5}, {"plain": 3, "graph": 3}])
-def test_a_loss_over_the_batch_starts_over_in_two_phases(model, limits):
-    with PureFloat64():
-        whole = tt.TreeEngine(model).forward_backward(ROWS, Together())
-        expected = linear.gradients(model)
-        model.zero_grad()
-        with Shortage(model, **limits), pytest.warns(RuntimeWarning):
-            result = tt.TreeEngine(model).forward_backward(ROWS, Together())
-    assert expected.norm() > 0 and result.parts > 1
-    assert result.loss == pytest.approx(whole.loss, rel=1e-12)
-    assert linear.relative_error(linear.gradients(model), expected) <= 1e-12
 
 
 @pytest.mark.parametrize("budget", [None, 12])

@@ -26,13 +26,16 @@ IDS = {
             [*TRUNK, 26, 27],
             [*TRUNK[:5], 28, 29, 30],
             [*TRUNK[:5], 28, 31],
+            TRUNK[:8],
+            TRUNK[:8],
             [32, 33, 34],
             [32, 35],
+            [32, 33],
         ]
     ),
     "bushy": unique_ids(bushy_rows(np.random.default_rng(2), rows=8, segment=3, levels=4)),
 }
-LOSSES = {"sft": tt.losses.sft(), "ppo": tt.losses.ppo(entropy=0.05)}
+LOSSES = {"sft": tt.losses.sft(), "ppo": tt.losses.ppo(entropy=0.05), "clip": tt.losses.ppo()}
 PLANS = [
     ("1 part", "none"),
     ("N/4", "mixed"),
@@ -46,7 +49,7 @@ PLANS = [
     ("joint publishing", "mixed"),
 ]
 every_plan = pytest.mark.parametrize(("shape", "keep"), PLANS)
-CASES = [("deep", "ppo"), ("deep", "sft"), ("bushy", "ppo")]
+CASES = [("deep", "ppo"), ("deep", "sft"), ("bushy", "clip")]
 every_case = pytest.mark.parametrize(("tree", "loss"), CASES)
 
 

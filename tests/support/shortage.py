@@ -38,6 +38,7 @@ class Shortage:
         }
         assert limits.keys() <= self.limits.keys()
         self.alive, self.failures, self.leaks = 0, 0, 0
+        self.alive_in_backward: list[int] = []
         self._handles: list[Any] = []
         self._failed: weakref.ref | None = None
         self._tokens, self._graph = 0, None
@@ -81,5 +82,7 @@ class Shortage:
         limits = {name: self.limits[name] for name in sizes}
         if any(limit is not None and sizes[name] > limit for name, limit in limits.items()):
             self.failures += 1
+            if "backward" in sizes:
+                self.alive_in_backward.append(self.alive)
             self._failed = owner
             raise self.error()

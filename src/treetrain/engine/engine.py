@@ -115,7 +115,7 @@ class TreeEngine:
         plan = self.plan_of(batch.layout)
         if isinstance(batch, Batch) and batch.weighted and (rows := self._row_by_row(tree, plan)):
             batch, plan = Batch.of(rows[0], weighted=True), rows[1]
-        never = why_not_again(self.model, gradients=True)
+        never = why_not_again(self.model)
         step, _, passes = within_memory(
             self.model,
             plan,
@@ -159,6 +159,8 @@ class TreeEngine:
         try:
             return self._step(plan, batch, loss, normaliser, passes)
         except BaseException as error:
+            if isinstance(error, StepOutOfMemory) and not error.begun:
+                raise
             if never is None:
                 self.model.zero_grad(set_to_none=True)
             elif isinstance(error, StepOutOfMemory):

@@ -36,11 +36,16 @@ def release_cached(model: nn.Module) -> None:
 
 
 class StepOutOfMemory(RuntimeError):
-    """Memory ran out where nothing can be run again by itself; what there is of gradients is incomplete."""
+    """Memory ran out where nothing can be run again by itself.
 
-    def __init__(self, tokens: int):
+    Args:
+        tokens: whose graph was alive.
+        begun: whether gradients may have been added, which are incomplete then.
+    """
+
+    def __init__(self, tokens: int, *, begun: bool):
         super().__init__(f"out of memory while the graph of {tokens} tokens was alive")
-        self.tokens = tokens
+        self.tokens, self.begun = tokens, begun
 
 
 @contextmanager
@@ -51,7 +56,7 @@ def out_of_memory_in(plan: Plan) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise StepOutOfMemory(plan.layout.num_tokens) from error
+        raise StepOutOfMemory(plan.layout.num_tokens, begun=False) from error
 
 
 class Passes:
@@ -182,13 +187,9 @@ def _users_level() -> int:
     return level
 
 
-def why_not_again(model: nn.Module, *, gradients: bool) -> str | None:
-    """Why a step of this model could not start over after a part of its gradients was added; None where it can.
-
-    Args:
-        gradients: whether gradients that are there now would be lost.
-    """
-    if gradients and any(p.grad is not None for p in model.parameters()):
+def why_not_again(model: nn.Module) -> str | None:
+    """Why a step of this model could not start over after a part of its gradients was added; None where it can."""
+    if any(p.grad is not None for p in model.parameters()):
         return "gradients of earlier calls lay in .grad"
     return None
 

@@ -15,11 +15,8 @@ from treetrain.engine.hooks import hooks_aside
 from treetrain.engine.memory import (
     Passes,
     Sizes,
-    StepOutOfMemory,
     T,
-    cannot_start_over,
     out_of_memory_in,
-    why_not_again,
     within_memory,
 )
 from treetrain.engine.packed import PackedRun, model_device, wide_dtype
@@ -157,14 +154,8 @@ class _Scores:
                 return self._kept_gradients(edges, rows)
         walk = self._walk(plan, passes, gradients=True)
         board = Board(len(edges), 0 if rows is None else len(rows), edges.dtype, edges.device, entropy=self.entropy)
-        try:
-            with self.autocast():
-                return _collected(self.parameters, partial(walk.train, Known(board, edges, rows)))
-        except StepOutOfMemory as error:
-            reason = why_not_again(self.model, gradients=False)
-            if reason is not None:
-                raise cannot_start_over(error, reason) from error
-            raise
+        with self.autocast():
+            return _collected(self.parameters, partial(walk.train, Known(board, edges, rows)))
 
     def _kept_gradients(self, edges: Tensor, rows: Tensor | None) -> "Gradients":
         assert self.kept is not None

@@ -84,7 +84,7 @@ class Walk:
         self._top = 0
         self._sinks: Sinks | None = None
         self._passes = Passes() if passes is None else passes
-        self._alive = 0
+        self._alive, self._begun = 0, False
 
     # ---- without gradients
 
@@ -127,7 +127,7 @@ class Walk:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            raise StepOutOfMemory(self._alive or self._outer.plan.peak_tokens) from error
+            raise StepOutOfMemory(self._alive or self._outer.plan.peak_tokens, begun=self._begun) from error
         self._sinks = None
 
     def _train(self, frame: _Frame, feed: Feed) -> None:
@@ -189,7 +189,7 @@ class Walk:
         tokens, attach = frame.of_part(part), frame.attach_of(part)
         done = self._graph(tokens, attach, feed, known=feed.coefficients)
         if done is None and not feed.in_parts:
-            raise StepOutOfMemory(len(tokens))
+            raise StepOutOfMemory(len(tokens), begun=self._begun)
         if done is None:
             self._train(self._halves(tokens, attach), feed)
             return
@@ -208,7 +208,7 @@ class Walk:
         return done
 
     def _backward(self, done: _Pass, feed: Feed) -> None:
-        scores = done.scores
+        scores, self._begun = done.scores, True
         if scores.linear_loss is not None:
             scores.linear_loss.backward()
         else:
