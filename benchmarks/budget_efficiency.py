@@ -1,10 +1,10 @@
 """Speed under a budget on real trajectories on a CPU, against the FLOP-ideal of that budget.
 
-Run: python benchmarks/budget_efficiency.py [workload ...] [--repeats 5]
+Run: python benchmarks/budget_efficiency.py [workload ...] [--repeats 5] [--baselines "packed 4096" ...]
 
 The tasks, model, loss and baselines are those of cpu_efficiency.py; all engines alternate in one process, a fresh
-process per workload. Budgets, in tokens: the whole tree; a quarter of it or the longest path, whichever is larger; half
-of the longest path. The ideal counts, besides the tree's own FLOPs, one forward of the fewest tokens that any plan
+process per workload. Budgets, in tokens: a quarter of the tree or the longest path, whichever is larger; half of the
+longest path. The ideal counts, besides the tree's own FLOPs, one forward of the fewest tokens that any plan
 within the budget must run twice (plan.least_recomputed). Rows are appended to results/budget_efficiency.csv.
 """
 
@@ -20,8 +20,10 @@ from workloads import WORKLOADS, load_workload, model_30m
 
 NAMES = [name for name in WORKLOADS if name != "unrelated"]
 
+BASELINES = ("packed 4096", "packed 8192", "padded 4096")
 
-def measure(name: str, repeats: int) -> None:
+
+def measure(name: str, repeats: int, baselines: list[str]) -> None:
     """Benchmark one workload in this process and append a row per budget."""
     import torch
 
@@ -37,13 +39,14 @@ def measure(name: str, repeats: int) -> None:
     tree = tt.build_tree(batch)
     layout = tt.TreeEngine(model).plan(tree).layout
     longest = int(layout.positions.max()) + 1
-    budgets = {"whole": layout.num_tokens, "quarter": max(layout.num_tokens // 4, longest), "half path": longest // 2}
+    budgets = {"quarter": max(layout.num_tokens // 4, longest), "half path": longest // 2}
     engines: dict[str, tt.TreeEngine] = {key: tt.TreeEngine(model, budget=value) for key, value in budgets.items()}
     linear = {
         "packed 4096": LinearEngine(model, pack_tokens=4096),
         "packed 8192": LinearEngine(model, pack_tokens=8192),
         "padded 4096": PaddedEngine(model, pack_tokens=4096),
     }
+    linear = {key: engine for key, engine in linear.items() if key in baselines}
     warm = _rounds(linear | engines, batch, 1)
     best = min(linear, key=lambda key: warm[key][0])
     seconds = _rounds({best: linear[best]} | engines, batch, repeats)
@@ -108,15 +111,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", default=NAMES, help=", ".join(NAMES))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--baselines", nargs="+", default=list(BASELINES), choices=BASELINES)
     parser.add_argument("--here", action="store_true", help="in this process (one workload)")
     options = parser.parse_args()
     unknown = set(options.workloads) - set(NAMES)
     if unknown:
         parser.error(f"unknown workload {sorted(unknown)[0]!r}; there are {', '.join(NAMES)}")
     if options.here:
-        return measure(options.workloads[0], options.repeats)
+        return measure(options.workloads[0], options.repeats, options.baselines)
     for name in options.workloads:
-        subprocess.run([sys.executable, __file__, name, "--here", "--repeats", str(options.repeats)], check=True)
+        command = [sys.executable, __file__, name, "--here", "--repeats", str(options.repeats), "--baselines"]
+        subprocess.run([*command, *options.baselines], check=True)
 
 
 if __name__ == "__main__":
