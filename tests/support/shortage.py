@@ -1,5 +1,7 @@
 """A device with little memory: passes of a model that are too large fail as an allocator would make them fail."""
 
+import re
+import warnings
 import weakref
 from typing import Any
 
@@ -86,3 +88,13 @@ class Shortage:
                 self.alive_in_backward.append(self.alive)
             self._failed = owner
             raise self.error()
+
+
+def named_budget(caught: list[warnings.WarningMessage]) -> int:
+    """The budget that the only warning names."""
+    assert [w.category for w in caught] == [RuntimeWarning], [str(w.message) for w in caught]
+    found = re.fullmatch(
+        r"out of memory (.*)\. The result is exact.*budget=(\d+) would have avoided this", str(caught[0].message)
+    )
+    assert found, str(caught[0].message)
+    return int(found[2])
