@@ -268,7 +268,7 @@ def _pair_speed(bench: _Bench, shape: ModelShape, tokens: int) -> float:
 
     with torch.enable_grad():
         call()
-        seconds = bench.seconds(call)
+        seconds = bench.seconds(call, 2 * REPEATS + 1)
     return 3 * 4.0 * shape.heads * shape.head_dim * (count * (count + 1) / 2) / seconds
 
 
