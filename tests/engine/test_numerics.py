@@ -31,7 +31,7 @@ def test_gradients_of_every_other_loss_are_those_of_the_rows(name, record_proper
 
 @pytest.mark.parametrize("case", [SFT, PPO], ids=["sft", "ppo"])
 def test_the_linear_engine_meets_the_contract_too(case):
-    check_contract("qwen2", [case], 8, engine=LinearEngine)
+    check_contract("qwen2", [case], 8, engines=(LinearEngine,))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])

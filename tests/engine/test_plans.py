@@ -6,22 +6,21 @@ from support.contract import OTHERS, PPO, SFT, check_contract
 from support.plans import KEEPS, SHAPES, planned
 
 
-@pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gradients_of_every_plan_are_those_of_the_rows(shape, keep, record_property):
-    engine = planned(shape, keep)
-    worst = check_contract("qwen3", [SFT, PPO], 8, engine=engine)
-    record_property("errors", worst)
-    if shape != "1 part":
-        parts = [plan.num_parts for plan in engine.plans]
-        assert max(parts) > 2
+def test_gradients_of_every_plan_are_those_of_the_rows(shape, record_property):
+    engines = [planned(shape, keep) for keep in KEEPS]
+    record_property("errors", check_contract("qwen3", [SFT, PPO], 12, engines=engines))
+    for keep, engine in zip(KEEPS, engines):
+        if shape == "1 part":
+            continue
+        assert max(plan.num_parts for plan in engine.plans) > 2
         recomputed = sum(plan.recomputed_tokens for plan in engine.plans)
         assert keep == "mixed" or (recomputed == 0) == (keep == "all")
 
 
-@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-def test_every_other_loss_holds_in_small_parts(name, keep, record_property):
-    # Enough forests for the pooled bfloat16 error to settle.
-    worst = check_contract("qwen3", [OTHERS[name]], 20, engine=planned("chunks of 2", keep))
-    record_property("errors", worst)
+def test_every_other_loss_holds_in_small_parts(name, record_property):
+    engines = [planned("chunks of 2", keep) for keep in KEEPS]
+    # Enough forests for the pooled bfloat16 error to settle: one at a clipping bound decides that of a few.
+    record_property("errors", check_contract("qwen3", [OTHERS[name]], 30, engines=engines))

@@ -1,6 +1,7 @@
 """The numerics contract: loss and gradients of tree and rows, in float64, float32 and bfloat16, over random forests."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -85,8 +86,10 @@ def measured(model, rows, case: Case, engine=tt.TreeEngine, **options) -> tuple[
     return result.loss, linear.gradients(model)
 
 
-def check_contract(family: str, cases: list[Case], examples: int, **options) -> dict[str, float]:
-    """Hold the contract over random forests; returns the worst errors."""
+def check_contract(
+    family: str, cases: list[Case], examples: int, *, engines: Sequence[type[tt.TreeEngine]] = (tt.TreeEngine,)
+) -> dict[str, float]:
+    """Hold the contract over random forests, for every engine on each; returns the worst errors."""
     low = make_model(family, dtype=torch.bfloat16)
     single, double = as_dtype(low, torch.float32), as_dtype(low, torch.float64)
     worst = {"float64": 0.0, "float32": 0.0}
@@ -95,28 +98,29 @@ def check_contract(family: str, cases: list[Case], examples: int, **options) -> 
 
     distinct: set = set()
 
-    @seeded(f"{family} {[case.loss for case in cases]} {options}")
+    @seeded(f"{family} {[case.loss for case in cases]} {[engine.__name__ for engine in engines]}")
     @runs(examples, derandomize=False)
     @given(trajectories())
     def every_forest(rows):
         distinct.add(tuple(tuple(row.ids.tolist()) for row in rows))
         with PureFloat64():
             truth = expected(double, rows, cases)
-            pure = [measured(double, rows, case, **options) for case in cases]
+            pure = [[measured(double, rows, case, engine) for case in cases] for engine in engines]
         plain = expected(single, rows, cases)
         bfloat = expected(low, rows, cases)
         for number, case in enumerate(cases):
             loss, gradient = truth[number]
-            assert pure[number][0] == pytest.approx(loss, rel=1e-12, abs=1e-12)
-            worst["float64"] = max(worst["float64"], linear.relative_error(pure[number][1], gradient))
-            assert worst["float64"] <= 1e-12
-            got = measured(single, rows, case, **options)
-            assert got[0] == pytest.approx(plain[number][0], rel=1e-5, abs=1e-5)
-            worst["float32"] = max(worst["float32"], linear.relative_error(got[1], plain[number][1]))
-            assert worst["float32"] <= 1e-5
-            # Against the float64 gradient of the same weights: a higher precision than the contract's float32.
-            tree_errors.append(linear.relative_error(measured(low, rows, case, **options)[1], gradient))
             linear_errors.append(linear.relative_error(bfloat[number][1], gradient))
+            for engine, found in zip(engines, pure):
+                assert found[number][0] == pytest.approx(loss, rel=1e-12, abs=1e-12)
+                worst["float64"] = max(worst["float64"], linear.relative_error(found[number][1], gradient))
+                assert worst["float64"] <= 1e-12
+                got = measured(single, rows, case, engine)
+                assert got[0] == pytest.approx(plain[number][0], rel=1e-5, abs=1e-5)
+                worst["float32"] = max(worst["float32"], linear.relative_error(got[1], plain[number][1]))
+                assert worst["float32"] <= 1e-5
+                # Against the float64 gradient of the same weights: a higher precision than the contract's float32.
+                tree_errors.append(linear.relative_error(measured(low, rows, case, engine)[1], gradient))
 
     every_forest()
     worst["distinct forests"] = len(distinct)
