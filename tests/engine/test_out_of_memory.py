@@ -270,7 +270,9 @@ def test_a_step_in_which_nothing_has_gone_backward_starts_over_beside_earlier_gr
 
 
 @pytest.mark.parametrize(("shape", "keep"), [("1 part", "none"), ("chunks of 7", "all"), ("chunks of 7", "none")])
-@pytest.mark.parametrize("limits", [{"backward": 4}, {"graph": 6, "backward": 2}, {"backward_alive": 6}], ids=str)
+@pytest.mark.parametrize(
+    "limits", [{"backward": 6}, {"backward": 4}, {"graph": 6, "backward": 2}, {"backward_alive": 6}], ids=str
+)
 def test_the_warning_tells_how_many_tokens_were_alive(model, limits, shape, keep):
     with Shortage(model, **limits) as shortage, pytest.warns(RuntimeWarning) as caught:
         planned(shape, keep)(model).forward_backward(ROWS, PPO.loss)
