@@ -58,13 +58,18 @@ class BatchPlan:
         """Steps of so many passes."""
         return sum(self.steps_per_epoch(number) for number in range(epochs))
 
-    def steps(self, total: int) -> Iterator[tuple[int, Int64s]]:
-        """(epoch, row numbers) of the first `total` steps, passing over the data as often as that takes."""
+    def steps(self, total: int, *, skip: int = 0) -> Iterator[tuple[int, Int64s]]:
+        """(epoch, row numbers) of the first `total` steps, passing over the data as often as that takes.
+
+        Args:
+            skip: so many of them are left out at the beginning: they were taken before.
+        """
         epoch = given = 0
         while given < total:
             for rows in self.epoch(epoch)[: total - given]:
-                yield epoch, rows
                 given += 1
+                if given > skip:
+                    yield epoch, rows
             epoch += 1
 
 

@@ -19,10 +19,10 @@ class RunDisplay:
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[shown]}"))
             self._bar = Progress(*columns, TimeRemainingColumn(), console=console)
 
-    def start(self) -> None:
-        """Begin; to be followed by `stop` whatever happens."""
+    def start(self, done: int = 0) -> None:
+        """Begin after `done` steps; to be followed by `stop` whatever happens."""
         if self._bar is not None:
-            self._task = self._bar.add_task("", total=self.total, shown="")
+            self._task = self._bar.add_task("", total=self.total, completed=done, shown="")
             self._bar.start()
 
     def stop(self) -> None:
