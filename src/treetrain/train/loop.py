@@ -12,6 +12,7 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import StepResult, TreeEngine
 from treetrain.train.config import TrainConfig
 from treetrain.train.evaluation import evaluate
+from treetrain.train.facts import Facts
 from treetrain.train.metrics import MetricsFile, peak_memory_bytes
 from treetrain.train.optim import make_optimizer, make_schedule
 from treetrain.train.prepare import Prepared
@@ -54,6 +55,7 @@ class TrainLoop:
         self.config, self.prepared, self.device, self.total = config, prepared, device, total
         self.model, self.engine, self.metrics = model, engine, metrics
         self.display = RunDisplay(console, total)
+        self.facts = Facts(model, engine, device)
         self.optimizer = make_optimizer(model, config)
         self.schedule = make_schedule(self.optimizer, config, total)
         self.progress = Progress()
@@ -90,7 +92,7 @@ class TrainLoop:
         """The steps that are left, and their evaluations."""
         rows = self.prepared.rows
         if self.step == 0:
-            self.metrics.write({"kind": "start", "steps": self.total, "config": self.config.as_dict()})
+            self._record_start()
         self.display.start(self.step)
         try:
             if self.step == 0:
@@ -107,6 +109,14 @@ class TrainLoop:
     def _step_done(self) -> None:
         """The boundary between two steps: everything of the last one, its evaluation included, is done."""
 
+    def _record_start(self) -> None:
+        """What runs, on what, and how its first step is going to be run."""
+        rows = self.prepared.rows
+        _, first = next(iter(self.prepared.plan.steps(self.total)))
+        with self._precision():
+            facts = self.facts.of_run(rows, self.prepared.eval_rows, [rows[number] for number in first.tolist()])
+        self.metrics.write({"kind": "start", "steps": self.total, "config": self.config.as_dict(), **facts})
+
     def _train_step(self, epoch: int, rows: list[Trajectory]) -> None:
         started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
@@ -122,6 +132,7 @@ class TrainLoop:
         seconds = time.perf_counter() - started
         self.progress.add(result, seconds=seconds, forward_backward_seconds=computing)
         record = {"kind": "train", "step": self.step, "epoch": epoch, "trajectories": len(rows)}
+        record |= self.facts.of_step(rows)
         self._record(record, result, lr=lr, grad_norm=norm, seconds=seconds, forward_backward_seconds=computing)
 
     def _clip(self, loss: float) -> float:
@@ -143,6 +154,8 @@ class TrainLoop:
             "flat_tokens": result.flat_tokens,
             "unique_tokens": result.unique_tokens,
             "computed_tokens": result.computed_tokens,
+            "recomputed_tokens": result.recomputed_tokens,
+            "parts": result.parts,
             "overlap": 1 - result.unique_tokens / result.flat_tokens,
             "seconds": seconds,
             "flat_tokens_per_second": result.flat_tokens / seconds,

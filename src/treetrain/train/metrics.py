@@ -4,11 +4,16 @@ import json
 import math
 import resource
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
+from treetrain.train.sinks import Observer, Observers
+
+if TYPE_CHECKING:
+    import torch
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -21,19 +26,27 @@ class MetricsFile:
     """Appends records to `metrics.jsonl`; each is flushed at once, so that a run that dies keeps what it did.
 
     Until a run has done something (a step, or an end of any kind) its records stand in a file beside it: a run that
-    fails before leaves nothing behind, and an earlier run's metrics as they were.
+    fails before leaves nothing behind, and an earlier run's metrics as they were. An error that ends the run becomes
+    the last record, `{"kind": "failed"}`.
+
+    Args:
+        folder: of the run.
+        observers: are given every record after it is on disk. One that raises is left out from then on, with a warning.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, observers: Sequence[Observer] = ()) -> None:
         self._path, self._draft = folder / METRICS_FILE, folder / f"{METRICS_FILE}.draft"
         self._file = self._draft.open("w", encoding="utf-8")
+        self._observers = Observers(observers, folder)
 
     def write(self, record: dict[str, Any]) -> None:
         """One line. Numbers that JSON cannot hold (NaN, infinity) become null."""
-        self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+        record = _plain(record)
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
         if record.get("kind") in LASTING and self._draft.exists():
             self._draft.replace(self._path)
+        self._observers.record(record)
 
     def __enter__(self) -> Self:
         return self
@@ -41,13 +54,20 @@ class MetricsFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
-        self._draft.unlink(missing_ok=True)
+        try:
+            if isinstance(error, Exception) and not self._draft.exists():
+                self.write({"kind": "failed", "error": f"{type(error).__name__}: {error}", "time": time.time()})
+        finally:
+            self._file.close()
+            self._draft.unlink(missing_ok=True)
+            self._observers.close()
 
 
-def peak_memory_bytes(device: torch.device) -> int:
+def peak_memory_bytes(device: "torch.device") -> int:
     """Most memory the process has held so far: resident on a CPU, allocated by torch on a GPU."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

@@ -1,5 +1,6 @@
 """The trainer: checked data and settings first, then the model, then steps, then one folder with the result."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from treetrain.train.metrics import MetricsFile
 from treetrain.train.prepare import Prepared, prepare
 from treetrain.train.result import TrainResult
 from treetrain.train.save import save_result
+from treetrain.train.sinks import Observer
 from treetrain.tree.build import build_tree
 
 LINEAR_PACK_TOKENS = 8_192  # beyond this, larger packs cost memory and gain no speed
@@ -34,14 +36,17 @@ class Trainer:
     Args:
         config: the run.
         console: where progress is shown; None shows nothing.
+        observers: are given every record of the run (see `treetrain.train.sinks.Observer`).
 
     Raises:
         DataError: bad data, naming file and line or row.
         ValueError: settings that cannot be; both before anything is written.
     """
 
-    def __init__(self, config: TrainConfig, *, console: Console | None = None) -> None:
-        self.config, self.console = config, console or Console(quiet=True)
+    def __init__(
+        self, config: TrainConfig, *, console: Console | None = None, observers: Sequence[Observer] = ()
+    ) -> None:
+        self.config, self.console, self.observers = config, console or Console(quiet=True), tuple(observers)
         self.device = _device(config.device)
         self.prepared: Prepared = prepare(config)
         for note in self.prepared.notes:
@@ -68,7 +73,7 @@ class Trainer:
             check_batch(build_tree(rows), engine.capabilities)
         folder = Path(self.config.output)
         folder.mkdir(parents=True, exist_ok=True)
-        with MetricsFile(folder) as metrics:
+        with MetricsFile(folder, self.observers) as metrics:
             loop = self._loop(model, engine, metrics)
             try:
                 loop.run()
