@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from treetrain.cli.options import Files
-from treetrain.cli.parse import parse
+from treetrain.cli.parse import flag_value, parse
 from treetrain.train.config import TrainConfig
+from treetrain.train.settings import SECTIONS, DataSettings
 
 if TYPE_CHECKING:
     from treetrain.train.trainer import TrainResult
@@ -16,17 +17,49 @@ EXAMPLES = (
     "rollouts.jsonl --model Qwen/Qwen3-0.6B --output out",
     "chats.jsonl --model tiny --output out --eval-fraction 0.1 --lr 1e-3 --epochs 3",
     "rollouts.jsonl --model ./policy --output out --loss grpo --clip 0.2 --lr 1e-6",
+    "--config run.toml --lr 1e-5 --output out",
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainOptions(TrainConfig):
-    """A training run, and how it is told about."""
+class DataOptions(DataSettings):
+    """What is trained on."""
 
     data: Files
     """JSONL files (plain or .gz) of token rows or of conversations."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommandOptions:
+    """The command itself."""
+
+    config: str | None = None
+    """TOML file of settings, named as the flags are (tokens_per_step = 65536); a flag outweighs the file."""
     json: bool = False
     """Print one JSON object at the end and no progress."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainOptions(TrainConfig, CommandOptions):
+    """A training run, and how it is told about."""
+
+    sections: ClassVar[dict[str, type]] = SECTIONS | {"data": DataOptions, "command": CommandOptions}
+
+    @staticmethod
+    def defaults(argv: Sequence[str]) -> dict[str, Any]:
+        """What a configuration file says, where one is named and no flag says otherwise."""
+        path = flag_value(argv, "config")
+        if path is None:
+            return {}
+        from treetrain.train.config import EXCLUSIVE
+        from treetrain.train.config_file import read_settings
+
+        settings = read_settings(path)
+        for pair in EXCLUSIVE:
+            # A flag that says the same thing in the other way takes the place of what the file says.
+            if any(flag_value(argv, name) is not None for name in pair):
+                settings = {name: value for name, value in settings.items() if name not in pair}
+        return settings
 
 
 def run(argv: Sequence[str]) -> int:

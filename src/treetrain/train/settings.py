@@ -1,0 +1,155 @@
+"""The settings of a training run, by what they are about. Plain data that costs nothing to import.
+
+Every class is a section of `TrainConfig`, of `treetrain train --help`, and, if wanted, a table of a configuration file.
+"""
+
+import dataclasses
+from typing import Literal
+
+LossName = Literal["sft", "reinforce", "ppo", "grpo"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """What is trained on."""
+
+    data: tuple[str, ...]
+    """JSONL files (plain or .gz) of token rows or of conversations."""
+    format: Literal["auto", "tokens", "chat"] = "auto"
+    """What the files hold: token rows (`input_ids`), conversations (`messages`), or what the first row looks like."""
+    view: Literal["transcript", "calls"] = "transcript"
+    """Conversations as whole transcripts, or every LLM call as its own row."""
+    tools: str | None = None
+    """JSON file of tool schemas for conversations that bring none."""
+    chat_template: str | None = None
+    """Instead of the tokenizer's template: chatml (built in, keeps prefixes) or a Jinja file."""
+    tokenizer: str | None = None
+    """Tokenizer to use instead of the model's own; a hub id, a folder or a preset."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The model that is trained."""
+
+    model: str
+    """Hub id, local folder, or a built-in random preset: tiny, small."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossSettings:
+    """What is learnt. An option that the loss does not have is an error; what is not given is the loss's own choice."""
+
+    loss: LossName = "sft"
+    """sft: cross-entropy. reinforce, ppo, grpo: policy gradients on recorded advantages, or on rewards per group."""
+    reduction: Literal["token", "trajectory"] | None = None
+    """Mean over all tokens of a step or over each row's tokens first; the loss's own choice if not given."""
+    clip: float | None = None
+    """ppo, grpo: how far the probability ratio is followed from 1, 0 to 1."""
+    clip_low: float | None = None
+    """ppo, grpo: the lower bound by itself, in place of clip."""
+    clip_high: float | None = None
+    """ppo, grpo: the upper bound by itself, in place of clip."""
+    kl: float | None = None
+    """Policy losses: coefficient of the KL to the reference policy; the rows then need ref_logprobs."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """Policy losses: which estimate of that KL."""
+    entropy: float | None = None
+    """Policy losses: coefficient of the entropy bonus."""
+    advantage_mean: bool = True
+    """Advantages from rewards: subtract the mean of the group."""
+    advantage_std: bool = True
+    """Advantages from rewards: divide by the standard deviation of the group."""
+    temperature: float = 1.0
+    """Divides the logits; for policy losses the temperature that the rows were sampled with."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """How many steps there are, and what a step is."""
+
+    epochs: int | None = None
+    """Passes over the data; 1 where neither epochs nor steps is given."""
+    steps: int | None = None
+    """Optimiser steps; the data is passed over as often as that takes. In place of epochs."""
+    tokens_per_step: int = 32_768
+    """Flat tokens that a step is filled up to with whole groups (else whole trees); a larger group is a step alone."""
+    seed: int = 0
+    """Of the order of the data and of a preset's random weights."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimiserSettings:
+    """How the weights follow the gradients."""
+
+    lr: float = 2e-5
+    """Peak learning rate."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Learning rate after the warm-up: down a half cosine to min_lr_ratio x lr, or constant."""
+    min_lr_ratio: float = 0.1
+    """Where the cosine ends, as a share of lr, 0 to 1."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up; in place of warmup_fraction."""
+    warmup_fraction: float | None = None
+    """Share of all steps that is warm-up; 0.03 where neither is given."""
+    weight_decay: float = 0.01
+    """AdamW's decay per step, in units of the learning rate; norms and biases are not decayed."""
+    beta1: float = 0.9
+    """AdamW's average of gradients."""
+    beta2: float = 0.999
+    """AdamW's average of squared gradients."""
+    max_grad_norm: float | None = 1.0
+    """Gradients are scaled down to this global norm; None leaves them as they are."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationSettings:
+    """What is held out, and what is done with it."""
+
+    eval_data: tuple[str, ...] = ()
+    """Files held out for evaluation, read as the training files are."""
+    eval_fraction: float = 0.0
+    """Share of the groups (trees where rows have none) that is held out for evaluation, 0 to below 1."""
+    eval_every_steps: int = 0
+    """Evaluate after every so many steps; 0 evaluates only before the first step and after the last."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExecutionSettings:
+    """Where and how it runs. Neither the gradients nor the result depend on this beyond rounding."""
+
+    execution: Literal["tree", "linear"] = "tree"
+    """tree: every shared prefix once. linear: every row by itself, on the same steps, to compare with."""
+    budget: int | str | None = None
+    """Tokens whose graph is alive at once (4096), or for a tree bytes above model, gradients and optimiser
+    state (8GiB). None: a tree takes what the device has free, linear packs of 8192 tokens."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """float32, or bfloat16 by autocast over float32 weights."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, about a third more time."""
+    device: str = "auto"
+    """auto (cuda if there is one), cpu or cuda."""
+    threads: int | None = None
+    """CPU threads; None leaves torch's choice."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputSettings:
+    """What is written."""
+
+    output: str
+    """Folder for the trained model, its tokenizer, metrics.jsonl and train_config.json."""
+    overwrite: bool = False
+    """Replace the model and the metrics that are in the output folder already."""
+
+
+SECTIONS: dict[str, type] = {
+    "data": DataSettings,
+    "model": ModelSettings,
+    "loss": LossSettings,
+    "steps": StepSettings,
+    "optimiser": OptimiserSettings,
+    "evaluation": EvaluationSettings,
+    "execution": ExecutionSettings,
+    "output": OutputSettings,
+}
+"""Every section by its title."""
