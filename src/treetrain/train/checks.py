@@ -61,6 +61,7 @@ NUMBERS = {
     "clip_high": Bounds(infinite=True),
     "kl": Bounds(),
     "entropy": Bounds(),
+    "checkpoint_every_minutes": Bounds(),
 }
 COUNTS = {
     "epochs": 1,
@@ -68,6 +69,8 @@ COUNTS = {
     "tokens_per_step": 1,
     "warmup_steps": 0,
     "eval_every_steps": 0,
+    "checkpoint_every_steps": 0,
+    "keep_checkpoints": 1,
     "threads": 1,
     "seed": 0,
 }

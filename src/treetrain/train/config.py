@@ -7,6 +7,7 @@ from typing import Any
 
 from treetrain.train.checks import check_setting
 from treetrain.train.settings import (
+    CheckpointSettings,
     DataSettings,
     EvaluationSettings,
     ExecutionSettings,
@@ -25,6 +26,7 @@ EXCLUSIVE = (("epochs", "steps"), ("warmup_steps", "warmup_fraction"))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(
+    CheckpointSettings,
     OutputSettings,
     ExecutionSettings,
     EvaluationSettings,
@@ -44,6 +46,10 @@ class TrainConfig(
             object.__setattr__(self, field.name, _plain(field.name, value))
         self._check_files()
         self._check_budget()
+        if self.resume == "auto" and self.overwrite:
+            raise ValueError(
+                "resume is 'auto' and overwrite is true: one goes on with what is in output, one replaces it"
+            )
         for one, other in EXCLUSIVE:
             _only_one(self, one, other)
         if self.eval_data and self.eval_fraction:
@@ -57,7 +63,7 @@ class TrainConfig(
     def _check_files(self) -> None:
         if not self.data:
             raise ValueError("no data file given; name at least one JSONL file")
-        for name in ("model", "output"):
+        for name in ("model", "output", "resume"):
             if not getattr(self, name).strip():
                 raise ValueError(f"{name} is empty; give a name")
 

@@ -142,6 +142,21 @@ class OutputSettings:
     """Replace the model and the metrics that are in the output folder already."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """What survives the end of the process. Ctrl-C and SIGTERM write a checkpoint whatever is set here."""
+
+    checkpoint_every_minutes: float = 15.0
+    """Write a checkpoint after the first step that ends so long after the last one; 0: not by time."""
+    checkpoint_every_steps: int = 0
+    """Write a checkpoint after every so many steps; 0: not by steps."""
+    keep_checkpoints: int = 2
+    """The newest so many are kept; older ones are deleted when a new one is complete."""
+    resume: str = "never"
+    """never: begin anew. auto: go on from the newest complete checkpoint in the output folder, begin where there is
+    none. Else the folder of a checkpoint, or of a run, to go on from."""
+
+
 SECTIONS: dict[str, type] = {
     "data": DataSettings,
     "model": ModelSettings,
@@ -151,5 +166,6 @@ SECTIONS: dict[str, type] = {
     "evaluation": EvaluationSettings,
     "execution": ExecutionSettings,
     "output": OutputSettings,
+    "checkpoints": CheckpointSettings,
 }
 """Every section by its title."""

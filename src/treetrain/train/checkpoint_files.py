@@ -1,0 +1,188 @@
+"""Checkpoints as folders on disk: whole or not there at all, recognised when torn, and never in the way of a new one.
+
+`checkpoints/step-00000120` appears by one rename, when every file in it and its manifest are on the disk. The manifest
+holds the size and SHA-256 of every file, and its own, so that what a disk, a copy or an editor did is seen.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FOLDER = "checkpoints"
+MANIFEST = "manifest.json"
+WRITING, DELETING = ".writing-", ".deleting-"
+"""Prefixes of folders that a killed run may leave behind."""
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+class TornCheckpoint(ValueError):
+    """A checkpoint that is not what was written; the message says what is wrong with it."""
+
+
+class CheckpointNotWritten(OSError):
+    """A checkpoint that could not be written; nothing of it is left, and older ones are as they were."""
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint that is whole."""
+
+    path: Path
+    step: int
+    facts: dict[str, Any]
+    """What the writer said about it."""
+
+
+def name_of(step: int) -> str:
+    """The name of a checkpoint's folder; names sort as steps do."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step in a checkpoint's name; None for any other name."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def named(folder: Path) -> list[Path]:
+    """What is named as a checkpoint in a folder of checkpoints, newest first, whole or not."""
+    found = [path for path in folder.glob("step-*") if path.is_dir() and step_of(path) is not None]
+    return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
+
+
+def write(folder: Path, step: int, fill: Callable[[Path], None], facts: dict[str, Any]) -> Checkpoint:
+    """Write a checkpoint under a temporary name, bring it to the disk, and rename it.
+
+    Args:
+        folder: of all checkpoints; made where it is missing.
+        fill: writes the files into the folder it is given.
+        facts: plain JSON data, kept in the manifest.
+
+    Raises:
+        CheckpointNotWritten: the disk is full or does not take it for another reason.
+    """
+    temporary, path = folder / f"{WRITING}{name_of(step)}", folder / name_of(step)
+    try:
+        folder.mkdir(exist_ok=True)
+        _remove(temporary)
+        temporary.mkdir()
+        fill(temporary)
+        files = {file.name: _described(file) for file in sorted(temporary.iterdir())}
+        contents = {"format": 1, "step": step, "files": files, **facts}
+        text = json.dumps({"contents": contents, "sha256": _digest_of(contents)}, indent=1)
+        (temporary / MANIFEST).write_text(text + "\n", encoding="utf-8")
+        for file in temporary.iterdir():
+            sync(file)
+        sync(temporary)
+        delete([path])  # one of the same step that was not whole, or that a resumed run has passed again
+        os.replace(temporary, path)
+        sync(folder)
+        sync(folder.parent)
+    except OSError as error:
+        _remove(temporary)
+        raise _not_written(folder, step, error) from error
+    except BaseException:
+        _remove(temporary)
+        raise
+    return Checkpoint(path, step, contents)
+
+
+def read(path: Path) -> Checkpoint:
+    """Check a checkpoint against its manifest, every byte of it.
+
+    Raises:
+        TornCheckpoint: a file is missing, of another size or changed.
+        OSError: it cannot be read.
+    """
+    contents = _manifest(path)
+    for name, expected in contents["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise TornCheckpoint(f"{path}: {name} is missing")
+        size = file.stat().st_size
+        if size != expected["bytes"]:
+            raise TornCheckpoint(f"{path}: {name} has {size:,} bytes, {expected['bytes']:,} were written")
+        if _sha256(file) != expected["sha256"]:
+            raise TornCheckpoint(f"{path}: the contents of {name} are not what was written (its SHA-256 differs)")
+    return Checkpoint(path, contents["step"], contents)
+
+
+def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint of a folder, and what is wrong with the newer ones that are not."""
+    torn = []
+    for path in named(folder):
+        try:
+            return read(path), torn
+        except (TornCheckpoint, OSError) as error:
+            torn.append(str(error))
+    return None, torn
+
+
+def delete(paths: Iterable[Path]) -> None:
+    """Remove checkpoints: each is renamed first, so that a kill in between leaves none that looks whole."""
+    for path in paths:
+        if path.exists():
+            doomed = path.with_name(f"{DELETING}{path.name}")
+            _remove(doomed)
+            os.replace(path, doomed)
+            _remove(doomed)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or a folder's entries are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot sync folders
+            raise
+    finally:
+        os.close(handle)
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        stored = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        contents = stored["contents"]
+        right = stored["sha256"] == _digest_of(contents)
+    except FileNotFoundError:
+        raise TornCheckpoint(f"{path}: {MANIFEST} is missing") from None
+    except (ValueError, KeyError, TypeError):
+        raise TornCheckpoint(f"{path}: {MANIFEST} cannot be read") from None
+    if not right:
+        raise TornCheckpoint(f"{path}: the contents of {MANIFEST} are not what was written")
+    if contents["format"] != 1:
+        raise TornCheckpoint(f"{path} is of format {contents['format']}, this version reads format 1")
+    return contents
+
+
+def _described(file: Path) -> dict[str, Any]:
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _digest_of(contents: Any) -> str:
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
+
+
+def _remove(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _not_written(folder: Path, step: int, error: OSError) -> CheckpointNotWritten:
+    reason = error.strerror or str(error)
+    try:
+        free = f"; {shutil.disk_usage(folder.parent).free / 1e6:,.1f} MB are free there"
+    except OSError:
+        free = ""
+    return CheckpointNotWritten(f"the checkpoint of step {step} could not be written to {folder} ({reason}{free})")
