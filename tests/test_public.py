@@ -28,12 +28,12 @@ SIGNATURES = {
     "to_padded": "(rows, attention_mask, fill=0.0)",
     "verify": "(model, trajectories, *, loss=None, temperature=1.0, tolerance=None, budget=None)",
     "Trajectory": (
-        "(ids, *, loss_weights=None, advantages=None, old_logprobs=None, ref_logprobs=None, values=None, "
-        "returns=None, reward=None, group=None, pair=None, chosen=None, id=None, key=None, episode=None)"
+        "(ids, *, loss_weights=None, advantages=None, old_logprobs=None, ref_logprobs=None, rollout_logprobs=None, "
+        "teacher_logprobs=None, values=None, returns=None, reward=None, group=None, pair=None, chosen=None, id=None, key=None, episode=None)"
     ),
     "Node": (
-        "(parent, ids, loss_weights=None, advantages=None, old_logprobs=None, ref_logprobs=None, values=None, "
-        "returns=None, key=None)"
+        "(parent, ids, loss_weights=None, advantages=None, old_logprobs=None, ref_logprobs=None, "
+        "rollout_logprobs=None, teacher_logprobs=None, values=None, returns=None, key=None)"
     ),
     "NodeTrajectory": (
         "(*, node, advantages=None, reward=None, group=None, pair=None, chosen=None, id=None, episode=None)"

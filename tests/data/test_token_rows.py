@@ -39,12 +39,14 @@ def test_every_documented_key_reaches_its_field():
     row = read(
         input_ids=[1, 2], loss_mask=[0, 1], logprobs=[0, -1], ref_logprobs=[0, -2], advantage=3,
         values=[0, 4], returns=[0, 5], reward=6, group_id="g", episode="e", id="i",
-        pair="p", chosen=True, key="k",
+        pair="p", chosen=True, key="k", rollout_logprobs=[0, -7], teacher_logprobs=[0, -8],
     )  # fmt: skip
     assert row.old_logprobs.tolist() == [0, -1] and row.ref_logprobs.tolist() == [0, -2]
     assert row.advantages.tolist() == [3, 3] and row.values.tolist() == [0, 4] and row.returns.tolist() == [0, 5]
     assert (row.reward, row.group, row.episode, row.id) == (6.0, "g", "e", "i")
     assert (row.pair, row.chosen, row.key) == ("p", True, "k")
+    assert row.rollout_logprobs.tolist() == [0, -7] and row.teacher_logprobs.tolist() == [0, -8]
+    assert read(input_ids=[1, 2], sampling_logprobs=[0, -7]).rollout_logprobs.tolist() == [0, -7]
     other = read(input_ids=[1, 2], old_logprobs=[0, -1], advantages=[0, 2], group="h")
     assert other.old_logprobs.tolist() == [0, -1] and other.advantages.tolist() == [0, 2] and other.group == "h"
     assert other.id == "f.jsonl line 3"

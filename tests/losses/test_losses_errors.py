@@ -100,8 +100,8 @@ def test_a_loss_is_found_by_its_name_and_options():
 
 
 def test_an_unknown_name_or_option_lists_what_exists():
-    with pytest.raises(ValueError, match="unknown loss 'dpo'; there are sft, reinforce, ppo, grpo"):
-        losses.by_name("dpo")
+    with pytest.raises(ValueError, match="unknown loss 'orpo'; there are sft, reinforce, ppo, grpo, "):
+        losses.by_name("orpo")
     with pytest.raises(ValueError, match="loss 'sft' has no option 'clip'; it has reduction"):
         losses.by_name("sft", clip=0.2)
 
@@ -114,6 +114,9 @@ def test_the_signatures_are_those_people_use():
         "reinforce": regularised,
         "ppo": clipped,
         "grpo": clipped | {"reduction": "trajectory"},
+        "dpo": {"beta": 0.1, "label_smoothing": 0.0, "reference_free": False},
+        "ipo": {"beta": 0.1},
+        "simpo": {"beta": 2.0, "margin": 1.0},
     }
     found = {
         name: {p.name: p.default for p in inspect.signature(make).parameters.values()}

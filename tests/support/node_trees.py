@@ -8,7 +8,7 @@ from treetrain.tree import Node, NodeTrajectory, TokenTree
 
 Advantages = Literal["of nodes", "of rows", "of some rows", "none"]
 ADVANTAGES: tuple[Advantages, ...] = ("of nodes", "of rows", "of some rows", "none")
-OTHER_FACTS = ("old_logprobs", "ref_logprobs", "values", "returns")
+OTHER_FACTS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "teacher_logprobs", "values", "returns")
 
 
 def random_nodes(seed: int, advantages: Advantages) -> tuple[list[Node], list[NodeTrajectory]]:

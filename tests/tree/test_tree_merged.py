@@ -192,6 +192,8 @@ def test_the_first_trained_node_that_lacks_a_fact_is_named():
         "advantages": "node 1",
         "old_logprobs": "node 1",
         "ref_logprobs": "node 1",
+        "rollout_logprobs": "node 1",
+        "teacher_logprobs": "node 1",
         "values": "node 2",
         "returns": "node 1",
     }

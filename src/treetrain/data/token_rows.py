@@ -17,6 +17,8 @@ EPISODE_KEYS = ("episode_id", "episode")
 FACT_KEYS = {
     "old_logprobs": ("old_logprobs", "logprobs"),
     "ref_logprobs": ("ref_logprobs",),
+    "rollout_logprobs": ("rollout_logprobs", "sampling_logprobs"),
+    "teacher_logprobs": ("teacher_logprobs",),
     "advantages": ("advantages", "advantage"),
     "values": ("values",),
     "returns": ("returns",),
@@ -34,8 +36,8 @@ def trajectory_from_token_row(row: Mapping[str, Any], place: str, notes: Notes |
         row: `input_ids` [L]; what is trained by `labels` (unshifted: equal to `input_ids`, or -100),
             `loss_mask` (0/1) or `loss_weights`, multiplied where several are given, else all; optional
             `attention_mask` (padding on either side is cut off); `logprobs`/`old_logprobs`, `ref_logprobs`,
-            `values`, `returns` [L]; `advantage(s)` [L] or one number; `reward`,
-            `group_id`/`group`/`task_id`, `episode`, `id`.
+            `rollout_logprobs`/`sampling_logprobs`, `teacher_logprobs`, `values`, `returns` [L]; `advantage(s)` [L]
+            or one number; `reward`, `group_id`/`group`/`task_id`, `episode`, `pair`, `chosen`, `id`.
             `null` is allowed in a per-token list where the token is not trained.
         place: where the row is, for messages.
         notes: collects what was ignored.

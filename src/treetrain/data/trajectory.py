@@ -11,7 +11,16 @@ from numpy.typing import ArrayLike, NDArray
 from treetrain.errors import DataError
 
 MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
-PER_TOKEN_FACTS = ("loss_weights", "advantages", "old_logprobs", "ref_logprobs", "values", "returns")
+PER_TOKEN_FACTS = (
+    "loss_weights",
+    "advantages",
+    "old_logprobs",
+    "ref_logprobs",
+    "rollout_logprobs",
+    "teacher_logprobs",
+    "values",
+    "returns",
+)
 SCALAR_FACTS = ("loss_weights", "advantages")  # one number may stand for all tokens of the row
 
 
@@ -27,12 +36,16 @@ class Trajectory:
         advantages: [L] or one number for the whole row.
         old_logprobs: log-probabilities under the policy that sampled the row, [L], in nats.
         ref_logprobs: log-probabilities under the reference policy, [L], in nats.
+        rollout_logprobs: log-probabilities that the sampler itself recorded (an inference engine in other numerics
+            than training's, which old_logprobs are in), [L], in nats.
+        teacher_logprobs: log-probabilities under the teacher to distil from, [L], in nats.
         values: value estimates, [L].
         returns: returns, [L].
         reward: one number for the whole row.
         group: rows to compare with each other have equal `group` (answers to one prompt, trials of one task).
         pair: rows with equal `pair` form a preference pair.
-        chosen: True for the preferred row of its pair, False for the rejected one.
+        chosen: True for the preferred row of its pair, False for the rejected one; without a pair, whether the row is
+            desirable.
         id: the row's own name, used in messages.
         key: whatever else enters the forward, e.g. an adapter's name; rows of different key share no prefix.
         episode: rows with equal `group` and `episode` are calls of one conversation that share its reward;
@@ -47,6 +60,8 @@ class Trajectory:
     advantages: NDArray[np.float64] | None
     old_logprobs: NDArray[np.float64] | None
     ref_logprobs: NDArray[np.float64] | None
+    rollout_logprobs: NDArray[np.float64] | None
+    teacher_logprobs: NDArray[np.float64] | None
     values: NDArray[np.float64] | None
     returns: NDArray[np.float64] | None
     reward: float | None
@@ -65,6 +80,8 @@ class Trajectory:
         advantages: ArrayLike | None = None,
         old_logprobs: ArrayLike | None = None,
         ref_logprobs: ArrayLike | None = None,
+        rollout_logprobs: ArrayLike | None = None,
+        teacher_logprobs: ArrayLike | None = None,
         values: ArrayLike | None = None,
         returns: ArrayLike | None = None,
         reward: float | None = None,
@@ -82,6 +99,8 @@ class Trajectory:
             "advantages": advantages,
             "old_logprobs": old_logprobs,
             "ref_logprobs": ref_logprobs,
+            "rollout_logprobs": rollout_logprobs,
+            "teacher_logprobs": teacher_logprobs,
             "values": values,
             "returns": returns,
         }

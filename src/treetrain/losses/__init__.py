@@ -8,9 +8,18 @@ from treetrain.losses.base import Loss, Metrics, add_metrics, mean_metrics
 from treetrain.losses.facts import PackedFacts, Reduction
 from treetrain.losses.kl import KL_ESTIMATORS, KLEstimator
 from treetrain.losses.policy import grpo, ppo, reinforce
+from treetrain.losses.preference import dpo, ipo, simpo
 from treetrain.losses.sft import sft
 
-LOSSES: dict[str, Callable[..., Loss]] = {"sft": sft, "reinforce": reinforce, "ppo": ppo, "grpo": grpo}
+LOSSES: dict[str, Callable[..., Loss]] = {
+    "sft": sft,
+    "reinforce": reinforce,
+    "ppo": ppo,
+    "grpo": grpo,
+    "dpo": dpo,
+    "ipo": ipo,
+    "simpo": simpo,
+}
 """Every loss by the name that the command line knows it by."""
 
 __all__ = [
@@ -23,11 +32,14 @@ __all__ = [
     "Reduction",
     "add_metrics",
     "by_name",
+    "dpo",
     "grpo",
+    "ipo",
     "mean_metrics",
     "ppo",
     "reinforce",
     "sft",
+    "simpo",
 ]
 
 

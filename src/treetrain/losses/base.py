@@ -97,6 +97,15 @@ class Loss(abc.ABC):
         self.check(trajectories)
         return _some(self.total_weight(trajectories), f"{len(trajectories)} trajectories")
 
+    @property
+    def needs_step(self) -> bool:
+        """Whether `for_step` must be called before the loss is given a part of a step and a normaliser."""
+        return False
+
+    def for_step(self, trajectories: Sequence[Trajectory]) -> "Loss":
+        """This loss with what must be known of all trajectories of a step, for calls on parts of them."""
+        return self
+
     def merged_normaliser(self, merged: MergedRows) -> float:
         """As `normaliser`, of rows that are merged; errors name nodes."""
         self.check_merged(merged)
@@ -218,6 +227,19 @@ def check_number(name: str, value: Any, low: float, high: float) -> None:
     if not (number and low <= value <= high):
         upper = "to any finite one" if high == LARGEST else f"to {high:g}"
         raise ValueError(f"{name} is {value!r}; allowed are numbers from {low:g} {upper}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a finite number above 0."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and 0 < value <= LARGEST):
+        raise ValueError(f"{name} is {value!r}; allowed are finite numbers above 0")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; allowed are True and False")
 
 
 def mean_metrics(metrics: Metrics) -> dict[str, float]:

@@ -24,7 +24,10 @@ REMEDIES = {
     "old_logprobs": "give old_logprobs=... (under the policy that sampled the row; the engine computes them "
     "before the first update), or pass on_policy=True to the loss if the model of this very step sampled "
     "the row",
-    "ref_logprobs": "give ref_logprobs=... (the engine computes them from the reference model), or set kl=0.0",
+    "ref_logprobs": "give ref_logprobs=... (the engine computes them from the reference model), or set kl=0.0 in a "
+    "policy loss, reference_free=True in dpo",
+    "rollout_logprobs": "give rollout_logprobs=... as the sampler recorded them, or set importance_cap=None",
+    "teacher_logprobs": "give teacher_logprobs=..., the teacher's log-probabilities of the row's own tokens",
     "values": "give values=..., the value estimates at sampling time",
     "returns": "give returns=..., computed from rewards and values",
 }
@@ -139,6 +142,16 @@ class Facts(abc.ABC):
     def ref_logprobs(self) -> Tensor:
         """[T], in nats: under the reference policy."""
         return self._fact("ref_logprobs")
+
+    @property
+    def rollout_logprobs(self) -> Tensor:
+        """[T], in nats: as the sampler itself recorded them."""
+        return self._fact("rollout_logprobs")
+
+    @property
+    def teacher_logprobs(self) -> Tensor:
+        """[T], in nats: under the teacher."""
+        return self._fact("teacher_logprobs")
 
     @property
     def values(self) -> Tensor:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from treetrain.losses.base import LARGEST, Loss, Metrics, check_choice, check_number
+from treetrain.losses.base import LARGEST, Loss, Metrics, check_choice, check_flag, check_number
 from treetrain.losses.facts import Facts, Reduction
 from treetrain.losses.kl import KL_ESTIMATORS, KLEstimator, k3
 
@@ -108,8 +108,7 @@ class ClippedLoss(PolicyLoss):
         PolicyLoss.__post_init__(self)
         check_number("clip_low", self.clip_low, 0.0, 1.0)
         check_number("clip_high", self.clip_high, 0.0, math.inf)
-        if not isinstance(self.on_policy, bool):
-            raise ValueError(f"on_policy is {self.on_policy!r}; allowed are True and False")
+        check_flag("on_policy", self.on_policy)
 
     @property
     def policy_facts(self) -> tuple[str, ...]:

@@ -48,6 +48,10 @@ class MergedPredictions:
     """[T], nats."""
     ref_logprobs: Float64s | None
     """[T], nats."""
+    rollout_logprobs: Float64s | None
+    """[T], nats."""
+    teacher_logprobs: Float64s | None
+    """[T], nats."""
     values: Float64s | None
     """[T]."""
     returns: Float64s | None

@@ -37,6 +37,10 @@ class Node:
     """[L], nats."""
     ref_logprobs: ArrayLike | None = None
     """[L], nats."""
+    rollout_logprobs: ArrayLike | None = None
+    """[L], nats."""
+    teacher_logprobs: ArrayLike | None = None
+    """[L], nats."""
     values: ArrayLike | None = None
     """[L]."""
     returns: ArrayLike | None = None

@@ -1,0 +1,92 @@
+"""Losses against the numbers that TRL 1.16 gives for the same log-probabilities.
+
+The constants were printed by `support.trl_losses`, which calls TRL's own loss code; where TRL is installed the second
+test of each kind computes them again.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from support import trl_losses
+from treetrain import losses
+
+
+class Pair(NamedTuple):
+    """A loss of ours, TRL's call, and the number it gave."""
+
+    ours: losses.Loss
+    theirs: tuple
+    value: float
+
+
+PAIRS = {
+    "dpo": Pair(losses.dpo(beta=0.1), ("sigmoid", 0.1), 0.6757527245000325),
+    "dpo steep": Pair(losses.dpo(beta=0.7), ("sigmoid", 0.7), 0.6373400603140347),
+    "ipo": Pair(losses.ipo(beta=0.1), ("ipo", 0.1), 22.643812113425923),
+    "ipo steep": Pair(losses.ipo(beta=0.7), ("ipo", 0.7), 0.4756828617252457),
+}
+SIMPO = 1.0557437572635358
+SMOOTHED = 0.5834021161907826  # their "sigmoid" without reference, beta 0.4, label smoothing 0.15
+LOGGED = {
+    "chosen_reward": ("rewards/chosen", -0.07093333333333336),
+    "rejected_reward": ("rewards/rejected", -0.3371666666666666),
+    "accuracy": ("rewards/accuracies", 0.6666666865348816),
+    "margin": ("rewards/margins", 0.26623333333333327),
+    "chosen_logps": ("logps/chosen", -2.0453333333333332),
+    "rejected_logps": ("logps/rejected", -3.000666666666667),
+}
+
+
+@pytest.fixture
+def with_trl():
+    trl = pytest.importorskip("trl", reason="TRL is not installed: its numbers stand as constants")
+    if not trl.__version__.startswith("1.16."):
+        pytest.skip(f"the constants are of TRL 1.16, this is {trl.__version__}")
+
+
+def ours(loss) -> tuple[float, dict[str, float]]:
+    """Value and metrics on TRL's rows."""
+    rows = trl_losses.rows()
+    if loss.scope == "batch":
+        total, metrics = loss(trl_losses.logprobs(), None, rows)
+    else:
+        total, metrics = torch.zeros((), dtype=torch.float64), {}
+        for row, now in zip(rows, trl_losses.logprobs()):
+            part, part_metrics = loss(now, None, row)
+            total, metrics = total + part, losses.add_metrics(metrics, part_metrics)
+    return float(total) / loss.normaliser(rows), losses.mean_metrics(metrics)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pair_losses_are_those_of_trl(name):
+    assert ours(PAIRS[name].ours)[0] == pytest.approx(PAIRS[name].value, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_trl_still_gives_the_pair_losses(name, with_trl):
+    assert trl_losses.dpo(*PAIRS[name].theirs)[0] == pytest.approx(PAIRS[name].value, rel=1e-12)
+
+
+def test_losses_without_a_reference_are_those_of_trl():
+    assert ours(losses.simpo(beta=2.0, margin=1.0))[0] == pytest.approx(SIMPO, rel=1e-12)
+    smoothed = losses.dpo(beta=0.4, label_smoothing=0.15, reference_free=True)
+    assert ours(smoothed)[0] == pytest.approx(SMOOTHED, rel=1e-12)
+
+
+def test_trl_still_gives_the_losses_without_a_reference(with_trl):
+    assert trl_losses.cpo("simpo", 2.0, gamma=1.0) == pytest.approx(SIMPO, rel=1e-12)
+    assert trl_losses.cpo("sigmoid", 0.4, label_smoothing=0.15) == pytest.approx(SMOOTHED, rel=1e-12)
+
+
+def test_what_dpo_reports_is_what_trl_logs():
+    _, metrics = ours(PAIRS["dpo steep"].ours)
+    assert metrics == {name: pytest.approx(value, rel=1e-7) for name, (_, value) in LOGGED.items()}
+
+
+def test_trl_still_logs_it(with_trl):
+    _, logged = trl_losses.dpo("sigmoid", 0.7)
+    assert {name: logged[key] for name, (key, _) in LOGGED.items()} == {
+        name: pytest.approx(value, rel=1e-12) for name, (_, value) in LOGGED.items()
+    }

@@ -1,0 +1,186 @@
+"""What TRL's own loss code gives for recorded log-probabilities: a stand-in model hands it the numbers.
+
+Used to recompute the constants of tests/losses/test_losses_trl.py where TRL 1.16 and its dependencies are installed.
+"""
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treetrain.data.trajectory import Trajectory
+
+PROMPT = 2
+LENGTHS = (3, 5, 4, 4, 1, 2)  # completion tokens of six rows: three pairs, chosen and rejected in turn
+HOLE = (1, 2)  # one token of one row that is not trained, as a tool's output in a transcript
+
+
+def mask() -> Tensor:
+    """[6, 5] of 0 and 1: the trained tokens of every completion."""
+    trained = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    trained[HOLE] = False
+    return trained.double()
+
+
+def numbers(name: str) -> Tensor:
+    """[6, 5] log-probabilities to three decimals, and [6] advantages, the same in every run and on every machine."""
+    if name == "advantages":
+        return torch.tensor([1.2, -0.7, 0.4, -0.9, 1.5, -1.5], dtype=torch.float64)
+    seed = ("now", "old", "ref", "rollout", "mismatched_ref", "mismatched").index(name)
+    # A congruential generator written out: torch's and numpy's may change.
+    state, values = 12345 + 7919 * seed, []
+    for _ in range(mask().numel()):
+        state = (1103515245 * state + 12345) % 2**31
+        values.append(round(-0.05 - 1.5 * state / 2**31, 3))
+    return torch.tensor(values, dtype=torch.float64).reshape(mask().shape)
+
+
+def rows() -> list[Trajectory]:
+    """The six rows with all facts."""
+    facts = {f"{name}_logprobs": numbers(name) for name in ("old", "ref", "rollout")}
+    advantages, weights, made = numbers("advantages"), mask(), []
+    for k, length in enumerate(LENGTHS):
+        own: dict[str, Any] = {name: [0.0] * PROMPT + value[k, :length].tolist() for name, value in facts.items()}
+        made.append(
+            Trajectory(
+                range(PROMPT + length),
+                loss_weights=[0.0] * PROMPT + weights[k, :length].tolist(),
+                advantages=float(advantages[k]),
+                pair=k // 2,
+                chosen=k % 2 == 0,
+                id=k,
+                **own,
+            )
+        )
+    return made
+
+
+def logprobs(name: str = "now") -> list[Tensor]:
+    """[L_k - 1] of every row; those of the prompt are never read."""
+    prompt = torch.full((PROMPT - 1,), -9.0, dtype=torch.float64)
+    return [torch.cat([prompt, numbers(name)[k, :length]]) for k, length in enumerate(LENGTHS)]
+
+
+def trainer(**settings: Any) -> Any:
+    """A stand-in for a trainer: only what its loss code reads."""
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"),
+        num_processes=1,
+        sync_gradients=False,
+        gather=lambda x: x,
+        gather_for_metrics=lambda x: x,
+        reduce=lambda x, reduction: x,
+        unwrap_model=lambda model: model,
+    )
+    common = {
+        "model": SimpleNamespace(training=False),
+        "accelerator": accelerator,
+        "aux_loss_enabled": False,
+        "precompute_ref_logps": True,
+        "_metrics": defaultdict(lambda: defaultdict(list)),
+        "_total_train_tokens": 0,
+        "_tp_size": 1,
+    }
+    return SimpleNamespace(**(common | settings))
+
+
+def padded(values: Tensor) -> Tensor:
+    """[B, 5] at completions -> [B, 6] at the predictions of whole rows, 0 where nothing is trained."""
+    return torch.nn.functional.pad(values * mask()[: len(values)], (PROMPT - 1, 0))
+
+
+def model(values: Tensor) -> Any:
+    """A stand-in for a model whose fused head gives these log-probabilities, [B, 6]."""
+    blank = torch.zeros_like(values)
+    outputs = SimpleNamespace(log_probs=values, entropy=blank, mean_logits=blank, is_top1=blank.bool())
+    return lambda **inputs: outputs
+
+
+def whole_mask() -> Tensor:
+    """int [6, 7]"""
+    return torch.nn.functional.pad(mask(), (PROMPT, 0)).long()
+
+
+def dpo(loss_type: str, beta: float) -> tuple[float, dict[str, float]]:
+    """DPOTrainer: mean over the three pairs, and what it logs."""
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    order = torch.tensor([0, 2, 4, 1, 3, 5])  # it wants all chosen rows first
+    reference = (numbers("ref") * mask()).sum(1)
+    me = trainer(
+        ld_alpha=None, f_divergence_type="reverse_kl", loss_types=[loss_type], loss_weights=[1.0], beta=beta,
+        use_weighting=False,
+    )  # fmt: skip
+    inputs = {
+        "input_ids": torch.ones_like(whole_mask()),
+        "attention_mask": torch.ones_like(whole_mask()),
+        "completion_mask": whole_mask()[order],
+        "ref_chosen_logps": reference[order][:3],
+        "ref_rejected_logps": reference[order][3:],
+    }
+    loss = DPOTrainer._compute_loss(me, model(padded(numbers("now"))[order]), inputs, False)
+    return float(loss), {name: values[-1] for name, values in me._metrics["eval"].items() if name != "num_tokens"}
+
+
+def cpo(loss_type: str, beta: float, *, gamma: float = 0.0, label_smoothing: float = 0.0) -> float:
+    """CPOTrainer's loss, which has no reference: simpo, and sigmoid with swapped labels."""
+    from trl.experimental.cpo.cpo_trainer import CPOTrainer
+
+    sums = (numbers("now") * mask()).sum(1)
+    scores = sums / mask().sum(1) if loss_type == "simpo" else sums
+    me = trainer(alpha=0.0, beta=beta, loss_type=loss_type, simpo_gamma=gamma, label_smoothing=label_smoothing)
+    losses, _, _ = CPOTrainer.cpo_loss(me, scores[0::2], scores[1::2])
+    return float(losses.mean())
+
+
+def kto(beta: float, *, desirable_weight: float, undesirable_weight: float) -> tuple[float, float]:
+    """KTOTrainer: mean over the six rows, and the reference point, from six mismatched rows."""
+    from trl.trainer.kto_trainer import KTOTrainer
+
+    me = trainer(
+        loss_type="kto", calculate_KL=True, beta=beta, desirable_weight=desirable_weight,
+        undesirable_weight=undesirable_weight,
+        _compute_kl_logps=lambda model, batch: (numbers("mismatched") * mask()).sum(1),
+    )  # fmt: skip
+    batch = {
+        "input_ids": torch.ones_like(whole_mask()),
+        "attention_mask": torch.ones_like(whole_mask()),
+        "completion_mask": whole_mask(),
+        "label": torch.tensor([True, False] * 3),
+        "ref_logps": (numbers("ref") * mask()).sum(1),
+        "ref_KL_logps": (numbers("mismatched_ref") * mask()).sum(1),
+    }
+    loss = KTOTrainer._compute_loss(me, model(padded(numbers("now"))), batch, False)
+    return float(loss), me._metrics["eval"]["kl"][-1]
+
+
+def grpo(loss_type: str, *, correction: Tensor | None = None, **settings: Any) -> float:
+    """GRPOTrainer's loss of the six rows; `correction` is its importance-sampling ratio, [6, 5] or [6, 1]."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    scored = numbers("now"), torch.zeros_like(numbers("now")), None
+    defaults = {
+        "beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.2, "importance_sampling_level": "token",
+        "max_completion_length": 8,
+    }  # fmt: skip
+    me = trainer(
+        loss_type=loss_type, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
+        args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+        use_vllm=correction is not None, vllm_importance_sampling_correction=correction is not None,
+        current_gradient_accumulation_steps=1, _entropy_bonus_enabled=False,
+        _get_per_token_logps_and_entropies=lambda *args, **kwargs: scored, **(defaults | settings),
+    )  # fmt: skip
+    inputs = {
+        "prompt_ids": torch.ones(6, PROMPT).long(),
+        "prompt_mask": torch.ones(6, PROMPT).long(),
+        "completion_ids": torch.ones(6, 5).long(),
+        "completion_mask": mask(),
+        "advantages": numbers("advantages"),
+        "old_per_token_logps": numbers("old"),
+        "ref_per_token_logps": numbers("ref"),
+        "num_items_in_batch": mask().sum(),
+        "importance_sampling_ratio": correction,
+    }
+    return float(GRPOTrainer._compute_loss(me, None, inputs))
