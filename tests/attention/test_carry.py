@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from support.forests import bushy_rows, forest_of, forests
 from support.linear import relative_error, rms
+from support.parts import PartsByHand, Tensors
 from support.plans import KEEPS
 from support.runs import runs
 from treetrain.attention.carry import Carry, carried_keys
@@ -16,12 +17,11 @@ from treetrain.attention.reference import reference_attention
 from treetrain.plan.partition import one_segment_per_part, uniform
 from treetrain.plan.plan import Plan
 from treetrain.tree.build import build_tree
-from treetrain.tree.layout import PackedLayout, cut, pack
+from treetrain.tree.layout import PackedLayout, pack
 
 SCALE = 0.4
 LAYERS = 2
 NAMES = ("out", "dq", "dk", "dv")
-Tensors = list[torch.Tensor]
 
 
 def layout_of(rows) -> PackedLayout:
@@ -65,55 +65,9 @@ def carried_reference(layout: PackedLayout, view):
 BACKENDS = {"rectangles": rectangles, "carried keys": carried_reference}
 
 
-class PartsByHand:
-    """Runs a plan at the level of attention: every layer of a part forward, and backward in the order of a walk.
-
-    Args:
-        order: of rows 0 to C - 1; each exported token takes the next one.
-    """
-
-    def __init__(self, plan: Plan, tensors: list[Tensors], backend: str, order: np.ndarray):
-        self.plan, self.layout, self.tensors, self.backend = plan, plan.layout, tensors, BACKENDS[backend]
-        self.carry = Carry(len(order), torch.device("cpu"), gradients=True)
-        self.row_of = np.full(self.layout.num_tokens, -1)
-        self.row_of[plan.exported] = order[: int(plan.exported.sum())]
-        self.results = [[torch.zeros_like(t[i]) for i in (0, 0, 1, 2)] for t in tensors]
-
-    def run(self) -> list[Tensors]:
-        graphs = {}
-        for kind, part in self.plan.visits():
-            tokens = self.plan.tokens(part)
-            if kind == "open" and self.plan.kept[part]:
-                graphs[part] = self.forward(part, tokens)
-            elif kind == "open" and self.plan.is_open[part]:
-                with torch.no_grad():
-                    self.forward(part, tokens[self.plan.exported[tokens]])
-            elif kind == "close":
-                self.backward(tokens, graphs.pop(part) if part in graphs else self.forward(part, tokens))
-        return self.results
-
-    def forward(self, part: int, tokens: np.ndarray) -> list[tuple[torch.Tensor, Tensors]]:
-        attach = int(self.plan.attach[part])
-        path = self.row_of[self.plan.path(attach)] if attach >= 0 else np.zeros(0, np.int64)
-        assert (path >= 0).all(), "a token on the path has no row"
-        attention = self.backend(cut(self.layout, tokens).layout, self.carry.view(path, self.row_of[tokens]))
-        done = []
-        for layer, tensors in enumerate(self.tensors):
-            leaves = [x[tokens].clone().requires_grad_(torch.is_grad_enabled()) for x in tensors[:3]]
-            done.append((attention(*leaves, SCALE, layer), leaves))
-        return done
-
-    def backward(self, tokens: np.ndarray, done: list[tuple[torch.Tensor, Tensors]]) -> None:
-        for layer in reversed(range(len(done))):
-            out, leaves = done[layer]
-            grads = torch.autograd.grad(out, leaves, self.tensors[layer][3][tokens])
-            for result, value in zip(self.results[layer], (out.detach(), *grads)):
-                result[tokens] = value
-
-
 def errors(plan: Plan, tensors: list[Tensors], backend: str, order: np.ndarray) -> list[float]:
     """Worst error over the layers of the output and each gradient."""
-    got = PartsByHand(plan, tensors, backend, order).run()
+    got = PartsByHand(plan, tensors, BACKENDS[backend], order, SCALE).run()
     expected = [whole(plan.layout, [t.double() for t in layer]) for layer in tensors]
     return [max(relative_error(a[i], b[i]) for a, b in zip(got, expected)) for i in range(4)]
 

@@ -104,13 +104,21 @@ class CarryView:
         self.path_tokens = len(path_rows)
         self.exports = len(exported) > 0
         self._carry = carry
-        self._path = carry.as_rows(path_rows)
+        self._path_rows, self._path = path_rows, carry.as_rows(path_rows)
+        self._tails: dict[int, Rows] = {}
         self._own, self._own_rows = carry.as_rows(exported), carry.as_rows(exported_rows)
 
-    def read(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the path, [P, G, D] each; views where its rows are consecutive."""
-        buffers = self._carry.layer(layer, key, value)
-        return _take(buffers.key, self._path), _take(buffers.value, self._path)
+    def read(self, layer: int, key: Tensor, value: Tensor, tail: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values of the path (or its last `tail` tokens), [P, G, D] each; views where rows are consecutive."""
+        buffers, rows = self._carry.layer(layer, key, value), self._rows(tail)
+        return _take(buffers.key, rows), _take(buffers.value, rows)
+
+    def _rows(self, tail: int | None) -> Rows:
+        if tail is None or tail == self.path_tokens:
+            return self._path
+        if tail not in self._tails:
+            self._tails[tail] = self._carry.as_rows(self._path_rows[self.path_tokens - tail :])
+        return self._tails[tail]
 
     def publish(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Hand the exported tokens' keys and values [N, G, D] to the parts below."""
@@ -119,12 +127,15 @@ class CarryView:
             _put(buffers.key, self._own_rows, _take(key, self._own))
             _put(buffers.value, self._own_rows, _take(value, self._own))
 
-    def add_path_gradient(self, layer: int, grad_key: Tensor, grad_value: Tensor) -> None:
-        """Hand gradients [P, G, D] up to the parts that the path belongs to."""
+    def add_path_gradient(
+        self, layer: int, grad_key: Tensor, grad_value: Tensor, tail: int | None = None
+    ) -> None:
+        """Hand gradients [P, G, D] (or those of the last `tail` tokens) up to the parts that the path belongs to."""
         buffers = self._carry._layers[layer]
         assert buffers.key_grad is not None and buffers.value_grad is not None
-        _add(buffers.key_grad, self._path, grad_key)
-        _add(buffers.value_grad, self._path, grad_value)
+        rows = self._rows(tail)
+        _add(buffers.key_grad, rows, grad_key)
+        _add(buffers.value_grad, rows, grad_value)
 
     def collect(self, layer: int, grad_key: Tensor, grad_value: Tensor) -> None:
         """Add to the part's own gradients [N, G, D], in place, what the parts below have handed up."""

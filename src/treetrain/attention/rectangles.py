@@ -1,11 +1,14 @@
-"""Tree attention on the CPU: stock flash-attention calls, merged by log-sum-exp (the calls are chosen in schedule.py).
+"""Tree attention on the CPU: calls of a kernel, merged by log-sum-exp (the calls are chosen in schedule.py, local.py).
 
 The backward of softmax attention over a union of key sets is the sum of the backwards over the sets, each computed
-with the *global* output and log-sum-exp. The stock backward kernel takes both as arguments, so every call of the
-forward has its twin in the backward and the result is exact. The path above a part is one more rectangle, of all its
-queries against the carry.
+with the *global* output and log-sum-exp. A kernel's backward takes both as arguments, so every call of the forward has
+its twin in the backward and the result is exact. The path above a part is one more rectangle, of all its queries against
+the carry; where tokens see near ancestors only, the last tokens of that path stand before the part's own keys.
 
-Shape letters: N tokens, H query heads, G key/value heads, D head size, C pieces in a batch.
+An attention sink is a key without value: it enters the log-sum-exp once, when everything else is merged.
+
+Shape letters: N tokens, H query heads, G key/value heads, D size of query and key heads, V size of value heads, C pieces
+in a batch, K keys: the last tokens of the path (none where all is seen), then the part's own.
 """
 
 from dataclasses import dataclass
@@ -16,10 +19,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from treetrain.attention.carry import CarryView
+from treetrain.attention.kernels import CappedKernel, Kernel, StockKernel
+from treetrain.attention.local import local_schedule
 from treetrain.attention.schedule import Batch, Forest, Schedule, make_schedule
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+from treetrain.attention.sight import FULL, PLAIN, Ask, Sight
 
 CALL_MICROSECONDS = 350.0
 """Measured cost of one more rectangle, forward and backward with its merge, on one small CPU."""
@@ -37,6 +40,22 @@ class _BatchTensors:
     filled_slots: Tensor | None  # int64 [filled]: which of the C * Q slots are real; None when all are
     filled_tokens: Tensor  # int64 [filled]: packed index of each real slot
     mask: Tensor | None  # [C, 1, Q, K] additive, or None for causal
+
+
+class _Calls:
+    """A schedule, and its batches as tensors; shared by all layers that see the same."""
+
+    def __init__(self, schedule: Schedule, tail: int | None):
+        self.schedule = schedule
+        self.tail = tail
+        """Tokens of the path that stand before the keys; None where the whole path is a rectangle of its own."""
+        self._batches: dict[torch.dtype, list[_BatchTensors]] = {}
+
+    def batches(self, dtype: torch.dtype) -> list[_BatchTensors]:
+        """The batches' tensors, with masks in ``dtype``: made once, shared by all layers and both directions."""
+        if dtype not in self._batches:
+            self._batches[dtype] = [_to_tensors(batch, dtype) for batch in self.schedule.batches]
+        return self._batches[dtype]
 
 
 class RectangleAttention:
@@ -59,19 +78,42 @@ class RectangleAttention:
         """
         if call_pairs is None:
             call_pairs = CALL_MICROSECONDS * PAIR_FLOPS_PER_MICROSECOND / (14.0 * heads_times_size)
-        self.schedule: Schedule = make_schedule(forest, call_pairs=call_pairs)
         self.carry = carry
-        self._batches: dict[torch.dtype, list[_BatchTensors]] = {}
+        self._forest, self._call_pairs = forest, call_pairs
+        self._calls: dict[Sight, _Calls] = {}
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, layer: int = 0) -> Tensor:
-        """Args: query [N, H, D], key and value [N, G, D]. Returns [N, H, D]."""
-        return _RectangleFunction.apply(query, key, value, self, scale, layer)  # type: ignore[return-value]
+    @property
+    def schedule(self) -> Schedule:
+        """The calls of layers that see everything above them."""
+        return self.calls(FULL).schedule
 
-    def batches(self, dtype: torch.dtype) -> list[_BatchTensors]:
-        """The batches' tensors, with masks in ``dtype``: made once, shared by all layers and both directions."""
-        if dtype not in self._batches:
-            self._batches[dtype] = [_to_tensors(batch, dtype) for batch in self.schedule.batches]
-        return self._batches[dtype]
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        layer: int = 0,
+        ask: Ask = PLAIN,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Args: query [N, H, D], key [N, G, D], value [N, G, V], sinks [H] (logits). Returns [N, H, V]."""
+        return _RectangleFunction.apply(query, key, value, sinks, self, scale, layer, ask)  # type: ignore[return-value]
+
+    def calls(self, sight: Sight) -> _Calls:
+        """What covers the pairs of layers that see so far; made at first use."""
+        if sight not in self._calls:
+            self._calls[sight] = self._make_calls(sight)
+        return self._calls[sight]
+
+    def _make_calls(self, sight: Sight) -> _Calls:
+        forest, pairs = self._forest, self._call_pairs
+        if sight == FULL:
+            return _Calls(make_schedule(forest, call_pairs=pairs), None)
+        if not sight.lowest(forest.depth).any():  # no path is longer than it reaches
+            return self.calls(FULL)
+        path = 0 if self.carry is None else self.carry.path_tokens
+        return _Calls(*local_schedule(forest, sight, path_tokens=path, call_pairs=pairs))
 
 
 def _to_tensors(batch: Batch, dtype: torch.dtype) -> _BatchTensors:
@@ -116,97 +158,142 @@ def _heads_last(x: Tensor) -> Tensor:
 class _RectangleFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, query: Tensor, key: Tensor, value: Tensor, attention: RectangleAttention, scale: float, layer: int
+        ctx,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        attention: RectangleAttention,
+        scale: float,
+        layer: int,
+        ask: Ask,
     ):
-        schedule, carry = attention.schedule, attention.carry
-        wide = torch.promote_types(query.dtype, torch.float32)
-        out = torch.empty(query.shape, dtype=wide)
-        lse = torch.empty(query.shape[:2], dtype=wide)
-        for start, stop in schedule.chains:
-            q, k, v = (_heads_first(x[start:stop]) for x in (query, key, value))
-            piece, piece_lse = _flash(q, k, v, 0.0, True, scale=scale)
-            out[start:stop] = _heads_last(piece)
-            lse[start:stop] = _heads_last(piece_lse)
-        for batch in attention.batches(query.dtype):
-            q = _gather(query, batch.query_index, batch.pieces)
-            k, v = (_gather(x, batch.key_index, batch.pieces) for x in (key, value))
-            piece, piece_lse = _flash(q, k, v, 0.0, batch.mask is None, attn_mask=batch.mask, scale=scale)
-            out.index_copy_(0, batch.filled_tokens, _rows(piece, batch.filled_slots).to(wide))
-            lse.index_copy_(0, batch.filled_tokens, _rows(piece_lse, batch.filled_slots))
-        for q0, q1, k0, k1 in schedule.rectangles:
-            q, k, v = (_heads_first(x) for x in (query[q0:q1], key[k0:k1], value[k0:k1]))
-            piece, piece_lse = _flash(q, k, v, 0.0, False, scale=scale)
-            _merge(out[q0:q1], lse[q0:q1], _heads_last(piece), _heads_last(piece_lse))
+        carry, calls = attention.carry, attention.calls(ask.sight)
+        kernel: Kernel = StockKernel() if ask.softcap is None else CappedKernel(ask.softcap)
         if carry is not None:
             carry.publish(layer, key, value)
-            if carry.path_tokens:
-                q, k, v = (_heads_first(x) for x in (query, *carry.read(layer, key, value)))
-                piece, piece_lse = _flash(q, k, v, 0.0, False, scale=scale)
-                _merge(out, lse, _heads_last(piece), _heads_last(piece_lse))
+        keys, values = _with_tail(carry, calls.tail, layer, key, value)
+        out, lse = _forward_calls(kernel, calls, query, keys, values, scale)
+        if carry is not None and calls.tail is None and carry.path_tokens:
+            q, k, v = (_heads_first(x) for x in (query, *carry.read(layer, key, value)))
+            piece, piece_lse = kernel.forward(q, k, v, False, None, scale)
+            _merge(out, lse, _heads_last(piece), _heads_last(piece_lse))
+        if sinks is not None:
+            total = torch.logaddexp(lse, sinks.to(lse.dtype))
+            out.mul_((lse - total).exp_().unsqueeze(-1))
+            lse = total
         result = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, result, lse)
-        ctx.attention, ctx.scale, ctx.layer = attention, scale, layer
+        ctx.save_for_backward(query, key, value, sinks, result, lse)
+        ctx.attention, ctx.calls, ctx.kernel, ctx.scale, ctx.layer = attention, calls, kernel, scale, layer
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out: Tensor):
-        query, key, value, out, lse = ctx.saved_tensors
-        attention, carry, scale, layer = ctx.attention, ctx.attention.carry, ctx.scale, ctx.layer
-        grad_out = grad_out.to(query.dtype)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        grad_query = torch.empty(query.shape, dtype=wide)
-        grad_key = torch.zeros(key.shape, dtype=wide)
-        grad_value = torch.zeros(value.shape, dtype=wide)
-        for start, stop in attention.schedule.chains:
-            dq, dk, dv = _piece_backward(
-                (grad_out, query, key, value, out, lse), slice(start, stop), slice(start, stop), True, scale
-            )
-            grad_query[start:stop] = dq
-            grad_key[start:stop] += dk
-            grad_value[start:stop] += dv
-        for batch in attention.batches(query.dtype):
-            causal = batch.mask is None
-            do, q, o = (_gather(x, batch.query_index, batch.pieces) for x in (grad_out, query, out))
-            k, v = (_gather(x, batch.key_index, batch.pieces) for x in (key, value))
-            piece_lse = lse.index_select(0, batch.query_index).view(batch.pieces, -1, lse.shape[1])
-            if batch.filled_slots is not None:
-                do = _silence_padding(do, batch.filled_slots)
-            dq, dk, dv = _flash_backward(
-                do, q, k, v, o, piece_lse.transpose(1, 2), 0.0, causal, attn_mask=batch.mask, scale=scale
-            )
-            grad_query.index_copy_(0, batch.filled_tokens, _rows(dq, batch.filled_slots).to(wide))
-            grad_key.index_add_(0, batch.key_index, _rows(dk, None).to(wide))
-            grad_value.index_add_(0, batch.key_index, _rows(dv, None).to(wide))
-        for q0, q1, k0, k1 in attention.schedule.rectangles:
-            dq, dk, dv = _piece_backward(
-                (grad_out, query, key, value, out, lse), slice(q0, q1), slice(k0, k1), False, scale
-            )
-            grad_query[q0:q1] += dq
-            grad_key[k0:k1] += dk
-            grad_value[k0:k1] += dv
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        carry, calls, kernel, scale, layer = ctx.attention.carry, ctx.calls, ctx.kernel, ctx.scale, ctx.layer
+        grad_out, tail = grad_out.to(query.dtype), calls.tail or 0
+        grad_sinks = None if sinks is None else _sink_gradient(sinks, grad_out, out, lse)
+        keys, values = _with_tail(carry, calls.tail, layer, key, value)
+        tensors = grad_out, query, keys, values, out, lse
+        grad_query, grad_key, grad_value = _backward_calls(kernel, calls, tensors, scale)
         if carry is not None:
-            if carry.path_tokens:
+            if calls.tail is None and carry.path_tokens:
                 path = carry.read(layer, key, value)
-                dq, dk, dv = _call_backward((grad_out, query, *path, out, lse), False, scale)
+                dq, dk, dv = _call_backward(kernel, (grad_out, query, *path, out, lse), False, scale)
                 grad_query += dq
                 carry.add_path_gradient(layer, dk, dv)
+            elif tail:
+                carry.add_path_gradient(layer, grad_key[:tail], grad_value[:tail], tail)
+                grad_key, grad_value = grad_key[tail:], grad_value[tail:]
             carry.collect(layer, grad_key, grad_value)
-        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
+        grads = grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks
+        return (*grads, None, None, None, None)
 
 
-def _piece_backward(tensors, queries: slice, keys: slice, causal: bool, scale: float) -> tuple[Tensor, ...]:
+def _with_tail(carry: CarryView | None, tail: int | None, layer: int, key: Tensor, value: Tensor):
+    """Keys and values [K, G, .] that a schedule numbers: the last tokens of the path, then a part's own."""
+    if carry is None or not tail:
+        return key, value
+    path_key, path_value = carry.read(layer, key, value, tail)
+    return torch.cat([path_key, key]), torch.cat([path_value, value])
+
+
+def _forward_calls(
+    kernel: Kernel, calls: _Calls, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output [N, H, V] and log-sum-exp [N, H] over the keys of a schedule."""
+    schedule, wide = calls.schedule, torch.promote_types(query.dtype, torch.float32)
+    out = torch.empty((*query.shape[:2], value.shape[2]), dtype=wide)
+    lse = torch.empty(query.shape[:2], dtype=wide)
+    for start, stop in schedule.chains:
+        q, k, v = (_heads_first(x[start:stop]) for x in (query, key, value))
+        piece, piece_lse = kernel.forward(q, k, v, True, None, scale)
+        out[start:stop] = _heads_last(piece)
+        lse[start:stop] = _heads_last(piece_lse)
+    for batch in calls.batches(query.dtype):
+        q = _gather(query, batch.query_index, batch.pieces)
+        k, v = (_gather(x, batch.key_index, batch.pieces) for x in (key, value))
+        piece, piece_lse = kernel.forward(q, k, v, batch.mask is None, batch.mask, scale)
+        out.index_copy_(0, batch.filled_tokens, _rows(piece, batch.filled_slots).to(wide))
+        lse.index_copy_(0, batch.filled_tokens, _rows(piece_lse, batch.filled_slots))
+    for q0, q1, k0, k1 in schedule.rectangles:
+        q, k, v = (_heads_first(x) for x in (query[q0:q1], key[k0:k1], value[k0:k1]))
+        piece, piece_lse = kernel.forward(q, k, v, False, None, scale)
+        _merge(out[q0:q1], lse[q0:q1], _heads_last(piece), _heads_last(piece_lse))
+    return out, lse
+
+
+def _backward_calls(
+    kernel: Kernel, calls: _Calls, tensors: tuple[Tensor, ...], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query [N, H, D], key [K, G, D] and value [K, G, V] by a schedule's calls, in the wide dtype."""
+    grad_out, query, key, value, out, lse = tensors
+    wide = torch.promote_types(query.dtype, torch.float32)
+    grad_query = torch.empty(query.shape, dtype=wide)
+    grad_key, grad_value = torch.zeros(key.shape, dtype=wide), torch.zeros(value.shape, dtype=wide)
+    for start, stop in calls.schedule.chains:
+        dq, dk, dv = _piece_backward(kernel, tensors, slice(start, stop), slice(start, stop), True, scale)
+        grad_query[start:stop] = dq
+        grad_key[start:stop] += dk
+        grad_value[start:stop] += dv
+    for batch in calls.batches(query.dtype):
+        do, q, o = (_gather(x, batch.query_index, batch.pieces) for x in (grad_out, query, out))
+        k, v = (_gather(x, batch.key_index, batch.pieces) for x in (key, value))
+        piece_lse = lse.index_select(0, batch.query_index).view(batch.pieces, -1, lse.shape[1]).transpose(1, 2)
+        if batch.filled_slots is not None:
+            do = _silence_padding(do, batch.filled_slots)
+        dq, dk, dv = kernel.backward(do, q, k, v, o, piece_lse, batch.mask is None, batch.mask, scale)
+        grad_query.index_copy_(0, batch.filled_tokens, _rows(dq, batch.filled_slots).to(wide))
+        grad_key.index_add_(0, batch.key_index, _rows(dk, None).to(wide))
+        grad_value.index_add_(0, batch.key_index, _rows(dv, None).to(wide))
+    for q0, q1, k0, k1 in calls.schedule.rectangles:
+        dq, dk, dv = _piece_backward(kernel, tensors, slice(q0, q1), slice(k0, k1), False, scale)
+        grad_query[q0:q1] += dq
+        grad_key[k0:k1] += dk
+        grad_value[k0:k1] += dv
+    return grad_query, grad_key, grad_value
+
+
+def _piece_backward(kernel: Kernel, tensors, queries: slice, keys: slice, causal: bool, scale: float):
     """As `_call_backward`, of some queries against some keys."""
     grad_out, query, key, value, out, lse = tensors
     pieces = grad_out[queries], query[queries], key[keys], value[keys], out[queries], lse[queries]
-    return _call_backward(pieces, causal, scale)
+    return _call_backward(kernel, pieces, causal, scale)
 
 
-def _call_backward(tensors: tuple[Tensor, ...], causal: bool, scale: float) -> tuple[Tensor, ...]:
-    """Gradients of one unbatched call, [n, heads, D] each, from the global output and log-sum-exp."""
+def _call_backward(kernel: Kernel, tensors: tuple[Tensor, ...], causal: bool, scale: float) -> tuple[Tensor, ...]:
+    """Gradients of one unbatched call, [n, heads, size] each, from the global output and log-sum-exp."""
     do, q, k, v, o = (_heads_first(x) for x in tensors[:5])
-    grads = _flash_backward(do, q, k, v, o, tensors[5].t().unsqueeze(0), 0.0, causal, scale=scale)
+    grads = kernel.backward(do, q, k, v, o, tensors[5].t().unsqueeze(0), causal, None, scale)
     return tuple(_heads_last(grad) for grad in grads)
+
+
+def _sink_gradient(sinks: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """[H]: a sink takes its share exp(sink - lse) of every query's attention and gives nothing for it."""
+    wide = lse.dtype
+    share = (sinks.to(wide) - lse).exp_()
+    return -(share * (grad_out.to(wide) * out).sum(-1)).sum(0).to(sinks.dtype)
 
 
 def _silence_padding(grad_out: Tensor, filled_slots: Tensor) -> Tensor:
@@ -218,7 +305,7 @@ def _silence_padding(grad_out: Tensor, filled_slots: Tensor) -> Tensor:
 
 
 def _merge(out: Tensor, lse: Tensor, piece: Tensor, piece_lse: Tensor) -> None:
-    """Merge attention over further keys into ``out`` [n, H, D] and ``lse`` [n, H], in place."""
+    """Merge attention over further keys into ``out`` [n, H, V] and ``lse`` [n, H], in place."""
     total = torch.logaddexp(lse, piece_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1))
     out.addcmul_(piece.to(out.dtype), (piece_lse - total).exp_().unsqueeze(-1))

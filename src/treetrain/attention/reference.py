@@ -1,37 +1,72 @@
 """The specification of tree attention: a dense mask from the interval rule. Slow, obvious, never imported elsewhere.
 
-Shape letters used in this folder: N tokens, H query heads, G key/value heads (H is a multiple of G), D head size.
+Shape letters used in this folder: N tokens, H query heads, G key/value heads (H is a multiple of G), D size of query and
+key heads, V size of value heads (usually D).
 """
 
 import torch
 from torch import Tensor
 
 
-def visible(ends: Tensor) -> Tensor:
+def visible(
+    ends: Tensor, depth: Tensor | None = None, window: int | None = None, chunk: int | None = None
+) -> Tensor:
     """Which key each query sees, [N, N] bool (rows are queries): key j iff ``j <= i < ends[j]``.
 
     Args:
         ends: int64 [N], the exclusive end of every token's subtree in pre-order.
+        depth: int64 [N], the place of every token on its path; for a window or chunks.
+        window: a query sees only keys less than so many steps above it.
+        chunk: a query sees only keys whose depths lie in the same run of so many, counted from 0.
     """
     index = torch.arange(len(ends), device=ends.device)
-    return (index[None, :] <= index[:, None]) & (index[:, None] < ends[None, :])
+    seen = (index[None, :] <= index[:, None]) & (index[:, None] < ends[None, :])
+    if window is not None:
+        assert depth is not None
+        seen &= depth[:, None] - depth[None, :] < window
+    if chunk is not None:
+        assert depth is not None
+        seen &= depth[:, None] // chunk == depth[None, :] // chunk
+    return seen
 
 
-def reference_attention(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float) -> Tensor:
+def reference_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    scale: float,
+    *,
+    depth: Tensor | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Softmax attention under the interval mask.
 
     Args:
-        query: [N, H, D]; key, value: [N, G, D]; all of one dtype.
+        query: [N, H, D]; key: [N, G, D]; value: [N, G, V]; all of one dtype.
         ends: int64 [N], subtree ends in pre-order.
         scale: factor on the scores, usually ``D ** -0.5``.
+        depth, window, chunk: see `visible`.
+        softcap: scores s become softcap * tanh(s / softcap).
+        sinks: [H] logits of one more key per head, which has no value.
 
     Returns:
-        [N, H, D] in the dtype of ``query``, computed in at least float32.
+        [N, H, V] in the dtype of ``query``, computed in at least float32.
     """
     groups = query.shape[1] // key.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
     key = key.repeat_interleave(groups, dim=1).to(wide)
     value = value.repeat_interleave(groups, dim=1).to(wide)
     scores = torch.einsum("qhd,khd->hqk", query.to(wide), key) * scale
-    scores = scores.masked_fill(~visible(ends), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), value).to(query.dtype)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible(ends, depth, window, chunk), float("-inf"))
+    if sinks is not None:
+        sink = sinks.to(wide)[:, None, None].expand(-1, len(query), 1)
+        weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)

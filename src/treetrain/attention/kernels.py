@@ -1,0 +1,142 @@
+"""The calls that attention is made of: one block of queries against one block of keys, with its log-sum-exp.
+
+Every kernel's backward takes the output and log-sum-exp over *all* keys of its queries, so that blocks that were merged
+by log-sum-exp have exact gradients block by block.
+
+Shape letters: C pieces of equal shape, H query heads, G key/value heads, Q queries, K keys, D size of query and key
+heads, V size of value heads.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+CAPPED_SCORES = 1 << 21
+"""Scores alive at once in the capped kernel, all heads counted."""
+
+
+class Kernel(Protocol):
+    """Query [C, H, Q, D], key [C, G, K, D], value [C, G, K, V]; an additive mask [C, 1, Q, K], or causal (Q = K)."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the output [C, H, Q, V] and the log-sum-exp [C, H, Q]."""
+        ...
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        mask: Tensor | None,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gradients of query, key and value; `out` and `lse` are those over all keys."""
+        ...
+
+
+class StockKernel:
+    """The stock CPU flash kernels. Head sizes that differ are filled up with zeros, which changes no score."""
+
+    def forward(self, query, key, value, causal, mask, scale):
+        """See `Kernel`."""
+        size, value_size = query.shape[-1], value.shape[-1]
+        if size == value_size:
+            return _flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+        query, key, value = _filled(max(size, value_size), query, key, value)
+        out, lse = _flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+        return out[..., :value_size], lse
+
+    def backward(self, grad_out, query, key, value, out, lse, causal, mask, scale):
+        """See `Kernel`."""
+        size, value_size = query.shape[-1], value.shape[-1]
+        if size != value_size:
+            tensors = grad_out, query, key, value, out
+            grad_out, query, key, value, out = _filled(max(size, value_size), *tensors)
+        dq, dk, dv = _flash_backward(
+            grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return dq[..., :size], dk[..., :size], dv[..., :value_size]
+
+
+def _filled(size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(pad(t, (0, size - t.shape[-1])) for t in tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class CappedKernel:
+    """Scores capped by cap * tanh(score / cap), which no stock CPU kernel does; in few rows of queries at a time."""
+
+    cap: float
+
+    def forward(self, query, key, value, causal, mask, scale):
+        """See `Kernel`; outputs are in float32 or wider."""
+        wide = torch.promote_types(query.dtype, torch.float32)
+        out = query.new_empty((*query.shape[:3], value.shape[-1]), dtype=wide)
+        lse = query.new_empty(query.shape[:3], dtype=wide)
+        for rows, keys in _row_blocks(query, key, causal):
+            scores, _ = self._scores(query[:, :, rows], key[:, :, keys], rows, causal, mask, scale)
+            lse[:, :, rows] = scores.logsumexp(-1).flatten(1, 2)
+            weights = scores.sub_(scores.logsumexp(-1, keepdim=True)).exp_()
+            out[:, :, rows] = (weights.flatten(2, 3) @ value[:, :, keys].to(wide)).view(out[:, :, rows].shape)
+        return out, lse
+
+    def backward(self, grad_out, query, key, value, out, lse, causal, mask, scale):
+        """See `Kernel`; gradients are in float32 or wider."""
+        wide = torch.promote_types(query.dtype, torch.float32)
+        dq = query.new_empty(query.shape, dtype=wide)
+        dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (key, value))
+        groups = key.shape[1]
+        for rows, keys in _row_blocks(query, key, causal):
+            q, k, v = query[:, :, rows], key[:, :, keys], value[:, :, keys].to(wide)
+            do = grad_out[:, :, rows].to(wide)
+            scores, slope = self._scores(q, k, rows, causal, mask, scale)
+            weights = scores.sub_(lse[:, :, rows].unflatten(1, (groups, -1)).unsqueeze(-1)).exp_().flatten(2, 3)
+            delta = (do * out[:, :, rows]).sum(-1, keepdim=True)
+            do, delta = _grouped(do, groups), _grouped(delta, groups)
+            dv[:, :, keys] += weights.transpose(-1, -2) @ do
+            grad = (do @ v.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(slope.flatten(2, 3)).mul_(scale)
+            dq[:, :, rows] = (grad @ k.to(wide)).view(q.shape)
+            dk[:, :, keys] += grad.transpose(-1, -2) @ _grouped(q, groups).to(wide)
+        return dq, dk, dv
+
+    def _scores(self, query, key, rows: slice, causal: bool, mask: Tensor | None, scale: float):
+        """Capped and masked scores [C, G, H/G, q, k], and their derivative by the plain ones."""
+        wide, groups = torch.promote_types(query.dtype, torch.float32), key.shape[1]
+        plain = _grouped(query, groups).to(wide) @ key.to(wide).transpose(-1, -2)
+        tanh = plain.mul_(scale / self.cap).tanh_().unflatten(2, (-1, query.shape[2]))
+        slope = 1 - tanh.square()
+        scores = tanh.mul_(self.cap)
+        if mask is not None:
+            scores += mask[:, :, rows, : key.shape[2]].unsqueeze(2)
+        elif causal:
+            number = torch.arange(key.shape[2])
+            hidden = number > torch.arange(rows.start, rows.start + query.shape[2])[:, None]
+            scores.masked_fill_(hidden, float("-inf"))
+        return scores, slope
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """[C, H, Q, D] -> [C, G, (H / G) * Q, D]."""
+    return x.unflatten(1, (groups, -1)).flatten(2, 3)
+
+
+def _row_blocks(query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
+    """(queries, keys that they may see) so few at a time that the scores stay small."""
+    pieces, heads, count, _ = query.shape
+    step = max(1, CAPPED_SCORES // max(1, pieces * heads * key.shape[2]))
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        yield slice(start, stop), slice(0, stop if causal else key.shape[2])

@@ -1,0 +1,218 @@
+"""Windows, chunks, caps, sinks and unequal head sizes against the reference: whole trees, and parts against the carry."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.forests import attention_forest, bushy_rows, forest_of, forests
+from support.linear import relative_error, rms
+from support.parts import PartsByHand, Tensors
+from support.plans import KEEPS
+from support.runs import runs, seeded
+from treetrain.attention import kernels, local
+from treetrain.attention.rectangles import RectangleAttention
+from treetrain.attention.reference import reference_attention, visible
+from treetrain.attention.schedule import Forest
+from treetrain.attention.sight import FULL, PLAIN, Ask, Sight
+from treetrain.plan.partition import one_segment_per_part, uniform
+from treetrain.tree.build import build_tree
+from treetrain.tree.layout import PackedLayout, pack
+
+SCALE = 0.4
+NAMES = ("out", "dq", "dk", "dv", "dsinks")
+SIZES = (1, 2, 3, 5, 8, 13, 30, 1000)
+ASKS = {
+    "full": PLAIN,
+    **{f"window of {w}": Ask(Sight(window=w)) for w in SIZES},
+    **{f"chunks of {c}": Ask(Sight(chunk=c)) for c in SIZES},
+    "cap": Ask(softcap=1.5),
+    "cap in a window": Ask(Sight(window=5), softcap=0.7),
+    "cap in chunks": Ask(Sight(chunk=4), softcap=50.0),
+}
+
+
+def inputs(tokens: int, *, heads=4, groups=2, size=8, value_size=8, sinks=False, dtype=torch.float64, seed=0) -> Tensors:
+    """Query, key, value, the output's gradient, and perhaps sinks."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes: list[tuple[int, ...]] = [(tokens, heads, size), (tokens, groups, size), (tokens, groups, value_size)]
+    shapes += [(tokens, heads, value_size), *([(heads,)] if sinks else [])]
+    # Rounded to bfloat16 first: the same numbers in every dtype.
+    return [torch.randn(shape, generator=generator).bfloat16().to(dtype) for shape in shapes]
+
+
+def both_ways(attend, tensors: Tensors) -> Tensors:
+    """Output and the gradients of query, key, value and sinks."""
+    leaves = [t.detach().clone().requires_grad_() for i, t in enumerate(tensors) if i != 3]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
+
+
+def by_reference(ends: np.ndarray, depth: np.ndarray, tensors: Tensors, ask: Ask) -> Tensors:
+    def attend(q, k, v, sinks=None):
+        return reference_attention(
+            q,
+            k,
+            v,
+            torch.from_numpy(ends),
+            SCALE,
+            depth=torch.from_numpy(depth),
+            window=ask.sight.window,
+            chunk=ask.sight.chunk,
+            softcap=ask.softcap,
+            sinks=sinks,
+        )
+
+    return both_ways(attend, tensors)
+
+
+def whole_errors(forest: Forest, tensors: Tensors, ask: Ask, call_pairs: float | None) -> list[float]:
+    attention = RectangleAttention(forest, call_pairs=call_pairs)
+    got = both_ways(lambda q, k, v, sinks=None: attention(q, k, v, SCALE, 0, ask, sinks), tensors)
+    expected = by_reference(forest.ends, forest.depth, [t.double() for t in tensors], ask)
+    return [relative_error(a, b) for a, b in zip(got, expected)]
+
+
+@pytest.mark.parametrize("name", ASKS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-6)])
+def test_random_forests_equal_the_reference(name, dtype, tolerance):
+    @seeded(f"{name} {dtype}")
+    @runs(12, derandomize=False)
+    @given(forests(max_rows=12, max_length=40), st.sampled_from([0.0, 2e3, 1e9]), st.integers(0, 99), st.booleans())
+    def every_forest(rows, call_pairs, seed, sinks):
+        forest = attention_forest(rows)
+        if len(forest.ends):
+            tensors = inputs(len(forest.ends), sinks=sinks, dtype=dtype, seed=seed)
+            errors = whole_errors(forest, tensors, ASKS[name], call_pairs)
+            assert max(errors) <= tolerance, dict(zip(NAMES, errors))
+
+    every_forest()
+
+
+@pytest.mark.parametrize("sight", [Sight(window=600), Sight(window=90), Sight(chunk=700), Sight(chunk=64)], ids=str)
+def test_long_paths_take_rectangles_and_tiles_and_equal_the_reference(sight):
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(0, 37, 1100).tolist()
+    rows = [trunk, *[[*trunk[: 1 + 97 * i], 40, *rng.integers(0, 37, 50 * (i % 4)).tolist()] for i in range(10)]]
+    rows += [[*trunk[:700], 41, *row] for row in bushy_rows(rng, rows=20, segment=9, levels=4)]
+    forest = attention_forest(rows)
+    tensors = inputs(len(forest.ends), heads=2, groups=1)
+    for call_pairs in (0.0, 3e3, 1e9):
+        assert max(whole_errors(forest, tensors, Ask(sight), call_pairs)) <= 1e-12
+    schedule = local.local_schedule(forest, sight, call_pairs=0.0).schedule
+    assert schedule.batches and bool(schedule.rectangles) == (sight.lowest(np.int64(5000)) < 4600)
+
+
+def test_a_window_costs_tokens_times_window_whatever_the_length_of_the_paths():
+    length, window = 20_000, 256
+    forest = attention_forest([list(range(37)) * (length // 37)])
+    schedule = local.local_schedule(forest, Sight(window=window)).schedule
+    masks = sum(batch.mask.size for batch in schedule.batches if batch.mask is not None)
+    pairs = masks + sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in schedule.rectangles)
+    assert pairs <= 1.6 * length * window
+    assert len(schedule.rectangles) + len(schedule.batches) <= length / 64
+
+
+def test_a_window_that_no_path_outgrows_runs_as_full_attention():
+    attention = RectangleAttention(attention_forest([[1, 2, 3], [1, 4]]))
+    for sight in (Sight(window=3), Sight(chunk=3), Sight(window=1000)):
+        assert attention.calls(sight) is attention.calls(FULL)
+    assert attention.calls(Sight(window=2)) is not attention.calls(FULL)
+
+
+def test_the_capped_kernel_holds_few_scores_at_a_time(monkeypatch):
+    forest = attention_forest([list(range(37)) * 4, [1, 2, 3], *bushy_rows(np.random.default_rng(1), rows=30, segment=6, levels=4)])
+    tensors = inputs(len(forest.ends))
+    for most in (1, 1000, 1 << 21):
+        monkeypatch.setattr(kernels, "CAPPED_SCORES", most)
+        for call_pairs in (0.0, 2e3, 1e9):
+            assert max(whole_errors(forest, tensors, ASKS["cap"], call_pairs)) <= 1e-12
+
+
+@pytest.mark.parametrize(("size", "value_size"), [(24, 16), (8, 24), (16, 1)])
+@pytest.mark.parametrize("groups", [4, 1])
+def test_head_sizes_may_differ(size, value_size, groups):
+    forest = attention_forest(bushy_rows(np.random.default_rng(1), rows=20, segment=6, levels=4))
+    tensors = inputs(len(forest.ends), groups=groups, size=size, value_size=value_size, sinks=True)
+    for ask in (PLAIN, ASKS["window of 5"], ASKS["cap"]):
+        for call_pairs in (0.0, 2e3, 1e9):
+            assert max(whole_errors(forest, tensors, ask, call_pairs)) <= 1e-12
+
+
+# ---- parts
+
+
+def layout_of(rows) -> PackedLayout:
+    return pack(build_tree(rows), trim=False)
+
+
+def parts_errors(plan, tensors: list[Tensors], asks: list[Ask], order: np.ndarray) -> list[float]:
+    def backend(layout, view):
+        return RectangleAttention(forest_of(layout), carry=view, call_pairs=2e3)
+
+    got = PartsByHand(plan, tensors, backend, order, SCALE, asks).run()
+    layout, worst = plan.layout, [0.0] * len(NAMES)
+    for ask, layer, found in zip(asks, tensors, got):
+        expected = by_reference(layout.ends, layout.positions, [t.double() for t in layer], ask)
+        worst = [max(a, b) for a, b in zip(worst, map(relative_error, found, expected))]
+    return worst
+
+
+@pytest.mark.parametrize("name", [name for name in ASKS if name != "full"])
+def test_parts_equal_the_whole_tree(name):
+    parts = []
+
+    @seeded(name)
+    @runs(6, derandomize=False)
+    @given(forests(max_rows=12, max_length=40), st.integers(1, 12), st.sampled_from(KEEPS), st.integers(0, 99))
+    def every_plan(rows, chunk, keep, seed):
+        layout = layout_of(rows)
+        if not layout.num_tokens:
+            return
+        # Two layers that ask different things of one carry.
+        asks = [ASKS[name], ASKS["window of 3"]]
+        tensors = [inputs(layout.num_tokens, value_size=5, sinks=layer == 0, seed=seed + layer) for layer in range(2)]
+        for plan in (uniform(layout, chunk, keep), one_segment_per_part(layout, keep)):
+            rows_given = int(plan.exported.sum())
+            orders = np.arange(rows_given), np.random.default_rng(seed).permutation(rows_given + 5)
+            errors = parts_errors(plan, tensors, asks, orders[seed % 2])
+            parts.append(plan.num_parts)
+            assert max(errors) <= 1e-12, dict(zip(NAMES, errors))
+
+    every_plan()
+    assert max(parts) > 8
+
+
+@pytest.mark.parametrize("name", ["window of 5", "chunks of 5", "cap in a window"])
+def test_bfloat16_errs_no_more_than_the_reference_run_in_bfloat16(name):
+    ask = ASKS[name]
+    ours: list[list[float]] = []
+    theirs: list[list[float]] = []
+    for seed in range(10):
+        layout = layout_of(bushy_rows(np.random.default_rng(seed), rows=12, segment=8, levels=3))
+        tensors = inputs(layout.num_tokens, size=16, value_size=16, sinks=True, dtype=torch.bfloat16, seed=seed)
+        truth = by_reference(layout.ends, layout.positions, [t.double() for t in tensors], ask)
+        plan = uniform(layout, 16, KEEPS[seed % 3])
+        ours.append(parts_errors(plan, [tensors], [ask], np.arange(int(plan.exported.sum()))))
+        plain = both_ways(lambda *leaves: plain_bfloat16(layout, ask, *leaves), tensors)  # noqa: B023
+        theirs.append([relative_error(a, b) for a, b in zip(plain, truth)])
+    for part, tree, plain in zip(NAMES, zip(*ours), zip(*theirs)):
+        assert rms(tree) <= 1.5 * rms(plain), part
+
+
+def plain_bfloat16(layout: PackedLayout, ask: Ask, q, k, v, sinks):
+    """What a model's own eager attention rounds."""
+    mask = visible(*map(torch.from_numpy, (layout.ends, layout.positions)), ask.sight.window, ask.sight.chunk)
+    key, value = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, key) * SCALE
+    if ask.softcap is not None:
+        scores = (scores / ask.softcap).tanh() * ask.softcap
+    scores = torch.cat([scores.masked_fill(~mask, float("-inf")), sinks[:, None, None].expand(-1, len(q), 1)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., :-1], value)
+
+
+def test_a_sight_has_one_size_of_at_least_one():
+    for sizes in ({"window": 0}, {"chunk": -1}, {"window": 2, "chunk": 2}):
+        with pytest.raises(ValueError, match="one size"):
+            Sight(**sizes)
