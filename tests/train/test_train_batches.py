@@ -123,6 +123,39 @@ def test_calls_of_one_conversation_stay_together_when_their_prompts_differ_early
     assert as_sets(make_units(rows, tokens_per_step=100)) == {frozenset({0, 1, 2}), frozenset({3, 4, 5})}
 
 
+pair_lists = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 2), min_size=2, max_size=12),
+        st.sampled_from([None, None, "a", "b"]),
+        st.sampled_from([None, 1, 2, 3]),
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(pair_lists, st.integers(1, 60))
+def test_a_pair_is_never_torn_apart_nor_any_row_lost(rows, target) -> None:
+    trajectories = [Trajectory(ids, group=group, pair=pair) for ids, group, pair in rows]
+    steps = plan_batches(trajectories, tokens_per_step=target, seed=1).epoch(0)
+    assert Counter(np.concatenate(steps).tolist()) == Counter(range(len(rows)))
+    for name in {row.pair for row in trajectories} - {None}:
+        members = {number for number, row in enumerate(trajectories) if row.pair == name}
+        assert sum(bool(members & set(step.tolist())) for step in steps) == 1
+
+
+def test_pairs_whose_prompts_differ_are_one_unit_and_other_rows_stay_apart() -> None:
+    rows = [Trajectory([first] * 20, pair=pair) for first, pair in enumerate(("x", "y", "x", "y", None), 1)]
+    assert as_sets(make_units(rows, tokens_per_step=30)) == {frozenset({0, 2}), frozenset({1, 3}), frozenset({4})}
+
+
+def test_a_sample_of_one_large_unit_takes_whole_pairs() -> None:
+    rows = [Trajectory([1, 2, number], pair=number % 3) for number in range(6)]
+    assert [row.pair for row in sample_units(rows, 5)[0]] == [0, 1, 0, 1]
+    assert [row.pair for row in sample_units(rows, 1)[0]] == [0, 0]
+
+
 def test_rows_with_nothing_to_train_never_make_a_step_by_themselves() -> None:
     rows = [Trajectory([1] * 10, loss_weights=0.0, group=0), Trajectory([2] * 10, group=1), Trajectory([], group=2)]
     steps = plan_batches(rows, tokens_per_step=10, seed=0).epoch(0)

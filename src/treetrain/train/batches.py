@@ -1,8 +1,8 @@
 """What a step is made of: whole groups (else whole trees), so that rows which share a prefix meet in one step.
 
 A *unit* is what shuffling never tears apart. Rows of one `group` are a unit; rows without a group are one if they are
-of one tree, and a tree that is larger than a step is cut at its forks. Nothing here knows how a step is executed, so
-tree and linear runs of one seed see the same steps.
+of one tree, and a tree that is larger than a step is cut at its forks. Rows of one `pair` are always of one unit.
+Nothing here knows how a step is executed, so tree and linear runs of one seed see the same steps.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -108,6 +108,7 @@ def make_units(trajectories: Sequence[Trajectory], *, tokens_per_step: int | Non
     units = [np.array(numbers, np.int64) for numbers in groups.values()]
     if loose:
         units += _tree_units(trajectories, np.array(loose, np.int64), tokens_per_step)
+    units = [np.sort(unit) for unit in _joined(units, [row.pair for row in trajectories])]
     return sorted(units, key=lambda unit: int(unit[0]))
 
 
@@ -115,7 +116,8 @@ def sample_units(trajectories: Sequence[Trajectory], count: int) -> tuple[list[T
     """The first rows of a file, whole units of them, up to `count` rows.
 
     Returns:
-        The rows, and whether a unit had to be cut because the first alone has more rows than that.
+        The rows, and whether a unit had to be cut because the first alone has more rows than that. Pairs stay
+        whole even then: where the first rows are of one, there may be more than `count`.
     """
     chosen: list[Int64s] = []
     taken = 0
@@ -124,8 +126,19 @@ def sample_units(trajectories: Sequence[Trajectory], count: int) -> tuple[list[T
             chosen.append(unit)
             taken += len(unit)
         elif not chosen:
-            return [trajectories[number] for number in unit[:count].tolist()], True
+            return [trajectories[number] for number in _first_pairs(trajectories, unit, count).tolist()], True
     return [trajectories[number] for number in np.sort(np.concatenate(chosen)).tolist()], False
+
+
+def _first_pairs(trajectories: Sequence[Trajectory], unit: Int64s, count: int) -> Int64s:
+    """The first rows of a unit, whole pairs of them, up to `count` rows but at least one row or pair."""
+    rows = [trajectories[number].pair for number in unit.tolist()]
+    pieces = _joined([np.array([place]) for place in range(len(unit))], rows)
+    taken = [pieces[0]]
+    for piece in pieces[1:]:
+        if sum(map(len, taken)) + len(piece) <= count:
+            taken.append(piece)
+    return np.sort(unit[np.concatenate(taken)])
 
 
 def split_units(
@@ -159,7 +172,8 @@ def _tree_units(trajectories: Sequence[Trajectory], loose: Int64s, target: int |
     pieces = _cut(tree, target)
     empty = np.flatnonzero(tree.trajectory_last < 0)
     pieces += [empty] if len(empty) else []
-    return [np.sort(loose[piece]) for piece in _join_episodes(rows, pieces)]
+    # Calls of one conversation belong together, though their prompts may differ early.
+    return [np.sort(loose[piece]) for piece in _joined(pieces, [row.episode for row in rows])]
 
 
 def _cut(tree: TokenTree, target: int | None) -> list[Int64s]:
@@ -202,8 +216,13 @@ def _children(tree: TokenTree) -> list[Int64s]:
     return np.split(order, np.cumsum(counts)[:-1]) if tree.num_segments else []
 
 
-def _join_episodes(rows: Sequence[Trajectory], pieces: list[Int64s]) -> list[Int64s]:
-    """Pieces that hold calls of one conversation become one: their prompts may differ early and still belong."""
+def _joined(pieces: list[Int64s], labels: Sequence[Hashable]) -> list[Int64s]:
+    """Pieces that hold rows of one label become one.
+
+    Args:
+        pieces: numbers of rows.
+        labels: of all rows; None joins nothing.
+    """
     joined: dict[int, int] = {}  # piece -> the piece it went into
 
     def find(piece: int) -> int:
@@ -214,8 +233,8 @@ def _join_episodes(rows: Sequence[Trajectory], pieces: list[Int64s]) -> list[Int
     first: dict[Hashable, int] = {}
     for number, piece in enumerate(pieces):
         for row in piece.tolist():
-            if rows[row].episode is not None:
-                one, other = find(first.setdefault(rows[row].episode, number)), find(number)
+            if labels[row] is not None:
+                one, other = find(first.setdefault(labels[row], number)), find(number)
                 if one != other:
                     joined[max(one, other)] = min(one, other)
     members: dict[int, list[Int64s]] = {}
