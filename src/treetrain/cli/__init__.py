@@ -23,14 +23,14 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 (a check failed), 2 (bad input) or 130 (Ctrl-C).
+    """Run one command and return its exit code: 0, 1 (a check failed), 2 (bad input), 130 (Ctrl-C) or 143 (SIGTERM).
 
     What a user can cause is told in one line on stderr. TREETRAIN_TRACEBACK=1 shows where it came from instead.
     """
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt as stop:
-        return _fail(str(stop) or "interrupted", INTERRUPTED)
+        return _fail(str(stop) or "interrupted", getattr(stop, "exit_code", INTERRUPTED))
     except BrokenPipeError:  # `treetrain inspect ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -66,7 +66,7 @@ def _help() -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"treetrain: {'' if code == INTERRUPTED else 'error: '}{' '.join(message.split())}", file=sys.stderr)
+    print(f"treetrain: {'error: ' if code == BAD_INPUT else ''}{' '.join(message.split())}", file=sys.stderr)
     return code
 
 

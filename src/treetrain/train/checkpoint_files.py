@@ -55,6 +55,11 @@ def named(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
 
 
+def after(folder: Path, step: int) -> list[Path]:
+    """What is named as a checkpoint of a later step."""
+    return [path for path in named(folder) if (step_of(path) or 0) > step]
+
+
 def write(folder: Path, step: int, fill: Callable[[Path], None], facts: dict[str, Any]) -> Checkpoint:
     """Write a checkpoint under a temporary name, bring it to the disk, and rename it.
 
@@ -92,32 +97,35 @@ def write(folder: Path, step: int, fill: Callable[[Path], None], facts: dict[str
     return Checkpoint(path, step, contents)
 
 
-def read(path: Path) -> Checkpoint:
-    """Check a checkpoint against its manifest, every byte of it.
+def read(path: Path, *, contents: bool = True) -> Checkpoint:
+    """Check a checkpoint against its manifest.
+
+    Args:
+        contents: read every byte; else only names and sizes are compared.
 
     Raises:
         TornCheckpoint: a file is missing, of another size or changed.
         OSError: it cannot be read.
     """
-    contents = _manifest(path)
-    for name, expected in contents["files"].items():
+    facts = _manifest(path)
+    for name, expected in facts["files"].items():
         file = path / name
         if not file.is_file():
             raise TornCheckpoint(f"{path}: {name} is missing")
         size = file.stat().st_size
         if size != expected["bytes"]:
             raise TornCheckpoint(f"{path}: {name} has {size:,} bytes, {expected['bytes']:,} were written")
-        if _sha256(file) != expected["sha256"]:
+        if contents and _sha256(file) != expected["sha256"]:
             raise TornCheckpoint(f"{path}: the contents of {name} are not what was written (its SHA-256 differs)")
-    return Checkpoint(path, contents["step"], contents)
+    return Checkpoint(path, facts["step"], facts)
 
 
-def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def newest(folder: Path, *, contents: bool = True) -> tuple[Checkpoint | None, list[str]]:
     """The newest whole checkpoint of a folder, and what is wrong with the newer ones that are not."""
     torn = []
     for path in named(folder):
         try:
-            return read(path), torn
+            return read(path, contents=contents), torn
         except (TornCheckpoint, OSError) as error:
             torn.append(str(error))
     return None, torn

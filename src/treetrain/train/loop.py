@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +60,10 @@ class TrainLoop:
         self.optimizer = make_optimizer(model, config)
         self.schedule = make_schedule(self.optimizer, config, total)
         self.progress = Progress()
+        self.about: dict[str, Any] = {}
+        """More for the record that the run starts with."""
+        self.after_step: Callable[[], None] | None = None
+        """Called between two steps, when the state is whole; what it raises ends the run."""
         self.pieces: dict[str, Piece] = {
             "progress": self.progress,
             "optimizer": self.optimizer,
@@ -108,6 +113,8 @@ class TrainLoop:
 
     def _step_done(self) -> None:
         """The boundary between two steps: everything of the last one, its evaluation included, is done."""
+        if self.after_step is not None:
+            self.after_step()
 
     def _record_start(self) -> None:
         """What runs, on what, and how its first step is going to be run."""
@@ -115,7 +122,8 @@ class TrainLoop:
         _, first = next(iter(self.prepared.plan.steps(self.total)))
         with self._precision():
             facts = self.facts.of_run(rows, self.prepared.eval_rows, [rows[number] for number in first.tolist()])
-        self.metrics.write({"kind": "start", "steps": self.total, "config": self.config.as_dict(), **facts})
+        record = {"kind": "start", "steps": self.total, "config": self.config.as_dict()}
+        self.metrics.write(record | facts | self.about)
 
     def _train_step(self, epoch: int, rows: list[Trajectory]) -> None:
         started = time.perf_counter()

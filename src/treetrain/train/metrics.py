@@ -3,6 +3,7 @@
 import json
 import math
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -32,11 +33,14 @@ class MetricsFile:
     Args:
         folder: of the run.
         observers: are given every record after it is on disk. One that raises is left out from then on, with a warning.
+        before: a file of the records that come first, those of a run that is resumed; observers have had them.
     """
 
-    def __init__(self, folder: Path, observers: Sequence[Observer] = ()) -> None:
+    def __init__(self, folder: Path, observers: Sequence[Observer] = (), *, before: Path | None = None) -> None:
         self._path, self._draft = folder / METRICS_FILE, folder / f"{METRICS_FILE}.draft"
-        self._file = self._draft.open("w", encoding="utf-8")
+        if before is not None:
+            shutil.copyfile(before, self._draft)
+        self._file = self._draft.open("w" if before is None else "a", encoding="utf-8")
         self._observers = Observers(observers, folder)
 
     def write(self, record: dict[str, Any]) -> None:

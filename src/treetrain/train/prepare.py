@@ -41,7 +41,8 @@ def prepare(config: TrainConfig) -> Prepared:
     Raises:
         DataError, ValueError: what is wrong, where, and what to do.
     """
-    check_output(Path(config.output), overwrite=config.overwrite)
+    # What a run that is resumed finds in its folder is looked at when its rows are known.
+    check_output(Path(config.output), overwrite=config.overwrite or config.resume != "never")
     source = RowSource(
         format=config.format,
         view=config.view,

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from treetrain.train.checkpoint_files import FOLDER as CHECKPOINTS
 from treetrain.train.metrics import METRICS_FILE
 
 CONFIG_FILE = "train_config.json"
@@ -31,12 +32,13 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
             break
     if overwrite or not folder.is_dir():
         return
-    patterns = (MARK, METRICS_FILE, *_WEIGHTS)
+    patterns = (MARK, METRICS_FILE, CHECKPOINTS, *_WEIGHTS)
     held = sorted(path.name for pattern in patterns for path in folder.glob(pattern))
     if held:
+        resumed = "--resume auto to go on with it, " if METRICS_FILE in held or CHECKPOINTS in held else ""
         raise ValueError(
             f"output {folder} holds an earlier run or model ({', '.join(held[:4])}); name another folder, or pass "
-            "--overwrite to replace it"
+            f"{resumed}--overwrite to replace it"
         )
 
 

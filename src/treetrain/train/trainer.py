@@ -15,19 +15,21 @@ from treetrain.engine.linear import LinearEngine
 from treetrain.models.loading import load_model
 from treetrain.train.allocator import keep_memory
 from treetrain.train.config import TrainConfig
+from treetrain.train.facts import machine, versions
+from treetrain.train.keeper import CheckpointKeeper
 from treetrain.train.loop import TrainLoop
-from treetrain.train.metrics import MetricsFile
+from treetrain.train.metrics import METRICS_FILE, MetricsFile
+from treetrain.train.output_lock import output_lock
 from treetrain.train.prepare import Prepared, prepare
 from treetrain.train.result import TrainResult
+from treetrain.train.resume import Start, Wanted, clear_leftovers, find_start
+from treetrain.train.same_run import data_digests
 from treetrain.train.save import save_result
+from treetrain.train.signals import stop_requests
 from treetrain.train.sinks import Observer
 from treetrain.tree.build import build_tree
 
 LINEAR_PACK_TOKENS = 8_192  # beyond this, larger packs cost memory and gain no speed
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a run; its message says what was done."""
 
 
 class Trainer:
@@ -52,17 +54,30 @@ class Trainer:
         for note in self.prepared.notes:
             self.console.print(f"note: {note}", highlight=False, soft_wrap=True)
         self.total_steps = config.steps or self.prepared.plan.total_steps(config.epochs or 1)
+        self.data = data_digests(self.prepared)
+        find_start(self._wanted(), contents=False)  # refuses early; what is found is looked for again under the lock
 
     def run(self) -> TrainResult:
         """Train, evaluate and save.
 
         Raises:
+            ValueError: another run is using the output folder, or what it holds cannot be gone on from.
             UnsupportedModel: the model would not be exact on a tree.
             FloatingPointError: a loss or gradient that is no finite number; no model is saved.
-            Interrupted: Ctrl-C; metrics are on disk, no model is saved.
+            Interrupted: Ctrl-C or SIGTERM; its message says what is saved. A second Ctrl-C saves nothing more.
+            OSError: the disk does not take the result.
         """
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
+        folder = Path(self.config.output)
+        with output_lock(folder):
+            clear_leftovers(folder)
+            start = find_start(self._wanted())
+            for note in start.notes:
+                self.console.print(f"note: {note}", highlight=False, soft_wrap=True)
+            return start.finished or self._run(folder, start)
+
+    def _run(self, folder: Path, start: Start) -> TrainResult:
         torch.manual_seed(self.config.seed)
         model = self._load()
         engine = self._engine(model)
@@ -71,20 +86,27 @@ class Trainer:
         self.console.print(f"attention: {engine.attention}", highlight=False, soft_wrap=True)
         for rows in (self.prepared.rows, self.prepared.eval_rows):
             check_batch(build_tree(rows), engine.capabilities)
-        folder = Path(self.config.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        with MetricsFile(folder, self.observers) as metrics:
+        before = start.checkpoint and start.checkpoint.path / METRICS_FILE
+        with (
+            MetricsFile(folder, self.observers, before=before) as metrics,
+            stop_requests(say=not self.console.quiet) as stop,
+        ):
             loop = self._loop(model, engine, metrics)
+            keeper = CheckpointKeeper(self._wanted(), loop, start, stop, console=self.console)
+            keeper.begin()
             try:
                 loop.run()
-            except KeyboardInterrupt:
-                done = f"interrupted after step {loop.step} of {self.total_steps}"
+            except KeyboardInterrupt as stopped:
                 metrics.write({"kind": "interrupted", "step": loop.step})
-                raise Interrupted(f"{done}; metrics are in {folder}, no model was saved") from None
+                raise keeper.told(stopped) from None
             save_result(folder, model, self.prepared.tokenizer, self._description())
             result = loop.result(str(folder))
             metrics.write({"kind": "end", **{k: v for k, v in result.as_dict().items() if k not in ("losses",)}})
         return result
+
+    def _wanted(self) -> Wanted:
+        environment = versions() | {"machine": machine(self.device)}
+        return Wanted(config=self.config, total=self.total_steps, data=self.data, environment=environment)
 
     def _load(self) -> nn.Module:
         model = load_model(self.config.model, seed=self.config.seed, dtype=torch.float32)
