@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from treetrain.train.config import TrainConfig
-from treetrain.train.optim import lr_factor, make_optimizer, make_schedule, parameter_groups
+from treetrain.train.optim import make_optimizer, parameter_groups
+from treetrain.train.schedules import lr_factor, make_schedule
 
 
 class Small(nn.Module):

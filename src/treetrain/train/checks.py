@@ -61,6 +61,17 @@ NUMBERS = {
     "clip_high": Bounds(infinite=True),
     "kl": Bounds(),
     "entropy": Bounds(),
+    "importance_cap": POSITIVE,
+    "beta": POSITIVE,
+    "margin": Bounds(),
+    "label_smoothing": Bounds(high=0.5),
+    "desirable_weight": Bounds(),
+    "undesirable_weight": Bounds(),
+    "decay_fraction": SHARE,
+    "momentum": Bounds(high=1, below=True),
+    "ema_decay": Bounds(high=1, below=True),
+    "early_stop_min_delta": Bounds(),
+    "lora_alpha": POSITIVE,
     "checkpoint_every_minutes": Bounds(),
 }
 COUNTS = {
@@ -69,6 +80,11 @@ COUNTS = {
     "tokens_per_step": 1,
     "warmup_steps": 0,
     "eval_every_steps": 0,
+    "tokens_per_call": 1,
+    "decay_steps": 0,
+    "length": 1,
+    "early_stop_patience": 0,
+    "lora_rank": 0,
     "checkpoint_every_steps": 0,
     "keep_checkpoints": 1,
     "threads": 1,
@@ -94,7 +110,7 @@ def check_setting(name: str, value: Any) -> None:
     if value is None and allows_none(name):
         return
     hint = HINTS[name]
-    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    parts = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     kinds = [part for part in parts if part is not type(None)]
     choices = next((typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is Literal), CHOICES.get(name))
     if choices is not None:

@@ -3,10 +3,12 @@
 import dataclasses
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 from treetrain.train.checks import check_setting
 from treetrain.train.settings import (
+    AdapterSettings,
     CheckpointSettings,
     DataSettings,
     EvaluationSettings,
@@ -18,10 +20,43 @@ from treetrain.train.settings import (
     StepSettings,
 )
 
-LOSS_OPTIONS = ("clip", "clip_low", "clip_high", "kl", "kl_estimator", "entropy", "reduction")
-DEFAULT_WARMUP_FRACTION = 0.03
-EXCLUSIVE = (("epochs", "steps"), ("warmup_steps", "warmup_fraction"))
+LOSS_OPTIONS = (
+    "reduction",
+    "clip",
+    "clip_low",
+    "clip_high",
+    "length",
+    "kl",
+    "kl_estimator",
+    "entropy",
+    "importance_cap",
+    "importance_mode",
+    "beta",
+    "margin",
+    "label_smoothing",
+    "reference_free",
+    "desirable_weight",
+    "undesirable_weight",
+    "estimator",
+)
+"""Settings that are keyword arguments of the loss's factory, which knows those that it has."""
+DEFAULT_WARMUP_FRACTION, DEFAULT_DECAY_FRACTION = 0.03, 0.2
+EXCLUSIVE = (("epochs", "steps"), ("warmup_steps", "warmup_fraction"), ("decay_steps", "decay_fraction"))
 """Pairs of settings that say one thing in two ways."""
+ONLY_WITH: dict[str, tuple[str, Callable[["TrainConfig"], bool]]] = {
+    "decay_steps": ("schedule wsd", lambda c: c.schedule == "wsd"),
+    "decay_fraction": ("schedule wsd", lambda c: c.schedule == "wsd"),
+    "momentum": ("optimizer sgd or muon", lambda c: c.optimizer in ("sgd", "muon")),
+    "lora_alpha": ("a lora_rank above 0", lambda c: c.lora_rank > 0),
+    "lora_targets": ("a lora_rank above 0", lambda c: c.lora_rank > 0),
+    "lora_rslora": ("a lora_rank above 0", lambda c: c.lora_rank > 0),
+    "lora_dora": ("a lora_rank above 0", lambda c: c.lora_rank > 0),
+    "early_stop_min_delta": ("early_stop_patience or keep_best", lambda c: c.follows_best),
+    "eval_every_steps": ("something held out: eval_data or eval_fraction", lambda c: c.holds_out),
+    "early_stop_patience": ("eval_every_steps: nothing would be compared", lambda c: c.eval_every_steps > 0),
+    "keep_best": ("something held out: eval_data or eval_fraction", lambda c: c.holds_out),
+}
+"""Settings that would do nothing unless something else is set; saying nothing about that would hide a mistake."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +68,7 @@ class TrainConfig(
     OptimiserSettings,
     StepSettings,
     LossSettings,
+    AdapterSettings,
     ModelSettings,
     DataSettings,
 ):
@@ -57,8 +93,13 @@ class TrainConfig(
                 f"eval_data {list(self.eval_data)} and eval_fraction {self.eval_fraction} both say what is held out; "
                 "give one"
             )
-        if self.eval_every_steps and not (self.eval_data or self.eval_fraction):
-            raise ValueError(f"eval_every_steps is {self.eval_every_steps}, but nothing is held out: give eval_data")
+        for field in dataclasses.fields(TrainConfig):
+            needed, holds = ONLY_WITH.get(field.name, ("", None))
+            value = getattr(self, field.name)
+            if holds is not None and value != field.default and not holds(self):
+                raise ValueError(f"{field.name} is {value!r}, which needs {needed}")
+        if not self.lora_targets:
+            raise ValueError("lora_targets is empty; name modules, or all-linear")
 
     def _check_files(self) -> None:
         if not self.data:
@@ -80,12 +121,23 @@ class TrainConfig(
         """The options given for the loss; which of them it has, it says itself when it is made."""
         return {name: getattr(self, name) for name in LOSS_OPTIONS if getattr(self, name) is not None}
 
+    @property
+    def holds_out(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self.eval_data or self.eval_fraction)
+
+    @property
+    def follows_best(self) -> bool:
+        """Whether evaluations are compared with one another."""
+        return self.keep_best or self.early_stop_patience > 0
+
     def warmup(self, total_steps: int) -> int:
         """Steps of warm-up in a run of so many steps."""
-        if self.warmup_steps is not None:
-            return self.warmup_steps
-        fraction = DEFAULT_WARMUP_FRACTION if self.warmup_fraction is None else self.warmup_fraction
-        return math.ceil(fraction * total_steps)
+        return _steps(self.warmup_steps, self.warmup_fraction, DEFAULT_WARMUP_FRACTION, total_steps)
+
+    def decay(self, total_steps: int) -> int:
+        """Steps of decay of the wsd schedule in a run of so many steps."""
+        return _steps(self.decay_steps, self.decay_fraction, DEFAULT_DECAY_FRACTION, total_steps)
 
     def as_dict(self) -> dict[str, Any]:
         """Every field as plain JSON data; `TrainConfig(**as_dict())` is the same run."""
@@ -93,9 +145,15 @@ class TrainConfig(
         return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
 
+def _steps(steps: int | None, fraction: float | None, usual: float, total: int) -> int:
+    if steps is not None:
+        return steps
+    return math.ceil((usual if fraction is None else fraction) * total)
+
+
 def _plain(name: str, value: Any) -> Any:
     """A value as it is stored: paths as strings, several of them as a tuple."""
-    if name in ("data", "eval_data"):
+    if name in ("data", "eval_data", "lora_targets"):
         return (os.fspath(value),) if isinstance(value, str | os.PathLike) else tuple(map(os.fspath, value))
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 

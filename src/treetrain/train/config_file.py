@@ -1,4 +1,4 @@
-"""A run's settings in a TOML file: keys are named as the flags are; tables are the sections of `--help`, and optional."""
+"""A run's settings in a TOML file: keys are named as the flags are; tables are the sections of `--help`, and free."""
 
 import dataclasses
 import json

@@ -1,24 +1,29 @@
 """The steps of a run. All that they change is in `TrainLoop.state_dict`, so a run can go on from any step boundary."""
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from rich.console import Console
 from torch import nn
 
-from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import StepResult, TreeEngine
+from treetrain.train.accumulate import StepSplitter, forward_backward
+from treetrain.train.average import WeightAverage
+from treetrain.train.batches import Int64s
+from treetrain.train.best import Best
 from treetrain.train.config import TrainConfig
-from treetrain.train.evaluation import evaluate
+from treetrain.train.evaluation import Evaluation, evaluate
 from treetrain.train.facts import Facts
 from treetrain.train.metrics import MetricsFile, peak_memory_bytes
-from treetrain.train.optim import make_optimizer, make_schedule
+from treetrain.train.optim import make_optimizer
 from treetrain.train.prepare import Prepared
 from treetrain.train.progress import RunDisplay
 from treetrain.train.result import Progress, TrainResult
+from treetrain.train.schedules import make_schedule
 
 
 class Piece(Protocol):
@@ -69,6 +74,12 @@ class TrainLoop:
             "optimizer": self.optimizer,
             "schedule": self.schedule,
         }
+        self.average = None if config.ema_decay is None else WeightAverage(model, config.ema_decay)
+        self.best = Best.of(model, config)
+        self.pieces |= {} if self.average is None else {"average": self.average}
+        self.pieces |= {} if self.best is None else {"best": self.best}
+        self._split = StepSplitter(prepared.plan, config.tokens_per_call)
+        self._since, self._other = time.perf_counter(), 0.0
 
     @property
     def step(self) -> int:
@@ -95,21 +106,36 @@ class TrainLoop:
 
     def run(self) -> None:
         """The steps that are left, and their evaluations."""
-        rows = self.prepared.rows
         if self.step == 0:
             self._record_start()
         self.display.start(self.step)
         try:
             if self.step == 0:
                 self._evaluate()
+            self._since = time.perf_counter()
             for epoch, numbers in self.prepared.plan.steps(self.total, skip=self.step):
-                self._train_step(epoch, [rows[number] for number in numbers.tolist()])
+                if self.stopped_early:
+                    break
+                self._train_step(epoch, numbers)
                 every = self.config.eval_every_steps
-                if self.step == self.total or (every and self.step % every == 0):
-                    self._evaluate()
-                self._step_done()
+                with self._aside():
+                    if self.step == self.total or (every and self.step % every == 0):
+                        self._evaluate()
+                    self._step_done()
         finally:
             self.display.stop()
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether no step follows although the run is not at its end."""
+        return self.best is not None and self.best.exhausted and self.step < self.total
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What happens in the block is no part of any step's time."""
+        self._other += time.perf_counter() - self._since
+        yield
+        self._since = time.perf_counter()
 
     def _step_done(self) -> None:
         """The boundary between two steps: everything of the last one, its evaluation included, is done."""
@@ -125,23 +151,38 @@ class TrainLoop:
         record = {"kind": "start", "steps": self.total, "config": self.config.as_dict()}
         self.metrics.write(record | facts | self.about)
 
-    def _train_step(self, epoch: int, rows: list[Trajectory]) -> None:
-        started = time.perf_counter()
+    def _train_step(self, epoch: int, numbers: Int64s) -> None:
+        calls = [[self.prepared.rows[number] for number in call.tolist()] for call in self._split(numbers)]
         self.optimizer.zero_grad(set_to_none=True)
+        started = time.perf_counter()
         with self._precision():
-            result = self.engine.forward_backward(rows, self.prepared.loss)
+            result = forward_backward(self.engine, calls, self.prepared.loss)
         _synchronise(self.device)
-        computing = time.perf_counter() - started
+        computed = time.perf_counter()
         lr = float(self.schedule.get_last_lr()[0])
-        norm = self._clip(result.loss)
+        norm = self._update(result.loss)
+        _synchronise(self.device)
+        updated = time.perf_counter()
+        times = {
+            "forward_backward_seconds": computed - started,
+            "optimizer_seconds": updated - computed,
+            "other_seconds": self._other + started - self._since,
+        }
+        self._since, self._other = updated, 0.0
+        self.progress.add(result, **times)
+        rows = [row for call in calls for row in call]
+        record = {"kind": "train", "step": self.step, "epoch": epoch, "trajectories": len(rows), "calls": len(calls)}
+        record |= self.facts.of_step(rows)
+        self._record(record, result, lr=lr, grad_norm=norm, seconds=updated - started, **times)
+
+    def _update(self, loss: float) -> float:
+        """Move the weights along the gradients; returns the gradients' norm."""
+        norm = self._clip(loss)
         self.optimizer.step()
         self.schedule.step()
-        _synchronise(self.device)
-        seconds = time.perf_counter() - started
-        self.progress.add(result, seconds=seconds, forward_backward_seconds=computing)
-        record = {"kind": "train", "step": self.step, "epoch": epoch, "trajectories": len(rows)}
-        record |= self.facts.of_step(rows)
-        self._record(record, result, lr=lr, grad_norm=norm, seconds=seconds, forward_backward_seconds=computing)
+        if self.average is not None:
+            self.average.update()
+        return norm
 
     def _clip(self, loss: float) -> float:
         """Global gradient norm before clipping; nothing is updated by a step that went wrong."""
@@ -173,25 +214,41 @@ class TrainLoop:
         self.display.step(record)
 
     def _evaluate(self) -> None:
-        """Mean negative log-likelihood of the trained tokens of the held-out rows."""
+        """The held-out rows: their negative log-likelihood, and the loss with its metrics where they have its facts."""
         if not self.prepared.eval_rows:
             return
         started = time.perf_counter()
+        found = self._evaluated()
+        record = {"kind": "eval", "step": self.step, **found.as_record()}
+        if self.average is not None:
+            with self.average.in_place():
+                record |= {f"ema_{name}": value for name, value in self._evaluated().values().items()}
+        if self.best is not None:
+            self.best.add(self.step, found.values()[self.config.best_metric])
+            record["best_step"] = self.best.step
+        self.progress.evaluations.append((self.step, found.nll))
+        self.metrics.write(record | {"seconds": time.perf_counter() - started})
+        told = f"{found.nll:.4f} nats per token over {found.trained_tokens:,} tokens"
+        told += "" if found.loss is None or self.config.loss == "sft" else f", loss {found.loss:.4f}"
+        self.display.say(f"step {self.step}/{self.total}  held out: {told}")
+        if self.stopped_early:
+            self.display.say(f"stopped: no better evaluation since step {self.best.step}")  # type: ignore[union-attr]
+
+    def _evaluated(self) -> Evaluation:
         with self._precision():
-            nll, tokens = evaluate(self.engine, self.prepared.eval_rows, self.prepared.eval_steps)
-        self.progress.evaluations.append((self.step, nll))
-        seconds = time.perf_counter() - started
-        self.metrics.write(
-            {"kind": "eval", "step": self.step, "nll": nll, "trained_tokens": tokens, "seconds": seconds}
-        )
-        self.display.say(f"step {self.step}/{self.total}  held out: {nll:.4f} nats per token over {tokens:,} tokens")
+            return evaluate(self.engine, self.prepared.eval_rows, self.prepared.eval_steps, self.prepared.eval_loss)
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
 
     def result(self, folder: str) -> TrainResult:
         """What was done so far."""
-        return self.progress.result(folder, peak_memory_bytes(self.device))
+        return self.progress.result(
+            folder,
+            peak_memory_bytes=peak_memory_bytes(self.device),
+            best_step=self.best.step if self.best is not None and self.config.keep_best else None,
+            stopped_early=self.stopped_early,
+        )
 
 
 def _synchronise(device: torch.device) -> None:

@@ -12,9 +12,11 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 from treetrain.losses import Loss
 from treetrain.models.loading import load_tokenizer
+from treetrain.train.adapters import check_adapter
 from treetrain.train.batches import BatchPlan, plan_batches, split_units
 from treetrain.train.config import TrainConfig
 from treetrain.train.objective import make_objective
+from treetrain.train.optim import check_optimizer
 from treetrain.train.rows import RowSource, read_rows
 from treetrain.train.save import check_output
 
@@ -28,6 +30,8 @@ class Prepared:
     eval_rows: list[Trajectory]
     eval_steps: list[NDArray[np.int64]]
     """Row numbers of every call of an evaluation."""
+    eval_loss: Loss | None
+    """Of the held-out rows; None where they lack a fact that it needs."""
     loss: Loss
     tokenizer: Any
     """Saved with the model; None where there is none."""
@@ -43,6 +47,8 @@ def prepare(config: TrainConfig) -> Prepared:
     """
     # What a run that is resumed finds in its folder is looked at when its rows are known.
     check_output(Path(config.output), overwrite=config.overwrite or config.resume != "never")
+    check_optimizer(config)
+    check_adapter(config)
     source = RowSource(
         format=config.format,
         view=config.view,
@@ -61,13 +67,8 @@ def prepare(config: TrainConfig) -> Prepared:
         rows, eval_rows = split_units(
             read.rows, config.eval_fraction, seed=config.seed, tokens_per_step=config.tokens_per_step
         )
-    loss, rows, more = make_objective(
-        config.loss,
-        config.loss_options,
-        rows,
-        subtract_mean=config.advantage_mean,
-        divide_by_std=config.advantage_std,
-    )
+    loss, rows, more = _objective(config, rows)
+    eval_loss, eval_rows, held_notes = _eval_objective(config, eval_rows)
     plan = plan_batches(rows, tokens_per_step=config.tokens_per_step, seed=config.seed)
     eval_steps = _eval_steps(eval_rows, config)
     tokenizer, missing = _tokenizer_to_save(config, read.tokenizer)
@@ -76,19 +77,48 @@ def prepare(config: TrainConfig) -> Prepared:
         plan=plan,
         eval_rows=eval_rows,
         eval_steps=eval_steps,
+        eval_loss=eval_loss,
         loss=loss,
         tokenizer=tokenizer,
-        notes=(*notes, *more, *missing),
+        notes=(*notes, *more, *held_notes, *missing),
     )
+
+
+def _objective(config: TrainConfig, rows: list[Trajectory]) -> tuple[Loss, list[Trajectory], tuple[str, ...]]:
+    return make_objective(
+        config.loss,
+        config.loss_options,
+        rows,
+        subtract_mean=config.advantage_mean,
+        divide_by_std=config.advantage_std,
+    )
+
+
+def _eval_objective(
+    config: TrainConfig, rows: list[Trajectory]
+) -> tuple[Loss | None, list[Trajectory], tuple[str, ...]]:
+    """The loss of the held-out rows, where they have the facts that it needs; training needs none of it."""
+    if not rows:
+        return None, rows, ()
+    if not any(row.weights.any() for row in rows):
+        raise DataError(
+            f"nothing to evaluate: no token of the {len(rows)} held-out rows has a loss weight; hold out other rows"
+        )
+    try:
+        loss, rows, _ = _objective(config, rows)
+    except DataError as error:
+        if config.follows_best and config.best_metric == "loss":
+            raise DataError(
+                f"best_metric is loss, which the held-out rows cannot tell ({error}); hold out others, or give "
+                "best_metric nll"
+            ) from error
+        return None, rows, (f"held-out rows are evaluated by their log-likelihood alone: {error}",)
+    return loss, rows, ()
 
 
 def _eval_steps(rows: list[Trajectory], config: TrainConfig) -> list[NDArray[np.int64]]:
     if not rows:
         return []
-    if not any(row.weights.any() for row in rows):
-        raise DataError(
-            f"nothing to evaluate: no token of the {len(rows)} held-out rows has a loss weight; hold out other rows"
-        )
     return plan_batches(rows, tokens_per_step=config.tokens_per_step).epoch(0, shuffle=False)
 
 

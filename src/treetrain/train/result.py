@@ -22,8 +22,14 @@ class TrainResult:
     unique_tokens: int
     """Tokens of all steps' trees."""
     seconds: float
-    """Of the steps, evaluations and loading not counted."""
+    """Of forward, backward and update in all steps."""
     forward_backward_seconds: float
+    other_seconds: float
+    """Between the steps: choosing rows, records; evaluations, checkpoints and loading are not counted anywhere."""
+    best_step: int | None
+    """The step whose weights were saved, where the best ones are kept."""
+    stopped_early: bool
+    """There was no better evaluation for so long that the run ended before its last step."""
     peak_memory_bytes: int
     """Of the whole process."""
 
@@ -45,15 +51,19 @@ class Progress:
     unique_tokens: int = 0
     seconds: float = 0.0
     forward_backward_seconds: float = 0.0
+    other_seconds: float = 0.0
 
-    def add(self, result: StepResult, *, seconds: float, forward_backward_seconds: float) -> None:
+    def add(
+        self, result: StepResult, *, forward_backward_seconds: float, optimizer_seconds: float, other_seconds: float
+    ) -> None:
         """Count one more step."""
         self.step += 1
         self.losses.append(result.loss)
         self.flat_tokens += result.flat_tokens
         self.unique_tokens += result.unique_tokens
-        self.seconds += seconds
+        self.seconds += forward_backward_seconds + optimizer_seconds
         self.forward_backward_seconds += forward_backward_seconds
+        self.other_seconds += other_seconds
 
     def state_dict(self) -> dict[str, Any]:
         """Every figure."""
@@ -65,7 +75,9 @@ class Progress:
             setattr(self, field.name, state[field.name])
         self.evaluations = [(step, nll) for step, nll in self.evaluations]
 
-    def result(self, output: str, peak_memory_bytes: int) -> TrainResult:
+    def result(
+        self, output: str, *, peak_memory_bytes: int, best_step: int | None = None, stopped_early: bool = False
+    ) -> TrainResult:
         """What was done so far."""
         return TrainResult(
             output=output,
@@ -76,5 +88,8 @@ class Progress:
             unique_tokens=self.unique_tokens,
             seconds=self.seconds,
             forward_backward_seconds=self.forward_backward_seconds,
+            other_seconds=self.other_seconds,
+            best_step=best_step,
+            stopped_early=stopped_early,
             peak_memory_bytes=peak_memory_bytes,
         )

@@ -1,20 +1,22 @@
 """The output folder: never overwritten by accident, never half a model."""
 
-import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from treetrain.train.average import WeightAverage
 from treetrain.train.checkpoint_files import FOLDER as CHECKPOINTS
 from treetrain.train.metrics import METRICS_FILE
 
-CONFIG_FILE = "train_config.json"
-MARK = "config.json"  # a folder without it loads as no model
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", "adapter_config.json")
+CONFIG_FILE, TOML_FILE = "train_config.json", "train_config.toml"
+MARK, ADAPTER_MARK = "config.json", "adapter_config.json"  # a folder with neither loads as no model and no adapter
+AVERAGE_FOLDER = "ema"
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", "adapter_model.bin")
 
 
 def check_output(folder: Path, *, overwrite: bool) -> None:
@@ -32,7 +34,7 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
             break
     if overwrite or not folder.is_dir():
         return
-    patterns = (MARK, METRICS_FILE, CHECKPOINTS, *_WEIGHTS)
+    patterns = (MARK, ADAPTER_MARK, METRICS_FILE, CHECKPOINTS, *_WEIGHTS)
     held = sorted(path.name for pattern in patterns for path in folder.glob(pattern))
     if held:
         resumed = "--resume auto to go on with it, " if METRICS_FILE in held or CHECKPOINTS in held else ""
@@ -42,26 +44,61 @@ def check_output(folder: Path, *, overwrite: bool) -> None:
         )
 
 
-def save_result(folder: Path, model: nn.Module, tokenizer: Any, config: dict[str, Any]) -> None:
+def save_result(
+    folder: Path,
+    model: nn.Module,
+    tokenizer: Any,
+    texts: Mapping[str, str],
+    *,
+    average: WeightAverage | None = None,
+) -> None:
     """Write the model folder: first completely under a temporary name, then renamed into place file by file.
 
     Nothing that was in the folder besides a model is touched. The file that makes a folder a model goes last, and that
     of a replaced model first, so that a folder that loads is never a mixture.
+
+    Args:
+        folder: exists.
+        model: of transformers, or of peft, of which the adapter alone is saved.
+        tokenizer: None where there is none.
+        texts: other files by name.
+        average: goes into a folder of its own inside, as a whole model or adapter.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
         made = Path(temporary)
-        model.save_pretrained(made)  # type: ignore[operator]
-        if tokenizer is not None:
-            tokenizer.save_pretrained(made)
-        (made / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        (folder / MARK).unlink(missing_ok=True)
-        for pattern in _WEIGHTS:
-            for path in folder.glob(pattern):
-                path.unlink()
+        _write_model(made, model, tokenizer)
+        if average is not None:
+            (made / AVERAGE_FOLDER).mkdir()
+            with average.in_place():
+                _write_model(made / AVERAGE_FOLDER, model, tokenizer)
+        for name, text in texts.items():
+            (made / name).write_text(text, encoding="utf-8", errors="backslashreplace")
+        _remove_model(folder)
         # Weights are written readable by their owner only; a folder that a team shares has one mode.
-        for path in made.glob("*.safetensors"):
+        for path in made.rglob("*.safetensors"):
             shutil.copymode(made / CONFIG_FILE, path)
-        for path in sorted(made.iterdir(), key=lambda path: path.name == MARK):
+        for path in sorted(made.iterdir(), key=lambda path: path.name in (MARK, ADAPTER_MARK)):
             if path.is_dir() and (folder / path.name).is_dir():
                 shutil.rmtree(folder / path.name)
             os.replace(path, folder / path.name)
+
+
+def _write_model(folder: Path, model: nn.Module, tokenizer: Any) -> None:
+    model.save_pretrained(folder)  # type: ignore[operator]
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if (folder / ADAPTER_MARK).exists():
+        # peft writes an empty model card, which would replace what somebody wrote.
+        (folder / "README.md").unlink(missing_ok=True)
+
+
+def _remove_model(folder: Path) -> None:
+    """Remove the model that is replaced; its mark first."""
+    for mark in (MARK, ADAPTER_MARK):
+        (folder / mark).unlink(missing_ok=True)
+    for pattern in _WEIGHTS:
+        for path in folder.glob(pattern):
+            path.unlink()
+    inner = folder / AVERAGE_FOLDER
+    if any((inner / mark).exists() for mark in (MARK, ADAPTER_MARK)):
+        shutil.rmtree(inner)

@@ -6,7 +6,10 @@ Every class is a section of `TrainConfig`, of `treetrain train --help`, and, if 
 import dataclasses
 from typing import Literal
 
-LossName = Literal["sft", "reinforce", "ppo", "grpo"]
+LossName = Literal[
+    "sft", "reinforce", "ppo", "grpo", "dapo", "dr_grpo", "gspo", "dpo", "ipo", "simpo", "kto", "distill"
+]
+OptimizerName = Literal["adamw", "sgd", "adafactor", "muon", "adamw8bit"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,25 +39,64 @@ class ModelSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterSettings:
+    """LoRA by peft: only small matrices beside the frozen weights are trained, and only they are saved."""
+
+    lora_rank: int = 0
+    """Columns of each matrix; 0 trains the whole model."""
+    lora_alpha: float | None = None
+    """The update is scaled by alpha / rank (by alpha / sqrt(rank) with lora_rslora); the rank if not given."""
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """Names of the modules that get matrices (q_proj v_proj), or all-linear: every linear layer but the head."""
+    lora_rslora: bool = False
+    """Scale by the root of the rank, so that large ranks learn as fast."""
+    lora_dora: bool = False
+    """Learn the size of each weight's columns apart from their direction."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LossSettings:
     """What is learnt. An option that the loss does not have is an error; what is not given is the loss's own choice."""
 
     loss: LossName = "sft"
-    """sft: cross-entropy. reinforce, ppo, grpo: policy gradients on recorded advantages, or on rewards per group."""
+    """sft: cross-entropy. reinforce, ppo, grpo, dapo, dr_grpo, gspo: policy gradients on recorded advantages, or on
+    rewards per group. dpo, ipo, simpo: preference pairs. kto: rows that are good or bad. distill: a teacher's
+    recorded log-probabilities."""
     reduction: Literal["token", "trajectory"] | None = None
     """Mean over all tokens of a step or over each row's tokens first; the loss's own choice if not given."""
     clip: float | None = None
-    """ppo, grpo: how far the probability ratio is followed from 1, 0 to 1."""
+    """ppo, grpo, dr_grpo: how far the probability ratio is followed from 1, 0 to 1."""
     clip_low: float | None = None
-    """ppo, grpo: the lower bound by itself, in place of clip."""
+    """ppo, grpo, dapo, dr_grpo, gspo: the lower bound by itself, in place of clip."""
     clip_high: float | None = None
-    """ppo, grpo: the upper bound by itself, in place of clip."""
+    """ppo, grpo, dapo, dr_grpo, gspo: the upper bound by itself, in place of clip."""
+    length: int | None = None
+    """dr_grpo: what every row's sum is divided by, the largest number of tokens that an answer may have."""
     kl: float | None = None
     """Policy losses: coefficient of the KL to the reference policy; the rows then need ref_logprobs."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """Policy losses: which estimate of that KL."""
     entropy: float | None = None
     """Policy losses: coefficient of the entropy bonus."""
+    importance_cap: float | None = None
+    """Policy losses: correct for a sampler that is not quite the old policy; the largest correction. The rows then need
+    rollout_logprobs."""
+    importance_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
+    """Whether that correction is per token or per row, and whether what exceeds the cap is cut to it or left out."""
+    beta: float | None = None
+    """dpo, ipo, simpo, kto: how steep the loss is in the difference of scores."""
+    margin: float | None = None
+    """simpo: by how much the chosen row should lead."""
+    label_smoothing: float | None = None
+    """dpo: how often a pair is taken to be the wrong way round, 0 to 0.5."""
+    reference_free: bool | None = None
+    """dpo: without a reference policy."""
+    desirable_weight: float | None = None
+    """kto: weight of good rows."""
+    undesirable_weight: float | None = None
+    """kto: weight of bad rows."""
+    estimator: str | None = None
+    """distill: how the divergence from the teacher is estimated."""
     advantage_mean: bool = True
     """Advantages from rewards: subtract the mean of the group."""
     advantage_std: bool = True
@@ -73,8 +115,11 @@ class StepSettings:
     """Optimiser steps; the data is passed over as often as that takes. In place of epochs."""
     tokens_per_step: int = 32_768
     """Flat tokens that a step is filled up to with whole groups (else whole trees); a larger group is a step alone."""
+    tokens_per_call: int | None = None
+    """Flat tokens of a step that one forward and backward takes, in whole groups; the gradients add up to those of the
+    whole step. None: a step is one call. A budget bounds memory too, and shares more."""
     seed: int = 0
-    """Of the order of the data and of a preset's random weights."""
+    """Of the order of the data, of a preset's random weights and of an adapter's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,22 +128,34 @@ class OptimiserSettings:
 
     lr: float = 2e-5
     """Peak learning rate."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """Learning rate after the warm-up: down a half cosine to min_lr_ratio x lr, or constant."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """After the warm-up: down to min_lr_ratio x lr along half a cosine or a line; constant; or constant and down a line
+    over the last steps (wsd: warm-up, stable, decay)."""
     min_lr_ratio: float = 0.1
-    """Where the cosine ends, as a share of lr, 0 to 1."""
+    """Where the learning rate ends, as a share of lr, 0 to 1."""
     warmup_steps: int | None = None
     """Steps of linear warm-up; in place of warmup_fraction."""
     warmup_fraction: float | None = None
     """Share of all steps that is warm-up; 0.03 where neither is given."""
+    decay_steps: int | None = None
+    """wsd: steps of the decay; in place of decay_fraction."""
+    decay_fraction: float | None = None
+    """wsd: share of all steps that is decay; 0.2 where neither is given."""
+    optimizer: OptimizerName = "adamw"
+    """muon takes the matrices of hidden layers and leaves the rest to adamw; adamw8bit needs bitsandbytes and a GPU."""
     weight_decay: float = 0.01
-    """AdamW's decay per step, in units of the learning rate; norms and biases are not decayed."""
+    """Decay per step, in units of the learning rate (sgd: added to the gradient); norms and biases are not decayed."""
     beta1: float = 0.9
-    """AdamW's average of gradients."""
+    """adamw, and what muon leaves to it: average of gradients."""
     beta2: float = 0.999
-    """AdamW's average of squared gradients."""
+    """adamw, and what muon leaves to it: average of squared gradients."""
+    momentum: float | None = None
+    """sgd (0.9 if not given) and muon (0.95)."""
     max_grad_norm: float | None = 1.0
     """Gradients are scaled down to this global norm; None leaves them as they are."""
+    ema_decay: float | None = None
+    """Keep a moving average of the weights, 0 to below 1 (0.999 looks back about 1000 steps); it is evaluated too, and
+    saved in the folder ema beside the model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +168,15 @@ class EvaluationSettings:
     """Share of the groups (trees where rows have none) that is held out for evaluation, 0 to below 1."""
     eval_every_steps: int = 0
     """Evaluate after every so many steps; 0 evaluates only before the first step and after the last."""
+    best_metric: Literal["loss", "nll"] = "loss"
+    """Of an evaluation, what early stopping and keep_best go by: the loss that is trained, or the negative
+    log-likelihood."""
+    early_stop_patience: int = 0
+    """Stop after so many evaluations in a row without a better one; 0: never."""
+    early_stop_min_delta: float = 0.0
+    """An evaluation is better only if it is lower by more than this."""
+    keep_best: bool = False
+    """Save the weights of the best evaluation, not the last ones."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,6 +226,7 @@ class CheckpointSettings:
 SECTIONS: dict[str, type] = {
     "data": DataSettings,
     "model": ModelSettings,
+    "adapter": AdapterSettings,
     "loss": LossSettings,
     "steps": StepSettings,
     "optimiser": OptimiserSettings,

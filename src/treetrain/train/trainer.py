@@ -1,8 +1,8 @@
 """The trainer: checked data and settings first, then the model, then steps, then one folder with the result."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -13,8 +13,10 @@ from treetrain.engine.batch import check_batch
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
 from treetrain.models.loading import load_model
+from treetrain.train.adapters import add_adapter
 from treetrain.train.allocator import keep_memory
 from treetrain.train.config import TrainConfig
+from treetrain.train.config_file import settings_as_toml
 from treetrain.train.facts import machine, versions
 from treetrain.train.keeper import CheckpointKeeper
 from treetrain.train.loop import TrainLoop
@@ -24,7 +26,7 @@ from treetrain.train.prepare import Prepared, prepare
 from treetrain.train.result import TrainResult
 from treetrain.train.resume import Start, Wanted, clear_leftovers, find_start
 from treetrain.train.same_run import data_digests
-from treetrain.train.save import save_result
+from treetrain.train.save import CONFIG_FILE, TOML_FILE, save_result
 from treetrain.train.signals import stop_requests
 from treetrain.train.sinks import Observer
 from treetrain.tree.build import build_tree
@@ -99,7 +101,9 @@ class Trainer:
             except KeyboardInterrupt as stopped:
                 metrics.write({"kind": "interrupted", "step": loop.step})
                 raise keeper.told(stopped) from None
-            save_result(folder, model, self.prepared.tokenizer, self._description())
+            if loop.best is not None:
+                loop.best.restore()
+            save_result(folder, model, self.prepared.tokenizer, self._description(), average=loop.average)
             result = loop.result(str(folder))
             metrics.write({"kind": "end", **{k: v for k, v in result.as_dict().items() if k not in ("losses",)}})
         return result
@@ -110,11 +114,12 @@ class Trainer:
 
     def _load(self) -> nn.Module:
         model = load_model(self.config.model, seed=self.config.seed, dtype=torch.float32)
+        model = add_adapter(model, self.config)
         nn.Module.to(model, self.device)
         if self.config.gradient_checkpointing:
             # The name of transformers 5.0, and the one that replaced it.
             later = getattr(model, "activation_checkpointing_enable", None)
-            (later or model.gradient_checkpointing_enable)({"use_reentrant": False})
+            (later or model.gradient_checkpointing_enable)({"use_reentrant": False})  # type: ignore[operator]
             model.train()  # transformers checkpoints only then
         else:
             model.eval()  # dropout off, which trees need; nothing else differs in the models we take
@@ -139,9 +144,11 @@ class Trainer:
             device=self.device,
         )
 
-    def _description(self) -> dict[str, Any]:
+    def _description(self) -> dict[str, str]:
+        """What goes beside the model: all settings for programs, and once more as a file that --config takes."""
         versions = {"treetrain": __version__, "torch": torch.__version__}
-        return {"config": self.config.as_dict(), "versions": versions, "steps": self.total_steps}
+        described = {"config": self.config.as_dict(), "versions": versions, "steps": self.total_steps}
+        return {CONFIG_FILE: json.dumps(described, indent=2) + "\n", TOML_FILE: settings_as_toml(self.config)}
 
 
 def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult:

@@ -1,0 +1,67 @@
+"""One step in several calls of forward and backward: the gradients of one call, in the memory of a smaller one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from treetrain.data.trajectory import Trajectory
+from treetrain.engine.engine import StepResult, TreeEngine
+from treetrain.engine.evaluate import add_sums, means
+from treetrain.train.batches import BatchPlan, Int64s
+
+
+class StepSplitter:
+    """Splits the rows of a step into calls of whole units, so that no group and no pair is torn.
+
+    Args:
+        plan: of the run.
+        tokens: flat tokens that a call is filled up to; a larger unit is a call of its own. None: one call.
+    """
+
+    def __init__(self, plan: BatchPlan, tokens: int | None) -> None:
+        self._plan, self._tokens = plan, tokens
+        self._unit_of = np.zeros(sum(map(len, plan.units)), np.int64)
+        for number, unit in enumerate(plan.units):
+            self._unit_of[unit] = number
+
+    def __call__(self, numbers: Int64s) -> list[Int64s]:
+        """Row numbers of every call, each in the order of the file."""
+        if self._tokens is None:
+            return [numbers]
+        calls: list[list[Int64s]] = []
+        filled = 0
+        for unit in np.unique(self._unit_of[numbers]).tolist():
+            size = int(self._plan.unit_tokens[unit])
+            if not calls or filled + size > self._tokens:
+                calls.append([])
+                filled = 0
+            calls[-1].append(self._plan.units[unit])
+            filled += size
+        return [np.sort(np.concatenate(call)) for call in calls]
+
+
+def forward_backward(engine: TreeEngine, calls: Sequence[Sequence[Trajectory]], loss: Any) -> StepResult:
+    """Accumulate the gradients of a step, call by call, all divided by the normaliser of the whole step."""
+    if len(calls) == 1:
+        return engine.forward_backward(calls[0], loss)
+    rows = [row for call in calls for row in call]
+    loss = loss.for_step(rows)
+    normaliser = loss.normaliser(rows)
+    return _sum([engine.forward_backward(call, loss, normaliser) for call in calls])
+
+
+def _sum(results: list[StepResult]) -> StepResult:
+    sums: dict[str, tuple[Any, Any]] = {}
+    for result in results:
+        sums = add_sums(sums, result.metric_sums)
+    return StepResult(
+        loss=sum(result.loss for result in results),
+        metrics=means(sums),
+        metric_sums=sums,
+        flat_tokens=sum(result.flat_tokens for result in results),
+        unique_tokens=sum(result.unique_tokens for result in results),
+        computed_tokens=sum(result.computed_tokens for result in results),
+        recomputed_tokens=sum(result.recomputed_tokens for result in results),
+        parts=sum(result.parts for result in results),
+    )
