@@ -12,6 +12,7 @@ COMMANDS = {
     "verify": "is it exact: loss and every gradient, tree against linear, on your model and rows",
     "bench": "is it faster: tree against the best linear baseline, on your model and rows",
     "train": "train a model on branching trajectories, every shared prefix computed once",
+    "report": "one HTML page of a run, finished or not, or of two runs side by side",
 }
 EXAMPLES = (
     "treetrain inspect rollouts.jsonl",

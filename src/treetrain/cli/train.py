@@ -1,7 +1,9 @@
 """`treetrain train`: from files of trajectories to a trained model folder."""
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from treetrain.cli.options import Files
@@ -67,18 +69,38 @@ def run(argv: Sequence[str]) -> int:
     options = parse(TrainOptions, argv, command="train", summary=SUMMARY, examples=EXAMPLES)
     from treetrain.cli.output import console, print_json, print_notes
     from treetrain.cli.quiet import quiet_transformers
+    from treetrain.train.signals import Interrupted
     from treetrain.train.trainer import Trainer
 
     quiet_transformers()
-    trainer = Trainer(options, console=None if options.json else console(stderr=True))
+    observers = []
+    if options.report:
+        from treetrain.report.live import LivePage
+
+        observers.append(LivePage())
+    trainer = Trainer(options, console=None if options.json else console(stderr=True), observers=observers)
     if options.json:
         print_notes(trainer.prepared.notes)
-    result = trainer.run()
+    try:
+        result = trainer.run()
+    except Interrupted as stopped:
+        raise stopped.with_advice(_resuming(argv, overwrite=options.overwrite)) from None
     if options.json:
         print_json(result.as_dict())
     else:
         _print(options, result)
     return 0
+
+
+def _resuming(argv: Sequence[str], *, overwrite: bool) -> str:
+    """The command that goes on with the run of these arguments."""
+    kept, skip = [], False
+    for word in argv:
+        if not (skip or word == "--overwrite" or word.startswith("--resume")):
+            kept.append(word)
+        skip = word == "--resume"
+    from_file = ["--no-overwrite"] if overwrite and "--overwrite" not in argv else []
+    return shlex.join(["treetrain", "train", *kept, *from_file, "--resume", "auto"])
 
 
 def _print(options: TrainOptions, result: "TrainResult") -> None:
@@ -93,6 +115,10 @@ def _print(options: TrainOptions, result: "TrainResult") -> None:
         ("execution", options.execution),
         ("model", result.output),
     ]
+    if options.report:
+        from treetrain.report.page import PAGE_FILE
+
+        rows.append(("page", str(Path(result.output) / PAGE_FILE)))
     if result.eval_nll:
         before, after = result.eval_nll[0][1], result.eval_nll[-1][1]
         rows.insert(1, ("held out", f"{before:.4f} -> {after:.4f} nats per token"))

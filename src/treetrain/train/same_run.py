@@ -17,6 +17,9 @@ FREE = frozenset(
     {
         "output",
         "overwrite",
+        "report",
+        "tensorboard",
+        "wandb",
         "resume",
         "checkpoint_every_minutes",
         "checkpoint_every_steps",

@@ -206,6 +206,14 @@ class OutputSettings:
     """Folder for the trained model, its tokenizer, metrics.jsonl and train_config.json."""
     overwrite: bool = False
     """Replace the model and the metrics that are in the output folder already."""
+    report: bool = True
+    """Keep a page of the run, report.html, up to date in the output folder. (In Python, give `Trainer` the observer
+    `treetrain.report.live.LivePage()`.)"""
+    tensorboard: bool = False
+    """Write the metrics for TensorBoard too, to `tensorboard` in the output folder; needs the package tensorboard."""
+    wandb: str | None = None
+    """Send the metrics to this project of Weights & Biases too; needs the package wandb (WANDB_MODE=offline keeps
+    them here)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

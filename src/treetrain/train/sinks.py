@@ -9,7 +9,10 @@ import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from treetrain.train.config import TrainConfig
 
 Record = Mapping[str, Any]
 HELD_OUT = "held_out"
@@ -145,21 +148,21 @@ class WandbSink:
         return self._run
 
 
-def make_sinks(*, tensorboard: bool, wandb: str | None, config: Mapping[str, Any]) -> list[Observer]:
+def make_sinks(config: "TrainConfig") -> list[Observer]:
     """The sinks that a run's settings ask for.
 
     Raises:
         ValueError: what one needs is not installed; to be called before the model is loaded.
     """
     sinks: list[Observer] = []
-    if tensorboard:
+    if config.tensorboard:
         _require("tensorboard", "tensorboard is on")
         sinks.append(TensorBoardSink())
-    if wandb is not None:
-        if not wandb.strip():
+    if config.wandb is not None:
+        if not config.wandb.strip():
             raise ValueError("wandb is empty; give the name of a Weights & Biases project")
-        _require("wandb", f"wandb is {wandb!r}")
-        sinks.append(WandbSink(wandb, config))
+        _require("wandb", f"wandb is {config.wandb!r}")
+        sinks.append(WandbSink(config.wandb, config.as_dict()))
     return sinks
 
 

@@ -28,7 +28,7 @@ from treetrain.train.resume import Start, Wanted, clear_leftovers, find_start
 from treetrain.train.same_run import data_digests
 from treetrain.train.save import CONFIG_FILE, TOML_FILE, save_result
 from treetrain.train.signals import stop_requests
-from treetrain.train.sinks import Observer
+from treetrain.train.sinks import Observer, make_sinks
 from treetrain.tree.build import build_tree
 
 LINEAR_PACK_TOKENS = 8_192  # beyond this, larger packs cost memory and gain no speed
@@ -50,7 +50,8 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, *, console: Console | None = None, observers: Sequence[Observer] = ()
     ) -> None:
-        self.config, self.console, self.observers = config, console or Console(quiet=True), tuple(observers)
+        self.config, self.console = config, console or Console(quiet=True)
+        self.observers = (*make_sinks(config), *observers)
         self.device = _device(config.device)
         self.prepared: Prepared = prepare(config)
         for note in self.prepared.notes:

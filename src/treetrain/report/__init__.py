@@ -1,0 +1,1 @@
+"""What runs wrote down, as figures on one HTML page."""
