@@ -216,27 +216,26 @@ def _memory(bench: _Bench, formula: Constants, shape: ModelShape, short: int, lo
 
 
 def _speeds(bench: _Bench, formula: Constants, shape: ModelShape, short: int, long: int) -> dict[str, float]:
-    layer_flops = 2.0 * shape.layers * shape.layer_parameters
     pair_flops = _pair_speed(bench, shape, long)
-    pair_seconds = 4.0 * shape.layers * shape.heads * shape.head_dim / pair_flops
+
+    def pair_seconds(n: int) -> float:
+        return shape.pair_flops(shape.pairs_at(np.arange(n))) / pair_flops
 
     def line(call: Callable[[int], Any], factor: float) -> tuple[float, float]:
         """(seconds per token, seconds per pass), attention's pairs taken out."""
-        low, high = (
-            bench.seconds(lambda n=n: call(n)) - factor * pair_seconds * n * (n + 1) / 2 for n in (short, long)
-        )
+        low, high = (bench.seconds(lambda n=n: call(n)) - factor * pair_seconds(n) for n in (short, long))
         slope = max((high - low) / (long - short), 0.2 * high / long)  # a noisy pair of points is no free lunch
         return slope, max(low - slope * short, 0.0)
 
     graph_token, graph_pass = line(lambda n: bench.graph(n, 1), 3.0)
     forward_token, forward_pass = line(bench.forward, 1.0)
     forward_token = min(forward_token, graph_token / 1.5)
-    plain = graph_token * long + graph_pass + 3.0 * pair_seconds * long * (long + 1) / 2
+    plain = graph_token * long + graph_pass + 3.0 * pair_seconds(long)
     extra = bench.seconds(lambda: bench.graph(long, long)) - plain
     head_flops = 6.0 * shape.hidden * shape.vocab * (long - 1)
     bandwidth = _bandwidth(bench)
     return {
-        "matrix_flops": layer_flops / forward_token,
+        "matrix_flops": shape.token_flops / forward_token,
         "backward_ratio": graph_token / forward_token - 1,
         "pair_flops": pair_flops,
         "head_flops": head_flops / extra if extra > 0 else formula.head_flops,
@@ -248,28 +247,28 @@ def _speeds(bench: _Bench, formula: Constants, shape: ModelShape, short: int, lo
 
 def _pair_speed(bench: _Bench, shape: ModelShape, tokens: int) -> float:
     """FLOP/s of causal attention, forward and backward, over a chain of at least 2,048 tokens."""
-    count = max(2048, 2 * tokens)
+    count, heads = max(2048, 2 * tokens), shape.attention
     chain = np.arange(count)
     forest = Forest(
         ends=np.full(count, count), depth=chain, segment_start=np.array([0, count]), segment_parent=np.array([-1])
     )
-    attention = make_attention(forest, bench.device, shape.heads * shape.head_dim)
+    attention = make_attention(forest, bench.device, heads.heads * heads.key_size)
     dtype = _compute_dtype(bench.model, bench.device)
     generator = torch.Generator(device=bench.device).manual_seed(0)
-    inputs = [
-        torch.randn(count, heads, shape.head_dim, dtype=dtype, device=bench.device, generator=generator)
-        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    inputs = [  # values are as long as keys here: where they are shorter, they are padded
+        torch.randn(count, number, heads.key_size, dtype=dtype, device=bench.device, generator=generator)
+        for number in (heads.heads, heads.kv_heads, heads.kv_heads)
     ]
 
     def call() -> None:
         live = [x.requires_grad_() for x in inputs]
-        out: Tensor = attention(*live, scale=shape.head_dim**-0.5)
+        out: Tensor = attention(*live, scale=heads.key_size**-0.5)
         torch.autograd.grad(out.sum(), live)
 
     with torch.enable_grad():
         call()
         seconds = bench.seconds(call, 2 * REPEATS + 1)
-    return 3 * 4.0 * shape.heads * shape.head_dim * (count * (count + 1) / 2) / seconds
+    return 3.0 * heads.pair_flops * (count * (count + 1) / 2) / seconds
 
 
 def _bandwidth(bench: _Bench, size: int = 1 << 23) -> float:

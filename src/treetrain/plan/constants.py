@@ -135,7 +135,7 @@ class Constants:
         speed = SPEEDS[device]
         rate = speed.flops * min(1.0, 4 / dtype_bytes) * (speed.narrow if dtype_bytes == 2 else 1.0)
         memory = _memory(shape, dtype_bytes, checkpointing)
-        head, layers = shape.vocab * shape.hidden * dtype_bytes, shape.layers * shape.layer_parameters * dtype_bytes
+        head, layers = shape.vocab * shape.hidden * dtype_bytes, shape.layer_weights * dtype_bytes
         return cls(
             matrix_flops=rate,
             backward_ratio=3.0 if checkpointing else 2.0,

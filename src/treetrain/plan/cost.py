@@ -2,14 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from functools import cached_property
+from typing import Any, Self
 
 from treetrain.errors import UnsupportedModel
+from treetrain.plan.blocks import Attention, GatedDelta, Layers, Mlp
+from treetrain.plan.families import read_shape
+from treetrain.tree.assemble import Int64s
+from treetrain.tree.reach import FULL, Pairs, Reach, pairs_at
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The matrices of a dense decoder: full attention in every layer, a gated MLP of three matrices."""
+    """The matrices of a decoder.
+
+    Eight numbers describe a plain one: full attention in every layer, a gated MLP of three matrices. `blocks` says
+    what the layers are made of where they are not such; the numbers are then those of its plain parts.
+    """
 
     layers: int
     hidden: int
@@ -24,6 +33,10 @@ class ModelShape:
     vocab: int
     tied: bool
     """Whether the LM head is the embedding's matrix. Changes the memory, not the FLOPs."""
+    blocks: tuple[Layers, ...] = ()
+    """The layers by kind; empty: all plain."""
+    positions: int = 0
+    """Entries of a table of learned positions."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"):
@@ -32,6 +45,10 @@ class ModelShape:
                 raise UnsupportedModel(f"model shape: {name} is {value!r}, expected a positive whole number")
         if self.heads % self.kv_heads:
             raise UnsupportedModel(f"model shape: {self.heads} heads cannot share {self.kv_heads} kv heads evenly")
+        if self.blocks and sum(kind.count for kind in self.blocks) != self.layers:
+            raise UnsupportedModel(
+                f"model shape: {self.layers} layers, but blocks for {sum(kind.count for kind in self.blocks)}"
+            )
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -42,26 +59,9 @@ class ModelShape:
                 is fixed for the family; no other value is guessed.
 
         Raises:
-            UnsupportedModel: another `model_type` than the plain dense families, an active sliding window, a
-                missing key.
+            UnsupportedModel: a `model_type` or a kind of layer whose cost is not known, a missing key.
         """
-        family = _family(config)
-        _refuse_other_attention(config, family)
-        heads = _number(config, "num_attention_heads")
-        hidden = _number(config, "hidden_size")
-        kv_heads = config.get("num_key_value_heads")
-        if kv_heads is None and not family.kv_heads_may_be_left_out:
-            raise _missing(config, "num_key_value_heads")
-        return cls(
-            layers=_number(config, "num_hidden_layers"),
-            hidden=hidden,
-            intermediate=_number(config, "intermediate_size"),
-            heads=heads,
-            kv_heads=heads if kv_heads is None else kv_heads,
-            head_dim=config.get("head_dim") or family.head_dim or hidden // heads,
-            vocab=_number(config, "vocab_size"),
-            tied=bool(config.get("tie_word_embeddings", family.tied)),
-        )
+        return cls(**read_shape(config))
 
     @classmethod
     def named(cls, name: str) -> Self:
@@ -82,68 +82,122 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Entries of one layer's matrices: query, key, value, output, and the MLP's three."""
+        """Entries of a plain layer's matrices: query, key, value, output, and the MLP's three."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return attention + 3 * self.hidden * self.intermediate
 
+    @cached_property
+    def kinds(self) -> tuple[Layers, ...]:
+        """The layers by kind, plain ones spelled out."""
+        if self.blocks:
+            return self.blocks
+        attention = Attention(
+            weights=2 * self.hidden * self.head_dim * (self.heads + self.kv_heads),
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            key_size=self.head_dim,
+            value_size=self.head_dim,
+        )
+        return (Layers(self.layers, attention, Mlp(hidden=self.hidden, width=self.intermediate)),)
+
+    @property
+    def attention(self) -> Attention:
+        """Of the first layer that has any. Raises UnsupportedModel where none has."""
+        found = next((kind.mixer for kind in self.kinds if isinstance(kind.mixer, Attention)), None)
+        if found is None:
+            raise UnsupportedModel("model shape: no layer has attention")
+        return found
+
+    @cached_property
+    def layer_weights(self) -> int:
+        """Entries of all layers' matrices, those of experts that a token does not get included."""
+        return sum(kind.count * kind.weights for kind in self.kinds)
+
     @property
     def parameters(self) -> int:
-        """Entries of all matrices, the embedding included; norms and biases (under 0.1%) are left out."""
-        return self.layers * self.layer_parameters + (1 if self.tied else 2) * self.vocab * self.hidden
+        """Entries of all matrices, the embedding included; norms, biases and convolutions (under 0.1%) are left out."""
+        return self.layer_weights + (1 if self.tied else 2) * self.vocab * self.hidden + self.positions
 
-    def flops(self, tokens: int, pairs: int, head_rows: int) -> float:
+    @cached_property
+    def token_flops(self) -> int:
+        """FLOPs of one token in a forward through all layers, visible pairs left out."""
+        return sum(kind.count * kind.token_flops for kind in self.kinds)
+
+    @cached_property
+    def reaches(self) -> tuple[Reach, ...]:
+        """How far the attention layers see, each once; full attention alone where no layer has attention."""
+        found = dict.fromkeys(kind.mixer.reach for kind in self.kinds if isinstance(kind.mixer, Attention))
+        return tuple(found) or (FULL,)
+
+    @cached_property
+    def state_entries(self) -> tuple[int, int]:
+        """What recurrent layers hand from a token to the next, all layers: (entries of states, of convolutions)."""
+        mixers = [(kind.count, kind.mixer) for kind in self.kinds if isinstance(kind.mixer, GatedDelta)]
+        return sum(n * mixer.state_entries for n, mixer in mixers), sum(n * mixer.tail_entries for n, mixer in mixers)
+
+    def pairs_at(self, depth: Int64s) -> Pairs:
+        """Visible pairs of tokens at these depths of their paths (0: the first token), as `flops` takes them."""
+        return pairs_at(depth, self.reaches)
+
+    def pair_flops(self, pairs: Pairs) -> float:
+        """FLOPs of visible pairs in a forward, all layers.
+
+        Args:
+            pairs: by reach; a number where all attention is full.
+
+        Raises:
+            ValueError: a number for a model whose layers do not all see the whole path.
+        """
+        if isinstance(pairs, Mapping):
+            seen = pairs
+        elif self.reaches == (FULL,):
+            seen = {FULL: pairs}
+        else:
+            raise ValueError(
+                f"one number of pairs ({pairs}) for layers that see differently far ({_words(self.reaches)}); "
+                "give pairs by reach, e.g. those of pairs_at(depths)"
+            )
+        total = 0.0
+        for kind in self.kinds:
+            if isinstance(kind.mixer, Attention):
+                total += kind.count * kind.mixer.pair_flops * seen[kind.mixer.reach]
+        return total
+
+    def flops(self, tokens: int, pairs: Pairs, head_rows: int) -> float:
         """FLOPs of a training step; see `step_flops`."""
         return step_flops(self, tokens, pairs, head_rows)
 
 
-def step_flops(shape: ModelShape, tokens: int, pairs: int, head_rows: int) -> float:
+def step_flops(shape: ModelShape, tokens: int, pairs: Pairs, head_rows: int) -> float:
     """FLOPs of one forward and backward, nothing recomputed.
 
-    Forward, a multiplication and an addition counted as two:
+    Forward, a multiplication and an addition counted as two; a plain layer:
         2 tokens x layers x layer_parameters        projections and MLP
         4 pairs x layers x heads x head_dim         scores and their product with the values
         2 head_rows x hidden x vocab                LM head
-    Backward needs two products for each of the forward's, so the step is three times that. Norms, activations,
-    rotary embeddings, softmax and the optimiser are left out.
+    What other layers cost is said where their blocks are (``plan/blocks.py``). Backward needs two products for each of
+    the forward's, so the step is three times that. Norms, activations, rotary embeddings, softmax and the optimiser
+    are left out.
 
     Args:
         shape: the model.
         tokens: tokens through the layers.
-        pairs: visible (query, key) pairs, the token itself included.
+        pairs: visible (query, key) pairs, the token itself included; by reach where layers see less than the path.
         head_rows: hidden states through the LM head.
+
+    Raises:
+        ValueError: one number of pairs for a model whose layers do not all see the whole path.
     """
-    layers = 2 * tokens * shape.layer_parameters + 4 * pairs * shape.heads * shape.head_dim
-    return 3.0 * (shape.layers * layers + 2 * head_rows * shape.hidden * shape.vocab)
+    layers = tokens * shape.token_flops + shape.pair_flops(pairs)
+    return 3.0 * (layers + 2 * head_rows * shape.hidden * shape.vocab)
 
 
-class _Family(NamedTuple):
-    """What transformers fills in when a family's config.json leaves a key out."""
+def _words(reaches: tuple[Reach, ...]) -> str:
+    return ", ".join(
+        f"a window of {r.window}" if r.window else f"chunks of {r.chunk}" if r.chunk else "the whole path"
+        for r in reaches
+    )
 
-    head_dim: int | None = None  # None: hidden_size // num_attention_heads
-    kv_heads_may_be_left_out: bool = False  # then as many as heads; otherwise a constant nobody means
-    tied: bool = False
-    window: int | None = None
-
-
-# Families whose layers are four attention projections (stored apart or joined) and a gated MLP, every layer with
-# full attention. A test holds this table against transformers' own classes.
-_FAMILIES = {
-    "cohere": _Family(kv_heads_may_be_left_out=True, tied=True),
-    "ernie4_5": _Family(head_dim=128, tied=True),
-    "gemma": _Family(head_dim=256, tied=True),
-    "glm": _Family(head_dim=128),
-    "glm4": _Family(head_dim=128),
-    "granite": _Family(kv_heads_may_be_left_out=True),
-    "llama": _Family(kv_heads_may_be_left_out=True),
-    "mistral": _Family(window=4096),
-    "olmo": _Family(kv_heads_may_be_left_out=True),
-    "olmo2": _Family(kv_heads_may_be_left_out=True),
-    "phi3": _Family(kv_heads_may_be_left_out=True),
-    "qwen2": _Family(),
-    "qwen3": _Family(head_dim=128),
-    "seed_oss": _Family(head_dim=128),
-    "smollm3": _Family(tied=True),
-}
 
 # layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied: the published config.json files.
 _NAMED = {
@@ -155,41 +209,3 @@ _NAMED = {
     "qwen3-32b": (64, 5120, 25600, 64, 8, 128, 151936, False),
     "llama-3.1-8b": (32, 4096, 14336, 32, 8, 128, 128256, False),
 }
-
-
-def _family(config: Mapping[str, Any]) -> _Family:
-    model_type = config.get("model_type")
-    if model_type not in _FAMILIES:
-        raise UnsupportedModel(
-            f"model_type {model_type!r}: its cost is not known, and a guess would mislead; known are "
-            f"{', '.join(_FAMILIES)}. Name a shape of the same size instead (--shape on the command line, "
-            "ModelShape.named in code)"
-        )
-    return _FAMILIES[model_type]
-
-
-def _refuse_other_attention(config: Mapping[str, Any], family: _Family) -> None:
-    """Layers that do not see the whole path are not counted by pairs."""
-    other = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
-    if other:
-        raise UnsupportedModel(f"model_type {config['model_type']!r} with {', '.join(other)} layers is not known")
-    window = config.get("sliding_window", family.window)
-    longest = config.get("max_position_embeddings")
-    if window is None or config.get("use_sliding_window") is False or (longest and window >= longest):
-        return
-    if "use_sliding_window" not in config and config["model_type"] in ("qwen2", "qwen3", "smollm3"):
-        return  # these use their window only when told to
-    raise UnsupportedModel(
-        f"model_type {config['model_type']!r} with a sliding window of {window} tokens is not known; "
-        "sliding_window must be null"
-    )
-
-
-def _number(config: Mapping[str, Any], key: str) -> int:
-    if config.get(key) is None:
-        raise _missing(config, key)
-    return config[key]
-
-
-def _missing(config: Mapping[str, Any], key: str) -> UnsupportedModel:
-    return UnsupportedModel(f"the config of this {config['model_type']} model has no {key}; add it to config.json")

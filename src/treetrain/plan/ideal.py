@@ -23,6 +23,6 @@ def ideal_speedup(tree: TokenTree, shape: ModelShape, *, dedup: bool = False) ->
 def budget_share(plan: Plan, shape: ModelShape, budget: int) -> float:
     """FLOPs of a tree's step over those with the least recomputation that a budget in tokens allows: at most 1."""
     layout = plan.layout
-    again = layout.positions[heights(layout) > budget] + 1
-    once = step_flops(shape, layout.num_tokens, layout.pairs, len(layout.rows))
-    return once / (once + step_flops(shape, len(again), int(again.sum()), 0) / 3) if once else 1.0
+    again = layout.positions[heights(layout) > budget]
+    once = step_flops(shape, layout.num_tokens, shape.pairs_at(layout.positions), len(layout.rows))
+    return once / (once + step_flops(shape, len(again), shape.pairs_at(again), 0) / 3) if once else 1.0

@@ -63,10 +63,10 @@ class CostModel:
         """
         c, layout = self.constants, plan.layout
         forward = self._layer_seconds(layout.num_tokens)
-        pairs = self._pair_seconds(layout.pairs)
+        pairs = self._pair_seconds(layout.positions)
         late = plan.exported & (plan.publish >= 0)[plan.part_of] if plan.num_parts else np.zeros(0, bool)
         again = self._layer_seconds(plan.recomputed_tokens)
-        again += self._pair_seconds(int((layout.positions[late] + 1).sum()))
+        again += self._pair_seconds(layout.positions[late])
         publishing = int(plan.publish.max(initial=-1)) + 1
         moved = plan.num_parts * c.graph_pass_bytes + publishing * c.forward_pass_bytes
         return {
@@ -79,11 +79,11 @@ class CostModel:
         }
 
     def _layer_seconds(self, tokens: int) -> float:
-        return 2.0 * tokens * self.shape.layers * self.shape.layer_parameters / self.constants.matrix_flops
+        return float(tokens * self.shape.token_flops) / self.constants.matrix_flops
 
-    def _pair_seconds(self, pairs: int) -> float:
-        shape = self.shape
-        return 4.0 * pairs * shape.layers * shape.heads * shape.head_dim / self.constants.pair_flops
+    def _pair_seconds(self, depth: Int64s) -> float:
+        """Of tokens at these depths of their paths."""
+        return self.shape.pair_flops(self.shape.pairs_at(depth)) / self.constants.pair_flops
 
     def peak_bytes(self, plan: Plan) -> float:
         """Predicted peak memory of one training step, above model, gradients and optimiser state."""

@@ -1,12 +1,14 @@
 """How much a tree shares, where the sharing sits, and what it is worth."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.tree.assemble import Int64s
+from treetrain.tree.reach import FULL, Pairs, Reach, pairs_at, pairs_of_rows
 
 if TYPE_CHECKING:
     from treetrain.tree.token_tree import TokenTree
@@ -15,9 +17,13 @@ Bools = NDArray[np.bool_]
 
 
 class FlopCounter(Protocol):
-    """What the FLOP speed-ups need of a model; plan.ModelShape is one."""
+    """What the FLOP speed-ups need of a model; plan.ModelShape is one.
 
-    def flops(self, tokens: int, pairs: int, head_rows: int) -> float:
+    A model whose layers do not all see the whole path has an attribute `reaches` (a sequence of Reach), and gets its
+    pairs by reach.
+    """
+
+    def flops(self, tokens: int, pairs: Any, head_rows: int) -> float:
         """FLOPs of a training step over so many tokens, visible (query, key) pairs and LM-head rows."""
         ...
 
@@ -27,8 +33,8 @@ class Work(NamedTuple):
 
     tokens: int
     """Tokens through the layers."""
-    pairs: int
-    """Visible (query, key) pairs per head and layer."""
+    pairs: Pairs
+    """Visible (query, key) pairs per head and layer; by reach where layers see less than the whole path."""
     head_rows: int
     """Hidden states through the LM head."""
 
@@ -117,28 +123,34 @@ def flop_speedup(tree: "TokenTree", shape: FlopCounter, *, dedup: bool = False) 
         shape: counts a step's FLOPs on the model.
         dedup: compare with a baseline that drops exact repeats.
     """
-    ours = shape.flops(*tree_work(tree))
-    return shape.flops(*linear_work(tree, dedup=dedup)) / ours if ours else 1.0
+    reaches = getattr(shape, "reaches", (FULL,))
+    ours = shape.flops(*tree_work(tree, reaches))
+    return shape.flops(*linear_work(tree, reaches, dedup=dedup)) / ours if ours else 1.0
 
 
-def tree_work(tree: "TokenTree") -> Work:
-    """The tree in one packed pass: tokens that a trained prediction looks at, each once."""
+def tree_work(tree: "TokenTree", reaches: Sequence[Reach] = (FULL,)) -> Work:
+    """The tree in one packed pass: tokens that a trained prediction looks at, each once.
+
+    Args:
+        tree: the batch.
+        reaches: how far the model's layers see, each once.
+    """
     uses, _ = tree.trained_edges()
     edges = np.flatnonzero(uses)
     kept = needed_tokens(tree, edges)
-    pairs = int(tree.depth[kept].sum(dtype=np.int64)) + int(kept.sum())
-    return Work(int(kept.sum()), pairs, len(np.unique(tree.parent[edges])))
+    return Work(int(kept.sum()), pairs_at(tree.depth[kept], reaches), len(np.unique(tree.parent[edges])))
 
 
-def linear_work(tree: "TokenTree", *, dedup: bool = False) -> Work:
+def linear_work(tree: "TokenTree", reaches: Sequence[Reach] = (FULL,), *, dedup: bool = False) -> Work:
     """Every trajectory by itself, up to the token that predicts its last trained one.
 
     Args:
         tree: the batch.
+        reaches: how far the model's layers see, each once.
         dedup: of trajectories with the same tokens, count the one that must be computed furthest.
     """
     uses, length = tree.trained_edges(distinct_rows(tree) if dedup else None)
-    return Work(int(length.sum()), int((length * (length + 1) // 2).sum()), int(uses.sum()))
+    return Work(int(length.sum()), pairs_of_rows(length, reaches), int(uses.sum()))
 
 
 def distinct_rows(tree: "TokenTree") -> Bools:
