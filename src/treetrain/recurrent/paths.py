@@ -1,0 +1,80 @@
+"""Recurrence along the paths of one packed run: what the recurrent layers of a forward are given."""
+
+from collections.abc import Hashable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treetrain.recurrent.carry import StateView
+from treetrain.recurrent.convolution import Taps, convolve, make_taps
+from treetrain.recurrent.delta_rule import DeltaTiles, gated_delta
+from treetrain.recurrent.tiles import make_tiles
+from treetrain.tree.layout import PackedLayout
+
+_NONE = np.zeros(0, np.int64)
+
+
+class Paths:
+    """The paths of a run, for every recurrent layer of it.
+
+    Args:
+        states: what the run continues and hands on; None for whole trees.
+    """
+
+    def __init__(self, layout: PackedLayout, device: torch.device, states: StateView | None = None):
+        self._layout, self._device, self._states = layout, device, states
+        self._exported = _NONE if states is None else states.exported
+        self._taps: dict[int, Taps] = {}
+        self._tiles: DeltaTiles | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the run, N."""
+        return self._layout.num_tokens
+
+    def convolve(self, layer: Hashable, inputs: Tensor, weight: Tensor) -> Tensor:
+        """Causal depthwise convolution along every path.
+
+        Args:
+            layer: tells the layers' states apart.
+            inputs: [N, D].
+            weight: [D, K], the newest input's last.
+
+        Returns:
+            [N, D] in at least float32, without bias or activation.
+        """
+        width = weight.shape[1]
+        taps = self._taps_of(width)
+        if self._states is not None and self._states.continues:
+            before = self._states.enter((layer, "inputs"), inputs)
+        else:
+            before = inputs.new_zeros(width - 1, inputs.shape[1])
+        extended = torch.cat([before, inputs])
+        out = convolve(extended, weight, taps)
+        if self._states is None or not len(self._exported):
+            return out
+        return self._states.export((layer, "inputs"), out, extended[taps.tails])
+
+    def gated_delta(
+        self, layer: Hashable, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
+    ) -> Tensor:
+        """The gated delta rule along every path; see `delta_rule.gated_delta`. Returns [N, H, V]."""
+        state = None
+        if self._states is not None and self._states.continues:
+            state = self._states.enter((layer, "state"), key, value, decay, beta)
+        out, handed_on = gated_delta(query, key, value, decay, beta, self._delta_tiles(), state)
+        if self._states is None or handed_on is None:
+            return out
+        return self._states.export((layer, "state"), out, handed_on)
+
+    def _taps_of(self, width: int) -> Taps:
+        if width not in self._taps:
+            self._taps[width] = make_taps(self._layout.parent, self._exported, width, self._device)
+        return self._taps[width]
+
+    def _delta_tiles(self) -> DeltaTiles:
+        if self._tiles is None:
+            ends = torch.from_numpy(self._layout.ends).to(self._device)
+            self._tiles = DeltaTiles(make_tiles(self._layout, self._exported), ends)
+        return self._tiles
