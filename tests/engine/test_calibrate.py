@@ -6,10 +6,11 @@ import json
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import treetrain as tt
-from support.models import make_model
+from support.models import BASE, build, make_model
 from treetrain.engine import calibrate as calibration
 from treetrain.engine import constants_cache, free_bytes
 from treetrain.engine.batch import Batch
@@ -170,8 +171,8 @@ def test_a_model_that_takes_far_too_long_is_priced_by_formula_and_that_is_said()
 
 
 def test_an_unknown_architecture_is_an_error_that_names_it_and_the_cure():
-    model = make_model("gpt2")
-    with pytest.raises(UnsupportedModel, match=r"'gpt2'.*--shape"):
+    model = build(transformers.HeliumForCausalLM, transformers.HeliumConfig(**BASE, head_dim=8))
+    with pytest.raises(UnsupportedModel, match=r"'helium'.*--shape"):
         cost_model(model, check_model(model))
 
 
