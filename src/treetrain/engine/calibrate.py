@@ -316,7 +316,7 @@ def _key(model: nn.Module, capabilities: Capabilities, shape: ModelShape) -> dic
     device = model_device(model)
     return {
         "model": type(causal_lm(model)).__name__,
-        "shape": dataclasses.asdict(shape),
+        "shape": json.loads(json.dumps(dataclasses.asdict(shape))),  # as a file gives it back: lists, no tuples
         "dtype": str(model.dtype),
         "compute": str(_compute_dtype(model, device)),
         "device": _device_name(device),
