@@ -53,6 +53,37 @@ def test_the_constant_schedule_stays_at_the_peak_and_one_step_is_at_the_peak() -
     assert lr_factor(0, total=1, warmup=0, schedule="cosine", min_ratio=0.0) == 1.0
 
 
+def test_the_line_falls_evenly_from_the_warm_up_to_its_minimum() -> None:
+    factors = [lr_factor(step, total=7, warmup=2, schedule="linear", min_ratio=0.2) for step in range(7)]
+    assert factors == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_wsd_stays_at_the_peak_and_falls_over_the_last_steps() -> None:
+    factors = [lr_factor(step, total=10, warmup=2, schedule="wsd", min_ratio=0.0, decay=4) for step in range(10)]
+    assert factors == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
+    longer = [lr_factor(step, total=5, warmup=2, schedule="wsd", min_ratio=0.0, decay=9) for step in range(5)]
+    assert longer == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.0])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_every_falling_schedule_ends_at_its_minimum_and_is_defined_for_the_shortest_runs(schedule) -> None:
+    for total in range(1, 9):
+        for warmup in range(total + 2):
+            factors = [
+                lr_factor(step, total=total, warmup=warmup, schedule=schedule, min_ratio=0.25, decay=2)
+                for step in range(total)
+            ]
+            assert all(0 < factor <= 1 for factor in factors)
+            assert total - warmup < 2 or factors[-1] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, 20), ({"decay_fraction": 0.5}, 50), ({"decay_steps": 7}, 7), ({"decay_steps": 0}, 0)]
+)
+def test_the_decay_is_given_in_steps_or_as_a_share(given: dict, expected: int) -> None:
+    assert TrainConfig(data=("a",), model="m", output="o", schedule="wsd", **given).decay(100) == expected
+
+
 def test_the_schedule_drives_the_optimizer_of_every_group() -> None:
     config = TrainConfig(data=("a",), model="m", output="o", lr=1.0, warmup_steps=2, weight_decay=0.5)
     optimizer = make_optimizer(Small(), config)

@@ -1,6 +1,7 @@
 """LoRA: small matrices beside frozen weights, by peft."""
 
 import importlib.util
+import warnings
 from typing import Any
 
 import torch
@@ -39,7 +40,9 @@ def add_adapter(model: nn.Module, config: TrainConfig) -> nn.Module:
     )
     _check_targets(model, targets)
     torch.manual_seed(config.seed)
-    wrapped = get_peft_model(model, options)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft's use of transformers' former names
+        wrapped = get_peft_model(model, options)  # type: ignore[arg-type]
     # A preset has no folder of its own; its name is what tells later which weights the adapter belongs to.
     wrapped.peft_config["default"].base_model_name_or_path = config.model
     return wrapped

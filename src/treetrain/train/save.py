@@ -84,7 +84,9 @@ def save_result(
 
 
 def _write_model(folder: Path, model: nn.Module, tokenizer: Any) -> None:
-    model.save_pretrained(folder)  # type: ignore[operator]
+    # The base model's embeddings are never resized here, so no adapter needs a copy of them.
+    options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
+    model.save_pretrained(folder, **options)  # type: ignore[operator]
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if (folder / ADAPTER_MARK).exists():

@@ -1,0 +1,334 @@
+"""The trainer's options, each against what it promises, on a model of 20 thousand weights."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from branching import branching_rows, write_rows
+from transformers import AutoModelForCausalLM
+
+from treetrain.engine.engine import TreeEngine
+from treetrain.errors import DataError
+from treetrain.losses import LOSSES, by_name
+from treetrain.models.loading import load_model
+from treetrain.train.accumulate import StepSplitter, forward_backward
+from treetrain.train.average import WeightAverage
+from treetrain.train.best import Best
+from treetrain.train.config import TrainConfig
+from treetrain.train.optim import MuonWithAdamW
+from treetrain.train.trainer import Trainer, TrainResult, train
+
+
+@pytest.fixture
+def make_config(data_file: str, model_folder: str, tmp_path: Path):
+    def make(**changes: Any) -> TrainConfig:
+        given: dict[str, Any] = {
+            "data": (data_file,),
+            "model": model_folder,
+            "output": str(tmp_path / "out"),
+            "tokens_per_step": 120,
+            "steps": 3,
+            "lr": 1e-2,
+            "report": False,
+        }
+        return TrainConfig(**given | changes)
+
+    return make
+
+
+def records(result: TrainResult, kind: str = "train") -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (Path(result.output) / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def weights(folder: str | Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+# Accumulation
+
+
+@pytest.mark.parametrize("loss", ["sft", "grpo"])
+@pytest.mark.parametrize("tokens", [1, 60, 130])
+def test_a_step_in_several_calls_is_the_step_in_one(make_config, tmp_path, loss, tokens) -> None:
+    settings = {"loss": loss, "tokens_per_step": 240, "steps": 4}
+    whole = train(make_config(**settings, output=str(tmp_path / "whole")))
+    parts = train(make_config(**settings, output=str(tmp_path / "parts"), tokens_per_call=tokens))
+    assert [step["calls"] for step in records(whole)] == [1, 1, 1, 1]
+    assert max(step["calls"] for step in records(parts)) == {1: 4, 60: 4, 130: 2}[tokens]
+    assert np.allclose(parts.losses, whole.losses, atol=1e-5)
+    assert largest_difference(weights(whole.output), weights(parts.output)) < 1e-4
+    for one, other in zip(records(whole), records(parts)):
+        assert one["flat_tokens"] == other["flat_tokens"] and one["trajectories"] == other["trajectories"]
+        means = ("nll",) if loss == "sft" else ("policy_loss", "ratio", "advantage")
+        assert [other[name] for name in means] == pytest.approx([one[name] for name in means], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sft", "ppo", "dpo"])
+def test_accumulated_gradients_keep_the_numerics_contract(name) -> None:
+    from support import linear
+    from support.forests import dress
+    from support.models import make_model
+    from support.pure import PureFloat64
+
+    if name not in LOSSES:
+        pytest.skip(f"there is no loss {name} yet")
+    rows = dress([[1, 2, 3, 4, 5], [1, 2, 3, 7], [9, 8, 7, 1], [9, 8, 2, 2, 2, 2], [5, 5, 5], [5, 6, 1, 2]], 3)
+    rows = [row.replace(pair=number // 2, chosen=number % 2 == 0) for number, row in enumerate(rows)]
+    model, loss = make_model("qwen3", dtype=torch.float64), by_name(name)
+    with PureFloat64():
+        gradients, losses = [], []
+        for calls in ([rows], [rows[:2], rows[2:]], [rows[4:], rows[:2], rows[2:4]]):
+            model.zero_grad()
+            losses.append(forward_backward(TreeEngine(model), calls, loss).loss)
+            gradients.append(linear.gradients(model))
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)
+    assert all(linear.relative_error(gradient, gradients[0]) <= 1e-12 for gradient in gradients[1:])
+
+
+def test_no_group_is_torn_between_calls(make_config, tmp_path) -> None:
+    data = write_rows(tmp_path / "many.jsonl", branching_rows(groups=9))
+    prepared = Trainer(make_config(data=(data,), tokens_per_step=400)).prepared
+    for tokens in (1, 60, 61, 150, 10_000):
+        split = StepSplitter(prepared.plan, tokens)
+        for _, numbers in prepared.plan.steps(6):
+            calls = split(numbers)
+            assert np.sort(np.concatenate(calls)).tolist() == numbers.tolist()
+            groups = [{prepared.rows[number].group for number in call.tolist()} for call in calls]
+            assert sum(map(len, groups)) == len(set.union(*groups))
+            assert all(len(call) == 3 or 20 * len(call) <= tokens for call in calls)
+
+
+# The average of the weights
+
+
+def test_the_average_follows_its_formula_and_is_evaluated_and_saved(make_config, tmp_path, monkeypatch) -> None:
+    seen: list[dict[str, torch.Tensor]] = []
+    update = WeightAverage.update
+
+    def spy(self: WeightAverage) -> None:
+        if not seen:
+            seen.append({name: value.clone() for name, value in self.values.items()})
+        seen.append({name: p.detach().clone() for name, p in self._parameters.items()})
+        update(self)
+
+    monkeypatch.setattr(WeightAverage, "update", spy)
+    result = train(make_config(ema_decay=0.6, eval_fraction=0.3, eval_every_steps=2, steps=4))
+    assert len(seen) == 5
+    expected = seen[0]
+    for values in seen[1:]:
+        expected = {name: 0.6 * expected[name] + 0.4 * values[name] for name in expected}
+    saved = weights(Path(result.output) / "ema")
+    assert all(torch.allclose(saved[name], value, atol=1e-6) for name, value in expected.items())
+    last = weights(result.output)
+    assert all(torch.equal(last[name], value) for name, value in seen[-1].items())
+    assert largest_difference(saved, last) > 1e-3
+    first, *_, final = records(result, "eval")
+    assert first["ema_nll"] == first["nll"] and final["ema_nll"] != final["nll"]
+    held = Trainer(make_config(eval_fraction=0.3, output=str(tmp_path / "x"))).prepared.eval_rows
+    scores = TreeEngine(load_model(Path(result.output) / "ema")).logprobs(held)
+    taken = torch.cat([score[torch.from_numpy(row.weights[1:] > 0)] for row, score in zip(held, scores)])
+    assert final["ema_nll"] == pytest.approx(-float(taken.mean()), rel=1e-5)
+
+
+def test_a_run_without_an_average_leaves_no_stale_one(make_config) -> None:
+    result = train(make_config(ema_decay=0.5, steps=1))
+    assert (Path(result.output) / "ema" / "config.json").exists()
+    train(make_config(steps=1, overwrite=True))
+    assert not (Path(result.output) / "ema").exists()
+
+
+# The best evaluation
+
+
+def test_the_run_stops_after_evaluations_that_are_no_better_and_the_best_weights_are_saved(
+    make_config, tmp_path, monkeypatch
+) -> None:
+    kept: dict[int, dict[str, torch.Tensor]] = {}
+    add = Best.add
+
+    def spy(self: Best, step: int, value: float) -> None:
+        kept[step] = {name: p.detach().clone() for name, p in self._parameters.items()}
+        add(self, step, value)
+
+    monkeypatch.setattr(Best, "add", spy)
+    held = write_rows(tmp_path / "held.jsonl", branching_rows(groups=4, seed=9))
+    settings = {"eval_data": (held,), "eval_every_steps": 1, "early_stop_patience": 3, "keep_best": True}
+    result = train(make_config(**settings, steps=60, lr=0.1, schedule="constant"))
+    values = [nll for _, nll in result.eval_nll]
+    best = int(np.argmin(values))
+    assert result.stopped_early and 0 < best < result.steps < 60
+    assert result.best_step == best and len(values) - 1 - best == 3
+    saved = weights(result.output)
+    assert all(torch.equal(saved[name], value) for name, value in kept[best].items())
+    assert records(result, "end")[0]["stopped_early"] and records(result, "end")[0]["best_step"] == best
+
+
+def test_an_improvement_that_is_too_small_does_not_count() -> None:
+    best = Best(torch.nn.Linear(1, 1), patience=2, min_delta=0.1, keep=False)
+    for step, value in enumerate([2.0, 1.95, 1.85, 1.8]):
+        best.add(step, value)
+    assert (best.value, best.step, best.worse) == (1.85, 2, 1)
+    best.add(4, float("nan"))
+    assert best.exhausted and not best.restore()
+
+
+def test_without_patience_a_run_never_stops_early(make_config) -> None:
+    result = train(make_config(eval_fraction=0.3, eval_every_steps=1, steps=5, lr=0.5, keep_best=True))
+    assert result.steps == 5 and not result.stopped_early and result.best_step is not None
+
+
+def test_what_is_trained_is_evaluated_with_its_metrics(make_config, tmp_path) -> None:
+    result = train(make_config(loss="grpo", entropy=0.1, eval_fraction=0.4, steps=1))
+    first = records(result, "eval")[0]
+    assert {"nll", "loss", "policy_loss", "entropy", "trained_tokens"} <= first.keys()
+    prepared = Trainer(make_config(loss="grpo", entropy=0.1, eval_fraction=0.4, output=str(tmp_path / "x"))).prepared
+    engine = TreeEngine(load_model(prepared and make_config().model))
+    whole = engine.forward_backward(prepared.eval_rows, prepared.eval_loss)
+    assert first["loss"] == pytest.approx(whole.loss, rel=1e-4, abs=1e-6)
+    assert first["entropy"] == pytest.approx(whole.metrics["entropy"], rel=1e-5)
+
+
+def test_held_out_rows_without_the_facts_are_evaluated_by_likelihood_or_refused(make_config, tmp_path) -> None:
+    rows = [{name: value for name, value in row.items() if name != "reward"} for row in branching_rows(groups=2)]
+    held = write_rows(tmp_path / "held.jsonl", rows)
+    prepared = Trainer(make_config(loss="grpo", eval_data=(held,))).prepared
+    assert prepared.eval_loss is None and any("log-likelihood alone" in note for note in prepared.notes)
+    result = train(make_config(loss="grpo", eval_data=(held,), keep_best=True, best_metric="nll", steps=1))
+    assert "loss" not in records(result, "eval")[0]
+    with pytest.raises(DataError, match="best_metric is loss"):
+        Trainer(make_config(loss="grpo", eval_data=(held,), keep_best=True, output=str(tmp_path / "x")))
+
+
+# Adapters
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"lora_rslora": True, "lora_alpha": 8.0},
+        {"lora_dora": True, "lora_targets": ("q_proj", "down_proj")},
+        {"gradient_checkpointing": True, "budget": 25},
+        {"dtype": "bfloat16", "loss": "grpo"},
+        {"execution": "linear"},
+    ],
+    ids=str,
+)
+def test_lora_trains_and_saves_the_adapter_alone(make_config, model_folder, changes) -> None:
+    from peft import PeftModel
+
+    given = {"lora_rank": 4, "steps": 6, "lr": 5e-2, "eval_fraction": 0.3} | changes
+    result = train(make_config(**given))
+    assert result.eval_nll[-1][1] != result.eval_nll[0][1]
+    folder = Path(result.output)
+    assert {path.name for path in folder.glob("*.safetensors")} == {"adapter_model.safetensors"}
+    assert not (folder / "config.json").exists() and not (folder / "README.md").exists()
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_folder), folder)
+    stored = json.loads((folder / "adapter_config.json").read_text())
+    assert stored["r"] == 4 and stored["lora_alpha"] == given.get("lora_alpha", 4) and stored["lora_dropout"] == 0
+    assert stored["use_rslora"] == ("lora_rslora" in changes) and stored["use_dora"] == ("lora_dora" in changes)
+    assert stored["base_model_name_or_path"] == model_folder
+    held = Trainer(make_config(**given, overwrite=True)).prepared.eval_rows
+    scores = TreeEngine(model.eval()).logprobs(held)
+    taken = torch.cat([score[torch.from_numpy(row.weights[1:] > 0)] for row, score in zip(held, scores)])
+    loose = 3e-2 if changes.get("dtype") else 1e-5
+    assert result.eval_nll[-1][1] == pytest.approx(-float(taken.mean()), rel=loose)
+
+
+def test_lora_as_a_tree_and_linearly_take_the_same_steps(make_config, tmp_path) -> None:
+    runs = {
+        execution: train(make_config(lora_rank=3, execution=execution, output=str(tmp_path / execution), steps=6))
+        for execution in ("tree", "linear")
+    }
+    assert np.allclose(runs["tree"].losses, runs["linear"].losses, atol=1e-5)
+
+
+def test_only_the_adapter_is_in_the_optimiser_and_in_the_average(make_config, tmp_path) -> None:
+    trainer = Trainer(make_config(lora_rank=2, ema_decay=0.5))
+    model = trainer._load()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained and all("lora_" in name for name in trained) and not any("lm_head" in name for name in trained)
+    result = trainer.run()
+    assert (Path(result.output) / "ema" / "adapter_config.json").exists()
+
+
+def test_an_adapter_of_a_preset_says_which(make_config) -> None:
+    result = train(make_config(model="tiny", lora_rank=2, steps=1))
+    stored = json.loads((Path(result.output) / "adapter_config.json").read_text())
+    assert stored["base_model_name_or_path"] == "tiny"
+
+
+def test_a_target_that_does_not_exist_is_named_with_those_that_do(make_config, tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"lora_targets names 'query'.*q_proj"):
+        train(make_config(lora_rank=2, lora_targets=("q_proj", "query")))
+    assert not list((tmp_path / "out").glob("*.jsonl"))
+
+
+# Optimisers
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "muon"])
+def test_every_optimiser_learns_and_takes_the_same_steps_as_tree_and_linearly(make_config, tmp_path, optimizer) -> None:
+    lr = {"sgd": 0.3, "adafactor": 3e-2, "muon": 1e-2}[optimizer]
+    settings = {"optimizer": optimizer, "lr": lr, "steps": 12, "tokens_per_step": 400}
+    runs = {
+        execution: train(make_config(**settings, execution=execution, output=str(tmp_path / execution)))
+        for execution in ("tree", "linear")
+    }
+    assert runs["tree"].losses[-1] < runs["tree"].losses[0] - 0.3
+    assert np.allclose(runs["tree"].losses, runs["linear"].losses, atol=1e-3)
+
+
+def test_muon_takes_hidden_matrices_and_adamw_the_rest(make_config) -> None:
+    trainer = Trainer(make_config(optimizer="muon", momentum=0.8, weight_decay=0.2))
+    model = trainer._load()
+    from treetrain.train.optim import make_optimizer
+
+    optimizer = make_optimizer(model, trainer.config)
+    assert isinstance(optimizer, MuonWithAdamW)
+    names = {id(p): name for name, p in model.named_parameters()}
+    muon, adamw = ({names[id(p)] for g in member.param_groups for p in g["params"]} for member in optimizer.members)
+    assert muon and all("_proj" in name for name in muon)
+    assert any("embed" in name for name in adamw) and any("norm" in name for name in adamw)
+    assert muon | adamw == set(names.values()) and not muon & adamw
+    assert optimizer.members[0].param_groups[0]["momentum"] == 0.8
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.2, 0.0}
+
+
+def test_what_an_optimiser_or_an_adapter_needs_is_asked_for_before_the_model_is_loaded(
+    make_config, monkeypatch, tmp_path
+) -> None:
+    if "bitsandbytes" not in sys.modules:
+        with pytest.raises(ValueError, match="pip install bitsandbytes"):
+            Trainer(make_config(optimizer="adamw8bit"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install peft"):
+        Trainer(make_config(lora_rank=2))
+    monkeypatch.undo()
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ValueError, match=r"pip install 'torch>=2.9'"):
+        Trainer(make_config(optimizer="muon"))
+    assert not (tmp_path / "out").exists()
+
+
+# Times
+
+
+def test_the_times_of_a_step_add_up(make_config) -> None:
+    result = train(make_config(steps=5, eval_fraction=0.3, eval_every_steps=2))
+    steps = records(result)
+    for step in steps:
+        assert step["seconds"] == pytest.approx(step["forward_backward_seconds"] + step["optimizer_seconds"])
+        assert step["optimizer_seconds"] > 0 and step["other_seconds"] > 0
+    assert sum(step["other_seconds"] for step in steps) == pytest.approx(result.other_seconds)
+    assert sum(step["seconds"] for step in steps) == pytest.approx(result.seconds)
