@@ -65,15 +65,37 @@ METHODS = {
     "ModelShape.named": "(name)",
     "ModelShape.from_config": "(config)",
     "losses.sft": "(*, reduction='token')",
-    "losses.reinforce": "(*, kl=0.0, kl_estimator='k3', entropy=0.0, reduction='token')",
+    "losses.reinforce": (
+        "(*, kl=0.0, kl_estimator='k3', entropy=0.0, reduction='token', importance_cap=None, "
+        "importance_mode='token_truncate')"
+    ),
     "losses.ppo": (
         "(*, clip=0.2, clip_low=None, clip_high=None, kl=0.0, kl_estimator='k3', entropy=0.0, reduction='token', "
-        "on_policy=False)"
+        "importance_cap=None, importance_mode='token_truncate', on_policy=False)"
     ),
     "losses.grpo": (
         "(*, clip=0.2, clip_low=None, clip_high=None, kl=0.0, kl_estimator='k3', entropy=0.0, "
-        "reduction='trajectory', on_policy=False)"
+        "reduction='trajectory', importance_cap=None, importance_mode='token_truncate', on_policy=False)"
     ),
+    "losses.dapo": (
+        "(*, clip_low=0.2, clip_high=0.28, kl=0.0, kl_estimator='k3', entropy=0.0, importance_cap=None, "
+        "importance_mode='token_truncate', on_policy=False)"
+    ),
+    "losses.dr_grpo": (
+        "(*, length, clip=0.2, clip_low=None, clip_high=None, kl=0.0, kl_estimator='k3', entropy=0.0, "
+        "importance_cap=None, importance_mode='token_truncate', on_policy=False)"
+    ),
+    "losses.gspo": (
+        "(*, clip_low=0.0003, clip_high=0.0004, kl=0.0, kl_estimator='k3', entropy=0.0, on_policy=False, "
+        "level='sequence')"
+    ),
+    "losses.dpo": "(*, beta=0.1, label_smoothing=0.0, reference_free=False)",
+    "losses.ipo": "(*, beta=0.1)",
+    "losses.simpo": "(*, beta=2.0, margin=1.0)",
+    "losses.kto": "(*, beta=0.1, desirable_weight=1.0, undesirable_weight=1.0, reference_point='rows')",
+    "losses.distill": "(*, estimator='k3', reduction='token', importance_cap=None, importance_mode='token_truncate')",
+    "losses.mix": "(losses, *, weights=None, select='all')",
+    "losses.value_loss": "(predicted, facts, *, clip=0.2, reduction='token')",
 }
 OTHERS = {"DataError", "UnsupportedModel", "TokenTree", "losses", "__version__"}
 

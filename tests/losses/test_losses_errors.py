@@ -30,6 +30,19 @@ ROW = Trajectory([5, 6, 7], advantages=1.0, id="a")
         (lambda: losses.grpo(clip="0.2"), "clip is '0.2'; allowed"),
         (lambda: losses.grpo(kl=True), "kl is True; allowed"),
         (lambda: losses.grpo(on_policy=1), "on_policy is 1; allowed are True and False"),
+        (lambda: losses.ppo(importance_cap=0), "importance_cap is 0; allowed are finite numbers above 0"),
+        (
+            lambda: losses.dapo(importance_mode="truncate"),
+            "importance_mode is 'truncate'; allowed are 'token_truncate', ",
+        ),
+        (lambda: losses.dr_grpo(length=0), "length is 0; allowed are finite numbers above 0"),
+        (lambda: losses.gspo(level="row"), "level is 'row'; allowed are 'sequence', 'token'"),
+        (lambda: losses.kto(reference_point="mean"), "reference_point is 'mean'; allowed are 'rows', 'mismatched' and"),
+        (lambda: losses.kto(reference_point=-1.0), "reference_point is -1.0; allowed"),
+        (lambda: losses.kto(desirable_weight=-1.0), "desirable_weight is -1.0; allowed"),
+        (lambda: losses.distill(estimator="k1"), "estimator is 'k1'; allowed are 'policy_gradient', 'k2', 'k3'"),
+        (lambda: losses.distill(importance_cap=-1), "importance_cap is -1; allowed"),
+        (lambda: losses.by_name("dr_grpo"), "loss 'dr_grpo' needs the option 'length', which has no default"),
     ],
 )
 def test_an_option_out_of_its_range_says_what_is_allowed(make, message):
@@ -49,6 +62,12 @@ def test_an_option_out_of_its_range_says_what_is_allowed(make, message):
         (losses.ppo(), ROW, "trajectory 'a' has no old_logprobs, .*or pass on_policy=True"),
         (losses.grpo(), ROW, "trajectory 'a' has no old_logprobs, .*or pass on_policy=True"),
         (losses.grpo(on_policy=True, kl=0.1), ROW, "trajectory 'a' has no ref_logprobs, .*or set kl=0.0"),
+        (
+            losses.grpo(on_policy=True, importance_cap=2.0),
+            ROW,
+            "trajectory 'a' has no rollout_logprobs, .*or set importance_cap=None",
+        ),
+        (losses.distill(), ROW, "trajectory 'a' has no teacher_logprobs, .*give teacher_logprobs="),
     ],
 )
 def test_a_missing_fact_is_named_before_the_step_and_in_the_step(loss, row, message):
@@ -107,13 +126,20 @@ def test_an_unknown_name_or_option_lists_what_exists():
 
 
 def test_the_signatures_are_those_people_use():
-    regularised = {"kl": 0.0, "kl_estimator": "k3", "entropy": 0.0, "reduction": "token"}
-    clipped = {"clip": 0.2, "clip_low": None, "clip_high": None} | regularised | {"on_policy": False}
+    penalties = {"kl": 0.0, "kl_estimator": "k3", "entropy": 0.0}
+    correction = {"importance_cap": None, "importance_mode": "token_truncate"}
+    bounds = {"clip": 0.2, "clip_low": None, "clip_high": None}
+    clipped = bounds | penalties | correction | {"reduction": "token", "on_policy": False}
     expected = {
         "sft": {"reduction": "token"},
-        "reinforce": regularised,
+        "reinforce": penalties | correction | {"reduction": "token"},
         "ppo": clipped,
         "grpo": clipped | {"reduction": "trajectory"},
+        "dapo": {"clip_low": 0.2, "clip_high": 0.28, "on_policy": False} | penalties | correction,
+        "dr_grpo": bounds | penalties | correction | {"length": inspect.Parameter.empty, "on_policy": False},
+        "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "on_policy": False, "level": "sequence"} | penalties,
+        "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "reference_point": "rows"},
+        "distill": {"estimator": "k3", "reduction": "token"} | correction,
         "dpo": {"beta": 0.1, "label_smoothing": 0.0, "reference_free": False},
         "ipo": {"beta": 0.1},
         "simpo": {"beta": 2.0, "margin": 1.0},
@@ -123,6 +149,8 @@ def test_the_signatures_are_those_people_use():
         for name, make in losses.LOSSES.items()
     }
     assert found == expected
+    kinds = {p.kind for make in losses.LOSSES.values() for p in inspect.signature(make).parameters.values()}
+    assert kinds == {inspect.Parameter.KEYWORD_ONLY}
 
 
 def test_losses_do_not_change_after_they_are_made():

@@ -26,6 +26,15 @@ MAKE = {
     "reinforce k2 entropy": lambda **options: losses.reinforce(kl=0.3, kl_estimator="k2", entropy=0.1, **options),
     "ppo": lambda **options: losses.ppo(clip_low=0.2, clip_high=0.28, entropy=0.05, **options),
     "grpo k3": lambda **options: losses.grpo(clip=0.1, kl=0.2, **options),
+    "ppo corrected": lambda **options: losses.ppo(importance_cap=1.5, **options),
+    "grpo on policy masked": lambda **options: losses.grpo(
+        on_policy=True, importance_cap=1.5, importance_mode="token_mask", **options
+    ),
+    "reinforce corrected": lambda **options: losses.reinforce(importance_cap=1.5, **options),
+    "distill": lambda **options: losses.distill(**options),
+    "distill corrected": lambda **options: losses.distill(
+        estimator="policy_gradient", importance_cap=1.5, importance_mode="token_mask", **options
+    ),
     "grpo unclipped below": lambda **options: losses.grpo(clip_low=1.0, clip_high=0.1, **options),
 }
 LINEAR = {"sft", "reinforce", "reinforce k1", "ppo on policy", "grpo on policy"}
@@ -167,8 +176,16 @@ def test_a_loss_that_does_not_say_it_is_mergeable_is_refused_by_name():
 
 def test_a_loss_is_not_mergeable_unless_it_says_so():
     assert losses.Loss.mergeable is False
-    mergeable = {name for name, make in losses.LOSSES.items() if make().mergeable}
-    assert mergeable == {"sft", "reinforce", "ppo", "grpo"}
+    needed = {"dr_grpo": {"length": 8}}
+    made = {name: losses.by_name(name, **needed.get(name, {})) for name in losses.LOSSES}
+    assert {name for name, loss in made.items() if not loss.mergeable} == {"gspo", "dpo", "ipo", "simpo", "kto"}
+
+
+@pytest.mark.parametrize("make", [losses.reinforce, losses.ppo, losses.grpo, losses.dapo, losses.distill])
+@pytest.mark.parametrize("mode", losses.IMPORTANCE_MODES)
+def test_a_correction_of_whole_rows_cannot_be_merged_one_of_tokens_can(make, mode):
+    assert make(importance_cap=2.0, importance_mode=mode).mergeable == mode.startswith("token")
+    assert make(importance_mode=mode).mergeable
 
 
 def test_rows_merged_for_another_reduction_are_refused_with_both():

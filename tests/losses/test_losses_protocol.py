@@ -19,9 +19,24 @@ LOSSES = {
     "ppo k3 entropy": losses.ppo(kl=0.2, entropy=0.05),
     "grpo": losses.grpo(clip=0.1, kl=0.2),
     "grpo on policy": losses.grpo(on_policy=True, kl=0.2, kl_estimator="k1"),
+    "ppo corrected": losses.ppo(importance_cap=1.2),
+    "reinforce masked": losses.reinforce(importance_cap=1.2, importance_mode="token_mask"),
+    "dapo of whole rows": losses.dapo(importance_cap=1.2, importance_mode="sequence_truncate"),
+    "grpo masked by rows": losses.grpo(on_policy=True, importance_cap=1.2, importance_mode="sequence_mask"),
+    "dr_grpo": losses.dr_grpo(length=11.0, kl=0.1),
+    "gspo": losses.gspo(clip_low=0.05, clip_high=0.1, kl=0.1),
+    "gspo token": losses.gspo(clip_low=0.05, clip_high=0.1, level="token", entropy=0.1),
+    "gspo on policy": losses.gspo(on_policy=True),
+    "gspo token on policy": losses.gspo(on_policy=True, level="token"),
+    "distill": losses.distill(),
+    "distill by policy gradient": losses.distill(estimator="policy_gradient", importance_cap=1.2),
 }
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
-CONSTANT_GRADIENT = {"sft", "sft per trajectory", "reinforce", "reinforce k1", "grpo on policy"}
+CONSTANT_GRADIENT = {
+    "sft", "sft per trajectory", "reinforce", "reinforce k1", "grpo on policy", "gspo on policy", "gspo token on policy"
+}  # fmt: skip
+WITH_ENTROPY = {"reinforce entropy", "ppo k3 entropy", "gspo token"}
+FACTS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "teacher_logprobs")
 
 
 def make_rows(seed: int = 0) -> list[Trajectory]:
@@ -36,8 +51,7 @@ def make_rows(seed: int = 0) -> list[Trajectory]:
                 rng.integers(0, 50, length),
                 loss_weights=weights if length != 5 else np.zeros(5),
                 advantages=rng.normal(size=length),
-                old_logprobs=rng.uniform(-3, -0.1, length),
-                ref_logprobs=rng.uniform(-3, -0.1, length),
+                **{name: rng.uniform(-3, -0.1, length) for name in FACTS},
             )
         )
     return rows
@@ -87,7 +101,7 @@ def test_predictions_of_weight_0_do_not_matter_whatever_they_hold(loss):
     garbage = torch.full_like(logprobs, -torch.inf)
     logprobs_and_garbage = torch.where(keep, logprobs, garbage)
     entropies_and_garbage = torch.where(keep, entropies, torch.nan)
-    garbled = ("advantages", "old_logprobs", "ref_logprobs")
+    garbled = ("advantages", *FACTS)
     worse = [
         row.replace(**{name: np.where(row.weights == 0, -1e300, getattr(row, name)) for name in garbled})
         for row in rows
@@ -185,5 +199,5 @@ def test_metrics_of_parts_add_up_to_those_of_the_whole():
 
 
 def test_entropies_are_asked_for_only_by_an_entropy_bonus():
-    assert {name for name, loss in LOSSES.items() if loss.needs_entropy} == {"reinforce entropy", "ppo k3 entropy"}
+    assert {name for name, loss in LOSSES.items() if loss.needs_entropy} == WITH_ENTROPY
     assert {loss.scope for loss in LOSSES.values()} == {"trajectory"}

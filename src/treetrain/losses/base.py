@@ -97,6 +97,15 @@ class Loss(abc.ABC):
         self.check(trajectories)
         return _some(self.total_weight(trajectories), f"{len(trajectories)} trajectories")
 
+    def needed(self, trajectory: Trajectory) -> list[str]:
+        """Names of what a row lacks for this loss; per-token facts only where the row is trained."""
+        trained = trajectory.weights.any()
+        return [name for name in self.needs_facts if trained and getattr(trajectory, name) is None]
+
+    def takes(self, trajectory: Trajectory) -> bool:
+        """Whether a row has all that this loss needs."""
+        return not self.needed(trajectory)
+
     @property
     def needs_step(self) -> bool:
         """Whether `for_step` must be called before the loss is given a part of a step and a normaliser."""
@@ -110,7 +119,11 @@ class Loss(abc.ABC):
         """As `normaliser`, of rows that are merged; errors name nodes."""
         self.check_merged(merged)
         require_nonnegative_merged(merged)
-        return _some(merged.normaliser, "nodes")
+        return _some(self.merged_weight(merged), "nodes")
+
+    def merged_weight(self, merged: MergedRows) -> float:
+        """As `total_weight`, of rows that are merged."""
+        return merged.normaliser
 
     def check_merged(self, merged: MergedRows) -> None:
         """Raise DataError where the loss needs a fact that a trained node lacks.
@@ -179,15 +192,20 @@ class Loss(abc.ABC):
             entropies = None if entropies is None else torch.where(trained, entropies, 0)
         return self.evaluate(logprobs, entropies, facts)
 
-    def __call__(self, logprobs: Tensor, entropies: Tensor | None, trajectory: Trajectory) -> tuple[Tensor, Metrics]:
-        """The unnormalised sum over one trajectory: logprobs and entropies are [L - 1]. See `packed`."""
-        facts = PackedFacts.pack([trajectory], device=logprobs.device, dtype=logprobs.dtype)
-        if logprobs.shape != (len(facts),):
-            raise ValueError(
-                f"{describe(trajectory, 0)} has {len(trajectory)} tokens, so {len(facts)} predictions, "
-                f"but logprobs have shape {tuple(logprobs.shape)}; give one for every token but the first"
-            )
-        return self.packed(logprobs, entropies, facts)
+    def __call__(self, logprobs: Any, entropies: Any, trajectory: Any) -> tuple[Tensor, Metrics]:
+        """The unnormalised sum over one trajectory, or over K of them where the scope is "batch". See `packed`.
+
+        Args:
+            logprobs: [L - 1], in nats; of scope "batch" K such tensors.
+            entropies: likewise, or None.
+            trajectory: one, or K.
+        """
+        if self.scope == "trajectory":
+            logprobs, entropies, trajectory = [logprobs], None if entropies is None else [entropies], [trajectory]
+        _check_rows(self, logprobs, trajectory)
+        flat = torch.cat(list(logprobs)) if len(trajectory) else torch.zeros(0)
+        spread = None if entropies is None or not len(trajectory) else torch.cat(list(entropies))
+        return self.packed(flat, spread, self.pack(trajectory, device=flat.device, dtype=flat.dtype))
 
 
 def _some(total: float, of: str) -> float:
@@ -197,6 +215,20 @@ def _some(total: float, of: str) -> float:
         f"nothing to train: the loss weights of all {of} sum to 0 (entry 0 of a row is never trained); give "
         "loss_weights that are not 0, or rows of two tokens and more"
     )
+
+
+def _check_rows(loss: Loss, logprobs: Sequence[Tensor], trajectories: Sequence[Trajectory]) -> None:
+    if len(logprobs) != len(trajectories):
+        raise ValueError(
+            f"{type(loss).__name__}: {len(logprobs)} rows of logprobs for {len(trajectories)} trajectories"
+        )
+    for number, (row, given) in enumerate(zip(trajectories, logprobs)):
+        predictions = max(len(row) - 1, 0)
+        if given.shape != (predictions,):
+            raise ValueError(
+                f"{describe(row, number)} has {len(row)} tokens, so {predictions} predictions, "
+                f"but logprobs have shape {tuple(given.shape)}; give one for every token but the first"
+            )
 
 
 def _check_shapes(loss: Loss, logprobs: Tensor, entropies: Tensor | None, count: int) -> None:

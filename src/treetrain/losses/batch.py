@@ -1,15 +1,13 @@
-"""Losses over several trajectories at once: they see all rows of a call, each row as one number."""
+"""Losses over several trajectories at once: each row as one number."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from treetrain.data.trajectory import Trajectory
-from treetrain.losses.base import Loss, Metrics
-from treetrain.losses.facts import PackedFacts, Reduction, describe
+from treetrain.losses.base import Loss
+from treetrain.losses.facts import PackedFacts, Reduction
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,28 +16,6 @@ class BatchLoss(Loss):
 
     scope: ClassVar[Literal["trajectory", "batch"]] = "batch"
     reduction: Reduction = dataclasses.field(default="trajectory", init=False, repr=False)
-
-    def __call__(self, logprobs: Any, entropies: Any, trajectory: Any) -> tuple[Tensor, Metrics]:
-        """The unnormalised sum over K trajectories.
-
-        Args:
-            logprobs: K tensors [L_k - 1], in nats.
-            entropies: K such tensors, or None.
-            trajectory: K trajectories.
-        """
-        rows: Sequence[Trajectory] = trajectory
-        if len(logprobs) != len(rows):
-            raise ValueError(f"{type(self).__name__}: {len(logprobs)} rows of logprobs for {len(rows)} trajectories")
-        for number, (row, given) in enumerate(zip(rows, logprobs)):
-            if given.shape != (max(len(row) - 1, 0),):
-                raise ValueError(
-                    f"{describe(row, number)} has {len(row)} tokens, so {max(len(row) - 1, 0)} predictions, but "
-                    f"logprobs have shape {tuple(given.shape)}; give one for every token but the first"
-                )
-        flat = torch.cat(list(logprobs)) if len(rows) else torch.zeros(0)
-        spread = None if entropies is None or not len(rows) else torch.cat(list(entropies))
-        facts = PackedFacts.pack(rows, device=flat.device, dtype=flat.dtype)
-        return self.packed(flat, spread, facts)
 
 
 def log_likelihoods(logprobs: Tensor, facts: PackedFacts, *, average: bool, reference: bool) -> tuple[Tensor, Tensor]:

@@ -83,6 +83,11 @@ class MergedRows(Protocol):
         ...
 
     @property
+    def num_trained(self) -> int:
+        """Rows that have something to train."""
+        ...
+
+    @property
     def lacking(self) -> Mapping[str, str]:
         """Name of a fact -> who is trained without it. The facts ([T]) are attributes by their names."""
         ...
@@ -261,6 +266,22 @@ class PackedFacts(Facts):
             totals[totals == 0] = 1.0  # such a row has no weight to divide
             self._cache["shares"] = self._tensor(self._weights / totals[self._rows])
         return self._cache["shares"]
+
+    def of_rows(self, numbers: NDArray[np.int64]) -> tuple[Self, NDArray[np.int64]]:
+        """The facts of some trajectories.
+
+        Args:
+            numbers: int64, ascending: which of them.
+
+        Returns:
+            Their facts, and int64 [t]: the places of their predictions among the T.
+        """
+        wanted = np.zeros(len(self.trajectories), np.bool_)
+        wanted[numbers] = True
+        lengths = [max(len(trajectory) - 1, 0) for trajectory in self.trajectories]
+        used = None if self._used is None else self._used[np.repeat(wanted, lengths)]
+        rows = [self.trajectories[number] for number in numbers.tolist()]
+        return self.pack(rows, device=self.device, dtype=self.dtype, used=used), np.flatnonzero(wanted[self._rows])
 
     def sum_by_row(self, per_prediction: Tensor) -> Tensor:
         """Sum [T] over each trajectory: [K], differentiable, 0 for rows without predictions."""

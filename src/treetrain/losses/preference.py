@@ -47,6 +47,11 @@ class PairLoss(BatchLoss):
     def pair_losses(self, difference: Tensor) -> Tensor:
         """[P] losses of c - r, [P]."""
 
+    def needed(self, trajectory: Trajectory) -> list[str]:
+        """See `Loss.needed`."""
+        lacks = [name for name in ("pair", "chosen") if getattr(trajectory, name) is None]
+        return lacks + BatchLoss.needed(self, trajectory)
+
     def check(self, trajectories: Sequence[Trajectory]) -> None:
         """Raise DataError for a missing fact, or rows that are not pairs; see `find_pairs`."""
         find_pairs(trajectories)

@@ -58,6 +58,8 @@ class MergedPredictions:
     """[T]."""
     normaliser: float
     """The sum of the shares ("token"), or the number of rows with a weight above 0 ("trajectory")."""
+    num_trained: int
+    """The number of rows with a weight above 0."""
     lacking: Mapping[str, str]
     """Name of a fact -> who is trained without it ("node 7")."""
     negative: str | None
@@ -115,6 +117,7 @@ def merge(source: "NodeTrajectories", tree: "TokenTree", reduction: Reduction) -
         shares=shares,
         **facts,
         normaliser=float(shares.sum() if reduction == "token" else (totals > 0).sum()),
+        num_trained=int((totals > 0).sum()),
         lacking=lacking,
         negative=negative,
     )
