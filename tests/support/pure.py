@@ -23,7 +23,7 @@ class PureFloat64(TorchFunctionMode):
         if isinstance(source, torch.Tensor) and source.dtype in _LIFTED:
             if func is torch.Tensor.float:
                 return source.double()
-            if func is torch.Tensor.to:
+            if func in (torch.Tensor.to, torch.Tensor.type):
                 args = tuple(torch.float64 if a is torch.float32 else a for a in args)
             if func in (_SOFTMAX | _LOG_SOFTMAX | {torch.Tensor.to}) and kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64

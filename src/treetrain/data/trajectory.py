@@ -50,6 +50,9 @@ class Trajectory:
         key: whatever else enters the forward, e.g. an adapter's name; rows of different key share no prefix.
         episode: rows with equal `group` and `episode` are calls of one conversation that share its reward;
             None makes the row an episode by itself.
+        experts: the experts that each token went to when the row was sampled, whole numbers [L, layers, k] (layers
+            with experts, or all of the model's), to be used again in place of the router's choice; -1, for all k of a
+            token and layer, leaves it to the router. Equal tokens with different experts are not merged.
 
     Raises:
         DataError: ids that are no token ids, facts of another length than ids, NaN or infinite numbers.
@@ -71,6 +74,7 @@ class Trajectory:
     id: Hashable
     key: Hashable
     episode: Hashable
+    experts: NDArray[np.int16] | None
 
     def __init__(
         self,
@@ -91,6 +95,7 @@ class Trajectory:
         id: Hashable = None,
         key: Hashable = None,
         episode: Hashable = None,
+        experts: ArrayLike | None = None,
     ) -> None:
         row = "trajectory" if id is None else f"trajectory {id!r}"
         token_ids = _token_ids(ids, row)
@@ -110,6 +115,7 @@ class Trajectory:
         for name, value in names.items():
             _check_hashable(value, name, row)
         facts |= {"ids": token_ids, "reward": _reward(reward, row), "chosen": _chosen(chosen, row)} | names
+        facts["experts"] = None if experts is None else _experts(experts, token_ids.size, row)
         for name, value in facts.items():
             object.__setattr__(self, name, value)
 
@@ -130,6 +136,7 @@ class Trajectory:
     def __repr__(self) -> str:
         given = [f"{len(self)} tokens"]
         given += [name for name in PER_TOKEN_FACTS if getattr(self, name) is not None]
+        given += ["experts"] if self.experts is not None else []
         scalars = ("reward", "group", "pair", "chosen", "id", "key", "episode")
         given += [f"{name}={getattr(self, name)!r}" for name in scalars if getattr(self, name) is not None]
         return f"Trajectory({', '.join(given)})"
@@ -172,6 +179,32 @@ def _per_token(value: ArrayLike, name: str, length: int, row: str) -> NDArray[np
         at = int(finite.argmin())
         raise DataError(f"{row}: {name}[{at}] = {array[at]} is not finite; use 0 where there is no value")
     return array
+
+
+def _experts(experts: ArrayLike, length: int, row: str) -> NDArray[np.int16]:
+    try:
+        array = np.asarray(experts)
+    except ValueError as error:
+        raise DataError(f"{row}: experts are no [L, layers, k] block of numbers ({error})") from error
+    if array.ndim != 3 or len(array) != length:
+        hint = "; give -1 for a token whose experts were not recorded" if len(array) == length - 1 else ""
+        raise DataError(f"{row}: experts have shape {array.shape}, expected [{length}, layers, k]{hint}")
+    if array.size and array.dtype.kind not in "iu":
+        raise DataError(f"{row}: experts are of type {array.dtype}, expected whole numbers")
+    most = int(np.iinfo(np.int16).max)
+    if array.size and not -1 <= array.min() <= array.max() <= most:
+        bad = array.min() if array.min() < -1 else array.max()
+        raise DataError(f"{row}: experts hold {bad}; they are numbered 0 to {most}, and -1 where none was recorded")
+    ordered = np.sort(array, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    wrong = (twice.any(-1) | ((array < 0).any(-1) & (array >= 0).any(-1))) if array.size else np.zeros((0, 0), bool)
+    if wrong.any():
+        token, layer = np.argwhere(wrong)[0].tolist()
+        raise DataError(
+            f"{row}: experts[{token}][{layer}] = {array[token, layer].tolist()}; the experts of a token differ, and -1 "
+            "stands for all of them or none"
+        )
+    return np.array(array, np.int16, order="C")
 
 
 def _reward(reward: float | None, row: str) -> float | None:

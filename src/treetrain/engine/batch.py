@@ -12,6 +12,7 @@ from torch import Tensor
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 from treetrain.models.capability import Capabilities
+from treetrain.models.moe import MixtureOfExperts
 from treetrain.tree.build import Row, build_tree
 from treetrain.tree.layout import FlatReads, PackedLayout, flat_reads, pack, ranges, trained_predictions
 from treetrain.tree.token_tree import TokenTree
@@ -31,16 +32,17 @@ class Batch:
     """Whether only predictions with a loss weight are computed."""
 
     @classmethod
-    def of(cls, tree: TokenTree, *, weighted: bool) -> "Batch":
+    def of(cls, tree: TokenTree, *, weighted: bool, every_token: bool = False) -> "Batch":
         """Args:
         weighted: compute only predictions whose loss weight is not 0; otherwise all of them.
+        every_token: compute tokens that no such prediction depends on, too.
         """
         rows = list(tree.trajectories)
         if weighted:
-            layout = pack(tree, tree.trained_edges()[0] > 0)
+            layout = pack(tree, tree.trained_edges()[0] > 0, trim=not every_token)
             wanted = trained_predictions(rows)
         else:
-            layout = pack(tree)
+            layout = pack(tree, trim=not every_token)
             wanted = np.ones(tree.num_flat_tokens, dtype=bool)
         offsets, _ = tree.paths()
         used = np.delete(wanted, offsets[:-1][tree.trajectory_length > 0])
@@ -161,6 +163,30 @@ def check_batch(tree: TokenTree, capabilities: Capabilities) -> None:
         raise DataError(
             f"{_name(tree, owner)} has {tree.trajectory_length[owner]} tokens, the model {longest} positions; "
             "shorten the row or use a model with more positions."
+        )
+    if tree.experts is not None:
+        _check_experts(tree, capabilities.experts)
+
+
+def _check_experts(tree: TokenTree, found: MixtureOfExperts | None) -> None:
+    """Recorded experts must be experts of the model."""
+    recorded = tree.experts
+    if recorded is None or not (recorded >= 0).any():
+        return
+    if found is None:
+        raise DataError("rows have recorded experts, but the model has none; leave `experts` out")
+    layers, each = recorded.shape[1:]
+    if layers not in (found.places, found.layers) or each != found.top_k:
+        raise DataError(
+            f"rows have {each} recorded experts in {layers} layers; the model has {found.layers} layers, of which "
+            f"{found.places} choose {found.top_k} experts: give [L, {found.places} or {found.layers}, {found.top_k}]"
+        )
+    if found.experts is None or int(recorded.max()) >= found.experts:
+        token = int(np.argmax((recorded >= (found.experts or 0)).any((1, 2))))
+        owner = int(np.argmax((tree.trajectory_last >= token) & (tree.trajectory_last < tree.end[token])))
+        raise DataError(
+            f"{_name(tree, owner)}: recorded expert {recorded.max()} at position {tree.depth[token]}, but the model "
+            f"has {found.experts} experts, numbered from 0; were the rows sampled by another model?"
         )
 
 

@@ -19,6 +19,7 @@ from treetrain.engine.memory import Passes, StepOutOfMemory, cannot_start_over, 
 from treetrain.engine.merged import MergedBatch
 from treetrain.engine.packed import PackedRun, model_device, wide_dtype
 from treetrain.engine.planning import formula_cost, plan_within
+from treetrain.engine.routing import RouterBalance, Routing
 from treetrain.engine.sharing import rows_if_faster
 from treetrain.engine.walk import Walk
 from treetrain.models.capability import check_model
@@ -85,11 +86,20 @@ class TreeEngine:
     def plan(self, trajectories: Sequence[Trajectory] | TokenTree) -> Plan:
         """The plan of a training step on these trajectories under the engine's budget."""
         tree = as_tree(trajectories, merge=self._merge)
-        plan = self.plan_of(pack(tree, tree.trained_edges()[0] > 0))
+        plan = self.plan_of(pack(tree, tree.trained_edges()[0] > 0, trim=not self._balanced))
         return (self._row_by_row(tree, plan) or (tree, plan))[1]
 
+    @property
+    def _balanced(self) -> bool:
+        """Whether the model adds an auxiliary loss, of all tokens of a step."""
+        return self.capabilities.experts is not None and self.capabilities.experts.auxiliary != 0
+
     def forward_backward(
-        self, trajectories: Sequence[Trajectory] | TokenTree, loss: Any, normaliser: float | None = None
+        self,
+        trajectories: Sequence[Trajectory] | TokenTree,
+        loss: Any,
+        normaliser: float | None = None,
+        balance: RouterBalance | None = None,
     ) -> StepResult:
         """Accumulate d loss / d parameters into ``.grad``, exactly as if every row were trained by itself.
 
@@ -99,6 +109,9 @@ class TreeEngine:
                 gets every row and every prediction, whatever the weights.
             normaliser: what the sum is divided by; pass that of the whole step when accumulating over calls.
                 None asks the loss.
+            balance: of the routers over the whole step, the sum of `router_balance` over its calls; None takes each
+                call for a step of its own. Where the model's configuration asks for an auxiliary loss of its routers
+                (``output_router_logits`` and ``router_aux_loss_coef``), it is that of all tokens of all rows.
 
         Raises:
             DataError: an id outside the vocabulary, a row longer than the model's positions, nothing to train,
@@ -111,7 +124,7 @@ class TreeEngine:
         check_trainable(self.model)
         tree = as_tree(trajectories, merge=self._merge)
         check_batch(tree, self.capabilities)
-        batch, normaliser = _batch(tree, loss, normaliser)
+        batch, loss, normaliser = _batch(tree, loss, normaliser, every_token=self._balanced)
         plan = self.plan_of(batch.layout)
         if isinstance(batch, Batch) and batch.weighted and (rows := self._row_by_row(tree, plan)):
             batch, plan = Batch.of(rows[0], weighted=True), rows[1]
@@ -119,7 +132,7 @@ class TreeEngine:
         step, _, passes = within_memory(
             self.model,
             plan,
-            lambda plan, passes: self._try(plan, batch, loss, normaliser, passes, never),
+            lambda plan, passes: self._try(plan, batch, loss, normaliser, passes, never, balance),
             partial(self.smaller_plan, batch.layout),
         )
         return StepResult(
@@ -140,7 +153,7 @@ class TreeEngine:
     def _row_by_row(self, tree: TokenTree, plan: Plan) -> tuple[TokenTree, Plan] | None:
         """The batch with nothing shared, and its plan, where sharing does not pay."""
         cost = formula_cost(self.model)
-        if not self._merge or isinstance(self.budget, Bytes) or cost is None:
+        if not self._merge or self._balanced or isinstance(self.budget, Bytes) or cost is None:
             return None
         return rows_if_faster(tree, plan, self.budget, cost.seconds)
 
@@ -149,7 +162,14 @@ class TreeEngine:
         return plan_within(layout, tokens, self.model, lambda: self.cost)
 
     def _try(
-        self, plan: Plan, batch: Batch | MergedBatch, loss: Any, normaliser: float, passes: Passes, never: str | None
+        self,
+        plan: Plan,
+        batch: Batch | MergedBatch,
+        loss: Any,
+        normaliser: float,
+        passes: Passes,
+        never: str | None,
+        balance: RouterBalance | None,
     ) -> "_Step":
         """A step whose failure leaves gradients as they were, or says that it does not.
 
@@ -157,7 +177,10 @@ class TreeEngine:
             never: why gradients cannot be put back.
         """
         try:
-            return self._step(plan, batch, loss, normaliser, passes)
+            coefficient = self.capabilities.experts.auxiliary if self.capabilities.experts else 0.0
+            routing = self.routing(batch.tree, balanced=self._balanced, whole=balance, scale=coefficient)
+            step = self._step(plan, batch, loss, normaliser, passes, routing)
+            return step if routing is None else _Step(*routing.added_to(*step))
         except BaseException as error:
             if isinstance(error, StepOutOfMemory) and not error.begun:
                 raise
@@ -169,21 +192,35 @@ class TreeEngine:
                 error.add_note(f"{never}; what this step has added to them is incomplete")
             raise
 
-    def _step(self, plan: Plan, batch: Batch | MergedBatch, loss: Any, normaliser: float, passes: Passes) -> "_Step":
+    def _step(
+        self,
+        plan: Plan,
+        batch: Batch | MergedBatch,
+        loss: Any,
+        normaliser: float,
+        passes: Passes,
+        routing: Routing | None,
+    ) -> "_Step":
         device, wide = model_device(self.model), wide_dtype(self.model)
         rows, need_entropy = batch.everything(), bool(getattr(loss, "needs_entropy", False))
         board = Board(batch.layout.num_edges, len(batch.layout.rows), device=device, dtype=wide, entropy=need_entropy)
         if plan.num_parts == 0:
             return _without_predictions(board, batch, loss, normaliser)
-        walk = self._walk(plan, passes, gradients=True)
+        walk = self._walk(plan, passes, routing, gradients=True)
+        at_once = getattr(loss, "scope", "trajectory") == "batch" and plan.num_parts > 1
+        if routing is not None and plan.num_parts > 1 and not routing.in_parts and not at_once:
+            self._walk(plan, passes, routing, gradients=False).route()
+            routing.settle()
         known = linear_coefficients(loss, rows, batch.layout.num_edges, device, wide)
         if known is not None:
             walk.train(Known(board, known / normaliser))
             with torch.no_grad():
                 total, sums = evaluate(loss, rows.per_prediction(board.logprobs), None, rows)
             return _Step(total / normaliser, sums)
-        if getattr(loss, "scope", "trajectory") == "batch" and plan.num_parts > 1:
-            self._walk(plan, passes, gradients=False).score(board, need_entropy=need_entropy)
+        if at_once:
+            self._walk(plan, passes, routing, gradients=False).score(board, need_entropy=need_entropy)
+            if routing is not None:
+                routing.settle()
             stream = Stream(board, batch, loss, normaliser)
             stream.finish()
             walk.train(stream.known())
@@ -193,7 +230,35 @@ class TreeEngine:
         stream.finish()
         return _Step(stream.total, stream.sums)
 
-    def _walk(self, plan: Plan, passes: Passes, *, gradients: bool) -> Walk:
+    def routing(self, tree: TokenTree, *, balanced: bool, **options: Any) -> Routing | None:
+        """What a call does with the routers of experts; None where there is nothing to do."""
+        experts = self.capabilities.experts
+        if experts is None:
+            return None
+        return Routing(experts, tree, model_device(self.model), balanced=balanced, **options)
+
+    def router_balance(self, trajectories: Sequence[Trajectory] | TokenTree) -> RouterBalance:
+        """How the routers spread these rows over the experts, without gradient; calls of one step add up.
+
+        Raises:
+            ValueError: a model without experts.
+        """
+        self.capabilities = check_model(self.model)
+        tree = as_tree(trajectories, merge=self._merge)
+        check_batch(tree, self.capabilities)
+        routing = self.routing(tree, balanced=True)
+        if routing is None:
+            raise ValueError(f"{type(self.model).__name__} has no experts, so there is no balance between them")
+        layout = pack(tree, trim=False)
+
+        def route(plan: Plan, passes: Passes) -> None:
+            routing.begin()
+            self._walk(plan, passes, routing, gradients=False).route()
+
+        within_memory(self.model, self.plan_of(layout), route, partial(self.smaller_plan, layout), trains=False)
+        return routing.balance
+
+    def _walk(self, plan: Plan, passes: Passes, routing: Routing | None, *, gradients: bool) -> Walk:
         return Walk(
             self.model,
             self.capabilities,
@@ -202,6 +267,7 @@ class TreeEngine:
             gradients=gradients,
             run_type=self._run_type,
             passes=passes,
+            routing=routing,
         )
 
     def logprobs(self, trajectories: Sequence[Trajectory] | TokenTree, *, return_entropy: bool = False) -> Any:
@@ -221,22 +287,30 @@ class TreeEngine:
         sizes = batch.layout.num_edges, len(batch.layout.rows)
         board = Board(*sizes, wide_dtype(self.model), model_device(self.model), entropy=need_entropy)
 
+        routing = self.routing(batch.tree, balanced=False)
+
         def score(plan: Plan, passes: Passes) -> None:
-            self._walk(plan, passes, gradients=False).score(board, need_entropy=need_entropy)
+            self._walk(plan, passes, routing, gradients=False).score(board, need_entropy=need_entropy)
 
         within_memory(self.model, plan, score, partial(self.smaller_plan, batch.layout), trains=False)
         return board
 
 
-def _batch(tree: TokenTree, loss: Any, normaliser: float | None) -> tuple[Batch | MergedBatch, float]:
-    """What a step computes, and what it divides by; a tree of nodes stays unflattened where the loss can bear it."""
+def _batch(
+    tree: TokenTree, loss: Any, normaliser: float | None, *, every_token: bool
+) -> tuple[Batch | MergedBatch, Any, float]:
+    """What a step computes, its loss, and what that is divided by.
+
+    A tree of nodes stays unflattened where the loss can bear it.
+    """
     merged = tree.merged(loss.reduction) if getattr(loss, "mergeable", False) else None
     if merged is None:
+        loss = step_loss(loss, list(tree.trajectories), normaliser)
         normaliser = step_normaliser(loss, list(tree.trajectories), normaliser)
-        return Batch.of(tree, weighted=hasattr(loss, "packed")), normaliser
+        return Batch.of(tree, weighted=hasattr(loss, "packed"), every_token=every_token), loss, normaliser
     loss.check_merged(merged)
     normaliser = check_normaliser(loss.merged_normaliser(merged) if normaliser is None else normaliser)
-    return MergedBatch.of(tree, merged), normaliser
+    return MergedBatch.of(tree, merged, every_token=every_token), loss, normaliser
 
 
 class _Step(NamedTuple):
@@ -269,6 +343,22 @@ def check_trainable(model: nn.Module) -> None:
         raise ValueError("gradients are switched off (torch.no_grad); use .logprobs, or leave that block")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("every parameter of the model is frozen (requires_grad=False); nothing can be trained")
+
+
+def step_loss(loss: Any, trajectories: list[Trajectory], normaliser: float | None) -> Any:
+    """The loss with what it must know of the whole step, which these trajectories are unless a normaliser is given.
+
+    Raises:
+        ValueError: a part of a step, and a loss that was not told of the whole one.
+    """
+    if normaliser is None:
+        return loss.for_step(trajectories) if hasattr(loss, "for_step") else loss
+    if getattr(loss, "needs_step", False):
+        raise ValueError(
+            f"{type(loss).__name__} was given a normaliser, so a part of a step, but was not told of the whole step: "
+            "call loss = loss.for_step(all trajectories of the step) first, and pass loss.normaliser(the same)"
+        )
+    return loss
 
 
 def step_normaliser(loss: Any, trajectories: list[Trajectory], normaliser: float | None) -> float:

@@ -12,6 +12,7 @@ from torch import nn
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import StepResult, TreeEngine
+from treetrain.engine.routing import RouterBalance
 from treetrain.plan.partition import whole_trees
 from treetrain.plan.plan import Plan
 from treetrain.tree.layout import PackedLayout
@@ -32,10 +33,18 @@ class LinearEngine(TreeEngine):
         self.pack_tokens = pack_tokens
 
     def forward_backward(
-        self, trajectories: Sequence[Trajectory] | TokenTree, loss: Any, normaliser: float | None = None
+        self,
+        trajectories: Sequence[Trajectory] | TokenTree,
+        loss: Any,
+        normaliser: float | None = None,
+        balance: RouterBalance | None = None,
     ) -> StepResult:
         """See `TreeEngine.forward_backward`."""
-        return super().forward_backward(_rows(trajectories), loss, normaliser)
+        return super().forward_backward(_rows(trajectories), loss, normaliser, balance)
+
+    def router_balance(self, trajectories: Sequence[Trajectory] | TokenTree) -> RouterBalance:
+        """See `TreeEngine.router_balance`."""
+        return super().router_balance(_rows(trajectories))
 
     def logprobs(self, trajectories: Sequence[Trajectory] | TokenTree, *, return_entropy: bool = False) -> Any:
         """See `TreeEngine.logprobs`."""

@@ -11,6 +11,7 @@ from treetrain.attention.carry import CarryView
 from treetrain.attention.dispatch import make_attention
 from treetrain.attention.schedule import Forest
 from treetrain.engine.head import Edges, Scores
+from treetrain.engine.routing import RouterPass
 from treetrain.engine.scoring import scoring_head
 from treetrain.engine.sinks import Sinks
 from treetrain.errors import UnsupportedModel
@@ -27,6 +28,7 @@ class PackedRun:
     Args:
         carry: the path that the layout continues and the tokens it hands on; None for whole trees.
         score: False runs the layers alone, for their keys and values.
+        routers: what the step does with the routers of experts; None leaves them as they are.
     """
 
     def __init__(
@@ -37,9 +39,10 @@ class PackedRun:
         carry: CarryView | None = None,
         *,
         score: bool = True,
+        routers: RouterPass | None = None,
     ):
         device = model_device(model)
-        self.model, self.capabilities = model, capabilities
+        self.model, self.capabilities, self.routers = model, capabilities, routers
         self.input_ids = torch.from_numpy(layout.input_ids).to(device).unsqueeze(0)
         self.positions = torch.from_numpy(layout.positions).to(device).unsqueeze(0)
         self.edges = Edges(
@@ -80,6 +83,7 @@ class PackedRun:
             UnsupportedModel: a layer that did not go through tree attention, or logits changed after the head.
         """
         run = TreeRun(self.attention, self.input_ids.shape[1])
+        run.routers = self.routers
         with scoring_head(
             self.capabilities,
             self.edges,
@@ -94,8 +98,11 @@ class PackedRun:
                 attention_mask=None,
                 use_cache=False,
                 **{RUN_KEYWORD: run},
+                **({} if self.routers is None else self.routers.arguments),
             )
         self._check_layers(run)
+        if self.routers is not None:
+            self.routers.close(outputs)
         if len(calls) != 1 or not calls[0].is_untouched(outputs.logits):
             raise UnsupportedModel(
                 f"{type(self.model).__name__} does not return what its head gives (it was called {len(calls)} times, "

@@ -1,6 +1,7 @@
 """`logprobs`: per-trajectory log-probabilities on a plain Hugging Face model, live in autograd. Any loss on top."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from treetrain.engine.memory import (
     within_memory,
 )
 from treetrain.engine.packed import PackedRun, model_device, wide_dtype
+from treetrain.engine.routing import Routing, check_auxiliary, switched
 from treetrain.engine.walk import Walk
 from treetrain.models.switch import tree_attention
 from treetrain.plan.budget import Bytes
@@ -35,6 +37,7 @@ def logprobs(
     temperature: float = 1.0,
     *,
     return_entropy: bool = False,
+    return_aux: bool = False,
 ) -> Any:
     """Log-probability of every token but the first of every sequence, every shared prefix computed once.
 
@@ -46,31 +49,45 @@ def logprobs(
             that is free. Gradients that lie in ``.grad`` are set aside in backward, which bytes do not count.
         temperature: divides the logits before the softmax.
         return_entropy: also give the entropy of the distribution each token was drawn from.
+        return_aux: also give the auxiliary loss of a mixture of experts' routers over all tokens of all sequences,
+            before its coefficient.
 
     Returns:
         K tensors [L_k - 1], in nats, float32 or wider, with gradients to the model's parameters; with
-        ``return_entropy`` a pair of such lists. ``.backward()`` and ``torch.autograd.grad`` both work, once.
+        ``return_entropy`` a second such list, with ``return_aux`` a number at the end, as a tuple. ``.backward()`` and
+        ``torch.autograd.grad`` both work, once.
 
     Raises:
         DataError: an id outside the vocabulary or a row longer than the model's positions.
         UnsupportedModel: the model, or a setting of it, would not be exact on a tree.
-        ValueError: a budget that is neither tokens nor bytes, or bytes that no plan fits into.
+        ValueError: a budget that is neither tokens nor bytes, or bytes that no plan fits into; a model whose
+            configuration asks for an auxiliary loss that is not asked for here, or the other way round.
         RuntimeError: in backward, if it is the second one or the weights have changed since the forward.
     """
     engine = TreeEngine(model, budget=budget, temperature=temperature)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if not torch.is_grad_enabled() or not parameters:
-        return engine.logprobs(as_tree(sequences, merge=True), return_entropy=return_entropy)
+    check_auxiliary(engine.capabilities.experts, return_aux)
     tree = as_tree(sequences, merge=True)
+    if not torch.is_grad_enabled() or not parameters:
+        found = engine.logprobs(tree, return_entropy=return_entropy)
+        return found if not return_aux else _with_aux(found, engine.router_balance(tree).loss, return_entropy)
     check_batch(tree, engine.capabilities)
-    batch = Batch.of(tree, weighted=False)
+    batch = Batch.of(tree, weighted=False, every_token=return_aux)
+    routing = engine.routing(tree, balanced=return_aux)
     sizes = batch.layout.num_edges, len(batch.layout.rows)
     board = Board(*sizes, wide_dtype(model), model_device(model), entropy=return_entropy)
     if batch.layout.num_tokens:
-        scores = _Scores(engine, engine.plan_of(batch.layout), parameters, board)
-        board.logprobs, entropies = _TreeScores.apply(scores, *parameters)  # type: ignore[misc]
+        scores = _Scores(engine, engine.plan_of(batch.layout), parameters, board, routing)
+        board.logprobs, entropies, aux = _TreeScores.apply(scores, *parameters)  # type: ignore[misc]
         board.entropies = entropies if return_entropy else None
-    return rows_of(batch, board, return_entropy)
+    else:
+        aux = board.logprobs.new_zeros(())
+    found = rows_of(batch, board, return_entropy)
+    return _with_aux(found, aux, return_entropy) if return_aux else found
+
+
+def _with_aux(found: Any, aux: Tensor, entropies: bool) -> tuple[Any, ...]:
+    return (*found, aux) if entropies else (found, aux)
 
 
 class _Scores:
@@ -80,7 +97,15 @@ class _Scores:
     runs out of memory, in either.
     """
 
-    def __init__(self, engine: TreeEngine, plan: Plan, parameters: list[nn.Parameter], board: Board):
+    def __init__(
+        self,
+        engine: TreeEngine,
+        plan: Plan,
+        parameters: list[nn.Parameter],
+        board: Board,
+        routing: Routing | None,
+    ):
+        self.routing = routing
         self.engine, self.model, self.plan, self.parameters = engine, engine.model, plan, parameters
         self.board, self.entropy = board, board.entropies is not None
         self.kept: tuple[Tensor, Tensor | None] | None = None
@@ -106,13 +131,16 @@ class _Scores:
             sums = [p.sum(dtype=torch.float64) for p in self.model.parameters()]
         return torch.stack([total.to(sums[0].device) for total in sums])
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """([E] log-probabilities, [R] entropies or an empty tensor), without a graph that anyone sees."""
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """([E] log-probabilities, [R] entropies or an empty tensor, auxiliary loss), without a graph to be seen."""
         scores, self.plan, passes = self._within_memory(self._forward)
         self.scored = passes.scored
-        return scores
+        if self.routing is None:
+            return *scores, scores[0].new_zeros(())
+        self.routing.settle()
+        return *scores, self.routing.loss.to(scores[0])
 
-    def backward(self, edges: Tensor, rows: Tensor) -> "Gradients":
+    def backward(self, edges: Tensor, rows: Tensor, aux: Tensor) -> "Gradients":
         """As `gradients`, refused the second time or on other weights."""
         if self.spent:
             raise RuntimeError(
@@ -124,6 +152,8 @@ class _Scores:
                 "gradients would be those of other weights: call backward first, or logprobs again"
             )
         self.spent = True
+        if self.routing is not None:
+            self.routing.scale = aux.double()
         run = partial(self._gradients, edges, rows if self.entropy else None)
         return self._within_memory(run)[0]
 
@@ -132,6 +162,8 @@ class _Scores:
         return within_memory(self.model, self.plan, run, smaller, scored=self.scored)
 
     def _forward(self, plan: Plan, passes: Passes) -> tuple[Tensor, Tensor]:
+        if self.routing is not None:
+            self.routing.begin()
         if plan.num_parts > 1:
             self._walk(plan, passes, gradients=False).score(self.board, need_entropy=self.entropy)
             logprobs, entropies = self.board.logprobs, self.board.entropies
@@ -142,8 +174,11 @@ class _Scores:
         return logprobs.detach(), logprobs.new_zeros(0) if entropies is None else entropies.detach()
 
     def _keep_graph(self, plan: Plan) -> tuple[Tensor, Tensor | None]:
-        run = PackedRun(self.model, self.engine.capabilities, plan.layout)
-        with torch.enable_grad(), tree_attention(self.model):
+        routers = None
+        if self.routing is not None and self.routing.needed:
+            routers = self.routing.run(plan.layout.tree_index, final=True)
+        run = PackedRun(self.model, self.engine.capabilities, plan.layout, routers=routers)
+        with torch.enable_grad(), tree_attention(self.model), self._routers():
             scores = run.scores(temperature=self.engine.temperature, need_entropy=self.entropy)
         return scores.logprobs, scores.entropies
 
@@ -168,7 +203,7 @@ class _Scores:
         if not live:
             return (None,) * len(self.parameters)
         outs, grads = [out for out, _ in live], [grad for _, grad in live]
-        with tree_attention(self.model):
+        with tree_attention(self.model), self._routers():
             if not _has_reentrant_checkpoints(self.model):
                 with hooks_aside(self.parameters):
                     return torch.autograd.grad(outs, self.parameters, grads, allow_unused=True)
@@ -184,7 +219,11 @@ class _Scores:
             temperature=engine.temperature,
             gradients=gradients,
             passes=passes,
+            routing=self.routing,
         )
+
+    def _routers(self) -> AbstractContextManager[None]:
+        return switched(self.model, self.engine.capabilities.experts, self.routing)
 
 
 Gradients = tuple[Tensor | None, ...]

@@ -5,6 +5,7 @@ runs out of memory in its forward is cut into smaller ones and run again, as a p
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from treetrain.engine.head import Scores
 from treetrain.engine.hooks import hooks_once
 from treetrain.engine.memory import Passes, StepOutOfMemory, is_out_of_memory, release_cached
 from treetrain.engine.packed import PackedRun, model_device
+from treetrain.engine.routing import Routing, switched
 from treetrain.engine.sinks import Sinks, gradient_sinks
 from treetrain.models.capability import Capabilities
 from treetrain.plan.partition import uniform
@@ -63,6 +65,7 @@ class Walk:
         gradients: whether the parts go backward too.
         run_type: what runs a layout on the model.
         passes: takes note of what fitted.
+        routing: what the step does with the routers of experts.
     """
 
     def __init__(
@@ -75,7 +78,9 @@ class Walk:
         gradients: bool,
         run_type: type[Any] = PackedRun,
         passes: Passes | None = None,
+        routing: Routing | None = None,
     ):
+        self._routing, self._gradients = routing, gradients
         self._model, self._capabilities, self._temperature, self._run_type = model, capabilities, temperature, run_type
         self._layout = plan.layout
         self._outer = _Frame(plan, None, -1)
@@ -90,10 +95,20 @@ class Walk:
 
     def score(self, board: Board, *, need_entropy: bool) -> None:
         """Fill a board with all log-probabilities, without graph, in the memory of one path."""
-        with torch.no_grad(), self._run_type.mode(self._model):
+        self._without_graph(board, need_entropy)
+
+    def route(self) -> None:
+        """Send all tokens through the layers, without graph and head, for what their routers choose."""
+        self._without_graph(None, need_entropy=False)
+
+    def _without_graph(self, board: Board | None, need_entropy: bool) -> None:
+        with torch.no_grad(), self._run_type.mode(self._model), self._routers():
             self._score(self._outer, board, need_entropy)
 
-    def _score(self, frame: _Frame, board: Board, need_entropy: bool) -> None:
+    def _routers(self) -> AbstractContextManager[None]:
+        return switched(self._model, self._capabilities.experts, self._routing)
+
+    def _score(self, frame: _Frame, board: Board | None, need_entropy: bool) -> None:
         held: dict[int, np.ndarray] = {}
         for kind, part in frame.plan.visits():
             if kind == "close":
@@ -101,11 +116,11 @@ class Walk:
                 continue
             tokens, attach = frame.of_part(part), frame.attach_of(part)
             held[part] = self._allocate(frame.named(frame.plan.exported_tokens(part)))
-            forward = partial(self._forward, tokens, attach, need_entropy=need_entropy)
+            forward = partial(self._forward, tokens, attach, need_entropy=need_entropy, score=board is not None)
             done = self._attempt(forward, len(tokens), self._passes.scored)
             if done is None:
                 self._score(self._halves(tokens, attach), board, need_entropy)
-            else:
+            elif board is not None:
                 board.write(*done)
 
     # ---- with gradients
@@ -120,6 +135,7 @@ class Walk:
             with (
                 torch.enable_grad(),
                 self._run_type.mode(self._model),
+                self._routers(),
                 hooks_once(self._model),
                 gradient_sinks(self._model) as self._sinks,
             ):
@@ -188,7 +204,7 @@ class Walk:
         """Forward and backward of a part of which everything below has run."""
         tokens, attach = frame.of_part(part), frame.attach_of(part)
         done = self._graph(tokens, attach, feed, known=feed.coefficients)
-        if done is None and not feed.in_parts:
+        if done is None and not (feed.in_parts and (self._routing is None or self._routing.in_parts)):
             raise StepOutOfMemory(len(tokens), begun=self._begun)
         if done is None:
             self._train(self._halves(tokens, attach), feed)
@@ -237,7 +253,12 @@ class Walk:
         options: dict[str, Any] = {}
         if attach >= 0 or (own >= 0).any():
             path = self._row_of[self._outer.plan.path(attach)] if attach >= 0 else np.zeros(0, np.int64)
-            options = {"carry": self._carry.view(path, own), "score": score}
+            options = {"carry": self._carry.view(path, own)}
+        if not score:
+            options["score"] = False
+        if self._routing is not None and self._routing.needed:
+            final = torch.is_grad_enabled() or not self._gradients
+            options["routers"] = self._routing.run(piece.layout.tree_index, final=final)
         run = self._run_type(self._model, self._capabilities, piece.layout, **options)
         coefficients = None if known is None else known(piece)
         scores = run.scores(

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from treetrain.errors import UnsupportedModel
+from treetrain.models.moe import MixtureOfExperts, check_experts
 
 _STATIC_ROTARY = {"default", "linear", "llama3", "yarn", "proportional"}
 """Rotary scalings whose frequencies do not depend on the length of the call."""
@@ -42,6 +43,8 @@ class Capabilities:
     """The module that makes logits."""
     head_is_linear: bool
     """A plain ``nn.Linear``: scored by the fused path; otherwise its own forward is called chunk by chunk."""
+    experts: MixtureOfExperts | None = None
+    """Where tokens are routed to experts; None in a model without."""
 
 
 def causal_lm(model: nn.Module) -> nn.Module:
@@ -81,6 +84,7 @@ def check_model(model: nn.Module) -> Capabilities:
         max_positions=getattr(text, "max_position_embeddings", None),
         head=head,
         head_is_linear=head_is_linear,
+        experts=check_experts(lm, text),
     )
 
 
@@ -99,11 +103,6 @@ def _check_kind(lm: nn.Module, config: Any) -> None:
         raise UnsupportedModel(f"{name} takes no position_ids, so a branch cannot start at its own position.")
     if getattr(config, "is_causal", True) is False:
         raise UnsupportedModel(f"{name} has is_causal=False; a tree needs causal attention.")
-    for field in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if (getattr(config, field, None) or 0) > 1:
-            raise UnsupportedModel(
-                f"{name} is a mixture of experts ({field}={getattr(config, field)}); not supported yet."
-            )
 
 
 def _check_adapter(model: nn.Module) -> None:
@@ -138,8 +137,6 @@ def _check_modules(model: nn.Module) -> None:
             raise UnsupportedModel(
                 f"{name} ({kind}) mixes tokens by recurrence or convolution; only attention is supported so far."
             )
-        if "experts" in kind.lower():
-            raise UnsupportedModel(f"{name} ({kind}) belongs to a mixture of experts; not supported yet.")
         if getattr(module, "sinks", None) is not None:
             raise UnsupportedModel(f"{name} ({kind}) has attention sinks, which are not supported yet.")
         if isinstance(getattr(module, "sliding_window", None), int):

@@ -25,6 +25,7 @@ _NEUTRAL = {
     "use_cache",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "return_dict",
     "num_items_in_batch",
     "logits_to_keep",
@@ -49,6 +50,8 @@ class TreeRun:
         self.attention = attention
         self.tokens = tokens
         self.layers_seen: set[int] = set()
+        self.routers: Any = None
+        """What is done with the routers of experts; None leaves them as they are."""
 
 
 def _tree_attention(

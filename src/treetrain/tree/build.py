@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 from treetrain.tree.assemble import Int32s, Int64s, assemble
+from treetrain.tree.identity import identities
 from treetrain.tree.token_tree import RowTrajectories, TokenTree
 
 LARGEST_ID = np.iinfo(np.int32).max
@@ -25,11 +26,12 @@ def build_tree(sequences: Sequence[Row], *, merge: bool = True) -> TokenTree:
     Args:
         sequences: K rows, each a Trajectory or a list or 1-D integer array of token ids; duplicates, rows
             that are prefixes of other rows, empty rows and rows of one token are all welcome.
-            Trajectories whose `key` differs never share a token.
+            Trajectories whose `key` differs never share a token, nor do tokens whose recorded `experts` differ.
         merge: False keeps every row as a tree of its own (what the linear baseline runs).
 
     Raises:
-        DataError: an id that is negative, above int32 or no integer; the message names the row (from 0).
+        DataError: an id that is negative, above int32 or no integer; recorded experts of different shapes; the
+            message names the row (from 0).
 
     The order of children is heaviest first: more leaves, then more tokens, then the smaller row number.
     Time is about linear in the tokens of all rows (memcmp sort), memory strictly.
@@ -38,13 +40,15 @@ def build_tree(sequences: Sequence[Row], *, merge: bool = True) -> TokenTree:
     given = _given(rows)
     ranks = _key_ranks(given)
     blobs = _row_bytes(rows)
+    named = identities(given, blobs) if any(row is not None and row.experts is not None for row in given) else None
+    blobs = blobs if named is None else named.rows
     lengths = np.fromiter(map(len, blobs), np.int64, len(blobs)) >> 2
     order = _sorted_rows(blobs, ranks) if merge else np.arange(len(rows))
     flat = np.frombuffer(b"".join(map(blobs.__getitem__, order.tolist())), np.int32)
     del blobs
     length = lengths[order]
     start = np.cumsum(length) - length
-    _refuse_negative(flat, start, order)
+    _refuse_negative(flat if named is None else named.tokens[flat], start, order)
     shared = np.zeros(len(rows), np.int64)
     if merge:
         shared = shared_prefixes(flat, length)
@@ -57,7 +61,7 @@ def build_tree(sequences: Sequence[Row], *, merge: bool = True) -> TokenTree:
     last[order] = last_sorted
     arrays = assemble(flat, (start + shared)[adds], (length - shared)[adds], attach[adds], last)
     return TokenTree(
-        tokens=arrays.tokens,
+        tokens=arrays.tokens if named is None else named.tokens[arrays.tokens],
         parent=arrays.parent,
         depth=arrays.depth,
         end=arrays.end,
@@ -66,6 +70,7 @@ def build_tree(sequences: Sequence[Row], *, merge: bool = True) -> TokenTree:
         trajectory_last=arrays.moved(last),
         trajectory_length=lengths,
         source=RowTrajectories(given),
+        experts=None if named is None else named.experts[arrays.tokens],
     )
 
 

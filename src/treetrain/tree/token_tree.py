@@ -110,6 +110,8 @@ class TokenTree:
     """int64 [K]: tokens of each trajectory."""
     source: TrajectorySource = field(repr=False)
     """Gives the trajectories with their facts."""
+    experts: NDArray[np.int16] | None = field(default=None, repr=False)
+    """int16 [N, layers, k]: the recorded experts of each token, -1 where the router chooses; None where none are."""
 
     @classmethod
     def from_nodes(

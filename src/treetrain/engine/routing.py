@@ -1,0 +1,327 @@
+"""What a step does with the routers of a mixture of experts: the auxiliary loss, and choices that were recorded.
+
+The auxiliary loss is E * sum over experts of f_e * P_e over all tokens of all rows and all layers with experts at once:
+f_e is how often an expert is chosen, P_e its mean probability. A token of the tree counts once per trajectory through
+it. The choices have no gradient, so with them known, the gradient of every probability is E * f_e / tokens times that
+count, whatever else is in the pass; it is added where the router's weights get theirs, so that it needs no graph of its
+own and survives activation checkpointing.
+
+Shape letters: n tokens of a pass, N of the tree, E experts, k of them per token.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+
+from treetrain.engine.evaluate import MetricSums, add_sums
+from treetrain.errors import UnsupportedModel
+from treetrain.models.moe import MixtureOfExperts, Router, as_routed, routers_switched
+from treetrain.tree.stats import trajectories_through
+from treetrain.tree.token_tree import TokenTree
+
+METRIC = "router_aux_loss"
+FORMULA_TOLERANCE = 1e-2
+"""Relative, between the model's own auxiliary loss of a pass and this one of the same logits: as far apart as two
+orders of summation may be in bfloat16, and much closer than another formula would be."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RouterBalance:
+    """How a batch spreads over the experts, summed over layers and trajectories; batches add up."""
+
+    choices: Tensor
+    """float64 [E]: how often each expert is chosen."""
+    probabilities: Tensor
+    """float64 [E]: sums of the routers' probabilities."""
+    tokens: float
+    """Tokens of all rows times layers with experts."""
+
+    def __add__(self, other: Self) -> "RouterBalance":
+        return RouterBalance(
+            choices=self.choices + other.choices,
+            probabilities=self.probabilities + other.probabilities,
+            tokens=self.tokens + other.tokens,
+        )
+
+    @property
+    def loss(self) -> Tensor:
+        """The auxiliary loss of a step of these tokens, before its coefficient; float64."""
+        return self.share_of(self)
+
+    def share_of(self, whole: "RouterBalance") -> Tensor:
+        """What these tokens contribute to the auxiliary loss of a step that they are a part of."""
+        spread = (whole.choices / whole.tokens) @ (self.probabilities / whole.tokens)
+        return spread * len(self.choices)
+
+    @classmethod
+    def of(cls, probabilities: Tensor, top_k: int, weights: Tensor) -> "RouterBalance":
+        """Of one router's pass.
+
+        Args:
+            probabilities: [n, E].
+            weights: [n]: how often each token counts.
+        """
+        chosen = probabilities.topk(top_k, dim=-1).indices
+        weights = weights.double()
+        return cls(
+            choices=weights.new_zeros(probabilities.shape[-1]).index_add_(
+                0, chosen.flatten(), weights.repeat_interleave(top_k)
+            ),
+            probabilities=weights @ probabilities.double(),
+            tokens=float(weights.sum()),
+        )
+
+
+class Routing:
+    """One step over a tree.
+
+    Args:
+        balanced: whether there is an auxiliary loss.
+        whole: the balance of the whole step, where this is a part of it.
+        scale: of the auxiliary loss's gradient.
+    """
+
+    def __init__(
+        self,
+        experts: MixtureOfExperts,
+        tree: TokenTree,
+        device: torch.device,
+        *,
+        balanced: bool,
+        whole: RouterBalance | None = None,
+        scale: float | Tensor = 1.0,
+    ):
+        self._experts, self._device = experts, device
+        self._recorded = _by_place(experts, tree)
+        self._counts = trajectories_through(tree) if balanced else None
+        self.scale, self._given = scale, whole
+        self.whole, self.found = whole, None
+        self._collects, self._to_verify = True, balanced
+        self.needed = balanced or self._recorded is not None
+
+    @property
+    def balanced(self) -> bool:
+        """Whether there is an auxiliary loss."""
+        return self._counts is not None
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether a pass may go backward before all others have been forward."""
+        return not self.balanced or self.whole is not None
+
+    def begin(self) -> None:
+        """Forget what was found: the passes start over."""
+        self.found, self.whole, self._collects = None, self._given, True
+
+    def settle(self) -> None:
+        """All tokens have been through the routers: what was found is the whole, if no other was given."""
+        self.whole, self._collects = self.whole or self.found, False
+
+    def run(self, tree_index: np.ndarray, *, final: bool) -> "RouterPass":
+        """What is done with the routers of one pass.
+
+        Args:
+            tree_index: int64 [n]: its tokens.
+            final: whether these tokens are counted by no other pass of the same kind.
+        """
+        recorded = None if self._recorded is None else torch.from_numpy(self._recorded[tree_index]).to(self._device)
+        counts = None if self._counts is None else torch.from_numpy(self._counts[tree_index]).to(self._device)
+        collects = final and self._collects and counts is not None
+        verifies = collects and self._to_verify
+        return RouterPass(self, self._experts, recorded, counts, collects=collects, verifies=verifies)
+
+    def add(self, found: RouterBalance | None, *, verified: bool) -> None:
+        """Take note of a pass that fitted."""
+        self._to_verify = self._to_verify and not verified
+        if found is not None:
+            self.found = found if self.found is None else self.found + found
+
+    @property
+    def balance(self) -> RouterBalance:
+        """What was found."""
+        if self.found is None:
+            none = torch.zeros(self._experts.experts or 0, dtype=torch.float64, device=self._device)
+            return RouterBalance(choices=none, probabilities=none, tokens=0.0)
+        return self.found
+
+    @property
+    def loss(self) -> Tensor:
+        """float64: these tokens' share of the auxiliary loss, before its coefficient."""
+        if self.found is None:
+            return torch.zeros((), dtype=torch.float64)
+        return self.found.share_of(self.whole or self.found)
+
+    def added_to(self, total: Any, sums: MetricSums) -> tuple[Any, MetricSums]:
+        """A step's loss and metrics with the auxiliary loss."""
+        if not self.balanced:
+            return total, sums
+        return total + self.scale * self.loss, add_sums(sums, {METRIC: (self.loss, 1.0)})
+
+    def slope(self, counts: Tensor) -> Tensor:
+        """[n, E]: d loss / d probability of some tokens, float64."""
+        whole = self.whole or self.found
+        assert whole is not None, "a backward before any token was counted"
+        factor = self.scale * len(whole.choices) / whole.tokens**2
+        return counts.double()[:, None] * (factor * whole.choices)
+
+
+def check_auxiliary(experts: MixtureOfExperts | None, wanted: bool) -> None:
+    """Raise ValueError where a model's auxiliary loss would be forgotten, or one is wanted that there is none of."""
+    if wanted and experts is None:
+        raise ValueError("return_aux=True, but the model has no experts; leave it out")
+    if not wanted and experts is not None and experts.auxiliary:
+        raise ValueError(
+            "the model's configuration asks for its routers' auxiliary loss (output_router_logits=True, "
+            f"router_aux_loss_coef={experts.auxiliary:g}), which log-probabilities do not hold: pass return_aux=True "
+            "and add the coefficient times what it gives to your loss, or set config.output_router_logits=False"
+        )
+
+
+def switched(
+    model: nn.Module, experts: MixtureOfExperts | None, routing: Routing | None
+) -> AbstractContextManager[None]:
+    """Routers in the hands of a step that needs them, for the length of a block."""
+    if experts is None or routing is None or not routing.needed:
+        return nullcontext()
+    return routers_switched(model, experts)
+
+
+def _by_place(experts: MixtureOfExperts, tree: TokenTree) -> np.ndarray | None:
+    """int64 [N, places, k]: recorded experts by layer with experts; None where there are none."""
+    if tree.experts is None or not (tree.experts >= 0).any():
+        return None
+    recorded = tree.experts.astype(np.int64)
+    return recorded if recorded.shape[1] == experts.places else recorded[:, list(experts.layer_numbers)]
+
+
+class RouterPass:
+    """One pass: what its routers do."""
+
+    def __init__(
+        self,
+        routing: Routing,
+        experts: MixtureOfExperts,
+        recorded: Tensor | None,
+        counts: Tensor | None,
+        *,
+        collects: bool,
+        verifies: bool,
+    ):
+        self._routing, self._experts, self._recorded, self._counts = routing, experts, recorded, counts
+        self._collects, self._verifies = collects, verifies
+        self._found: RouterBalance | None = None
+        self._plain: RouterBalance | None = None
+        self._seen: set[int] = set()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of the model's forward: whether it should compute its own auxiliary loss."""
+        return {} if self._counts is None else {"output_router_logits": self._verifies}
+
+    def route(self, router: Router, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In place of a router's forward, also when activation checkpointing runs it again."""
+        self._seen.add(router.place)
+        if self._recorded is None:
+            output = forward(*args, **kwargs)
+        else:
+            with _Recorded(self._recorded[:, router.place], self._experts.experts or 0) as choice:
+                output = forward(*args, **kwargs)
+            choice.check(router)
+        if self._counts is None:
+            return output
+        routed = as_routed(router, output, len(self._counts))
+        probabilities = routed.logits.softmax(-1)
+        if self._collects:
+            self._collect(probabilities.detach(), routed.chosen.shape[-1])
+        if not (torch.is_grad_enabled() and probabilities.requires_grad):
+            return output
+        weights = _Balanced.apply(routed.weights, probabilities, self._counts, self._routing)
+        return routed.logits, weights, routed.chosen
+
+    def _collect(self, probabilities: Tensor, top_k: int) -> None:
+        found = RouterBalance.of(probabilities, top_k, self._counts)  # type: ignore[arg-type]
+        self._found = found if self._found is None else self._found + found
+        if self._verifies:
+            plain = RouterBalance.of(probabilities, top_k, torch.ones_like(self._counts))  # type: ignore[arg-type]
+            self._plain = plain if self._plain is None else self._plain + plain
+
+    def close(self, outputs: Any) -> None:
+        """The forward is done: what it found counts, and what is run again from now on does not.
+
+        Raises:
+            UnsupportedModel: a router that was not called, or another auxiliary loss than this one.
+        """
+        self._collects = False
+        if len(self._seen) != self._experts.places:
+            raise UnsupportedModel(
+                f"{len(self._seen)} of {self._experts.places} routers were called; something (a fused kernel?) goes "
+                "past the others, so their auxiliary loss and recorded experts are not supported."
+            )
+        if self._verifies:
+            self._check_formula(getattr(outputs, "aux_loss", None))
+        self._routing.add(self._found, verified=self._verifies)
+
+    def _check_formula(self, own: Any) -> None:
+        assert self._plain is not None
+        ours, own = float(self._plain.loss), None if own is None else float(own)
+        if own is None or abs(ours - own) > FORMULA_TOLERANCE * abs(own):
+            raise UnsupportedModel(
+                f"the model's own auxiliary loss of a pass is {own}, by the formula of the Switch Transformer it is "
+                f"{ours:.6g}; this one is not supported: set config.output_router_logits=False to train without it."
+            )
+
+
+class _Balanced(torch.autograd.Function):
+    """A router's weights as they are; their backward gives its probabilities the auxiliary loss's gradient."""
+
+    @staticmethod
+    def forward(ctx, weights: Tensor, probabilities: Tensor, counts: Tensor, routing: Routing):
+        ctx.counts, ctx.routing, ctx.dtype = counts, routing, probabilities.dtype
+        return weights.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return grad, ctx.routing.slope(ctx.counts).to(ctx.dtype), None, None
+
+
+class _Recorded(TorchFunctionMode):
+    """The choice of the k best of E experts gives the recorded ones; what a router does with them is its own.
+
+    Args:
+        recorded: int64 [n, k]; -1 leaves a token to the router.
+        experts: E.
+    """
+
+    def __init__(self, recorded: Tensor, experts: int):
+        super().__init__()
+        self._recorded, self._experts, self._times = recorded, experts, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if func not in (torch.topk, torch.Tensor.topk):
+            return found
+        source = args[0] if args else kwargs["input"]
+        if found.indices.shape != self._recorded.shape or source.shape[-1] != self._experts:
+            return found
+        self._times += 1
+        chosen = torch.where(self._recorded < 0, found.indices, self._recorded)
+        return torch.return_types.topk((source.gather(-1, chosen), chosen))
+
+    def check(self, router: Router) -> None:
+        """Raise UnsupportedModel unless there was one such choice."""
+        if self._times != 1:
+            k = self._recorded.shape[-1]
+            raise UnsupportedModel(
+                f"{router.name} ({type(router.module).__name__}) makes {self._times} choices of {k} out of "
+                f"{self._experts} experts by torch.topk, where one was expected: its recorded experts cannot be used. "
+                "Leave `experts` out."
+            )

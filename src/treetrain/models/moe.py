@@ -1,0 +1,218 @@
+"""Mixtures of experts: where a model routes its tokens, and whether that is exact on a tree.
+
+Routers and experts act on every token by itself, so a packed tree is exact as it stands, unless a router draws random
+numbers or drops tokens beyond a capacity. Two things need more: the auxiliary loss, which is about all tokens of all
+rows, and choices of experts that were recorded. For these a step takes hold of the routers (`routers_switched`).
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from treetrain.errors import UnsupportedModel
+from treetrain.models.switch import RUN_KEYWORD, replaced_forward
+
+_LOSS = "load_balancing_loss_func"
+"""What transformers calls the function of a model's auxiliary loss, in the model's own file."""
+_WRAPPED = re.compile(r"\.(original_module|base_layer|modules_to_save\.[^.]+)(?=\.|$)")
+"""What an adapter puts between a module's name and the module."""
+
+
+class Router(NamedTuple):
+    """A module that chooses experts."""
+
+    module: nn.Module
+    name: str
+    """Its path in the model, as it is without an adapter."""
+    place: int
+    """Its number among the layers with experts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureOfExperts:
+    """What the engine needs to know of a model's experts."""
+
+    routers: tuple[Router, ...]
+    places: int
+    """Layers with experts."""
+    layer_numbers: tuple[int, ...]
+    """Which decoder layers these are."""
+    layers: int
+    """All decoder layers."""
+    experts: int | None
+    """Experts to choose from; None where the routers do not say."""
+    top_k: int | None
+    """Experts of a token."""
+    auxiliary: float
+    """What the model multiplies its auxiliary loss by; 0 where it adds none."""
+
+
+class RouterRun(Protocol):
+    """What a step does with one forward's routers."""
+
+    def route(self, router: Router, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In place of a router's forward."""
+        ...
+
+
+def check_experts(lm: nn.Module, config: Any) -> MixtureOfExperts | None:
+    """The model's experts; None for a model without.
+
+    Raises:
+        UnsupportedModel: tokens are routed at random or dropped, or by something that cannot be recognised.
+    """
+    routers = _routers(lm)
+    expert_modules = [name for name, module in lm.named_modules() if _holds_experts(module)]
+    if not routers:
+        if expert_modules:
+            raise UnsupportedModel(
+                f"{expert_modules[0]} belongs to a mixture of experts whose router {type(lm).__name__} does not name "
+                "(no `router_logits` among the outputs it records); such experts are not supported."
+            )
+        return None
+    for name, module in lm.named_modules():
+        _check_noise(name, module)
+    for router in routers:
+        if router.module.training and hasattr(sys.modules[type(router.module).__module__], "sparsemixer"):
+            raise UnsupportedModel(
+                f"{router.name} ({type(router.module).__name__}) draws experts at random in training mode; a shared "
+                "token would get one draw where every row has its own. Call model.eval()."
+            )
+    names = list(dict.fromkeys(router.name for router in routers))
+    return MixtureOfExperts(
+        routers=tuple(routers),
+        places=len(names),
+        layer_numbers=tuple(_layer_number(name) for name in names),
+        layers=config.num_hidden_layers,
+        experts=_agreed(routers, "num_experts"),
+        top_k=_agreed(routers, "top_k"),
+        auxiliary=_auxiliary(lm, config),
+    )
+
+
+def _routers(lm: nn.Module) -> list[Router]:
+    """The modules whose output the model calls router logits, in the order of its layers."""
+    specs: list[Any] = []
+    for module in lm.modules():
+        recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
+        specs += recorded if isinstance(recorded, list | tuple) else [] if recorded is None else [recorded]
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in lm.named_modules():
+        if any(_is_recorded(spec, name, module) for spec in specs):
+            found.append((_WRAPPED.sub("", name), module))
+    places = {name: place for place, name in enumerate(dict.fromkeys(name for name, _ in found))}
+    return [Router(module, name, places[name]) for name, module in found]
+
+
+def _is_recorded(spec: Any, name: str, module: nn.Module) -> bool:
+    kind = spec if isinstance(spec, type) else getattr(spec, "target_class", None)
+    suffix = spec if isinstance(spec, str) else getattr(spec, "class_name", None)
+    if not (kind is not None and isinstance(module, kind)) and not (suffix and name.endswith(suffix)):
+        return False
+    within = getattr(spec, "layer_name", None)
+    return within is None or f".{within.strip('.')}." in f".{_WRAPPED.sub('', name)}."
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    return "experts" in type(module).__name__.lower()
+
+
+def _check_noise(name: str, module: nn.Module) -> None:
+    for field, value in vars(module).items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            continue
+        if "jitter" in field and module.training:
+            raise UnsupportedModel(
+                f"{name} ({type(module).__name__}) has {field}={value} in training mode: a shared token would get one "
+                "noise where every row has its own. Set it to 0 or call model.eval()."
+            )
+        if "capacity" in field:
+            raise UnsupportedModel(
+                f"{name} ({type(module).__name__}) has {field}={value}: experts that drop tokens beyond a capacity "
+                "treat a token by what else is in the call; such experts are not supported."
+            )
+
+
+def _layer_number(name: str) -> int:
+    numbers = re.findall(r"\.(\d+)\.", name)
+    return int(numbers[0]) if numbers else -1
+
+
+def _agreed(routers: list[Router], field: str) -> int | None:
+    """What all routers say."""
+    values = {getattr(router.module, field, None) for router in routers}
+    value = values.pop()
+    return value if not values and isinstance(value, int) else None
+
+
+def _auxiliary(lm: nn.Module, config: Any) -> float:
+    """The coefficient with which the model's own forward would add its auxiliary loss."""
+    if not getattr(config, "output_router_logits", False):
+        return 0.0
+    if not any(hasattr(sys.modules.get(kind.__module__), _LOSS) for kind in type(lm).__mro__):
+        return 0.0
+    return float(getattr(lm, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0.0)) or 0.0)
+
+
+@contextmanager
+def routers_switched(model: nn.Module, experts: MixtureOfExperts) -> Iterator[None]:
+    """Hand every call of a router to the run that is under way, for the length of the block.
+
+    Routers are not told which run they are in, but the layers around them are, by keyword: a layer that activation
+    checkpointing runs a second time in backward is run with the same keywords.
+    """
+    current: list[Any] = [None]
+
+    def note(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        if RUN_KEYWORD in kwargs:
+            current[0] = kwargs[RUN_KEYWORD]
+
+    inside = {id(router.module) for router in experts.routers}
+    with ExitStack() as stack:
+        for module in model.modules():
+            if id(module) not in inside and any(id(child) in inside for child in module.modules()):
+                stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+        for router in experts.routers:
+            stack.enter_context(replaced_forward(router.module, _routing(router, current)))
+        yield
+
+
+def _routing(router: Router, current: list[Any]) -> Callable[..., Any]:
+    original = router.module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        run: RouterRun | None = None if current[0] is None else current[0].routers
+        return original(*args, **kwargs) if run is None else run.route(router, original, *args, **kwargs)
+
+    return forward
+
+
+class Routed(NamedTuple):
+    """What a router of the usual form returns; N tokens, E experts, k of them chosen."""
+
+    logits: Tensor
+    """[N, E]."""
+    weights: Tensor
+    """[N, k]: of the chosen experts' outputs."""
+    chosen: Tensor
+    """int64 [N, k]."""
+
+
+def as_routed(router: Router, output: Any, tokens: int) -> Routed:
+    """A router's output. Raises UnsupportedModel where it has another form."""
+    form = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in output]
+    if isinstance(output, tuple) and len(output) == 3 and all(isinstance(x, Tensor) for x in output):
+        routed = Routed(*output)
+        pair = routed.chosen.shape
+        usual = routed.logits.dim() == 2 and len(pair) == 2 and routed.weights.shape == pair
+        if usual and len(routed.logits) == pair[0] == tokens and not routed.chosen.is_floating_point():
+            return routed
+    raise UnsupportedModel(
+        f"{router.name} ({type(router.module).__name__}) returns {form}; logits [{tokens}, experts], weights and "
+        f"numbers of the chosen experts [{tokens}, k] were expected, so its auxiliary loss is not supported."
+    )
