@@ -2,12 +2,14 @@
 
 import inspect
 import json
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 from treetrain.losses import LOSSES, by_name
+from treetrain.train.checks import HINTS
 from treetrain.train.config import LOSS_OPTIONS, TrainConfig
+from treetrain.train.settings import LossName
 
 BASE: dict[str, Any] = {"data": ("rows.jsonl",), "model": "tiny", "output": "out"}
 
@@ -106,12 +108,30 @@ def test_one_file_may_be_given_without_a_tuple() -> None:
     assert TrainConfig(**{**BASE, "data": "one.jsonl"}).data == ("one.jsonl",)
 
 
-def test_every_loss_can_be_named_and_every_option_of_one_is_a_setting() -> None:
-    for name in LOSSES:
-        assert TrainConfig(**BASE, loss=name).loss == name  # type: ignore[arg-type]
+def test_every_loss_and_no_other_can_be_named_and_every_option_of_one_is_a_setting() -> None:
+    assert set(get_args(LossName)) == set(LOSSES)
     decided_by_the_rows = {"on_policy"}
     options = {option for factory in LOSSES.values() for option in inspect.signature(factory).parameters}
-    assert options - decided_by_the_rows <= set(LOSS_OPTIONS)
+    assert options - decided_by_the_rows == set(LOSS_OPTIONS)
+
+
+def test_choices_are_those_of_the_losses() -> None:
+    for name, factory in LOSSES.items():
+        hints = get_type_hints(factory)
+        for option in set(hints) & set(LOSS_OPTIONS):
+            theirs, ours = (
+                {value for part in (hint, *get_args(hint)) if get_origin(part) is Literal for value in get_args(part)}
+                for hint in (hints[option], HINTS[option])
+            )
+            assert theirs == ours, (name, option)
+
+
+def test_kto_in_several_calls_is_refused_unless_its_reference_point_is_a_number() -> None:
+    with pytest.raises(ValueError, match=r"tokens_per_call is 64, but kto"):
+        TrainConfig(**BASE, loss="kto", tokens_per_call=64)
+    TrainConfig(**BASE, loss="kto", tokens_per_call=64, reference_point=0.5)
+    with pytest.raises(ValueError, match="reference_point is 'row'; allowed are rows, mismatched and numbers"):
+        TrainConfig(**BASE, loss="kto", reference_point="row")  # type: ignore[arg-type]
 
 
 def test_the_options_of_a_loss_reach_it() -> None:

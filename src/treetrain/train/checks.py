@@ -66,6 +66,8 @@ NUMBERS = {
     "margin": Bounds(),
     "label_smoothing": Bounds(high=0.5),
     "desirable_weight": Bounds(),
+    "reference_point": Bounds(),
+    "sft_weight": POSITIVE,
     "undesirable_weight": Bounds(),
     "decay_fraction": SHARE,
     "momentum": Bounds(high=1, below=True),
@@ -114,8 +116,9 @@ def check_setting(name: str, value: Any) -> None:
     kinds = [part for part in parts if part is not type(None)]
     choices = next((typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is Literal), CHOICES.get(name))
     if choices is not None:
-        if value not in choices:
-            raise ValueError(f"{name} is {value!r}; allowed are {', '.join(map(str, choices))}")
+        number = f" and {NUMBERS[name]}" if float in kinds else ""
+        if not (value in choices or (float in kinds and _is_number(value) and NUMBERS[name].hold(value))):
+            raise ValueError(f"{name} is {value!r}; allowed are {', '.join(map(str, choices))}{number}")
     elif name == "budget":
         _check_budget(value)
     elif kinds == [bool]:
@@ -126,7 +129,7 @@ def check_setting(name: str, value: Any) -> None:
         _require(whole, name, value, f"whole numbers from {low}")
     elif kinds == [float]:
         bounds = NUMBERS[name]
-        _require(isinstance(value, int | float) and not isinstance(value, bool), name, value, str(bounds))
+        _require(_is_number(value), name, value, str(bounds))
         if not bounds.hold(value):
             raise ValueError(bounds.refusal(name, value))
     elif kinds == [str]:
@@ -135,6 +138,10 @@ def check_setting(name: str, value: Any) -> None:
         one = isinstance(value, str | os.PathLike)
         some = isinstance(value, list | tuple) and all(isinstance(entry, str | os.PathLike) for entry in value)
         _require(one or some, name, value, "a string or a list of strings")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _require(holds: bool, name: str, value: Any, allowed: str) -> None:

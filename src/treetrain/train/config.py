@@ -37,6 +37,8 @@ LOSS_OPTIONS = (
     "reference_free",
     "desirable_weight",
     "undesirable_weight",
+    "reference_point",
+    "level",
     "estimator",
 )
 """Settings that are keyword arguments of the loss's factory, which knows those that it has."""
@@ -98,6 +100,11 @@ class TrainConfig(
             value = getattr(self, field.name)
             if holds is not None and value != field.default and not holds(self):
                 raise ValueError(f"{field.name} is {value!r}, which needs {needed}")
+        if self.loss == "kto" and self.tokens_per_call and not isinstance(self.reference_point, int | float):
+            raise ValueError(
+                f"tokens_per_call is {self.tokens_per_call}, but kto compares with a mean over the rows of a "
+                "whole step; give a number as reference_point, or bound memory by budget"
+            )
         if not self.lora_targets:
             raise ValueError("lora_targets is empty; name modules, or all-linear")
 

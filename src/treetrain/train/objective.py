@@ -16,6 +16,7 @@ def make_objective(
     *,
     subtract_mean: bool = True,
     divide_by_std: bool = True,
+    sft_weight: float | None = None,
 ) -> tuple[Loss, list[Trajectory], tuple[str, ...]]:
     """A loss by name, and the rows with what it needs.
 
@@ -28,6 +29,7 @@ def make_objective(
         options: its keyword arguments.
         rows: all rows of the run.
         subtract_mean, divide_by_std: see `group_advantages`.
+        sft_weight: of the cross-entropy of the same rows, added to the loss; None adds none.
 
     Returns:
         The loss, the rows, and what was decided, in words.
@@ -42,9 +44,13 @@ def make_objective(
         rows = group_advantages(rows, subtract_mean=subtract_mean, divide_by_std=divide_by_std)
         notes.append("advantages: the rewards, normalised within each group")
         notes += _groups_without_signal(rows)
+        if name == "dr_grpo" and divide_by_std:
+            notes.append("dr_grpo was published without division by the standard deviation: advantage_std false")
     if "old_logprobs" in loss.needs_facts and all(row.old_logprobs is None for row in rows):
         loss = losses.by_name(name, **options, on_policy=True)
         notes.append("the rows have no old log-probabilities: every update counts as on-policy (ratio 1)")
+    if sft_weight is not None:
+        loss = losses.mix({name: loss, "cross_entropy": losses.sft()}, weights={"cross_entropy": sft_weight})
     loss.normaliser(rows)
     return loss, rows, tuple(notes)
 

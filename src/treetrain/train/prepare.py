@@ -91,6 +91,7 @@ def _objective(config: TrainConfig, rows: list[Trajectory]) -> tuple[Loss, list[
         rows,
         subtract_mean=config.advantage_mean,
         divide_by_std=config.advantage_std,
+        sft_weight=config.sft_weight,
     )
 
 

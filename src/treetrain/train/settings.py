@@ -95,8 +95,14 @@ class LossSettings:
     """kto: weight of good rows."""
     undesirable_weight: float | None = None
     """kto: weight of bad rows."""
-    estimator: str | None = None
+    reference_point: Literal["rows", "mismatched"] | float | None = None
+    """kto: the KL that scores are measured against, from the rows of the step, from mismatched rows, or a number."""
+    level: Literal["sequence", "token"] | None = None
+    """gspo: one ratio per row, or its token variant."""
+    estimator: Literal["policy_gradient", "k2", "k3"] | None = None
     """distill: how the divergence from the teacher is estimated."""
+    sft_weight: float | None = None
+    """Add so many times the cross-entropy of the same rows to the loss."""
     advantage_mean: bool = True
     """Advantages from rewards: subtract the mean of the group."""
     advantage_std: bool = True
