@@ -39,6 +39,36 @@ LOGGED = {
 }
 
 
+KTO = {
+    # desirable and undesirable weight, TRL's mean over the rows
+    0.1: (1.0, 1.0, 0.4952482466689394),
+    0.5: (1.3, 0.6, 0.4660861927180921),
+}
+KTO_POINT = 0.02083333333333315
+POLICY = {
+    "grpo": Pair(losses.grpo(kl=0.1), ("grpo", {"beta": 0.1}), -0.017389225437469458),
+    "dapo": Pair(losses.dapo(), ("dapo", {"epsilon_high": 0.28}), 0.16052812205659125),
+    "dr_grpo": Pair(losses.dr_grpo(length=8, kl=0.05), ("dr_grpo", {"beta": 0.05}), 0.07187870738633673),
+    "gspo": Pair(
+        losses.gspo(),
+        ("grpo", {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}),
+        0.05801277285426552,
+    ),
+    "gspo with kl": Pair(
+        losses.gspo(clip_low=0.1, clip_high=0.1, kl=0.2),
+        ("grpo", {"importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.1, "beta": 0.2}),
+        0.009331528472553826,
+    ),
+}
+# TRL's "grpo" with beta 0.1 and each of its corrections, capped at 1.5
+CORRECTED = {
+    "token_truncate": 0.2808555584498946,
+    "token_mask": -0.006321063229943987,
+    "sequence_truncate": 0.1094459856423653,
+    "sequence_mask": -0.09842501963608268,
+}
+
+
 @pytest.fixture
 def with_trl():
     trl = pytest.importorskip("trl", reason="TRL is not installed: its numbers stand as constants")
@@ -90,3 +120,45 @@ def test_trl_still_logs_it(with_trl):
     assert {name: logged[key] for name, (key, _) in LOGGED.items()} == {
         name: pytest.approx(value, rel=1e-12) for name, (_, value) in LOGGED.items()
     }
+
+
+@pytest.mark.parametrize("beta", KTO)
+def test_kto_with_mismatched_rows_is_that_of_trl(beta):
+    desirable, undesirable, value = KTO[beta]
+    loss = losses.kto(
+        beta=beta, desirable_weight=desirable, undesirable_weight=undesirable, reference_point="mismatched"
+    )
+    rows = [*trl_losses.rows(), *trl_losses.mismatched_rows()]
+    total, metrics = loss([*trl_losses.logprobs(), *trl_losses.logprobs("mismatched")], None, rows)
+    assert float(total) / loss.normaliser(rows) == pytest.approx(value, rel=1e-12)
+    assert losses.mean_metrics(metrics)["kl"] == pytest.approx(KTO_POINT, rel=1e-12)
+
+
+@pytest.mark.parametrize("beta", KTO)
+def test_trl_still_gives_kto(beta, with_trl):
+    desirable, undesirable, value = KTO[beta]
+    found = trl_losses.kto(beta, desirable_weight=desirable, undesirable_weight=undesirable)
+    assert found == pytest.approx((value, KTO_POINT), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", POLICY)
+def test_policy_losses_are_those_of_trl(name):
+    assert ours(POLICY[name].ours)[0] == pytest.approx(POLICY[name].value, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", POLICY)
+def test_trl_still_gives_the_policy_losses(name, with_trl):
+    kind, options = POLICY[name].theirs
+    assert trl_losses.grpo(kind, **options) == pytest.approx(POLICY[name].value, rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", CORRECTED)
+def test_corrected_policy_losses_are_those_of_trl(mode):
+    loss = losses.grpo(kl=0.1, importance_cap=1.5, importance_mode=mode)
+    assert ours(loss)[0] == pytest.approx(CORRECTED[mode], rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", CORRECTED)
+def test_trl_still_gives_the_corrected_policy_losses(mode, with_trl):
+    found = trl_losses.grpo("grpo", beta=0.1, correction=trl_losses.correction(mode, 1.5))
+    assert found == pytest.approx(CORRECTED[mode], rel=1e-12)

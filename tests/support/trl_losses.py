@@ -57,6 +57,29 @@ def rows() -> list[Trajectory]:
     return made
 
 
+def mismatched_rows() -> list[Trajectory]:
+    """Six more, for KTO's reference point."""
+    reference, weights = numbers("mismatched_ref"), mask()
+    return [
+        Trajectory(
+            range(PROMPT + length),
+            loss_weights=[0.0] * PROMPT + weights[k, :length].tolist(),
+            ref_logprobs=[0.0] * PROMPT + reference[k, :length].tolist(),
+        )
+        for k, length in enumerate(LENGTHS)
+    ]
+
+
+def correction(mode: str, cap: float) -> Tensor:
+    """[6, 5] or [6, 1]: the ratio of old policy and sampler, as GRPOTrainer prepares it when it samples.
+
+    That code runs inside generation and cannot be called by itself, so it is written out here.
+    """
+    gap = (numbers("old") - numbers("rollout")) * mask()
+    ratio = (gap.sum(1, keepdim=True) if mode.startswith("sequence") else gap).exp()
+    return torch.where(ratio > cap, cap if mode.endswith("truncate") else 0.0, ratio)
+
+
 def logprobs(name: str = "now") -> list[Tensor]:
     """[L_k - 1] of every row; those of the prompt are never read."""
     prompt = torch.full((PROMPT - 1,), -9.0, dtype=torch.float64)

@@ -1,0 +1,196 @@
+"""Mixtures: several losses on the same rows, or on rows of their own."""
+
+import numpy as np
+import pytest
+import torch
+
+from treetrain import losses
+from treetrain.data.trajectory import Trajectory
+from treetrain.errors import DataError
+
+FACTS = {"old_logprobs": [9, -2, -1], "ref_logprobs": [9, -1, -2]}
+POLICY = [
+    Trajectory([1, 2, 3], loss_weights=[9, 1, 2], advantages=1.0, **FACTS, id="p"),
+    Trajectory([1, 2, 4], advantages=-0.5, **FACTS, id="q"),
+]
+PLAIN = [Trajectory([7, 8, 9, 5], loss_weights=[9, 0, 1, 1], id="s"), Trajectory([7, 8], id="t")]
+PAIR = [Trajectory([5, 6, k], ref_logprobs=[9, -1, -2], pair="x", chosen=k == 1, id=f"pair {k}") for k in (0, 1)]
+NOW = {
+    "p": [-1.0, -2.0],
+    "q": [-1.0, -0.5],
+    "s": [-3.0, -1.5, -0.25],
+    "t": [-0.75],
+    "pair 0": [-1, -1.5],
+    "pair 1": [-1, -2.5],
+}
+
+
+def given(rows) -> list[torch.Tensor]:
+    return [torch.tensor(NOW[row.id], dtype=torch.float64, requires_grad=True) for row in rows]
+
+
+def packed(loss, rows, entropies=None):
+    """Value, gradient and metrics of rows packed together, only what is trained."""
+    used = np.concatenate([row.weights[1:] for row in rows]) != 0
+    flat = torch.cat(given(rows)).detach()[torch.from_numpy(used)].requires_grad_()
+    spread = None if entropies is None else torch.full_like(flat, entropies)
+    facts = losses.PackedFacts.pack(rows, dtype=torch.float64, used=used)
+    total, metrics = loss.packed(flat, spread, facts)
+    return total, torch.autograd.grad(total, flat, materialize_grads=True)[0], losses.mean_metrics(metrics), facts
+
+
+def alone(loss, rows):
+    """What a loss gives for its rows by itself."""
+    total, gradient, metrics, _ = packed(loss, rows)
+    normaliser = loss.normaliser(rows)
+    return total.item() / normaliser, gradient / normaliser, metrics
+
+
+def test_losses_on_the_same_rows_add_up_by_weight_each_with_its_own_mean():
+    grpo, sft = losses.grpo(kl=0.1), losses.sft()
+    mixed = losses.mix({"policy": grpo, "sft": sft}, weights={"sft": 0.1}).for_step(POLICY)
+    total, gradient, metrics, _ = packed(mixed, POLICY)
+    one, other = alone(grpo, POLICY), alone(sft, POLICY)
+    assert total.item() == pytest.approx(one[0] + 0.1 * other[0], rel=1e-14)
+    torch.testing.assert_close(gradient, one[1] + 0.1 * other[1], rtol=1e-13, atol=0)
+    assert mixed.normaliser(POLICY) == 1.0
+    named = {f"policy/{name}": value for name, value in one[2].items()} | {"sft/nll": other[2]["nll"]}
+    named |= {"policy/loss": one[0], "sft/loss": other[0]}
+    assert metrics == {name: pytest.approx(value, rel=1e-13) for name, value in named.items()}
+
+
+ROWS = [PLAIN[0], POLICY[0], PAIR[0], POLICY[1], PLAIN[1], PAIR[1]]
+LOSSES = {"policy": losses.grpo(), "preference": losses.dpo(), "sft": losses.sft()}
+BY_NAME = {"p": "policy", "q": "policy", "s": "sft", "t": "sft", "pair 0": "preference", "pair 1": "preference"}
+
+
+@pytest.mark.parametrize("select", ["facts", lambda row: BY_NAME[row.id]])
+def test_every_row_goes_to_its_own_loss(select):
+    mixed = losses.mix(LOSSES, weights={"preference": 2.0, "sft": 0.5}, select=select).for_step(ROWS)
+    assert mixed.scope == "batch"
+    total, gradient, metrics, facts = packed(mixed, ROWS)
+    parts = {"policy": alone(LOSSES["policy"], POLICY), "preference": alone(LOSSES["preference"], PAIR)}
+    parts["sft"] = alone(LOSSES["sft"], PLAIN)
+    assert total.item() == pytest.approx(parts["policy"][0] + 2 * parts["preference"][0] + 0.5 * parts["sft"][0])
+    rows = facts.rows.numpy()
+    for name, weight, numbers in (("policy", 1, (1, 3)), ("preference", 2, (2, 5)), ("sft", 0.5, (0, 4))):
+        own = gradient[torch.from_numpy(np.isin(rows, numbers))]
+        torch.testing.assert_close(own, weight * parts[name][1], rtol=1e-13, atol=1e-16)
+        assert metrics[f"{name}/loss"] == pytest.approx(parts[name][0])
+
+
+def test_rows_that_a_function_gives_to_no_loss_are_not_trained():
+    mixed = losses.mix({"sft": losses.sft()}, select=lambda row: None if row.id == "s" else "sft").for_step(PLAIN)
+    total, gradient, _, _ = packed(mixed, PLAIN)
+    assert total.item() == pytest.approx(0.75)
+    assert gradient.tolist() == [0, 0, -1]
+
+
+def test_parts_of_a_step_add_up_to_the_whole():
+    mixed = losses.mix({"policy": losses.ppo(), "sft": losses.sft()}, weights={"sft": 0.3}, select="facts")
+    rows = [*POLICY, *PLAIN]
+    bound = mixed.for_step(rows)
+    whole, gradient, metrics, _ = packed(bound, rows)
+    pieces = [packed(bound, piece) for piece in (rows[:1], rows[1:3], rows[3:])]
+    assert sum(piece[0].item() for piece in pieces) == pytest.approx(whole.item(), rel=1e-14)
+    torch.testing.assert_close(torch.cat([piece[1] for piece in pieces]), gradient, rtol=1e-13, atol=0)
+    assert sum(bound.total_weight(piece) for piece in (rows[:1], rows[1:3], rows[3:])) == pytest.approx(1.0)
+    one_by_one = {}
+    for row, now in zip(rows, given(rows)):
+        one_by_one = losses.add_metrics(one_by_one, bound(now, None, row)[1])
+    assert losses.mean_metrics(one_by_one) == pytest.approx(metrics, rel=1e-13)
+
+
+def test_a_loss_of_which_the_step_has_no_row_counts_nothing():
+    mixed = losses.mix({"policy": losses.ppo(), "sft": losses.sft()}, select="facts").for_step(PLAIN)
+    total, _, metrics, _ = packed(mixed, PLAIN)
+    assert total.item() == pytest.approx(alone(losses.sft(), PLAIN)[0], rel=1e-14)
+    assert set(metrics) == {"sft/nll", "sft/loss"}
+
+
+def test_coefficients_are_the_gradient_where_every_loss_is_linear():
+    linear = {"policy": losses.grpo(on_policy=True), "sft": losses.sft()}
+    for select, rows in (("facts", [*POLICY, *PLAIN]), ("all", POLICY)):
+        mixed = losses.mix(linear, weights={"sft": 0.25}, select=select).for_step(rows)
+        _, gradient, _, facts = packed(mixed, rows)
+        found = mixed.coefficients(facts)
+        assert found is not None
+        torch.testing.assert_close(found, gradient, rtol=1e-13, atol=0)
+    curved = losses.mix({"policy": losses.grpo(), "sft": losses.sft()}).for_step(POLICY)
+    assert curved.coefficients(losses.PackedFacts.pack(POLICY)) is None
+
+
+def test_needs_of_the_losses_are_those_of_the_mixture():
+    mixed = losses.mix({"a": losses.ppo(entropy=0.1, kl=0.1), "b": losses.distill(), "c": losses.sft()})
+    assert mixed.needs_entropy and mixed.scope == "trajectory" and not mixed.mergeable
+    assert mixed.needs_facts == ("advantages", "old_logprobs", "ref_logprobs", "teacher_logprobs")
+    assert not losses.mix({"c": losses.sft()}).needs_entropy
+    _, _, metrics, _ = packed(losses.mix({"a": losses.ppo(entropy=0.1)}).for_step(POLICY), POLICY, entropies=0.5)
+    assert metrics["a/entropy"] == pytest.approx(0.5)
+
+
+def test_a_mixture_that_was_not_told_of_the_step_is_refused():
+    mixed = losses.mix({"policy": losses.grpo(), "sft": losses.sft()})
+    assert mixed.needs_step and mixed.normaliser(POLICY) == 1.0
+    for call in (lambda: packed(mixed, POLICY), lambda: mixed.total_weight(POLICY)):
+        with pytest.raises(ValueError, match=r"mixture of policy, sft divides .* call mixture\.for_step"):
+            call()
+    assert not mixed.for_step(POLICY).needs_step
+
+
+def test_a_reference_point_of_the_whole_step_stays_one_in_a_mixture():
+    rows = [row.replace(pair=None) for row in PAIR]
+    bound = losses.mix({"kto": losses.kto(), "sft": losses.sft()}).for_step(rows)
+    with pytest.raises(ValueError, match="reference point is a mean over 2 rows of the step, this call has 1"):
+        bound.check(rows[:1])
+
+
+@pytest.mark.parametrize(
+    ("mixed", "rows", "message"),
+    [
+        (
+            losses.mix({"policy": losses.grpo(), "sft": losses.sft()}), PLAIN,
+            "loss 'policy' of the mixture: .*'s' has no advantages",
+        ),
+        (
+            losses.mix({"policy": losses.grpo(), "pairs": losses.dpo()}, select="facts"), PLAIN,
+            "'s' has the facts of none .*; it lacks policy: advantages, old_logprobs; pairs: pair, chosen",
+        ),
+        (
+            losses.mix(LOSSES, select="facts"), [*POLICY, PAIR[0]],
+            "loss 'preference' of the mixture: pair 'x' has 0 chosen and 1 rejected .*counted among its own 1",
+        ),
+        (losses.mix({"sft": losses.sft()}, select=lambda row: None), PLAIN, "nothing to train: none of the 2 traj"),
+        (losses.mix({"sft": losses.sft()}, weights={"sft": 0}), PLAIN, "nothing to train"),
+    ],
+)  # fmt: skip
+def test_rows_that_do_not_fit_are_refused_before_the_step(mixed, rows, message):
+    for call in (mixed.for_step, mixed.normaliser):
+        with pytest.raises(DataError, match=message):
+            call(rows)
+
+
+def test_a_context_row_needs_no_loss():
+    rows = [*POLICY, PLAIN[0].replace(loss_weights=0.0)]
+    mixed = losses.mix({"policy": losses.grpo()}, select="facts").for_step(rows)
+    assert packed(mixed, rows)[0].item() == pytest.approx(alone(losses.grpo(), POLICY)[0], rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: losses.mix({}), "no loss to mix"),
+        (lambda: losses.mix({"a": losses.sft()}, weights={"b": 1.0}), "weights name 'b', which is not mixed; .* a$"),
+        (lambda: losses.mix({"a": losses.sft()}, weights={"a": -1.0}), "the weight of 'a' is -1.0; allowed"),
+        (lambda: losses.mix({"a": "sft"}), "'a' is no treetrain.losses.Loss but str"),
+        (lambda: losses.mix({"a": losses.mix({"b": losses.sft()})}), "'a' is a mixture: put its losses in this one"),
+        (lambda: losses.mix({"a": losses.sft()}, select="rows"), "select is 'rows'; allowed are 'all', 'facts' and"),
+        (
+            lambda: losses.mix({"a": losses.sft()}, select=lambda row: "b").for_step(PLAIN),
+            "select gave 'b' for trajectory 's'; the mixed losses are a, and",
+        ),
+    ],
+)
+def test_a_mixture_that_makes_no_sense_says_why(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
