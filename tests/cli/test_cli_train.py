@@ -53,6 +53,103 @@ def test_a_preset_is_trained_with_its_tokenizer_and_the_template_that_was_used(t
     assert AutoTokenizer.from_pretrained(out).chat_template == chat_template_text("chatml")
 
 
+CONFIG = """
+lr = 1e-2
+epochs = 3
+max_grad_norm = "None"
+
+[data]
+data = ["{file}"]
+
+[model]
+model = "{model}"
+
+[output]
+output = "{out}"
+report = false
+"""
+
+
+@pytest.fixture
+def config_file(token_file, model_folder, tmp_path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG.format(file=token_file, model=model_folder, out=tmp_path / "out"))
+    return path
+
+
+def stored(folder: Path) -> dict:
+    return json.loads((folder / "train_config.json").read_text())["config"]
+
+
+def test_a_file_says_the_whole_run_and_flags_outweigh_it(
+    treetrain, config_file, token_file, model_folder, tmp_path
+) -> None:
+    assert treetrain("train", "--config", config_file, "--lr", "5e-3", "--steps", "2").code == 0
+    said = stored(tmp_path / "out")
+    assert (said["lr"], said["steps"], said["epochs"], said["max_grad_norm"]) == (5e-3, 2, None, None)
+    assert (said["data"], said["model"]) == ([token_file], model_folder)
+
+
+def test_files_on_the_command_line_take_the_place_of_those_in_the_config(treetrain, config_file, tmp_path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text(row() + "\n" + row(reward=0.5))
+    assert treetrain("train", other, f"--config={config_file}").code == 0
+    assert stored(tmp_path / "out")["data"] == [str(other)]
+
+
+def test_the_stored_config_runs_the_same_run_again(treetrain, config_file, tmp_path) -> None:
+    first = treetrain("train", "--config", config_file, "--seed", "3", "--json").json
+    stored_file = tmp_path / "out" / "train_config.toml"
+    again = treetrain("train", "--config", stored_file, "--output", tmp_path / "again", "--json").json
+    assert again["losses"] == first["losses"] and again["output"] == str(tmp_path / "again")
+    assert stored(tmp_path / "again") == stored(tmp_path / "out") | {"output": str(tmp_path / "again")}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("learning_rate = 1.0", "unknown setting learning_rate = 1.0"),
+        ("lora_rank = 2.5", "lora_rank is 2.5; allowed are whole numbers from 0"),
+        ("schedule = 'step'", "schedule is 'step'; allowed are cosine, linear, constant, wsd"),
+        ("[evaluations]", "unknown table [evaluations]"),
+        ("lr = ", "is no TOML"),
+    ],
+)
+def test_a_bad_config_is_one_line_that_names_the_file_and_nothing_is_written(
+    treetrain, tmp_path, token_file, model_folder, line, message
+) -> None:
+    path, out = tmp_path / "bad.toml", tmp_path / "out"
+    path.write_text(line)
+    error = treetrain("train", token_file, "--model", model_folder, "--output", out, "--config", path).error
+    assert message in error and str(path) in error and not out.exists()
+    assert "missing.toml" in treetrain("train", token_file, "--config", "missing.toml").error
+
+
+def test_the_help_shows_sections_and_what_a_config_changes(treetrain, config_file) -> None:
+    shown = treetrain("train", "--config", config_file, "--help").out
+    assert "(default: 0.01)" in shown and "adapter options" in shown and "FILE..." in shown
+    assert "(required)" not in shown
+
+
+def test_the_example_config_is_a_run(monkeypatch) -> None:
+    from treetrain.cli.parse import parse
+    from treetrain.cli.train import TrainOptions
+
+    monkeypatch.chdir(Path(__file__).parents[2])
+    argv = ["--config", "examples/countdown/train.toml"]
+    options = parse(TrainOptions, argv, command="train", summary="", examples=())
+    assert options.keep_best and options.schedule == "wsd" and all(Path(name).exists() for name in options.data)
+
+
+def test_an_adapter_is_trained_and_the_best_weights_are_told(treetrain, token_file, model_folder, tmp_path) -> None:
+    argv = ("--lora-rank", "2", "--lora-targets", "q_proj", "v_proj", "--eval-fraction", "0.3", "--keep-best")
+    answer = treetrain(
+        "train", token_file, "--model", model_folder, "--output", tmp_path / "out", *argv, "--steps", "2"
+    )
+    assert answer.code == 0 and "adapter" in answer.out and "the weights saved are those of step" in answer.out
+    assert (tmp_path / "out" / "adapter_config.json").exists()
+
+
 def row(**changes) -> str:
     return json.dumps(GOOD | changes)
 
@@ -98,6 +195,11 @@ def test_bad_input_is_one_line_that_names_the_place_and_nothing_is_written(
         (["--tools", "missing.json"], "missing.json"),
         (["--eval-data", "missing.jsonl"], "missing.jsonl"),
         (["--lr", "0"], "lr is 0"),
+        (["--loss", "dr_grpo"], "needs the option 'length'"),
+        (["--loss", "dpo"], "has no pair"),
+        (["--lora-dora"], "lora_dora is True, which needs a lora_rank above 0"),
+        (["--keep-best"], "keep_best is True, which needs something held out"),
+        (["--optimizer", "lion"], "--optimizer"),
     ],
 )
 def test_bad_settings_are_one_line_and_nothing_is_written(

@@ -93,6 +93,24 @@ def test_accumulated_gradients_keep_the_numerics_contract(name) -> None:
     assert all(linear.relative_error(gradient, gradients[0]) <= 1e-12 for gradient in gradients[1:])
 
 
+def test_the_routers_auxiliary_loss_is_that_of_the_whole_step_in_any_number_of_calls() -> None:
+    from support import linear
+    from support.families import make_family
+    from support.forests import dress
+
+    rows = dress([[1, 2, 3, 4, 5], [1, 2, 3, 7], [9, 8, 7, 1], [9, 8, 2, 2, 2, 2], [5, 5, 5], [5, 6, 1, 2]], 3)
+    model = make_family("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
+    results, gradients = [], []
+    for calls in ([rows], [rows[:2], rows[2:]], [rows[4:], rows[:2], rows[2:4]]):
+        model.zero_grad()
+        results.append(forward_backward(TreeEngine(model), calls, by_name("sft")))
+        gradients.append(linear.gradients(model))
+    for result, gradient in zip(results[1:], gradients[1:]):
+        assert result.loss == pytest.approx(results[0].loss, rel=1e-5)
+        assert result.metrics["router_aux_loss"] == pytest.approx(results[0].metrics["router_aux_loss"], rel=1e-5)
+        assert linear.relative_error(gradient, gradients[0]) < 1e-5
+
+
 def test_no_group_is_torn_between_calls(make_config, tmp_path) -> None:
     data = write_rows(tmp_path / "many.jsonl", branching_rows(groups=9))
     prepared = Trainer(make_config(data=(data,), tokens_per_step=400)).prepared

@@ -108,12 +108,12 @@ def _print(options: TrainOptions, result: "TrainResult") -> None:
 
     overlap = 1 - result.unique_tokens / result.flat_tokens
     rows = [
-        ("steps", f"{result.steps:,}, loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}"),
+        ("steps", f"{result.steps:,}, loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}{_ending(result)}"),
         ("tokens", f"{result.flat_tokens:,} flat, {result.unique_tokens:,} unique, overlap {overlap:.3f}"),
         ("speed", f"{result.flat_tokens / result.seconds:,.0f} flat tokens/s, {result.seconds:,.1f} s in steps"),
         ("peak memory", megabytes(result.peak_memory_bytes)),
         ("execution", options.execution),
-        ("model", result.output),
+        ("adapter" if options.lora_rank else "model", result.output),
     ]
     if options.report:
         from treetrain.report.page import PAGE_FILE
@@ -123,3 +123,9 @@ def _print(options: TrainOptions, result: "TrainResult") -> None:
         before, after = result.eval_nll[0][1], result.eval_nll[-1][1]
         rows.insert(1, ("held out", f"{before:.4f} -> {after:.4f} nats per token"))
     console().print(pairs(rows))
+
+
+def _ending(result: "TrainResult") -> str:
+    """What is special about the end of a run."""
+    early = ", stopped early" if result.stopped_early else ""
+    return early if result.best_step is None else f"{early}; the weights saved are those of step {result.best_step}"

@@ -1,5 +1,7 @@
 """One step in several calls of forward and backward: the gradients of one call, in the memory of a smaller one."""
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +10,8 @@ import numpy as np
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import StepResult, TreeEngine
 from treetrain.engine.evaluate import add_sums, means
+from treetrain.engine.routing import METRIC as ROUTER_METRIC
+from treetrain.engine.routing import RouterBalance
 from treetrain.train.batches import BatchPlan, Int64s
 
 
@@ -48,13 +52,24 @@ def forward_backward(engine: TreeEngine, calls: Sequence[Sequence[Trajectory]], 
     rows = [row for call in calls for row in call]
     loss = loss.for_step(rows)
     normaliser = loss.normaliser(rows)
-    return _sum([engine.forward_backward(call, loss, normaliser) for call in calls])
+    balance = _balance(engine, calls)
+    return _sum([engine.forward_backward(call, loss, normaliser, balance) for call in calls])
+
+
+def _balance(engine: TreeEngine, calls: Sequence[Sequence[Trajectory]]) -> RouterBalance | None:
+    """How the routers spread all tokens of the step; None where no auxiliary loss asks for it."""
+    experts = engine.capabilities.experts
+    if experts is None or not experts.auxiliary:
+        return None
+    return functools.reduce(operator.add, [engine.router_balance(call) for call in calls])
 
 
 def _sum(results: list[StepResult]) -> StepResult:
     sums: dict[str, tuple[Any, Any]] = {}
     for result in results:
         sums = add_sums(sums, result.metric_sums)
+    if ROUTER_METRIC in sums:
+        sums[ROUTER_METRIC] = sums[ROUTER_METRIC][0], 1.0  # the calls have shares of one loss, not losses of their own
     return StepResult(
         loss=sum(result.loss for result in results),
         metrics=means(sums),
