@@ -1,0 +1,121 @@
+"""Measured speed-up of a tree over the best linear baseline, against the FLOP-ideal, for families that are not dense.
+
+Run: python benchmarks/families.py [model ...] [--workload tau_airline_calls] [--repeats 3]
+
+Forward and backward of SFT, float32, as in cpu_efficiency.py, on small random models of the real classes: a mixture of
+experts shaped like Qwen3-MoE, and a hybrid of gated delta and attention layers shaped like Qwen3.5. All engines
+alternate in one process; a fresh process per model. Rows are appended to results/families.csv.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+
+import rows
+from workloads import VOCAB, WORKLOADS, load_workload
+
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 384,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": True,
+}
+
+
+def qwen3_moe():
+    """8 layers of 16 experts, 4 for each token: 28M parameters in layers, of which a token meets 11M."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **COMMON,
+            num_hidden_layers=8,
+            intermediate_size=1152,
+            num_experts=16,
+            num_experts_per_tok=4,
+            moe_intermediate_size=288,
+            norm_topk_prob=True,
+        )
+    )
+
+
+def qwen3_5_hybrid():
+    """12 layers, every fourth with full attention, the others gated delta layers."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    kinds = ["full_attention" if number % 4 == 3 else "linear_attention" for number in range(12)]
+    return Qwen3_5ForCausalLM(
+        Qwen3_5TextConfig(
+            **COMMON,
+            num_hidden_layers=12,
+            intermediate_size=1152,
+            layer_types=kinds,
+            linear_num_key_heads=3,
+            linear_num_value_heads=6,
+            linear_key_head_dim=64,
+            linear_value_head_dim=64,
+            linear_conv_kernel_dim=4,
+        )
+    )
+
+
+MODELS = {"qwen3_moe": qwen3_moe, "qwen3_5_hybrid": qwen3_5_hybrid}
+
+
+def measure(name: str, workload: str, repeats: int) -> None:
+    """Benchmark one model in this process and append its row."""
+    import torch
+
+    from treetrain.train.bench import bench
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    report = bench(model, load_workload(workload), repeats=repeats, memory=False, progress=_say)
+    row = {
+        "model": name,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "workload": workload,
+        "flat_tokens": report.flat_tokens,
+        "unique_tokens": report.unique_tokens,
+        "ideal": f"{report.ideal:.3f}",
+        "tree_seconds": f"{report.tree_seconds:.3f}",
+        "linear_seconds": f"{report.linear_seconds:.3f}",
+        "baseline": report.baseline,
+        "repeats": report.repeats,
+        "speedup": f"{report.speedup:.3f}",
+        "speedup_min": f"{report.speedup_spread[0]:.3f}",
+        "speedup_max": f"{report.speedup_spread[1]:.3f}",
+        "efficiency": f"{report.efficiency:.3f}",
+    }
+    rows.append("families", row)
+    print(row, flush=True)
+
+
+def _say(line: str) -> None:
+    print(f"  {line}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(MODELS), help=", ".join(MODELS))
+    parser.add_argument("--workload", default="tau_airline_calls", choices=WORKLOADS)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--here", action="store_true", help="in this process (one model)")
+    options = parser.parse_args()
+    unknown = set(options.models) - set(MODELS)
+    if unknown:
+        parser.error(f"unknown model {sorted(unknown)[0]!r}; there are {', '.join(MODELS)}")
+    if options.here:
+        return measure(options.models[0], options.workload, options.repeats)
+    for name in options.models:
+        command = [sys.executable, __file__, name, "--here", "--workload", options.workload]
+        subprocess.run([*command, "--repeats", str(options.repeats)], check=True)
+
+
+if __name__ == "__main__":
+    main()
