@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 from branching import VOCABULARY, branching_rows, write_rows
+from checkpointed import copied, make_run, two
 
 from support.saved import save_small_model
 from support.threads import one_thread
 
-__all__ = ["one_thread"]
+__all__ = ["copied", "make_run", "one_thread", "two"]
 
 
 @pytest.fixture(scope="session")

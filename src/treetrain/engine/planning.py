@@ -27,13 +27,19 @@ Every plan within a budget is exact, so this can cost time only."""
 
 
 def plan_within(
-    layout: PackedLayout, budget: int | Bytes | None, model: nn.Module, cost: Callable[[], CostModel]
+    layout: PackedLayout,
+    budget: int | Bytes | None,
+    model: nn.Module,
+    cost: Callable[[], CostModel],
+    *,
+    free: int | None = None,
 ) -> Plan:
     """The fastest plan within a budget.
 
     Args:
         budget: tokens, bytes, or None for what the device has free.
         cost: what passes cost on this model, measured; asked for only where bytes must be predicted.
+        free: bytes to plan with where there is no budget; None asks the device.
 
     Raises:
         ValueError: bytes that no plan fits into.
@@ -48,7 +54,7 @@ def plan_within(
         return partition(layout, tokens, _seconds_of_any_model, part_tokens=target)
     plan = make_plan(layout, formula, budget=budget)
     if budget is None:
-        free = _free_bytes(model)
+        free = device_free_bytes(model) if free is None else free
         if free is not None and AMPLE * formula.peak_bytes(plan) > free:
             return _within_free(layout, cost(), free)
     return plan
@@ -63,8 +69,8 @@ def _within_free(layout: PackedLayout, cost: CostModel, free: int) -> Plan:
         return make_plan(layout, cost, budget=LAST_RESORT_TOKENS)
 
 
-def _free_bytes(model: nn.Module) -> int | None:
-    """What a plan may use; None where the system does not tell, and a budget must be given to bound it."""
+def device_free_bytes(model: nn.Module) -> int | None:
+    """What a plan may use now; None where the system does not tell, and a budget must be given to bound it."""
     try:
         return free_bytes(model_device(model))
     except OSError:

@@ -11,10 +11,11 @@
 
 import errno
 import hashlib
+import io
 import random
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,13 @@ def frozen_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def seed_all(seed: int) -> None:
+    """Begin all random numbers that a run may use with a seed: what is not ours, a loss for one, may use any."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.manual_seed(seed)
+
+
 def random_states(device: torch.device) -> dict[str, Any]:
     """Of Python, numpy, torch and, where the model is there, of all GPUs; plain data and tensors."""
     kind, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  libraries use this one
@@ -121,27 +129,29 @@ def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
 
 def _save(state: dict[str, Any], path: Path) -> None:
     """torch.save, with the reason of a failure: by itself it says only that its position is not what it expected."""
-    failed: list[OSError] = []
-    with path.open("wb") as file:
+    with _NotedFile(path, "w") as file:
         try:
-            torch.save(state, _Noted(file.write, failed))
+            torch.save(state, file)
         except RuntimeError as error:
-            if failed:
-                raise failed[0] from error
-            raise
+            if file.failure is None:
+                raise
+            raise file.failure from error
 
 
-class _Noted:
-    """A file to write to whose first failure is kept."""
+class _NotedFile(io.FileIO):
+    """A file to write to that remembers why it could not be written."""
 
-    def __init__(self, write: Callable[[Any], int], failed: list[OSError]) -> None:
-        self._write, self._failed = write, failed
+    failure: OSError | None = None
 
     def write(self, data: Any) -> int:
+        """All of it."""
         try:
-            return self._write(data)
+            view, done = memoryview(data).cast("B"), 0
+            while done < len(view):
+                done += super().write(view[done:])
+            return done
         except OSError as error:
-            self._failed.append(error)
+            self.failure = error
             raise
 
 

@@ -153,6 +153,14 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def free_space(folder: Path) -> str:
+    """What the disk of a folder has left, in words."""
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free there"
+    except OSError:
+        return "its free space is not known"
+
+
 def _manifest(path: Path) -> dict[str, Any]:
     try:
         stored = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -188,9 +196,5 @@ def _remove(path: Path) -> None:
 
 
 def _not_written(folder: Path, step: int, error: OSError) -> CheckpointNotWritten:
-    reason = error.strerror or str(error)
-    try:
-        free = f"; {shutil.disk_usage(folder.parent).free / 1e6:,.1f} MB are free there"
-    except OSError:
-        free = ""
-    return CheckpointNotWritten(f"the checkpoint of step {step} could not be written to {folder} ({reason}{free})")
+    reason = f"{error.strerror or error}; {free_space(folder.parent)}"
+    return CheckpointNotWritten(f"the checkpoint of step {step} could not be written to {folder} ({reason})")

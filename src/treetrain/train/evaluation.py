@@ -1,7 +1,7 @@
 """How a model does on rows that it is not trained on."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    engine: TreeEngine, rows: Sequence[Trajectory], steps: Sequence[np.ndarray], loss: Any = None
+    engine: TreeEngine, rows: Sequence[Trajectory], steps: Iterable[np.ndarray], loss: Any = None
 ) -> Evaluation:
     """Log-likelihood and loss of held-out rows.
 

@@ -4,6 +4,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -12,6 +13,8 @@ from treetrain.train.checkpoint_files import Checkpoint, CheckpointNotWritten
 from treetrain.train.loop import TrainLoop
 from treetrain.train.metrics import METRICS_FILE
 from treetrain.train.resume import Start, Wanted
+from treetrain.train.run_engine import RunEngine
+from treetrain.train.same_run import ROUNDING
 from treetrain.train.signals import Interrupted, StopRequest
 
 
@@ -53,7 +56,11 @@ class CheckpointKeeper:
             ValueError: the checkpoint is of another model.
         """
         self._loop.after_step = self._after_step
+        self._loop.stop_asked = lambda: self._stop.number is not None
         self._loop.about["data"] = dict(self._wanted.data)
+        engine = self._loop.engine
+        if isinstance(engine, RunEngine):
+            engine.settle()
         if self._start.checkpoint is None:
             return
         path, facts = self._start.checkpoint.path, self._start.checkpoint.facts
@@ -65,9 +72,17 @@ class CheckpointKeeper:
         checkpoint.load_weights(path, self._loop.model)
         state = checkpoint.load_state(path)
         self._loop.load_state_dict(state["loop"])
+        if isinstance(engine, RunEngine) and self._plans_alike(facts):
+            engine.load_state_dict(state["planning"])
         record = {"kind": "resumed", "step": self._loop.step, "steps": self._loop.total, "checkpoint": str(path)}
         self._loop.metrics.write(record | {"time": time.time()})
         checkpoint.set_random_states(state["random"], self._loop.device)
+
+    def _plans_alike(self, facts: dict[str, Any]) -> bool:
+        """Whether plans are to be made as before: on the same machine, within the same budget."""
+        now = self._wanted.config.as_dict()
+        same = all(facts["config"].get(name) == now[name] for name in ROUNDING if name in now)
+        return same and facts["environment"].get("machine") == self._wanted.environment.get("machine")
 
     def save(self) -> Checkpoint:
         """Write a checkpoint of the state as it is, then delete the oldest ones.
@@ -79,7 +94,12 @@ class CheckpointKeeper:
         self._saved_at = self._clock()
         if self.last is not None and self.last.step == loop.step and self.last.path.parent == self.folder:
             return self.last  # the same step of the same run is the same state
-        state = {"loop": loop.state_dict(), "random": checkpoint.random_states(loop.device)}
+        engine = loop.engine
+        state = {
+            "loop": loop.state_dict(),
+            "random": checkpoint.random_states(loop.device),
+            "planning": engine.state_dict() if isinstance(engine, RunEngine) else None,
+        }
         facts = {
             "config": wanted.config.as_dict(),
             "total": wanted.total,
@@ -90,6 +110,7 @@ class CheckpointKeeper:
         }
 
         def fill(folder: Path) -> None:
+            loop.metrics.flush()
             checkpoint.fill(folder, model=loop.model, state=state, metrics=self._output / METRICS_FILE)
 
         self.last = checkpoint_files.write(self.folder, loop.step, fill, facts)
@@ -105,6 +126,15 @@ class CheckpointKeeper:
         kept = f"metrics are in {self._output}, no model was saved; {self.told_last()}"
         return Interrupted(f"{done}; {kept}", resumable=self.last is not None)
 
+    def not_saved(self, error: Exception) -> OSError:
+        """What to raise where the result could not be written."""
+        reason = " ".join(str(error).split())
+        return OSError(
+            f"all {self._loop.step} steps are done, but the model could not be written to {self._output} ({reason}; "
+            f"{checkpoint_files.free_space(self._output)}); {self.told_last()}. Make room and run it again with "
+            "--resume auto"
+        )
+
     def told_last(self) -> str:
         """Where the run could go on from."""
         if self.last is None:
@@ -117,7 +147,7 @@ class CheckpointKeeper:
         Raises:
             Interrupted: a signal asked for it; a checkpoint was written if the disk took it.
         """
-        if not self._cleaned:
+        if self._loop.step > 0 and not self._cleaned:
             self._drop_others()
         if self._stop.number is not None:
             raise self._interrupted(self._stop.number)
@@ -143,6 +173,8 @@ class CheckpointKeeper:
             self._warn(f"earlier checkpoints in {self.folder} cannot be deleted: {error}")
 
     def _interrupted(self, number: int) -> Interrupted:
+        if self._loop.step == 0:
+            return Interrupted("stopped before the first step; there is nothing to save", number=number)
         done = f"stopped after step {self._loop.step} of {self._loop.total}"
         try:
             saved = self.save()

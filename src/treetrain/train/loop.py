@@ -69,6 +69,8 @@ class TrainLoop:
         """More for the record that the run starts with."""
         self.after_step: Callable[[], None] | None = None
         """Called between two steps, when the state is whole; what it raises ends the run."""
+        self.stop_asked: Callable[[], bool] = lambda: False
+        """An evaluation that goes on while this becomes true is left, and made when the run goes on."""
         self.pieces: dict[str, Piece] = {
             "progress": self.progress,
             "optimizer": self.optimizer,
@@ -110,20 +112,27 @@ class TrainLoop:
             self._record_start()
         self.display.start(self.step)
         try:
-            if self.step == 0:
+            # Before the first step, or one that was left when the run was stopped.
+            if self._evaluation_is_due():
                 self._evaluate()
+                if self.stop_asked():
+                    self._step_done()
             self._since = time.perf_counter()
             for epoch, numbers in self.prepared.plan.steps(self.total, skip=self.step):
                 if self.stopped_early:
                     break
                 self._train_step(epoch, numbers)
-                every = self.config.eval_every_steps
                 with self._aside():
-                    if self.step == self.total or (every and self.step % every == 0):
+                    if self._evaluation_is_due():
                         self._evaluate()
                     self._step_done()
         finally:
             self.display.stop()
+
+    def _evaluation_is_due(self) -> bool:
+        every, done = self.config.eval_every_steps, self.progress.evaluations
+        due = self.step in (0, self.total) or (every and self.step % every == 0)
+        return bool(due) and not (done and done[-1][0] == self.step)
 
     @property
     def stopped_early(self) -> bool:
@@ -218,11 +227,14 @@ class TrainLoop:
         if not self.prepared.eval_rows:
             return
         started = time.perf_counter()
-        found = self._evaluated()
-        record = {"kind": "eval", "step": self.step, **found.as_record()}
-        if self.average is not None:
-            with self.average.in_place():
-                record |= {f"ema_{name}": value for name, value in self._evaluated().values().items()}
+        try:
+            found = self._evaluated()
+            record = {"kind": "eval", "step": self.step, **found.as_record()}
+            if self.average is not None:
+                with self.average.in_place():
+                    record |= {f"ema_{name}": value for name, value in self._evaluated().values().items()}
+        except _Left:
+            return
         if self.best is not None:
             self.best.add(self.step, found.values()[self.config.best_metric])
             record["best_step"] = self.best.step
@@ -236,7 +248,13 @@ class TrainLoop:
 
     def _evaluated(self) -> Evaluation:
         with self._precision():
-            return evaluate(self.engine, self.prepared.eval_rows, self.prepared.eval_steps, self.prepared.eval_loss)
+            return evaluate(self.engine, self.prepared.eval_rows, self._eval_steps(), self.prepared.eval_loss)
+
+    def _eval_steps(self) -> Iterator[Int64s]:
+        for numbers in self.prepared.eval_steps:
+            if self.stop_asked():
+                raise _Left
+            yield numbers
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
@@ -249,6 +267,10 @@ class TrainLoop:
             best_step=self.best.step if self.best is not None and self.config.keep_best else None,
             stopped_early=self.stopped_early,
         )
+
+
+class _Left(Exception):
+    """An evaluation was left because the run is to stop."""
 
 
 def _synchronise(device: torch.device) -> None:

@@ -6,6 +6,7 @@ import resource
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,8 @@ LASTING = ("train", "interrupted", "end")
 class MetricsFile:
     """Appends records to `metrics.jsonl`; each is flushed at once, so that a run that dies keeps what it did.
 
+    What a full disk does not take is kept and written with a later record, so that training goes on meanwhile.
+
     Until a run has done something (a step, or an end of any kind) its records stand in a file beside it: a run that
     fails before leaves nothing behind, and an earlier run's metrics as they were. An error that ends the run becomes
     the last record, `{"kind": "failed"}`.
@@ -40,17 +43,29 @@ class MetricsFile:
         self._path, self._draft = folder / METRICS_FILE, folder / f"{METRICS_FILE}.draft"
         if before is not None:
             shutil.copyfile(before, self._draft)
-        self._file = self._draft.open("w" if before is None else "a", encoding="utf-8")
+        self._file = self._draft.open("wb" if before is None else "ab", buffering=0)
+        self._pending = b""
         self._observers = Observers(observers, folder)
 
     def write(self, record: dict[str, Any]) -> None:
         """One line. Numbers that JSON cannot hold (NaN, infinity) become null."""
         record = _plain(record)
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        told = bool(self._pending)
+        self._pending += (json.dumps(record, allow_nan=False) + "\n").encode()
+        try:
+            self.flush()
+        except OSError as error:
+            if not told:
+                what = f"{self._path} cannot be written ({error.strerror}); its records are kept until it can"
+                warnings.warn(what, RuntimeWarning, stacklevel=3)
         if record.get("kind") in LASTING and self._draft.exists():
             self._draft.replace(self._path)
         self._observers.record(record)
+
+    def flush(self) -> None:
+        """Bring every record to the file. Raises OSError where the disk does not take them."""
+        while self._pending:
+            self._pending = self._pending[self._file.write(self._pending) :]
 
     def __enter__(self) -> Self:
         return self
@@ -61,6 +76,8 @@ class MetricsFile:
         try:
             if isinstance(error, Exception) and not self._draft.exists():
                 self.write({"kind": "failed", "error": f"{type(error).__name__}: {error}", "time": time.time()})
+            if error is None:
+                self.flush()
         finally:
             self._file.close()
             self._draft.unlink(missing_ok=True)

@@ -124,8 +124,8 @@ def _from_path(wanted: Wanted, path: Path, contents: bool) -> Start:
         if found is None:
             told = f": {'; '.join(torn)}" if torn else ""
             raise ValueError(f"resume is {str(path)!r}, which holds no whole checkpoint{told}")
-    same = output.is_dir() and os.path.samefile(found.path.parent, output / checkpoint_files.FOLDER)
-    if not same:
+    own = output / checkpoint_files.FOLDER
+    if not (own.is_dir() and os.path.samefile(found.path.parent, own)):
         check_output(output, overwrite=wanted.config.overwrite)
         return _from_checkpoint(wanted, found, torn, None)
     later = [each.name for each in checkpoint_files.after(found.path.parent, found.step)]

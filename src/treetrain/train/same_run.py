@@ -132,9 +132,11 @@ def _lr_factors(config: TrainConfig, total: int, count: int) -> list[float]:
 
 
 def _rows_digest(rows: Sequence[Trajectory]) -> str:
-    """Of every fact of every row, column by column."""
+    """Of every fact of every row, column by column; not of its name, which tells the file that it is from."""
     parts: list[Any] = [len(rows)]
     for field in dataclasses.fields(Trajectory):
+        if field.name == "id":
+            continue
         column = [getattr(row, field.name) for row in rows]
         arrays = [value for value in column if isinstance(value, np.ndarray)]
         parts += [field.name, [value.shape if isinstance(value, np.ndarray) else value for value in column]]

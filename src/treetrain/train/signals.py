@@ -24,6 +24,12 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(message)
         self.number, self.resumable = number, resumable
 
+    def with_advice(self, command: str) -> "Interrupted":
+        """The same with the command that goes on, if there is something to go on from."""
+        if not self.resumable:
+            return self
+        return Interrupted(f"{self}; go on with: {command}", number=self.number, resumable=True)
+
     @property
     def exit_code(self) -> int:
         """What a shell expects of a program that a signal ended: 130 for Ctrl-C, 143 for SIGTERM."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from safetensors import SafetensorError
 from torch import nn
 
 from treetrain import __version__
@@ -15,6 +16,7 @@ from treetrain.engine.linear import LinearEngine
 from treetrain.models.loading import load_model
 from treetrain.train.adapters import add_adapter
 from treetrain.train.allocator import keep_memory
+from treetrain.train.checkpoint import seed_all
 from treetrain.train.config import TrainConfig
 from treetrain.train.config_file import settings_as_toml
 from treetrain.train.facts import machine, versions
@@ -25,6 +27,7 @@ from treetrain.train.output_lock import output_lock
 from treetrain.train.prepare import Prepared, prepare
 from treetrain.train.result import TrainResult
 from treetrain.train.resume import Start, Wanted, clear_leftovers, find_start
+from treetrain.train.run_engine import RunEngine
 from treetrain.train.same_run import data_digests
 from treetrain.train.save import CONFIG_FILE, TOML_FILE, save_result
 from treetrain.train.signals import stop_requests
@@ -81,7 +84,7 @@ class Trainer:
             return start.finished or self._run(folder, start)
 
     def _run(self, folder: Path, start: Start) -> TrainResult:
-        torch.manual_seed(self.config.seed)
+        seed_all(self.config.seed)
         model = self._load()
         engine = self._engine(model)
         if self.device.type == "cpu":
@@ -104,7 +107,10 @@ class Trainer:
                 raise keeper.told(stopped) from None
             if loop.best is not None:
                 loop.best.restore()
-            save_result(folder, model, self.prepared.tokenizer, self._description(), average=loop.average)
+            try:
+                save_result(folder, model, self.prepared.tokenizer, self._description(), average=loop.average)
+            except (OSError, SafetensorError) as error:
+                raise keeper.not_saved(error) from error
             result = loop.result(str(folder))
             metrics.write({"kind": "end", **{k: v for k, v in result.as_dict().items() if k not in ("losses",)}})
         return result
@@ -129,7 +135,7 @@ class Trainer:
     def _engine(self, model: nn.Module) -> TreeEngine:
         budget, temperature = self.config.budget, self.config.temperature
         if self.config.execution == "tree":
-            return TreeEngine(model, budget=budget, temperature=temperature)
+            return RunEngine(model, budget=budget, temperature=temperature)
         pack_tokens = LINEAR_PACK_TOKENS if budget is None else int(budget)
         return LinearEngine(model, pack_tokens=pack_tokens, temperature=temperature)
 

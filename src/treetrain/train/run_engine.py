@@ -1,0 +1,56 @@
+"""The engine of a run: what its plans are made from is found once and kept, so that a resumed run makes the same."""
+
+from typing import Any
+
+from torch import nn
+
+from treetrain.engine.calibrate import model_shape
+from treetrain.engine.engine import TreeEngine
+from treetrain.engine.planning import device_free_bytes, plan_within
+from treetrain.plan.constants import Constants
+from treetrain.plan.plan import Plan
+from treetrain.plan.price import CostModel
+from treetrain.tree.layout import PackedLayout
+
+ADAM_STATES = 2
+"""Numbers that AdamW keeps for every trained weight; no optimiser here keeps more."""
+
+
+class RunEngine(TreeEngine):
+    """A `TreeEngine` of which one batch always gets the same plan.
+
+    Two things beside the batch decide a plan: what the device has free, where no budget is given, and measured speeds
+    and sizes, where bytes must be predicted. A plan changes rounding only, but so do all plans after it.
+    """
+
+    def __init__(self, model: nn.Module, *, budget: Any = None, temperature: float = 1.0):
+        super().__init__(model, budget=budget, temperature=temperature)
+        self._free_bytes: int | None = None
+        self._constants: Constants | None = None
+
+    def settle(self) -> None:
+        """Find what the device has free for plans now, with gradients and optimiser still to come."""
+        free = device_free_bytes(self.model) if self.budget is None else None
+        trained = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        self._free_bytes = None if free is None else max(free - (1 + ADAM_STATES) * trained, 0)
+
+    @property
+    def cost(self) -> CostModel:
+        """See `TreeEngine.cost`; measured once."""
+        if self._constants is None:
+            self._constants = super().cost.constants
+        return CostModel(shape=model_shape(self.model), constants=self._constants)
+
+    def plan_of(self, layout: PackedLayout) -> Plan:
+        """See `TreeEngine.plan_of`."""
+        return plan_within(layout, self.budget, self.model, lambda: self.cost, free=self._free_bytes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was found."""
+        constants = None if self._constants is None else self._constants.as_dict()
+        return {"budget": str(self.budget), "free_bytes": self._free_bytes, "constants": constants}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Plan as the run did that found this."""
+        self._free_bytes, constants = state["free_bytes"], state["constants"]
+        self._constants = None if constants is None else Constants.from_dict(constants)
