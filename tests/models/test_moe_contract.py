@@ -58,9 +58,7 @@ def test_many_forests_in_every_plan_equal_their_rows_with_the_auxiliary_loss(fam
 def test_many_forests_with_recorded_experts_equal_their_rows(family, auxiliary):
     engines = [planned("1 part", "none"), *MANY[:4]]
     auxiliary = auxiliary and family in WITH_AUXILIARY
-    check_experts_contract(
-        family, [SFT], 8, engines=engines, auxiliary=auxiliary, recorded=True, **FAMILIES[family]
-    )
+    check_experts_contract(family, [SFT], 8, engines=engines, auxiliary=auxiliary, recorded=True, **FAMILIES[family])
 
 
 def test_a_router_that_draws_noise_is_refused_in_training_mode_and_welcome_without():

@@ -32,7 +32,7 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
 
 def weights_of(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
     """What a router multiplies the chosen experts by, as each family's paper and code have it."""
-    kind = type(router).__name__
+    kind = type(router).__name__.removeprefix("Parametrized")  # an adapter's
     if kind.startswith("GptOss"):
         return logits.gather(1, chosen).softmax(-1)
     if kind.startswith(("Glm4Moe", "DeepseekV3")):
@@ -78,7 +78,7 @@ def with_routes(model: nn.Module, rows: Sequence[Trajectory]) -> list[Trajectory
 
 
 def score_rows(model: nn.Module, rows: Sequence[Trajectory], temperature: float = 1.0):
-    """(log-probabilities, entropies) of every row, as `linear.score_rows`, and all rows' router logits [layers, M, E]."""
+    """What `linear.score_rows` gives, and all rows' router logits [layers, M, E]."""
     wide = torch.promote_types(model.dtype, torch.float32)
     scores, logits = [], []
     for row in rows:

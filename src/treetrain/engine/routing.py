@@ -270,7 +270,7 @@ class RouterPass:
 
     def _check_formula(self, own: Any) -> None:
         assert self._plain is not None
-        ours, own = float(self._plain.loss), None if own is None else float(own)
+        ours, own = float(self._plain.loss), None if own is None else float(own.detach())
         if own is None or abs(ours - own) > FORMULA_TOLERANCE * abs(own):
             raise UnsupportedModel(
                 f"the model's own auxiliary loss of a pass is {own}, by the formula of the Switch Transformer it is "

@@ -156,7 +156,14 @@ def _auxiliary(lm: nn.Module, config: Any) -> float:
         return 0.0
     if not any(hasattr(sys.modules.get(kind.__module__), _LOSS) for kind in type(lm).__mro__):
         return 0.0
-    return float(getattr(lm, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0.0)) or 0.0)
+    for holder in (lm, config):
+        for name in ("router_aux_loss_coef", "aux_loss_coef"):
+            if hasattr(holder, name):
+                return float(getattr(holder, name) or 0.0)
+    raise UnsupportedModel(
+        f"output_router_logits=True: {type(lm).__name__} adds an auxiliary loss of its routers, whose coefficient is "
+        "kept under a name that is unknown here; set config.output_router_logits=False to train without it."
+    )
 
 
 @contextmanager
