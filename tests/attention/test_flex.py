@@ -8,16 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.forests import attention_forest, bushy_rows, forests
+from support.forests import attention_forest, bushy_rows, forest_of, forests
 from support.linear import relative_error
 from support.runs import runs
 from treetrain.attention import flex
 from treetrain.attention.carry import Carry
-from treetrain.attention.flex import BLOCK, FlexTreeAttention, block_mask
+from treetrain.attention.flex import BLOCK, FlexTreeAttention, block_mask, local_block_mask
 from treetrain.attention.reference import reference_attention, visible
+from treetrain.attention.sight import PLAIN, Ask, Sight
 from treetrain.plan.partition import uniform
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import cut, pack
+
+SIGHTS = st.one_of(st.builds(Sight, window=st.integers(1, 40)), st.builds(Sight, chunk=st.integers(1, 40)))
 
 
 def chosen(count: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -48,6 +51,66 @@ def check_blocks(ends: torch.Tensor, block: int, path: int = 0) -> None:
     assert mask.seq_lengths == (n, path + n)
     queries, keys = torch.meshgrid(torch.arange(n), torch.arange(path + n), indexing="ij")
     assert torch.equal(mask.mask_mod(0, 0, queries, keys), truth)
+
+
+def check_local_blocks(forest, sight: Sight, block: int, path: int = 0) -> None:
+    """The same where tokens see their nearest ancestors only; blocks of no use are allowed, missing ones are not."""
+    ends, depth = torch.from_numpy(forest.ends), torch.from_numpy(forest.depth) + path
+    mask, n = local_block_mask(ends, depth, sight, block, path), len(ends)
+    above = torch.full((path,), path + n)
+    everything = torch.cat([above, ends + path]), torch.cat([torch.arange(path), depth])
+    truth = visible(*everything, sight.window, sight.chunk)[path:]
+    partial = chosen(mask.kv_num_blocks, mask.kv_indices)
+    full = chosen(mask.full_kv_num_blocks, mask.full_kv_indices)
+    assert not (partial & full).any()
+    assert not (tiles(truth, block).any(-1) & ~(partial | full)).any(), "a missing block"
+    assert not tiles(~truth, block)[full].any(), "a full block that is not full"
+    queries, keys = torch.meshgrid(torch.arange(n), torch.arange(path + n), indexing="ij")
+    assert torch.equal(mask.mask_mod(0, 0, queries, keys), truth)
+
+
+@runs(80)
+@given(forests(max_rows=12, max_length=30), SIGHTS, st.sampled_from([1, 2, 4, 16]), st.integers(0, 40))
+def test_windows_and_chunks_miss_no_block(rows, sight, block, path):
+    forest = attention_forest(rows)
+    if len(forest.ends):
+        check_local_blocks(forest, sight, block, path)
+
+
+def test_a_long_row_in_a_window_has_few_blocks():
+    forest = attention_forest([[i % 37 for i in range(4000)]])
+    ends, depth = torch.from_numpy(forest.ends), torch.from_numpy(forest.depth)
+    mask = local_block_mask(ends, depth, Sight(window=256))
+    assert int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()) <= 32 * 4
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    "ask", [Ask(Sight(window=9)), Ask(Sight(chunk=16), softcap=0.7), Ask(softcap=1.5), PLAIN], ids=str
+)
+@pytest.mark.parametrize("parts", [1, 4])
+def test_the_eager_forward_of_what_layers_ask_equals_the_reference(ask, parts):
+    layout = pack(build_tree(bushy_rows(np.random.default_rng(5), rows=8, segment=40, levels=4)), trim=False)
+    n = layout.num_tokens
+    plan = uniform(layout, -(-n // parts))
+    assert plan.num_parts >= parts
+    generator = torch.Generator().manual_seed(0)
+    q, sinks = torch.randn(n, 4, 16, generator=generator), torch.randn(4, generator=generator)
+    k, v = torch.randn(n, 2, 16, generator=generator), torch.randn(n, 2, 8, generator=generator)
+    carry, got = Carry(n, torch.device("cpu"), gradients=False), torch.zeros(n, 4, 8)
+    with torch.no_grad():
+        for part in range(plan.num_parts):
+            tokens, attach = plan.tokens(part), int(plan.attach[part])
+            path = plan.path(attach) if attach >= 0 else np.zeros(0, np.int64)
+            view = carry.view(path, np.where(plan.exported[tokens], tokens, -1))
+            forest = forest_of(cut(layout, tokens).layout)
+            ends, depth = torch.from_numpy(forest.ends), torch.from_numpy(forest.depth)
+            attention = FlexTreeAttention(ends, carry=view, depth=depth)
+            got[tokens] = attention(q[tokens], k[tokens], v[tokens], 0.3, 0, ask, sinks)
+    ends, depth = torch.from_numpy(layout.ends), torch.from_numpy(layout.positions)
+    sight = {"depth": depth, "window": ask.sight.window, "chunk": ask.sight.chunk}
+    expected = reference_attention(q, k, v, ends, 0.3, **sight, softcap=ask.softcap, sinks=sinks)
+    assert relative_error(got, expected) <= 1e-5
 
 
 def tiles(grid: torch.Tensor, block: int) -> torch.Tensor:

@@ -13,55 +13,16 @@ from support.models import BASE, build, make_model
 from treetrain.errors import DataError, UnsupportedModel
 
 ROWS = [[1, 2, 3, 4, 5], [1, 2, 6], [1, 2, 3, 7, 7]]
-MIXED = ["full_attention", "sliding_attention"]
-MOE = {"moe_intermediate_size": 16, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 MAMBA = {"state_size": 8, "num_heads": 4, "head_dim": 12, "n_groups": 1, "expand": 2}
 # Name -> (class prefix, changes to the small configuration, what the message must say).
 BEFORE_WORK = {
-    "mistral window": ("Mistral", {}, "sliding"),
-    "mistral short window": ("Mistral", {"sliding_window": 3}, "sliding"),
-    "qwen2 window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}, "sliding"),
-    "phi3 window": ("Phi3", {"sliding_window": 3}, "sliding"),
-    "starcoder2 window": ("Starcoder2", {"sliding_window": 3}, "sliding"),
-    "gemma2": ("Gemma2", {}, "sliding|softcap"),
-    "gemma2 softcap": ("Gemma2", {"layer_types": ["full_attention"] * 2}, "softcap"),
-    "gemma3": ("Gemma3Text:Gemma3", {"layer_types": MIXED}, "sliding"),
-    "olmo3": ("Olmo3", {"layer_types": MIXED}, "sliding"),
-    "gpt-oss": ("GptOss", MOE, "experts|sliding|sinks"),
-    "mixtral": ("Mixtral", MOE, "experts"),
-    "qwen3 moe": ("Qwen3Moe", MOE, "experts"),
-    "olmoe": ("Olmoe", MOE, "experts"),
-    "qwen3-next": ("Qwen3Next", MOE, "experts|linear_attention"),
-    "qwen3.5": ("Qwen3_5Text:Qwen3_5", {}, "linear_attention"),
     "mamba": ("Mamba", {}, "linear_attention|Mamba"),
     "mamba2": ("Mamba2", MAMBA, "linear_attention|Mamba|interface"),
     "rwkv": ("Rwkv", {}, "interface"),
-    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "conv"),
-    "cohere": ("Cohere", {}, "logit_scale"),
-    "granite": ("Granite", {"logits_scaling": 8.0}, "logits_scaling"),
     "bloom": ("Bloom", {"n_layer": 2, "n_head": 4}, "interface"),
     "bart decoder": ("Bart", {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4}, "position_ids"),
     "xlstm": ("xLSTM", {}, "interface|attention|position"),
-    "aria": ("AriaText", {"moe_num_experts": 4}, "experts"),
-    "rotary dynamic": (
-        "Llama",
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-        "dynamic",
-    ),
-    "rotary longrope": (
-        "Llama",
-        {
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "factor": 2.0,
-                "rope_theta": 1e4,
-                "short_factor": [1.0] * 3,
-                "long_factor": [2.0] * 3,
-                "original_max_position_embeddings": 64,
-            }
-        },
-        "longrope",
-    ),
+    "mup width": ("Llama", {"mup_width_multiplier": 2.0}, "mup_width_multiplier=2.0"),
 }
 
 
@@ -193,17 +154,68 @@ class HeadCalledTwice(transformers.LlamaForCausalLM):
     [
         (ScaledAfterTheHead, "what its head gives"),
         (WithoutALayersKeywords, "without the tree run"),
-        (HeadCalledTwice, "called 2 times"),
+        (HeadCalledTwice, "called 2 times|several times in a forward"),
     ],
 )
 def test_a_forward_that_does_more_than_ours_can_follow_is_refused_before_any_gradient(model_class, says):
     check_refused_at_the_first_call(build(model_class, transformers.LlamaConfig(**BASE)), says)
 
 
-@pytest.mark.parametrize("family", ["Granite", "StableLm", "Nemotron"])
+@pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
 def test_families_whose_forward_cannot_be_followed_are_refused_before_any_gradient(family):
-    changes = {"logits_scaling": 1.0} if family == "Granite" else {}
-    check_refused_at_the_first_call(small(family, changes), "what its head gives|without the tree run")
+    check_refused_at_the_first_call(small(family, {}), "what its head gives|without the tree run")
+
+
+class ScaledTheOtherWay(transformers.GraniteForCausalLM):
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        return CausalLMOutput(logits=out.logits * self.config.logits_scaling**2)
+
+
+class CutToHalf(transformers.GraniteForCausalLM):
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        return CausalLMOutput(logits=out.logits[:, ::2])
+
+
+class CappedToo(transformers.GraniteForCausalLM):
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        return CausalLMOutput(logits=out.logits.clamp(-50, 50))
+
+
+class InPlace(transformers.GraniteForCausalLM):
+    def forward(self, *args, **kwargs):
+        def halve(module, given, out):
+            out.detach().mul_(0.5)
+
+        handle = self.lm_head.register_forward_hook(halve)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            handle.remove()
+
+
+@pytest.mark.parametrize("model_class", [ScaledTheOtherWay, CutToHalf, CappedToo, InPlace])
+def test_logits_that_are_not_changed_as_the_configuration_says_are_refused_before_any_gradient(model_class):
+    config = transformers.GraniteConfig(**(BASE | {"logits_scaling": 4.0}))
+    check_refused_at_the_first_call(build(model_class, config), "what its head gives, over 4.0")
+
+
+@pytest.mark.parametrize("field", ["logit_scale", "logits_scaling", "final_logit_softcapping"])
+def test_a_scale_of_the_logits_that_the_model_does_not_apply_is_refused_before_any_gradient(field):
+    check_refused_at_the_first_call(small("Llama", {field: 4.0}), "what its head gives")
+
+
+def test_what_transformers_may_name_tomorrow_is_refused_by_name():
+    model = make_model("llama")
+    model.config.rope_parameters = {"rope_type": "spiral", "rope_theta": 1e4}
+    with pytest.raises(UnsupportedModel, match="'spiral'"):
+        tt.TreeEngine(model)
+    model = make_model("llama")
+    model.config.layer_types = ["full_attention", "attention_of_tomorrow"]
+    with pytest.raises(UnsupportedModel, match="layer 1 is of kind 'attention_of_tomorrow'"):
+        tt.TreeEngine(model)
 
 
 def test_a_hook_that_changes_the_logits_is_refused_before_any_gradient():

@@ -1,13 +1,28 @@
 """What reaches the attention interface at run time is checked too: a window or mask that no configuration told of."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, masking_utils
 
 from support.forests import attention_forest
 from treetrain.attention.rectangles import RectangleAttention
+from treetrain.attention.sight import Sight
 from treetrain.errors import UnsupportedModel
-from treetrain.models.switch import TreeRun, _tree_attention
+from treetrain.models.masks import SightMask, sight_of
+from treetrain.models.switch import INTERFACE, TreeRun, _tree_attention
+
+
+def layer(kind: str | None = None, softcap: float | None = None, sinks: int = 0) -> nn.Module:
+    """A layer as far as attention looks at it."""
+    module = nn.Identity()
+    module.config = SimpleNamespace(layer_types=[kind] if kind else None, attn_logit_softcapping=softcap)  # type: ignore[assignment]
+    module.layer_idx = 0  # type: ignore[assignment]
+    if sinks:
+        module.sinks = nn.Parameter(torch.zeros(sinks))
+    return module
 
 
 def call(value_size: int = 8, tokens: int = 4, module: nn.Module | None = None, **keywords):
@@ -22,12 +37,31 @@ def call(value_size: int = 8, tokens: int = 4, module: nn.Module | None = None, 
     [
         ({"sliding_window": 4}, "sliding_window=4"),
         ({"dropout": 0.1}, r"dropout=0\.1"),
-        ({"softcap": 50.0}, r"softcap=50\.0"),
-        ({"s_aux": torch.zeros(2)}, "s_aux"),
+        ({"softcap": 50.0}, r"softcap=50\.0, its configuration for attn_logit_softcapping=None"),
+        ({"s_aux": torch.zeros(2)}, r"s_aux=\(2,\).*none in the layer"),
+        (
+            {"attention_mask": SightMask(Sight(window=3)), "sliding_window": 4},
+            "sliding_window=4, but its mask is a window of 3",
+        ),
+        (
+            {"attention_mask": SightMask(Sight(chunk=4)), "sliding_window": 4},
+            "sliding_window=4, but its mask is chunks of 4",
+        ),
+        (
+            {"attention_mask": SightMask(Sight(window=3)), "module": layer("full_attention")},
+            "'full_attention', but .* window of 3",
+        ),
+        ({"module": layer("sliding_attention")}, "'sliding_attention', but .* full attention"),
+        (
+            {"module": layer("sliding_attention"), "attention_mask": SightMask(Sight(chunk=2))},
+            "'sliding_attention', but .* chunks",
+        ),
+        ({"module": layer(softcap=30.0)}, r"softcap=None, its configuration for attn_logit_softcapping=30\.0"),
+        ({"module": layer(sinks=2)}, "s_aux=nothing"),
+        ({"module": layer(sinks=3), "s_aux": torch.zeros(3)}, r"s_aux=\(3,\), where one sink for each of 2 heads"),
         ({"a_keyword_of_tomorrow": 1}, "a_keyword_of_tomorrow=1"),
         ({"attention_mask": torch.zeros(1, 1, 4, 4)}, "attention_mask"),
         ({"is_causal": False}, "is_causal"),
-        ({"value_size": 4}, "size 8 and value heads of size 4"),
         ({"tokens": 3}, "the tree has 3: something adds tokens"),
         ({"treetrain_run": None}, "without the tree run"),
     ],
@@ -47,3 +81,57 @@ def test_a_module_that_is_not_causal_is_refused():
 def test_keywords_that_change_nothing_are_accepted():
     out, weights = call(sliding_window=None, softcap=None, use_cache=False, position_ids=torch.arange(4), dropout=0.0)
     assert out.shape == (1, 4, 2, 8) and weights is None
+
+
+def test_what_a_layer_and_its_configuration_agree_on_is_accepted():
+    for module, keywords in (
+        (layer("full_attention"), {}),
+        (layer("sliding_attention"), {"attention_mask": SightMask(Sight(window=3)), "sliding_window": 3}),
+        (layer("sliding_attention"), {"attention_mask": SightMask(Sight(window=3))}),
+        (layer("chunked_attention"), {"attention_mask": SightMask(Sight(chunk=2))}),
+        (layer(softcap=30.0), {"softcap": 30.0}),
+        (layer(sinks=2), {"s_aux": torch.ones(2)}),
+        (layer(), {"value_size": 4}),
+    ):
+        out, _ = call(module=module, **keywords)
+        assert out.shape == (1, 4, 2, keywords.get("value_size", 8))
+
+
+POSITIONS = torch.tensor([[0, 1, 2, 1, 2]])  # as of a tree: transformers takes them for packed rows
+MASKS = {
+    "causal": (masking_utils.create_causal_mask, {}, None),
+    "window": (masking_utils.create_sliding_window_causal_mask, {}, Sight(window=3)),
+    "chunks": (masking_utils.create_chunked_causal_mask, {}, Sight(chunk=2)),
+    "more than causal": (masking_utils.create_causal_mask, {"or_mask_function": lambda b, h, q, k: q >= 0}, "or_mask"),
+    "less than causal": (masking_utils.create_causal_mask, {"and_mask_function": lambda b, h, q, k: q > k}, "lambda"),
+    "blocks": (masking_utils.create_causal_mask, {"block_sequence_ids": torch.zeros(1, 5)}, "or_mask"),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_what_the_models_own_mask_says_is_read_from_it_or_refused(name):
+    make, options, expected = MASKS[name]
+    config = LlamaConfig(num_attention_heads=2, hidden_size=8)
+    config.sliding_window, config.attention_chunk_size = 3, 2
+    config._attn_implementation_internal = INTERFACE
+    for positions in (None, POSITIONS[:, :3], POSITIONS):
+        embeds = torch.zeros(1, 5 if positions is None else positions.shape[1], 8)
+        given = {"config": config, "inputs_embeds": embeds, "attention_mask": None, "past_key_values": None}
+        if isinstance(expected, str):
+            with pytest.raises(UnsupportedModel, match=expected):
+                make(**given, position_ids=positions, **options)
+        else:
+            found = make(**given, position_ids=positions, **options)
+            assert (None if found is None else found.sight) == expected
+
+
+def test_a_mask_with_two_bounds_is_refused():
+    window, chunks = masking_utils.sliding_window_overlay(3), masking_utils.chunked_overlay(2, torch.zeros(1))
+    with pytest.raises(UnsupportedModel, match="a window of 3, chunks of 2"):
+        sight_of(masking_utils.and_masks(window, chunks))
+
+
+@pytest.mark.parametrize("use", [lambda mask: mask.dtype, lambda mask: mask[:, :, :2], lambda mask: mask.to("cpu")])
+def test_a_model_that_computes_with_its_mask_is_refused(use):
+    with pytest.raises(UnsupportedModel, match="computes with its attention mask, a window of 3"):
+        use(SightMask(Sight(window=3)))

@@ -127,9 +127,7 @@ class CarryView:
             _put(buffers.key, self._own_rows, _take(key, self._own))
             _put(buffers.value, self._own_rows, _take(value, self._own))
 
-    def add_path_gradient(
-        self, layer: int, grad_key: Tensor, grad_value: Tensor, tail: int | None = None
-    ) -> None:
+    def add_path_gradient(self, layer: int, grad_key: Tensor, grad_value: Tensor, tail: int | None = None) -> None:
         """Hand gradients [P, G, D] (or those of the last `tail` tokens) up to the parts that the path belongs to."""
         buffers = self._carry._layers[layer]
         assert buffers.key_grad is not None and buffers.value_grad is not None

@@ -45,4 +45,5 @@ def make_attention(forest: Forest, device: torch.device, heads_times_size: int, 
     """
     if choose_backend(device).name == "rectangles":
         return RectangleAttention(forest, carry=carry, heads_times_size=heads_times_size)
-    return FlexTreeAttention(torch.from_numpy(forest.ends).to(device), carry=carry)
+    ends, depth = (torch.from_numpy(x).to(device) for x in (forest.ends, forest.depth))
+    return FlexTreeAttention(ends, carry=carry, depth=depth)

@@ -1,16 +1,18 @@
 """Tree attention with FlexAttention: the GPU path. Its forward also runs on the CPU, where it is tested.
 
 The block mask is made from the subtree ends alone: for a block of keys only the least and the greatest end decide
-whether a later block of queries sees all of it, some of it or none. Nothing of size N x N is built.
+whether a later block of queries sees all of it, some of it or none. Nothing of size N x N is built. Windows and chunks
+bound that by the depths of the tokens, again block by block; caps and sinks go by way of scores and log-sum-exps.
 """
 
 import functools
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from treetrain.attention.carry import CarryView, carried_keys
+from treetrain.attention.sight import FULL, PLAIN, Ask, Sight
 
 BLOCK = 128
 """Tokens in a block of queries or keys, FlexAttention's default."""
@@ -88,6 +90,61 @@ def _rule(ends: Tensor, path: int = 0):
     return rule
 
 
+def local_block_mask(ends: Tensor, depth: Tensor, sight: Sight, block: int = BLOCK, path: int = 0) -> BlockMask:
+    """The block mask of tokens that see their nearest ancestors only.
+
+    Args:
+        ends, path: see `block_mask`. The roots lie at depth `path`.
+        depth: int64 [N], the place of every token on its path.
+    """
+    wide = block_mask(ends, block, path)
+    n, device = len(ends), ends.device
+    depths = torch.cat([torch.arange(path, device=device), depth])
+    lowest = sight.lowest(depth)
+    low_least, low_most = _block_bounds(lowest, block)
+    key_least, key_most = _block_bounds(depths, block)
+    reached = key_most[None, :] >= low_least[:, None]
+    inside = key_least[None, :] >= low_most[:, None]
+    partial = _chosen(wide.kv_num_blocks, wide.kv_indices)
+    full = _chosen(wide.full_kv_num_blocks, wide.full_kv_indices)
+    last, last_query = len(depths) - 1, n - 1
+
+    def rule(batch, head, query, key):
+        seen = depths[key.clamp(max=last)] >= lowest[query.clamp(max=last_query)]
+        return wide.mask_mod(batch, head, query, key) & seen
+
+    return BlockMask.from_kv_blocks(
+        *_ordered((partial | full & ~inside) & reached),
+        *_ordered(full & inside),
+        BLOCK_SIZE=block,
+        mask_mod=rule,
+        seq_lengths=(n, path + n),
+    )
+
+
+def _block_bounds(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Least and greatest value of every block, [B] each."""
+    filled = -(-len(values) // block) * block
+    by_block = torch.cat([values, values[-1:].expand(filled - len(values))]).view(-1, block)
+    return by_block.amin(1), by_block.amax(1)
+
+
+def _chosen(count: Tensor, order: Tensor) -> Tensor:
+    """What `_ordered` was given."""
+    among_first = torch.arange(order.shape[-1], device=order.device) < count[0, 0, :, None]
+    return torch.zeros_like(among_first).scatter_(1, order[0, 0].long(), among_first)
+
+
+@functools.cache
+def _capped(cap: float):
+    """One function for each cap, so that one is compiled."""
+
+    def score(score, _batch, _head, _query, _key):
+        return cap * torch.tanh(score / cap)
+
+    return score
+
+
 @functools.cache
 def _compiled():
     return torch.compile(flex_attention, dynamic=True)
@@ -98,15 +155,53 @@ class FlexTreeAttention:
 
     name = "flex"
 
-    def __init__(self, ends: Tensor, carry: CarryView | None = None):
+    def __init__(self, ends: Tensor, carry: CarryView | None = None, depth: Tensor | None = None):
+        """Args:
+        ends: int64 [N], subtree ends.
+        carry: the path above, and where own keys are handed on.
+        depth: int64 [N], places on the path; needed where layers see their nearest ancestors only.
+        """
         self.carry = carry
-        self.mask = block_mask(ends, path=0 if carry is None else carry.path_tokens)
+        self._ends, self._depth = ends, depth
+        self._masks: dict[Sight, BlockMask] = {}
         self._attend = _compiled() if ends.device.type == "cuda" else flex_attention
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, layer: int = 0) -> Tensor:
-        """Args: query [N, H, D], key and value [N, G, D]. Returns [N, H, D]."""
+    def mask(self, sight: Sight) -> BlockMask:
+        """Of layers that see so far; made at first use."""
+        if sight not in self._masks:
+            path = 0 if self.carry is None else self.carry.path_tokens
+            if sight == FULL:
+                self._masks[sight] = block_mask(self._ends, path=path)
+            else:
+                assert self._depth is not None
+                beyond = bool(sight.lowest(self._depth).any())
+                self._masks[sight] = (
+                    local_block_mask(self._ends, self._depth, sight, path=path) if beyond else self.mask(FULL)
+                )
+        return self._masks[sight]
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        layer: int = 0,
+        ask: Ask = PLAIN,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Args: query [N, H, D], key [N, G, D], value [N, G, V], sinks [H] (logits). Returns [N, H, V]."""
         if self.carry is not None:
             key, value = carried_keys(key, value, self.carry, layer)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        out = self._attend(q, k, v, block_mask=self.mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        options = {"block_mask": self.mask(ask.sight), "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+        if ask.softcap is not None:
+            options["score_mod"] = _capped(ask.softcap)
+        if sinks is None:
+            out = self._attend(q, k, v, **options)
+        else:
+            out, aux = self._attend(q, k, v, **options, return_aux=AuxRequest(lse=True))
+            # A sink is a key without value: it takes its share of the softmax and gives nothing.
+            share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[None, :, None])
+            out = (out * share.unsqueeze(-1)).to(query.dtype)
         return out.squeeze(0).transpose(0, 1)  # type: ignore[union-attr]

@@ -65,9 +65,7 @@ class StockKernel:
         if size != value_size:
             tensors = grad_out, query, key, value, out
             grad_out, query, key, value, out = _filled(max(size, value_size), *tensors)
-        dq, dk, dv = _flash_backward(
-            grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale
-        )
+        dq, dk, dv = _flash_backward(grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
         return dq[..., :size], dk[..., :size], dv[..., :value_size]
 
 

@@ -1,9 +1,9 @@
 """Cuts the visible pairs of a forest into calls where tokens see their nearest ancestors only (windows and chunks).
 
-Queries are cut into tiles of consecutive tokens in pre-order. A tile's keys are its own tokens and the path of its first
-token, from the least depth that any of its tokens sees on. The stretch of that path that all of its tokens see in full
-is a rectangle of its own where that pays; the rest is gathered and masked, tiles of like length in one call. So the work
-is proportional to tokens times window, whatever the length of the paths, and so is what the masks take.
+Queries are cut into tiles of consecutive tokens in pre-order. A tile's keys are its own tokens and the path of its
+first token, from the least depth that any of its tokens sees on. The stretch of that path that all of its tokens see in
+full is a rectangle of its own where that pays; the rest is gathered and masked, tiles of like length in one call. So
+the work is proportional to tokens times window, whatever the length of the paths, and so is what the masks take.
 
 Keys are numbered with the last tokens of the carried path first (`LocalSchedule.tail` of them), then the forest's own.
 """

@@ -2,13 +2,13 @@
 
 The backward of softmax attention over a union of key sets is the sum of the backwards over the sets, each computed
 with the *global* output and log-sum-exp. A kernel's backward takes both as arguments, so every call of the forward has
-its twin in the backward and the result is exact. The path above a part is one more rectangle, of all its queries against
-the carry; where tokens see near ancestors only, the last tokens of that path stand before the part's own keys.
+its twin in the backward and the result is exact. The path above a part is one more rectangle, of all its queries
+against the carry; where tokens see near ancestors only, the last tokens of that path stand before the part's own keys.
 
 An attention sink is a key without value: it enters the log-sum-exp once, when everything else is merged.
 
-Shape letters: N tokens, H query heads, G key/value heads, D size of query and key heads, V size of value heads, C pieces
-in a batch, K keys: the last tokens of the path (none where all is seen), then the part's own.
+Shape letters: N tokens, H query heads, G key/value heads, D size of query and key heads, V size of value heads, C
+pieces in a batch, K keys: the last tokens of the path (none where all is seen), then the part's own.
 """
 
 from dataclasses import dataclass

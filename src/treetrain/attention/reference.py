@@ -1,16 +1,14 @@
 """The specification of tree attention: a dense mask from the interval rule. Slow, obvious, never imported elsewhere.
 
-Shape letters used in this folder: N tokens, H query heads, G key/value heads (H is a multiple of G), D size of query and
-key heads, V size of value heads (usually D).
+Shape letters used in this folder: N tokens, H query heads, G key/value heads (H is a multiple of G), D size of query
+and key heads, V size of value heads (usually D).
 """
 
 import torch
 from torch import Tensor
 
 
-def visible(
-    ends: Tensor, depth: Tensor | None = None, window: int | None = None, chunk: int | None = None
-) -> Tensor:
+def visible(ends: Tensor, depth: Tensor | None = None, window: int | None = None, chunk: int | None = None) -> Tensor:
     """Which key each query sees, [N, N] bool (rows are queries): key j iff ``j <= i < ends[j]``.
 
     Args:

@@ -1,7 +1,7 @@
 """What a layer asks of its attention besides softmax: how far a token sees, and a cap on its scores.
 
-Distances are counted along a token's own path, so a window or chunk that crosses a fork, or the border of a part, covers
-the same tokens as in the row by itself.
+Distances are counted along a token's own path, so a window or chunk that crosses a fork, or the border of a part,
+covers the same tokens as in the row by itself.
 """
 
 from dataclasses import dataclass

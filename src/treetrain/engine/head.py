@@ -3,7 +3,8 @@
 Rows are hidden states that own at least one wanted edge, each once, however many branches follow it. Logits exist for
 one chunk of rows at a time. When the loss is linear in the log-probabilities its coefficients are known beforehand,
 so the head's gradients are made together with its log-probabilities and the head runs once per row; otherwise the
-logits of a chunk are computed again in backward.
+logits of a chunk are computed again in backward. Logits are scaled or capped as the model does it (`LogitMap`), then
+divided by the temperature.
 
 Shape letters: R rows, E edges (sorted by row), D hidden size, V vocabulary.
 """
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from treetrain.engine.sinks import Sink
+from treetrain.models.logit_map import IDENTITY, LogitMap
 
 CHUNK_LOGITS = 1 << 23
 """Logits alive at once (rows of a chunk times vocabulary), within the bounds below."""
@@ -61,6 +63,7 @@ def score_edges(
     need_entropy: bool,
     coefficients: Tensor | None = None,
     sink: Sink | None = None,
+    logit_map: LogitMap = IDENTITY,
 ) -> Scores:
     """Score the wanted edges of a packed run.
 
@@ -71,6 +74,7 @@ def score_edges(
         fused: it is a plain ``nn.Linear``, scored from its weight; otherwise it is called chunk by chunk.
         coefficients: [E] d loss / d log-probability, when the loss is linear; the loss is then returned fused.
         sink: takes the gradient of a fused head's matrix; None gives it to autograd.
+        logit_map: what the model does to its logits after the head.
     """
     rows = hidden.index_select(0, edges.rows)
     if len(edges.rows) == 0:
@@ -83,14 +87,16 @@ def score_edges(
         if coefficients is not None and torch.is_grad_enabled():
             compute = _compute_dtype(hidden)
             loss, logprobs = _LinearLoss.apply(  # type: ignore[misc]
-                rows, head.weight, head.bias, edges, temperature, coefficients.to(wide), compute, sink
+                rows, head.weight, head.bias, edges, (logit_map, temperature), coefficients.to(wide), compute, sink
             )
             return Scores(logprobs, None, loss)
         logprobs, entropies = _LinearScores.apply(  # type: ignore[misc]
-            rows, head.weight, head.bias, edges, temperature, need_entropy, _compute_dtype(hidden), sink
+            rows, head.weight, head.bias, edges, (logit_map, temperature), need_entropy, _compute_dtype(hidden), sink
         )
     else:
-        logprobs, entropies = _scores_through_module(rows, head_forward, edges, vocab_size, temperature, need_entropy)
+        logprobs, entropies = _scores_through_module(
+            rows, head_forward, edges, vocab_size, (logit_map, temperature), need_entropy
+        )
     loss = None if coefficients is None else (logprobs * coefficients.to(logprobs.dtype)).sum()
     return Scores(logprobs, entropies if need_entropy else None, loss)
 
@@ -111,10 +117,30 @@ def _chunks(edges: Edges, vocab_size: int) -> Iterator[tuple[slice, slice, Tenso
         yield slice(start, start + step), taken, edges.edge_row[taken] - start
 
 
-def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, wide: torch.dtype) -> Tensor:
-    """[r, V] logits over the temperature in the wide dtype, a fresh tensor that may be overwritten."""
+_Scaling = tuple[LogitMap, float]
+"""What the model does to its logits, and the temperature."""
+
+
+def _logits(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scaling: _Scaling,
+    wide: torch.dtype,
+    *,
+    want_slope: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """[r, V] scaled logits in the wide dtype, a fresh tensor that may be overwritten, and the slope of their map."""
+    logit_map, temperature = scaling
     logits = nn.functional.linear(rows, weight, bias).to(wide)
-    return logits if temperature == 1.0 else logits.div_(temperature)
+    slope = logit_map.apply_(logits, want_slope=want_slope)
+    return logits if temperature == 1.0 else logits.div_(temperature), slope
+
+
+def _unscaled_(grad: Tensor, slope: Tensor | None, scaling: _Scaling) -> Tensor:
+    """The gradient of what `_logits` gives as one of the head's own logits, in place."""
+    logit_map, temperature = scaling
+    return logit_map.pull_back_(grad.div_(temperature), slope)
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -153,7 +179,7 @@ class _LinearScores(torch.autograd.Function):
     """Log-probabilities of edges and entropies of rows; logits are recomputed in backward."""
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, edges: Edges, temperature, need_entropy, compute, sink: Sink | None):
+    def forward(ctx, rows, weight, bias, edges: Edges, scaling: _Scaling, need_entropy, compute, sink: Sink | None):
         wide = torch.promote_types(compute, torch.float32)
         logprobs = rows.new_empty(len(edges.targets), dtype=wide)
         lse = rows.new_empty(len(rows), dtype=wide)
@@ -161,28 +187,29 @@ class _LinearScores(torch.autograd.Function):
         with torch.autocast(rows.device.type, enabled=False):
             narrow_weight, narrow_bias = _cast(weight, bias, compute)
             for chunk, taken, edge_row in _chunks(edges, len(weight)):
-                z = _logits(rows[chunk].to(compute), narrow_weight, narrow_bias, temperature, wide)
+                z, _ = _logits(rows[chunk].to(compute), narrow_weight, narrow_bias, scaling, wide)
                 lse[chunk] = z.logsumexp(-1)
                 logprobs[taken] = z[edge_row, edges.targets[taken]] - lse[chunk][edge_row]
                 if need_entropy:
                     log_p = z.sub_(lse[chunk, None])
                     entropies[chunk] = -log_p.exp().mul_(log_p).sum(-1)
         ctx.save_for_backward(rows, weight, bias, lse, entropies)
-        ctx.settings = edges, temperature, need_entropy, compute, sink
+        ctx.settings = edges, scaling, need_entropy, compute, sink
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropies):
         rows, weight, bias, lse, entropies = ctx.saved_tensors
-        edges, temperature, need_entropy, compute, sink = ctx.settings
+        edges, scaling, need_entropy, compute, sink = ctx.settings
         wide = lse.dtype
         with torch.autocast(rows.device.type, enabled=False):
             narrow_weight, narrow_bias = _cast(weight, bias, compute)
             grads = _HeadGradients(rows.to(compute), weight, bias, ctx.needs_input_grad[:3], sink)
             for chunk, taken, edge_row in _chunks(edges, len(weight)):
                 x = rows[chunk].to(compute)
-                log_p = _logits(x, narrow_weight, narrow_bias, temperature, wide).sub_(lse[chunk, None])
+                z, slope = _logits(x, narrow_weight, narrow_bias, scaling, wide, want_slope=True)
+                log_p = z.sub_(lse[chunk, None])
                 grad = grad_logprobs[taken]
                 row_grad = torch.zeros_like(lse[chunk]).index_add_(0, edge_row, grad)
                 if need_entropy:
@@ -192,7 +219,7 @@ class _LinearScores(torch.autograd.Function):
                 else:
                     grad_z = log_p.exp_().mul_(-row_grad[:, None])
                 grad_z.index_put_((edge_row, edges.targets[taken]), grad, accumulate=True)
-                grads.add(chunk, grad_z.div_(temperature), x, narrow_weight)
+                grads.add(chunk, _unscaled_(grad_z, slope, scaling), x, narrow_weight)
         return (*_outgoing(grads, rows, weight, bias, sink), None, None, None, None, None)
 
 
@@ -200,7 +227,7 @@ class _LinearLoss(torch.autograd.Function):
     """sum of coefficients * log-probabilities, with the gradients made in the same pass over the logits."""
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, edges: Edges, temperature, coefficients, compute, sink: Sink | None):
+    def forward(ctx, rows, weight, bias, edges: Edges, scaling: _Scaling, coefficients, compute, sink: Sink | None):
         wide = torch.promote_types(compute, torch.float32)
         logprobs = rows.new_empty(len(edges.targets), dtype=wide)
         with torch.autocast(rows.device.type, enabled=False):
@@ -208,7 +235,7 @@ class _LinearLoss(torch.autograd.Function):
             grads = _HeadGradients(rows.to(compute), weight, bias, ctx.needs_input_grad[:3], sink)
             for chunk, taken, edge_row in _chunks(edges, len(weight)):
                 x = rows[chunk].to(compute)
-                z = _logits(x, narrow_weight, narrow_bias, temperature, wide)
+                z, slope = _logits(x, narrow_weight, narrow_bias, scaling, wide, want_slope=True)
                 lse = z.logsumexp(-1)
                 place = (edge_row, edges.targets[taken])
                 logprobs[taken] = z[place] - lse[edge_row]
@@ -217,7 +244,7 @@ class _LinearLoss(torch.autograd.Function):
                 grad_z.index_put_(place, coefficients[taken], accumulate=True)
                 if sink is not None:
                     sink.uncertain = True
-                grads.add(chunk, grad_z.div_(temperature), x, narrow_weight)
+                grads.add(chunk, _unscaled_(grad_z, slope, scaling), x, narrow_weight)
         ctx.grads = _outgoing(grads, rows, weight, bias, sink)
         ctx.mark_non_differentiable(logprobs)
         return (logprobs * coefficients).sum(), logprobs
@@ -243,12 +270,14 @@ def _outgoing(grads: _HeadGradients, rows: Tensor, weight: Tensor, bias: Tensor 
     return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in pairs)
 
 
-def _scores_through_module(rows, head_forward, edges: Edges, vocab_size: int, temperature, need_entropy):
+def _scores_through_module(rows, head_forward, edges: Edges, vocab_size: int, scaling: _Scaling, need_entropy):
     """The same for a head that is more than a matrix (an adapter around it): autograd, one chunk at a time."""
+
+    logit_map, temperature = scaling
 
     def score(x: Tensor, edge_row: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = head_forward(x)
-        z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        z = logit_map(logits.to(torch.promote_types(logits.dtype, torch.float32))) / temperature
         log_p = z.log_softmax(-1)
         entropies = -(log_p.exp() * log_p).sum(-1) if need_entropy else log_p.new_zeros(0)
         return log_p[edge_row, targets], entropies

@@ -16,7 +16,10 @@ from treetrain.engine.scoring import scoring_head
 from treetrain.engine.sinks import Sinks
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities
+from treetrain.models.recurrence import tree_recurrence
 from treetrain.models.switch import RUN_KEYWORD, TreeRun, tree_attention
+from treetrain.recurrent.carry import StateView
+from treetrain.recurrent.paths import Paths
 from treetrain.tree.layout import PackedLayout
 
 _NONE = np.zeros(0, np.int64)
@@ -27,6 +30,7 @@ class PackedRun:
 
     Args:
         carry: the path that the layout continues and the tokens it hands on; None for whole trees.
+        states: the same for recurrent layers.
         score: False runs the layers alone, for their keys and values.
         routers: what the step does with the routers of experts; None leaves them as they are.
     """
@@ -38,6 +42,7 @@ class PackedRun:
         layout: PackedLayout,
         carry: CarryView | None = None,
         *,
+        states: StateView | None = None,
         score: bool = True,
         routers: RouterPass | None = None,
     ):
@@ -56,13 +61,14 @@ class PackedRun:
             segment_start=layout.segment_start,
             segment_parent=layout.segment_parent,
         )
+        self.paths = Paths(layout, device, states) if capabilities.recurrent_layers else None
         self.attention = make_attention(forest, device, capabilities.heads_times_size, carry)
 
     @staticmethod
     @contextmanager
     def mode(model: nn.Module) -> Iterator[None]:
         """Tree mode: keep it open over the backward too, since activation checkpointing runs layers again there."""
-        with tree_attention(model):
+        with tree_attention(model), tree_recurrence(model):
             yield
 
     def scores(
@@ -82,8 +88,8 @@ class PackedRun:
         Raises:
             UnsupportedModel: a layer that did not go through tree attention, or logits changed after the head.
         """
-        run = TreeRun(self.attention, self.input_ids.shape[1])
-        run.routers = self.routers
+        run = TreeRun(self.attention, self.input_ids.shape[1], self.positions[0])
+        run.routers, run.paths = self.routers, self.paths
         with scoring_head(
             self.capabilities,
             self.edges,
@@ -103,14 +109,21 @@ class PackedRun:
         self._check_layers(run)
         if self.routers is not None:
             self.routers.close(outputs)
-        if len(calls) != 1 or not calls[0].is_untouched(outputs.logits):
+        if len(calls) != 1 or not calls[0].is_as_declared(outputs.logits):
             raise UnsupportedModel(
-                f"{type(self.model).__name__} does not return what its head gives (it was called {len(calls)} times, "
-                "or its logits are scaled, capped or cast afterwards); such a head is not supported yet."
+                f"{type(self.model).__name__} does not return what its head gives, {self.capabilities.logit_map} (so "
+                f"its configuration says): it was called {len(calls)} times, or its logits are scaled, capped, cut or "
+                "cast otherwise afterwards; such a head is not supported."
             )
         return calls[0].scores
 
     def _check_layers(self, run: TreeRun) -> None:
+        if run.layers_twice:
+            raise UnsupportedModel(
+                f"layer {min(run.layers_twice)} of {type(self.model).__name__} calls its attention several times in a "
+                "forward; a part of a tree hands one set of keys and values per layer to the next, so this would be "
+                "silently wrong under a budget."
+            )
         if len(run.layers_seen) != self.capabilities.layers:
             raise UnsupportedModel(
                 f"{len(run.layers_seen)} of {self.capabilities.layers} layers went through tree attention; the "

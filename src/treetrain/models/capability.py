@@ -6,6 +6,7 @@ after the head) is caught at the first call, before any gradient exists: see ``e
 """
 
 import inspect
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,20 +14,18 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from treetrain.errors import UnsupportedModel
+from treetrain.models.logit_map import IDENTITY, LogitMap
 from treetrain.models.moe import MixtureOfExperts, check_experts
+from treetrain.models.recurrence import check_recurrence
+from treetrain.models.rotary import check_rotary
 
-_STATIC_ROTARY = {"default", "linear", "llama3", "yarn", "proportional"}
-"""Rotary scalings whose frequencies do not depend on the length of the call."""
-_TOKEN_MIXERS = ("mamba", "deltanet", "rwkv", "recurrent", "hyena", "retention", "linearattention", "shortconv")
-_HEAD_SCALES = {  # configuration fields that change the logits after the head, and their neutral value
-    "final_logit_softcapping": None,
-    "logits_soft_cap": None,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-    "logits_scale": 1.0,
-    "lm_head_multiplier": 1.0,
-    "mup_width_multiplier": 1.0,
-}
+LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv")
+"""Kinds that a configuration may name; recurrent layers are also checked module by module."""
+_FACTORS = ("logit_scale", "lm_head_multiplier")
+_DIVISORS = ("logits_scaling",)
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+"""Configuration fields by what families do with them to their logits; the first call checks that this one does so."""
+_UNKNOWN_SCALES = ("logits_scale", "mup_width_multiplier")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +42,14 @@ class Capabilities:
     """The module that makes logits."""
     head_is_linear: bool
     """A plain ``nn.Linear``: scored by the fused path; otherwise its own forward is called chunk by chunk."""
+    logit_map: LogitMap = IDENTITY
+    """What the model does to its logits after the head."""
+    rotary_positions: int | None = None
+    """Rows may be no longer, or rotary frequencies would follow the length of the call; None where they never do."""
     experts: MixtureOfExperts | None = None
     """Where tokens are routed to experts; None in a model without."""
+    recurrent_layers: int = 0
+    """Layers that mix tokens by a recurrence instead of attention."""
 
 
 def causal_lm(model: nn.Module) -> nn.Module:
@@ -68,11 +73,12 @@ def check_model(model: nn.Module) -> Capabilities:
         )
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     _check_kind(lm, text)
+    recurrent_layers = check_recurrence(lm, text)
     _check_layers(text)
     _check_modules(model)
-    _check_rotary(text)
+    rotary_positions = check_rotary(lm, text)
     _check_adapter(model)
-    head, head_is_linear = _check_head(lm, text)
+    head, head_is_linear = _check_head(lm)
     heads = getattr(text, "num_attention_heads", None)
     if not heads:
         raise UnsupportedModel(f"{type(lm).__name__} has no attention heads; only attention layers are supported.")
@@ -84,7 +90,10 @@ def check_model(model: nn.Module) -> Capabilities:
         max_positions=getattr(text, "max_position_embeddings", None),
         head=head,
         head_is_linear=head_is_linear,
+        logit_map=_logit_map(text),
+        rotary_positions=rotary_positions,
         experts=check_experts(lm, text),
+        recurrent_layers=recurrent_layers,
     )
 
 
@@ -116,33 +125,16 @@ def _check_adapter(model: nn.Module) -> None:
 
 def _check_layers(config: Any) -> None:
     for number, kind in enumerate(getattr(config, "layer_types", None) or []):
-        if kind != "full_attention":
+        if kind not in LAYER_KINDS:
             raise UnsupportedModel(
-                f"layer {number} is of kind {kind!r}; only 'full_attention' layers are exact on a tree so far."
+                f"layer {number} is of kind {kind!r}; exact on a tree are only {', '.join(LAYER_KINDS)}."
             )
-    window = getattr(config, "sliding_window", None)
-    if window is not None and getattr(config, "use_sliding_window", True) and not hasattr(config, "layer_types"):
-        raise UnsupportedModel(
-            f"sliding_window={window}: attention windows are not supported yet (set it to None if rows are shorter)."
-        )
-    for field in ("attn_logit_softcapping", "attention_chunk_size", "alibi"):
-        if getattr(config, field, None):
-            raise UnsupportedModel(f"{field}={getattr(config, field)} is not supported yet.")
+    if getattr(config, "alibi", None):
+        raise UnsupportedModel(f"alibi={config.alibi}: biases of attention by distance are not supported.")
 
 
 def _check_modules(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        kind = type(module).__name__
-        if isinstance(module, nn.RNNBase | nn.Conv1d) or any(word in kind.lower() for word in _TOKEN_MIXERS):
-            raise UnsupportedModel(
-                f"{name} ({kind}) mixes tokens by recurrence or convolution; only attention is supported so far."
-            )
-        if getattr(module, "sinks", None) is not None:
-            raise UnsupportedModel(f"{name} ({kind}) has attention sinks, which are not supported yet.")
-        if isinstance(getattr(module, "sliding_window", None), int):
-            raise UnsupportedModel(
-                f"{name} ({kind}) has sliding_window={module.sliding_window}; windows are not supported yet."
-            )
         _check_dropout(name, module)
 
 
@@ -159,23 +151,24 @@ def _check_dropout(name: str, module: nn.Module) -> None:
             )
 
 
-def _check_rotary(config: Any) -> None:
-    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [v for v in scaling.values() if isinstance(v, dict)]
-    for entry in nested or [scaling]:
-        kind = entry.get("rope_type", entry.get("type", "default"))
-        if kind not in _STATIC_ROTARY:
-            raise UnsupportedModel(
-                f"rotary scaling {kind!r}: its frequencies may depend on the length of the call, which differs "
-                f"between a tree and its rows. Supported: {', '.join(sorted(_STATIC_ROTARY))}."
-            )
+def _logit_map(config: Any) -> LogitMap:
+    """What the configuration says of the logits."""
+
+    for field in _UNKNOWN_SCALES:
+        if getattr(config, field, None) not in (None, 1.0):
+            raise UnsupportedModel(f"{field}={getattr(config, field)}: how it changes the logits is not known here.")
+    factors, divisors, caps = (
+        [value for field in fields if (value := getattr(config, field, None)) is not None]
+        for fields in (_FACTORS, _DIVISORS, _CAPS)
+    )
+    if not factors + divisors + caps:
+        return IDENTITY
+    if len(caps) > 1:
+        raise UnsupportedModel(f"the logits are soft-capped twice ({caps}): in which order is not known here.")
+    return LogitMap(factor=math.prod(factors), divisor=math.prod(divisors), cap=caps[0] if caps else None)
 
 
-def _check_head(lm: nn.Module, config: Any) -> tuple[nn.Module, bool]:
-    for field, neutral in _HEAD_SCALES.items():
-        value = getattr(config, field, neutral)
-        if value is not None and value != neutral:
-            raise UnsupportedModel(f"{field}={value}: heads that rescale their logits are not supported yet.")
+def _check_head(lm: nn.Module) -> tuple[nn.Module, bool]:
     head = lm.get_output_embeddings()  # type: ignore[operator]
     if head is None:
         raise UnsupportedModel(f"{type(lm).__name__} has no output embeddings; an unknown head cannot be scored.")

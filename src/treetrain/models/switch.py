@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from treetrain.attention.sight import FULL, Ask
 from treetrain.errors import UnsupportedModel
+from treetrain.models.masks import SightMask, register_tree_masks
+from treetrain.models.temperature import position_scales, without_own_scales
 
 INTERFACE = "treetrain"
 RUN_KEYWORD = "treetrain_run"
@@ -38,20 +41,28 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, layer: int) -> Tensor:
-        """query [N, H, D], key and value [N, G, D] -> [N, H, D]; `layer` tells the layers' carries apart."""
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, layer: int, ask: Ask, sinks: Tensor | None
+    ) -> Tensor:
+        """query [N, H, D], key [N, G, D], value [N, G, V] -> [N, H, V]; `layer` tells the layers' carries apart."""
         ...
 
 
 class TreeRun:
     """What the attention layers of one forward need, and a note of which layers have been through it."""
 
-    def __init__(self, attention: AttentionBackend, tokens: int):
+    def __init__(self, attention: AttentionBackend, tokens: int, positions: Tensor | None = None):
         self.attention = attention
         self.tokens = tokens
+        self.positions = positions
+        """int64 [N]: every token's place on its path."""
         self.layers_seen: set[int] = set()
+        self.layers_twice: set[int] = set()
+        """Layers that called attention more than once; what backward runs again is counted here too."""
         self.routers: Any = None
         """What is done with the routers of experts; None leaves them as they are."""
+        self.paths: Any = None
+        """What recurrent layers follow; None in a model without."""
 
 
 def _tree_attention(
@@ -59,10 +70,12 @@ def _tree_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: SightMask | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     treetrain_run: TreeRun | None = None,
     **kwargs: Any,
@@ -74,35 +87,66 @@ def _tree_attention(
             f"{name} was called without the tree run: the model does not pass keyword arguments on to its "
             "attention, so it cannot be told which tokens see which. It cannot be trained on a tree."
         )
-    changed = {k: v for k, v in kwargs.items() if v is not None and k not in _NEUTRAL}
-    if sliding_window is not None:
-        changed["sliding_window"] = sliding_window
-    if attention_mask is not None:
-        changed["attention_mask"] = "a tensor"
+    sight = attention_mask.sight if isinstance(attention_mask, SightMask) else FULL
+    if isinstance(attention_mask, Tensor):
+        kwargs["attention_mask"] = attention_mask
     if dropout:
-        changed["dropout"] = dropout
+        kwargs["dropout"] = dropout
     if is_causal is False or not getattr(module, "is_causal", True):
-        changed["is_causal"] = False
-    if changed:
-        listed = ", ".join(f"{k}={v if isinstance(v, (int, float, str)) else '...'}" for k, v in changed.items())
-        raise UnsupportedModel(f"{name} asks its attention for {listed}, which is not exact on a tree yet.")
+        kwargs["is_causal"] = False
+    _refuse_unknown(name, kwargs)
+    ask = Ask(sight, softcap or None)
+    _check_agreement(module, ask, sliding_window, s_aux, query.shape[1])
     lengths = {x.shape[2] for x in (query, key, value)}
     if query.shape[0] != 1 or lengths != {treetrain_run.tokens}:
         raise UnsupportedModel(
             f"{name} attends over a batch of {query.shape[0]} with {sorted(lengths)} tokens, but the tree has "
             f"{treetrain_run.tokens}: something adds tokens or keys of its own (a prompt adapter, a cache)."
         )
-    if query.shape[-1] != value.shape[-1]:
-        raise UnsupportedModel(
-            f"{name} has query heads of size {query.shape[-1]} and value heads of size {value.shape[-1]}; "
-            "unequal head sizes are not supported yet."
-        )
+    query = position_scales(module, query, treetrain_run.positions)
     query, key, value = _one_dtype(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     layer = getattr(module, "layer_idx", id(module))
-    treetrain_run.layers_seen.add(layer)
+    (treetrain_run.layers_twice if layer in treetrain_run.layers_seen else treetrain_run.layers_seen).add(layer)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    return treetrain_run.attention(q, k, v, scale, layer).unsqueeze(0), None
+    return treetrain_run.attention(q, k, v, scale, layer, ask, s_aux).unsqueeze(0), None
+
+
+def _refuse_unknown(name: str, asked: dict[str, Any]) -> None:
+    """Whatever a layer asks for that is not done here."""
+    unknown = {k: v for k, v in asked.items() if v is not None and k not in _NEUTRAL}
+    if unknown:
+        listed = ", ".join(f"{k}={v if isinstance(v, (int, float, str)) else '...'}" for k, v in unknown.items())
+        raise UnsupportedModel(f"{name} asks its attention for {listed}, which is not exact on a tree yet.")
+
+
+_KINDS = {"full_attention": "full", "sliding_attention": "window", "chunked_attention": "chunk"}
+
+
+def _check_agreement(module: nn.Module, ask: Ask, sliding_window: int | None, sinks: Tensor | None, heads: int) -> None:
+    """The mask, the keywords and the configuration must say the same: where they differ, so do stock backends."""
+    name, sight, config = type(module).__name__, ask.sight, getattr(module, "config", None)
+    if sliding_window is not None and sliding_window != sight.window:
+        raise UnsupportedModel(
+            f"{name} asks its attention for sliding_window={sliding_window}, but its mask is {sight}."
+        )
+    kinds, number = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds and number is not None and number < len(kinds):
+        kind = "window" if sight.window else "chunk" if sight.chunk else "full"
+        if _KINDS.get(kinds[number], kind) != kind:
+            raise UnsupportedModel(f"layer {number} is of kind {kinds[number]!r}, but {name} asks for {sight}.")
+    declared = getattr(config, "attn_logit_softcapping", None) or None
+    if declared != ask.softcap:
+        raise UnsupportedModel(
+            f"{name} asks its attention for softcap={ask.softcap}, its configuration for "
+            f"attn_logit_softcapping={declared}."
+        )
+    own = getattr(module, "sinks", None)
+    if (own is None) != (sinks is None) or (sinks is not None and sinks.shape != (heads,)):
+        raise UnsupportedModel(
+            f"{name} asks its attention for s_aux={'nothing' if sinks is None else tuple(sinks.shape)}, where one sink "
+            f"for each of {heads} heads was expected ({'none' if own is None else 'some'} in the layer)."
+        )
 
 
 def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -114,6 +158,7 @@ def _one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 AttentionInterface.register(INTERFACE, _tree_attention)
+register_tree_masks(INTERFACE)
 
 
 @contextmanager
@@ -128,7 +173,8 @@ def tree_attention(model: nn.Module) -> Iterator[None]:
     try:
         for config in configs.values():
             config._attn_implementation_internal = INTERFACE
-        yield
+        with without_own_scales(model):
+            yield
     finally:
         for key, config in configs.items():
             config._attn_implementation_internal = before[key]

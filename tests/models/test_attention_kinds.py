@@ -1,0 +1,221 @@
+"""Windows, chunks, sinks, soft-caps, unequal head sizes and scaled heads: the numerics contract on real classes."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import treetrain as tt
+from support import linear
+from support.contract import PPO, SFT, check_contract
+from support.families import BASE, make_family
+from support.models import as_dtype, build
+from support.plans import planned
+from support.pure import PureFloat64
+from treetrain.errors import DataError, UnsupportedModel
+
+FAMILIES = ["gemma2", "gemma3_text", "mistral_window", "qwen2_window", "cohere2", "granite", "cohere"]
+FAMILIES += ["gpt_oss", "deepseek_v3", "llama4_text", "llama4_tuned"]
+ROUTED = ("gpt_oss", "deepseek_v3", "llama4_text", "llama4_tuned")
+"""Routers choose other experts in bfloat16 (tests of experts replay the choice): held in float64 here."""
+SHAPES = [
+    ("1 part", "none"),
+    *((s, k) for s in ("chunks of 7", "chunks of 2", "one segment per part") for k in ("none", "all", "mixed")),
+]
+TRUNK = np.random.default_rng(3).integers(0, 37, 30).tolist()
+ROWS = [  # forks nearer and farther than the windows of 5, prefixes, a duplicate, one row by itself
+    TRUNK,
+    [*TRUNK[:19], 1, 2, 3, 4, 5, 6, 7, 8, 9],
+    [*TRUNK[:19], 1, 2, 9],
+    [*TRUNK[:21], 4],
+    [*TRUNK[:3], 30, 31, 32],
+    TRUNK[:12],
+    [20, 21, 22, 23],
+    [*TRUNK[:3], 30, 31, 32],
+]
+
+
+def trajectories() -> list[tt.Trajectory]:
+    return [tt.Trajectory(row) for row in ROWS]
+
+
+def gradients(model, rows=ROWS) -> torch.Tensor:
+    """Of the rows by themselves."""
+    scores, _ = linear.score_rows(model, rows)
+    return linear.gradients(model, -torch.cat(scores).mean())
+
+
+def error(model, engine, expected: torch.Tensor, rows=ROWS) -> float:
+    model.zero_grad()
+    engine(model).forward_backward([tt.Trajectory(row) for row in rows], tt.losses.sft())
+    return linear.relative_error(linear.gradients(model), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_plan_of_a_forest_is_exact_in_float64(family):
+    model = make_family(family, dtype=torch.float64)
+    with PureFloat64():
+        expected = gradients(model)
+        for shape, keep in SHAPES:
+            assert error(model, planned(shape, keep), expected) <= 1e-12, (shape, keep)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["1 part", "chunks of 7", "chunks of 2", "one segment per part"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ROUTED])
+def test_random_forests_hold_the_numerics_contract(family, shape, record_property):
+    keeps = ("none",) if shape == "1 part" else ("none", "all", "mixed")
+    engines = [planned(shape, keep) for keep in keeps]
+    record_property("errors", check_contract(family, [SFT, PPO], 8, engines=engines))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mistral_window"])
+def test_random_forests_hold_the_numerics_contract_in_small_parts(family, record_property):
+    engines = [tt.TreeEngine, planned("chunks of 7", "mixed")]
+    record_property("errors", check_contract(family, [PPO], 3, engines=engines))
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 16, 1000])
+@pytest.mark.parametrize("family", ["gemma3_text", "llama4_text"])
+def test_windows_and_chunks_of_every_size_are_exact(family, window):
+    field = {"gemma3_text": "sliding_window", "llama4_text": "attention_chunk_size"}[family]
+    model = make_family(family, dtype=torch.float64, **{field: window})
+    with PureFloat64():
+        expected = gradients(model)
+        for shape, keep in (("1 part", "none"), ("chunks of 7", "mixed"), ("one segment per part", "all")):
+            assert error(model, planned(shape, keep), expected) <= 1e-12, shape
+
+
+def test_a_window_that_is_left_out_would_be_seen():
+    # What these tests can tell: the same weights without the window have quite another gradient.
+    model = make_family("gemma3_text", dtype=torch.float64)
+    wide = make_family("gemma3_text", dtype=torch.float64, sliding_window=1000)
+    wide.load_state_dict(model.state_dict())
+    assert linear.relative_error(gradients(wide), gradients(model)) > 0.05
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama4_tuned"])
+def test_activation_checkpointing_runs_layers_again_with_their_own_kind(family, reentrant):
+    model = make_family(family, dtype=torch.float64)
+    with PureFloat64():
+        expected = gradients(model)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.train()
+        for shape, keep in (("1 part", "none"), ("chunks of 7", "mixed")):
+            assert error(model, planned(shape, keep), expected) <= 1e-12
+
+
+def test_the_gradient_of_sinks_reaches_the_parameter():
+    model = make_family("gpt_oss", dtype=torch.float64)
+    sinks = [p for name, p in model.named_parameters() if name.endswith("sinks")]
+    gradients_of = []
+    for parameter in sinks:
+        with torch.no_grad():
+            parameter.add_(torch.linspace(-1, 2, len(parameter)))
+    with PureFloat64():
+        scores, _ = linear.score_rows(model, ROWS)
+        expected = torch.autograd.grad(-torch.cat(scores).mean(), sinks)
+        for shape, keep in SHAPES:
+            model.zero_grad()
+            planned(shape, keep)(model).forward_backward(trajectories(), tt.losses.sft())
+            gradients_of = [p.grad for p in sinks]
+            assert all(float(g.norm()) > 1e-6 for g in expected)
+            assert max(linear.relative_error(a, b) for a, b in zip(gradients_of, expected)) <= 1e-11
+
+
+@pytest.mark.parametrize("family", ["gemma2", "cohere", "granite"])
+def test_log_probabilities_and_entropies_are_those_of_the_models_own_logits(family):
+    model = make_family(family)
+    for adapted in (model, with_lora_on_the_head(model)):
+        for temperature in (1.0, 0.7):
+            expected = linear.score_rows(adapted, ROWS, temperature)
+            got = tt.logprobs(adapted, ROWS, temperature=temperature, return_entropy=True)
+            for ours, theirs in zip(got, expected):
+                torch.testing.assert_close(torch.cat(ours), torch.cat(theirs), rtol=1e-5, atol=2e-6)
+
+
+def with_lora_on_the_head(model):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["lm_head", "q_proj"], init_lora_weights=False)
+    return get_peft_model(copy.deepcopy(model), config)
+
+
+@pytest.mark.parametrize("loss", [tt.losses.sft(), tt.losses.reinforce(entropy=0.1)])
+@pytest.mark.parametrize("family", ["gemma2", "cohere"])
+def test_a_scaled_head_with_a_bias_has_exact_gradients(family, loss):
+    # Untied, so that the head's own gradient is seen, with a bias of its own.
+    model = make_family(family, dtype=torch.float64, tie_word_embeddings=False)
+    model.lm_head.bias = torch.nn.Parameter(torch.linspace(-2, 2, 37, dtype=torch.float64))
+    rows = [tt.Trajectory(row, advantages=1.0) for row in ROWS]
+    with PureFloat64():
+        (logps, entropies), entropy = linear.score_rows(model, ROWS), 0.1 if loss.needs_entropy else 0.0
+        expected = linear.gradients(model, -torch.cat(logps).mean() - entropy * torch.cat(entropies).mean())
+        for engine in (tt.TreeEngine, planned("chunks of 7", "mixed")):
+            model.zero_grad()
+            engine(model).forward_backward(rows, loss)
+            assert linear.relative_error(linear.gradients(model), expected) <= 1e-12
+
+
+def test_a_scale_of_one_is_no_scale():
+    model = make_family("granite", dtype=torch.float64, logits_scaling=1.0)
+    with PureFloat64():
+        assert error(model, tt.TreeEngine, gradients(model)) <= 1e-12
+
+
+def test_bfloat16_heads_are_capped_in_float32():
+    low = make_family("gemma2", dtype=torch.bfloat16, final_logit_softcapping=0.5)
+    truth = torch.cat(linear.score_rows(as_dtype(low, torch.float64), ROWS)[0])
+    ours, theirs = torch.cat(tt.logprobs(low, ROWS)), torch.cat(linear.score_rows(low, ROWS)[0])
+    assert ours.dtype == torch.float32
+    assert linear.relative_error(ours, truth) <= 1.5 * linear.relative_error(theirs, truth)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "factor": 2.0,
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 3,
+    "long_factor": [2.0] * 3,
+    "original_max_position_embeddings": 30,
+}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(("scaling", "longest"), [(LONGROPE, 30), (DYNAMIC, 40)])
+def test_rotary_frequencies_that_follow_the_length_are_exact_up_to_where_they_change(scaling, longest):
+    config = transformers.LlamaConfig(**(BASE | {"rope_parameters": dict(scaling), "max_position_embeddings": 40}))
+    model = build(transformers.LlamaForCausalLM, config, dtype=torch.float64)
+    other = [i % 37 for i in range(longest)]
+    rows = [TRUNK, [*TRUNK[:9], 1, 2], other, other[:7]]
+    with PureFloat64():
+        expected = gradients(model, rows)
+        for engine in (tt.TreeEngine, planned("chunks of 7", "mixed")):
+            assert error(model, engine, expected, rows) <= 1e-12
+    with pytest.raises(DataError, match=rf"number 1 has {longest + 1} tokens"):
+        tt.logprobs(model, [[1, 2], [7] * (longest + 1)])
+
+
+def test_rotary_frequencies_that_an_earlier_call_has_stretched_are_refused():
+    config = transformers.LlamaConfig(**(BASE | {"rope_parameters": DYNAMIC, "max_position_embeddings": 40}))
+    model = build(transformers.LlamaForCausalLM, config)
+    model(input_ids=torch.zeros(1, 50, dtype=torch.int64))
+    with pytest.raises(UnsupportedModel, match="an earlier call of 50 tokens has stretched"):
+        tt.TreeEngine(model)
+    model(input_ids=torch.zeros(1, 20, dtype=torch.int64))
+    tt.TreeEngine(model)
+
+
+def test_the_model_is_left_as_it_was_found():
+    model = make_family("llama4_tuned")
+    attention = model.model.layers[1].self_attn
+    assert attention.attn_temperature_tuning and not attention.use_rope
+    tt.logprobs(model, ROWS)
+    assert attention.attn_temperature_tuning is True
+    assert model.config._attn_implementation == "sdpa"
+    expected = linear.score_rows(model, ROWS)[0]
+    torch.testing.assert_close(torch.cat(tt.logprobs(model, ROWS)), torch.cat(expected), rtol=1e-5, atol=2e-6)
