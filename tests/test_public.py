@@ -23,13 +23,14 @@ SIGNATURES = {
         "(path, *, tokenizer=None, format='auto', view='transcript', tools=None, chat_template=None, "
         "vocab_size=None, max_positions=None, limit=None)"
     ),
-    "logprobs": "(model, sequences, budget=None, temperature=1.0, *, return_entropy=False)",
+    "logprobs": "(model, sequences, budget=None, temperature=1.0, *, return_entropy=False, return_aux=False)",
     "make_plan": "(tree, cost, *, budget=None, ranks=1, free_bytes=None)",
     "to_padded": "(rows, attention_mask, fill=0.0)",
     "verify": "(model, trajectories, *, loss=None, temperature=1.0, tolerance=None, budget=None)",
     "Trajectory": (
         "(ids, *, loss_weights=None, advantages=None, old_logprobs=None, ref_logprobs=None, rollout_logprobs=None, "
-        "teacher_logprobs=None, values=None, returns=None, reward=None, group=None, pair=None, chosen=None, id=None, key=None, episode=None)"
+        "teacher_logprobs=None, values=None, returns=None, reward=None, group=None, pair=None, chosen=None, id=None, "
+        "key=None, episode=None, experts=None)"
     ),
     "Node": (
         "(parent, ids, loss_weights=None, advantages=None, old_logprobs=None, ref_logprobs=None, "
@@ -48,7 +49,8 @@ SIGNATURES = {
     "parts)",
 }
 METHODS = {
-    "TreeEngine.forward_backward": "(self, trajectories, loss, normaliser=None)",
+    "TreeEngine.forward_backward": "(self, trajectories, loss, normaliser=None, balance=None)",
+    "TreeEngine.router_balance": "(self, trajectories)",
     "TreeEngine.logprobs": "(self, trajectories, *, return_entropy=False)",
     "TreeEngine.plan": "(self, trajectories)",
     "Plan.events": "(self)",

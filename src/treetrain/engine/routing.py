@@ -61,14 +61,15 @@ class RouterBalance:
         return spread * len(self.choices)
 
     @classmethod
-    def of(cls, probabilities: Tensor, top_k: int, weights: Tensor) -> "RouterBalance":
+    def of(cls, probabilities: Tensor, top_k: int, weights: Tensor | None = None) -> "RouterBalance":
         """Of one router's pass.
 
         Args:
             probabilities: [n, E].
-            weights: [n]: how often each token counts.
+            weights: [n]: how often each token counts; None: once.
         """
         chosen = probabilities.topk(top_k, dim=-1).indices
+        weights = probabilities.new_ones(len(probabilities)) if weights is None else weights
         weights = weights.double()
         return cls(
             choices=weights.new_zeros(probabilities.shape[-1]).index_add_(
@@ -99,7 +100,7 @@ class Routing:
         scale: float | Tensor = 1.0,
     ):
         self._experts, self._device = experts, device
-        self._recorded = _by_place(experts, tree)
+        self._recorded = by_place(experts, tree.experts)
         self._counts = trajectories_through(tree) if balanced else None
         self.scale, self._given = scale, whole
         self.whole, self.found = whole, None
@@ -193,11 +194,15 @@ def switched(
     return routers_switched(model, experts)
 
 
-def _by_place(experts: MixtureOfExperts, tree: TokenTree) -> np.ndarray | None:
-    """int64 [N, places, k]: recorded experts by layer with experts; None where there are none."""
-    if tree.experts is None or not (tree.experts >= 0).any():
+def by_place(experts: MixtureOfExperts, recorded: np.ndarray | None) -> np.ndarray | None:
+    """int64 [N, places, k]: recorded experts by layer with experts; None where there are none.
+
+    Args:
+        recorded: [N, layers, k] of the layers with experts or of all, or None.
+    """
+    if recorded is None or not (recorded >= 0).any():
         return None
-    recorded = tree.experts.astype(np.int64)
+    recorded = recorded.astype(np.int64)
     return recorded if recorded.shape[1] == experts.places else recorded[:, list(experts.layer_numbers)]
 
 
@@ -231,9 +236,7 @@ class RouterPass:
         if self._recorded is None:
             output = forward(*args, **kwargs)
         else:
-            with _Recorded(self._recorded[:, router.place], self._experts.experts or 0) as choice:
-                output = forward(*args, **kwargs)
-            choice.check(router)
+            output = route_as_recorded(router, self._recorded[:, router.place], self._experts, forward, *args, **kwargs)
         if self._counts is None:
             return output
         routed = as_routed(router, output, len(self._counts))
@@ -246,10 +249,10 @@ class RouterPass:
         return routed.logits, weights, routed.chosen
 
     def _collect(self, probabilities: Tensor, top_k: int) -> None:
-        found = RouterBalance.of(probabilities, top_k, self._counts)  # type: ignore[arg-type]
+        found = RouterBalance.of(probabilities, top_k, self._counts)
         self._found = found if self._found is None else self._found + found
         if self._verifies:
-            plain = RouterBalance.of(probabilities, top_k, torch.ones_like(self._counts))  # type: ignore[arg-type]
+            plain = RouterBalance.of(probabilities, top_k)
             self._plain = plain if self._plain is None else self._plain + plain
 
     def close(self, outputs: Any) -> None:
@@ -290,6 +293,28 @@ class _Balanced(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         return grad, ctx.routing.slope(ctx.counts).to(ctx.dtype), None, None
+
+
+def route_as_recorded(
+    router: Router,
+    recorded: Tensor,
+    experts: MixtureOfExperts,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """What a router's forward gives where it takes recorded experts.
+
+    Args:
+        recorded: int64 [n, k]; -1 leaves a token to the router.
+
+    Raises:
+        UnsupportedModel: a router that does not choose by one torch.topk.
+    """
+    with _Recorded(recorded, experts.experts or 0) as choice:
+        output = forward(*args, **kwargs)
+    choice.check(router)
+    return output
 
 
 class _Recorded(TorchFunctionMode):

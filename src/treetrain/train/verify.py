@@ -16,7 +16,9 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.packed import model_device
 from treetrain.losses.sft import sft
+from treetrain.models.capability import check_model
 from treetrain.plan.budget import Bytes
+from treetrain.train.verify_experts import PlainExperts
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
 """Largest global gradient error by model dtype. Library layers compute parts of a float64 model in float32."""
@@ -90,7 +92,11 @@ def verify(
         UnsupportedModel, DataError: as `TreeEngine.forward_backward`.
     """
     loss = sft() if loss is None else loss
+    loss = loss.for_step(trajectories) if hasattr(loss, "for_step") else loss
     dtype: torch.dtype = model.dtype  # type: ignore[assignment]
+    if dtype not in TOLERANCE and check_model(model).experts is not None:
+        # A choice of experts that rounding turns over is no error of the tree's: all sides take the float32 model's.
+        trajectories = PlainExperts(copy.deepcopy(model).float()).recorded(trajectories)
     normaliser = float(loss.normaliser(trajectories))
     with _own_gradients(model):
         engine = TreeEngine(model, budget=budget, temperature=temperature)
@@ -132,9 +138,26 @@ def linear_gradients(
     model: nn.Module, trajectories: Sequence[Trajectory], loss: Any, normaliser: float, temperature: float
 ) -> float:
     """Accumulate gradients row by row with the plain model; returns the loss."""
+    experts = PlainExperts(model)
+    return experts.add_auxiliary_gradients(trajectories) + _loss_gradients(
+        model, trajectories, loss, normaliser, temperature, experts
+    )
+
+
+def _loss_gradients(
+    model: nn.Module,
+    trajectories: Sequence[Trajectory],
+    loss: Any,
+    normaliser: float,
+    temperature: float,
+    experts: PlainExperts,
+) -> float:
     wide = torch.promote_types(model.dtype, torch.float32)  # type: ignore[arg-type]
     if getattr(loss, "scope", "trajectory") == "batch":
-        scored = [_row_scores(model, row, loss, temperature, wide) for row in trajectories]
+        scored = []
+        for row in trajectories:
+            with experts.of(row):
+                scored.append(_row_scores(model, row, loss, temperature, wide))
         entropies = [entropy for _, entropy in scored] if getattr(loss, "needs_entropy", False) else None
         total, _ = loss([row for row, _ in scored], entropies, list(trajectories))
         (total / normaliser).backward()
@@ -143,9 +166,10 @@ def linear_gradients(
     for row in trajectories:
         if hasattr(loss, "packed") and not row.weights.any():
             continue
-        total, _ = loss(*_row_scores(model, row, loss, temperature, wide), row)
-        if total.requires_grad:
-            (total / normaliser).backward()
+        with experts.of(row):
+            total, _ = loss(*_row_scores(model, row, loss, temperature, wide), row)
+            if total.requires_grad:
+                (total / normaliser).backward()
         summed += float(total.detach())
     return summed / normaliser
 

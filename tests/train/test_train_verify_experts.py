@@ -1,0 +1,37 @@
+"""`verify` on mixtures of experts: the auxiliary loss and recorded experts are on the plain side, too."""
+
+import pytest
+import torch
+
+import treetrain as tt
+from support import moe
+from support.families import make_family
+from support.forests import dress
+
+IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7, 7, 2], [1, 2, 3, 4]]
+ROWS = dress(IDS, 3)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_mixture_of_experts_passes(family, dtype, recorded):
+    model = make_family(family, dtype, **moe.AUXILIARY)
+    rows = moe.at_random(ROWS, len(moe.routers_of(model))) if recorded else ROWS
+    report = tt.verify(model, rows, budget=5)
+    assert report.passed, report.verdict
+
+
+def test_a_step_that_forgets_the_auxiliary_gradient_does_not(monkeypatch):
+    model = make_family("qwen3_moe", **moe.AUXILIARY)
+    assert tt.verify(model, ROWS).passed
+    monkeypatch.setattr("treetrain.engine.routing.Routing.slope", lambda self, counts: 0.0 * counts.double()[:, None])
+    assert not tt.verify(model, ROWS).passed
+
+
+def test_routes_that_the_tree_forgets_are_seen(monkeypatch):
+    model = make_family("qwen3_moe")
+    rows = moe.at_random(ROWS, 2)
+    assert tt.verify(model, rows).passed
+    monkeypatch.setattr("treetrain.engine.routing.by_place", lambda experts, recorded: None)
+    assert not tt.verify(model, rows).passed
