@@ -1,7 +1,7 @@
 """The numerics contract: loss and gradients of tree and rows, in float64, float32 and bfloat16, over random forests."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from support.pure import PureFloat64
 from support.runs import runs, seeded
 
 TEMPERATURE = 1.3
+Rows = list[tt.Trajectory]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +24,13 @@ class Case:
     """A loss of the library beside the same loss written out per token."""
 
     loss: Any
-    per_token: linear.RowLoss
+    per_token: linear.RowLoss | None = None
     reduction: str = "token"
     temperature: float = TEMPERATURE
+    whole: Callable[[Any, Rows], torch.Tensor] | None = None
+    """Scores and rows -> the loss of the whole batch, where it is no mean over tokens."""
+    prepare: Callable[[Rows], Rows] = list
+    """What the forest's rows need besides."""
 
 
 SFT = Case(tt.losses.sft(), lambda logp, entropy, facts: -logp, temperature=1.0)
@@ -70,11 +75,15 @@ OTHERS = {
 def expected(model, rows, cases: list[Case]) -> list[tuple[float, torch.Tensor]]:
     """Loss and gradient of every case by the linear reference; cases of one temperature share the forward."""
     results = {}
-    for temperature in {case.temperature for case in cases}:
-        scores = linear.score_rows(model, [row.ids.tolist() for row in rows], temperature)
+    for temperature, prepare in {(case.temperature, case.prepare) for case in cases}:
+        own = prepare(rows)
+        scores = linear.score_rows(model, [row.ids.tolist() for row in own], temperature)
         for number, case in enumerate(cases):
-            if case.temperature == temperature:
-                loss = linear.batch_loss(scores, rows, case.per_token, case.reduction)
+            if (case.temperature, case.prepare) == (temperature, prepare):
+                if case.whole is not None:
+                    loss = case.whole(scores, own)
+                else:
+                    loss = linear.batch_loss(scores, own, case.per_token, case.reduction)
                 results[number] = float(loss), linear.gradients(model, loss, retain_graph=True)
     return [results[number] for number in range(len(cases))]
 
@@ -82,15 +91,21 @@ def expected(model, rows, cases: list[Case]) -> list[tuple[float, torch.Tensor]]
 def measured(model, rows, case: Case, engine=tt.TreeEngine, **options) -> tuple[float, torch.Tensor]:
     """Loss and gradient by an engine."""
     model.zero_grad()
-    result = engine(model, temperature=case.temperature, **options).forward_backward(rows, case.loss)
+    engine = engine(model, temperature=case.temperature, **options)
+    result = engine.forward_backward(case.prepare(rows), case.loss)
     return result.loss, linear.gradients(model)
 
 
 def check_contract(
-    family: str, cases: list[Case], examples: int, *, engines: Sequence[type[tt.TreeEngine]] = (tt.TreeEngine,)
+    family: str,
+    cases: list[Case],
+    examples: int,
+    *,
+    engines: Sequence[type[tt.TreeEngine]] = (tt.TreeEngine,),
+    make: Callable[..., Any] = make_model,
 ) -> dict[str, float]:
     """Hold the contract over random forests, for every engine on each; returns the worst errors."""
-    low = make_model(family, dtype=torch.bfloat16)
+    low = make(family, dtype=torch.bfloat16)
     single, double = as_dtype(low, torch.float32), as_dtype(low, torch.float64)
     worst = {"float64": 0.0, "float32": 0.0}
     tree_errors: list[float] = []

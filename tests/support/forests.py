@@ -56,6 +56,7 @@ def trajectories(draw: st.DrawFn, *, max_rows: int = 7, max_length: int = 14) ->
 def dress(rows: Rows, seed: int) -> list[Trajectory]:
     """Facts for rows; at least one token of the batch is trained (a row is added where none can be)."""
     rng = np.random.default_rng(seed)
+    later = np.random.default_rng([seed, 1])  # facts that came later leave the others as they were
     rows = rows if any(len(row) > 1 for row in rows) else [*rows, [1, 2, 3]]
     longest = max(range(len(rows)), key=lambda k: len(rows[k]))
     dressed = []
@@ -74,10 +75,29 @@ def dress(rows: Rows, seed: int) -> list[Trajectory]:
                 # Around log(1 / VOCAB): ratios on both sides of both clipping bounds.
                 old_logprobs=rng.uniform(-4.4, -2.8, n),
                 ref_logprobs=rng.uniform(-4.4, -2.8, n),
+                rollout_logprobs=later.uniform(-4.4, -2.8, n),
+                teacher_logprobs=later.uniform(-4.4, -2.8, n),
                 group=k % 2,
+                pair=k // 2,
+                chosen=(k + k // 2) % 2 == 0,
             )
         )
     return dressed
+
+
+def whole_pairs(rows: list[Trajectory]) -> list[Trajectory]:
+    """The rows of `dress`, with a partner for the last one where their number is odd."""
+    if len(rows) % 2 == 0:
+        return rows
+    last = rows[-1]
+    weights, reference = np.linspace(0.5, 1.5, len(last)), last.ref_logprobs
+    return [*rows, last.replace(loss_weights=weights, ref_logprobs=reference[::-1], chosen=not last.chosen)]
+
+
+def with_mismatched(rows: list[Trajectory]) -> list[Trajectory]:
+    """The rows of `dress`, and some of them once more without a label: one that is trained is among them."""
+    longest = max(rows, key=len)
+    return [*rows, *(row.replace(chosen=None) for row in [*rows[1:3], longest])]
 
 
 def attention_forest(rows: Rows) -> Forest:

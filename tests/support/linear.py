@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,8 +30,9 @@ def score_rows(model: nn.Module, rows: Sequence[Sequence[int]], temperature: flo
 
 def facts_of(row: Trajectory, like: Tensor) -> Facts:
     """A row's facts at its predictions."""
-    names = ("advantages", "old_logprobs", "ref_logprobs")
+    names = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "teacher_logprobs")
     given = {name: getattr(row, name) for name in names if getattr(row, name) is not None}
+    given["weights"] = np.ones(len(row)) if row.loss_weights is None else row.loss_weights
     return {name: torch.tensor(value[1:], dtype=like.dtype) for name, value in given.items()}
 
 

@@ -1,0 +1,144 @@
+"""The numerics contract of preference losses, mixtures, corrections and the other policy losses; steps over calls."""
+
+import numpy as np
+import pytest
+import torch
+
+import treetrain as tt
+from support import linear
+from support.contract import check_contract
+from support.forests import dress, whole_pairs
+from support.models import make_model
+from support.more_cases import EVERY, GROUPS
+from support.plans import KEEPS, planned
+from support.pure import PureFloat64
+from treetrain.engine.linear import LinearEngine
+
+IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2]]
+ROWS = whole_pairs(dress(IDS, 6))  # pairs: 0 1, 2 3, 4 5, 6 7
+WHOLE_STEP = {"kto", "kto of mismatched rows"}
+
+
+@pytest.fixture
+def model():
+    return make_model("qwen3", dtype=torch.float64)
+
+
+def run(model, rows, loss, *, engine=tt.TreeEngine, normaliser=None, **options):
+    """Result and gradient of one call on fresh gradients."""
+    model.zero_grad()
+    with PureFloat64():
+        result = engine(model, **options).forward_backward(rows, loss, normaliser)
+    return result, linear.gradients(model)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_gradients_are_those_of_the_rows_in_one_part_and_in_small_parts(group, record_property):
+    engines = [tt.TreeEngine, planned("chunks of 2", "mixed")]
+    record_property("errors", check_contract("qwen3", list(GROUPS[group].values()), 3, engines=engines))
+    assert max(plan.num_parts for plan in engines[1].plans) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY)
+def test_every_loss_holds_in_one_part_and_in_small_parts_however_they_are_kept(name, record_property):
+    engines = [tt.TreeEngine, *(planned("chunks of 2", keep) for keep in KEEPS)]
+    worst = check_contract("qwen3", [EVERY[name]], 30, engines=engines)
+    record_property("errors", worst)
+    assert worst["distinct forests"] >= 10
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in WHOLE_STEP])
+def test_a_step_may_be_split_over_calls_of_whole_pairs(model, name):
+    loss = EVERY[name].loss
+    whole, gradient = run(model, ROWS, loss)
+    assert gradient.norm() > 0
+    bound = loss.for_step(ROWS)
+    normaliser = bound.normaliser(ROWS)
+    model.zero_grad()
+    results = []
+    with PureFloat64():
+        for rows in (ROWS[:2], ROWS[4:], ROWS[2:4]):
+            results.append(tt.TreeEngine(model).forward_backward(rows, bound, normaliser))
+    assert linear.relative_error(linear.gradients(model), gradient) <= 1e-12
+    assert sum(r.loss for r in results) == pytest.approx(whole.loss, rel=1e-12)
+    for metric, (total, weight) in whole.metric_sums.items():
+        if metric == "kl" and name == "kto of a number":
+            continue  # its reference point, once per call
+        added = [r.metric_sums.get(metric, (0.0, 0.0)) for r in results]
+        assert sum(float(a) for a, _ in added) == pytest.approx(float(total), rel=1e-10, abs=1e-12)
+        assert sum(float(b) for _, b in added) == pytest.approx(float(weight), rel=1e-10)
+
+
+@pytest.mark.parametrize("name", ["gspo", "dpo", "kto", "grpo and sft", "reinforce and dpo"])
+@pytest.mark.parametrize("budget", [1, 3, "1GiB"])
+def test_parts_under_a_budget_equal_one_part(model, name, budget):
+    whole, gradient = run(model, ROWS, EVERY[name].loss)
+    cut, got = run(model, ROWS, EVERY[name].loss, budget=budget)
+    assert (cut.parts > 1) == (budget in (1, 3)) and whole.parts == 1
+    assert linear.relative_error(got, gradient) <= 1e-12
+    assert cut.loss == pytest.approx(whole.loss, rel=1e-12)
+    assert cut.metrics == pytest.approx(whole.metrics, rel=1e-10)
+
+
+@pytest.mark.parametrize("name", ["dapo masked by rows", "gspo token", "ipo", "kto", "ppo or sft"])
+def test_the_linear_engine_gives_the_same(model, name):
+    whole, gradient = run(model, ROWS, EVERY[name].loss)
+    packed, got = run(model, ROWS, EVERY[name].loss, engine=LinearEngine, pack_tokens=7)
+    assert packed.parts > 1
+    assert linear.relative_error(got, gradient) <= 1e-12
+    assert packed.metrics == pytest.approx(whole.metrics, rel=1e-10)
+
+
+@pytest.mark.parametrize("name", ["grpo and sft", "kto"])
+def test_a_loss_that_must_know_the_step_is_refused_with_a_normaliser_alone(model, name):
+    with pytest.raises(ValueError, match=r"was not told of the whole step: call loss = loss\.for_step"):
+        tt.TreeEngine(model).forward_backward(ROWS, EVERY[name].loss, 4.0)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_part_of_a_step_of_kto_is_refused_before_any_work(model):
+    bound = EVERY["kto"].loss.for_step(ROWS)
+    with pytest.raises(ValueError, match=r"reference point is a mean over \d rows of the step"):
+        tt.TreeEngine(model).forward_backward(ROWS[:4], bound, bound.normaliser(ROWS))
+    assert all(p.grad is None for p in model.parameters())
+
+
+NODES = [
+    tt.Node(None, [1, 2, 3], loss_weights=0.0),
+    tt.Node(0, [4, 5]),
+    tt.Node(0, [6, 7, 8]),
+    tt.Node(1, [9, 3]),
+    tt.Node(1, [2]),
+]
+FACTS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "teacher_logprobs")
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_tree_of_nodes_trains_like_its_rows(model, name):
+    rng = np.random.default_rng(3)
+    nodes = []
+    for node in NODES:
+        size = len(node.ids)  # type: ignore[arg-type]
+        facts = {fact: rng.uniform(-4.4, -2.8, size) for fact in FACTS}
+        nodes.append(tt.Node(node.parent, node.ids, loss_weights=node.loss_weights, **facts))
+    labels = [(0, True), (0, False), (1, False), (1, True)]
+    ends = [
+        tt.tree.NodeTrajectory(node=node, advantages=float(rng.normal()), group=k % 2, pair=pair, chosen=chosen)
+        for k, (node, (pair, chosen)) in enumerate(zip((2, 3, 4, 3), labels))
+    ]
+    if name == "kto of mismatched rows":
+        ends.append(tt.tree.NodeTrajectory(node=4, advantages=1.0, group=0))
+    tree = tt.TokenTree.from_nodes(nodes, ends)
+    found, gradient = run(model, tree, EVERY[name].loss)
+    expected, by_rows = run(model, list(tree.trajectories), EVERY[name].loss)
+    assert gradient.norm() > 0
+    assert linear.relative_error(gradient, by_rows) <= 1e-12
+    assert found.loss == pytest.approx(expected.loss, rel=1e-12)
+    assert found.metrics == pytest.approx(expected.metrics, rel=1e-10)
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto", "grpo and sft", "reinforce and dpo", "gspo"])
+def test_verify_says_that_the_loss_is_exact(name):
+    report = tt.verify(make_model("qwen3"), ROWS, loss=EVERY[name].loss)
+    assert report.passed, report.verdict

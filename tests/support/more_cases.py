@@ -1,0 +1,208 @@
+"""More losses beside the same losses written out row by row, for the numerics contract."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+import treetrain as tt
+from support import linear
+from support.contract import Case, Rows
+from support.forests import whole_pairs, with_mismatched
+
+LENGTH = 9.0
+
+
+def _ratio(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
+    ratio = log_ratio.exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+
+
+def _factor(old: Tensor, facts: linear.Facts, cap: float, mode: str) -> Tensor:
+    gap = (old.detach() - facts["rollout_logprobs"]) * (facts["weights"] != 0)
+    ratio = (gap.sum() if mode.startswith("sequence") else gap).exp()
+    return torch.where(ratio > cap, cap if mode.endswith("truncate") else 0.0, ratio)
+
+
+def _corrected(mode: str) -> linear.RowLoss:
+    def per_token(logp, entropy, facts):
+        return linear.clipped(logp, facts, 0.2, 0.28) * _factor(facts["old_logprobs"], facts, 1.4, mode)
+
+    return per_token
+
+
+def _present(logp, entropy, facts):
+    """REINFORCE, corrected by the present policy's ratio to the sampler."""
+    return -facts["advantages"] * logp * _factor(logp, facts, 1.4, "token_truncate")
+
+
+def _gspo(logp, entropy, facts):
+    weights = facts["weights"]
+    mean = (weights * (logp - facts["old_logprobs"])).sum() / weights.sum()
+    return _ratio(mean, facts["advantages"], 0.3, 0.3) + 0.1 * linear.kl("k3", logp, facts)
+
+
+def _gspo_token(logp, entropy, facts):
+    weights = facts["weights"]
+    mean = (weights * (logp - facts["old_logprobs"])).sum() / weights.sum()
+    return _ratio(mean.detach() + logp - logp.detach(), facts["advantages"], 0.3, 0.3) - 0.05 * entropy
+
+
+def _dr_grpo(scores, rows: Rows) -> Tensor:
+    by_token = linear.batch_loss(scores, rows, lambda logp, entropy, facts: linear.clipped(logp, facts, 0.2, 0.2))
+    weights = [float(row.weights.sum()) for row in rows]
+    return by_token * sum(weights) / (LENGTH * sum(weight > 0 for weight in weights))
+
+
+def _teacher(logp, entropy, facts):
+    gap = facts["teacher_logprobs"] - logp
+    return gap.exp() - 1 - gap
+
+
+def _student(logp, entropy, facts):
+    gap = (logp - facts["teacher_logprobs"]).detach()
+    return (gap + gap * (logp - logp.detach())) * _factor(logp, facts, 1.4, "token_mask")
+
+
+def _scores(scores, rows: Rows, *, average: bool, reference: bool) -> list[Tensor]:
+    """One number per row."""
+    found = []
+    for logp, row in zip(scores[0], rows):
+        weights = torch.tensor(row.weights[1:], dtype=torch.float64)
+        above = logp - torch.tensor(row.ref_logprobs[1:], dtype=logp.dtype) if reference else logp
+        total = (weights.to(logp.dtype) * above).double().sum()
+        found.append(total / weights.sum() if average and weights.any() else total)
+    return found
+
+
+def _pairs(one, *, average: bool = False, reference: bool = True):
+    """Mean over pairs of one(chosen - rejected)."""
+
+    def whole(scores, rows: Rows) -> Tensor:
+        values = _scores(scores, rows, average=average, reference=reference)
+        losses = []
+        for pair in dict.fromkeys(row.pair for row in rows):
+            own = [k for k, row in enumerate(rows) if row.pair == pair]
+            if any(rows[k].weights.any() for k in own):
+                chosen, rejected = sorted(own, key=lambda k: not rows[k].chosen)
+                losses.append(one(values[chosen] - values[rejected]))
+        return sum(losses) / len(losses)  # type: ignore[return-value]
+
+    return whole
+
+
+def _kto(point: str | float):
+    def whole(scores, rows: Rows) -> Tensor:
+        values = _scores(scores, rows, average=False, reference=True)
+        trained = [k for k, row in enumerate(rows) if row.weights.any()]
+        labelled = [k for k in trained if rows[k].chosen is not None]
+        z: Tensor | float = point if isinstance(point, float) else 0.0
+        if isinstance(point, str):
+            own = labelled if point == "rows" else [k for k in trained if rows[k].chosen is None]
+            z = max(sum(float(values[k].detach()) for k in own) / len(own), 0.0)
+        losses = []
+        for k in labelled:
+            if rows[k].chosen:
+                losses.append(0.7 * (1 - torch.sigmoid(0.2 * (values[k] - z))))
+            else:
+                losses.append(1.3 * (1 - torch.sigmoid(0.2 * (z - values[k]))))
+        return sum(losses) / len(losses)  # type: ignore[return-value]
+
+    return whole
+
+
+def _kto_case(point: str | float) -> Case:
+    loss = tt.losses.kto(beta=0.2, desirable_weight=0.7, undesirable_weight=1.3, reference_point=point)  # type: ignore[arg-type]
+    return Case(loss, whole=_kto(point), prepare=with_mismatched if point == "mismatched" else list)
+
+
+def _policy_and_sft(scores, rows: Rows) -> Tensor:
+    policy = linear.batch_loss(
+        scores, rows, lambda logp, entropy, facts: linear.clipped(logp, facts, 0.2, 0.2) - 0.1 * entropy, "trajectory"
+    )
+    return policy + 0.1 * linear.batch_loss(scores, rows, lambda logp, entropy, facts: -logp)
+
+
+def _by_group(scores, rows: Rows) -> Tensor:
+    """Rows of group 0 by PPO, the others by SFT, each by its own mean; pairs of all rows besides, weighted."""
+    total = torch.zeros((), dtype=torch.float64)
+    losses = (
+        (lambda logp, entropy, facts: linear.clipped(logp, facts, 0.2, 0.2), 1.0),
+        (lambda logp, entropy, facts: -logp, 0.25),
+    )
+    for group, (per_token, weight) in enumerate(losses):
+        own = [k for k, row in enumerate(rows) if row.group == group]
+        if any(rows[k].weights.any() for k in own):
+            part = [[score[k] for k in own] for score in scores]
+            total = total + weight * linear.batch_loss(part, [rows[k] for k in own], per_token)
+    return total
+
+
+def _dpo(beta: float, smoothing: float = 0.0):
+    return lambda gap: -(1 - smoothing) * logsigmoid(beta * gap) - smoothing * logsigmoid(-beta * gap)
+
+
+def _policy_and_pairs(scores, rows: Rows) -> Tensor:
+    policy = linear.batch_loss(scores, rows, lambda logp, entropy, facts: -facts["advantages"] * logp)
+    return policy + 2 * _pairs(_dpo(0.3))(scores, rows)
+
+
+MIXED = {
+    "grpo and sft": Case(
+        tt.losses.mix({"policy": tt.losses.grpo(entropy=0.1), "sft": tt.losses.sft()}, weights={"sft": 0.1}),
+        whole=_policy_and_sft,
+    ),
+    "ppo or sft": Case(
+        tt.losses.mix(
+            {"policy": tt.losses.ppo(), "sft": tt.losses.sft()},
+            weights={"sft": 0.25},
+            select=lambda row: ("policy", "sft")[row.group],
+        ),
+        whole=_by_group,
+    ),
+    "reinforce and dpo": Case(
+        tt.losses.mix({"policy": tt.losses.reinforce(), "dpo": tt.losses.dpo(beta=0.3)}, weights={"dpo": 2.0}),
+        whole=_policy_and_pairs,
+        prepare=whole_pairs,
+    ),
+}
+POLICY = {
+    "dapo truncated": Case(tt.losses.dapo(importance_cap=1.4), _corrected("token_truncate")),
+    "dapo masked by rows": Case(
+        tt.losses.dapo(importance_cap=1.4, importance_mode="sequence_mask"), _corrected("sequence_mask")
+    ),
+    "reinforce corrected": Case(tt.losses.reinforce(importance_cap=1.4), _present),
+    "dr_grpo": Case(tt.losses.dr_grpo(length=LENGTH), whole=_dr_grpo),
+    "gspo": Case(tt.losses.gspo(clip_low=0.3, clip_high=0.3, kl=0.1), _gspo, "trajectory"),
+    "gspo token": Case(
+        tt.losses.gspo(clip_low=0.3, clip_high=0.3, entropy=0.05, level="token"), _gspo_token, "trajectory"
+    ),
+    "distill": Case(tt.losses.distill(), _teacher),
+    "distill corrected": Case(
+        tt.losses.distill(
+            estimator="policy_gradient", reduction="trajectory", importance_cap=1.4, importance_mode="token_mask"
+        ),
+        _student,
+        "trajectory",
+    ),
+}
+PREFERENCE = {
+    "dpo": Case(tt.losses.dpo(beta=0.3), whole=_pairs(_dpo(0.3)), prepare=whole_pairs),
+    "dpo smoothed and free": Case(
+        tt.losses.dpo(beta=0.3, label_smoothing=0.2, reference_free=True),
+        whole=_pairs(_dpo(0.3, 0.2), reference=False),
+        prepare=whole_pairs,
+    ),
+    "ipo": Case(
+        tt.losses.ipo(beta=0.4), whole=_pairs(lambda gap: (gap - 1.25) ** 2, average=True), prepare=whole_pairs
+    ),
+    "simpo": Case(
+        tt.losses.simpo(beta=2.0, margin=0.5),
+        whole=_pairs(lambda gap: -logsigmoid(2 * gap - 0.5), average=True, reference=False),
+        prepare=whole_pairs,
+    ),
+    "kto": _kto_case("rows"),
+    "kto of mismatched rows": _kto_case("mismatched"),
+    "kto of a number": _kto_case(0.4),
+}
+EVERY: dict[str, Case] = POLICY | PREFERENCE | MIXED
+GROUPS = {"policy": POLICY, "preference": PREFERENCE, "mixed": MIXED}
