@@ -222,6 +222,12 @@ def test_without_patience_a_run_never_stops_early(make_config) -> None:
     assert result.steps == 5 and not result.stopped_early and result.best_step is not None
 
 
+def test_the_loss_of_an_evaluation_is_divided_by_the_normaliser_of_all_held_out_rows(make_config) -> None:
+    result = train(make_config(eval_fraction=0.4, tokens_per_step=60, steps=1))
+    for record in records(result, "eval"):
+        assert record["loss"] == pytest.approx(record["nll"], rel=1e-6)
+
+
 def test_what_is_trained_is_evaluated_with_its_metrics(make_config, tmp_path) -> None:
     result = train(make_config(loss="grpo", entropy=0.1, eval_fraction=0.4, steps=1))
     first = records(result, "eval")[0]

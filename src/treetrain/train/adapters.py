@@ -31,7 +31,7 @@ def add_adapter(model: nn.Module, config: TrainConfig) -> nn.Module:
     targets: Any = list(config.lora_targets)
     options = LoraConfig(
         r=config.lora_rank,
-        lora_alpha=config.lora_rank if config.lora_alpha is None else config.lora_alpha,
+        lora_alpha=config.lora_rank if config.lora_alpha is None else config.lora_alpha,  # type: ignore[arg-type]
         target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
         use_rslora=config.lora_rslora,
         use_dora=config.lora_dora,

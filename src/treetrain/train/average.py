@@ -27,7 +27,7 @@ class WeightAverage:
     def update(self) -> None:
         """Take in the weights as they are now."""
         current = [parameter.detach().float() for parameter in self._parameters.values()]
-        torch._foreach_lerp_(list(self.values.values()), current, 1 - self.decay)
+        torch._foreach_lerp_(list(self.values.values()), current, 1 - self.decay)  # type: ignore[attr-defined]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

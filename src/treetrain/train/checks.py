@@ -5,7 +5,7 @@ import math
 import os
 import types
 import typing
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from treetrain.train.settings import SECTIONS
 
@@ -111,6 +111,10 @@ def check_setting(name: str, value: Any) -> None:
     """Raise ValueError, with the name, the value and what is allowed, unless the setting can have that value."""
     if value is None and allows_none(name):
         return
+    _check_given(name, value)
+
+
+def _check_given(name: str, value: Any) -> None:
     hint = HINTS[name]
     parts = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     kinds = [part for part in parts if part is not type(None)]
@@ -140,7 +144,7 @@ def check_setting(name: str, value: Any) -> None:
         _require(one or some, name, value, "a string or a list of strings")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

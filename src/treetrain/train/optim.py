@@ -115,7 +115,7 @@ def _muon(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
 
 def _embeddings(model: nn.Module) -> list[nn.Module]:
     """The first and the last layer, and embeddings of any other kind."""
-    found = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    found: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     for name in ("get_input_embeddings", "get_output_embeddings"):
         module = getattr(model, name)() if hasattr(model, name) else None
         found += [] if module is None else [module]
