@@ -106,6 +106,7 @@ def local_block_mask(ends: Tensor, depth: Tensor, sight: Sight, block: int = BLO
     reached = key_most[None, :] >= low_least[:, None]
     inside = key_least[None, :] >= low_most[:, None]
     partial = _chosen(wide.kv_num_blocks, wide.kv_indices)
+    assert wide.full_kv_num_blocks is not None and wide.full_kv_indices is not None
     full = _chosen(wide.full_kv_num_blocks, wide.full_kv_indices)
     last, last_query = len(depths) - 1, n - 1
 
@@ -201,6 +202,7 @@ class FlexTreeAttention:
             out = self._attend(q, k, v, **options)
         else:
             out, aux = self._attend(q, k, v, **options, return_aux=AuxRequest(lse=True))
+            assert aux.lse is not None
             # A sink is a key without value: it takes its share of the softmax and gives nothing.
             share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[None, :, None])
             out = (out * share.unsqueeze(-1)).to(query.dtype)

@@ -21,14 +21,14 @@ def _scales_itself(module: nn.Module) -> bool:
 @contextmanager
 def without_own_scales(model: nn.Module) -> Iterator[None]:
     """Switch the layers' own scaling off for the length of the block."""
-    before = [(module, module.attn_temperature_tuning) for module in model.modules() if _scales_itself(module)]
+    before = [(module, getattr(module, _SWITCH)) for module in model.modules() if _scales_itself(module)]
     try:
         for module, _ in before:
-            module.attn_temperature_tuning = False
+            setattr(module, _SWITCH, False)
         yield
     finally:
         for module, value in before:
-            module.attn_temperature_tuning = value
+            setattr(module, _SWITCH, value)
 
 
 def position_scales(module: nn.Module, query: Tensor, positions: Tensor | None) -> Tensor:
