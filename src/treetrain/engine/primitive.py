@@ -23,7 +23,6 @@ from treetrain.engine.memory import (
 from treetrain.engine.packed import PackedRun, model_device, wide_dtype
 from treetrain.engine.routing import Routing, check_auxiliary, switched
 from treetrain.engine.walk import Walk
-from treetrain.models.switch import tree_attention
 from treetrain.plan.budget import Bytes
 from treetrain.plan.plan import Plan
 from treetrain.tree.build import Row
@@ -178,7 +177,7 @@ class _Scores:
         if self.routing is not None and self.routing.needed:
             routers = self.routing.run(plan.layout.tree_index, final=True)
         run = PackedRun(self.model, self.engine.capabilities, plan.layout, routers=routers)
-        with torch.enable_grad(), tree_attention(self.model), self._routers():
+        with torch.enable_grad(), run.mode(self.model), self._routers():
             scores = run.scores(temperature=self.engine.temperature, need_entropy=self.entropy)
         return scores.logprobs, scores.entropies
 
@@ -203,7 +202,7 @@ class _Scores:
         if not live:
             return (None,) * len(self.parameters)
         outs, grads = [out for out, _ in live], [grad for _, grad in live]
-        with tree_attention(self.model), self._routers():
+        with PackedRun.mode(self.model), self._routers():
             if not _has_reentrant_checkpoints(self.model):
                 with hooks_aside(self.parameters):
                     return torch.autograd.grad(outs, self.parameters, grads, allow_unused=True)

@@ -24,6 +24,7 @@ from treetrain.engine.sinks import Sinks, gradient_sinks
 from treetrain.models.capability import Capabilities
 from treetrain.plan.partition import uniform
 from treetrain.plan.plan import Plan
+from treetrain.recurrent.carry import StateCarry, state_slots
 from treetrain.tree.layout import Piece, cut
 
 
@@ -57,6 +58,18 @@ class _Pass(NamedTuple):
     scores: Scores
 
 
+class _Held(NamedTuple):
+    """What a part has been given of the carry."""
+
+    rows: np.ndarray
+    """int64: tokens that got a row for their keys and values."""
+    states: np.ndarray
+    """int64: tokens that got a slot for the states after them."""
+
+
+_NOTHING = _Held(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
 class Walk:
     """One walk over a plan.
 
@@ -86,6 +99,8 @@ class Walk:
         self._outer = _Frame(plan, None, -1)
         self._carry = Carry(plan.carry_rows, model_device(model), gradients=gradients)
         self._row_of = np.full(plan.layout.num_tokens, -1, np.int64)
+        self._states = StateCarry(plan.layout.num_tokens, state_slots(plan), gradients=gradients)
+        self._states.attach_at(plan.attach)
         self._top = 0
         self._sinks: Sinks | None = None
         self._passes = Passes() if passes is None else passes
@@ -109,7 +124,7 @@ class Walk:
         return switched(self._model, self._capabilities.experts, self._routing)
 
     def _score(self, frame: _Frame, board: Board | None, need_entropy: bool) -> None:
-        held: dict[int, np.ndarray] = {}
+        held: dict[int, _Held] = {}
         for kind, part in frame.plan.visits():
             if kind == "close":
                 self._release(held.pop(part))
@@ -148,7 +163,7 @@ class Walk:
 
     def _train(self, frame: _Frame, feed: Feed) -> None:
         graphs: dict[int, _Pass] = {}
-        held: dict[int, np.ndarray] = {}
+        held: dict[int, _Held] = {}
         plan = frame.plan
         for kind, part in plan.visits():
             if kind == "open":
@@ -160,8 +175,8 @@ class Walk:
             if kind == "close":
                 self._release(held.pop(part))
 
-    def _open(self, frame: _Frame, part: int, feed: Feed, graphs: dict[int, _Pass]) -> np.ndarray:
-        """What happens before the parts below run; returns the tokens that were given rows of the carry."""
+    def _open(self, frame: _Frame, part: int, feed: Feed, graphs: dict[int, _Pass]) -> _Held:
+        """What happens before the parts below run; returns what was given of the carry."""
         plan, attach = frame.plan, frame.attach_of(part)
         if plan.kept[part]:
             held = self._allocate(frame.named(plan.exported_tokens(part)))
@@ -170,7 +185,7 @@ class Walk:
                 graphs[part] = done
             return held
         if not plan.publishes_first(part):
-            return np.zeros(0, np.int64)
+            return _NOTHING
         tokens = frame.named(plan.published(int(plan.publish[part])))
         held = self._allocate(tokens)
         self._publish(tokens, attach, feed)
@@ -197,8 +212,10 @@ class Walk:
                 feed.scored(*done)
             return
         frame = self._halves(tokens, attach)
+        between = self._states.allocate(tokens)  # rows they have
         for part in range(frame.plan.num_parts):
             self._publish(frame.of_part(part), frame.attach_of(part), feed)
+        self._states.release(between)
 
     def _run(self, frame: _Frame, part: int, feed: Feed) -> None:
         """Forward and backward of a part of which everything below has run."""
@@ -254,6 +271,8 @@ class Walk:
         if attach >= 0 or (own >= 0).any():
             path = self._row_of[self._outer.plan.path(attach)] if attach >= 0 else np.zeros(0, np.int64)
             options = {"carry": self._carry.view(path, own)}
+            if self._capabilities.recurrent_layers:
+                options["states"] = self._states.view(tokens, attach)
         if not score:
             options["score"] = False
         if self._routing is not None and self._routing.needed:
@@ -291,19 +310,22 @@ class Walk:
 
     def _halves(self, tokens: np.ndarray, attach: int) -> _Frame:
         """Tokens that did not fit as a plan of parts half as large."""
-        return _Frame(uniform(cut(self._layout, tokens).layout, max(len(tokens) // 2, 1)), tokens, attach)
+        frame = _Frame(uniform(cut(self._layout, tokens).layout, max(len(tokens) // 2, 1)), tokens, attach)
+        self._states.attach_at(tokens[frame.plan.attach[frame.plan.attach >= 0]])
+        return frame
 
-    def _allocate(self, tokens: np.ndarray) -> np.ndarray:
-        """Give rows of the carry to tokens that have none yet, on top of those in use; returns these tokens."""
+    def _allocate(self, tokens: np.ndarray) -> _Held:
+        """Give room in the carry to tokens that have none yet, on top of what is in use."""
         fresh = tokens[self._row_of[tokens] < 0]
         rows = slice(self._top, self._top + len(fresh))
         self._carry.reserve(rows.stop)
         self._carry.clear_gradients(rows)
         self._row_of[fresh] = np.arange(rows.start, rows.stop)
         self._top = rows.stop
-        return fresh
+        return _Held(fresh, self._states.allocate(tokens))
 
-    def _release(self, tokens: np.ndarray) -> None:
-        """Take back the rows of the tokens that got theirs last."""
-        self._row_of[tokens] = -1
-        self._top -= len(tokens)
+    def _release(self, held: _Held) -> None:
+        """Take back what was given last."""
+        self._row_of[held.rows] = -1
+        self._top -= len(held.rows)
+        self._states.release(held.states)

@@ -1,5 +1,7 @@
 """Gated DeltaNet layers on a tree: the layer's own modules around a convolution and a rule that follow the paths.
 
+Gated short convolutions (LFM2) are the same without the rule.
+
 Projections, gate, norm and output are called as the layer calls them, so that adapters and hooks on them work; only
 what mixes tokens is ours. Three ways of projecting are known (Qwen3-Next, Qwen3.5, OLMo hybrid).
 
@@ -39,6 +41,16 @@ def separate_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
     beta = beta * 2.0 if layer.allow_neg_eigval else beta
     out = _rule(layer, mixed, beta, layer.a_proj(hidden), paths)
     return layer.o_proj(_gated(layer.o_norm, out, layer.g_proj(hidden), hidden))
+
+
+def short_convolution(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
+    """A convolution between two gates (LFM2). [1, N, D] -> [1, N, D]."""
+    before, after, values = layer.in_proj(hidden).chunk(3, -1)
+    gated = before * values
+    out = paths.convolve(layer.layer_idx, gated[0], layer.conv.weight.squeeze(1))
+    if layer.conv.bias is not None:
+        out = out + layer.conv.bias
+    return layer.out_proj(after * out.to(gated.dtype))
 
 
 def _rule(layer: Any, mixed: Tensor, beta: Tensor, step: Tensor, paths: Paths) -> Tensor:

@@ -26,6 +26,7 @@ from treetrain.tree.layout import pack
 class Kind:
     """A way of building a recurrent layer."""
 
+    what: str
     children: frozenset[str]
     """Names of its submodules with parameters."""
     parameters: frozenset[str]
@@ -34,7 +35,7 @@ class Kind:
     """(layer, hidden states [1, N, D], paths) -> [1, N, D]."""
 
 
-_DELTA = {"parameters": frozenset({"dt_bias", "A_log"})}
+_DELTA: dict[str, Any] = {"what": "gated DeltaNet", "parameters": frozenset({"dt_bias", "A_log"})}
 KINDS = (
     Kind(
         children=frozenset({"conv1d", "in_proj_qkvz", "in_proj_ba", "norm", "out_proj"}),
@@ -53,6 +54,12 @@ KINDS = (
         forward=deltanet.separate_projections,
         **_DELTA,
     ),
+    Kind(
+        what="gated short convolution",
+        children=frozenset({"conv", "in_proj", "out_proj"}),
+        parameters=frozenset(),
+        forward=deltanet.short_convolution,
+    ),
 )
 _TINY = {  # the same layer, small
     "hidden_size": 12,
@@ -61,6 +68,7 @@ _TINY = {  # the same layer, small
     "linear_key_head_dim": 3,
     "linear_value_head_dim": 5,
     "linear_conv_kernel_dim": 3,
+    "conv_L_cache": 3,
 }
 _TINY_ROWS, _TINY_TOLERANCE = 9, 1e-4
 _TRUSTED: dict[type, str | None] = {}
@@ -88,9 +96,10 @@ _MISSING = {  # by what a class is called, since these are refused in any case
 
 def kind_of(module: nn.Module) -> Kind | None:
     """The kind of a recurrent layer; None for any other module."""
-    parameters = frozenset(name for name, _ in module.named_parameters(recurse=False))
-    if not parameters:
+    names = module._modules.keys()
+    if not ("conv1d" in names or "conv" in names):
         return None
+    parameters = frozenset(name for name, _ in module.named_parameters(recurse=False))
     children = frozenset(name for name, child in module.named_children() if any(True for _ in child.parameters()))
     return next((kind for kind in KINDS if (kind.children, kind.parameters) == (children, parameters)), None)
 
@@ -112,15 +121,20 @@ def check_recurrence(model: nn.Module, config: Any) -> int:
         if kind_of(module) is not None:
             wrong = _wrong_with(module, config)
             if wrong:
-                raise UnsupportedModel(f"{name} ({type(module).__name__}) is built like a gated DeltaNet, but {wrong}.")
+                raise UnsupportedModel(f"{name} ({type(module).__name__}) {wrong}.")
             known.append(name)
         elif what := _mixes_by(module):
             unknown.append((name, type(module).__name__, what))
+    # What is merely called after a known layer inside it does not mix by itself.
+    unknown = [
+        entry for entry in unknown if not any(layer.startswith(f"{entry[0]}.") or not entry[0] for layer in known)
+    ]
     if unknown:
         name, kind, what = _innermost(unknown)
         raise UnsupportedModel(
             f"{name} ({kind}) mixes tokens by {what}, whose state is not carried over the forks of a tree yet: a "
-            "branch would go on from another branch's state. Exact so far: attention and gated DeltaNet layers."
+            "branch would go on from another branch's state. Exact so far: attention, gated DeltaNet and gated short "
+            "convolutions."
         )
     return len(known)
 
@@ -167,14 +181,14 @@ def _try_tiny(layer: Any, config: Any) -> str | None:
             hidden = torch.randn(1, _TINY_ROWS, small.hidden_size)
             kind = kind_of(tiny)
             if kind is None:
-                return "a small one of its class is built otherwise"
+                return "is built otherwise where it is small; it is not supported"
             paths = Paths(pack(build_tree([range(_TINY_ROWS)]), trim=False), torch.device("cpu"))
             with torch.no_grad():
                 own, ours = tiny(hidden), kind.forward(tiny, hidden, paths)
     except Exception as error:  # whatever an unknown class does with such a configuration
-        return f"a small one of its class cannot be tried ({type(error).__name__}: {error})"
+        return f"looks known, but a small one of its class cannot be tried ({type(error).__name__}: {error})"
     if own.shape != ours.shape or not torch.allclose(own, ours, rtol=_TINY_TOLERANCE, atol=_TINY_TOLERANCE):
-        return "its own forward gives something else than that; it is not supported"
+        return f"has the parts of a {kind.what}, but its own forward gives something else; it is not supported"
     return None
 
 

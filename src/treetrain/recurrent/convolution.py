@@ -71,7 +71,7 @@ class _Convolve(torch.autograd.Function):
         for tap in range(1, taps.width):
             out.addcmul_(source[tap : tap + count], factor[:, tap])
         if taps.elsewhere is not None:
-            out.index_copy_(0, taps.elsewhere, torch.einsum("bkd,dk->bd", source[taps.index], factor))
+            out.index_copy_(0, taps.elsewhere, (source[taps.index] * factor.t()).sum(1))
         return out
 
     @staticmethod
@@ -91,7 +91,7 @@ class _Convolve(torch.autograd.Function):
         if behind is not None:
             places = taps.index.flatten()
             grad_source.index_add_(0, places, (behind[:, None] * factor.t()).flatten(0, 1))
-            grad_factor += torch.einsum("bd,bkd->dk", behind, source[taps.index])
+            grad_factor += (behind[:, None] * source[taps.index]).sum(0).t()
         return grad_source.to(extended.dtype), grad_factor.to(weight.dtype), None
 
 

@@ -1,0 +1,149 @@
+"""Models with recurrent layers: the numerics contract in every plan shape, and the shapes that recurrence is about."""
+
+import numpy as np
+import pytest
+import torch
+
+import treetrain as tt
+from support import linear
+from support.contract import PPO, SFT, check_contract
+from support.forests import bushy_rows, dress
+from support.hybrids import make_hybrid
+from support.plans import KEEPS, SHAPES, planned
+from support.pure import PureFloat64, RoundsToFloat32
+from treetrain.recurrent import carry
+from treetrain.recurrent.tiles import TILE
+
+DELTA = ("qwen3_5_text", "qwen3_next_dense")
+FAST = {"qwen3_5_text": ("1 part", "chunks of 7"), "qwen3_next_dense": ("1 part", "one segment per part")}
+
+
+@pytest.mark.parametrize(("family", "shape"), [(family, shape) for family, shapes in FAST.items() for shape in shapes])
+def test_gradients_of_gated_delta_models_are_those_of_the_rows(family, shape, record_property):
+    engines = [planned(shape, keep) for keep in (("none",) if shape == "1 part" else KEEPS)]
+    record_property("errors", check_contract(family, [SFT, PPO], 4, engines=engines, make=make_hybrid))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", [*DELTA, "qwen3_5_deep", "olmo_hybrid", "lfm2"])
+def test_gradients_of_every_plan_of_hybrids_are_those_of_the_rows(family, shape, record_property):
+    engines = [planned(shape, keep) for keep in KEEPS]
+    record_property("errors", check_contract(family, [SFT, PPO], 25, engines=engines, make=make_hybrid))
+
+
+@pytest.mark.parametrize("family", ["olmo_hybrid", "lfm2"])
+def test_other_builds_of_recurrent_layers_meet_the_contract(family, record_property):
+    engines = [planned("1 part", "none"), planned("chunks of 7", "mixed")]
+    record_property("errors", check_contract(family, [SFT], 4, engines=engines, make=make_hybrid))
+
+
+LONG = list(np.random.default_rng(1).integers(0, 37, 2 * TILE + 30))
+SHAPED = {
+    "forks at the first token": [[i, 1, 2, 3] for i in range(20)] + [[1, i, 4] for i in range(5)],
+    "one-token segments": [[1, 5], [1, 2, 6], [1, 2, 3, 7], [1, 2, 3, 4, 8], [7], [8, 9]],
+    "segments longer than a tile": [LONG, [*LONG[: TILE + 9], 3, 1, 4], [*LONG, 1, 5], [*LONG, 9, 2, 6], LONG[:TILE]],
+    "a bushy star": [[1, 2, 3, i % 37, i // 37] for i in range(70)],
+    "nested forks": [[*LONG[:n], (LONG[n] + 1) % 37, 3] for n in range(1, 70, 4)],
+    "levels": bushy_rows(np.random.default_rng(0), rows=14, segment=9, levels=4),
+}
+SMALL = bushy_rows(np.random.default_rng(0), rows=6, segment=4, levels=3)
+PLANS = [("1 part", "none"), ("chunks of 7", "none"), ("one segment per part", "all"), ("N/4", "mixed")]
+
+
+def measure(model, rows, engines) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The gradient by rows, and by each engine."""
+    score = linear.score_rows(model, [row.ids.tolist() for row in rows], PPO.temperature)
+    truth = linear.gradients(model, linear.batch_loss(score, rows, PPO.per_token))
+    found = []
+    for engine in engines:
+        model.zero_grad()
+        engine(model, temperature=PPO.temperature).forward_backward(rows, PPO.loss)
+        found.append(linear.gradients(model))
+    model.zero_grad()
+    return truth, found
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_what_recurrence_is_about_is_exact(name):
+    rows = dress(SHAPED[name], 7)
+    engines = [planned(*plan) for plan in PLANS]
+    with PureFloat64():
+        truth, found = measure(make_hybrid("qwen3_5_deep", dtype=torch.float64), rows, engines)
+    for gradient in found:
+        assert linear.relative_error(gradient, truth) <= 1e-12
+    truth, found = measure(make_hybrid("qwen3_5_text"), rows, engines[:2])
+    for gradient in found:
+        assert linear.relative_error(gradient, truth) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DELTA)
+def test_five_hundred_nested_forks_are_exact(family):
+    trunk = np.random.default_rng(3).integers(0, 37, 500)
+    rows = dress([[*trunk[:n], (trunk[n] + 1) % 37] for n in range(1, 500)], 3)
+    model = make_hybrid(family, dtype=torch.float64)
+    with PureFloat64():
+        truth, found = measure(model, rows, [planned("1 part", "none"), planned("N/16", "mixed")])
+    for gradient in found:
+        assert linear.relative_error(gradient, truth) <= 1e-12
+
+
+def test_a_budget_in_tokens_and_the_primitive_are_exact():
+    rows = dress(SMALL, 5)
+    ids = [row.ids.tolist() for row in rows]
+    model = make_hybrid("qwen3_5_deep", dtype=torch.float64)
+    with PureFloat64():
+        logps, entropies = linear.score_rows(model, ids)
+        truth = linear.gradients(model, sum((p * q).sum() for p, q in zip(logps, entropies)))
+        for budget in (None, 12, 5):
+            found, also = tt.logprobs(model, ids, budget=budget, return_entropy=True)
+            got = linear.gradients(model, sum((p * q).sum() for p, q in zip(found, also)))
+            assert linear.relative_error(got, truth) <= 1e-12
+            plain = tt.TreeEngine(model, budget=budget).logprobs(ids)
+            for one, other, want in zip(found, plain, logps):
+                torch.testing.assert_close(one, want, rtol=1e-11, atol=1e-12)
+                torch.testing.assert_close(other, want, rtol=1e-11, atol=1e-12)
+
+
+def test_nothing_of_a_pure_float64_run_is_rounded():
+    watch = RoundsToFloat32()
+    model = make_hybrid("qwen3_5_deep", dtype=torch.float64)
+    with PureFloat64(), watch:
+        for plan in PLANS[:2]:
+            planned(*plan)(model).forward_backward(dress(SMALL, 5), PPO.loss)
+    assert watch.found == []
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_states_are_held_only_where_parts_attach_and_room_is_made_once(keep, monkeypatch):
+    made: list[carry.StateCarry] = []
+    grown: list[int] = []
+
+    class Watched(carry.StateCarry):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.most = 0
+            made.append(self)
+
+        def allocate(self, tokens):
+            before = self._slots
+            fresh = super().allocate(tokens)
+            grown.append(self._slots - before)
+            self.most = max(self.most, self._top)
+            return fresh
+
+    monkeypatch.setattr("treetrain.engine.walk.StateCarry", Watched)
+    model = make_hybrid("qwen3_5_deep")
+    for shape in SHAPES:
+        engine = planned(shape, keep)
+        engine.plans.clear()
+        engine(model).forward_backward(dress(SMALL, 5), SFT.loss)
+        slots, plan = made[-1], engine.plans[-1]
+        assert not any(grown) and slots._top == 0
+        assert slots.most == slots._slots == carry.state_slots(plan)
+        attach = np.unique(plan.attach[plan.attach >= 0])
+        assert slots.most <= len(attach) and (slots.most > 0) == (len(attach) > 0)
+        # Three recurrent layers, each with a state and the last three inputs, values and gradients.
+        state, tail = 4 * 8 * 12, 3 * (2 * 2 * 8 + 4 * 12)
+        assert slots.num_bytes == (3 * slots.most * (state + tail) * 4 * 2 if slots.most else 0)

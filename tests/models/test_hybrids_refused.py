@@ -1,0 +1,137 @@
+"""Recurrences that are not carried over forks are refused by layer and by what is missing, before any work."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import treetrain as tt
+from support.families import BASE, MAMBA, make_family
+from support.hybrids import make_hybrid
+from treetrain.errors import UnsupportedModel
+from treetrain.models import recurrence
+
+ROWS = [[1, 2, 3, 4, 5], [1, 2, 6], [1, 2, 3, 7, 7]]
+
+
+def refused(model: nn.Module, says: str) -> None:
+    """Before the model is called at all."""
+    started: list[str] = []
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda m, _: started.append(type(m).__name__))
+    for call in (lambda: tt.TreeEngine(model), lambda: tt.logprobs(model, ROWS)):
+        with pytest.raises(UnsupportedModel, match=says):
+            call()
+    assert started == []
+
+
+MIXERS = {
+    "granitemoehybrid": r"model\.layers\.0\.mamba \(GraniteMoeHybridMambaLayer\)",
+    "bamba": r"model\.layers\.0\.mamba \(BambaMixer\)",
+    "nemotron_h": r"model\.layers\.0\.mixer \(NemotronHMamba2Mixer\)",
+    "falcon_h1": r"model\.layers\.0\.mamba \(FalconH1Mixer\)",
+}
+
+
+@pytest.mark.parametrize("family", MAMBA)
+def test_mamba_2_hybrids_are_refused_naming_the_layer_and_what_is_missing(family):
+    refused(
+        make_family(family), MIXERS[family] + r" mixes tokens by a Mamba-2 scan \(SSD\), whose state is not carried"
+    )
+
+
+OTHERS = {
+    "MiniMax": ({"layer_types": ["linear_attention", "full_attention"]}, r"layers\.0\.self_attn .*lightning attention"),
+    "KimiLinear": ({}, r"layers\.\d\.self_attn \(KimiLinearDeltaAttention\).*Kimi delta attention"),
+    "Jamba": (
+        {"attn_layer_offset": 1, "attn_layer_period": 2},
+        r"layers\.0\.mamba \(JambaMambaMixer\).*selective scan",
+    ),
+    "RecurrentGemma": ({"num_hidden_layers": 3}, r"mixes tokens by a gated linear recurrence"),
+    "Zamba2": ({"layers_block_type": ["mamba", "hybrid"]}, r"Zamba2MambaMixer.*Mamba-2 scan"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_recurrences_are_refused_by_name(name):
+    own, says = OTHERS[name]
+    config_class, model_class = (getattr(transformers, f"{name}{kind}", None) for kind in ("Config", "ForCausalLM"))
+    if config_class is None:
+        pytest.skip(f"this transformers has no {name}")
+    with torch.device("meta"):
+        model = model_class(config_class(**(BASE | own)))
+    with pytest.raises(UnsupportedModel, match=says):
+        tt.TreeEngine(model)
+
+
+def test_an_attention_model_with_a_convolution_of_its_own_is_refused():
+    model = make_family("llama")
+    model.model.layers[1].mlp.smooth = nn.Conv1d(24, 24, 3, groups=24)
+    refused(model, r"model\.layers\.1\.mlp\.smooth \(Conv1d\)")
+    model = make_family("llama")
+    model.model.layers[1].mlp.memory = nn.GRU(24, 24)
+    refused(model, r"model\.layers\.1\.mlp\.memory \(GRU\)")
+
+
+Layer = transformers.models.qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet
+
+
+class Twisted(Layer):
+    """The same parts, put together otherwise."""
+
+    def forward(self, hidden_states, **kwargs):
+        return super().forward(hidden_states, **kwargs) * 1.01
+
+
+class WithoutConfiguration(Layer):
+    def __init__(self):
+        raise AssertionError
+
+
+class OneMorePart(Layer):
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.extra = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("layer_class", "says"),
+    [(Twisted, "its own forward gives something else"), (WithoutConfiguration, "cannot be tried")],
+)
+def test_a_layer_with_the_known_parts_and_another_forward_is_refused(layer_class, says):
+    model = make_hybrid("qwen3_5_text")
+    model.model.layers[0].linear_attn.__class__ = layer_class
+    refused(model, rf"model\.layers\.0\.linear_attn \({layer_class.__name__}\).*{says}")
+
+
+def test_a_layer_with_another_part_is_refused():
+    model = make_hybrid("qwen3_5_text")
+    model.model.layers[0].linear_attn = OneMorePart(model.config, 0)
+    refused(model, r"model\.layers\.0\.linear_attn")
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next_dense", "olmo_hybrid", "lfm2"])
+def test_trying_a_layer_draws_no_random_numbers_and_works_without_weights(name):
+    recurrence._TRUSTED.clear()
+    with torch.device("meta"):
+        model = type(make_hybrid(name))(make_hybrid(name).config)
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    assert tt.TreeEngine(model).capabilities.recurrent_layers == 1
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(wrong is None for wrong in recurrence._TRUSTED.values())
+
+
+class DropsKeywords(transformers.models.qwen3_5.modeling_qwen3_5.Qwen3_5DecoderLayer):
+    def forward(self, hidden_states, **kwargs):
+        if hasattr(self, "linear_attn"):
+            return hidden_states + self.linear_attn(self.input_layernorm(hidden_states))
+        return super().forward(hidden_states, **kwargs)
+
+
+def test_a_model_that_keeps_the_run_from_its_recurrent_layers_is_refused_before_any_gradient():
+    model = make_hybrid("qwen3_5_text")
+    model.model.layers[0].__class__ = DropsKeywords
+    with pytest.raises(UnsupportedModel, match="Qwen3_5GatedDeltaNet was called without the tree run"):
+        tt.TreeEngine(model).forward_backward([tt.Trajectory(row) for row in ROWS], tt.losses.sft())
+    assert all(p.grad is None for p in model.parameters())
