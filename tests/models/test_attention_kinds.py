@@ -10,13 +10,26 @@ import transformers
 import treetrain as tt
 from support import linear
 from support.contract import PPO, SFT, check_contract
-from support.families import BASE, make_family
+from support.families import BASE, Family, make_family
+from support.families import FAMILIES as FAMILIES_OF_TESTS
 from support.models import as_dtype, build
 from support.plans import planned
 from support.pure import PureFloat64
 from treetrain.errors import DataError, UnsupportedModel
 
+FAMILIES_OF_TESTS["granite_swa"] = Family(  # sinks and windows without experts, on a scaled head
+    "GraniteSWAConfig",
+    "GraniteSWAForCausalLM",
+    {
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "logits_scaling": 3.0,
+        "attention_multiplier": 0.4,
+    },
+)
 FAMILIES = ["gemma2", "gemma3_text", "mistral_window", "qwen2_window", "cohere2", "granite", "cohere"]
+if hasattr(transformers, "GraniteSWAConfig"):
+    FAMILIES += ["granite_swa"]
 FAMILIES += ["gpt_oss", "deepseek_v3", "llama4_text", "llama4_tuned"]
 ROUTED = ("gpt_oss", "deepseek_v3", "llama4_text", "llama4_tuned")
 """Routers choose other experts in bfloat16 (tests of experts replay the choice): held in float64 here."""
@@ -60,6 +73,14 @@ def test_every_plan_of_a_forest_is_exact_in_float64(family):
         expected = gradients(model)
         for shape, keep in SHAPES:
             assert error(model, planned(shape, keep), expected) <= 1e-12, (shape, keep)
+
+
+@pytest.mark.parametrize("family", ROUTED)
+def test_families_with_experts_are_exact_in_float32(family):
+    model = make_family(family)
+    expected = gradients(model)
+    for shape, keep in (("1 part", "none"), ("chunks of 7", "mixed")):
+        assert error(model, planned(shape, keep), expected) <= 1e-5, shape
 
 
 @pytest.mark.slow
