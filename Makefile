@@ -24,7 +24,7 @@ endif
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo       train the built-in model on branching data, as a tree and linearly; a table and a picture"
+	@echo "make demo       train the built-in model on branching data, as a tree and linearly; a table and a page"
 	@echo "make test       lint, types and all tests but the slow ones"
 	@echo "make test-full  lint, types and all tests"
 	@echo "make bench      run all benchmarks, write their rows to benchmarks/results, update the README's table"

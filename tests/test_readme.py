@@ -11,7 +11,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OPTIONS = {"inspect": "InspectOptions", "verify": "VerifyOptions", "bench": "BenchOptions", "train": "TrainOptions"}
+OPTIONS = {
+    "inspect": "InspectOptions",
+    "verify": "VerifyOptions",
+    "bench": "BenchOptions",
+    "train": "TrainOptions",
+    "report": "ReportOptions",
+}
 
 
 def blocks(page: Path, language: str, mark: str = "") -> list[str]:

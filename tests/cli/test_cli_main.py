@@ -60,8 +60,8 @@ def test_python_m_treetrain_is_the_command_line() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_unknown_flag_is_an_error_of_one_line(treetrain, command) -> None:
-    output = ["--output", "out"] if command == "train" else []
-    error = treetrain(command, "rows.jsonl", "--model", "tiny", *output, "--frobnicate", "3").error
+    more = {"train": ["--model", "tiny", "--output", "out"], "report": []}.get(command, ["--model", "tiny"])
+    error = treetrain(command, "rows.jsonl", *more, "--frobnicate", "3").error
     expected = f"Unrecognized options: --frobnicate, 3; treetrain {command} --help lists what there is"
     assert error == f"treetrain: error: {expected}"
 

@@ -21,7 +21,7 @@ EXAMPLES = (
 class ReportOptions:
     """What to show, and where to."""
 
-    folder: Annotated[str, tyro.conf.Positional]
+    folder: Annotated[str, tyro.conf.arg(metavar="FOLDER"), tyro.conf.Positional]
     """Output folder of a run of `treetrain train`."""
     compare: str | None = None
     """Folder of a second run to judge it by, e.g. of the same run with --execution linear."""

@@ -82,13 +82,14 @@ POLICY = (
         unit="tokens",
         zero=True,
     ),
+    _one("trained_tokens", "Trained tokens", unit="tokens a step", zero=True),
 )
 PREFERENCES = (
     Known(title="Implicit reward", names={"chosen_reward": "chosen", "rejected_reward": "rejected"}),
     _one("margin", "Reward margin"),
     Known(title="Log-probability", names={"chosen_logps": "chosen", "rejected_logps": "rejected"}, unit="nats per row"),
 )
-SPEED_NAMES = ("flat_tokens_per_second", "overlap", "peak_memory_bytes", "parts", "recomputed_tokens")
+SPEED_NAMES = ("flat_tokens_per_second", "overlap", "peak_memory_bytes", "calls", "parts", "recomputed_tokens")
 TIMES = {
     "forward_backward_seconds": "forward and backward",
     "optimizer_seconds": "optimiser",
@@ -140,8 +141,9 @@ def learning_charts(run: Run) -> Iterator[Chart]:
     if len(held_out) > (2 if is_sft else 1):
         line = Line(name="held out", column=held_out, colour=1, style="dots")
         yield Chart(key="eval-nll", title="Held-out loss", lines=[line], unit="nats per trained token")
+    told = ("nll", *(("loss",) if is_sft else ()), *EVALUATION_FACTS)  # the loss of SFT is the nll
     for name, column in run.evaluations.items():
-        if name not in ("nll", *EVALUATION_FACTS) and len(column) > 1:
+        if name not in told and len(column) > 1:
             line = Line(name="held out", column=column, colour=1, style="dots")
             title = TITLES.get(name, name)
             yield Chart(key=f"eval-{safe_key(name)}", title=f"Held out: {title.lower()}", lines=[line])
@@ -206,11 +208,12 @@ def speed_charts(run: Run) -> Iterator[Chart]:
     yield _time_chart(run)
     yield memory_chart(run)
     for name, title, note in (
+        ("calls", "Calls", "that a step was split into, by tokens_per_call"),
         ("parts", "Parts", "forward-backward passes of a step"),
         ("recomputed_tokens", "Tokens run twice", "to stay within the budget"),
     ):
         column = run.column(name)
-        if len(column) and column.finite.values.max(initial=0) > (name == "parts"):
+        if len(column) and column.finite.values.max(initial=0) > (name != "recomputed_tokens"):
             line = Line(name=title.lower(), column=column)
             yield Chart(key=name, title=title, lines=[line], zero=True, smooth=True, note=note)
 

@@ -2,16 +2,25 @@
 
 import dataclasses
 import statistics
-from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from treetrain.report.catalogue import TITLES, difference, memory_chart, ratio, safe_key
+from treetrain.report.catalogue import (
+    HIDDEN,
+    MOST_OTHER_CHARTS,
+    SPEED_NAMES,
+    TIMES,
+    TITLES,
+    difference,
+    memory_chart,
+    ratio,
+    safe_key,
+)
 from treetrain.report.chart import Chart, Line, drawable
-from treetrain.report.records import Column, Run
-from treetrain.report.words import byte_count, duration, times, times_tick
+from treetrain.report.records import NOTHING, Column, Run
+from treetrain.report.words import MINUS, byte_count, duration, number, times, times_tick
 
 SETTLING = 1
 """First steps that are not timed: memory and kernels are set up in them."""
@@ -127,49 +136,62 @@ class Comparison:
 
 def comparison_charts(pair: Comparison) -> list[tuple[str, list[Chart]]]:
     """(section, charts) of what both runs have."""
-    one, other = pair.names
-    apart = pair.differences
-    shown = Column(apart.steps, np.maximum(apart.values, SMALLEST_DIFFERENCE))
-    learning = [
-        _loss_chart(pair),
-        Chart(
-            key="difference",
-            title="Distance of the losses",
-            lines=[Line(name=f"|{one} {chr(0x2212)} {other}|", column=shown, colour=3)],
-            unit=str(_loss_unit(pair.run)),
-            log=True,
-            note=f"at least {SMALLEST_DIFFERENCE:g} is drawn, to give equal losses a place",
-        ),
-    ]
-    speed = [
-        Chart(
-            key="speedup",
-            title="Speed-up",
-            lines=[
-                Line(name="measured", column=pair.speedups, said=_median(pair.speedup)),
-                Line(name="FLOP-ideal", column=pair.ideals, colour=2, style="dashed", said=_median(pair.ideal)),
+    seconds = {"unit": "s", "apart": True, "zero": True, "smooth": True, "form": duration}
+    rate = {"unit": "tokens / s of all rows", "apart": True, "zero": True, "smooth": True}
+    sections = [
+        ("Do they learn the same?", [_loss_chart(pair), _difference_chart(pair)]),
+        (
+            "Speed and memory",
+            [
+                _speedup_chart(pair),
+                _both(pair, "forward_backward_seconds", "Forward and backward", **seconds),
+                _both(pair, "flat_tokens_per_second", "Tokens a second", **rate),
+                _memory(pair),
             ],
-            unit=f"times as fast as {other}",
-            zero=True,
-            smooth=True,
-            form=times,
-            tick=times_tick,
-            note="forward and backward of each step",
         ),
-        _both(
-            pair, "forward_backward_seconds", "Forward and backward", unit="s", zero=True, smooth=True, form=duration
-        ),
-        _both(pair, "flat_tokens_per_second", "Tokens a second", unit="tokens / s of all rows", zero=True, smooth=True),
-        _memory(pair),
+        ("More", [_both(pair, name, TITLES.get(name, name), smooth=name != "lr") for name in _other_measures(pair)]),
     ]
-    rest = [_both(pair, name, TITLES.get(name, name), smooth=name != "lr") for name in EITHER]
-    return [
-        (title, [chart for chart in charts if drawable(chart)]) for title, charts in _sections(learning, speed, rest)
-    ]
+    return [(title, [chart for chart in charts if drawable(chart)]) for title, charts in sections]
 
 
-def _sections(*charts: list[Chart]) -> Iterator[tuple[str, list[Chart]]]:
-    yield from zip(("Do they learn the same?", "Speed and memory", "More"), charts)
+def _other_measures(pair: Comparison) -> list[str]:
+    """What both have and no other chart shows, the well-known ones first."""
+    both = pair.run.train.keys() & pair.reference.train.keys()
+    rest = sorted(both - {"loss", *SPEED_NAMES, *TIMES, *HIDDEN, *EITHER})
+    return [name for name in (*EITHER, *rest) if name in both][:MOST_OTHER_CHARTS]
+
+
+def _difference_chart(pair: Comparison) -> Chart:
+    apart = pair.differences if pair.same_work else NOTHING
+    shown = Column(apart.steps, np.maximum(apart.values, SMALLEST_DIFFERENCE))
+    said = f"at most {number(float(apart.finite.values.max()), 2)}" if len(apart.finite) else ""
+    return Chart(
+        key="difference",
+        title="Distance of the losses",
+        lines=[Line(name=f"|{pair.names[0]} {MINUS} {pair.names[1]}|", column=shown, colour=3, said=said)],
+        unit=_loss_unit(pair.run),
+        log=True,
+        note=f"at least {number(SMALLEST_DIFFERENCE)} is drawn, to give equal losses a place",
+    )
+
+
+def _speedup_chart(pair: Comparison) -> Chart:
+    measured = "" if pair.speedup is None else f"median {times(pair.speedup)}"
+    ideal = "" if pair.ideal is None else f"{times(pair.ideal)} of all steps"
+    return Chart(
+        key="speedup",
+        title="Speed-up",
+        lines=[
+            Line(name="measured", column=pair.speedups, said=measured),
+            Line(name="FLOP-ideal", column=pair.ideals, colour=2, style="dashed", said=ideal),
+        ],
+        unit=f"times as fast as {pair.names[1]}",
+        zero=True,
+        smooth=True,
+        form=times,
+        tick=times_tick,
+        note="forward and backward of each step",
+    )
 
 
 def _loss_chart(pair: Comparison) -> Chart:
@@ -188,11 +210,12 @@ def _loss_unit(run: Run) -> str:
     return "nats per trained token" if run.config.get("loss", "sft") == "sft" else ""
 
 
-def _both(pair: Comparison, name: str, title: str, **more: Any) -> Chart:
+def _both(pair: Comparison, name: str, title: str, *, apart: bool = False, **more: Any) -> Chart:
+    """`apart`: the two are not expected to lie on each other."""
     one, other = pair.names
     columns = (pair.run.column(name), pair.reference.column(name))
     lines = [
-        Line(name=other, column=columns[1], colour=1, style="under"),
+        Line(name=other, column=columns[1], colour=1, style="line" if apart else "under"),
         Line(name=one, column=columns[0]),
     ]
     return Chart(key=safe_key(name), title=title, lines=lines if all(map(len, columns)) else [], **more)
@@ -215,10 +238,6 @@ def _seconds(run: Run) -> Column:
 
 def _flops(run: Run) -> Column:
     return run.column("linear_flops" if run.config.get("execution") == "linear" else "tree_flops")
-
-
-def _median(factor: float | None) -> str:
-    return "" if factor is None else f"{times(factor)} over all"
 
 
 def _settled(column: Column) -> list[float]:

@@ -193,6 +193,13 @@ def _figures(column: Column) -> tuple[str, ...]:
     return tuple(number(value, 5) for value in (values[0], values[-1], values.min(), values.max()))
 
 
+def versions_line(run: Run) -> str:
+    """Versions and machine."""
+    versions = run.start.get("versions")
+    words = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []
+    return ", ".join([*words, *(str(run.start[name]) for name in ("machine",) if run.start.get(name))])
+
+
 def run_facts(run: Run) -> Iterator[tuple[str, str]]:
     """What ran, on what, on which rows."""
     start = run.start

@@ -103,7 +103,8 @@ def machine(device: torch.device) -> str:
     """The device in words."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
-    return f"CPU, {torch.get_num_threads()} threads on {os.cpu_count()} cores"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' * (threads != 1)} on {os.cpu_count()} cores"
 
 
 def memory_bytes(device: torch.device) -> int | None:
