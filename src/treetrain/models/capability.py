@@ -79,13 +79,11 @@ def check_model(model: nn.Module) -> Capabilities:
     rotary_positions = check_rotary(lm, text)
     _check_adapter(model)
     head, head_is_linear = _check_head(lm)
-    heads = getattr(text, "num_attention_heads", None)
-    if not heads:
-        raise UnsupportedModel(f"{type(lm).__name__} has no attention heads; only attention layers are supported.")
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    # Layers may differ in the size of their heads; transformers then refuses to tell one size for all.
+    widths = [_heads_times_size(lm, layer) for layer in _layer_configs(text)]
     return Capabilities(
         layers=text.num_hidden_layers,
-        heads_times_size=heads * head_dim,
+        heads_times_size=max(widths),
         vocab_size=text.vocab_size,
         max_positions=getattr(text, "max_position_embeddings", None),
         head=head,
@@ -95,6 +93,17 @@ def check_model(model: nn.Module) -> Capabilities:
         experts=check_experts(lm, text),
         recurrent_layers=recurrent_layers,
     )
+
+
+def _layer_configs(config: Any) -> list[Any]:
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+
+
+def _heads_times_size(lm: nn.Module, config: Any) -> int:
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        raise UnsupportedModel(f"{type(lm).__name__} has no attention heads; only attention layers are supported.")
+    return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 def _check_kind(lm: nn.Module, config: Any) -> None:

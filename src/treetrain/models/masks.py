@@ -42,7 +42,15 @@ class SightMask:
         )
 
 
-def sight_of(mask_function: Callable) -> Sight | None:
+class EmptyMask:
+    """Stands for the mask of a window of 0 tokens, which Qwen2-MoE makes beside the one its layers take."""
+
+    @property
+    def sight(self) -> NoReturn:
+        raise UnsupportedModel("a layer takes an attention mask whose window is 0, so that no token sees any.")
+
+
+def sight_of(mask_function: Callable) -> Sight | EmptyMask | None:
     """How far a mask function lets a token see; None for everything above it.
 
     Raises:
@@ -56,6 +64,8 @@ def sight_of(mask_function: Callable) -> Sight | None:
             continue
         size = inspect.getclosurevars(function).nonlocals
         if known and name == _WINDOW:
+            if not size["sliding_window"]:
+                return EmptyMask()
             sights.append(Sight(window=int(size["sliding_window"])))
         elif known and name == _CHUNK:
             sights.append(Sight(chunk=int(size["chunk_size"])))
@@ -77,9 +87,9 @@ def _leaves(function: Callable) -> Iterator[Callable]:
                 yield from _leaves(part)
 
 
-def _tree_mask(*args: Any, mask_function: Callable, **kwargs: Any) -> SightMask | None:
+def _tree_mask(*args: Any, mask_function: Callable, **kwargs: Any) -> SightMask | EmptyMask | None:
     sight = sight_of(mask_function)
-    return None if sight is None else SightMask(sight)
+    return SightMask(sight) if isinstance(sight, Sight) else sight
 
 
 def register_tree_masks(interface: str) -> None:

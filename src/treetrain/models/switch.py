@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 
 from treetrain.attention.sight import FULL, Ask
 from treetrain.errors import UnsupportedModel
-from treetrain.models.masks import SightMask, register_tree_masks
+from treetrain.models.masks import EmptyMask, SightMask, register_tree_masks
 from treetrain.models.temperature import position_scales, without_own_scales
 
 INTERFACE = "treetrain"
@@ -70,7 +70,7 @@ def _tree_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: SightMask | Tensor | None,
+    attention_mask: SightMask | EmptyMask | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -87,7 +87,7 @@ def _tree_attention(
             f"{name} was called without the tree run: the model does not pass keyword arguments on to its "
             "attention, so it cannot be told which tokens see which. It cannot be trained on a tree."
         )
-    sight = attention_mask.sight if isinstance(attention_mask, SightMask) else FULL
+    sight = attention_mask.sight if isinstance(attention_mask, SightMask | EmptyMask) else FULL
     if isinstance(attention_mask, Tensor):
         kwargs["attention_mask"] = attention_mask
     if dropout:
