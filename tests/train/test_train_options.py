@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from branching import branching_rows, write_rows
 from transformers import AutoModelForCausalLM
 
+from treetrain.data.advantages import group_advantages
 from treetrain.engine.engine import TreeEngine
 from treetrain.errors import DataError
 from treetrain.losses import by_name
@@ -19,6 +21,8 @@ from treetrain.train.accumulate import StepSplitter, forward_backward
 from treetrain.train.average import WeightAverage
 from treetrain.train.best import Best
 from treetrain.train.config import TrainConfig
+from treetrain.train.evaluation import evaluate
+from treetrain.train.loop import TrainLoop
 from treetrain.train.optim import MuonWithAdamW
 from treetrain.train.trainer import Trainer, TrainResult, train
 
@@ -239,6 +243,28 @@ def test_what_is_trained_is_evaluated_with_its_metrics(make_config, tmp_path) ->
     assert first["entropy"] == pytest.approx(whole.metrics["entropy"], rel=1e-5)
 
 
+def test_tokens_count_by_their_weights_in_an_evaluation(make_config, model_folder) -> None:
+    rows = [row.replace(loss_weights=np.arange(len(row)) % 3 / 2) for row in Trainer(make_config()).prepared.rows]
+    engine = TreeEngine(load_model(model_folder))
+    found = evaluate(engine, rows, [np.arange(len(rows))], by_name("sft"))
+    scores = torch.cat(engine.logprobs(rows)).double()
+    weighted = torch.cat([torch.from_numpy(row.weights[1:]) for row in rows])
+    assert found.nll == pytest.approx(float(-(weighted * scores).sum() / weighted.sum()), rel=1e-6)
+    assert found.trained_tokens == int((weighted > 0).sum()) and found.loss == pytest.approx(found.nll, rel=1e-6)
+
+
+def test_how_rewards_become_advantages_is_a_setting(make_config) -> None:
+    plain = Trainer(make_config()).prepared.rows
+    for settings in ({}, {"advantage_std": False}, {"advantage_mean": False, "advantage_std": False}):
+        rows = Trainer(make_config(loss="grpo", **settings)).prepared.rows
+        expected = group_advantages(
+            plain,
+            subtract_mean=settings.get("advantage_mean", True),
+            divide_by_std=settings.get("advantage_std", True),
+        )
+        assert all((row.advantages == other.advantages).all() for row, other in zip(rows, expected, strict=True))
+
+
 def test_held_out_rows_without_the_facts_are_evaluated_by_likelihood_or_refused(make_config, tmp_path) -> None:
     rows = [{name: value for name, value in row.items() if name != "reward"} for row in branching_rows(groups=2)]
     held = write_rows(tmp_path / "held.jsonl", rows)
@@ -373,3 +399,12 @@ def test_the_times_of_a_step_add_up(make_config) -> None:
         assert step["optimizer_seconds"] > 0 and step["other_seconds"] > 0
     assert sum(step["other_seconds"] for step in steps) == pytest.approx(result.other_seconds)
     assert sum(step["seconds"] for step in steps) == pytest.approx(result.seconds)
+
+
+def test_what_is_between_the_steps_counts_and_evaluations_do_not(make_config, monkeypatch) -> None:
+    record = TrainLoop._record
+    monkeypatch.setattr(TrainLoop, "_evaluate", lambda self: time.sleep(0.5))
+    monkeypatch.setattr(TrainLoop, "_record", lambda *args, **kwargs: (record(*args, **kwargs), time.sleep(0.1)))
+    result = train(make_config(steps=3, eval_fraction=0.3, eval_every_steps=1))
+    first, *rest = [step["other_seconds"] for step in records(result)]
+    assert first < 0.1 and all(0.1 <= seconds < 0.5 for seconds in rest)

@@ -79,8 +79,8 @@ class LossSettings:
     entropy: float | None = None
     """Policy losses: coefficient of the entropy bonus."""
     importance_cap: float | None = None
-    """Policy losses: correct for a sampler that is not quite the old policy; the largest correction. The rows then need
-    rollout_logprobs."""
+    """Policy losses but gspo, and distill: correct for a sampler that is not quite the old policy; the largest
+    correction. The rows then need rollout_logprobs."""
     importance_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = None
     """Whether that correction is per token or per row, and whether what exceeds the cap is cut to it or left out."""
     beta: float | None = None
