@@ -74,6 +74,46 @@ def test_random_numbers_go_on_where_they_were() -> None:
     assert draw() == expected
 
 
+def test_a_run_that_goes_on_draws_the_random_numbers_that_come_next(make_run, tmp_path, monkeypatch) -> None:
+    drawn: list[tuple] = []
+    original = TreeEngine.forward_backward
+
+    def forward_backward(self, *args, **kwargs):
+        drawn.append((random.random(), np.random.rand(), float(torch.rand(()))))  # noqa: NPY002
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(TreeEngine, "forward_backward", forward_backward)
+    train(make_run(output=str(tmp_path / "whole")))
+    expected = drawn.copy()
+    stopped(make_run(), 4)
+    drawn.clear()
+    train(make_run(resume="auto"))
+    assert len(set(expected)) == 6 and drawn == expected[4:]
+
+
+def test_a_second_ctrl_c_ends_the_run_in_the_middle_of_a_step(make_run, tmp_path, monkeypatch) -> None:
+    original, calls = TreeEngine.forward_backward, []
+
+    def forward_backward(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)  # which may come any number of times
+            original(self, *args, **kwargs)
+            calls.append(2)
+            os.kill(os.getpid(), signal.SIGINT)
+            pytest.fail("the step went on")
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(TreeEngine, "forward_backward", forward_backward)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(Interrupted, match=r"after step 3 of 6, in the middle of the next.*step 2 is in") as stop:
+        train(make_run())
+    assert stop.value.exit_code == 130 and stop.value.resumable and calls == [1, 1, 1, 1, 2]
+    assert names(tmp_path / "out") == ["step-00000002"]
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
 def test_a_checkpoint_loads_as_the_model_of_its_step(make_run, tmp_path) -> None:
     train(make_run(checkpoint_every_steps=6))
     last = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoints" / "step-00000006").state_dict()

@@ -19,7 +19,7 @@ from treetrain.train.save import MARK, check_output
 NEVER, AUTO = "never", "auto"
 RESULTS = (MARK, "adapter_config.json")
 """One of them is there when a result is."""
-LEFTOVERS = (".saving-*", f"{METRICS_FILE}.draft", f"{checkpoint_files.FOLDER}/.*-step-*")
+LEFTOVERS = (".saving-*", ".*.html-*.tmp", f"{METRICS_FILE}.draft", f"{checkpoint_files.FOLDER}/.*-step-*")
 """What a killed run may leave behind in its folder."""
 
 
