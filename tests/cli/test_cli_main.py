@@ -55,13 +55,17 @@ def test_the_version_is_printed(treetrain) -> None:
 def test_python_m_treetrain_is_the_command_line() -> None:
     done = subprocess.run([sys.executable, "-m", "treetrain", "inspekt"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "treetrain: error: unknown command 'inspekt'; there are inspect, verify, bench, train, report\n"
+    assert (
+        done.stderr
+        == "treetrain: error: unknown command 'inspekt'; there are inspect, verify, bench, train, report, models\n"
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_unknown_flag_is_an_error_of_one_line(treetrain, command) -> None:
     more = {"train": ["--model", "tiny", "--output", "out"], "report": []}.get(command, ["--model", "tiny"])
-    error = treetrain(command, "rows.jsonl", *more, "--frobnicate", "3").error
+    files = [] if command == "models" else ["rows.jsonl"]
+    error = treetrain(command, *files, *more, "--frobnicate", "3").error
     expected = f"Unrecognized options: --frobnicate, 3; treetrain {command} --help lists what there is"
     assert error == f"treetrain: error: {expected}"
 

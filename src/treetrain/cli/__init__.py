@@ -13,6 +13,7 @@ COMMANDS = {
     "bench": "is it faster: tree against the best linear baseline, on your model and rows",
     "train": "train a model on branching trajectories, every shared prefix computed once",
     "report": "one HTML page of a run, finished or not, or of two runs side by side",
+    "models": "which models are exact on a tree, and why others are refused",
 }
 EXAMPLES = (
     "treetrain inspect rollouts.jsonl",

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treetrain.errors import DataError, UnsupportedModel
-from treetrain.models.presets import PRESETS, is_preset, load_preset_model, preset_tokenizer
+from treetrain.models.config_check import check_named
+from treetrain.models.presets import PRESETS, is_preset, load_preset_model, preset_config, preset_tokenizer
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
@@ -18,6 +19,8 @@ def load_model(
 ) -> "PreTrainedModel":
     """A causal language model, on the CPU unless `options` say otherwise, in evaluation mode.
 
+    A model that would not be exact on a tree is refused from its configuration, before a weight is read or fetched.
+
     Args:
         name_or_path: a preset's name, else a local folder, else a hub id ("Qwen/Qwen3-0.6B").
         dtype: of the weights; "auto" keeps that of the checkpoint (float32 for a preset).
@@ -26,7 +29,8 @@ def load_model(
 
     Raises:
         DataError: the folder is missing or holds no model, or the hub cannot give it.
-        UnsupportedModel: what is there is no causal language model that transformers knows.
+        UnsupportedModel: what is there is no causal language model that transformers knows, or none that is exact on
+            a tree.
     """
     name = str(name_or_path)
     if is_preset(name):
@@ -36,6 +40,7 @@ def load_model(
     folder = _local_folder(name)
     if folder is not None:
         _check_model_folder(folder)
+    check_named(name, str(folder or name), options)
     from transformers import AutoModelForCausalLM
 
     try:
@@ -44,6 +49,24 @@ def load_model(
         raise UnsupportedModel(f"{name} is no causal language model that transformers can load: {error}") from error
     except OSError as error:
         raise _cannot_load("model", name, folder, error) from error
+
+
+def load_config(name_or_path: str | Path) -> "PreTrainedConfig":
+    """The configuration of a model named as in `load_model`. Raises DataError where there is none."""
+    name = str(name_or_path)
+    if is_preset(name):
+        return preset_config(name)
+    folder = _local_folder(name)
+    if folder is not None:
+        _check_model_folder(folder)
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(folder or name))
+    except ValueError as error:
+        raise UnsupportedModel(f"{name} is no model that transformers knows: {error}") from error
+    except OSError as error:
+        raise _cannot_load("configuration", name, folder, error) from error
 
 
 def load_tokenizer(name_or_path: str | Path, **options: Any) -> "PreTrainedTokenizerBase":

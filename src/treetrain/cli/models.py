@@ -1,0 +1,131 @@
+"""`treetrain models`: which models are exact on a tree, and why others are refused."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from treetrain.cli.parse import parse
+
+SUMMARY = (
+    "Which models are exact on a tree, as the tests found for every causal LM class of transformers; or whether one "
+    "model is, from its configuration, without reading its weights. Exit code 1 if that one is refused."
+)
+EXAMPLES = ("", "--show refused", "--model Qwen/Qwen3-Next-80B-A3B-Instruct", "--model ./my-model --json")
+REFUSED = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelsOptions:
+    """Options of `treetrain models`."""
+
+    model: str | None = None
+    """Answer for one model: hub id, local folder or preset. Only its config.json is read."""
+    show: Literal["all", "exact", "refused", "untried"] = "all"
+    """Which classes of the table to list."""
+    json: bool = False
+    """Print one JSON object and nothing else."""
+
+    def __post_init__(self) -> None:
+        if self.model is not None and self.show != "all":
+            raise ValueError(
+                f"--show {self.show} lists classes of the table, --model {self.model} asks for one; give one"
+            )
+
+
+def run(argv: Sequence[str]) -> int:
+    """Parse, look up or check, print; 1 if the one model asked for is refused."""
+    options = parse(ModelsOptions, argv, command="models", summary=SUMMARY, examples=EXAMPLES)
+    if options.model is None:
+        _list(options)
+        return 0
+    answer = _one(options.model)
+    if options.json:
+        from treetrain.cli.output import print_json
+
+        print_json(answer)
+    else:
+        _print_one(answer)
+    return REFUSED if answer["verdict"] == "refused" else 0
+
+
+def _list(options: ModelsOptions) -> None:
+    from treetrain.cli.output import console, print_json, table
+    from treetrain.models.table import VERDICTS, FamilyTable
+
+    found = FamilyTable.packaged()
+    wanted = [one for one in found.classes if options.show in ("all", one.verdict)]
+    if options.json:
+        print_json({"transformers": found.transformers, "classes": [dataclasses.asdict(one) for one in wanted]})
+        return
+    shown = [(one.model_type, one.verdict, ", ".join(one.layers) or one.reason) for one in wanted]
+    out = console()
+    made = table(("model_type", "verdict", "layers tested, or why not"), shown)
+    for column in made.columns[1:]:
+        column.justify = "left"
+    out.print(made)
+    counts = ", ".join(f"{len(found.of(verdict))} {verdict}" for verdict in VERDICTS)
+    said = (
+        f"causal LM classes of transformers {found.transformers}: {counts}. Layers decide, not names; --model asks for"
+    )
+    out.print(f"{said} one model.", markup=False)
+
+
+def _one(name: str) -> dict[str, Any]:
+    """The check of one model, and whether its cost is known."""
+    from treetrain.errors import UnsupportedModel
+    from treetrain.models.config_check import check_config
+    from treetrain.models.loading import load_config
+
+    config = load_config(name)
+    text = config.get_text_config()
+    answer: dict[str, Any] = {"model": name, "model_type": text.model_type, "layers": _kinds(text)}
+    try:
+        made = check_config(config) is not None
+        verdict, reason = _tested(config.model_type) if made else ("untried", "it is checked when it is loaded")
+    except UnsupportedModel as error:
+        verdict, reason = "refused", str(error)
+    return answer | {"verdict": verdict, "reason": reason, "parameters": _parameters(text)}
+
+
+def _kinds(config: Any) -> dict[str, int]:
+    """How many layers of each kind the configuration names."""
+    kinds = list(getattr(config, "layer_types", None) or ["unnamed"] * config.num_hidden_layers)
+    return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+
+
+def _tested(model_type: str) -> tuple[str, str]:
+    """Verdict and reason for a model that passes the check, by what the tests found for its class."""
+    from treetrain.models.table import FamilyTable
+
+    found = FamilyTable.packaged().find(model_type)
+    if found is not None and found.verdict == "exact":
+        return (
+            "exact",
+            "its layers pass the check, and the gradients of a small model of its class are those of the rows",
+        )
+    what = "is not among those tested" if found is None else f"was {found.verdict} in the tests: {found.reason}"
+    return "untried", f"it passes the check, but its class {what}; treetrain verify proves it on your rows"
+
+
+def _parameters(config: Any) -> int | None:
+    """Entries of its matrices; None where the family's cost is not known."""
+    from treetrain.errors import UnsupportedModel
+    from treetrain.plan.cost import ModelShape
+
+    try:
+        return ModelShape.from_config(config.to_dict()).parameters
+    except UnsupportedModel:
+        return None
+
+
+def _print_one(answer: dict[str, Any]) -> None:
+    from treetrain.cli.output import console, pairs
+
+    parameters = answer["parameters"]
+    rows = [
+        ("model", f"{answer['model']} ({answer['model_type']})"),
+        ("layers", ", ".join(f"{count} {kind}" for kind, count in answer["layers"].items())),
+        ("cost", f"known; {parameters:,} entries in matrices" if parameters else "not known for this family"),
+        ("verdict", f"{answer['verdict']}: {answer['reason']}"),
+    ]
+    console().print(pairs(rows))

@@ -1,0 +1,84 @@
+"""`treetrain models`: the table of classes, and the answer for one model from its configuration alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.families import make_config
+from treetrain.models.table import FamilyTable
+
+
+def config_folder(tmp_path: Path, family: str, **changes) -> str:
+    """A folder with a configuration and no weights."""
+    folder = tmp_path / family
+    make_config(family, **changes).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("show", ["all", "exact", "refused", "untried"])
+def test_the_table_lists_what_was_found(treetrain, show):
+    classes = FamilyTable.packaged().classes
+    wanted = [one for one in classes if show in ("all", one.verdict)]
+    answer = treetrain("models", "--show", show, "--json")
+    assert answer.code == 0
+    assert [one["model_type"] for one in json.loads(answer.out)["classes"]] == [one.model_type for one in wanted]
+    lines = treetrain("models", "--show", show).out.splitlines()
+    for one in wanted:
+        assert any(line.split()[:2] == [one.model_type, one.verdict] for line in lines), one
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "parameters"),
+    [
+        ("llama", {"unnamed": 2}, 9840),
+        ("gemma2", {"sliding_attention": 1, "full_attention": 1}, 10104),
+        ("deepseek_v3", {"unnamed": 2}, 15440),
+        ("qwen3_next", {"linear_attention": 1, "full_attention": 1}, 24672),
+        ("afmoe", {}, None),
+    ],
+)
+def test_one_model_is_answered_for_without_weights(treetrain, tmp_path, family, layers, parameters):
+    if family == "afmoe":  # exact, but its cost is not known
+        from transformers import AfmoeConfig
+
+        AfmoeConfig(num_hidden_layers=2).save_pretrained(tmp_path / family)
+        folder = str(tmp_path / family)
+    else:
+        folder = config_folder(tmp_path, family)
+    answer = treetrain("models", "--model", folder, "--json")
+    found = json.loads(answer.out)
+    assert answer.code == 0 and found["verdict"] == "exact", found
+    assert found["parameters"] == parameters
+    assert not layers or found["layers"] == layers
+    assert "exact: its layers pass the check" in treetrain("models", "--model", folder).out
+
+
+@pytest.mark.parametrize("family", ["bamba", "nemotron_h", "falcon_h1", "granitemoehybrid"])
+def test_a_refused_model_is_told_why_and_the_exit_code_says_so(treetrain, tmp_path, family):
+    answer = treetrain("models", "--model", config_folder(tmp_path, family))
+    assert answer.code == 1 and "refused: model.layers.0" in answer.out and "Mamba-2" in answer.out
+
+
+def test_a_preset_is_answered_for_too(treetrain):
+    assert json.loads(treetrain("models", "--model", "tiny", "--json").out)["verdict"] == "exact"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--show", "exact", "--model", "tiny"], "--model tiny asks for one; give one"),
+        (["--model", "./no/such/folder"], "there is no folder ./no/such/folder"),
+        (["--show", "some"], "--show"),
+    ],
+)
+def test_what_cannot_be_answered_is_one_line(treetrain, argv, says):
+    answer = treetrain("models", *argv)
+    assert answer.code == 2 and says in answer.err and len(answer.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["verify", "bench"])
+def test_an_unsupported_model_is_refused_before_its_weights_are_looked_for(treetrain, tmp_path, token_file, command):
+    folder = config_folder(tmp_path, "bamba", vocab_size=2000)  # there are no weights in it
+    answer = treetrain(command, token_file, "--model", folder)
+    assert answer.code == 2 and f"{folder}: model.layers.0" in answer.err and "Mamba-2" in answer.err

@@ -1,0 +1,212 @@
+"""Every causal LM class of transformers, made small, run on a tree and judged: exact, refused, or not tried and why."""
+
+import contextlib
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import treetrain as tt
+from support import families, linear
+from support.pure import PureFloat64
+from treetrain.errors import UnsupportedModel
+from treetrain.models.capability import check_model
+
+ROWS = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 11, 12, 3, 2], [5, 6, 13, 14], [5, 6, 7, 8, 9, 10, 3, 4], [20, 21, 22]]
+EXACT = 1e-10
+"""Relative error of the whole gradient in float64, the library's float32 casts lifted; rounding is 1e-15."""
+EXACT_WITH_CASTS = 1e-5
+"""Where lifting the casts breaks the model's own code."""
+LARGEST = 1_500_000
+"""Parameters of a model that is run."""
+NAMES: dict[str, str] = dict(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()))
+"""model_type -> class, as transformers' AutoModelForCausalLM has them."""
+
+WIDTHS = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "dim", "hidden_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"), 48),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("head_dim", "rotary_dim", "d_kv"), 8),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 64),
+    "num_key_value_heads": 2,
+    "vocab_size": 37,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "initializer_range": 0.1,
+}
+EXPERTS = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
+    **dict.fromkeys(("ffn_hidden_size", "zero_expert_num"), 4),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+}
+LOW_RANK = {"q_lora_rank": 14, "kv_lora_rank": 10, "qk_rope_head_dim": 8, "qk_nope_head_dim": 4, "v_head_dim": 8}
+PER_LAYER_INPUT = {  # Gemma 3n and 4
+    "vocab_size_per_layer_input": 37,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0,
+    "laurel_rank": 8,
+    "global_head_dim": 8,
+}
+RECURRENT = {
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 8),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "mamba_head_dim", "mamba_d_head", "chunk_size"), 8),
+    **dict.fromkeys(("mamba_n_groups", "n_groups"), 1),
+}
+_SMALL_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
+
+
+class Verdict(NamedTuple):
+    """What was found about a class."""
+
+    model_type: str
+    model_class: str
+    verdict: str
+    """exact, refused, untried (neither could be shown here), or wrong (a bug of ours)."""
+    reason: str = ""
+    """The refusal, or why nothing was shown."""
+    error: float | None = None
+    """Of the whole gradient, against every row by itself."""
+    layers: tuple[str, ...] = ()
+    """Kinds of layers of the model that was run, where the configuration names them."""
+
+
+def judge(model_type: str) -> Verdict:
+    """Make it small, run it on a tree in one part and in parts of 7 tokens, and compare with the rows."""
+    found = Verdict(model_type, NAMES[model_type], "untried")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = small_model(model_type)
+        if model is None:
+            return _judge_unbuilt(found)
+        text = model.config.get_text_config()
+        found = found._replace(layers=tuple(dict.fromkeys(getattr(text, "layer_types", None) or ())))
+        try:
+            check_model(model)
+        except UnsupportedModel as error:
+            return found._replace(verdict="refused", reason=str(error))
+        return _run(found, model)
+
+
+def _run(found: Verdict, model: nn.Module) -> Verdict:
+    for context, bound in ((PureFloat64, EXACT), (contextlib.nullcontext, EXACT_WITH_CASTS)):
+        with context():
+            try:
+                scores, _ = linear.score_rows(model, ROWS)
+                expected = linear.gradients(model, -torch.cat(scores).mean())
+            except Exception as error:  # whatever its own forward says about fields that do not suit it
+                found = found._replace(reason=f"the small model's own forward fails: {_line(error)}")
+                continue
+            try:
+                worst = max(_error(model, expected, budget) for budget in (None, 7))
+            except UnsupportedModel as error:
+                assert all(p.grad is None for p in model.parameters()), "refused after gradients were made"
+                return found._replace(verdict="refused", reason=str(error))
+            except Exception as error:
+                found = found._replace(verdict="wrong", reason=f"fails on a tree: {_line(error)}")
+                continue
+        return found._replace(verdict="exact" if worst <= bound else "wrong", reason="", error=worst)
+    return found
+
+
+def _error(model: nn.Module, expected: torch.Tensor, budget: int | None) -> float:
+    model.zero_grad(set_to_none=True)
+    rows = [tt.Trajectory(row) for row in ROWS]
+    tt.TreeEngine(model, budget=budget).forward_backward(rows, tt.losses.sft())
+    return linear.relative_error(linear.gradients(model), expected)
+
+
+def _judge_unbuilt(found: Verdict) -> Verdict:
+    """Too large, or too particular, to be run: the check alone, on a model without weights."""
+    config = _default(found.model_type)
+    try:
+        with torch.device("meta"):
+            model = getattr(transformers, found.model_class)(config).eval()
+    except Exception as error:
+        return found._replace(reason=f"cannot be made here: {_line(error)}")
+    try:
+        check_model(model)
+    except UnsupportedModel as error:
+        return found._replace(verdict="refused", reason=str(error))
+    return found._replace(reason="passes the check, but cannot be made small enough to be run here")
+
+
+def small_model(model_type: str) -> nn.Module | None:
+    """A small float64 model, or None where no variant of the fields gives one."""
+    model_class = getattr(transformers, NAMES[model_type], None)
+    if model_class is None:
+        return None
+    for config in _small_configs(model_type):
+        try:
+            with torch.device("meta"):
+                size = sum(p.numel() for p in model_class(config).parameters())
+            if size <= LARGEST:
+                return families.build(model_class, config, dtype=torch.float64)
+        except Exception:  # whatever a class says about fields that do not suit it
+            continue
+    return None
+
+
+def _small_configs(model_type: str):
+    for name, family in families.FAMILIES.items():
+        if name == model_type and family.model == NAMES[model_type]:
+            yield families.make_config(name)
+    default = _default(model_type)
+    if default is None:
+        return
+    known, plain = dir(default), default.to_dict()
+    kinds = list(dict.fromkeys(plain.get("layer_types") or ()))
+    windows = {} if plain.get("sliding_window") is None else {"sliding_window": families.WINDOW}
+    fields = WIDTHS | EXPERTS | LOW_RANK | RECURRENT | PER_LAYER_INPUT | windows
+    if "kv_lora_rank" in known:
+        fields["num_key_value_heads"] = 4
+    listed = {"layer_types": kinds} | dict.fromkeys(LAYERS, len(kinds)) if len(kinds) > 1 else {}
+    for changes in (
+        fields | dict.fromkeys(LAYERS, 2) | listed,
+        fields | dict.fromkeys(LAYERS, 2) | listed | {"pad_token_id": 0},
+        WIDTHS | windows | dict.fromkeys(LAYERS, 2),
+        WIDTHS | dict.fromkeys(LAYERS, 2) | {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+        WIDTHS | EXPERTS | {"num_key_value_heads": 4} | dict.fromkeys(LAYERS, 2),
+        {key: WIDTHS[key] for key in ("hidden_size", "vocab_size", "intermediate_size")} | dict.fromkeys(LAYERS, 2),
+    ):
+        with contextlib.suppress(Exception):
+            yield type(default)(**{key: value for key, value in changes.items() if key in known})
+    if isinstance(plain.get("text_config"), dict):  # text beside images: the text part small, the others as they may be
+        text = CONFIG_MAPPING[plain["text_config"]["model_type"]]
+        small = {key: value for key, value in (fields | dict.fromkeys(LAYERS, 2)).items() if key in dir(text())}
+        others = {name: _SMALL_VISION for name in default.sub_configs if name != "text_config"}
+        with contextlib.suppress(Exception):
+            yield type(default)(text_config=small, **others)
+
+
+def _default(model_type: str) -> Any:
+    """The configuration that the class takes, of its own defaults."""
+    config_class = CONFIG_MAPPING[model_type]
+    model_class = getattr(transformers, NAMES[model_type], None)
+    text_class = getattr(config_class, "sub_configs", {}).get("text_config")
+    with contextlib.suppress(Exception):
+        if text_class is not None and getattr(model_class, "config_class", None) is text_class:
+            return text_class()
+        return config_class()
+    return None
+
+
+def _line(error: Exception) -> str:
+    words = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{type(error).__name__}: {words[0][:160]}"
