@@ -61,10 +61,12 @@ def test_an_axis_holds_all_its_values_even_one_that_never_changes(log) -> None:
     assert value_range(np.array([0.0]), log=False, zero=True) == (0.0, 1.0)
 
 
-@runs(50)
-@given(values=st.lists(st.floats(-1e3, 1e3) | st.just(math.nan), min_size=1, max_size=2000))
-def test_thinning_keeps_ends_of_the_range_and_gaps(values) -> None:
-    column = Column(np.arange(len(values)), np.array(values))
+@runs(100)
+@given(count=st.integers(1, 2000), gaps=st.sampled_from([0.0, 0.1, 0.9, 1.0]), drawn=st.integers(0, 2**31))
+def test_thinning_keeps_ends_of_the_range_and_gaps(count, gaps, drawn) -> None:
+    random = np.random.default_rng(drawn)
+    values = np.where(random.random(count) < gaps, math.nan, random.standard_cauchy(count))
+    column = Column(np.arange(count), values)
     few = thinned(column, 20)
     assert len(few) <= max(40, 0 if len(values) > 40 else len(values))
     if np.isfinite(column.values).any():

@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 from markupsafe import Markup, escape
+from numpy.typing import NDArray
 
 from treetrain.report.records import Column
 from treetrain.report.scales import (
@@ -178,7 +179,7 @@ def _spread(line: Line, x: Scale, y: Scale) -> str:
     return f'<path class="spread c{line.colour}" d="M{there}L{back}Z"/>'
 
 
-def _lonely(values: Floats) -> Floats:
+def _lonely(values: Floats) -> NDArray[np.intp]:
     """Points between two gaps, which no line passes through."""
     good = np.concatenate(([False], np.isfinite(values), [False]))
     return np.flatnonzero(good[1:-1] & ~good[:-2] & ~good[2:])

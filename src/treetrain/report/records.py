@@ -158,8 +158,7 @@ def _run(folder: Path, records: list[dict[str, Any]], unreadable: int, updated: 
             stop = record
         elif kind in steps and isinstance(record.get("step"), int):
             stop = {}  # it went on
-            steps[kind].pop(record["step"], None)  # a resumed run may repeat a step; the later one counts
-            steps[kind][record["step"]] = record
+            steps[kind][record["step"]] = record  # a resumed run may repeat a step; the later one counts
     return Run(
         folder=folder,
         start=start,

@@ -5,7 +5,7 @@ import itertools
 import math
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from treetrain.report.records import Column
 
@@ -26,7 +26,7 @@ class Scale:
     stop: float
     log: bool = False
 
-    def __call__(self, values: Floats | float) -> Floats:
+    def __call__(self, values: ArrayLike) -> Floats:
         """Pixels; values outside land outside."""
         given = np.asarray(values, float)
         if self.log:

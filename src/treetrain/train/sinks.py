@@ -130,7 +130,7 @@ class WandbSink:
 
     def _started(self) -> Any:
         if self._run is None:
-            import wandb
+            import wandb  # pyright: ignore[reportMissingImports]
 
             known = self._folder / WANDB_ID
             same = self._continued and known.is_file()
