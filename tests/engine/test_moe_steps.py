@@ -18,6 +18,7 @@ from support.shortage import Shortage
 from treetrain.engine.linear import LinearEngine
 from treetrain.errors import DataError, UnsupportedModel
 from treetrain.models.moe import check_experts
+from treetrain.train.padded_baseline import PaddedEngine
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2], [1, 2, 3, 4]]
 ROWS = dress(IDS, 3)
@@ -50,6 +51,7 @@ def test_the_auxiliary_loss_is_the_models_own_function_of_all_rows_at_once(famil
     assert float(tt.TreeEngine(model).router_balance(ROWS).loss) == pytest.approx(float(own), rel=1e-6)
     assert result.loss == pytest.approx(result.metrics["nll"] + moe.COEFFICIENT * float(own), rel=1e-6)
     assert result.computed_tokens == result.unique_tokens
+    assert tt.TreeEngine(model).plan(ROWS).layout.num_tokens == result.computed_tokens
 
 
 def test_without_the_flag_nothing_is_added_and_tokens_that_train_nothing_are_left_out():
@@ -294,6 +296,11 @@ def test_a_coefficient_under_another_name_is_found_or_refused():
     config = SimpleNamespace(output_router_logits=True, num_hidden_layers=2)
     with pytest.raises(UnsupportedModel, match=r"output_router_logits=True.*under a name"):
         check_experts(model, config)
+
+
+def test_padded_batches_would_count_their_padding():
+    with pytest.raises(UnsupportedModel, match="count the padding"):
+        PaddedEngine(model_with(dtype=torch.float32)).forward_backward(ROWS, LOSS)
 
 
 def test_a_frozen_router_still_sends_the_auxiliary_loss_to_the_layers_below():

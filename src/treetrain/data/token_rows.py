@@ -24,8 +24,9 @@ FACT_KEYS = {
     "returns": ("returns",),
 }
 WEIGHT_KEYS = ("labels", "loss_mask", "loss_weights")
+EXPERT_KEYS = ("experts", "routed_experts")
 ROW_KEYS = {"input_ids", "attention_mask", "reward", "id", "pair", "chosen", "key"}.union(
-    WEIGHT_KEYS, GROUP_KEYS, EPISODE_KEYS, *FACT_KEYS.values()
+    WEIGHT_KEYS, EXPERT_KEYS, GROUP_KEYS, EPISODE_KEYS, *FACT_KEYS.values()
 )
 
 
@@ -37,7 +38,8 @@ def trajectory_from_token_row(row: Mapping[str, Any], place: str, notes: Notes |
             `loss_mask` (0/1) or `loss_weights`, multiplied where several are given, else all; optional
             `attention_mask` (padding on either side is cut off); `logprobs`/`old_logprobs`, `ref_logprobs`,
             `rollout_logprobs`/`sampling_logprobs`, `teacher_logprobs`, `values`, `returns` [L]; `advantage(s)` [L]
-            or one number; `reward`, `group_id`/`group`/`task_id`, `episode`, `pair`, `chosen`, `id`.
+            or one number; `experts`/`routed_experts` [L, layers, k], or [L - 1, layers, k] without those of the last
+            token; `reward`, `group_id`/`group`/`task_id`, `episode`, `pair`, `chosen`, `id`.
             `null` is allowed in a per-token list where the token is not trained.
         place: where the row is, for messages.
         notes: collects what was ignored.
@@ -74,6 +76,7 @@ def _read(row: Mapping[str, Any], place: str, notes: Notes) -> Trajectory:
         pair=row.get("pair"),
         chosen=row.get("chosen"),
         key=row.get("key"),
+        experts=_experts(first_of(row, EXPERT_KEYS), len(whole), keep),
         id=place if row.get("id") is None else row["id"],
     )
 
@@ -178,6 +181,21 @@ def _null_to_zero(entries: NDArray[np.float64], raw: list[Any], name: str, weigh
         if not unused:
             raise DataError(f"{name}[{at}] is null but the token is trained; give a number, or do not train it")
         entries[at] = 0.0
+
+
+def _experts(value: Any, length: int, keep: slice) -> NDArray[Any] | None:
+    """Recorded experts [L, layers, k]; samplers do not run the last token of a row, so it may be left out."""
+    if value is None:
+        return None
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise DataError(f"experts are no [L, layers, k] block of numbers ({error})") from error
+    if array.ndim == 3 and len(array) == length - 1 and len(array):
+        array = np.concatenate([array, np.full_like(array[:1], -1)])
+    if array.ndim != 3 or len(array) != length:
+        raise DataError(f"experts have shape {array.shape}, expected [{length}, layers, k] for {length} input_ids")
+    return array[keep]
 
 
 def _numbers(value: Any, name: str, length: int, *, nulls: bool = False) -> NDArray[np.float64]:

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from treetrain.engine.head import Edges, Scores
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.packed import model_device
+from treetrain.engine.routing import RouterPass
 from treetrain.engine.scoring import scoring_head
 from treetrain.engine.sinks import Sinks
+from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities
 from treetrain.plan.plan import Plan
 from treetrain.tree.layout import PackedLayout
@@ -24,7 +26,21 @@ from treetrain.tree.layout import PackedLayout
 class PaddedRun:
     """A forest of single rows as one right-padded batch; the same interface as `PackedRun`."""
 
-    def __init__(self, model: nn.Module, capabilities: Capabilities, layout: PackedLayout):
+    def __init__(
+        self,
+        model: nn.Module,
+        capabilities: Capabilities,
+        layout: PackedLayout,
+        *,
+        score: bool = True,
+        routers: RouterPass | None = None,
+    ):
+        if routers is not None:
+            raise UnsupportedModel(
+                "padded batches have neither an auxiliary loss of routers, which would count the padding, nor recorded "
+                "experts: set config.output_router_logits=False and leave `experts` out to compare with them"
+            )
+        assert score
         device = model_device(model)
         self.model, self.capabilities = model, capabilities
         row = np.cumsum(layout.positions == 0) - 1
