@@ -194,3 +194,10 @@ def test_a_context_row_needs_no_loss():
 def test_a_mixture_that_makes_no_sense_says_why(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_loss_whose_rows_are_all_untrained_counts_nothing():
+    rows = [POLICY[0].replace(loss_weights=0.0), *PLAIN]
+    mixed = losses.mix({"policy": losses.ppo(), "sft": losses.sft()}, select=lambda row: BY_NAME[row.id]).for_step(rows)
+    assert mixed.totals == (0.0, 3.0)
+    assert packed(mixed, rows)[0].item() == pytest.approx(alone(losses.sft(), PLAIN)[0], rel=1e-14)
