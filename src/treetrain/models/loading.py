@@ -44,11 +44,22 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(str(folder or name), dtype=dtype, **options)
+        model = AutoModelForCausalLM.from_pretrained(str(folder or name), dtype=dtype, **options)
+        return model if "experts_implementation" in options else _experts_in_float64(model)
     except ValueError as error:
         raise UnsupportedModel(f"{name} is no causal language model that transformers can load: {error}") from error
     except OSError as error:
         raise _cannot_load("model", name, folder, error) from error
+
+
+def _experts_in_float64(model: "PreTrainedModel") -> "PreTrainedModel":
+    """Transformers' first choice for experts, torch's grouped products, knows no float64: then the plain loop."""
+    import torch
+
+    able = getattr(model, "_can_set_experts_implementation", None)  # not in every release of transformers
+    if model.dtype == torch.float64 and able is not None and able():
+        model.set_experts_implementation("eager")
+    return model
 
 
 def load_config(name_or_path: str | Path) -> "PreTrainedConfig":
