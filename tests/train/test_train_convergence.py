@@ -27,7 +27,8 @@ FEW = 12
 TOLERANCE = 1e-8
 """Of losses (absolute), log-probabilities (absolute) and weights (relative, global) after 50 steps in float64.
 
-Measured: 4e-10 at most (the log-probabilities of DPO); one gradient of one step 0.1% too large makes 3e-2.
+Steps so large that training is unstable (an adapter with lr 2e-2) make 1e-4 of 1e-16, in losses that agree to the last
+bit for 15 steps; at the lr below an adapter's runs agree to 1e-14. Measured: 4e-10 at most (the log-probabilities of DPO); one gradient of one step 0.1% too large makes 3e-2.
 """
 
 
@@ -127,7 +128,7 @@ def test_a_run_as_a_tree_is_the_run_row_by_row(run, name, steps) -> None:
         {"budget": 12},
         {"tokens_per_call": 70, "tokens_per_step": 300},
         {"gradient_checkpointing": True, "budget": 30},
-        {"lora_rank": 4, "lr": 2e-2},
+        {"lora_rank": 4},
         {"optimizer": "sgd", "lr": 0.05, "ema_decay": 0.9},
     ],
     ids=str,
