@@ -19,6 +19,7 @@ from support.models import as_dtype
 from support.pure import PureFloat64
 from support.runs import runs, seeded
 from treetrain.data.trajectory import Trajectory
+from treetrain.engine.routing import RouterBalance
 
 TOP_K = 2
 AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
@@ -94,30 +95,41 @@ def score_rows(model: nn.Module, rows: Sequence[Trajectory], temperature: float 
     return ([s[0] for s in scores], [s[1] for s in scores]), torch.cat(logits, 1)
 
 
-def auxiliary_loss(logits: Tensor) -> Tensor:
-    """Experts * sum over them of how often each is chosen times its mean probability (Switch Transformer, eq. 4-6)."""
-    p = logits.flatten(0, 1).softmax(-1)
-    chosen = torch.zeros_like(p).scatter(1, p.topk(TOP_K, dim=-1).indices, 1.0)
+def frequencies(logits: Tensor) -> Tensor:
+    """[E]: how often each expert is chosen, over all tokens and layers."""
+    p = logits.detach().flatten(0, 1).softmax(-1)
     wide = torch.promote_types(p.dtype, torch.float32)
-    return p.shape[-1] * (chosen.to(wide).mean(0) * p.to(wide).mean(0)).sum()
+    return torch.zeros_like(p, dtype=wide).scatter(1, p.topk(TOP_K, dim=-1).indices, 1.0).mean(0)
 
 
-def expected(model, rows, cases: list[Case], coefficient: float) -> list[tuple[float, Tensor]]:
+def auxiliary_loss(logits: Tensor, chosen: Tensor | None = None) -> Tensor:
+    """Experts * sum over them of how often each is chosen times its mean probability (Switch Transformer, eq. 4-6).
+
+    Args:
+        chosen: takes the place of the frequencies of these logits.
+    """
+    p = logits.flatten(0, 1).softmax(-1).to(torch.promote_types(logits.dtype, torch.float32))
+    return p.shape[-1] * ((frequencies(logits) if chosen is None else chosen) * p.mean(0)).sum()
+
+
+def expected(
+    model, rows, cases: list[Case], coefficient: float, chosen: Tensor | None = None
+) -> list[tuple[float, Tensor]]:
     """Loss and gradient of every case by the linear reference."""
     results = []
     for case in cases:
         scores, logits = score_rows(model, rows, case.temperature)
         loss = linear.batch_loss(scores, rows, case.per_token, case.reduction)
         if coefficient:
-            loss = loss + coefficient * auxiliary_loss(logits)
+            loss = loss + coefficient * auxiliary_loss(logits, chosen)
         results.append((float(loss), linear.gradients(model, loss)))
     return results
 
 
-def measured(model, rows, case: Case, engine=tt.TreeEngine, **options) -> tuple[float, Tensor]:
+def measured(model, rows, case: Case, engine=tt.TreeEngine, balance=None) -> tuple[float, Tensor]:
     """Loss and gradient by an engine."""
     model.zero_grad()
-    result = engine(model, temperature=case.temperature, **options).forward_backward(rows, case.loss)
+    result = engine(model, temperature=case.temperature).forward_backward(rows, case.loss, balance=balance)
     return result.loss, linear.gradients(model)
 
 
@@ -147,7 +159,10 @@ def check_experts_contract(
     recorded: bool = False,
     **changes,
 ) -> dict[str, float]:
-    """The numerics contract of `support.contract`; in bfloat16 both sides take the experts of the float32 rows.
+    """The numerics contract of `support.contract`.
+
+    In bfloat16 both sides take the experts of the float32 rows, and count those in the auxiliary loss: choices that
+    rounding turns over are neither side's error.
 
     Args:
         recorded: in float64 and float32, too, experts are given: a part at random, a part left to the router.
@@ -166,7 +181,8 @@ def check_experts_contract(
             pure = [[measured(models.double, rows, case, engine) for case in cases] for engine in engines]
         plain = expected(models.single, rows, cases, models.coefficient)
         routed = rows if recorded else with_routes(models.single, rows)
-        bfloat = expected(models.low, routed, cases, models.coefficient)
+        chosen, balance = float32_choices(models, rows)
+        bfloat = expected(models.low, routed, cases, models.coefficient, chosen)
         for number, case in enumerate(cases):
             loss, gradient = truth[number]
             linear_errors.append(linear.relative_error(bfloat[number][1], gradient))
@@ -178,12 +194,26 @@ def check_experts_contract(
                 assert got[0] == pytest.approx(plain[number][0], rel=1e-5, abs=1e-5)
                 worst["float32"] = max(worst["float32"], linear.relative_error(got[1], plain[number][1]))
                 assert worst["float32"] <= 1e-5
-                tree_errors.append(linear.relative_error(measured(models.low, routed, case, engine)[1], gradient))
+                rounded = measured(models.low, routed, case, engine, balance)
+                tree_errors.append(linear.relative_error(rounded[1], gradient))
 
     every_forest()
     worst["bfloat16 tree"], worst["bfloat16 linear"] = linear.rms(tree_errors), linear.rms(linear_errors)
     assert worst["bfloat16 tree"] <= 1.5 * worst["bfloat16 linear"]
     return worst
+
+
+def float32_choices(models: Side, rows: Sequence[Trajectory]) -> tuple[Tensor | None, RouterBalance | None]:
+    """How often the float32 rows choose each expert, as both sides are told it."""
+    if not models.coefficient:
+        return None, None
+    with torch.no_grad():
+        logits = score_rows(models.single, rows)[1]
+    tokens = logits.shape[0] * logits.shape[1]
+    chosen = frequencies(logits)
+    return chosen, RouterBalance(
+        choices=chosen.double() * tokens, probabilities=torch.zeros(len(chosen), dtype=torch.float64), tokens=tokens
+    )
 
 
 def at_random(rows: Sequence[Trajectory], places: int) -> list[Trajectory]:
