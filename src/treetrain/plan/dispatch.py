@@ -1,0 +1,189 @@
+"""Which rank runs which trajectories: the tree cut along its pre-order into ranges of nearly equal predicted time.
+
+Every token of a range is computed once on its rank. A token that two ranges need is computed on both: the rank that
+starts in the middle of a tree pays that path again, and the cut knows it.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from treetrain.plan.contiguous import Loads, cut_evenly
+from treetrain.plan.cost import ModelShape
+from treetrain.plan.price import CostModel, Floats
+from treetrain.plan.rates import Rates
+from treetrain.tree.assemble import Int64s
+from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.users import NOBODY, Users, last_computed, row_users, token_users
+
+PASS_TOKENS = 8192
+"""A pass's fixed cost is spread over so many tokens: the size of a part where memory allows it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dispatch:
+    """A batch over ranks."""
+
+    trajectories: list[Int64s]
+    """Per rank: the numbers of its trajectories, ascending; may be empty."""
+    seconds: Floats
+    """float64 [ranks]: predicted seconds of a step's work, waiting and communication excluded."""
+    tokens: Int64s
+    """int64 [ranks]: tokens that a rank computes."""
+    unique: int
+    """Tokens that one process would compute."""
+    trained: Int64s = field(repr=False)
+    """int64 [ranks]: trajectories that a rank computes anything of."""
+
+    @property
+    def ranks(self) -> int:
+        """How many there are, idle ones included."""
+        return len(self.trajectories)
+
+    @property
+    def idle(self) -> int:
+        """Ranks that compute nothing."""
+        return int((self.tokens == 0).sum())
+
+    @cached_property
+    def imbalance(self) -> float:
+        """Slowest rank's seconds over the mean's: 1 is perfect; 1 where nothing is computed."""
+        mean = float(self.seconds.mean())
+        return float(self.seconds.max()) / mean if mean else 1.0
+
+    @cached_property
+    def duplicated(self) -> float:
+        """Tokens computed on more than one rank, each copy but the first, over the tokens of one process."""
+        return float(self.tokens.sum()) / self.unique - 1 if self.unique else 0.0
+
+    def rank_of(self) -> Int64s:
+        """int64 [K]: the rank of every trajectory."""
+        found = np.empty(sum(map(len, self.trajectories)), np.int64)
+        for rank, numbers in enumerate(self.trajectories):
+            found[numbers] = rank
+        return found
+
+
+def dispatch(
+    tree: TokenTree,
+    cost: CostModel | ModelShape | None,
+    ranks: int,
+    *,
+    together: Sequence[Hashable] | None = None,
+    whole_rows: bool = False,
+) -> list[Int64s]:
+    """The numbers of every rank's trajectories, ascending; a rank may have none. See `balance`."""
+    return balance(tree, cost, ranks, together=together, whole_rows=whole_rows).trajectories
+
+
+def balance(
+    tree: TokenTree,
+    cost: CostModel | ModelShape | None,
+    ranks: int,
+    *,
+    together: Sequence[Hashable] | None = None,
+    whole_rows: bool = False,
+) -> Dispatch:
+    """Cut a batch into contiguous ranges of its pre-order, whole trajectories each.
+
+    Of all such cuts the slowest rank is the fastest possible, by the cost model; of those that reach it, the fewest
+    seconds are spent in all. The same arguments give the same cut on every machine.
+
+    Args:
+        tree: the batch, K trajectories.
+        cost: a cost model, or a model's shape for one by formula. None counts unique tokens alone.
+        ranks: from 1; more than trajectories leaves some idle.
+        together: a name per trajectory: rows of one name stay on one rank (pairs of a preference loss); None is no
+            name. What rows far apart in the tree need is then counted as if all between needed it too.
+        whole_rows: all predictions of all rows are wanted (log-probabilities of whole rows), instead of what training
+            needs.
+
+    Raises:
+        ValueError: no rank, or another number of names than trajectories.
+    """
+    if isinstance(ranks, bool) or not isinstance(ranks, int | np.integer) or ranks < 1:
+        raise ValueError(f"ranks={ranks!r}: give the number of processes, from 1")
+    if together is not None and len(together) != tree.num_trajectories:
+        raise ValueError(
+            f"together has {len(together)} names, the batch {tree.num_trajectories} trajectories; give one each"
+        )
+    rates = _rates(cost)
+    lengths = np.maximum(tree.trajectory_length - 1, 0) if whole_rows else tree.trained_edges()[1]
+    ends = last_computed(tree, lengths)
+    order = np.argsort(ends, kind="stable")
+    order = order[np.searchsorted(ends[order], 0) :]
+    units, places = _units(order, tree.num_trajectories, together)
+    users = token_users(tree, ends[order], places[order])
+    rows = row_users(tree, places, whole_rows=whole_rows)
+    loads, tokens = _loads(tree, rates, users, rows, units)
+    bounds = cut_evenly(loads, int(ranks))
+    rank_of = _ranks_of_all(tree, order, ends, places, bounds, together)
+    found = np.argsort(rank_of, kind="stable")
+    splits = np.searchsorted(rank_of[found], np.arange(1, ranks))
+    return Dispatch(
+        trajectories=np.split(found, splits),
+        seconds=loads.of(bounds) * loads.unit,
+        tokens=tokens.of(bounds),
+        unique=int(tokens.opened[-1]),
+        trained=np.bincount(rank_of[order], minlength=ranks),
+    )
+
+
+def _rates(cost: CostModel | ModelShape | None) -> Rates:
+    if cost is None:
+        return Rates.unique_tokens()
+    return Rates.of(CostModel.from_shape(cost) if isinstance(cost, ModelShape) else cost)
+
+
+def _units(order: Int64s, count: int, together: Sequence[Hashable] | None) -> tuple[int, Int64s]:
+    """How many units the computed rows make, and every row's (int64 [K], NOBODY for rows that compute nothing).
+
+    Units are numbered by their first row.
+    """
+    places = np.full(count, NOBODY, np.int64)
+    if together is None:
+        places[order] = np.arange(len(order))
+        return len(order), places
+    numbers: dict[Hashable, int] = {}
+    units = 0
+    for row in order.tolist():
+        name = together[row]
+        unit = units if name is None else numbers.setdefault(name, units)
+        places[row] = unit
+        units += unit == units
+    return units, places
+
+
+def _loads(tree: TokenTree, rates: Rates, users: Users, rows: Users, units: int) -> tuple[Loads, Loads]:
+    """Seconds and tokens of every range of units."""
+    used, scored = np.flatnonzero(users.last >= 0), np.flatnonzero(rows.last >= 0)
+    seconds = rates.at(tree.depth[used]) + rates.graph_pass / PASS_TOKENS
+    opened, closed = (
+        np.bincount(some.take(used), seconds, units) + rates.row * np.bincount(heads.take(scored), minlength=units)
+        for some, heads in zip(users, rows)
+    )
+    tokens = (np.bincount(some.take(used), minlength=units) for some in users)
+    return Loads.of_seconds(opened, closed), Loads.of_counts(*tokens)
+
+
+def _ranks_of_all(
+    tree: TokenTree, order: Int64s, ends: Int64s, places: Int64s, bounds: Int64s, together: Sequence[Hashable] | None
+) -> Int64s:
+    """int64 [K]: every row's rank; rows that compute nothing go where their neighbours, or their partners, are."""
+    ranks = len(bounds) - 1
+    rank_of = np.zeros(tree.num_trajectories, np.int64)
+    rank_of[order] = np.searchsorted(bounds, places[order], side="right") - 1
+    rest = np.flatnonzero(places < 0)
+    if not len(order):
+        rank_of[rest] = np.arange(len(rest)) * ranks // max(len(rest), 1)
+    else:
+        at = np.searchsorted(ends[order], tree.trajectory_last[rest])
+        rank_of[rest] = rank_of[order[np.minimum(at, len(order) - 1)]]
+    if together is not None and len(rest):
+        home: dict[Hashable, int] = {together[row]: int(rank_of[row]) for row in order.tolist()}
+        for row in rest.tolist():
+            if together[row] is not None:
+                rank_of[row] = home.setdefault(together[row], int(rank_of[row]))
+    return rank_of
