@@ -3,14 +3,16 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
 
 import treetrain as tt
 from support import linear
-from support.contract import PPO, SFT, check_contract
-from support.forests import bushy_rows, dress
+from support.contract import OTHERS, PPO, SFT, check_contract
+from support.forests import bushy_rows, dress, trajectories
 from support.hybrids import make_hybrid
 from support.plans import KEEPS, SHAPES, planned
 from support.pure import PureFloat64, RoundsToFloat32
+from support.runs import runs
 from treetrain.recurrent import carry
 from treetrain.recurrent.tiles import TILE
 
@@ -26,10 +28,27 @@ def test_gradients_of_gated_delta_models_are_those_of_the_rows(family, shape, re
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("family", [*DELTA, "qwen3_5_deep", "olmo_hybrid", "lfm2"])
+@pytest.mark.parametrize("family", [*DELTA, "olmo_hybrid", "lfm2"])
 def test_gradients_of_every_plan_of_hybrids_are_those_of_the_rows(family, shape, record_property):
-    engines = [planned(shape, keep) for keep in KEEPS]
-    record_property("errors", check_contract(family, [SFT, PPO], 25, engines=engines, make=make_hybrid))
+    # Smooth losses: one ratio of PPO that bfloat16 moves over its bound outweighs all other errors of a few forests.
+    cases, engines = [SFT, OTHERS["reinforce k3 entropy"]], [planned(shape, keep) for keep in KEEPS]
+    record_property("errors", check_contract(family, cases, 20, engines=engines, make=make_hybrid))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_clipped_losses_of_several_recurrent_layers_are_exact_in_every_plan(shape):
+    model = make_hybrid("qwen3_5_deep", dtype=torch.float64)
+
+    @runs(25)
+    @given(trajectories())
+    def every_forest(rows):
+        with PureFloat64():
+            truth, found = measure(model, rows, [planned(shape, keep) for keep in KEEPS])
+        for gradient in found:
+            assert linear.relative_error(gradient, truth) <= 1e-12
+
+    every_forest()
 
 
 @pytest.mark.parametrize("family", ["olmo_hybrid", "lfm2"])
