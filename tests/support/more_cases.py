@@ -38,7 +38,7 @@ def _present(logp, entropy, facts):
 def _gspo(logp, entropy, facts):
     weights = facts["weights"]
     mean = (weights * (logp - facts["old_logprobs"])).sum() / weights.sum()
-    return _ratio(mean, facts["advantages"], 0.3, 0.3) + 0.1 * linear.kl("k3", logp, facts)
+    return _ratio(mean, facts["advantages"], 0.3, 0.3)
 
 
 def _gspo_token(logp, entropy, facts):
@@ -172,7 +172,7 @@ POLICY = {
     ),
     "reinforce corrected": Case(tt.losses.reinforce(importance_cap=1.4), _present),
     "dr_grpo": Case(tt.losses.dr_grpo(length=LENGTH), whole=_dr_grpo),
-    "gspo": Case(tt.losses.gspo(clip_low=0.3, clip_high=0.3, kl=0.1), _gspo, "trajectory"),
+    "gspo": Case(tt.losses.gspo(clip_low=0.3, clip_high=0.3), _gspo, "trajectory"),
     "gspo token": Case(
         tt.losses.gspo(clip_low=0.3, clip_high=0.3, entropy=0.05, level="token"), _gspo_token, "trajectory"
     ),
