@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import treetrain as tt
 from support import linear
-from support.contract import Case
+from support.contract import PPO, Case
 from support.families import make_family
 from support.forests import trajectories
 from support.models import as_dtype
@@ -60,22 +60,23 @@ def replayed(model: nn.Module, routes: np.ndarray | None) -> Iterator[None]:
         yield
 
 
-def routes_of(model: nn.Module, ids: Sequence[int]) -> np.ndarray:
-    """int64 [L, routers, k]: the experts that a row goes to by itself."""
+def routes_of(model: nn.Module, row: Trajectory) -> np.ndarray:
+    """int64 [L, routers, k]: the experts that a row goes to by itself, where it does not say itself."""
     found: list[Tensor] = []
-    with ExitStack() as stack, torch.no_grad():
+    ids = row.ids.tolist()
+    with replayed(model, row.experts), ExitStack() as stack, torch.no_grad():
         for router in routers_of(model):
             stack.callback(router.register_forward_hook(lambda m, a, output: found.append(output[2])).remove)
         if len(ids):
-            model(input_ids=torch.tensor([list(ids)]), use_cache=False)
+            model(input_ids=torch.tensor([ids]), use_cache=False)
     if not found:
         return np.zeros((0, len(routers_of(model)), TOP_K), np.int64)
     return torch.stack(found, 1).numpy()
 
 
 def with_routes(model: nn.Module, rows: Sequence[Trajectory]) -> list[Trajectory]:
-    """The rows with the experts that a model sends them to."""
-    return [row.replace(experts=routes_of(model, row.ids.tolist())) for row in rows]
+    """The rows with the experts that a model sends them to, where they do not say themselves."""
+    return [row.replace(experts=routes_of(model, row)) for row in rows]
 
 
 def score_rows(model: nn.Module, rows: Sequence[Trajectory], temperature: float = 1.0):
@@ -161,8 +162,8 @@ def check_experts_contract(
 ) -> dict[str, float]:
     """The numerics contract of `support.contract`.
 
-    In bfloat16 both sides take the experts of the float32 rows, and count those in the auxiliary loss: choices that
-    rounding turns over are neither side's error.
+    In bfloat16 both sides take the experts of the float32 rows, and count those in the auxiliary loss; no token's ratio
+    is close to where PPO clips it: choices that rounding turns over are neither side's error.
 
     Args:
         recorded: in float64 and float32, too, experts are given: a part at random, a part left to the router.
@@ -176,11 +177,12 @@ def check_experts_contract(
     @given(trajectories())
     def every_forest(rows):
         rows = at_random(rows, len(routers_of(models.low))) if recorded else rows
+        rows = clear_of_bounds(models.single, rows)
         with PureFloat64():
             truth = expected(models.double, rows, cases, models.coefficient)
             pure = [[measured(models.double, rows, case, engine) for case in cases] for engine in engines]
         plain = expected(models.single, rows, cases, models.coefficient)
-        routed = rows if recorded else with_routes(models.single, rows)
+        routed = with_routes(models.single, rows)
         chosen, balance = float32_choices(models, rows)
         bfloat = expected(models.low, routed, cases, models.coefficient, chosen)
         for number, case in enumerate(cases):
@@ -201,6 +203,19 @@ def check_experts_contract(
     worst["bfloat16 tree"], worst["bfloat16 linear"] = linear.rms(tree_errors), linear.rms(linear_errors)
     assert worst["bfloat16 tree"] <= 1.5 * worst["bfloat16 linear"]
     return worst
+
+
+def clear_of_bounds(model: nn.Module, rows: Sequence[Trajectory], bounds=(0.8, 1.2)) -> list[Trajectory]:
+    """The rows with old log-probabilities whose ratios are not within 4% of a bound of `PPO`."""
+    with torch.no_grad():
+        (scores, _), _ = score_rows(model, rows, PPO.temperature)
+    moved = []
+    for row, logp in zip(rows, scores):
+        old = row.old_logprobs.copy()  # type: ignore[union-attr]
+        ratio = np.exp(logp.numpy() - old[1:])
+        old[1:] += 0.1 * np.any([np.abs(ratio / bound - 1) < 0.04 for bound in bounds], axis=0)
+        moved.append(row.replace(old_logprobs=old))
+    return moved
 
 
 def float32_choices(models: Side, rows: Sequence[Trajectory]) -> tuple[Tensor | None, RouterBalance | None]:
