@@ -57,7 +57,8 @@ def test_python_m_treetrain_is_the_command_line() -> None:
     assert done.returncode == 2 and done.stdout == ""
     assert (
         done.stderr
-        == "treetrain: error: unknown command 'inspekt'; there are inspect, verify, bench, train, report, models\n"
+        == "treetrain: error: unknown command 'inspekt'; there are inspect, verify, bench, train, simulate, report, "
+        "models\n"
     )
 
 

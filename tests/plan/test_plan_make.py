@@ -81,8 +81,8 @@ def test_what_is_no_budget_is_refused(budget):
         make_plan(layout_of([[1, 2]]), LinearPrices(), budget=budget)
 
 
-@pytest.mark.parametrize("ranks", [0, 2, None])
-def test_more_than_one_rank_is_refused(ranks):
+@pytest.mark.parametrize("ranks", [0, -2, True, 1.5, None])
+def test_a_number_of_ranks_that_is_none_is_refused(ranks):
     with pytest.raises(ValueError, match=f"ranks={ranks}"):
         make_plan(layout_of([[1, 2]]), LinearPrices(), ranks=ranks)
 

@@ -2,14 +2,19 @@
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, overload
+
+import numpy as np
 
 from treetrain.plan.budget import Bytes, parse_budget
 from treetrain.plan.cost import ModelShape
+from treetrain.plan.dispatch import balance
 from treetrain.plan.explain import Prices, Purpose
 from treetrain.plan.partition import partition
 from treetrain.plan.plan import Plan
 from treetrain.plan.price import CostModel
+from treetrain.plan.ranked import RankedPlan
+from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree
 
@@ -21,6 +26,24 @@ _TRIES, _CLOSE = 40, 0.97
 """A budget in bytes: most plans looked at, and the share of it that is not worth another."""
 
 
+@overload
+def make_plan(
+    tree: TokenTree | PackedLayout,
+    cost: Prices | ModelShape,
+    *,
+    budget: Any = ...,
+    ranks: Literal[1] = ...,
+    free_bytes: int | None = ...,
+) -> Plan: ...
+@overload
+def make_plan(
+    tree: TokenTree | PackedLayout,
+    cost: Prices | ModelShape,
+    *,
+    budget: Any = ...,
+    ranks: int,
+    free_bytes: int | None = ...,
+) -> Plan | RankedPlan: ...
 def make_plan(
     tree: TokenTree | PackedLayout,
     cost: Prices | ModelShape,
@@ -28,7 +51,7 @@ def make_plan(
     budget: Any = None,
     ranks: int = 1,
     free_bytes: int | None = None,
-) -> Plan:
+) -> Plan | RankedPlan:
     """The fastest plan found for a batch within a budget; `plan.explain()` says what it does and why.
 
     Args:
@@ -37,14 +60,17 @@ def make_plan(
         budget: tokens whose graph may be alive at once (int), or bytes above model, gradients and optimiser state
             ("8GiB"; see `parse_budget`). None: parts of about PART_TOKENS where nothing is recomputed for it, and no
             bound but `free_bytes`.
-        ranks: processes that share the batch; only 1 so far.
+        ranks: processes that share the batch. Above 1: a `RankedPlan`, which says who runs which trajectories, with a
+            plan for each rank; `tree` must be a TokenTree.
         free_bytes: without a budget, what the device has free.
 
     Raises:
-        ValueError: no budget, one below the smallest that this batch needs, or more than one rank.
+        ValueError: no budget, one below the smallest that this batch needs, or no number of ranks.
     """
-    if ranks != 1:
-        raise ValueError(f"ranks={ranks!r}: plans over several processes are not there yet; give 1")
+    if ranks is not True and isinstance(ranks, int | np.integer) and ranks > 1:
+        return over_ranks(tree, cost, int(ranks), budget=budget, free_bytes=free_bytes)
+    if isinstance(ranks, bool) or ranks != 1:
+        raise ValueError(f"ranks={ranks!r}: give the number of processes, from 1")
     given = parse_budget(budget)
     layout = pack(tree, tree.trained_edges()[0] > 0) if isinstance(tree, TokenTree) else tree
     prices = CostModel.from_shape(cost) if isinstance(cost, ModelShape) else cost
@@ -57,6 +83,29 @@ def make_plan(
         if free_bytes is not None and prices.peak_bytes(plan) > free_bytes:
             plan, tokens = _within_bytes(layout, prices, Bytes(free_bytes))
     return replace(plan, made_for=Purpose(prices=prices, budget=given, tokens=tokens))
+
+
+def over_ranks(
+    tree: TokenTree | PackedLayout,
+    cost: Prices | ModelShape,
+    ranks: int,
+    *,
+    budget: Any = None,
+    free_bytes: int | None = None,
+) -> RankedPlan:
+    """`make_plan` over any number of ranks, 1 included; arguments and errors are the same."""
+    if not isinstance(tree, TokenTree):
+        raise ValueError(f"ranks={ranks}: a layout no longer knows its trajectories; give the token tree")
+    prices = CostModel.from_shape(cost) if isinstance(cost, ModelShape) else cost
+    found = balance(tree, prices if isinstance(prices, CostModel) else None, ranks)
+    plans = []
+    for rank, numbers in enumerate(found.trajectories):
+        own = build_tree([tree.trajectories[number] for number in numbers.tolist()])
+        try:
+            plans.append(make_plan(own, prices, budget=budget, free_bytes=free_bytes))
+        except ValueError as error:
+            raise ValueError(f"rank {rank} of {ranks}: {error}") from error
+    return RankedPlan(plans=plans, dispatch=found, prices=prices)
 
 
 def _within_bytes(layout: PackedLayout, prices: Prices, limit: Bytes) -> tuple[Plan, int]:

@@ -1,0 +1,151 @@
+"""How evenly a batch is cut over ranks, against other ways, and how fast. Run: python benchmarks/dispatch.py
+
+1. Whole files as one batch: tau_airline with a row per LLM call, and all samples of codet_humaneval100. Every way's
+   ranks get a tree of their own rows, so all are priced alike: seconds by the cost model of the CPU benchmarks' model
+   (nothing recomputed, passes of 8,192 tokens), tokens computed on the ranks over those of one process. Predicted, not
+   measured. Rows go to results/dispatch.csv; left out without the data.
+2. 65,536 trajectories over 64 ranks: seconds by the processor's clock, from a token tree (its building is not counted)
+   to every rank's row numbers; the trained predictions of the rows are counted anew each time. Rows go to
+   results/dispatch_speed.csv.
+"""
+
+import argparse
+import heapq
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+import rows as result_rows
+import treetrain as tt
+from planning import PRICES, batches
+from treetrain.plan.dispatch import PASS_TOKENS, dispatch
+from treetrain.plan.rates import Rates
+from treetrain.tree import TokenTree, build_tree
+from treetrain.tree.layout import pack
+from workloads import DATA, _codet_rows, tokenizer
+
+RANKS = (2, 4, 8, 16, 64)
+REPEATS = 5
+Ranks = list[np.ndarray]
+
+
+def tau_airline_calls() -> list[tt.Trajectory]:
+    """Every LLM call of all 200 conversations; completions trained."""
+    path = DATA / "tau_airline" / "trajectories.jsonl"
+    return tt.load(path, tokenizer=tokenizer(), view="calls", chat_template="chatml").trajectories
+
+
+def codet_humaneval() -> list[tt.Trajectory]:
+    """All 16,400 samples; samples trained."""
+    return [row for number in range(164) for row in _codet_rows(number)]
+
+
+FILES: dict[str, Callable[[], list[tt.Trajectory]]] = {
+    "tau_airline, calls": tau_airline_calls,
+    "codet_humaneval100": codet_humaneval,
+}
+
+
+def longest_first(weights: np.ndarray, ranks: int) -> Ranks:
+    """Heaviest rows first, each to the rank with the least so far."""
+    heap, members = [(0, rank) for rank in range(ranks)], [[] for _ in range(ranks)]
+    for row in np.argsort(-weights, kind="stable").tolist():
+        filled, rank = heapq.heappop(heap)
+        members[rank].append(row)
+        heapq.heappush(heap, (filled + int(weights[row]), rank))
+    return [np.array(sorted(rows), np.int64) for rows in members]
+
+
+def added_tokens(tree: TokenTree) -> np.ndarray:
+    """Of every row, the tokens that no row before it in pre-order has: their sum is the tree."""
+    order = np.argsort(tree.trajectory_last, kind="stable")
+    before = np.searchsorted(tree.trajectory_last[order], np.arange(tree.num_tokens))
+    return np.bincount(order[before], minlength=tree.num_trajectories)
+
+
+def ways(tree: TokenTree, ranks: int) -> Iterator[tuple[str, Ranks]]:
+    """Every way's rows per rank."""
+    yield "ours", dispatch(tree, PRICES, ranks)
+    yield "contiguous, unique tokens", dispatch(tree, None, ranks)
+    yield "longest first, unique tokens", longest_first(added_tokens(tree), ranks)
+    yield "longest first, flat tokens", longest_first(tree.trajectory_length, ranks)
+
+
+def priced(rows: list[tt.Trajectory], members: Ranks) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds and tokens of every rank, each with a tree of its own rows."""
+    rates, seconds, tokens = Rates.of(PRICES), [], []
+    for numbers in members:
+        tree = build_tree([rows[number] for number in numbers])
+        layout = pack(tree, tree.trained_edges()[0] > 0)
+        passes = rates.graph_pass * layout.num_tokens / PASS_TOKENS
+        seconds.append(rates.at(layout.positions).sum() + rates.row * len(layout.rows) + passes)
+        tokens.append(layout.num_tokens)
+    return np.array(seconds), np.array(tokens)
+
+
+def balanced(name: str) -> Iterator[dict]:
+    """A file's figures for all ways and numbers of ranks."""
+    rows = FILES[name]()
+    tree = build_tree(rows)
+    whole, unique = (float(found[0]) for found in priced(rows, [np.arange(len(rows))]))
+    for ranks in RANKS:
+        for way, members in ways(tree, ranks):
+            seconds, tokens = priced(rows, members)
+            yield {
+                "batch": name,
+                "trajectories": len(rows),
+                "unique_tokens": int(unique),
+                "ranks": ranks,
+                "way": way,
+                "slowest_over_mean": round(float(seconds.max() / seconds.mean()), 4),
+                "duplicated_tokens": round(float(tokens.sum() / unique - 1), 4),
+                "speedup": round(whole / float(seconds.max()), 2),
+                "speedup_share": round(whole / float(seconds.max()) / ranks, 4),
+            }
+
+
+def timed(name: str, rows: list, repeats: int, ranks: int = 64) -> dict:
+    """Seconds of a dispatch by the processor's clock; prompts (the first half of every row) are not trained."""
+    trained = [tt.Trajectory(row, loss_weights=(np.arange(len(row)) >= len(row) // 2).astype(float)) for row in rows]
+    clocks = []
+    for _ in range(repeats):
+        tree = build_tree(trained)
+        clock = time.process_time()
+        members = dispatch(tree, PRICES, ranks)
+        clocks.append(time.process_time() - clock)
+    return {
+        "batch": name,
+        "trajectories": len(rows),
+        "flat_tokens": tree.num_flat_tokens,
+        "unique_tokens": tree.num_tokens,
+        "ranks": len(members),
+        "repeats": repeats,
+        "cpu_s_median": round(float(np.median(clocks)), 3),
+        "cpu_s_max": round(max(clocks), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="timed dispatches per batch")
+    parser.add_argument("--dry-run", action="store_true", help="print, write nothing")
+    arguments = parser.parse_args()
+    for name, rows in batches().items():
+        report("dispatch_speed", timed(name, rows, arguments.repeats), arguments)
+    if not DATA.is_dir():
+        print(f"whole files are left out: {DATA} is not there; set TREETRAIN_SHARED_DATA")
+        return
+    for name in FILES:
+        for row in balanced(name):
+            report("dispatch", row, arguments)
+
+
+def report(name: str, row: dict, arguments: argparse.Namespace) -> None:
+    print(*(f"{key}={value}" for key, value in row.items()), sep="  ", flush=True)
+    if not arguments.dry_run:
+        result_rows.append(name, row)
+
+
+if __name__ == "__main__":
+    main()
