@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[1]
 SIGNATURES = {
     "build_tree": "(sequences, *, merge=True)",
     "from_padded": "(input_ids, attention_mask, **facts)",
-    "group_advantages": "(trajectories, *, subtract_mean=True, divide_by_std=True, eps=0.0001)",
+    "group_advantages": (
+        "(trajectories, *, subtract_mean=True, divide_by_std=True, eps=0.0001, leave_one_out=False, clip=None)"
+    ),
     "load": (
         "(path, *, tokenizer=None, format='auto', view='transcript', tools=None, chat_template=None, "
         "vocab_size=None, max_positions=None, limit=None)"

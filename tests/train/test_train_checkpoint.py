@@ -26,6 +26,7 @@ from treetrain.train.trainer import Trainer, train
 RUNS: dict[str, dict[str, Any]] = {
     "sft": {"eval_fraction": 0.3, "eval_every_steps": 2},
     "grpo": {"loss": "grpo", "schedule": "constant", "weight_decay": 0.1},
+    "several updates of a batch": {"loss": "grpo", "updates_per_batch": 3, "minibatches": 2, "kl": 0.1},
     "in calls, averaged, the best kept": {
         "tokens_per_call": 60,
         "ema_decay": 0.8,

@@ -60,6 +60,13 @@ class Moments:
 SETTINGS: dict[str, dict[str, Any]] = {
     "sft": {},
     "grpo over epochs": {"loss": "grpo", "schedule": "constant", "tokens_per_step": 200},
+    "updates, minibatches, a reference": {
+        "loss": "grpo",
+        "updates_per_batch": 3,
+        "minibatches": 2,
+        "kl": 0.1,
+        "target_kl": 0.01,
+    },
     "evaluated": {"eval_fraction": 0.3, "eval_every_steps": 2},
     "averaged, in several calls": {"ema_decay": 0.7, "tokens_per_call": 60, "schedule": "wsd", "decay_steps": 2},
     "best kept": {"eval_fraction": 0.3, "eval_every_steps": 1, "keep_best": True, "early_stop_patience": 9},

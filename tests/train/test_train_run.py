@@ -17,7 +17,7 @@ from treetrain.errors import DataError, UnsupportedModel
 from treetrain.models.loading import load_model
 from treetrain.train import trainer as trainer_module
 from treetrain.train.config import TrainConfig
-from treetrain.train.objective import make_objective
+from treetrain.train.objective import ObjectiveSettings, make_objective
 from treetrain.train.result import TrainResult
 from treetrain.train.signals import Interrupted
 from treetrain.train.trainer import Trainer, train
@@ -215,34 +215,35 @@ def test_the_gradient_is_clipped_to_its_norm(make_config, tmp_path) -> None:
 
 def test_rewards_become_group_advantages_where_a_loss_needs_them(data_file) -> None:
     rows = load(data_file).trajectories
-    _, made, notes = make_objective("grpo", {}, rows)
+    made = make_objective("grpo", {}, rows)
     expected = group_advantages(rows)
-    assert all((one.advantages == other.advantages).all() for one, other in zip(made, expected))
-    assert any("rewards" in note for note in notes)
-    _, plain, _ = make_objective("reinforce", {}, rows, subtract_mean=False, divide_by_std=False)
-    assert all((row.advantages == row.reward).all() for row in plain)
+    assert all((one.advantages == other.advantages).all() for one, other in zip(made.rows, expected))
+    assert any("rewards" in note for note in made.notes)
+    plain = make_objective("reinforce", {}, rows, ObjectiveSettings(advantage_mean=False, advantage_std=False))
+    assert all((row.advantages == row.reward).all() for row in plain.rows)
 
 
 def test_groups_with_nothing_to_compare_are_counted(data_file) -> None:
     rows = load(data_file).trajectories
-    assert not any("equal rewards" in note for note in make_objective("grpo", {}, rows)[2])
+    assert not any("equal rewards" in note for note in make_objective("grpo", {}, rows).notes)
     level = [row.replace(reward=1.0) if row.group in (0, 1) else row for row in rows]
-    assert any(note.startswith("2 of 6 groups") for note in make_objective("grpo", {}, level)[2])
+    assert any(note.startswith("2 of 6 groups") for note in make_objective("grpo", {}, level).notes)
 
 
 def test_recorded_advantages_are_left_alone_and_sft_needs_none(data_file) -> None:
     rows = [row.replace(advantages=2.0) for row in load(data_file).trajectories]
-    assert all((row.advantages == 2.0).all() for row in make_objective("grpo", {}, rows)[1])
-    assert all(row.advantages is None for row in make_objective("sft", {}, load(data_file).trajectories)[1])
+    assert all((row.advantages == 2.0).all() for row in make_objective("grpo", {}, rows).rows)
+    assert all(row.advantages is None for row in make_objective("sft", {}, load(data_file).trajectories).rows)
 
 
 def test_recorded_log_probabilities_are_used_and_missing_ones_mean_on_policy(data_file) -> None:
     rows = load(data_file).trajectories
-    loss, _, notes = make_objective("ppo", {"clip": 0.1}, rows)
-    assert loss.on_policy and loss.clip_high == 0.1 and any("on-policy" in note for note in notes)  # type: ignore
+    made = make_objective("ppo", {"clip": 0.1}, rows)
+    assert made.loss.inner.on_policy and made.loss.inner.clip_high == 0.1  # type: ignore
+    assert any("on-policy" in note for note in made.notes) and not made.computed
     recorded = [row.replace(old_logprobs=np.full(len(row), -1.0)) for row in rows]
-    loss, _, notes = make_objective("ppo", {}, recorded)
-    assert not loss.on_policy and not any("on-policy" in note for note in notes)  # type: ignore
+    made = make_objective("ppo", {}, recorded)
+    assert not made.loss.inner.on_policy and not any("on-policy" in note for note in made.notes)  # type: ignore
     with pytest.raises(DataError, match="old_logprobs"):
         make_objective("ppo", {}, [*recorded[:-1], rows[-1]])
 
@@ -256,8 +257,8 @@ def test_on_policy_is_the_same_as_log_probabilities_computed_before_the_update(d
     before = [row.replace(old_logprobs=np.append(0.0, score.numpy())) for row, score in zip(rows, old)]
     for given in (rows, before):
         model.zero_grad()
-        loss, made, _ = make_objective("grpo", {}, given)
-        engine.forward_backward(made, loss)
+        made = make_objective("grpo", {}, given)
+        engine.forward_backward(made.rows, made.loss)
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert torch.allclose(*gradients, atol=1e-7)
 
@@ -355,7 +356,8 @@ def test_a_model_without_a_tokenizer_is_trained_on_token_rows_and_it_is_said(mak
     [
         ({"data": ("missing.jsonl",)}, "missing.jsonl"),
         ({"loss": "sft", "kl": 0.1}, "no option 'kl'"),
-        ({"loss": "grpo", "kl": 0.1}, "ref_logprobs"),
+        ({"loss": "grpo", "kl": 0.1, "reference_model": "/no/such/model"}, "/no/such/model"),
+        ({"loss": "grpo", "reference_model": "tiny"}, "give kl above 0"),
         ({"loss": "grpo", "clip": 2.0}, "clip"),
         ({"device": "cuda"}, "no GPU"),
         ({"model": "no/such/model/anywhere"}, "no/such/model/anywhere"),

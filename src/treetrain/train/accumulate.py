@@ -25,9 +25,7 @@ class StepSplitter:
 
     def __init__(self, plan: BatchPlan, tokens: int | None) -> None:
         self._plan, self._tokens = plan, tokens
-        self._unit_of = np.zeros(sum(map(len, plan.units)), np.int64)
-        for number, unit in enumerate(plan.units):
-            self._unit_of[unit] = number
+        self._unit_of = plan.unit_of_rows()
 
     def __call__(self, numbers: Int64s) -> list[Int64s]:
         """Row numbers of every call, each in the order of the file."""

@@ -50,6 +50,13 @@ class BatchPlan:
         # Rows in the order of the file: the order within a step must not depend on the shuffle.
         return [np.sort(np.concatenate([self.units[unit] for unit in step])) for step in steps]
 
+    def unit_of_rows(self) -> Int64s:
+        """The unit of every row."""
+        found = np.zeros(sum(map(len, self.units)), np.int64)
+        for number, unit in enumerate(self.units):
+            found[unit] = number
+        return found
+
     def steps_per_epoch(self, number: int = 0) -> int:
         """Steps of one pass; passes may differ by a few, since units fill steps in another order."""
         return len(self.epoch(number))

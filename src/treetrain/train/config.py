@@ -18,6 +18,7 @@ from treetrain.train.settings import (
     OptimiserSettings,
     OutputSettings,
     StepSettings,
+    UpdateSettings,
 )
 
 LOSS_OPTIONS = (
@@ -56,6 +57,8 @@ ONLY_WITH: dict[str, tuple[str, Callable[["TrainConfig"], bool]]] = {
     "early_stop_min_delta": ("early_stop_patience or keep_best", lambda c: c.follows_best),
     "eval_every_steps": ("something held out: eval_data or eval_fraction", lambda c: c.holds_out),
     "early_stop_patience": ("eval_every_steps: nothing would be compared", lambda c: c.eval_every_steps > 0),
+    "target_kl": ("updates_per_batch or minibatches above 1", lambda c: c.several_updates),
+    "advantage_leave_one_out": ("advantage_mean", lambda c: c.advantage_mean),
     "keep_best": ("something held out: eval_data or eval_fraction", lambda c: c.holds_out),
 }
 """Settings that would do nothing unless something else is set; saying nothing about that would hide a mistake."""
@@ -68,6 +71,7 @@ class TrainConfig(
     ExecutionSettings,
     EvaluationSettings,
     OptimiserSettings,
+    UpdateSettings,
     StepSettings,
     LossSettings,
     AdapterSettings,
@@ -111,8 +115,8 @@ class TrainConfig(
     def _check_files(self) -> None:
         if not self.data:
             raise ValueError("no data file given; name at least one JSONL file")
-        for name in ("model", "output", "resume"):
-            if not getattr(self, name).strip():
+        for name in ("model", "output", "resume", "reference_model"):
+            if getattr(self, name) is not None and not getattr(self, name).strip():
                 raise ValueError(f"{name} is empty; give a name")
 
     def _check_budget(self) -> None:
@@ -127,6 +131,11 @@ class TrainConfig(
     def loss_options(self) -> dict[str, Any]:
         """The options given for the loss; which of them it has, it says itself when it is made."""
         return {name: getattr(self, name) for name in LOSS_OPTIONS if getattr(self, name) is not None}
+
+    @property
+    def several_updates(self) -> bool:
+        """Whether a batch has more than one optimiser step."""
+        return self.updates_per_batch > 1 or self.minibatches > 1
 
     @property
     def holds_out(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import StepResult, TreeEngine
 from treetrain.train.accumulate import StepSplitter, forward_backward
 from treetrain.train.average import WeightAverage
@@ -22,8 +23,11 @@ from treetrain.train.metrics import MetricsFile, peak_memory_bytes
 from treetrain.train.optim import make_optimizer
 from treetrain.train.prepare import Prepared
 from treetrain.train.progress import RunDisplay
+from treetrain.train.references import ReferencePolicy
 from treetrain.train.result import Progress, TrainResult
+from treetrain.train.rollouts import Rollouts
 from treetrain.train.schedules import make_schedule
+from treetrain.train.updates import Update, Updates
 
 
 class Piece(Protocol):
@@ -81,11 +85,14 @@ class TrainLoop:
         self.pieces |= {} if self.average is None else {"average": self.average}
         self.pieces |= {} if self.best is None else {"best": self.best}
         self._split = StepSplitter(prepared.plan, config.tokens_per_call)
+        self.updates = Updates(config, prepared.plan, total)
+        self.rollouts = Rollouts(prepared, self.updates, ReferencePolicy(config, model, engine, device), self._split)
+        self.pieces |= {"updates": self.updates, **self.rollouts.pieces}
         self._since, self._other = time.perf_counter(), 0.0
 
     @property
     def step(self) -> int:
-        """Steps that are done; the data of the next one is found from it and the seed."""
+        """Steps that are done; the data of the next one is found from `updates` and the seed."""
         return self.progress.step
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,16 +119,17 @@ class TrainLoop:
             self._record_start()
         self.display.start(self.step)
         try:
+            self._score_references()
             # Before the first step, or one that was left when the run was stopped.
             if self._evaluation_is_due():
                 self._evaluate()
                 if self.stop_asked():
                     self._step_done()
             self._since = time.perf_counter()
-            for epoch, numbers in self.prepared.plan.steps(self.total, skip=self.step):
-                if self.stopped_early:
+            for update in self.updates:
+                if self.stopped_early or self.step >= self.total:
                     break
-                self._train_step(epoch, numbers)
+                self._train_step(update)
                 with self._aside():
                     if self._evaluation_is_due():
                         self._evaluate()
@@ -131,7 +139,8 @@ class TrainLoop:
 
     def _evaluation_is_due(self) -> bool:
         every, done = self.config.eval_every_steps, self.progress.evaluations
-        due = self.step in (0, self.total) or (every and self.step % every == 0)
+        last = self.step == self.total or self.updates.at_end
+        due = self.step == 0 or last or (every and self.step % every == 0)
         return bool(due) and not (done and done[-1][0] == self.step)
 
     @property
@@ -154,14 +163,16 @@ class TrainLoop:
     def _record_start(self) -> None:
         """What runs, on what, and how its first step is going to be run."""
         rows = self.prepared.rows
-        _, first = next(iter(self.prepared.plan.steps(self.total)))
+        first = next(iter(self.updates)).rows
         with self._precision():
             facts = self.facts.of_run(rows, self.prepared.eval_rows, [rows[number] for number in first.tolist()])
         record = {"kind": "start", "steps": self.total, "config": self.config.as_dict()}
         self.metrics.write(record | facts | self.about)
 
-    def _train_step(self, epoch: int, numbers: Int64s) -> None:
-        calls = [[self.prepared.rows[number] for number in call.tolist()] for call in self._split(numbers)]
+    def _train_step(self, update: Update) -> None:
+        with self._precision():
+            scored = self.rollouts.begin(self.engine, update)
+        calls = [self.rollouts.rows(call) for call in self._split(update.rows)]
         self.optimizer.zero_grad(set_to_none=True)
         started = time.perf_counter()
         with self._precision():
@@ -180,9 +191,23 @@ class TrainLoop:
         self._since, self._other = updated, 0.0
         self.progress.add(result, **times)
         rows = [row for call in calls for row in call]
-        record = {"kind": "train", "step": self.step, "epoch": epoch, "trajectories": len(rows), "calls": len(calls)}
-        record |= self.facts.of_step(rows)
-        self._record(record, result, lr=lr, grad_norm=norm, seconds=updated - started, **times)
+        self._record(
+            self._about(update, rows, result, calls=len(calls), **scored),
+            result,
+            lr=lr,
+            grad_norm=norm,
+            seconds=updated - started,
+            **times,
+        )
+
+    def _about(self, update: Update, rows: list[Trajectory], result: StepResult, **more: float) -> dict[str, Any]:
+        """What a step was made of, for its record; moves on to the next one."""
+        left_out = self.updates.advance(update, self.rollouts.approx_kl(result.metrics))
+        record: dict[str, Any] = {"kind": "train", "step": self.step, "epoch": update.epoch, "trajectories": len(rows)}
+        if self.config.several_updates:
+            record |= {"batch": update.batch + 1, "update": update.number, "minibatch": update.minibatch}
+            record |= {} if self.config.target_kl is None else {"steps_left_out": left_out}
+        return record | more | self.facts.of_step(rows) | self.rollouts.watched(rows)
 
     def _update(self, loss: float) -> float:
         """Move the weights along the gradients; returns the gradients' norm."""
@@ -246,9 +271,24 @@ class TrainLoop:
         if self.stopped_early:
             self.display.say(f"stopped: no better evaluation since step {self.best.step}")  # type: ignore[union-attr]
 
+    def _score_references(self) -> None:
+        """Before the first step, or where a run that goes on is to come to more rows than it was."""
+
+        def between() -> None:
+            if self.stop_asked():
+                self._step_done()
+
+        started = time.perf_counter()
+        with self._precision():
+            scored = self.rollouts.score_references(untouched=self.step == 0, between=between)
+        if scored:
+            seconds = time.perf_counter() - started
+            self.metrics.write({"kind": "reference", "step": self.step, "trajectories": scored, "seconds": seconds})
+            self.display.say(f"reference log-probabilities of {scored:,} rows: {seconds:,.1f} s")
+
     def _evaluated(self) -> Evaluation:
         with self._precision():
-            return evaluate(self.engine, self.prepared.eval_rows, self._eval_steps(), self.prepared.eval_loss)
+            return evaluate(self.engine, self.rollouts.eval_rows(), self._eval_steps(), self.prepared.eval_loss)
 
     def _eval_steps(self) -> Iterator[Int64s]:
         for numbers in self.prepared.eval_steps:

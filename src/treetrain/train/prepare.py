@@ -15,10 +15,11 @@ from treetrain.models.loading import load_tokenizer
 from treetrain.train.adapters import check_adapter
 from treetrain.train.batches import BatchPlan, plan_batches, split_units
 from treetrain.train.config import TrainConfig
-from treetrain.train.objective import make_objective
+from treetrain.train.objective import Objective, ObjectiveSettings, make_objective
 from treetrain.train.optim import check_optimizer
-from treetrain.train.rows import RowSource, read_rows
+from treetrain.train.rows import RowSource, read_config, read_rows
 from treetrain.train.save import check_output
+from treetrain.train.watch import Watch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +34,12 @@ class Prepared:
     eval_loss: Loss | None
     """Of the held-out rows; None where they lack a fact that it needs."""
     loss: Loss
+    computed: frozenset[str]
+    """Facts of the rows that the run computes itself: old_logprobs, ref_logprobs."""
+    eval_computed: frozenset[str]
+    """Of the held-out rows: ref_logprobs."""
+    watch: Watch | None
+    """What the loss tells besides its metrics."""
     tokenizer: Any
     """Saved with the model; None where there is none."""
     notes: tuple[str, ...]
@@ -67,8 +74,11 @@ def prepare(config: TrainConfig) -> Prepared:
         rows, eval_rows = split_units(
             read.rows, config.eval_fraction, seed=config.seed, tokens_per_step=config.tokens_per_step
         )
-    loss, rows, more = _objective(config, rows)
-    eval_loss, eval_rows, held_notes = _eval_objective(config, eval_rows)
+    objective = make_objective(config.loss, config.loss_options, rows, ObjectiveSettings.of(config))
+    held_objective, held_notes = _eval_objective(config, eval_rows)
+    rows, eval_rows = objective.rows, eval_rows if held_objective is None else held_objective.rows
+    if config.reference_model is not None:
+        read_config(config.reference_model)
     plan = plan_batches(rows, tokens_per_step=config.tokens_per_step, seed=config.seed)
     eval_steps = _eval_steps(eval_rows, config)
     tokenizer, missing = _tokenizer_to_save(config, read.tokenizer)
@@ -77,44 +87,37 @@ def prepare(config: TrainConfig) -> Prepared:
         plan=plan,
         eval_rows=eval_rows,
         eval_steps=eval_steps,
-        eval_loss=eval_loss,
-        loss=loss,
+        eval_loss=None if held_objective is None else held_objective.loss,
+        loss=objective.loss,
+        computed=objective.computed,
+        eval_computed=frozenset() if held_objective is None else held_objective.computed,
+        watch=objective.watch,
         tokenizer=tokenizer,
-        notes=(*notes, *more, *held_notes, *missing),
+        notes=(*notes, *objective.notes, *held_notes, *missing),
     )
 
 
-def _objective(config: TrainConfig, rows: list[Trajectory]) -> tuple[Loss, list[Trajectory], tuple[str, ...]]:
-    return make_objective(
-        config.loss,
-        config.loss_options,
-        rows,
-        subtract_mean=config.advantage_mean,
-        divide_by_std=config.advantage_std,
-        sft_weight=config.sft_weight,
-    )
+def _eval_objective(config: TrainConfig, rows: list[Trajectory]) -> tuple[Objective | None, tuple[str, ...]]:
+    """The loss of the held-out rows, where they have the facts that it needs; training needs none of it.
 
-
-def _eval_objective(
-    config: TrainConfig, rows: list[Trajectory]
-) -> tuple[Loss | None, list[Trajectory], tuple[str, ...]]:
-    """The loss of the held-out rows, where they have the facts that it needs; training needs none of it."""
+    Where they have no old log-probabilities the policy is measured as it is (ratio 1): it never updates on them.
+    """
     if not rows:
-        return None, rows, ()
+        return None, ()
     if not any(row.weights.any() for row in rows):
         raise DataError(
             f"nothing to evaluate: no token of the {len(rows)} held-out rows has a loss weight; hold out other rows"
         )
     try:
-        loss, rows, _ = _objective(config, rows)
+        settings = dataclasses.replace(ObjectiveSettings.of(config), several_updates=False)
+        return make_objective(config.loss, config.loss_options, rows, settings), ()
     except DataError as error:
         if config.follows_best and config.best_metric == "loss":
             raise DataError(
                 f"best_metric is loss, which the held-out rows cannot tell ({error}); hold out others, or give "
                 "best_metric nll"
             ) from error
-        return None, rows, (f"held-out rows are evaluated by their log-likelihood alone: {error}",)
-    return loss, rows, ()
+        return None, (f"held-out rows are evaluated by their log-likelihood alone: {error}",)
 
 
 def _eval_steps(rows: list[Trajectory], config: TrainConfig) -> list[NDArray[np.int64]]:

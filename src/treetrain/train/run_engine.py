@@ -6,12 +6,15 @@ from torch import nn
 
 from treetrain.engine.calibrate import model_shape
 from treetrain.engine.engine import TreeEngine
+from treetrain.engine.linear import LinearEngine
 from treetrain.engine.planning import device_free_bytes, plan_within
 from treetrain.plan.constants import Constants
 from treetrain.plan.plan import Plan
 from treetrain.plan.price import CostModel
+from treetrain.train.config import TrainConfig
 from treetrain.tree.layout import PackedLayout
 
+LINEAR_PACK_TOKENS = 8_192  # beyond this, larger packs cost memory and gain no speed
 ADAM_STATES = 2
 """Numbers that AdamW keeps for every trained weight; no optimiser here keeps more."""
 
@@ -54,3 +57,11 @@ class RunEngine(TreeEngine):
         """Plan as the run did that found this."""
         self._free_bytes, constants = state["free_bytes"], state["constants"]
         self._constants = None if constants is None else Constants.from_dict(constants)
+
+
+def engine_of(model: nn.Module, config: TrainConfig) -> TreeEngine:
+    """The engine that a run's settings ask for."""
+    if config.execution == "tree":
+        return RunEngine(model, budget=config.budget, temperature=config.temperature)
+    pack_tokens = LINEAR_PACK_TOKENS if config.budget is None else int(config.budget)
+    return LinearEngine(model, pack_tokens=pack_tokens, temperature=config.temperature)

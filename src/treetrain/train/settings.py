@@ -107,6 +107,10 @@ class LossSettings:
     """Advantages from rewards: subtract the mean of the group."""
     advantage_std: bool = True
     """Advantages from rewards: divide by the standard deviation of the group."""
+    advantage_leave_one_out: bool = False
+    """Advantages from rewards: subtract the mean of the group's other episodes (RLOO) in place of that of all."""
+    advantage_clip: float | None = None
+    """Advantages from rewards: what is further from 0 is set to this distance."""
     temperature: float = 1.0
     """Divides the logits; for policy losses the temperature that the rows were sampled with."""
 
@@ -120,12 +124,33 @@ class StepSettings:
     steps: int | None = None
     """Optimiser steps; the data is passed over as often as that takes. In place of epochs."""
     tokens_per_step: int = 32_768
-    """Flat tokens that a step is filled up to with whole groups (else whole trees); a larger group is a step alone."""
+    """Flat tokens that a step (with several updates: a batch) is filled up to with whole groups (else whole trees); a
+    larger group is a step alone."""
     tokens_per_call: int | None = None
     """Flat tokens of a step that one forward and backward takes, in whole groups; the gradients add up to those of the
     whole step. None: a step is one call. A budget bounds memory too, and shares more."""
     seed: int = 0
     """Of the order of the data, of a preset's random weights and of an adapter's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateSettings:
+    """How often a batch is updated, and against which policies. A batch is what tokens_per_step fills."""
+
+    updates_per_batch: int = 1
+    """Passes over every batch before the next one; each is a step, or several with minibatches."""
+    minibatches: int = 1
+    """Parts of whole groups that every pass over a batch is divided into, each an optimiser step."""
+    old_logprobs: Literal["auto", "recorded", "recompute"] = "auto"
+    """Policy losses: the old policy's log-probabilities. auto: those of the rows, else computed before a batch's first
+    update. recorded: the rows must have them. recompute: those of the rows are not used."""
+    target_kl: float | None = None
+    """Leave out the rest of a batch's updates after a step in which the KL from the old policy was above this."""
+    reference_model: str | None = None
+    """The reference policy of losses that need one: hub id, folder or preset. None: the rows' ref_logprobs, or where
+    they have none the weights that this run begins with (with LoRA, those without the adapter)."""
+    log_entropy: bool = False
+    """Policy losses: record the entropy of the policy, whether there is a bonus for it or not; costs time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,6 +268,7 @@ SECTIONS: dict[str, type] = {
     "adapter": AdapterSettings,
     "loss": LossSettings,
     "steps": StepSettings,
+    "updates": UpdateSettings,
     "optimiser": OptimiserSettings,
     "evaluation": EvaluationSettings,
     "execution": ExecutionSettings,

@@ -12,7 +12,6 @@ from torch import nn
 from treetrain import __version__
 from treetrain.engine.batch import check_batch
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.linear import LinearEngine
 from treetrain.models.loading import load_model
 from treetrain.train.adapters import add_adapter
 from treetrain.train.allocator import keep_memory
@@ -27,14 +26,13 @@ from treetrain.train.output_lock import output_lock
 from treetrain.train.prepare import Prepared, prepare
 from treetrain.train.result import TrainResult
 from treetrain.train.resume import Start, Wanted, clear_leftovers, find_start
-from treetrain.train.run_engine import RunEngine
+from treetrain.train.run_engine import engine_of
 from treetrain.train.same_run import data_digests
 from treetrain.train.save import CONFIG_FILE, TOML_FILE, save_result
 from treetrain.train.signals import stop_requests
 from treetrain.train.sinks import Observer, make_sinks
+from treetrain.train.updates import total_steps
 from treetrain.tree.build import build_tree
-
-LINEAR_PACK_TOKENS = 8_192  # beyond this, larger packs cost memory and gain no speed
 
 
 class Trainer:
@@ -59,7 +57,7 @@ class Trainer:
         self.prepared: Prepared = prepare(config)
         for note in self.prepared.notes:
             self.console.print(f"note: {note}", highlight=False, soft_wrap=True)
-        self.total_steps = config.steps or self.prepared.plan.total_steps(config.epochs or 1)
+        self.total_steps = total_steps(config, self.prepared.plan)
         self.data = data_digests(self.prepared)
         find_start(self._wanted(), contents=False)  # refuses early; what is found is looked for again under the lock
 
@@ -133,11 +131,7 @@ class Trainer:
         return model
 
     def _engine(self, model: nn.Module) -> TreeEngine:
-        budget, temperature = self.config.budget, self.config.temperature
-        if self.config.execution == "tree":
-            return RunEngine(model, budget=budget, temperature=temperature)
-        pack_tokens = LINEAR_PACK_TOKENS if budget is None else int(budget)
-        return LinearEngine(model, pack_tokens=pack_tokens, temperature=temperature)
+        return engine_of(model, self.config)
 
     def _loop(self, model: nn.Module, engine: TreeEngine, metrics: MetricsFile) -> TrainLoop:
         return TrainLoop(
