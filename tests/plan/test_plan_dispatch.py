@@ -91,6 +91,7 @@ def test_the_first_even_cut_is_as_even_as_the_cheapest(seed, units, ranges):
     bounds = cut_evenly(loads, ranges)
     assert loads.of(bounds).tolist() == [cost(*piece) for piece in itertools.pairwise(bounds.tolist())]
     assert (loads.of(bounds).max(), loads.of(bounds).sum()) == best
+    assert contiguous._least_limit(loads, ranges) == best[0]
     greedy = contiguous._filled(loads, int(best[0]), ranges)
     assert greedy is not None and loads.of(greedy).max() == best[0]
     assert best[0] == 0 or contiguous._filled(loads, int(best[0]) - 1, ranges) is None
@@ -141,6 +142,11 @@ def test_rows_of_one_name_stay_together(rows, ranks, seed):
     assert sorted(np.concatenate(found.trajectories).tolist()) == list(range(len(rows)))
     for tokens, numbers in zip(found.tokens, found.trajectories):
         assert tokens >= layout_of_rank(rows, numbers).num_tokens
+
+
+def test_no_rank_is_idle_while_another_has_rows_to_spare():
+    found = balance(build_tree([[k, 1, 2] for k in range(12)]), None, 8)
+    assert found.idle == 0 and sorted(map(len, found.trajectories)) == [1, 1, 1, 1, 2, 2, 2, 2]
 
 
 def test_whole_rows_are_balanced_where_training_needs_little_of_them():

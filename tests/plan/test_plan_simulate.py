@@ -104,6 +104,16 @@ def test_ranks_of_one_sequence_wait_for_nobody():
     ]
 
 
+def test_a_backward_waits_while_another_rank_has_a_forward_to_run():
+    short, long = (
+        [Pass("forward", 1.0), Pass("backward", 1.0)],
+        [Pass("forward", 5.0)] * 2 + [Pass("backward", 7.0)] * 2,
+    )
+    slots = in_lockstep([short, short, long])
+    assert [slot.kind for slot in slots] == ["forward", "forward", "backward", "backward"]
+    assert [slot.seconds for slot in slots] == [5.0, 5.0, 7.0, 7.0] and [slot.busy for slot in slots] == [3, 1, 3, 1]
+
+
 def test_one_rank_has_no_links_and_its_step_is_the_cost_models():
     tree = build_tree(bushy())
     found = simulate(tree, SHAPE, 1, CPU, cost=PRICES)

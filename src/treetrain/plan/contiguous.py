@@ -40,7 +40,8 @@ class Loads(NamedTuple):
         """The same in seconds."""
         total = float(opened.sum())
         unit = total / _RESOLUTION if total > 0 else 1.0
-        return cls(*(_sums(np.rint(part / unit).astype(np.int64)) for part in (opened, closed)), unit)
+        whole = [np.rint(part / unit).astype(np.int64) for part in (opened, closed)]
+        return cls(_sums(whole[0]), _sums(whole[1]), unit)
 
     @property
     def units(self) -> int:

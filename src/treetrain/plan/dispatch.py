@@ -124,7 +124,7 @@ def balance(
     splits = np.searchsorted(rank_of[found], np.arange(1, ranks))
     return Dispatch(
         trajectories=np.split(found, splits),
-        seconds=loads.of(bounds) * loads.unit,
+        seconds=(loads.of(bounds) * loads.unit).astype(np.float64),
         tokens=tokens.of(bounds),
         unique=int(tokens.opened[-1]),
         trained=np.bincount(rank_of[order], minlength=ranks),
@@ -159,7 +159,7 @@ def _units(order: Int64s, count: int, together: Sequence[Hashable] | None) -> tu
 def _loads(tree: TokenTree, rates: Rates, users: Users, rows: Users, units: int) -> tuple[Loads, Loads]:
     """Seconds and tokens of every range of units."""
     used, scored = np.flatnonzero(users.last >= 0), np.flatnonzero(rows.last >= 0)
-    seconds = rates.at(tree.depth[used]) + rates.graph_pass / PASS_TOKENS
+    seconds = rates.at(tree.depth[used].astype(np.int64)) + rates.graph_pass / PASS_TOKENS
     opened, closed = (
         np.bincount(some.take(used), seconds, units) + rates.row * np.bincount(heads.take(scored), minlength=units)
         for some, heads in zip(users, rows)

@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from treetrain.plan.plan import Plan
-from treetrain.plan.price import Floats
 from treetrain.plan.rates import Rates
 
 Kind = Literal["publish", "forward", "backward"]
@@ -46,7 +45,7 @@ def passes_of(plan: Plan, rates: Rates) -> list[Pass]:
     number = plan.publish[plan.part_of]
     late = plan.exported & (number >= 0)
     publish = rates.forward_share * np.bincount(number[late], both[late]) + rates.forward_pass
-    seconds: dict[str, Floats] = {"forward": forward, "backward": backward, "publish": publish}
+    seconds = {"forward": forward, "backward": backward, "publish": publish}
     return [Pass(event.kind, float(seconds[event.kind][event.number])) for event in plan.events()]
 
 

@@ -70,10 +70,7 @@ def row_users(tree: TokenTree, places: Int64s, *, whole_rows: bool = False) -> U
     """
     source = tree.source
     edges = np.flatnonzero(tree.parent >= 0 if whole_rows else tree.trained_edges()[0] > 0)
-    by_row = isinstance(source, RowTrajectories) and any(
-        row is not None and row.loss_weights is not None for row in source.rows
-    )
-    if by_row and not whole_rows:
+    if isinstance(source, RowTrajectories) and not whole_rows and _has_weights(source):
         users = _training_rows(tree, source, places)
     else:
         counted = np.flatnonzero((places >= 0) & (tree.trajectory_last >= 0))
@@ -86,6 +83,10 @@ def row_users(tree: TokenTree, places: Int64s, *, whole_rows: bool = False) -> U
     np.maximum.at(found.last, tree.parent[edges], users.last[edges])
     found.first[found.last < 0] = NOBODY
     return found
+
+
+def _has_weights(source: RowTrajectories) -> bool:
+    return any(row is not None and row.loss_weights is not None for row in source.rows)
 
 
 def _training_rows(tree: TokenTree, source: RowTrajectories, places: Int64s) -> Users:
