@@ -2,8 +2,9 @@
 
 1. Whole files as one batch: tau_airline with a row per LLM call, and all samples of codet_humaneval100. Every way's
    ranks get a tree of their own rows, so all are priced alike: seconds by the cost model of the CPU benchmarks' model
-   (nothing recomputed, passes of 8,192 tokens), tokens computed on the ranks over those of one process. Predicted, not
-   measured. Rows go to results/dispatch.csv; left out without the data.
+   (nothing recomputed, passes of 8,192 tokens), tokens computed on the ranks over those of one process, and the bound
+   that no way can beat (an even share, or the longest row, whose tokens stay on one rank). Predicted, not measured.
+   Rows go to results/dispatch.csv; left out without the data.
 2. 65,536 trajectories over 64 ranks: seconds by the processor's clock, from a token tree (its building is not counted)
    to every rank's row numbers; the trained predictions of the rows are counted anew each time. Rows go to
    results/dispatch_speed.csv.
@@ -89,6 +90,7 @@ def balanced(name: str) -> Iterator[dict]:
     rows = FILES[name]()
     tree = build_tree(rows)
     whole, unique = (float(found[0]) for found in priced(rows, [np.arange(len(rows))]))
+    heaviest = float(Rates.of(PRICES).at(np.arange(tree.trained_edges()[1].max())).sum())
     for ranks in RANKS:
         for way, members in ways(tree, ranks):
             seconds, tokens = priced(rows, members)
@@ -100,6 +102,7 @@ def balanced(name: str) -> Iterator[dict]:
                 "way": way,
                 "slowest_over_mean": round(float(seconds.max() / seconds.mean()), 4),
                 "duplicated_tokens": round(float(tokens.sum() / unique - 1), 4),
+                "bound_share": round(max(whole / ranks, heaviest) / float(seconds.max()), 4),
                 "speedup": round(whole / float(seconds.max()), 2),
                 "speedup_share": round(whole / float(seconds.max()) / ranks, 4),
             }
