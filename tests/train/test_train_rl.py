@@ -28,6 +28,7 @@ from treetrain.train.references import ReferencePolicy
 from treetrain.train.rollouts import Rollouts
 from treetrain.train.trainer import Trainer, train
 from treetrain.train.updates import Updates
+from treetrain.train.watch import Watch
 
 SEVERAL: dict[str, Any] = {"updates_per_batch": 2, "minibatches": 2}
 
@@ -417,6 +418,17 @@ def test_the_baseline_may_leave_out_the_episode_itself_and_advantages_may_be_bou
 
 
 # What is watched
+
+
+def test_extremes_are_those_of_what_counts_over_all_parts_and_a_part_that_is_run_again_changes_nothing() -> None:
+    watch, counts = Watch(), torch.tensor([True, False, True])
+    for values in ([3.0, 9.0, 1.0], [2.0, -9.0, 4.0], [3.0, 9.0, 1.0]):
+        watch.note("ratio", torch.tensor(values), counts, smallest=True)
+    watch.note("importance", torch.tensor([7.0]), torch.tensor([True]))
+    watch.note("importance", torch.zeros(0), torch.zeros(0, dtype=torch.bool))
+    assert watch.read() == {"ratio_max": 4.0, "ratio_min": 1.0, "importance_max": 7.0}
+    watch.begin()
+    assert watch.read() == {}
 
 
 def test_the_entropy_is_recorded_where_it_is_asked_for_and_changes_nothing(make_config, tmp_path) -> None:
