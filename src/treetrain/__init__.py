@@ -10,6 +10,7 @@ _PUBLIC = {
     "DataError": "treetrain.errors",
     "UnsupportedModel": "treetrain.errors",
     "Trajectory": "treetrain.data.trajectory",
+    "gae": "treetrain.data.gae",
     "group_advantages": "treetrain.data.advantages",
     "load": "treetrain.data.load",
     "TokenTree": "treetrain.tree.token_tree",
@@ -23,6 +24,8 @@ _PUBLIC = {
     "StepResult": "treetrain.engine.engine",
     "TreeEngine": "treetrain.engine.engine",
     "logprobs": "treetrain.engine.primitive",
+    "rewards": "treetrain.engine.values",
+    "values": "treetrain.engine.values",
     "from_padded": "treetrain.engine.padded",
     "to_padded": "treetrain.engine.padded",
     "verify": "treetrain.train.verify",
@@ -44,18 +47,22 @@ __all__ = [
     "__version__",
     "build_tree",
     "from_padded",
+    "gae",
     "group_advantages",
     "load",
     "logprobs",
     "losses",
     "make_plan",
+    "rewards",
     "to_padded",
+    "values",
     "verify",
 ]
 
 if TYPE_CHECKING:
     from treetrain import losses as losses
     from treetrain.data.advantages import group_advantages as group_advantages
+    from treetrain.data.gae import gae as gae
     from treetrain.data.load import load as load
     from treetrain.data.trajectory import Trajectory as Trajectory
     from treetrain.engine.engine import StepResult as StepResult
@@ -63,6 +70,8 @@ if TYPE_CHECKING:
     from treetrain.engine.padded import from_padded as from_padded
     from treetrain.engine.padded import to_padded as to_padded
     from treetrain.engine.primitive import logprobs as logprobs
+    from treetrain.engine.values import rewards as rewards
+    from treetrain.engine.values import values as values
     from treetrain.errors import DataError as DataError
     from treetrain.errors import UnsupportedModel as UnsupportedModel
     from treetrain.plan.cost import ModelShape as ModelShape

@@ -133,7 +133,7 @@ def test_the_signatures_are_those_people_use():
     expected = {
         "sft": {"reduction": "token"},
         "reinforce": penalties | correction | {"reduction": "token"},
-        "ppo": clipped,
+        "ppo": clipped | {"value_coefficient": 0.0, "value_clip": 0.2},
         "grpo": clipped | {"reduction": "trajectory"},
         "dapo": {"clip_low": 0.2, "clip_high": 0.28, "on_policy": False} | penalties | correction,
         "dr_grpo": bounds | penalties | correction | {"length": inspect.Parameter.empty, "on_policy": False},

@@ -113,7 +113,7 @@ class Reads:
         return per_edge.index_select(0, torch.from_numpy(self.edges).to(per_edge.device))
 
     def per_prediction_entropy(self, per_row: Tensor) -> Tensor:
-        """[R] entropies of predicting rows -> [T]."""
+        """[R] entropies (or [R, c] values) of predicting rows -> [T] (or [T, c])."""
         return per_row.index_select(0, torch.from_numpy(self.rows).to(per_row.device))
 
 
@@ -130,12 +130,13 @@ class Selection(Reads):
         return loss.pack(self.trajectories, device=device, dtype=dtype, used=self.used)
 
     def per_trajectory(self, per_prediction: Tensor) -> list[Tensor]:
-        """[T] -> one [L_k - 1] tensor per trajectory; predictions that were not computed hold 0."""
+        """[T] -> one [L_k - 1] tensor per trajectory; predictions that were not computed hold 0. [T, c] likewise."""
         if self.used.all():
             flat = per_prediction
         else:
             place = torch.from_numpy(np.flatnonzero(self.used)).to(per_prediction.device)
-            flat = per_prediction.new_zeros(len(self.used)).index_copy(0, place, per_prediction)
+            shape = (len(self.used), *per_prediction.shape[1:])
+            flat = per_prediction.new_zeros(shape).index_copy(0, place, per_prediction)
         return list(flat.split([max(len(t) - 1, 0) for t in self.trajectories]))
 
 

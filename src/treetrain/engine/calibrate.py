@@ -156,7 +156,7 @@ class _Bench:
         """A pass with graph."""
         run = PackedRun(self.model, self.capabilities, self.layout(tokens, rows))
         with run.mode(self.model), torch.enable_grad():
-            loss = run.scores(temperature=1.0, sinks=self.sinks).logprobs.sum()
+            loss = torch.stack([x.sum() for x in run.scores(temperature=1.0, sinks=self.sinks).live]).sum()
             marks = (0, 0) if meter is None else (meter.now, meter.peak)
             if meter is not None:
                 meter.restart_peak()

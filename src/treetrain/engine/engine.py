@@ -1,6 +1,5 @@
 """The engine: gradients of any loss over branching trajectories, every shared prefix computed once."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +12,7 @@ from treetrain.attention.dispatch import Choice, choose_backend
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.batch import Batch, as_tree, check_batch
 from treetrain.engine.calibrate import cost_model
+from treetrain.engine.checks import check_normaliser, check_temperature, check_trainable, step_loss, step_normaliser
 from treetrain.engine.evaluate import MetricSums, evaluate, linear_coefficients, means
 from treetrain.engine.feed import Board, Known, Stream
 from treetrain.engine.memory import Passes, StepOutOfMemory, cannot_start_over, why_not_again, within_memory
@@ -22,7 +22,7 @@ from treetrain.engine.planning import formula_cost, plan_within
 from treetrain.engine.routing import RouterBalance, Routing
 from treetrain.engine.sharing import rows_if_faster
 from treetrain.engine.walk import Walk
-from treetrain.models.capability import check_model
+from treetrain.models.capability import Capabilities, check_model
 from treetrain.plan.budget import Bytes, parse_budget
 from treetrain.plan.plan import Plan
 from treetrain.plan.price import CostModel
@@ -60,18 +60,43 @@ class TreeEngine:
         budget: an int bounds the tokens whose graph is alive at once, a string such as "8GiB" the peak of memory above
             model, gradients and optimiser state; any tree fits any budget. None fits to what the device has free.
         temperature: divides the logits before the softmax.
+        value_head: maps the hidden states that a causal LM hands to its head, [n, hidden], to values [n] (or [n, c]),
+            for losses that need values. A model for token or sequence classification has its own head, and no
+            log-probabilities.
 
     Raises:
-        UnsupportedModel: the model, or a setting of it, would not be exact on a tree.
+        UnsupportedModel: the model, its value head or a setting would not be exact on a tree.
         ValueError: a temperature that is not above 0, or a budget that is neither tokens nor bytes.
     """
 
     _merge = True
     _run_type: type[Any] = PackedRun
 
-    def __init__(self, model: nn.Module, *, budget: int | str | Bytes | None = None, temperature: float = 1.0):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        budget: int | str | Bytes | None = None,
+        temperature: float = 1.0,
+        value_head: nn.Module | None = None,
+    ):
         self.model, self.budget, self.temperature = model, parse_budget(budget), check_temperature(temperature)
-        self.capabilities = check_model(model)
+        self.value_head = value_head
+        self.capabilities = self._checked()
+
+    def _checked(self) -> Capabilities:
+        """What the model is now: a dropout may have been switched on since."""
+        return check_model(self.model, critics=True, value_head=self.value_head)
+
+    def prepare(self, *, logprobs: bool, values: bool) -> None:
+        """Check the model for a call that wants these. Raises UnsupportedModel."""
+        self.capabilities = self._checked().asked(logprobs=logprobs, values=values)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of the model and the value head, each once."""
+        modules = [self.model] if self.value_head is None else [self.model, self.value_head]
+        return list({p: None for module in modules for p in module.parameters()})
 
     @property
     def attention(self) -> Choice:
@@ -81,7 +106,9 @@ class TreeEngine:
     @property
     def cost(self) -> CostModel:
         """What passes cost on this model as it is now, on its device: measured when first asked for, and cached."""
-        return cost_model(self.model, self.capabilities)
+        found = self._checked()
+        # With the model's own head, whatever the present call asks of it: what is measured is cached.
+        return cost_model(self.model, found.asked(logprobs=found.scores_tokens, values=not found.scores_tokens))
 
     def plan(self, trajectories: Sequence[Trajectory] | TokenTree) -> Plan:
         """The plan of a training step on these trajectories under the engine's budget."""
@@ -105,8 +132,9 @@ class TreeEngine:
 
         Args:
             loss: called with log-probabilities [L - 1], entropies and a trajectory; returns an unnormalised sum
-                and metrics. The losses of this library compute only what has a loss weight; a loss of your own
-                gets every row and every prediction, whatever the weights.
+                and metrics; one that says ``needs_values`` is also given ``values``, [L - 1]. The losses of this
+                library compute only what has a loss weight; a loss of your own gets every row and every prediction,
+                whatever the weights.
             normaliser: what the sum is divided by; pass that of the whole step when accumulating over calls.
                 None asks the loss.
             balance: of the routers over the whole step, the sum of `router_balance` over its calls; None takes each
@@ -120,15 +148,16 @@ class TreeEngine:
             UnsupportedModel: see the class.
             RuntimeError: memory ran out in a backward while gradients of earlier calls lay in ``.grad``.
         """
-        self.capabilities = check_model(self.model)
-        check_trainable(self.model)
+        values, entropy = bool(getattr(loss, "needs_values", False)), bool(getattr(loss, "needs_entropy", False))
+        self.prepare(logprobs=entropy or getattr(loss, "needs_logprobs", True), values=values)
+        check_trainable(self.parameters)
         tree = as_tree(trajectories, merge=self._merge)
         check_batch(tree, self.capabilities)
         batch, loss, normaliser = _batch(tree, loss, normaliser, every_token=self._balanced)
         plan = self.plan_of(batch.layout)
         if isinstance(batch, Batch) and batch.weighted and (rows := self._row_by_row(tree, plan)):
             batch, plan = Batch.of(rows[0], weighted=True), rows[1]
-        never = why_not_again(self.model)
+        never = why_not_again(self.parameters)
         step, _, passes = within_memory(
             self.model,
             plan,
@@ -185,7 +214,8 @@ class TreeEngine:
             if isinstance(error, StepOutOfMemory) and not error.begun:
                 raise
             if never is None:
-                self.model.zero_grad(set_to_none=True)
+                for parameter in self.parameters:
+                    parameter.grad = None
             elif isinstance(error, StepOutOfMemory):
                 raise cannot_start_over(error, never) from error
             else:
@@ -243,7 +273,7 @@ class TreeEngine:
         Raises:
             ValueError: a model without experts.
         """
-        self.capabilities = check_model(self.model)
+        self.capabilities = self._checked()
         tree = as_tree(trajectories, merge=self._merge)
         check_batch(tree, self.capabilities)
         routing = self.routing(tree, balanced=True)
@@ -276,23 +306,22 @@ class TreeEngine:
         Returns:
             K tensors [L_k - 1], in nats; with ``return_entropy`` a second list of K tensors of entropies.
         """
-        self.capabilities = check_model(self.model)
+        self.prepare(logprobs=True, values=False)
         tree = as_tree(trajectories, merge=self._merge)
         check_batch(tree, self.capabilities)
         batch = Batch.of(tree, weighted=False)
-        return rows_of(batch, self.board(batch, self.plan_of(batch.layout), return_entropy), return_entropy)
+        return rows_of(batch, self.board(tree, batch.layout, return_entropy), return_entropy)
 
-    def board(self, batch: Batch, plan: Plan, need_entropy: bool) -> Board:
-        """All log-probabilities (and entropies) of a batch, without gradient, in the memory of one path."""
-        sizes = batch.layout.num_edges, len(batch.layout.rows)
+    def board(self, tree: TokenTree, layout: PackedLayout, need_entropy: bool) -> Board:
+        """All scores of a layout (those that `prepare` was told), without gradient, in the memory of one path."""
+        sizes = layout.num_edges, len(layout.rows)
         board = Board(*sizes, wide_dtype(self.model), model_device(self.model), entropy=need_entropy)
-
-        routing = self.routing(batch.tree, balanced=False)
+        routing = self.routing(tree, balanced=False)
 
         def score(plan: Plan, passes: Passes) -> None:
             self._walk(plan, passes, routing, gradients=False).score(board, need_entropy=need_entropy)
 
-        within_memory(self.model, plan, score, partial(self.smaller_plan, batch.layout), trains=False)
+        within_memory(self.model, self.plan_of(layout), score, partial(self.smaller_plan, layout), trains=False)
         return board
 
 
@@ -335,54 +364,3 @@ def rows_of(batch: Batch, board: Board, entropies: bool) -> Any:
         return logprobs
     assert board.entropies is not None
     return logprobs, rows.per_trajectory(rows.per_prediction_entropy(board.entropies))
-
-
-def check_trainable(model: nn.Module) -> None:
-    """Raise ValueError where a backward could not reach any parameter."""
-    if not torch.is_grad_enabled():
-        raise ValueError("gradients are switched off (torch.no_grad); use .logprobs, or leave that block")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("every parameter of the model is frozen (requires_grad=False); nothing can be trained")
-
-
-def step_loss(loss: Any, trajectories: list[Trajectory], normaliser: float | None) -> Any:
-    """The loss with what it must know of the whole step, which these trajectories are unless a normaliser is given.
-
-    Raises:
-        ValueError: a part of a step, and a loss that was not told of the whole one.
-    """
-    if normaliser is None:
-        return loss.for_step(trajectories) if hasattr(loss, "for_step") else loss
-    if getattr(loss, "needs_step", False):
-        raise ValueError(
-            f"{type(loss).__name__} was given a normaliser, so a part of a step, but was not told of the whole step: "
-            "call loss = loss.for_step(all trajectories of the step) first, and pass loss.normaliser(the same)"
-        )
-    return loss
-
-
-def step_normaliser(loss: Any, trajectories: list[Trajectory], normaliser: float | None) -> float:
-    """What a step's sum is divided by; checks first that the loss finds every fact it needs.
-
-    Raises:
-        DataError: a fact is missing, or nothing is trained.
-        ValueError: a normaliser that is not above 0 and finite.
-    """
-    if hasattr(loss, "check"):
-        loss.check(trajectories)
-    return check_normaliser(loss.normaliser(trajectories) if normaliser is None else normaliser)
-
-
-def check_normaliser(normaliser: float) -> float:
-    """A normaliser above 0 and finite. Raises ValueError for anything else."""
-    value = float(normaliser)
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"the normaliser is {value}; a step's loss is divided by it, so it must be above 0 and finite")
-    return value
-
-
-def check_temperature(temperature: float) -> float:
-    """A temperature above 0. Raises ValueError for anything else."""
-    if temperature > 0 and temperature != float("inf"):
-        return float(temperature)
-    raise ValueError(f"temperature={temperature!r}: it divides the logits, so it must be above 0 and finite")

@@ -26,18 +26,22 @@ def linear_coefficients(
     return total.index_add_(0, torch.from_numpy(rows.edges).to(device), per_prediction.double()).to(dtype)
 
 
-def evaluate(loss: Any, logprobs: Tensor, entropies: Tensor | None, rows: Reads) -> tuple[Tensor, MetricSums]:
+def evaluate(
+    loss: Any, logprobs: Tensor, entropies: Tensor | None, rows: Reads, values: Tensor | None = None
+) -> tuple[Tensor, MetricSums]:
     """The loss's unnormalised sum over some trajectories, and its metrics as (weighted sum, weight).
 
     Args:
         logprobs: [T], of the used predictions.
         entropies: [T], or None.
+        values: [T] or [T, c], of the states that make these predictions; None for a loss that needs none.
     """
     if hasattr(loss, "packed"):
         facts = rows.facts(loss, logprobs.device, logprobs.dtype)
-        return loss.packed(logprobs, entropies, facts)
+        given = {} if values is None else {"values": values}
+        return loss.packed(logprobs, entropies, facts, **given)
     assert isinstance(rows, Selection)
-    return _evaluate_rows(loss, logprobs, entropies, rows)
+    return _evaluate_rows(loss, logprobs, entropies, rows, values)
 
 
 class Evaluation(NamedTuple):
@@ -50,41 +54,65 @@ class Evaluation(NamedTuple):
     """[T] d loss / d log-probability of each used prediction; None where the loss does not depend on them."""
     rows: Tensor | None
     """[T] d loss / d entropy, likewise."""
+    values: Tensor | None = None
+    """[T] or [T, c] d loss / d value, likewise."""
 
 
 def evaluate_gradients(
-    loss: Any, normaliser: float, logprobs: Tensor, entropies: Tensor | None, rows: Reads
+    loss: Any,
+    normaliser: float,
+    logprobs: Tensor,
+    entropies: Tensor | None,
+    rows: Reads,
+    values: Tensor | None = None,
 ) -> Evaluation:
     """A loss over some trajectories and its gradients, apart from the model's graph.
 
     Args:
         logprobs: [E] of all edges.
         entropies: [R] of all rows, or None.
+        values: [R] or [R, c] of all rows; None where no row has been scored, or the loss needs none.
     """
+    if values is None and getattr(loss, "needs_values", False):
+        values = logprobs.new_zeros(len(rows.rows) and int(rows.rows.max()) + 1)
     with torch.enable_grad():
         given = rows.per_prediction(logprobs).requires_grad_()
         spread = None if entropies is None else rows.per_prediction_entropy(entropies).requires_grad_()
-        total, sums = evaluate(loss, given, spread, rows)
-        inputs = [x for x in (given, spread) if x is not None]
-        grads = [None] * len(inputs)
+        valued = None if values is None else rows.per_prediction_entropy(values).requires_grad_()
+        total, sums = evaluate(loss, given, spread, rows, valued)
+        inputs = (given, spread, valued)
+        grads: list[Tensor | None] = [None] * 3
         if total.requires_grad:
-            grads = list(torch.autograd.grad(total / normaliser, inputs, allow_unused=True))
-    return Evaluation(total.detach() / normaliser, sums, grads[0], grads[1] if spread is not None else None)
+            live = [number for number, x in enumerate(inputs) if x is not None]
+            found = torch.autograd.grad(total / normaliser, [inputs[n] for n in live], allow_unused=True)  # type: ignore[misc]
+            for number, grad in zip(live, found):
+                grads[number] = grad
+    return Evaluation(total.detach() / normaliser, sums, *grads)
 
 
-def _evaluate_rows(loss: Any, logprobs: Tensor, entropies: Tensor | None, rows: Selection):
-    """A user's own loss: called row by row, or once with lists where its scope is the batch."""
+def _evaluate_rows(loss: Any, logprobs: Tensor, entropies: Tensor | None, rows: Selection, values: Tensor | None):
+    """A user's own loss: called row by row, or once with lists where its scope is the batch.
+
+    One that says ``needs_values`` gets them as the keyword argument ``values``.
+    """
     # Clones: it may write into what it is given.
     logprob_rows = [row.clone() for row in rows.per_trajectory(logprobs)]
     entropy_rows: list[Tensor | None] = [None] * len(logprob_rows)
     if entropies is not None:
         entropy_rows = [row.clone() for row in rows.per_trajectory(entropies)]
+    value_rows: list[Tensor] = []
+    if values is not None:
+        value_rows = [row.clone() for row in rows.per_trajectory(values)]
     if getattr(loss, "scope", "trajectory") == "batch":
-        total, metrics = loss(logprob_rows, None if entropies is None else entropy_rows, list(rows.trajectories))
+        given = {} if values is None else {"values": value_rows}
+        total, metrics = loss(
+            logprob_rows, None if entropies is None else entropy_rows, list(rows.trajectories), **given
+        )
         return torch.as_tensor(total), _as_sums(metrics)
     total, sums = logprobs.new_zeros(()), {}
-    for row, entropy_row, trajectory in zip(logprob_rows, entropy_rows, rows.trajectories):
-        row_sum, metrics = loss(row, entropy_row, trajectory)
+    options = [{}] * len(logprob_rows) if values is None else [{"values": row} for row in value_rows]
+    for row, entropy_row, trajectory, given in zip(logprob_rows, entropy_rows, rows.trajectories, options):
+        row_sum, metrics = loss(row, entropy_row, trajectory, **given)
         total = total + row_sum
         sums = add_sums(sums, _as_sums(metrics))
     return total, sums

@@ -25,6 +25,8 @@ class Seeds(NamedTuple):
     """[e]: of the log-probabilities."""
     rows: Tensor | None
     """[r]: of the entropies."""
+    values: Tensor | None = None
+    """[r] or [r, c]: of the values."""
 
 
 class Feed(Protocol):
@@ -50,18 +52,25 @@ class Feed(Protocol):
 
 
 class Board:
-    """Log-probabilities of the E edges and entropies of the R rows of a batch, as far as they are scored."""
+    """Log-probabilities of the E edges, entropies and values of the R rows of a batch, as far as they are scored."""
 
     def __init__(self, num_edges: int, num_rows: int, dtype: torch.dtype, device: torch.device, *, entropy: bool):
-        self.device = device
+        self.device, self.num_rows = device, num_rows
         self.logprobs = torch.zeros(num_edges, dtype=dtype, device=device)
         self.entropies = torch.zeros(num_rows, dtype=dtype, device=device) if entropy else None
+        self.values: Tensor | None = None
+        """[R] or [R, c]; None until a value is written, since only a value head knows c."""
 
     def write(self, piece: Piece, scores: Scores) -> None:
         """Put a piece's scores in their places."""
         self.logprobs[self.index(piece.edges)] = scores.logprobs.detach()
         if self.entropies is not None and scores.entropies is not None:
             self.entropies[self.index(piece.rows)] = scores.entropies.detach()
+        if scores.values is not None:
+            if self.values is None:
+                shape = (self.num_rows, *scores.values.shape[1:])
+                self.values = torch.zeros(shape, dtype=self.logprobs.dtype, device=self.device)
+            self.values[self.index(piece.rows)] = scores.values.detach().to(self.values.dtype)
 
     def index(self, numbers: np.ndarray) -> Tensor | slice:
         """Places on the device; a slice where they are consecutive."""
@@ -76,13 +85,14 @@ class Known:
     Args:
         edges: [E] d loss / d log-probability.
         rows: [R] d loss / d entropy, or None.
+        values: [R] or [R, c] d loss / d value, or None.
     """
 
     needs_scores_early = False
     in_parts = True
 
-    def __init__(self, board: Board, edges: Tensor, rows: Tensor | None = None):
-        self.board, self._edges, self._rows = board, edges, rows
+    def __init__(self, board: Board, edges: Tensor, rows: Tensor | None = None, values: Tensor | None = None):
+        self.board, self._edges, self._rows, self._values = board, edges, rows, values
         self.needs_entropy = rows is not None
 
     def coefficients(self, piece: Piece) -> Tensor | None:
@@ -95,8 +105,8 @@ class Known:
 
     def seeds(self, piece: Piece) -> Seeds:
         """See `Feed`."""
-        rows = None if self._rows is None else self._rows[self.board.index(piece.rows)]
-        return Seeds(self._edges[self.board.index(piece.edges)], rows)
+        rows, values = (None if x is None else x[self.board.index(piece.rows)] for x in (self._rows, self._values))
+        return Seeds(self._edges[self.board.index(piece.edges)], rows, values)
 
 
 class Stream:
@@ -113,6 +123,7 @@ class Stream:
         # Float64: a shared edge may collect thousands of rows.
         self._edges = torch.zeros(len(board.logprobs), dtype=torch.float64, device=board.device)
         self._rows = None if board.entropies is None else torch.zeros_like(board.entropies, dtype=torch.float64)
+        self._values: Tensor | None = None
         self._order = np.argsort(batch.deepest_row, kind="stable")
         self._ends = batch.deepest_row[self._order]
         self._seen = np.zeros(batch.layout.num_edges and len(batch.layout.rows), bool)
@@ -156,21 +167,28 @@ class Stream:
         """The gradients, for a second walk, once the whole batch has been evaluated."""
         assert not self._pending
         dtype = self.board.logprobs.dtype
-        return Known(self.board, self._edges.to(dtype), None if self._rows is None else self._rows.to(dtype))
+        rows, values = (None if x is None else x.to(dtype) for x in (self._rows, self._values))
+        return Known(self.board, self._edges.to(dtype), rows, values)
 
     def seeds(self, piece: Piece) -> Seeds:
         """See `Feed`."""
         assert not (self._at_once and self._pending), "gradients asked for before the loss has seen the batch"
         dtype = self.board.logprobs.dtype
-        rows = None if self._rows is None else self._rows[self.board.index(piece.rows)].to(dtype)
-        return Seeds(self._edges[self.board.index(piece.edges)].to(dtype), rows)
+        at = self.board.index(piece.rows)
+        rows, values = (None if x is None else x[at].to(dtype) for x in (self._rows, self._values))
+        return Seeds(self._edges[self.board.index(piece.edges)].to(dtype), rows, values)
 
     def _evaluate(self, rows: Reads) -> None:
         self._pending = False
-        found = evaluate_gradients(self._loss, self._normaliser, self.board.logprobs, self.board.entropies, rows)
+        board = self.board
+        found = evaluate_gradients(self._loss, self._normaliser, board.logprobs, board.entropies, rows, board.values)
         self.total = self.total + found.total
         self.sums = add_sums(self.sums, found.sums)
         if found.edges is not None:
             self._edges.index_add_(0, torch.from_numpy(rows.edges).to(self.board.device), found.edges.double())
         if self._rows is not None and found.rows is not None:
             self._rows.index_add_(0, torch.from_numpy(rows.rows).to(self.board.device), found.rows.double())
+        if found.values is not None and board.values is not None:
+            if self._values is None:
+                self._values = torch.zeros_like(board.values, dtype=torch.float64)
+            self._values.index_add_(0, torch.from_numpy(rows.rows).to(board.device), found.values.double())

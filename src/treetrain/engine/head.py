@@ -39,11 +39,27 @@ class Edges:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the head gives: [E] log-probabilities, [R] entropies (or None), and the fused loss (or None)."""
+    """What the heads give: [E] log-probabilities, [R] entropies (or None), the fused loss (or None), and [R] or [R, c]
+    values (or None)."""
 
     logprobs: Tensor
     entropies: Tensor | None
     linear_loss: Tensor | None
+    values: Tensor | None = None
+
+    @property
+    def live(self) -> list[Tensor]:
+        """What a backward may start from: every output, the fused loss in place of its log-probabilities."""
+        first = self.logprobs if self.linear_loss is None else self.linear_loss
+        return [x for x in (first, self.entropies, self.values) if x is not None and x.requires_grad]
+
+
+def without_logprobs(hidden: Tensor, edges: Edges) -> Scores:
+    """Scores of a run whose language-model head is not asked; zeros for its log-probabilities."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    if len(edges.rows) == 0:
+        return Scores(hidden.index_select(0, edges.rows).sum(-1, dtype=wide), None, None)  # as in `score_edges`
+    return Scores(hidden.new_zeros(len(edges.targets), dtype=wide), None, None)
 
 
 def chunk_rows(vocab_size: int) -> int:

@@ -45,12 +45,13 @@ def hooks_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def hooks_once(model: nn.Module) -> Iterator[None]:
+def hooks_once(*modules: nn.Module) -> Iterator[None]:
     """Gradients that backwards in the block leave reach the hooks of their parameters once, added up, at its end.
 
     After an error the hooked parameters have the gradients from before.
     """
-    hooked = [p for p in model.parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    parameters = {p: None for module in modules for p in module.parameters()}
+    hooked = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
     before = [p.grad for p in hooked]
     for p in hooked:
         p.grad = None

@@ -28,8 +28,15 @@ class LinearEngine(TreeEngine):
 
     _merge = False
 
-    def __init__(self, model: nn.Module, *, pack_tokens: int | None = None, temperature: float = 1.0):
-        super().__init__(model, budget=pack_tokens, temperature=temperature)
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        pack_tokens: int | None = None,
+        temperature: float = 1.0,
+        value_head: nn.Module | None = None,
+    ):
+        super().__init__(model, budget=pack_tokens, temperature=temperature, value_head=value_head)
         self.pack_tokens = pack_tokens
 
     def forward_backward(

@@ -7,7 +7,7 @@ notes what fitted, so that the budget that is named is one whose every pass is n
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -187,9 +187,9 @@ def _users_level() -> int:
     return level
 
 
-def why_not_again(model: nn.Module) -> str | None:
-    """Why a step of this model could not start over after a part of its gradients was added; None where it can."""
-    if any(p.grad is not None for p in model.parameters()):
+def why_not_again(parameters: Iterable[nn.Parameter]) -> str | None:
+    """Why a step could not start over after a part of these gradients was added; None where it can."""
+    if any(p.grad is not None for p in parameters):
         return "gradients of earlier calls lay in .grad"
     return None
 

@@ -111,11 +111,15 @@ class PackedRun:
             self.routers.close(outputs)
         if len(calls) != 1 or not calls[0].is_as_declared(outputs.logits):
             raise UnsupportedModel(
-                f"{type(self.model).__name__} does not return what its head gives, {self.capabilities.logit_map} (so "
+                f"{type(self.model).__name__} does not return what its head gives, {self._declared()} (so "
                 f"its configuration says): it was called {len(calls)} times, or its logits are scaled, capped, cut or "
                 "cast otherwise afterwards; such a head is not supported."
             )
         return calls[0].scores
+
+    def _declared(self) -> str:
+        scalar = self.capabilities.scalar
+        return "at a row's last token" if scalar is not None and scalar.pooled else str(self.capabilities.logit_map)
 
     def _check_layers(self, run: TreeRun) -> None:
         if run.layers_twice:

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from treetrain.engine.batch import Batch, as_tree, check_batch
 from treetrain.engine.engine import TreeEngine, rows_of
 from treetrain.engine.feed import Board, Known
+from treetrain.engine.head import Scores
 from treetrain.engine.hooks import hooks_aside
 from treetrain.engine.memory import (
     Passes,
@@ -26,6 +27,7 @@ from treetrain.engine.walk import Walk
 from treetrain.plan.budget import Bytes
 from treetrain.plan.plan import Plan
 from treetrain.tree.build import Row
+from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
 
 
@@ -37,6 +39,8 @@ def logprobs(
     *,
     return_entropy: bool = False,
     return_aux: bool = False,
+    return_values: bool = False,
+    value_head: nn.Module | None = None,
 ) -> Any:
     """Log-probability of every token but the first of every sequence, every shared prefix computed once.
 
@@ -50,10 +54,14 @@ def logprobs(
         return_entropy: also give the entropy of the distribution each token was drawn from.
         return_aux: also give the auxiliary loss of a mixture of experts' routers over all tokens of all sequences,
             before its coefficient.
+        return_values: also give the value of the state before each of these tokens, by `value_head`, from the same
+            pass: policy and critic on one trunk. `tt.values` gives values alone.
+        value_head: maps the hidden states that the model hands to its head, [n, hidden], to values [n] or [n, c].
 
     Returns:
-        K tensors [L_k - 1], in nats, float32 or wider, with gradients to the model's parameters; with
-        ``return_entropy`` a second such list, with ``return_aux`` a number at the end, as a tuple. ``.backward()`` and
+        K tensors [L_k - 1], in nats, float32 or wider, with gradients to the model's parameters (and the value
+        head's); with ``return_entropy`` a second such list, with ``return_values`` another (of [L_k - 1, c] for
+        several values), with ``return_aux`` a number at the end, as a tuple. ``.backward()`` and
         ``torch.autograd.grad`` both work, once.
 
     Raises:
@@ -63,30 +71,49 @@ def logprobs(
             configuration asks for an auxiliary loss that is not asked for here, or the other way round.
         RuntimeError: in backward, if it is the second one or the weights have changed since the forward.
     """
-    engine = TreeEngine(model, budget=budget, temperature=temperature)
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    engine = TreeEngine(model, budget=budget, temperature=temperature, value_head=value_head)
+    engine.prepare(logprobs=True, values=return_values)
     check_auxiliary(engine.capabilities.experts, return_aux)
     tree = as_tree(sequences, merge=True)
-    if not torch.is_grad_enabled() or not parameters:
-        found = engine.logprobs(tree, return_entropy=return_entropy)
-        return found if not return_aux else _with_aux(found, engine.router_balance(tree).loss, return_entropy)
     check_batch(tree, engine.capabilities)
-    batch = Batch.of(tree, weighted=False, every_token=return_aux)
-    routing = engine.routing(tree, balanced=return_aux)
-    sizes = batch.layout.num_edges, len(batch.layout.rows)
-    board = Board(*sizes, wide_dtype(model), model_device(model), entropy=return_entropy)
-    if batch.layout.num_tokens:
-        scores = _Scores(engine, engine.plan_of(batch.layout), parameters, board, routing)
-        board.logprobs, entropies, aux = _TreeScores.apply(scores, *parameters)  # type: ignore[misc]
-        board.entropies = entropies if return_entropy else None
-    else:
-        aux = board.logprobs.new_zeros(())
+    live = is_live(engine)
+    batch = Batch.of(tree, weighted=False, every_token=return_aux and live)
+    board, aux = scored(engine, tree, batch.layout, entropy=return_entropy, balanced=return_aux)
+    rows = batch.everything()
     found = rows_of(batch, board, return_entropy)
-    return _with_aux(found, aux, return_entropy) if return_aux else found
+    if return_values:
+        values = board.logprobs.new_zeros(len(batch.layout.rows)) if board.values is None else board.values
+        valued = rows.per_trajectory(rows.per_prediction_entropy(values))
+        found = (*found, valued) if return_entropy else (found, valued)
+    if not return_aux:
+        return found
+    return (*found, aux) if return_entropy or return_values else (found, aux)
 
 
-def _with_aux(found: Any, aux: Tensor, entropies: bool) -> tuple[Any, ...]:
-    return (*found, aux) if entropies else (found, aux)
+def is_live(engine: TreeEngine) -> bool:
+    """Whether anybody could ask for gradients of what is scored now."""
+    return torch.is_grad_enabled() and any(p.requires_grad for p in engine.parameters)
+
+
+def scored(
+    engine: TreeEngine, tree: TokenTree, layout: PackedLayout, *, entropy: bool = False, balanced: bool = False
+) -> tuple[Board, Tensor]:
+    """All scores of a layout that the engine has been prepared for, live where that can be, and the auxiliary loss."""
+    if not is_live(engine):
+        board = engine.board(tree, layout, entropy)
+        return board, engine.router_balance(tree).loss if balanced else board.logprobs.new_zeros(())
+    device = model_device(engine.model)
+    board = Board(layout.num_edges, len(layout.rows), wide_dtype(engine.model), device, entropy=entropy)
+    if not layout.num_tokens:
+        return board, board.logprobs.new_zeros(())
+    routing = engine.routing(tree, balanced=balanced)
+    parameters = [p for p in engine.parameters if p.requires_grad]
+    scores = _Scores(engine, engine.plan_of(layout), parameters, board, routing)
+    found = _TreeScores.apply(scores, *parameters)
+    board.logprobs, entropies, values, aux = found  # type: ignore[misc]
+    board.entropies = entropies if entropy else None
+    board.values = values if board.values is not None else None
+    return board, aux
 
 
 class _Scores:
@@ -106,8 +133,9 @@ class _Scores:
     ):
         self.routing = routing
         self.engine, self.model, self.plan, self.parameters = engine, engine.model, plan, parameters
+        self.capabilities = engine.capabilities
         self.board, self.entropy = board, board.entropies is not None
-        self.kept: tuple[Tensor, Tensor | None] | None = None
+        self.kept: Scores | None = None
         self.scored: Sizes = []
         self.weights = self._fingerprint()
         kind = model_device(self.model).type
@@ -127,11 +155,12 @@ class _Scores:
         Version counters do not do: fused optimisers and writes through ``.data`` leave them as they are.
         """
         with torch.no_grad():
-            sums = [p.sum(dtype=torch.float64) for p in self.model.parameters()]
+            sums = [p.sum(dtype=torch.float64) for p in self.engine.parameters]
         return torch.stack([total.to(sums[0].device) for total in sums])
 
-    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """([E] log-probabilities, [R] entropies or an empty tensor, auxiliary loss), without a graph to be seen."""
+    def forward(self) -> tuple[Tensor, ...]:
+        """([E] log-probabilities, [R] entropies or an empty tensor, values or the same, auxiliary loss), without a
+        graph to be seen."""
         scores, self.plan, passes = self._within_memory(self._forward)
         self.scored = passes.scored
         if self.routing is None:
@@ -139,7 +168,7 @@ class _Scores:
         self.routing.settle()
         return *scores, self.routing.loss.to(scores[0])
 
-    def backward(self, edges: Tensor, rows: Tensor, aux: Tensor) -> "Gradients":
+    def backward(self, edges: Tensor, rows: Tensor, values: Tensor, aux: Tensor) -> "Gradients":
         """As `gradients`, refused the second time or on other weights."""
         if self.spent:
             raise RuntimeError(
@@ -153,50 +182,60 @@ class _Scores:
         self.spent = True
         if self.routing is not None:
             self.routing.scale = aux.double()
-        run = partial(self._gradients, edges, rows if self.entropy else None)
+        run = partial(self._gradients, edges, rows if self.entropy else None, values if self.valued else None)
         return self._within_memory(run)[0]
 
     def _within_memory(self, run: Callable[[Plan, Passes], T]) -> tuple[T, Plan, Passes]:
         smaller = partial(self.engine.smaller_plan, self.plan.layout)
         return within_memory(self.model, self.plan, run, smaller, scored=self.scored)
 
-    def _forward(self, plan: Plan, passes: Passes) -> tuple[Tensor, Tensor]:
+    @property
+    def valued(self) -> bool:
+        """Whether there are values."""
+        return self.board.values is not None
+
+    def _forward(self, plan: Plan, passes: Passes) -> tuple[Tensor, Tensor, Tensor]:
         if self.routing is not None:
             self.routing.begin()
         if plan.num_parts > 1:
             self._walk(plan, passes, gradients=False).score(self.board, need_entropy=self.entropy)
-            logprobs, entropies = self.board.logprobs, self.board.entropies
+            found = self.board.logprobs, self.board.entropies, self.board.values
         else:
             with out_of_memory_in(plan):
-                logprobs, entropies = self.kept = self._keep_graph(plan)
+                self.kept = self._keep_graph(plan)
+            found = self.kept.logprobs, self.kept.entropies, self.kept.values
+            self.board.values = self.kept.values
             passes.scored.append((0, plan.layout.num_tokens))
-        return logprobs.detach(), logprobs.new_zeros(0) if entropies is None else entropies.detach()
+        nothing = found[0].new_zeros(0)
+        logprobs, entropies, values = (nothing if x is None else x.detach() for x in found)
+        return logprobs, entropies, values
 
-    def _keep_graph(self, plan: Plan) -> tuple[Tensor, Tensor | None]:
+    def _keep_graph(self, plan: Plan) -> Scores:
         routers = None
         if self.routing is not None and self.routing.needed:
             routers = self.routing.run(plan.layout.tree_index, final=True)
-        run = PackedRun(self.model, self.engine.capabilities, plan.layout, routers=routers)
+        run = PackedRun(self.model, self.capabilities, plan.layout, routers=routers)
         with torch.enable_grad(), run.mode(self.model), self._routers():
-            scores = run.scores(temperature=self.engine.temperature, need_entropy=self.entropy)
-        return scores.logprobs, scores.entropies
+            return run.scores(temperature=self.engine.temperature, need_entropy=self.entropy)
 
-    def _gradients(self, edges: Tensor, rows: Tensor | None, plan: Plan, passes: Passes) -> "Gradients":
-        """Of the parameters, from those of the log-probabilities [E] and entropies [R]."""
+    def _gradients(
+        self, edges: Tensor, rows: Tensor | None, values: Tensor | None, plan: Plan, passes: Passes
+    ) -> "Gradients":
+        """Of the parameters, from those of the log-probabilities [E], entropies and values [R]."""
         if self.kept is not None:
             with out_of_memory_in(plan):
-                return self._kept_gradients(edges, rows)
+                return self._kept_gradients(edges, rows, values)
         walk = self._walk(plan, passes, gradients=True)
-        board = Board(len(edges), 0 if rows is None else len(rows), edges.dtype, edges.device, entropy=self.entropy)
+        board = Board(len(edges), len(plan.layout.rows), edges.dtype, edges.device, entropy=self.entropy)
         with self.autocast():
-            return _collected(self.parameters, partial(walk.train, Known(board, edges, rows)))
+            return _collected(self.parameters, partial(walk.train, Known(board, edges, rows, values)))
 
-    def _kept_gradients(self, edges: Tensor, rows: Tensor | None) -> "Gradients":
+    def _kept_gradients(self, edges: Tensor, rows: Tensor | None, values: Tensor | None) -> "Gradients":
         assert self.kept is not None
-        outputs, self.kept = self.kept, None
+        outputs, self.kept = (self.kept.logprobs, self.kept.entropies, self.kept.values), None
         live = [
             (out, grad)
-            for out, grad in zip(outputs, (edges, rows))
+            for out, grad in zip(outputs, (edges, rows, values))
             if out is not None and out.requires_grad and grad is not None
         ]
         if not live:
@@ -213,7 +252,7 @@ class _Scores:
         engine = self.engine
         return Walk(
             self.model,
-            engine.capabilities,
+            self.capabilities,
             plan,
             temperature=engine.temperature,
             gradients=gradients,
@@ -222,7 +261,7 @@ class _Scores:
         )
 
     def _routers(self) -> AbstractContextManager[None]:
-        return switched(self.model, self.engine.capabilities.experts, self.routing)
+        return switched(self.model, self.capabilities.experts, self.routing)
 
 
 Gradients = tuple[Tensor | None, ...]

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from treetrain.engine.head import Edges, Scores, score_edges
+from treetrain.engine.head import Edges, Scores, score_edges, without_logprobs
 from treetrain.engine.sinks import Sinks
 from treetrain.models.capability import Capabilities
 from treetrain.models.logit_map import IDENTITY, LogitMap
@@ -25,9 +26,13 @@ class HeadCall(NamedTuple):
     version: int
     """Of the carrier when it was handed over."""
     logit_map: LogitMap
+    pooled: bool = False
+    """Whether the model keeps what stands at one token."""
 
     def is_as_declared(self, logits: Tensor) -> bool:
         """Whether the model did to the carrier what its logit map says and nothing else: bit by bit."""
+        if self.pooled:
+            return logits.shape == (1, 1) and bool((self.carrier == logits).any())
         if not self.carrier.is_inference() and self.carrier._version != self.version:
             return False  # changed in place: the scores may be spoilt
         if self.logit_map is IDENTITY:
@@ -53,13 +58,13 @@ def scoring_head(
     it takes for its logits, shows whether it does what was declared.
     """
     calls: list[HeadCall] = []
-    original, logit_map = capabilities.head.forward, capabilities.logit_map
+    original, logit_map, scalar = capabilities.head.forward, capabilities.logit_map, capabilities.scalar
     # A head whose forward somebody has already replaced does something else than its matrix says.
     fused = capabilities.head_is_linear and "forward" not in vars(capabilities.head)
 
-    def forward(hidden: Tensor) -> Tensor:
-        scores = score_edges(
-            hidden.flatten(0, 1),
+    def score(hidden: Tensor) -> Scores:
+        return score_edges(
+            hidden,
             capabilities.head,
             original,
             edges,
@@ -71,11 +76,23 @@ def scoring_head(
             sink=sinks.of(capabilities.head.weight) if fused and sinks is not None else None,  # type: ignore[arg-type]
             logit_map=logit_map,
         )
-        live = scores.logprobs if scores.linear_loss is None else scores.linear_loss
-        carrier = live.view(1, -1, 1)
+
+    def forward(hidden: Tensor) -> Tensor:
+        flat = hidden.flatten(0, 1)
+        scores = score(flat) if capabilities.scores_tokens else without_logprobs(flat, edges)
+        if scalar is not None and len(edges.rows):
+            own = original if scalar.is_models_own else scalar.module
+            scores = replace(scores, values=scalar.values(own, flat.index_select(0, edges.rows)))
+        if capabilities.scores_tokens:
+            carrier = (scores.logprobs if scores.linear_loss is None else scores.linear_loss).view(1, -1, 1)
+        else:
+            # One number per token, no two alike and no two equally far apart, so that the one kept is known.
+            carrier = (torch.arange(len(flat), device=flat.device, dtype=scores.logprobs.dtype) + 0.37).sqrt()
+            carrier = carrier.view(1, -1, 1)
         if logit_map is not IDENTITY:
             carrier = torch.cat([carrier, carrier.new_tensor(PROBES).view(1, -1, 1)], dim=1)
-        calls.append(HeadCall(scores, carrier, 0 if carrier.is_inference() else carrier._version, logit_map))
+        version = 0 if carrier.is_inference() else carrier._version
+        calls.append(HeadCall(scores, carrier, version, logit_map, scalar is not None and scalar.pooled))
         return carrier
 
     with replaced_forward(capabilities.head, forward):

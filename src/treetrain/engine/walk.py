@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from treetrain.attention.carry import Carry
-from treetrain.engine.feed import Board, Feed
+from treetrain.engine.feed import Board, Feed, Seeds
 from treetrain.engine.head import Scores
 from treetrain.engine.hooks import hooks_once
 from treetrain.engine.memory import Passes, StepOutOfMemory, is_out_of_memory, release_cached
@@ -65,6 +65,18 @@ class _Held(NamedTuple):
     """int64: tokens that got a row for their keys and values."""
     states: np.ndarray
     """int64: tokens that got a slot for the states after them."""
+
+
+def _seeded(scores: Scores, seeds: Seeds) -> list[tuple[Tensor, Tensor]]:
+    """What a part's backward starts from, and the gradient of each."""
+    pairs: list[tuple[Tensor, Tensor]] = [(scores.logprobs, seeds.edges)]
+    if scores.linear_loss is not None:
+        pairs = [(scores.linear_loss, torch.ones_like(scores.linear_loss))]
+    if scores.entropies is not None and seeds.rows is not None:
+        pairs.append((scores.entropies, seeds.rows))
+    if scores.values is not None and seeds.values is not None:
+        pairs.append((scores.values, seeds.values))
+    return [(out, grad) for out, grad in pairs if out.requires_grad]
 
 
 _NOTHING = _Held(np.zeros(0, np.int64), np.zeros(0, np.int64))
@@ -151,7 +163,7 @@ class Walk:
                 torch.enable_grad(),
                 self._run_type.mode(self._model),
                 self._routers(),
-                hooks_once(self._model),
+                hooks_once(*self._modules()),
                 gradient_sinks(self._model) as self._sinks,
             ):
                 self._train(self._outer, feed)
@@ -160,6 +172,11 @@ class Walk:
                 raise
             raise StepOutOfMemory(self._alive or self._outer.plan.peak_tokens, begun=self._begun) from error
         self._sinks = None
+
+    def _modules(self) -> list[nn.Module]:
+        """What has parameters: the model, and a value head that is not its own."""
+        scalar = self._capabilities.scalar
+        return [self._model] if scalar is None or scalar.is_models_own else [self._model, scalar.module]
 
     def _train(self, frame: _Frame, feed: Feed) -> None:
         graphs: dict[int, _Pass] = {}
@@ -242,14 +259,10 @@ class Walk:
 
     def _backward(self, done: _Pass, feed: Feed) -> None:
         scores, self._begun = done.scores, True
-        if scores.linear_loss is not None:
+        if scores.linear_loss is not None and scores.values is None:
             scores.linear_loss.backward()
         else:
-            seeds = feed.seeds(done.piece)
-            pairs: list[tuple[Tensor, Tensor]] = [(scores.logprobs, seeds.edges)]
-            if scores.entropies is not None and seeds.rows is not None:
-                pairs.append((scores.entropies, seeds.rows))
-            live = [(out, grad) for out, grad in pairs if out.requires_grad]
+            live = _seeded(scores, feed.seeds(done.piece))
             if live:
                 torch.autograd.backward([out for out, _ in live], [grad for _, grad in live])
         self._alive -= done.piece.layout.num_tokens

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from treetrain.losses.base import Loss, Metrics, add_metrics, mean_metrics
+from treetrain.losses.critic import actor_critic, value
 from treetrain.losses.distill import distill
 from treetrain.losses.dr_grpo import dr_grpo
 from treetrain.losses.facts import PackedFacts, Reduction
@@ -32,7 +33,7 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "kto": kto,
     "distill": distill,
 }
-"""Every loss by the name that the command line knows it by; `mix` combines them."""
+"""Every loss of a language-model head, by the name that the command line knows it by; `mix` combines them."""
 
 __all__ = [
     "IMPORTANCE_MODES",
@@ -45,6 +46,7 @@ __all__ = [
     "Mixture",
     "PackedFacts",
     "Reduction",
+    "actor_critic",
     "add_metrics",
     "by_name",
     "dapo",
@@ -61,6 +63,7 @@ __all__ = [
     "reinforce",
     "sft",
     "simpo",
+    "value",
     "value_loss",
 ]
 

@@ -59,6 +59,16 @@ class Loss(abc.ABC):
         return False
 
     @property
+    def needs_logprobs(self) -> bool:
+        """Whether it depends on log-probabilities; False where values are all, so that a critic can be trained."""
+        return True
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether `packed` must be given values, predicted for the states before the predicted tokens."""
+        return False
+
+    @property
     def needs_facts(self) -> tuple[str, ...]:
         """Names of the per-token facts that every trained trajectory must have."""
         return ()
@@ -66,6 +76,12 @@ class Loss(abc.ABC):
     @abc.abstractmethod
     def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts) -> tuple[Tensor, Metrics]:
         """As `packed`, on checked arguments: facts in the dtype of logprobs, zeros where the weight is 0."""
+
+    def evaluate_valued(
+        self, logprobs: Tensor, entropies: Tensor | None, values: Tensor, facts: Facts
+    ) -> tuple[Tensor, Metrics]:
+        """As `evaluate`, for a loss that needs values, [T]."""
+        raise NotImplementedError(f"{type(self).__name__} says that it needs values and does not say what for")
 
     def coefficients(self, facts: Facts) -> Tensor | None:
         """d sum / d logprobs, [T], where it does not depend on the log-probabilities; else None.
@@ -169,19 +185,23 @@ class Loss(abc.ABC):
         self.check_merged(merged)
         return MergedFacts.pack(merged, device=device, dtype=dtype, index=index)
 
-    def packed(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts) -> tuple[Tensor, Metrics]:
+    def packed(
+        self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None = None
+    ) -> tuple[Tensor, Metrics]:
         """The unnormalised sum over many trajectories, and metrics (detached, on the device of logprobs).
 
         Args:
             logprobs: [T], of the predictions that `facts` holds, in nats.
             entropies: [T], of the distributions they were taken from, in nats; None where not needed.
             facts: of the same predictions, in the same order.
+            values: [T], predicted by a value head now for the states before the predicted tokens, or None.
 
         Raises:
             DataError: a trained trajectory lacks a fact that the loss needs.
             ValueError: shapes that disagree, entropies missing, or merged facts and a loss that is not mergeable.
         """
         _check_shapes(self, logprobs, entropies, len(facts))
+        _check_values(self, logprobs, values)
         facts = facts.like(logprobs)
         if isinstance(facts, MergedFacts):
             self._check_mergeable()
@@ -190,22 +210,29 @@ class Loss(abc.ABC):
             trained = facts.weights != 0
             logprobs = torch.where(trained, logprobs, 0)
             entropies = None if entropies is None else torch.where(trained, entropies, 0)
-        return self.evaluate(logprobs, entropies, facts)
+            values = None if values is None else torch.where(trained, values, 0)
+        if not self.needs_values:
+            return self.evaluate(logprobs, entropies, facts)
+        assert values is not None
+        return self.evaluate_valued(logprobs, entropies, values, facts)
 
-    def __call__(self, logprobs: Any, entropies: Any, trajectory: Any) -> tuple[Tensor, Metrics]:
+    def __call__(self, logprobs: Any, entropies: Any, trajectory: Any, *, values: Any = None) -> tuple[Tensor, Metrics]:
         """The unnormalised sum over one trajectory, or over K of them where the scope is "batch". See `packed`.
 
         Args:
             logprobs: [L - 1], in nats; of scope "batch" K such tensors.
             entropies: likewise, or None.
             trajectory: one, or K.
+            values: likewise, for a loss that needs them.
         """
         if self.scope == "trajectory":
             logprobs, entropies, trajectory = [logprobs], None if entropies is None else [entropies], [trajectory]
+            values = None if values is None else [values]
         _check_rows(self, logprobs, trajectory)
         flat = torch.cat(list(logprobs)) if len(trajectory) else torch.zeros(0)
         spread = None if entropies is None or not len(trajectory) else torch.cat(list(entropies))
-        return self.packed(flat, spread, self.pack(trajectory, device=flat.device, dtype=flat.dtype))
+        valued = None if values is None else torch.cat(list(values)) if len(trajectory) else flat
+        return self.packed(flat, spread, self.pack(trajectory, device=flat.device, dtype=flat.dtype), valued)
 
 
 def _some(total: float, of: str) -> float:
@@ -244,6 +271,18 @@ def _check_shapes(loss: Loss, logprobs: Tensor, entropies: Tensor | None, count:
         raise ValueError(
             f"{name}: entropies have shape {tuple(entropies.shape)}, logprobs {tuple(logprobs.shape)}; "
             "give one entropy per log-probability"
+        )
+
+
+def _check_values(loss: Loss, logprobs: Tensor, values: Tensor | None) -> None:
+    name = type(loss).__name__
+    if loss.needs_values and values is None:
+        raise ValueError(f"{name}: it needs values, got None; pass those of a value head, [L - 1] for each row")
+    if loss.needs_values and values is not None and values.shape != logprobs.shape:
+        several = values.dim() > 1 and values.shape[0] == logprobs.shape[0]
+        cure = "use a head of one label (num_labels=1)" if several else "give one value per prediction"
+        raise ValueError(
+            f"{name}: values have shape {tuple(values.shape)}, predictions {tuple(logprobs.shape)}; {cure}"
         )
 
 

@@ -210,6 +210,11 @@ def mix(losses: Mapping[str, Loss], *, weights: Mapping[str, float] | None = Non
         if not isinstance(loss, Loss) or isinstance(loss, Mixture):
             kind = "a mixture: put its losses in this one" if isinstance(loss, Mixture) else "no treetrain.losses.Loss"
             raise ValueError(f"{name!r} is {kind}" + ("" if isinstance(loss, Loss) else f" but {type(loss).__name__}"))
+        if loss.needs_values:
+            raise ValueError(
+                f"{name!r} needs values, which a mixture does not hand on; make the mixture's policy part an "
+                "actor_critic by itself, in a step of its own"
+            )
         check_number(f"the weight of {name!r}", given.get(name, 1.0), 0.0, LARGEST)
     if select not in ("all", "facts") and not callable(select):
         raise ValueError(f"select is {select!r}; allowed are 'all', 'facts' and a function of a trajectory")

@@ -6,11 +6,13 @@ l = log-probability of the token now, old = when the row was sampled, A = its ad
 import abc
 import dataclasses
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from treetrain.losses.base import LARGEST, Loss, Metrics, check_choice, check_flag, check_number, check_positive
+from treetrain.losses.critic import ActorCriticLoss, actor_critic
 from treetrain.losses.facts import Facts, Reduction
 from treetrain.losses.importance import IMPORTANCE_MODES, ImportanceMode, importance, per_sequence
 from treetrain.losses.kl import KL_ESTIMATORS, KLEstimator, k3
@@ -229,8 +231,10 @@ def ppo(
     importance_cap: float | None = None,
     importance_mode: ImportanceMode = "token_truncate",
     on_policy: bool = False,
-) -> ClippedLoss:
-    """The clipped surrogate -min(r A, clip(r) A) of PPO (arXiv 1707.06347, eq. 7), without a value loss.
+    value_coefficient: float = 0.0,
+    value_clip: float | None = 0.2,
+) -> "ClippedLoss | ActorCriticLoss":
+    """The clipped surrogate -min(r A, clip(r) A) of PPO (arXiv 1707.06347, eq. 7), with a value loss if asked for.
 
     Args:
         clip: r is followed from 1 - clip to 1 + clip, 0 to 1.
@@ -246,6 +250,9 @@ def ppo(
             token; "sequence_truncate" or "sequence_mask", one factor for all of a row, of the sum over its tokens.
         on_policy: the rows were sampled by the model of this very step: r = 1, its gradient that of l, and
             old_logprobs are not read. Otherwise every trained row must have them.
+        value_coefficient: above 0 (0.5 is common), this times the value loss of `value` is added: it is an
+            `actor_critic`, the model must have a value head, and trained rows returns (and values, for the clip).
+        value_clip: of the value loss.
 
     Metrics: policy_loss, advantage, ratio, clip_fraction (and _low, _high), approx_kl = KL(old || now);
     kl and entropy where computed. With a correction: importance (the mean factor; importance_square that of its
@@ -255,10 +262,10 @@ def ppo(
     Raises:
         ValueError: an argument out of its range.
     """
-    low, high = clip_bounds(clip, clip_low, clip_high)
-    return ClippedLoss(
-        clip_low=low,
-        clip_high=high,
+    policy = _clipped(
+        clip=clip,
+        clip_low=clip_low,
+        clip_high=clip_high,
         kl=kl,
         kl_estimator=kl_estimator,
         entropy=entropy,
@@ -267,6 +274,10 @@ def ppo(
         importance_mode=importance_mode,
         on_policy=on_policy,
     )
+    check_number("value_coefficient", value_coefficient, 0.0, LARGEST)
+    if value_coefficient == 0:
+        return policy
+    return actor_critic(policy, value_coefficient=value_coefficient, value_clip=value_clip)
 
 
 def grpo(
@@ -288,7 +299,7 @@ def grpo(
     within the group: `treetrain.group_advantages`). `reduction` is "trajectory" as in the paper: mean over an
     answer's tokens, then over answers. The KL is part of the loss, not of the reward.
     """
-    return ppo(
+    return _clipped(
         clip=clip,
         clip_low=clip_low,
         clip_high=clip_high,
@@ -319,16 +330,24 @@ def dapo(
     are those of `ppo`. The rest of the method is in the data: groups whose rewards are all equal are left out or
     sampled again, answers that ran out of tokens get loss_weights=0 or a lower reward.
     """
-    return ppo(
+    return _clipped(
         clip_low=clip_low,
         clip_high=clip_high,
         kl=kl,
         kl_estimator=kl_estimator,
         entropy=entropy,
+        reduction="token",
         importance_cap=importance_cap,
         importance_mode=importance_mode,
         on_policy=on_policy,
     )
+
+
+def _clipped(
+    *, clip: float = 0.2, clip_low: float | None = None, clip_high: float | None = None, **options: Any
+) -> ClippedLoss:
+    low, high = clip_bounds(clip, clip_low, clip_high)
+    return ClippedLoss(clip_low=low, clip_high=high, **options)
 
 
 def clip_bounds(clip: float, low: float | None, high: float | None) -> tuple[float, float]:

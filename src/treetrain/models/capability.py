@@ -7,7 +7,7 @@ after the head) is caught at the first call, before any gradient exists: see ``e
 
 import inspect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,7 @@ from treetrain.models.logit_map import IDENTITY, LogitMap
 from treetrain.models.moe import MixtureOfExperts, check_experts
 from treetrain.models.recurrence import check_recurrence
 from treetrain.models.rotary import check_rotary
+from treetrain.models.scalar_head import ScalarHead, inner_linear, models_own_head, users_head
 
 LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv")
 """Kinds that a configuration may name; recurrent layers are also checked module by module."""
@@ -39,7 +40,7 @@ class Capabilities:
     vocab_size: int
     max_positions: int | None
     head: nn.Module
-    """The module that makes logits."""
+    """The module that makes logits, or the values of a model without a language-model head."""
     head_is_linear: bool
     """A plain ``nn.Linear``: scored by the fused path; otherwise its own forward is called chunk by chunk."""
     logit_map: LogitMap = IDENTITY
@@ -50,6 +51,30 @@ class Capabilities:
     """Where tokens are routed to experts; None in a model without."""
     recurrent_layers: int = 0
     """Layers that mix tokens by a recurrence instead of attention."""
+    scores_tokens: bool = True
+    """Whether the head makes log-probabilities (and is wanted to)."""
+    scalar: ScalarHead | None = None
+    """What gives hidden states values; None where nothing does, or nobody asks."""
+
+    def asked(self, *, logprobs: bool, values: bool) -> "Capabilities":
+        """The same for a call that wants these.
+
+        Raises:
+            UnsupportedModel: what is asked for, the model has no head for.
+        """
+        if logprobs and not self.scores_tokens:
+            raise UnsupportedModel(
+                f"log-probabilities are asked for, but the model's head ({type(self.head).__name__}) gives values and "
+                "no logits; a critic has tt.values, and losses that need values alone (tt.losses.value(); one of your "
+                "own says needs_logprobs = False). For policy and values in one pass give a causal LM and a value head."
+            )
+        if values and self.scalar is None:
+            raise UnsupportedModel(
+                "values are asked for, but the model has a language-model head only; pass the head that makes them "
+                "(value_head=... of TreeEngine and tt.logprobs, head=... of tt.values), or a model for token "
+                "classification."
+            )
+        return replace(self, scores_tokens=logprobs, scalar=self.scalar if values else None)
 
 
 def causal_lm(model: nn.Module) -> nn.Module:
@@ -58,8 +83,12 @@ def causal_lm(model: nn.Module) -> nn.Module:
     return base() if callable(base) else model  # type: ignore[return-value]
 
 
-def check_model(model: nn.Module) -> Capabilities:
+def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Module | None = None) -> Capabilities:
     """Refuse what would not be exact.
+
+    Args:
+        critics: accept models for the classification of tokens or sequences, whose head gives values.
+        value_head: of the user's own, on the hidden states that a causal LM hands to its head.
 
     Raises:
         UnsupportedModel: naming the layer or setting, its value, and what would be accepted.
@@ -78,7 +107,20 @@ def check_model(model: nn.Module) -> Capabilities:
     _check_modules(model)
     rotary_positions = check_rotary(lm, text)
     _check_adapter(model)
-    head, head_is_linear = _check_head(lm)
+    scalar = None if value_head is None else users_head(value_head)
+    scores_tokens = not critics or lm.get_output_embeddings() is not None  # type: ignore[operator]
+    if scores_tokens:
+        head, head_is_linear = _check_head(lm)
+    elif scalar is None:
+        scalar = models_own_head(lm, text)
+        head, head_is_linear = scalar.module, type(scalar.module) is nn.Linear
+    else:
+        raise UnsupportedModel(
+            f"{type(lm).__name__} has a value head of its own and was given another; give one of both: this model "
+            "alone, or a causal LM with the head."
+        )
+    if value_head is not None:
+        _check_modules(value_head)
     # Layers may differ in the size of their heads; transformers then refuses to tell one size for all.
     widths = [_heads_times_size(lm, layer) for layer in _layer_configs(text)]
     return Capabilities(
@@ -88,10 +130,12 @@ def check_model(model: nn.Module) -> Capabilities:
         max_positions=getattr(text, "max_position_embeddings", None),
         head=head,
         head_is_linear=head_is_linear,
-        logit_map=_logit_map(text),
+        logit_map=_logit_map(text) if scores_tokens else IDENTITY,
         rotary_positions=rotary_positions,
         experts=check_experts(lm, text),
         recurrent_layers=recurrent_layers,
+        scores_tokens=scores_tokens,
+        scalar=scalar,
     )
 
 
@@ -181,11 +225,8 @@ def _check_head(lm: nn.Module) -> tuple[nn.Module, bool]:
     head = lm.get_output_embeddings()  # type: ignore[operator]
     if head is None:
         raise UnsupportedModel(f"{type(lm).__name__} has no output embeddings; an unknown head cannot be scored.")
-    if type(head) is nn.Linear:
-        return head, True
-    inner = getattr(head, "base_layer", None) or getattr(head, "original_module", None)
-    if isinstance(inner, nn.Linear):
-        return head, False
+    if inner_linear(head) is not None:
+        return head, type(head) is nn.Linear
     raise UnsupportedModel(
         f"the head is a {type(head).__name__}; known heads are nn.Linear and peft layers around one."
     )

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.packed import model_device
 from treetrain.losses.sft import sft
 from treetrain.models.capability import check_model
 from treetrain.plan.budget import Bytes
 from treetrain.train.verify_experts import PlainExperts
+from treetrain.train.verify_rows import RowScorer
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
 """Largest global gradient error by model dtype. Library layers compute parts of a float64 model in float32."""
@@ -77,41 +77,38 @@ def verify(
     temperature: float = 1.0,
     tolerance: float | None = None,
     budget: int | str | Bytes | None = None,
+    value_head: nn.Module | None = None,
 ) -> VerifyReport:
     """Compare a tree's loss and gradients with those of every row by itself, by the plain model.
 
     Args:
-        model: a causal LM; its gradients and mode are left as they were.
+        model: a causal LM, or a critic; its gradients and mode are left as they were.
         trajectories: a sample; the linear side holds one row's logits at a time.
         loss: any loss of the protocol; None is `losses.sft()`.
         tolerance: largest global gradient error; None takes that of the model's dtype. In bf16 and fp16 both runs
             are measured against a float32 copy of the model, and the tree may err 1.5 times as much as linear.
-        budget: of the tree's side; see `TreeEngine`.
+        budget, value_head: of the tree's side, see `TreeEngine`; the head's gradients are compared, too.
 
     Raises:
         UnsupportedModel, DataError: as `TreeEngine.forward_backward`.
     """
-    loss = sft() if loss is None else loss
-    loss = loss.for_step(trajectories) if hasattr(loss, "for_step") else loss
+    loss = _of_step(sft() if loss is None else loss, trajectories)
     dtype: torch.dtype = model.dtype  # type: ignore[assignment]
-    if dtype not in TOLERANCE and check_model(model).experts is not None:
+    if dtype not in TOLERANCE and check_model(model, critics=True).experts is not None:
         # A choice of experts that rounding turns over is no error of the tree's: all sides take the float32 model's.
         trajectories = PlainExperts(copy.deepcopy(model).float()).recorded(trajectories)
     normaliser = float(loss.normaliser(trajectories))
-    with _own_gradients(model):
-        engine = TreeEngine(model, budget=budget, temperature=temperature)
-        result = engine.forward_backward(trajectories, loss, normaliser)
-        tree = _gradients(model)
-    with _own_gradients(model):
-        loss_linear = linear_gradients(model, trajectories, loss, normaliser, temperature)
-        linear = _gradients(model)
-    linear_error = None
-    if dtype in TOLERANCE:
-        reference, limit = linear, TOLERANCE[dtype] if tolerance is None else tolerance
-    else:
-        reference = _float32_gradients(model, trajectories, loss, normaliser, temperature)
+    with _own_gradients(model, value_head):
+        engine = TreeEngine(model, budget=budget, temperature=temperature, value_head=value_head)
+        result, tree = engine.forward_backward(trajectories, loss, normaliser), _gradients(model, value_head)
+    with _own_gradients(model, value_head):
+        loss_linear = linear_gradients(model, trajectories, loss, normaliser, temperature, value_head)
+        linear = _gradients(model, value_head)
+    reference, linear_error = linear, None
+    if dtype not in TOLERANCE:
+        reference = _float32_gradients(model, trajectories, loss, normaliser, temperature, value_head)
         linear_error = gradient_error(linear, reference)
-        limit = LOW_PRECISION_FACTOR * linear_error if tolerance is None else tolerance
+    limit = _limit(dtype, linear_error) if tolerance is None else tolerance
     error = gradient_error(tree, reference)
     same_loss = _close(result.loss, loss_linear, dtype)
     passed = error <= limit and same_loss
@@ -134,32 +131,41 @@ def verify(
     )
 
 
+def _of_step(loss: Any, trajectories: Sequence[Trajectory]) -> Any:
+    return loss.for_step(trajectories) if hasattr(loss, "for_step") else loss
+
+
+def _limit(dtype: torch.dtype, linear_error: float | None) -> float:
+    return TOLERANCE[dtype] if linear_error is None else LOW_PRECISION_FACTOR * linear_error
+
+
 def linear_gradients(
-    model: nn.Module, trajectories: Sequence[Trajectory], loss: Any, normaliser: float, temperature: float
-) -> float:
-    """Accumulate gradients row by row with the plain model; returns the loss."""
-    experts = PlainExperts(model)
-    return experts.add_auxiliary_gradients(trajectories) + _loss_gradients(
-        model, trajectories, loss, normaliser, temperature, experts
-    )
-
-
-def _loss_gradients(
     model: nn.Module,
     trajectories: Sequence[Trajectory],
     loss: Any,
     normaliser: float,
     temperature: float,
-    experts: PlainExperts,
+    value_head: nn.Module | None = None,
 ) -> float:
-    wide = torch.promote_types(model.dtype, torch.float32)  # type: ignore[arg-type]
+    """Accumulate gradients row by row with the plain model; returns the loss."""
+    experts = PlainExperts(model)
+    scorer = RowScorer(model, value_head, loss, temperature)
+    return experts.add_auxiliary_gradients(trajectories) + _loss_gradients(
+        scorer, trajectories, loss, normaliser, experts
+    )
+
+
+def _loss_gradients(
+    scorer: RowScorer, trajectories: Sequence[Trajectory], loss: Any, normaliser: float, experts: PlainExperts
+) -> float:
     if getattr(loss, "scope", "trajectory") == "batch":
         scored = []
         for row in trajectories:
             with experts.of(row):
-                scored.append(_row_scores(model, row, loss, temperature, wide))
-        entropies = [entropy for _, entropy in scored] if getattr(loss, "needs_entropy", False) else None
-        total, _ = loss([row for row, _ in scored], entropies, list(trajectories))
+                scored.append(scorer(row))
+        entropies = [row.entropies for row in scored] if scorer.needs_entropy else None
+        values = {"values": [row.values for row in scored]} if scorer.needs_values else {}
+        total, _ = loss([row.logprobs for row in scored], entropies, list(trajectories), **values)
         (total / normaliser).backward()
         return float(total.detach()) / normaliser
     summed = 0.0
@@ -167,30 +173,19 @@ def _loss_gradients(
         if hasattr(loss, "packed") and not row.weights.any():
             continue
         with experts.of(row):
-            total, _ = loss(*_row_scores(model, row, loss, temperature, wide), row)
+            scores = scorer(row)
+            values = {"values": scores.values} if scorer.needs_values else {}
+            total, _ = loss(scores.logprobs, scores.entropies, row, **values)
             if total.requires_grad:
                 (total / normaliser).backward()
         summed += float(total.detach())
     return summed / normaliser
 
 
-def _row_scores(
-    model: nn.Module, row: Trajectory, loss: Any, temperature: float, wide: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    if len(row) < 2:
-        return torch.zeros(0, dtype=wide), torch.zeros(0, dtype=wide)
-    ids = torch.from_numpy(row.ids).long().unsqueeze(0).to(model_device(model))
-    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].to(wide) / temperature
-    log_p = logits.log_softmax(-1)
-    logprobs = log_p.gather(1, ids[0, 1:, None]).squeeze(1)
-    needs_entropy = bool(getattr(loss, "needs_entropy", False))
-    return logprobs, -(log_p.exp() * log_p).sum(-1) if needs_entropy else None
-
-
 @contextmanager
-def _own_gradients(model: nn.Module) -> Iterator[None]:
+def _own_gradients(model: nn.Module, value_head: nn.Module | None) -> Iterator[None]:
     """Set the parameters' gradients aside for the length of the block."""
-    aside = [(p, p.grad) for p in model.parameters()]
+    aside = [(p, p.grad) for _, p in _named_parameters(model, value_head)]
     for parameter, _ in aside:
         parameter.grad = None
     try:
@@ -200,20 +195,31 @@ def _own_gradients(model: nn.Module) -> Iterator[None]:
             parameter.grad = grad
 
 
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
+def _named_parameters(model: nn.Module, value_head: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
+    """Of both, each once."""
+    named = {parameter: name for name, parameter in model.named_parameters()}
+    for name, parameter in () if value_head is None else value_head.named_parameters(prefix="value_head"):
+        named.setdefault(parameter, name)
+    return [(name, parameter) for parameter, name in named.items()]
+
+
+def _gradients(model: nn.Module, value_head: nn.Module | None) -> dict[str, Tensor]:
     """Gradients by name; zeros where a trainable parameter got none."""
     found = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in _named_parameters(model, value_head):
         if parameter.requires_grad:
             found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
     return found
 
 
-def _float32_gradients(model, trajectories, loss, normaliser, temperature) -> dict[str, Tensor]:
-    twin = copy.deepcopy(model).float()
-    twin.zero_grad(set_to_none=True)
-    linear_gradients(twin, trajectories, loss, normaliser, temperature)
-    return _gradients(twin)
+def _float32_gradients(model, trajectories, loss, normaliser, temperature, value_head) -> dict[str, Tensor]:
+    # Together, since a head may be a part of the model.
+    twin, head = copy.deepcopy((model, value_head))
+    for _, parameter in _named_parameters(twin, head):
+        parameter.grad = None
+    twin, head = twin.float(), None if head is None else head.float()
+    linear_gradients(twin, trajectories, loss, normaliser, temperature, head)
+    return _gradients(twin, head)
 
 
 def gradient_error(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:

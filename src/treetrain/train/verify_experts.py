@@ -19,7 +19,7 @@ class PlainExperts:
     """A plain model's experts; nothing is done for a model without."""
 
     def __init__(self, model: nn.Module):
-        self._model, self._experts = model, check_model(model).experts
+        self._model, self._experts = model, check_model(model, critics=True).experts
 
     @contextmanager
     def of(self, row: Trajectory) -> Iterator[None]:

@@ -128,6 +128,28 @@ def pack(tree: TokenTree, predicted: Bools | None = None, *, trim: bool = True) 
     )
 
 
+def pack_states(tree: TokenTree, wanted: Bools | None = None) -> PackedLayout:
+    """Lay out a whole tree for something that is read of tokens' own states, and not of predictions.
+
+    The edges are from tokens to themselves: edge and row e stand for the e-th wanted token, whose id is the target.
+
+    Args:
+        tree: N unique tokens, all of which are computed.
+        wanted: bool [N]: whose states are read; None wants all.
+    """
+    at = np.arange(tree.num_tokens) if wanted is None else np.flatnonzero(wanted)
+    return _layout(
+        input_ids=tree.tokens.astype(np.int64),
+        positions=tree.depth.astype(np.int64),
+        parent=tree.parent.astype(np.int64),
+        ends=tree.end.astype(np.int64),
+        tree_index=np.arange(tree.num_tokens),
+        edge_rows=at,
+        edge_targets=tree.tokens[at].astype(np.int64),
+        edge_tokens=at,
+    )
+
+
 def cut(layout: PackedLayout, tokens: Int64s) -> Piece:
     """Some tokens of a layout, with the edges that they predict, in the same order.
 

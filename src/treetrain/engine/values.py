@@ -1,0 +1,121 @@
+"""`values` and `rewards`: what a critic or a reward model says of every token, or of every row; live in autograd."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from treetrain.engine.batch import as_tree, check_batch
+from treetrain.engine.engine import TreeEngine
+from treetrain.engine.primitive import is_live, scored
+from treetrain.engine.routing import check_auxiliary
+from treetrain.errors import DataError
+from treetrain.plan.budget import Bytes
+from treetrain.tree.build import Row
+from treetrain.tree.layout import pack_states
+from treetrain.tree.token_tree import TokenTree
+
+
+def values(
+    model: nn.Module,
+    sequences: Sequence[Row] | TokenTree,
+    budget: int | str | Bytes | None = None,
+    *,
+    head: nn.Module | None = None,
+) -> list[Tensor]:
+    """The value of every token's state, for every sequence; every shared prefix computed once.
+
+    Entry t of a row is the value of the state after its tokens 0 to t, before token t + 1 is known. The facts `values`
+    and `returns` of a `Trajectory` count by the predicted token instead: ``values[t + 1]`` there is entry t here.
+
+    Args:
+        model: a model for the classification of tokens (a critic) or sequences (a reward model), plain or wrapped by
+            peft; or, with `head`, a causal LM.
+        sequences: K lists or arrays of token ids (or trajectories, or a tree).
+        budget: as that of `treetrain.logprobs`.
+        head: maps the hidden states that a causal LM hands to its head, [n, hidden], to values [n] or [n, c].
+
+    Returns:
+        K tensors [L_k], or [L_k, c] for a head of several labels, float32 or wider, with gradients to the parameters of
+        model and head. ``.backward()`` and ``torch.autograd.grad`` both work, once.
+
+    Raises:
+        DataError, UnsupportedModel, ValueError, RuntimeError: as `treetrain.logprobs`.
+    """
+    engine, tree = _prepared(model, sequences, budget, head)
+    offsets, index = tree.paths()
+    found = _values_at(engine, tree, np.ones(tree.num_tokens, bool), index)
+    return list(found.split(np.diff(offsets).tolist()))
+
+
+def rewards(
+    model: nn.Module,
+    sequences: Sequence[Row] | TokenTree,
+    budget: int | str | Bytes | None = None,
+    *,
+    head: nn.Module | None = None,
+) -> Tensor:
+    """What a reward model says of every sequence: the value of its last token; every shared prefix computed once.
+
+    A model for sequence classification takes the last token that is not its configuration's ``pad_token_id``, as it
+    does by itself (its first token where there is no other); any other model takes the last one.
+
+    Args:
+        model, sequences, budget, head: as `values`.
+
+    Returns:
+        [K], or [K, c] for a head of several labels; live as `values` are.
+
+    Raises:
+        DataError: a sequence without tokens; otherwise as `values`.
+    """
+    engine, tree = _prepared(model, sequences, budget, head)
+    if tree.num_trajectories and int(tree.trajectory_length.min()) == 0:
+        number = int(tree.trajectory_length.argmin())
+        raise DataError(f"sequence number {number} (from 0) has no tokens, so no last one; leave it out")
+    scalar = engine.capabilities.scalar
+    last = tree.trajectory_last.astype(np.int64)
+    if scalar is not None and scalar.pooled and scalar.pad_token is not None:
+        last = _before_padding(tree, last, scalar.pad_token)
+    wanted = np.zeros(tree.num_tokens, bool)
+    wanted[last] = True
+    return _values_at(engine, tree, wanted, last)
+
+
+def _prepared(
+    model: nn.Module, sequences: Sequence[Row] | TokenTree, budget: int | str | Bytes | None, head: nn.Module | None
+) -> tuple[TreeEngine, TokenTree]:
+    engine = TreeEngine(model, budget=budget, value_head=head)
+    engine.prepare(logprobs=False, values=True)
+    if is_live(engine):
+        check_auxiliary(engine.capabilities.experts, False)
+    tree = as_tree(sequences, merge=True)
+    check_batch(tree, engine.capabilities)
+    return engine, tree
+
+
+def _values_at(engine: TreeEngine, tree: TokenTree, wanted: np.ndarray, index: np.ndarray) -> Tensor:
+    """[T] or [T, c] values of tokens.
+
+    Args:
+        wanted: bool [N]: tokens whose value is computed.
+        index: int64 [T]: those that are read, in order.
+    """
+    layout = pack_states(tree, wanted)
+    board, _ = scored(engine, tree, layout)
+    if board.values is None:
+        return board.logprobs.new_zeros(0)
+    row_of = np.cumsum(wanted) - 1
+    return board.values.index_select(0, torch.from_numpy(row_of[index]).to(board.values.device))
+
+
+def _before_padding(tree: TokenTree, last: np.ndarray, pad_token: int) -> np.ndarray:
+    """int64 [K]: the last token at or above each that is no padding; the root where there is none."""
+    last = last.copy()
+    while True:
+        padded = tree.tokens[last] == pad_token
+        above = tree.parent[last]
+        if not (padded & (above >= 0)).any():
+            return last
+        last = np.where(padded & (above >= 0), above, last)
