@@ -16,6 +16,7 @@ OPTIONS = {
     "verify": "VerifyOptions",
     "bench": "BenchOptions",
     "train": "TrainOptions",
+    "simulate": "SimulateOptions",
     "report": "ReportOptions",
 }
 
