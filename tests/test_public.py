@@ -21,14 +21,20 @@ SIGNATURES = {
     "group_advantages": (
         "(trajectories, *, subtract_mean=True, divide_by_std=True, eps=0.0001, leave_one_out=False, clip=None)"
     ),
+    "gae": "(rewards, values, gamma=1.0, lam=0.95, *, actions=None, last_value=0.0)",
     "load": (
         "(path, *, tokenizer=None, format='auto', view='transcript', tools=None, chat_template=None, "
         "vocab_size=None, max_positions=None, limit=None)"
     ),
-    "logprobs": "(model, sequences, budget=None, temperature=1.0, *, return_entropy=False, return_aux=False)",
+    "logprobs": (
+        "(model, sequences, budget=None, temperature=1.0, *, return_entropy=False, return_aux=False, "
+        "return_values=False, value_head=None)"
+    ),
     "make_plan": "(tree, cost, *, budget=None, ranks=1, free_bytes=None)",
+    "rewards": "(model, sequences, budget=None, *, head=None)",
+    "values": "(model, sequences, budget=None, *, head=None)",
     "to_padded": "(rows, attention_mask, fill=0.0)",
-    "verify": "(model, trajectories, *, loss=None, temperature=1.0, tolerance=None, budget=None)",
+    "verify": "(model, trajectories, *, loss=None, temperature=1.0, tolerance=None, budget=None, value_head=None)",
     "Trajectory": (
         "(ids, *, loss_weights=None, advantages=None, old_logprobs=None, ref_logprobs=None, rollout_logprobs=None, "
         "teacher_logprobs=None, values=None, returns=None, reward=None, group=None, pair=None, chosen=None, id=None, "
@@ -46,7 +52,7 @@ SIGNATURES = {
     ),
     "CostModel": "(*, shape, constants)",
     "Plan": "(*, layout, part_of, parent, attach, kept, exported, publish, made_for=None)",
-    "TreeEngine": "(model, *, budget=None, temperature=1.0)",
+    "TreeEngine": "(model, *, budget=None, temperature=1.0, value_head=None)",
     "StepResult": "(*, loss, metrics, metric_sums, flat_tokens, unique_tokens, computed_tokens, recomputed_tokens, "
     "parts)",
 }
@@ -75,7 +81,7 @@ METHODS = {
     ),
     "losses.ppo": (
         "(*, clip=0.2, clip_low=None, clip_high=None, kl=0.0, kl_estimator='k3', entropy=0.0, reduction='token', "
-        "importance_cap=None, importance_mode='token_truncate', on_policy=False)"
+        "importance_cap=None, importance_mode='token_truncate', on_policy=False, value_coefficient=0.0, value_clip=0.2)"
     ),
     "losses.grpo": (
         "(*, clip=0.2, clip_low=None, clip_high=None, kl=0.0, kl_estimator='k3', entropy=0.0, "
@@ -99,6 +105,8 @@ METHODS = {
     "losses.kto": "(*, beta=0.1, desirable_weight=1.0, undesirable_weight=1.0, reference_point='rows')",
     "losses.distill": "(*, estimator='k3', reduction='token', importance_cap=None, importance_mode='token_truncate')",
     "losses.mix": "(losses, *, weights=None, select='all')",
+    "losses.value": "(*, clip=0.2, reduction='token')",
+    "losses.actor_critic": "(policy, *, value_coefficient=0.5, value_clip=0.2)",
     "losses.value_loss": "(predicted, facts, *, clip=0.2, reduction='token')",
 }
 OTHERS = {"DataError", "UnsupportedModel", "TokenTree", "losses", "__version__"}
