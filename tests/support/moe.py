@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import treetrain as tt
 from support import linear
-from support.contract import PPO, Case
+from support.contract import PPO, Case, clear_of_bounds
 from support.families import make_family
 from support.forests import trajectories
 from support.models import as_dtype
@@ -177,7 +177,8 @@ def check_experts_contract(
     @given(trajectories())
     def every_forest(rows):
         rows = at_random(rows, len(routers_of(models.low))) if recorded else rows
-        rows = clear_of_bounds(models.single, rows)
+        with torch.no_grad():
+            rows = clear_of_bounds(rows, score_rows(models.single, rows, PPO.temperature)[0][0])
         with PureFloat64():
             truth = expected(models.double, rows, cases, models.coefficient)
             pure = [[measured(models.double, rows, case, engine) for case in cases] for engine in engines]
@@ -203,19 +204,6 @@ def check_experts_contract(
     worst["bfloat16 tree"], worst["bfloat16 linear"] = linear.rms(tree_errors), linear.rms(linear_errors)
     assert worst["bfloat16 tree"] <= 1.5 * worst["bfloat16 linear"]
     return worst
-
-
-def clear_of_bounds(model: nn.Module, rows: Sequence[Trajectory], bounds=(0.8, 1.2)) -> list[Trajectory]:
-    """The rows with old log-probabilities whose ratios are not within 4% of a bound of `PPO`."""
-    with torch.no_grad():
-        (scores, _), _ = score_rows(model, rows, PPO.temperature)
-    moved = []
-    for row, logp in zip(rows, scores):
-        old = row.old_logprobs.copy()  # type: ignore[union-attr]
-        ratio = np.exp(logp.numpy() - old[1:])
-        old[1:] += 0.1 * np.any([np.abs(ratio / bound - 1) < 0.04 for bound in bounds], axis=0)
-        moved.append(row.replace(old_logprobs=old))
-    return moved
 
 
 def float32_choices(models: Side, rows: Sequence[Trajectory]) -> tuple[Tensor | None, RouterBalance | None]:
