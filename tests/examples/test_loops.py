@@ -1,0 +1,138 @@
+"""The flat example loops: they run, they learn, and they say what they share."""
+
+import copy
+import json
+import math
+from random import Random
+
+import pytest
+import torch
+from examples.countdown import agent
+from examples.countdown.agent import TASKS, Game, act, play, prompt_ids, recorded_puzzle, sample
+from examples.countdown.chat import begin
+from examples.countdown.environment import Puzzle
+from examples.countdown.policies import expert, random_walk
+
+from examples import dpo, grpo, own_loss, sft
+from treetrain.models.loading import load_model, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("tiny")
+
+
+@pytest.fixture
+def model():
+    return load_model("tiny")
+
+
+def scripted(model, tokenizer, puzzles):
+    """As `play`, by agents that need no model: now a good one, now a poor one."""
+    draws, games = Random(1), [Game(begin(puzzle)) for puzzle in puzzles]
+    for number, game in enumerate(games):
+        while not game.over:
+            reply = (expert if number % 2 else random_walk)(game.episode.state, draws)
+            call = f'<tool_call>\n{{"name": {json.dumps(reply.name)}, "arguments": {reply.arguments}}}\n</tool_call>'
+            text = "\n".join(filter(None, (reply.content, call)))
+            game.calls.append((prompt_ids(tokenizer, game.episode), [*tokenizer(text)["input_ids"], 2]))
+            act(game, text)
+    return games
+
+
+def test_sft_lowers_the_loss_and_computes_less_than_half_of_the_tokens(capsys):
+    _, losses = sft.main(steps=4, rows_per_step=6)
+    assert losses[0] == pytest.approx(math.log(2048), abs=0.3)
+    assert losses[-1] < losses[0] - 1
+    computed, flat = capsys.readouterr().out.splitlines()[0].split(", ")[1].split(" of ")
+    assert int(computed) < 0.6 * int(flat.split()[0])
+
+
+def test_grpo_trains_on_games_and_scores_the_old_policy_before_the_first_update(model, monkeypatch):
+    monkeypatch.setattr(grpo, "play", scripted)
+    before, ratios = copy.deepcopy(model.state_dict()), []
+    step = grpo.tt.TreeEngine.forward_backward
+
+    def watched(self, rows, loss):
+        result = step(self, rows, loss)
+        ratios.append(result.metrics["ratio"])
+        return result
+
+    monkeypatch.setattr(grpo.tt.TreeEngine, "forward_backward", watched)
+    (entry,) = grpo.main(iterations=1, games=2, updates=2, model=model)
+    assert 0 < entry["reward"] < 1 and entry["computed"] < 0.4 * entry["tokens"]
+    assert ratios[0] == pytest.approx(1, abs=1e-5) and ratios[1] != pytest.approx(1, abs=1e-5)
+    assert any(not torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_a_row_of_grpo_trains_the_reply_and_nothing_else(tokenizer):
+    (game,) = scripted(None, tokenizer, [recorded_puzzle(TASKS[0])])
+    rows = grpo.rows_of(game, 7, "task")
+    assert len(rows) == len(game.calls) > 1
+    for row, (prompt, reply) in zip(rows, game.calls):
+        assert row.ids.tolist() == prompt + reply and row.episode == 7 and row.reward == game.reward
+        assert row.ids[row.weights > 0].tolist() == reply
+
+
+def test_dpo_begins_at_the_reference_and_raises_the_margin(model):
+    history = dpo.main(steps=4, pairs_per_step=4, lr=3e-4, model=model)
+    assert history[0]["loss"] == pytest.approx(math.log(2), abs=1e-4) and abs(history[0]["margin"]) < 1e-3
+    assert history[-1]["margin"] > 0.01 and history[-1]["accuracy"] > 0.5
+
+
+def test_a_pair_is_two_games_of_one_task_and_the_better_one_is_chosen():
+    rows = [grpo.tt.Trajectory([1, 2, n], reward=r, group="t", id=n) for n, r in enumerate((1.0, 0.0, 0.45, 1.0))]
+    pairs = dpo.pairs_of(rows, Random(0))
+    assert [pair[1].id for pair in pairs] == [1, 2]
+    assert all(better.chosen and not worse.chosen and better.reward > worse.reward for better, worse in pairs)
+    assert len({row.pair for pair in pairs for row in pair}) == 2
+
+
+def test_an_own_loss_falls_and_autocast_gives_nearly_the_same():
+    losses = own_loss.main(steps=3, games=2)
+    assert losses[-1] < 0.8 * losses[0]
+    (rounded,) = own_loss.main(steps=1, games=2, bfloat16=True)
+    assert rounded == pytest.approx(losses[0], rel=0.05) and rounded != losses[0]
+
+
+def test_the_ranking_loss_is_zero_where_scores_are_ordered_as_the_rewards_are():
+    rows = [grpo.tt.Trajectory([1, 2, 3], loss_weights=[0, 0, 1], reward=reward) for reward in (1.0, 0.5)]
+    agreeing = [torch.tensor([-9.0, -1.0]), torch.tensor([-3.0, -1.5])]  # the first entry is not the agent's
+    assert float(own_loss.ranking_loss(agreeing, rows)) == pytest.approx(0, abs=1e-6)
+    assert float(own_loss.ranking_loss(agreeing[::-1], rows)) > 0.5
+
+
+def test_a_reply_does_not_depend_on_the_prompts_beside_it(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(agent, "REPLY_TOKENS", 8)
+    game = scripted(None, tokenizer, [recorded_puzzle(TASKS[0])])[0]
+    short, long = game.calls[0][0], game.calls[-1][0]
+    assert len(long) > len(short)
+    alone = [sample(model, tokenizer, [prompt], temperature=1e-4)[0] for prompt in (short, long)]
+    assert sample(model, tokenizer, [short, long], temperature=1e-4) == alone
+
+
+def test_a_model_that_writes_no_call_ends_its_game_without_reward(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(agent, "REPLY_TOKENS", 4)
+    torch.manual_seed(0)
+    games = play(model, tokenizer, [recorded_puzzle(task) for task in TASKS[:2]])
+    assert [(len(game.calls), game.readable, game.reward) for game in games] == [(1, False, 0.0)] * 2
+    assert all(1 <= len(reply) <= 4 for game in games for _, reply in game.calls)
+
+
+def test_a_model_that_never_submits_is_not_asked_for_ever(tokenizer, monkeypatch):
+    undo = tokenizer('<tool_call>\n{"name": "undo", "arguments": {}}\n</tool_call>')["input_ids"]
+    monkeypatch.setattr(agent, "sample", lambda model, tokenizer, prompts, temperature: [undo] * len(prompts))
+    (game,) = play(None, tokenizer, [Puzzle((1, 2, 3), 7)])
+    assert len(game.calls) == agent.PATIENCE and game.readable and game.reward == 0
+
+
+def test_a_task_that_was_not_recorded_is_an_error_that_names_it():
+    assert recorded_puzzle("train-018") == Puzzle((6, 11, 3), 20)
+    with pytest.raises(ValueError, match="no task 'train-999'"):
+        recorded_puzzle("train-999")
+
+
+@pytest.mark.slow
+def test_grpo_raises_the_reward():
+    rewards = [entry["reward"] for entry in grpo.main(iterations=16)]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
