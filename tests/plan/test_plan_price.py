@@ -91,12 +91,13 @@ def test_seconds_are_the_sum_over_the_events_of_the_plan(plan):
 )
 def test_peak_bytes_are_the_most_alive_at_any_event(plan, largest):
     c = distinct_constants(**({} if largest == "none" else {largest: 5000.0}))
-    alive, most, carry, most_carry = {}, 0.0, {}, 0
+    alive, most, carry, most_carry, states, most_states = {}, 0.0, {}, 0, {}, 0
+    attached = np.unique(plan.attach[plan.attach >= 0])
     for event in plan.events():
         number, held = event.number, sum(alive.values())
         if event.kind == "publish":
             first, tokens = plan.publisher_parts(number)[0], plan.published(number)
-            carry[first] = len(tokens)
+            carry[first], states[first] = len(tokens), int(np.isin(attached, tokens).sum())
             rows = int(np.isin(plan.layout.rows, tokens).sum())
             working = c.forward_token * len(tokens) + c.path_token * above(plan, first)
             working += c.head_chunk_row * min(rows, c.chunk_rows)
@@ -106,6 +107,7 @@ def test_peak_bytes_are_the_most_alive_at_any_event(plan, largest):
             rows = int(np.isin(plan.layout.rows, tokens).sum())
             if plan.kept[number]:
                 carry[number] = len(plan.exported_tokens(number))
+                states[number] = int(np.isin(attached, plan.tokens(number)).sum())
             graph = c.saved_pass + c.saved_token * len(tokens) + c.saved_row * rows
             head = c.head_pass + c.head_row * rows + c.head_chunk_row * min(rows, c.chunk_rows) if rows else 0.0
             layers = c.layer_pass + c.layer_token * len(tokens) + c.path_token * above(plan, number)
@@ -113,12 +115,13 @@ def test_peak_bytes_are_the_most_alive_at_any_event(plan, largest):
             alive[number] = graph
         else:
             del alive[number]
-            most_carry = max(most_carry, sum(carry.values()))
             carry.pop(number, None)
-        most_carry = max(most_carry, sum(carry.values()))
+            states.pop(number, None)
+        most_carry, most_states = max(most_carry, sum(carry.values())), max(most_states, sum(states.values()))
     assert not alive and not carry
     step = c.step_bytes + c.step_token * plan.layout.num_tokens if plan.num_parts else 0.0
-    expected = (most + c.carry_token * most_carry + step) * c.slack + c.slack_bytes * (plan.num_parts > 0)
+    held = c.carry_token * most_carry + c.carry_state * most_states
+    expected = (most + held + step) * c.slack + c.slack_bytes * (plan.num_parts > 0)
     assert CostModel(shape=SHAPE, constants=c).peak_bytes(plan) == pytest.approx(expected, rel=1e-9)
 
 

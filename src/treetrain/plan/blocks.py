@@ -112,6 +112,8 @@ class Experts:
     """Experts whose matrices a token goes through: those chosen; all where the family computes all and weighs."""
     width: int
     """Of one expert."""
+    kept: int = 4
+    """Tensors as wide as an expert that backward needs: gate, its activation, up projection, their product."""
     shared: int = 0
     """Width of the expert that every token gets; 0: there is none."""
     shared_gate: bool = False
@@ -138,6 +140,8 @@ class Layers(NamedTuple):
     count: int
     mixer: Attention | GatedDelta
     feed: Mlp | Experts
+    norms: int = 2
+    """RMS norms of the residual stream."""
 
     @property
     def weights(self) -> int:

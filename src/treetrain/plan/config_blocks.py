@@ -103,8 +103,13 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def experts_everywhere(config: Config, number: int) -> Experts:
-    """Mixtral, gpt-oss: in every layer."""
+    """Mixtral: in every layer."""
     return _experts(config, width="intermediate_size")
+
+
+def clamped_experts(config: Config, number: int) -> Experts:
+    """gpt-oss: the same, gate and up projection clamped and weighed before their product."""
+    return _experts(config, width="intermediate_size", kept=10)
 
 
 def some_experts(config: Config, number: int) -> Mlp | Experts:

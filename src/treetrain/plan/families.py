@@ -42,6 +42,8 @@ class Family(NamedTuple):
     attention: Callable[[Config], Attention] = blocks.projected
     feed: Callable[[Config, int], Mlp | Experts] = blocks.gated
     """The feed-forward block of a layer by its number."""
+    norms: int = 2
+    """RMS norms of the residual stream in a layer."""
     names: Mapping[str, str] = _NOTHING
     """The family's own names of keys, by the usual ones."""
     fixed: Mapping[str, Any] = _NOTHING
@@ -59,7 +61,7 @@ def read_shape(config: Config) -> dict[str, Any]:
     found: Counter[tuple[Attention | GatedDelta, Mlp | Experts]] = Counter()
     for number, kind in enumerate(_kinds(config, family, layers)):
         found[_mixer(config, kind, attention), family.feed(config, number)] += 1
-    kinds = tuple(Layers(count, mixer, feed) for (mixer, feed), count in found.items())
+    kinds = tuple(Layers(count, mixer, feed, family.norms) for (mixer, feed), count in found.items())
     widths = [kind.feed.width for kind in kinds if isinstance(kind.feed, Mlp)] or [kinds[0].feed.width]
     shape = {
         "layers": layers,
@@ -71,8 +73,8 @@ def read_shape(config: Config) -> dict[str, Any]:
         "vocab": number_of(config, "vocab_size"),
         "tied": bool(config.get("tie_word_embeddings", False)),
     }
-    is_plain = (family.attention, family.feed) == (blocks.projected, blocks.gated)
-    if not is_plain or len(kinds) > 1 or kinds[0].mixer != attention:
+    is_plain = (family.attention, family.feed, family.norms) == (blocks.projected, blocks.gated, 2)
+    if not is_plain or any(kind.mixer != attention for kind in kinds):
         shape["blocks"] = kinds
     if family.positions is not None:
         shape["positions"] = family.positions(config)
@@ -212,15 +214,15 @@ FAMILIES = {
     "deepseek_v3": Family(attention=blocks.low_rank, feed=blocks.experts_after_some),
     "ernie4_5": Family(_HEAD_128 | _TIED),
     "gemma": Family(_HEAD_256 | _TIED),
-    "gemma2": Family(_HEAD_256 | _TIED | {"sliding_window": 4096}, _full_every(2, WINDOW_KIND), _WINDOWS),
-    "gemma3_text": Family(_HEAD_256 | _TIED | {"sliding_window": 4096}, _full_every(6, WINDOW_KIND), _WINDOWS),
+    "gemma2": Family(_HEAD_256 | _TIED | {"sliding_window": 4096}, _full_every(2, WINDOW_KIND), _WINDOWS, norms=4),
+    "gemma3_text": Family(_HEAD_256 | _TIED | {"sliding_window": 4096}, _full_every(6, WINDOW_KIND), _WINDOWS, norms=4),
     "glm": Family(_HEAD_128),
-    "glm4": Family(_HEAD_128),
+    "glm4": Family(_HEAD_128, norms=4),
     "glm4_moe": Family(feed=blocks.experts_after_some),
     "gpt2": Family(_TIED, feed=_TWO, names=_GPT2, fixed=_ONE_SIZE, positions=_gpt2),
     "gpt_neox": Family(feed=_TWO, fixed=_ONE_SIZE),
     "gpt_oss": Family(
-        {"head_dim": 64, "sliding_window": 128}, _full_every(2, WINDOW_KIND), _WINDOWS, feed=blocks.experts_everywhere
+        {"head_dim": 64, "sliding_window": 128}, _full_every(2, WINDOW_KIND), _WINDOWS, feed=blocks.clamped_experts
     ),
     "granite": Family(_ALL_HEADS),
     "llama": Family(_ALL_HEADS),

@@ -202,7 +202,18 @@ class Plan:
     @cached_property
     def carry_rows(self) -> int:
         """Most exported tokens whose keys and values are held at once."""
-        exports = np.bincount(self.part_of[self.exported], minlength=self.num_parts).tolist()
+        return self._most_held(self.exported)
+
+    @cached_property
+    def carry_states(self) -> int:
+        """Most tokens that parts attach to whose recurrent states are held at once."""
+        attached = np.zeros(self.layout.num_tokens, bool)
+        attached[self.attach[self.attach >= 0]] = True
+        return self._most_held(attached)
+
+    def _most_held(self, handed_on: Bools) -> int:
+        """Most of these tokens, bool [M], in parts whose carry is held at once."""
+        exports = np.bincount(self.part_of[handed_on], minlength=self.num_parts).tolist()
         top, most = [0] * (self.num_parts + 1), 0  # the last entry is read at roots, whose parent is -1
         for part, parent in enumerate(self.parent.tolist()):
             rows = exports[part] if self.kept[part] else 0

@@ -95,7 +95,8 @@ class CostModel:
         kept graphs: what the running part's kept ancestors saved for their backwards.
         running graph: what the running part saved; 0 for a pass without graph.
         working: beside it, at the worst of the pass's phases (head, layers, end; see `Constants`).
-        carry: keys, values and gradients of exported tokens; its buffers are made for the most rows held at once.
+        carry: keys, values and gradients of exported tokens, and recurrent states where parts attach; its buffers are
+            made for the most held at once.
         step: what lives as long as the step: the layout, and sums of the embedding's and head's gradients.
         allocator: what it takes over that.
         """
@@ -114,7 +115,8 @@ class CostModel:
             if publishing[first] + publish_above[first] > sum(found.values()):
                 found = {"kept graphs": publish_above[first], "running graph": 0.0, "working": publishing[first]}
         step = c.step_bytes + c.step_token * plan.layout.num_tokens
-        found |= {"carry": c.carry_token * plan.carry_rows, "step": step}
+        carry = c.carry_token * plan.carry_rows + (c.carry_state * plan.carry_states if c.carry_state else 0.0)
+        found |= {"carry": carry, "step": step}
         found["allocator"] = (c.slack - 1) * sum(found.values()) + c.slack_bytes
         return {name: float(value) for name, value in found.items()}
 

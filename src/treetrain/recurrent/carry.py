@@ -173,16 +173,7 @@ class _Export(torch.autograd.Function):
 
 def state_slots(plan: Plan) -> int:
     """Most tokens whose states are held at once."""
-    attach = np.unique(plan.attach[plan.attach >= 0])
-    exits = np.bincount(plan.part_of[attach], minlength=plan.num_parts).tolist()
-    top, most = [0] * (plan.num_parts + 1), 0  # the last entry is read at roots, whose parent is -1
-    for part, parent in enumerate(plan.parent.tolist()):
-        held = exits[part] if plan.kept[part] else 0
-        if plan.publishes_first(part):
-            held = sum(exits[member] for member in plan.publisher_parts(int(plan.publish[part])))
-        top[part] = top[parent] + held
-        most = max(most, top[part])
-    return most
+    return plan.carry_states
 
 
 def _grown(tensor: Tensor, slots: int) -> Tensor:

@@ -138,7 +138,9 @@ def tree_work(tree: "TokenTree", reaches: Sequence[Reach] = (FULL,)) -> Work:
     uses, _ = tree.trained_edges()
     edges = np.flatnonzero(uses)
     kept = needed_tokens(tree, edges)
-    return Work(int(kept.sum()), pairs_at(tree.depth[kept], reaches), len(np.unique(tree.parent[edges])))
+    return Work(
+        int(kept.sum()), pairs_at(tree.depth[kept].astype(np.int64), reaches), len(np.unique(tree.parent[edges]))
+    )
 
 
 def linear_work(tree: "TokenTree", reaches: Sequence[Reach] = (FULL,), *, dedup: bool = False) -> Work:
