@@ -8,6 +8,7 @@ last run. The picture needs matplotlib, which is no dependency of the project.
 import argparse
 import copy
 import csv
+import importlib.util
 import statistics
 import sys
 import time
@@ -83,4 +84,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.seeds:
         measure(options.seeds, options.iterations, options.model)
-    draw(last_run())
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no picture: matplotlib is not installed")
+    else:
+        draw(last_run())

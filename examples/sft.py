@@ -3,7 +3,7 @@
     python -m examples.sft --output runs/warm
 
 The rows are recorded games of four countdown tasks. Trials of a task share their beginning, all rows share the rules:
-a step computes a quarter of the tokens that its rows have. The loss is on what the agents wrote.
+a step computes half of the tokens that its rows have. The loss is on what the agents wrote.
 """
 
 import argparse

