@@ -229,6 +229,24 @@ def test_a_part_is_run_again_in_the_dtype_of_its_forward():
     assert once == 1 and len(seen) > 2 * 2 and set(seen) == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("shape", ["1 part", "chunks of 2"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_backward_runs_under_the_callers_autocast(loss, shape):
+    """Its products would be of 16 bits even where the forward's were of 32."""
+    model, seen = make_model("qwen3"), []
+
+    def watch(layer, arguments, output):
+        if output.requires_grad:
+            output.register_hook(lambda _: seen.append(torch.is_autocast_enabled("cpu")))
+
+    model.model.layers[0].register_forward_hook(watch)  # type: ignore[union-attr]
+    with torch.autocast("cpu", torch.bfloat16):
+        planned(shape, "mixed")(model).forward_backward(ROWS, LOSSES[loss][0])
+        logprobs = tt.logprobs(model, ROWS, budget=3)
+    torch.cat(logprobs).sum().backward()
+    assert len(seen) >= 2 and not any(seen)
+
+
 def state_of(model: nn.Module) -> dict:
     """Everything that a call could leave changed."""
     return {

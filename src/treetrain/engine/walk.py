@@ -259,12 +259,14 @@ class Walk:
 
     def _backward(self, done: _Pass, feed: Feed) -> None:
         scores, self._begun = done.scores, True
-        if scores.linear_loss is not None and scores.values is None:
-            scores.linear_loss.backward()
-        else:
-            live = _seeded(scores, feed.seeds(done.piece))
-            if live:
-                torch.autograd.backward([out for out, _ in live], [grad for _, grad in live])
+        # The caller's autocast would make 16-bit products in the backward of what its forward computed in float32.
+        with torch.autocast(model_device(self._model).type, enabled=False):
+            if scores.linear_loss is not None and scores.values is None:
+                scores.linear_loss.backward()
+            else:
+                live = _seeded(scores, feed.seeds(done.piece))
+                if live:
+                    torch.autograd.backward([out for out, _ in live], [grad for _, grad in live])
         self._alive -= done.piece.layout.num_tokens
 
     # ---- both
