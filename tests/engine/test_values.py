@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import treetrain as tt
 from support import linear
-from support.families import build, make_config
+from support.families import FAMILIES, build, make_config
 from support.forests import forests
 from support.models import as_dtype, make_model
 from support.plans import planned
@@ -31,8 +31,8 @@ def critic(dtype=torch.float64, *, kind: str = "TokenClassification", labels: in
     """A small critic or reward model."""
     config = make_config(family)
     config.num_labels = labels
-    name = {"qwen3": "Qwen3", "llama": "Llama", "gemma2": "Gemma2"}[family]
-    return build(getattr(transformers, f"{name}For{kind}"), config, dtype=dtype)
+    name = FAMILIES[family].model.replace("ForCausalLM", f"For{kind}").replace("LMHeadModel", f"For{kind}")
+    return build(getattr(transformers, name), config, dtype=dtype)
 
 
 def head_of(model, dtype=torch.float64, *, seed: int = 3, labels: int = 1) -> nn.Module:
@@ -146,6 +146,46 @@ def test_policy_and_critic_on_one_trunk_train_as_every_row_by_itself_in_every_pl
     assert result.loss == pytest.approx(loss, rel=1e-12)
     assert linear.relative_error(gradients(model, head), truth) <= 1e-12
     assert {"policy_loss", "entropy", "value_loss", "value_clip_fraction"} <= set(result.metrics)
+
+
+SLOW = ("mistral", "phi3", "gpt_neox", "mixtral", "deepseek_v3", "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gpt2", "gpt_oss", "qwen3_next", *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW)]
+)
+def test_critics_and_reward_models_of_other_families_are_exact(family):
+    model, reward_model = critic(family=family), critic(family=family, kind="SequenceClassification")
+    reward_model.config.pad_token_id = None
+    ids = [row for row in IDS if row]
+    with PureFloat64():
+        expected_step(model, dressed(), policy=False)
+        truth = gradients(model)
+        for shape in ("1 part", "chunks of 2"):
+            model.zero_grad()
+            planned(shape, "mixed")(model).forward_backward(dressed(), tt.losses.value())
+            assert linear.relative_error(gradients(model), truth) <= 1e-12
+        expected = torch.cat([reward_model(input_ids=torch.tensor([row])).logits[0] for row in ids])
+        found = tt.rewards(reward_model, ids, 3)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        got, other = (linear.gradients(reward_model, (x**2).sum()) for x in (found, expected))
+    assert linear.relative_error(got, other) <= 1e-12
+
+
+def test_facts_made_of_a_critics_values_stand_beside_what_it_predicts():
+    model = critic()
+    rows = [row.replace(reward=1.0) for row in dressed() if len(row) > 1]
+    with PureFloat64():
+        with torch.no_grad():
+            after = tt.values(model, rows)
+        for k, row in enumerate(rows):
+            old = np.concatenate([[0.0], after[k][:-1].numpy()])
+            found = tt.gae(row.reward, old, 1.0, 0.95, actions=row.weights)
+            rows[k] = row.replace(values=old, advantages=found.advantages, returns=found.returns)
+        metrics = tt.TreeEngine(model).forward_backward(rows, tt.losses.value(clip=1e-9)).metrics
+    assert metrics["value_clip_fraction"] == 0  # nothing has moved
+    error = sum((row.weights * row.advantages**2).sum() for row in rows) / sum(row.weights.sum() for row in rows)
+    assert metrics["value_error"] == pytest.approx(error, rel=1e-9)  # the critic's error is the advantage
 
 
 @pytest.mark.parametrize("policy", [False, True], ids=["critic", "actor-critic"])
@@ -473,6 +513,35 @@ def test_hooks_on_a_value_head_see_one_gradient_per_step():
     planned("chunks of 2", "mixed")(model, value_head=head).forward_backward(dressed(), tt.losses.value())
     assert len(seen) == 1
     torch.testing.assert_close(seen[0], head[2].weight.grad)
+
+
+def test_a_value_head_that_changed_since_the_forward_is_refused_in_backward():
+    model = make_model("qwen3")
+    head = head_of(model, torch.float32)
+    values = tt.values(model, IDS, 3, head=head)
+    with torch.no_grad():
+        head[0].bias.add_(1)
+    with pytest.raises(RuntimeError, match="weights have changed"):
+        values[0].sum().backward()
+
+
+def test_what_a_head_says_of_untrained_tokens_never_reaches_a_loss():
+    row = tt.Trajectory([1, 2, 3], loss_weights=[0, 0, 1], returns=[0, 0, 1.0])
+    values = torch.tensor([float("nan"), 3.0], requires_grad=True)
+    total, _ = Plain(reduction="token")(torch.zeros(2), None, row, values=values)
+    assert total.item() == 2.0 and torch.autograd.grad(total, values)[0].tolist() == [0.0, 1.0]
+
+
+class Plain(tt.losses.Loss):
+    """A loss on this library's base: v - R."""
+
+    needs_values = True
+
+    def evaluate(self, logprobs, entropies, facts):
+        raise AssertionError("never without values")
+
+    def evaluate_valued(self, logprobs, entropies, values, facts):
+        return (facts.shares(self.reduction) * (values - facts.returns)).sum(), {}
 
 
 def test_bytes_bound_a_critic_too():
