@@ -70,6 +70,7 @@ def draw(runs: dict[int, list[dict[str, str]]]) -> None:
     row = next(iter(runs.values()))[0]
     axes.set(xlabel="iteration", ylabel="mean reward of the games", ylim=(0, 1))
     axes.set_title(f"examples/grpo.py, 3.7M parameters, four countdown tasks ({row['commit']})", fontsize=10)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=8, loc="lower right")
     figure.savefig(PICTURE, dpi=110)
