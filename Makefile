@@ -11,6 +11,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 EXTRAS = train,peft,dev
 PYTEST_ARGS ?=
+# A process per core and one thread in each: the tests' models are too small for more.
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile
 
 ifdef ACTIVE
 PY := $(shell command -v python || command -v python3)
@@ -35,10 +37,10 @@ demo: $(READY)
 	$(PY) -m examples.demo.demo
 
 test: lint
-	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-full: lint
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 bench: $(READY)
 	$(PY) benchmarks/run_all.py
@@ -56,7 +58,7 @@ $(VENV)/.installed: pyproject.toml Makefile
 	@touch $@
 
 active-environment:
-	@$(PY) -c "import treetrain, torch, transformers, peft, pytest, hypothesis" || { \
+	@$(PY) -c "import treetrain, torch, transformers, peft, pytest, xdist, hypothesis" || { \
 	  echo "the active environment ($(PY)) lacks what is named above: pip install $(TORCH), then pip install -e '.[$(EXTRAS)]'"; exit 1; }
 
 clean-venv:
