@@ -44,7 +44,7 @@ def main(steps: int = 10, games: int = 8, lr: float = 3e-4, seed: int = 0, bfloa
         sequences = [row.ids for rows in drawn for row in rows]
         with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
             logps = iter(tt.logprobs(model, sequences, budget=8192))  # one tensor [L - 1] for every row
-        loss = sum(ranking_loss([next(logps) for _ in rows], rows) for rows in drawn) / len(drawn)
+        loss = torch.stack([ranking_loss([next(logps) for _ in rows], rows) for rows in drawn]).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
