@@ -47,9 +47,7 @@ SIGNATURES = {
     "NodeTrajectory": (
         "(*, node, advantages=None, reward=None, group=None, pair=None, chosen=None, id=None, episode=None)"
     ),
-    "ModelShape": (
-        "(*, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied, blocks=(), positions=0)"
-    ),
+    "ModelShape": ("(*, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied, blocks=(), positions=0)"),
     "CostModel": "(*, shape, constants)",
     "Plan": "(*, layout, part_of, parent, attach, kept, exported, publish, made_for=None)",
     "TreeEngine": "(model, *, budget=None, temperature=1.0, value_head=None)",
