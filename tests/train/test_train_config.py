@@ -6,9 +6,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
+from treetrain.cli.train import TrainOptions
 from treetrain.losses import LOSSES, by_name
 from treetrain.train.checks import HINTS
-from treetrain.train.config import LOSS_OPTIONS, TrainConfig
+from treetrain.train.config import LOSS_OPTIONS, NO_SETTINGS, TrainConfig
+from treetrain.train.config_file import read_settings
 from treetrain.train.settings import LossName
 
 BASE: dict[str, Any] = {"data": ("rows.jsonl",), "model": "tiny", "output": "out"}
@@ -110,9 +112,22 @@ def test_one_file_may_be_given_without_a_tuple() -> None:
 
 def test_every_loss_and_no_other_can_be_named_and_every_option_of_one_is_a_setting() -> None:
     assert set(get_args(LossName)) == set(LOSSES)
-    decided_by_the_rows = {"on_policy"}
     options = {option for factory in LOSSES.values() for option in inspect.signature(factory).parameters}
-    assert options - decided_by_the_rows == set(LOSS_OPTIONS)
+    assert set(LOSS_OPTIONS).isdisjoint(NO_SETTINGS) and set(NO_SETTINGS) <= options
+    assert options == set(LOSS_OPTIONS) | set(NO_SETTINGS)
+
+
+@pytest.mark.parametrize("name", ["on_policy", "value_coefficient", "value_clip"])
+def test_options_of_losses_that_no_run_takes_are_refused_by_name_with_what_to_do(name: str, tmp_path, capsys) -> None:
+    told = f"{name} is an option of a loss, but no setting of a run: .*(value_head|old_logprobs)"
+    with pytest.raises(ValueError, match=told):
+        TrainConfig(**BASE, loss="ppo", **{name: 0.5})
+    file = tmp_path / "run.toml"
+    file.write_text(f"{name} = 0.5\n")
+    with pytest.raises(ValueError, match=told):
+        read_settings(file)
+    with pytest.raises(ValueError, match=told):
+        TrainOptions.defaults(["rows.jsonl", f"--{name.replace('_', '-')}", "0.5"])
 
 
 def test_choices_are_those_of_the_losses() -> None:

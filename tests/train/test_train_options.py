@@ -276,6 +276,29 @@ def test_held_out_rows_without_the_facts_are_evaluated_by_likelihood_or_refused(
         Trainer(make_config(loss="grpo", eval_data=(held,), keep_best=True, output=str(tmp_path / "x")))
 
 
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+def test_a_held_out_loss_without_a_ratio_cannot_tell_the_best_weights(make_config, tmp_path, loss) -> None:
+    """Every evaluation would be the same number, so that the weights before the first step would be saved."""
+    settings: dict[str, Any] = {"loss": loss, "eval_fraction": 0.4, "eval_every_steps": 1, "lr": 0.05, "steps": 3}
+    result = train(make_config(**settings, output=str(tmp_path / "seen")))
+    assert len({round(record["loss"], 5) for record in records(result, "eval")}) == 1
+    assert any("is a constant" in note for note in Trainer(make_config(**settings)).prepared.notes)
+    for follows in ({"keep_best": True}, {"early_stop_patience": 2}, {"keep_best": True, "kl": 0.1, "sft_weight": 1.0}):
+        with pytest.raises(DataError, match=r"best_metric is loss, but .* is a constant.*best_metric nll"):
+            Trainer(make_config(**settings, **follows))
+    assert train(make_config(**settings, keep_best=True, best_metric="nll")).best_step is not None
+
+
+def test_a_held_out_loss_against_recorded_old_log_probabilities_tells_the_best_weights(make_config, tmp_path) -> None:
+    rows = branching_rows()
+    for row in rows:
+        row["old_logprobs"] = [-2.0] * len(row["input_ids"])
+    data = write_rows(tmp_path / "recorded.jsonl", rows)
+    settings: dict[str, Any] = {"eval_fraction": 0.4, "eval_every_steps": 1, "keep_best": True, "steps": 2}
+    result = train(make_config(loss="grpo", data=(data,), clip_high=float("inf"), **settings))
+    assert len({record["loss"] for record in records(result, "eval")}) == 3
+
+
 # Adapters
 
 

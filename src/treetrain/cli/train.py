@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from treetrain.cli.options import Files
 from treetrain.cli.parse import flag_value, parse
-from treetrain.train.config import TrainConfig
+from treetrain.train.config import NO_SETTINGS, TrainConfig, refuse_no_setting
 from treetrain.train.settings import SECTIONS, DataSettings
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ class TrainOptions(TrainConfig, CommandOptions):
     @staticmethod
     def defaults(argv: Sequence[str]) -> dict[str, Any]:
         """What a configuration file says, where one is named and no flag says otherwise."""
+        for name in NO_SETTINGS:
+            if any(word.partition("=")[0].replace("_", "-") == f"--{name.replace('_', '-')}" for word in argv):
+                refuse_no_setting(name)
         path = flag_value(argv, "config")
         if path is None:
             return {}

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from treetrain.train.checks import check_setting
 from treetrain.train.settings import (
@@ -43,6 +43,16 @@ LOSS_OPTIONS = (
     "estimator",
 )
 """Settings that are keyword arguments of the loss's factory, which knows those that it has."""
+_NO_VALUE_HEAD = (
+    "a run trains the language-model head alone; for a policy with a critic use TreeEngine(model, value_head=...) and "
+    "losses.ppo(value_coefficient=...) in a loop of your own"
+)
+NO_SETTINGS = {
+    "on_policy": "a run finds out by itself; old_logprobs says which old log-probabilities are used",
+    "value_coefficient": _NO_VALUE_HEAD,
+    "value_clip": _NO_VALUE_HEAD,
+}
+"""The other options of losses, and why no run can be given them."""
 DEFAULT_WARMUP_FRACTION, DEFAULT_DECAY_FRACTION = 0.03, 0.2
 EXCLUSIVE = (("epochs", "steps"), ("warmup_steps", "warmup_fraction"), ("decay_steps", "decay_fraction"))
 """Pairs of settings that say one thing in two ways."""
@@ -79,6 +89,12 @@ class TrainConfig(
     DataSettings,
 ):
     """A training run: checked when made, stored with its result. Its fields are those of its sections."""
+
+    def __new__(cls, **settings: Any) -> Self:
+        """Says more of an option that a loss has and a run does not than that it is unexpected."""
+        for name in settings:
+            refuse_no_setting(name)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         # Lists come from JSON and from callers; a stored config must compare equal to the one that was given.
@@ -159,6 +175,12 @@ class TrainConfig(
         """Every field as plain JSON data; `TrainConfig(**as_dict())` is the same run."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(TrainConfig)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+
+
+def refuse_no_setting(name: str) -> None:
+    """Raise ValueError for an option of a loss that is no setting of a run; see `NO_SETTINGS`."""
+    if name in NO_SETTINGS:
+        raise ValueError(f"{name} is an option of a loss, but no setting of a run: {NO_SETTINGS[name]}")
 
 
 def _steps(steps: int | None, fraction: float | None, usual: float, total: int) -> int:

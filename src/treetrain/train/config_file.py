@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from treetrain.train.checks import allows_none, check_setting
-from treetrain.train.config import TrainConfig
+from treetrain.train.config import NO_SETTINGS, TrainConfig
 from treetrain.train.settings import SECTIONS
 
 NONE = "None"  # TOML has no null; the flags say it by this word too
@@ -58,6 +58,8 @@ def _check_table(path: str | Path, title: str, entries: dict[str, Any]) -> None:
 
 
 def _checked(path: str | Path, key: str, value: Any) -> Any:
+    if key in NO_SETTINGS:
+        raise ValueError(f"{path}: {key} is an option of a loss, but no setting of a run: {NO_SETTINGS[key]}")
     if key not in SECTION_OF:
         raise ValueError(f"{path}: unknown setting {key} = {value!r}{_like(key)}")
     if value == NONE and allows_none(key):

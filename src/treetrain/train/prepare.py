@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from treetrain.data.rendering import chat_template_text
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
-from treetrain.losses import Loss
+from treetrain.losses import Loss, by_name
 from treetrain.models.loading import load_tokenizer
 from treetrain.train.adapters import check_adapter
 from treetrain.train.batches import BatchPlan, plan_batches, split_units
 from treetrain.train.config import TrainConfig
-from treetrain.train.objective import Objective, ObjectiveSettings, make_objective
+from treetrain.train.objective import OLD, Objective, ObjectiveSettings, make_objective
 from treetrain.train.optim import check_optimizer
 from treetrain.train.rows import RowSource, read_config, read_rows
 from treetrain.train.save import check_output
@@ -110,7 +110,7 @@ def _eval_objective(config: TrainConfig, rows: list[Trajectory]) -> tuple[Object
         )
     try:
         settings = dataclasses.replace(ObjectiveSettings.of(config), several_updates=False)
-        return make_objective(config.loss, config.loss_options, rows, settings), ()
+        objective = make_objective(config.loss, config.loss_options, rows, settings)
     except DataError as error:
         if config.follows_best and config.best_metric == "loss":
             raise DataError(
@@ -118,6 +118,25 @@ def _eval_objective(config: TrainConfig, rows: list[Trajectory]) -> tuple[Object
                 "best_metric nll"
             ) from error
         return None, (f"held-out rows are evaluated by their log-likelihood alone: {error}",)
+    return objective, _check_tells(config, objective)
+
+
+def _check_tells(config: TrainConfig, objective: Objective) -> tuple[str, ...]:
+    """A note where the held-out loss has no probability ratio; an error where it is to tell the best weights.
+
+    At ratio 1 the policy term is minus the mean advantage whatever the weights are, so that no evaluation could be
+    better than the one before the first step.
+    """
+    ratio = OLD in by_name(config.loss, **config.loss_options).needs_facts
+    if not ratio or OLD in objective.loss.needs_facts:
+        return ()
+    told = "held-out rows have no old log-probabilities to compare with, so the policy term of their loss is a constant"
+    if config.follows_best and config.best_metric == "loss":
+        raise DataError(
+            f"best_metric is loss, but {told}, and the weights before the first step would count as the best; give "
+            "the held-out rows old_logprobs (and old_logprobs 'auto' or 'recorded'), or give best_metric nll"
+        )
+    return (told,)
 
 
 def _eval_steps(rows: list[Trajectory], config: TrainConfig) -> list[NDArray[np.int64]]:
