@@ -231,6 +231,48 @@ def test_a_named_checkpoint_is_gone_on_from_in_another_folder(copied, tmp_path) 
     assert names(tmp_path / "copy") == ["step-00000004", "step-00000005"]
 
 
+def test_a_run_that_dies_in_its_first_step_from_anothers_checkpoint_goes_on_from_that(
+    copied, tmp_path, monkeypatch
+) -> None:
+    """It has no checkpoint of its own, and would begin again at step 0."""
+    branch = changed(copied, resume=str(tmp_path / "copy"), output=str(tmp_path / "branch"))
+    with monkeypatch.context() as patched:
+        patched.setattr(TreeEngine, "forward_backward", lambda *args: signal.raise_signal(signal.SIGINT) or dying())
+        with pytest.raises(Interrupted, match="the checkpoint of step 5 is in .*copy") as stop:
+            train(branch)
+    assert stop.value.resumable
+    train(changed(branch, resume="auto"))
+    resumed = [record["checkpoint"] for record in records(tmp_path / "branch") if record["kind"] == "resumed"]
+    assert resumed == [str(tmp_path / "copy" / "checkpoints" / "step-00000005")]
+    train(changed(copied, resume="never", output=str(tmp_path / "whole")))
+    assert differences(what_must_agree(tmp_path / "branch"), what_must_agree(tmp_path / "whole")) == []
+
+
+def dying() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_run_from_anothers_checkpoint_that_is_stopped_before_its_first_step_has_a_checkpoint_of_its_own(
+    make_run, tmp_path, monkeypatch
+) -> None:
+    def logprobs(self, *args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, *args, **kwargs)
+
+    original = TreeEngine.logprobs
+    first = make_run(eval_fraction=0.5, eval_every_steps=3, tokens_per_step=60, output=str(tmp_path / "first"))
+    branch = changed(first, resume=str(tmp_path / "first"), output=str(tmp_path / "branch"))
+    stopped(first, 3)  # its evaluation is left
+    with monkeypatch.context() as patched:
+        patched.setattr(TreeEngine, "logprobs", logprobs)
+        with pytest.raises(Interrupted, match="all of it is saved in .*branch"):
+            train(branch)
+    assert names(tmp_path / "branch") == ["step-00000003"]
+    shutil.rmtree(tmp_path / "first")
+    assert train(changed(branch, resume="auto")).steps == 6
+    assert [record["step"] for record in records(tmp_path / "branch") if record["kind"] == "train"] == [*range(1, 7)]
+
+
 def test_a_named_checkpoint_takes_the_place_of_later_ones_only_when_told_to(copied, tmp_path) -> None:
     there = changed(copied, resume=str(tmp_path / "copy" / "checkpoints" / "step-00000004"))
     with pytest.raises(ValueError, match=r"later ones \(step-00000005\).*--overwrite"):

@@ -11,7 +11,6 @@ from rich.console import Console
 from treetrain.train import checkpoint, checkpoint_files
 from treetrain.train.checkpoint_files import Checkpoint, CheckpointNotWritten
 from treetrain.train.loop import TrainLoop
-from treetrain.train.metrics import METRICS_FILE
 from treetrain.train.resume import Start, Wanted
 from treetrain.train.run_engine import RunEngine
 from treetrain.train.same_run import ROUNDING
@@ -111,7 +110,7 @@ class CheckpointKeeper:
 
         def fill(folder: Path) -> None:
             loop.metrics.flush()
-            checkpoint.fill(folder, model=loop.model, state=state, metrics=self._output / METRICS_FILE)
+            checkpoint.fill(folder, model=loop.model, state=state, metrics=loop.metrics.path)
 
         self.last = checkpoint_files.write(self.folder, loop.step, fill, facts)
         self._saved_at = self._clock()

@@ -62,6 +62,11 @@ class MetricsFile:
             self._draft.replace(self._path)
         self._observers.record(record)
 
+    @property
+    def path(self) -> Path:
+        """Where the records are now."""
+        return self._draft if self._draft.exists() else self._path
+
     def flush(self) -> None:
         """Bring every record to the file. Raises OSError where the disk does not take them."""
         while self._pending:

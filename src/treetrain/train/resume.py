@@ -61,6 +61,8 @@ class _Story:
     losses: tuple[float, ...]
     end: dict[str, Any] | None
     """Its last record, if it came to its end."""
+    came_from: str | None
+    """The checkpoint that it went on from last."""
 
 
 def find_start(wanted: Wanted, *, contents: bool = True) -> Start:
@@ -97,6 +99,9 @@ def find_start(wanted: Wanted, *, contents: bool = True) -> Start:
     if found is not None:
         return _from_checkpoint(wanted, found, torn, story)
     assert story is not None
+    if story.came_from is not None and Path(story.came_from).is_dir():
+        # It went on from another folder's checkpoint and ended before it had one of its own.
+        return _from_checkpoint(wanted, checkpoint_files.read(Path(story.came_from), contents=contents), [], story)
     check_settings(story.config, config, where=f"the run in {output}")
     told = f"the run in {output} ended after step {story.done} without a checkpoint; it begins again, its metrics too"
     return Start(notes=(told,))
@@ -179,6 +184,7 @@ def _read_story(path: Path) -> _Story | None:
         return None
     planned = [record["steps"] for record in records if record.get("kind") in ("start", "resumed")]
     steps = [record for record in records if record.get("kind") == "train"]
+    came_from = [record.get("checkpoint") for record in records if record.get("kind") == "resumed"]
     last = records[-1]
     return _Story(
         config=first["config"],
@@ -187,6 +193,7 @@ def _read_story(path: Path) -> _Story | None:
         done=steps[-1]["step"] if steps else 0,
         losses=tuple(float("nan") if step["loss"] is None else step["loss"] for step in steps),
         end=last if last.get("kind") == "end" else None,
+        came_from=came_from[-1] if came_from else None,
     )
 
 
