@@ -1,6 +1,6 @@
 """What small passes cost: the same rows, nothing shared, in passes of few tokens and in passes of 4,096.
 
-Run: python benchmarks/pass_sizes.py [--repeats 5]
+Run: python benchmarks/pass_sizes.py [--repeats 3]
 
 A budget of n tokens makes a model run n tokens at a time, whoever plans it: weights are read and weight gradients
 written and added in every pass, whatever its size. Rows of n random tokens are trained by the linear baseline, each in
@@ -17,8 +17,8 @@ import time
 import rows
 from workloads import VOCAB, model_30m
 
-SIZES = (28, 56, 112, 162, 224, 512, 1024, 2048)
-TOTAL = 8_192
+SIZES = (56, 162, 512, 1157, 2315)
+TOTAL = 4_630
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     from treetrain.train.allocator import keep_memory
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     keep_memory()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
