@@ -238,7 +238,7 @@ def test_a_run_that_dies_in_its_first_step_from_anothers_checkpoint_goes_on_from
     branch = changed(copied, resume=str(tmp_path / "copy"), output=str(tmp_path / "branch"))
     with monkeypatch.context() as patched:
         patched.setattr(TreeEngine, "forward_backward", lambda *args: signal.raise_signal(signal.SIGINT) or dying())
-        with pytest.raises(Interrupted, match="the checkpoint of step 5 is in .*copy") as stop:
+        with pytest.raises(Interrupted, match=r"the checkpoint of step 5 is in .*copy") as stop:
             train(branch)
     assert stop.value.resumable
     train(changed(branch, resume="auto"))
@@ -265,7 +265,7 @@ def test_a_run_from_anothers_checkpoint_that_is_stopped_before_its_first_step_ha
     stopped(first, 3)  # its evaluation is left
     with monkeypatch.context() as patched:
         patched.setattr(TreeEngine, "logprobs", logprobs)
-        with pytest.raises(Interrupted, match="all of it is saved in .*branch"):
+        with pytest.raises(Interrupted, match=r"all of it is saved in .*branch"):
             train(branch)
     assert names(tmp_path / "branch") == ["step-00000003"]
     shutil.rmtree(tmp_path / "first")

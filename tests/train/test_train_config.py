@@ -155,6 +155,24 @@ def test_the_options_of_a_loss_reach_it() -> None:
     assert (loss.kl, loss.kl_estimator, loss.reduction) == (0.1, "k2", "trajectory")  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("changes", "needs"),
+    [
+        ({"optimizer": "sgd", "beta1": 0.5}, "beta1 is 0.5, which needs optimizer adamw"),
+        ({"optimizer": "adafactor", "beta2": 0.9}, "beta2 is 0.9, which needs optimizer adamw"),
+        ({"schedule": "constant", "min_lr_ratio": 0.5}, "min_lr_ratio is 0.5, which needs a schedule that falls"),
+        (
+            {"loss": "grpo", "importance_mode": "token_mask"},
+            "importance_mode is 'token_mask', which needs importance_cap",
+        ),
+        ({"best_metric": "nll"}, "best_metric is 'nll', which needs early_stop_patience or keep_best"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(changes: dict[str, Any], needs: str) -> None:
+    with pytest.raises(ValueError, match=needs):
+        TrainConfig(**BASE, **changes)
+
+
 def test_options_that_are_not_given_are_left_to_the_loss() -> None:
     assert TrainConfig(**BASE, loss="grpo", clip=0.3).loss_options == {"clip": 0.3}
 

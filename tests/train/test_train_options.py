@@ -147,6 +147,46 @@ def test_cross_entropy_added_to_a_loss_gives_the_sum_of_their_gradients(make_con
     assert {"grpo/policy_loss", "cross_entropy/nll", "cross_entropy/loss"} <= records(both)[0].keys()
 
 
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_cross_entropy_added_to_a_loss_on_preferences_is_that_of_the_chosen_rows(make_config, tmp_path, loss) -> None:
+    """Anything else would teach what is to be avoided."""
+    rows = [row | {"pair": row["group_id"], "chosen": n % 2 == 0} for n, row in enumerate(branching_rows(samples=2))]
+    for row in rows:
+        del row["reward"]
+        row["ref_logprobs"] = [-2.0] * len(row["input_ids"])
+    data = write_rows(tmp_path / "pairs.jsonl", rows)
+    prepared = Trainer(make_config(data=(data,), loss=loss, sft_weight=3.0)).prepared
+    assert any("chosen rows" in note for note in prepared.notes)
+    engine = TreeEngine(load_model(make_config().model))
+    found = {}
+    for name, members, one in (
+        ("mixed", prepared.rows, prepared.loss),
+        ("alone", prepared.rows, by_name(loss)),
+        ("chosen", [row for row in prepared.rows if row.chosen], by_name("sft")),
+    ):
+        engine.model.zero_grad()
+        value = engine.forward_backward(members, one).loss
+        found[name] = value, torch.cat([p.grad.flatten().double() for p in engine.model.parameters()])
+    assert found["mixed"][0] == pytest.approx(found["alone"][0] + 3 * found["chosen"][0], rel=1e-5)
+    expected = found["alone"][1] + 3 * found["chosen"][1]
+    assert float((found["mixed"][1] - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_a_step_of_kto_without_a_mismatched_row_is_refused_before_the_first_one(make_config, tmp_path) -> None:
+    rows = branching_rows(samples=2)
+    for number, row in enumerate(rows):
+        del row["reward"]
+        if number % 2 == 0:
+            row["chosen"] = number % 4 == 0
+    together = write_rows(tmp_path / "together.jsonl", rows)
+    config = make_config(data=(together,), loss="kto", reference_point="mismatched", tokens_per_step=40, minibatches=2)
+    assert train(config).steps == 3
+    apart = write_rows(tmp_path / "apart.jsonl", [row | {"group_id": number} for number, row in enumerate(rows)])
+    for changes in ({"tokens_per_step": 40}, {"tokens_per_step": 10_000, "minibatches": 12}):
+        with pytest.raises(DataError, match=r"a step of kto .* would have 2? ?1? ?rows? .*group_id"):
+            Trainer(make_config(data=(apart,), loss="kto", reference_point="mismatched", overwrite=True, **changes))
+
+
 # The average of the weights
 
 
@@ -263,6 +303,18 @@ def test_how_rewards_become_advantages_is_a_setting(make_config) -> None:
             divide_by_std=settings.get("advantage_std", True),
         )
         assert all((row.advantages == other.advantages).all() for row, other in zip(rows, expected, strict=True))
+
+
+def test_settings_of_advantages_are_refused_where_none_are_made_of_rewards(make_config, tmp_path) -> None:
+    rows = [row | {"advantages": [1.0] * len(row["input_ids"])} for row in branching_rows()]
+    data = write_rows(tmp_path / "own.jsonl", rows)
+    for changes, why in (
+        ({"data": (data,), "loss": "grpo"}, "rows have advantages of their own"),
+        ({}, "sft has none"),
+    ):
+        for setting in ({"advantage_std": False}, {"advantage_clip": 1.0}):
+            with pytest.raises(ValueError, match=rf"{next(iter(setting))} is .*, but no advantages are made.*{why}"):
+                Trainer(make_config(**changes, **setting))
 
 
 def test_held_out_rows_without_the_facts_are_evaluated_by_likelihood_or_refused(make_config, tmp_path) -> None:

@@ -391,6 +391,11 @@ def test_settings_that_would_do_nothing_are_refused(data_file, name, settings, e
         make_objective(name, {}, load(data_file).trajectories, ObjectiveSettings(**settings))
 
 
+def test_a_loss_on_values_is_refused_before_it_asks_for_returns(data_file) -> None:
+    with pytest.raises(ValueError, match="ppo, as it is set, needs values, and a run trains no value head"):
+        make_objective("ppo", {"value_coefficient": 0.5}, load(data_file).trajectories)
+
+
 def test_a_loss_without_a_ratio_says_that_later_updates_are_not_corrected(data_file) -> None:
     notes = make_objective("reinforce", {}, load(data_file).trajectories, SEVERAL_UPDATES).notes
     assert any("off-policy" in note for note in notes)

@@ -12,7 +12,10 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 from treetrain.losses import Loss
 from treetrain.losses.facts import describe
+from treetrain.losses.kto import KTOLoss
 from treetrain.losses.policy import ClippedLoss, PolicyLoss
+from treetrain.losses.preference import PairLoss
+from treetrain.losses.sft import ChosenSFTLoss
 from treetrain.train.config import TrainConfig
 from treetrain.train.watch import Watch, WatchedLoss
 
@@ -53,6 +56,8 @@ class Objective:
     is not used."""
     watch: Watch | None = None
     """Of a policy loss."""
+    from_rewards: bool = False
+    """The rows' advantages are made of their rewards."""
 
 
 def make_objective(
@@ -76,9 +81,12 @@ def make_objective(
     """
     settings = settings or ObjectiveSettings()
     loss, rows, notes = losses.by_name(name, **options), list(rows), []
+    if loss.needs_values:
+        raise ValueError(f"the loss {name}, as it is set, needs values, and a run trains no value head")
     _check_use(name, loss, settings)
     without_advantages = "advantages" in loss.needs_facts and all(row.advantages is None for row in rows)
-    if without_advantages and any(row.reward is not None for row in rows):
+    from_rewards = without_advantages and any(row.reward is not None for row in rows)
+    if from_rewards:
         rows = _with_advantages(rows, settings)
         notes += _advantage_notes(name, rows, settings)
     computed: set[str] = set()
@@ -99,9 +107,19 @@ def make_objective(
     if isinstance(loss, PolicyLoss) and watch is not None:
         loss = _watched(loss, watch, rows, settings)
     if settings.sft_weight is not None:
-        loss = losses.mix({name: loss, "cross_entropy": losses.sft()}, weights={"cross_entropy": settings.sft_weight})
+        preferences = isinstance(loss, PairLoss | KTOLoss)
+        added = ChosenSFTLoss(reduction="token") if preferences else losses.sft()
+        loss = losses.mix({name: loss, "cross_entropy": added}, weights={"cross_entropy": settings.sft_weight})
+        notes += ["sft_weight: the cross-entropy is that of the chosen rows"] if preferences else []
     loss.normaliser(_filled(rows, computed))
-    return Objective(loss=loss, rows=rows, notes=tuple(notes), computed=frozenset(computed), watch=watch)
+    return Objective(
+        loss=loss,
+        rows=rows,
+        notes=tuple(notes),
+        computed=frozenset(computed),
+        watch=watch,
+        from_rewards=from_rewards,
+    )
 
 
 def _check_use(name: str, loss: Loss, settings: ObjectiveSettings) -> None:
@@ -120,6 +138,18 @@ def _check_use(name: str, loss: Loss, settings: ObjectiveSettings) -> None:
         raise ValueError(f"log_entropy is true, but {name} is no policy loss, whose metrics have an entropy")
     if settings.target_kl is not None and not isinstance(loss, ClippedLoss):
         raise ValueError(f"target_kl is {settings.target_kl}, but the loss {name} measures no KL from an old policy")
+
+
+def check_advantages_used(settings: ObjectiveSettings, objective: Objective, name: str) -> None:
+    """Raise ValueError for a setting of advantages in a run that makes none of rewards."""
+    if objective.from_rewards:
+        return
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if field.name.startswith("advantage_") and value != field.default:
+            given = any(row.advantages is not None for row in objective.rows)
+            why = "the rows have advantages of their own" if given else f"the loss {name} has none"
+            raise ValueError(f"{field.name} is {value!r}, but no advantages are made of rewards: {why}")
 
 
 def _with_advantages(rows: list[Trajectory], settings: ObjectiveSettings) -> list[Trajectory]:

@@ -15,10 +15,11 @@ from treetrain.models.loading import load_tokenizer
 from treetrain.train.adapters import check_adapter
 from treetrain.train.batches import BatchPlan, plan_batches, split_units
 from treetrain.train.config import TrainConfig
-from treetrain.train.objective import OLD, Objective, ObjectiveSettings, make_objective
+from treetrain.train.objective import OLD, Objective, ObjectiveSettings, check_advantages_used, make_objective
 from treetrain.train.optim import check_optimizer
 from treetrain.train.rows import RowSource, read_config, read_rows
 from treetrain.train.save import check_output
+from treetrain.train.updates import update_plan
 from treetrain.train.watch import Watch
 
 
@@ -80,7 +81,9 @@ def prepare(config: TrainConfig) -> Prepared:
     if config.reference_model is not None:
         read_config(config.reference_model)
     plan = plan_batches(rows, tokens_per_step=config.tokens_per_step, seed=config.seed)
+    check_advantages_used(ObjectiveSettings.of(config), objective, config.loss)
     eval_steps = _eval_steps(eval_rows, config)
+    _check_mismatched(config, rows, plan, eval_rows, eval_steps)
     tokenizer, missing = _tokenizer_to_save(config, read.tokenizer)
     return Prepared(
         rows=rows,
@@ -143,6 +146,34 @@ def _eval_steps(rows: list[Trajectory], config: TrainConfig) -> list[NDArray[np.
     if not rows:
         return []
     return plan_batches(rows, tokens_per_step=config.tokens_per_step).epoch(0, shuffle=False)
+
+
+def _check_mismatched(
+    config: TrainConfig,
+    rows: list[Trajectory],
+    plan: BatchPlan,
+    eval_rows: list[Trajectory],
+    eval_steps: list[NDArray[np.int64]],
+) -> None:
+    """Raise DataError where a step of KTO would lack rows for its reference point, or rows that are labelled."""
+    if config.loss != "kto" or config.reference_point != "mismatched":
+        return
+    steps = update_plan(config, plan)
+    batches = config.steps or plan.total_steps(config.epochs or 1)
+    updates = (
+        each.rows
+        for number, (epoch, batch) in enumerate(plan.steps(batches))
+        for each in steps.of_batch(number, epoch, batch)
+    )
+    planned = ((members, numbers) for members, found in ((rows, updates), (eval_rows, eval_steps)) for numbers in found)
+    for members, numbers in planned:
+        labels = {members[number].chosen is None for number in numbers.tolist() if members[number].weights.any()}
+        if labels != {True, False}:
+            only = "none without `chosen`, which its reference point is made of" if labels == {False} else "no other"
+            raise DataError(
+                f"a step of kto with reference_point mismatched would have {len(numbers)} rows and among them {only}; "
+                "give every mismatched row the group (group_id) of labelled ones, or raise tokens_per_step"
+            )
 
 
 def _tokenizer_to_save(config: TrainConfig, used: Any) -> tuple[Any, tuple[str, ...]]:

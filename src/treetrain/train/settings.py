@@ -102,7 +102,7 @@ class LossSettings:
     estimator: Literal["policy_gradient", "k2", "k3"] | None = None
     """distill: how the divergence from the teacher is estimated."""
     sft_weight: float | None = None
-    """Add so many times the cross-entropy of the same rows to the loss."""
+    """Add so many times the cross-entropy of the same rows to the loss (dpo, ipo, simpo, kto: of the chosen ones)."""
     advantage_mean: bool = True
     """Advantages from rewards: subtract the mean of the group."""
     advantage_std: bool = True
