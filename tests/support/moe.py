@@ -39,10 +39,10 @@ def weights_of(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
     if kind.startswith(("Glm4Moe", "DeepseekV3")):
         weights = logits.sigmoid().gather(1, chosen)
         return weights / (weights.sum(-1, keepdim=True) + 1e-20) * router.routed_scaling_factor
-    assert kind.startswith(("Qwen3Moe", "Mixtral")), kind
+    assert kind.startswith(("Qwen3Moe", "Qwen3Next", "Qwen3_5Moe", "Mixtral")), kind
     weights = logits.float().softmax(-1).gather(1, chosen)
     weights = weights / weights.sum(-1, keepdim=True)
-    return weights.to(logits.dtype) if kind.startswith("Qwen3Moe") else weights
+    return weights.to(logits.dtype) if kind.startswith("Qwen3") else weights
 
 
 @contextmanager
