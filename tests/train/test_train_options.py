@@ -13,6 +13,7 @@ from branching import branching_rows, write_rows
 from transformers import AutoModelForCausalLM
 
 from treetrain.data.advantages import group_advantages
+from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
 from treetrain.errors import DataError
 from treetrain.losses import by_name
@@ -291,6 +292,16 @@ def test_tokens_count_by_their_weights_in_an_evaluation(make_config, model_folde
     weighted = torch.cat([torch.from_numpy(row.weights[1:]) for row in rows])
     assert found.nll == pytest.approx(float(-(weighted * scores).sum() / weighted.sum()), rel=1e-6)
     assert found.trained_tokens == int((weighted > 0).sum()) and found.loss == pytest.approx(found.nll, rel=1e-6)
+
+
+def test_an_untrained_token_may_be_impossible_in_an_evaluation() -> None:
+    class Scored:
+        def logprobs(self, rows):
+            return [torch.tensor([-torch.inf, -2.0]) for _ in rows]
+
+    row = Trajectory([1, 2, 3], loss_weights=[0, 0, 1])
+    found = evaluate(Scored(), [row], [np.arange(1)], by_name("sft"))  # type: ignore[arg-type]
+    assert (found.nll, found.loss) == (2.0, 2.0)
 
 
 def test_how_rewards_become_advantages_is_a_setting(make_config) -> None:

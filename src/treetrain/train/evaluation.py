@@ -55,7 +55,8 @@ def evaluate(
         logprobs, entropies = _scores(engine, members, loss)
         for row, scores in zip(members, logprobs, strict=True):
             weights = row.weights[1:]
-            nll -= float(weights @ scores.double().cpu().numpy())
+            # An untrained token may be impossible, and 0 times infinity is no number.
+            nll -= float(weights @ np.where(weights != 0, scores.double().cpu().numpy(), 0.0))
             weight += float(weights.sum())
             tokens += int(np.count_nonzero(weights))
         if loss is not None:

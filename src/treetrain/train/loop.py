@@ -224,8 +224,9 @@ class TrainLoop:
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
         if not (math.isfinite(norm) and math.isfinite(loss)):
             raise FloatingPointError(
-                f"step {self.step + 1}: the loss is {loss} and the gradient norm {norm}; nothing was saved but the "
-                f"metrics up to here. A lower lr than {self.config.lr:g}, more warm-up or float32 may help"
+                f"step {self.step + 1}: the loss is {loss} and the gradient norm {norm}; the weights were not "
+                f"updated, no model is saved, metrics and checkpoints up to here are kept. "
+                f"A lower lr than {self.config.lr:g}, more warm-up or float32 may help"
             )
         return norm
 
