@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,14 +99,7 @@ class PackedRun:
             coefficients=coefficients,
             sinks=sinks,
         ) as calls:
-            outputs = self.model(
-                input_ids=self.input_ids,
-                position_ids=self.positions,
-                attention_mask=None,
-                use_cache=False,
-                **{RUN_KEYWORD: run},
-                **({} if self.routers is None else self.routers.arguments),
-            )
+            outputs = self._forward(run)
         self._check_layers(run)
         if self.routers is not None:
             self.routers.close(outputs)
@@ -116,6 +110,32 @@ class PackedRun:
                 "cast otherwise afterwards; such a head is not supported."
             )
         return calls[0].scores
+
+    def _forward(self, run: TreeRun) -> Any:
+        before = _random_state(self.input_ids.device)
+        try:
+            outputs = self.model(
+                input_ids=self.input_ids,
+                position_ids=self.positions,
+                attention_mask=None,
+                use_cache=False,
+                **{RUN_KEYWORD: run},
+                **({} if self.routers is None else self.routers.arguments),
+            )
+        except ValueError as error:
+            if "`sliding_window`" not in str(error):
+                raise
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} makes the mask of a window, but its configuration has sliding_window="
+                f"None, so it runs on no row either ({error}); give it a window (as long as the longest row for none)."
+            ) from error
+        if not torch.equal(before, _random_state(self.input_ids.device)):
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} draws random numbers in its forward"
+                f"{' in training mode' if self.model.training else ''}: a shared token would get one draw where every "
+                "row has its own. Switch off what does (an adapter, a hook), or call model.eval()."
+            )
+        return outputs
 
     def _declared(self) -> str:
         scalar = self.capabilities.scalar
@@ -133,6 +153,12 @@ class PackedRun:
                 f"{len(run.layers_seen)} of {self.capabilities.layers} layers went through tree attention; the "
                 "others mix tokens in a way that is unknown here and would be silently wrong on a tree."
             )
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """What changes when a model draws random numbers."""
+    own = torch.get_rng_state()
+    return own if device.type != "cuda" else torch.cat([own, torch.cuda.get_rng_state(device)])
 
 
 def model_device(model: nn.Module) -> torch.device:

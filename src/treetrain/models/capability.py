@@ -26,6 +26,12 @@ _FACTORS = ("logit_scale", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling",)
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 """Configuration fields by what families do with them to their logits; the first call checks that this one does so."""
+_NOISES = {
+    "neftune_noise_alpha": "NEFTune",
+    "pvera_lambda_d": "PVeRA",
+    "lora_monteclora_sampler": "MonteCLoRA",
+}
+"""Fields of modules that draw random numbers in training mode, by generators that not every call is seen to move."""
 _UNKNOWN_SCALES = ("logits_scale", "mup_width_multiplier")
 
 
@@ -174,6 +180,11 @@ def _check_adapter(model: nn.Module) -> None:
             f"{type(adapter).__name__}: prompt, prefix and p-tuning put tokens of their own before every row, which a "
             "tree has no place for; use LoRA or another adapter of weights."
         )
+    if getattr(adapter, "alora_invocation_tokens", None):
+        raise UnsupportedModel(
+            f"alora_invocation_tokens={list(adapter.alora_invocation_tokens)}: an activated LoRA begins at the last "  # type: ignore[union-attr]
+            "such tokens of a call, which on a tree are those of another row; use LoRA without them."
+        )
 
 
 def _check_layers(config: Any) -> None:
@@ -194,13 +205,20 @@ def _check_modules(model: nn.Module) -> None:
 def _check_dropout(name: str, module: nn.Module) -> None:
     if not module.training:
         return
-    # Many layers keep their rates as plain numbers (dropout, residual_dropout, layerdrop, ...) for the functional form.
+    # Many layers keep their rates as plain numbers (dropout, layerdrop, ...), adapters as one for each adapter.
     rates = {"p": module.p} if isinstance(module, _DropoutNd) else vars(module)
-    for field, rate in rates.items():
-        if isinstance(rate, float) and rate > 0 and (field == "p" or "drop" in field):
+    for field, found in rates.items():
+        for rate in found.values() if isinstance(found, dict) else (found,):
+            if isinstance(rate, float) and rate > 0 and (field == "p" or "drop" in field):
+                raise UnsupportedModel(
+                    f"{name} ({type(module).__name__}) has dropout {rate} in training mode ({field}): a shared token "
+                    "would get one mask where every row has its own. Set it to 0 or call model.eval()."
+                )
+    for field, what in _NOISES.items():
+        if getattr(module, field, None):
             raise UnsupportedModel(
-                f"{name} ({type(module).__name__}) has dropout {rate} in training mode ({field}): a shared token "
-                "would get one mask where every row has its own. Set it to 0 or call model.eval()."
+                f"{name} ({type(module).__name__}) adds noise in training mode ({what}): a shared token would get one "
+                "noise where every row has its own. Switch it off or call model.eval()."
             )
 
 

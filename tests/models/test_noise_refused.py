@@ -1,0 +1,79 @@
+"""Forwards that draw random numbers, or follow the call instead of the row, are refused by name."""
+
+import peft
+import pytest
+import torch
+from transformers.integrations.neftune import neftune_post_forward_hook
+
+import treetrain as tt
+from support.families import make_family
+from support.models import make_model
+from treetrain.errors import UnsupportedModel
+
+ROWS = [[1, 2, 3, 4, 5], [1, 2, 6], [1, 2, 3, 7, 7]]
+_TARGETS = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+# Name -> (adapter, what the message must say).
+NOISY = {
+    "loha ranks": (peft.LoHaConfig(r=2, rank_dropout=0.5, **_TARGETS), r"0\.5 in training mode \(rank_dropout\)"),
+    "loha modules": (peft.LoHaConfig(r=2, module_dropout=0.5, **_TARGETS), r"0\.5 in training mode \(module_dropout"),
+    "lokr ranks": (peft.LoKrConfig(r=2, rank_dropout=0.5, **_TARGETS), r"0\.5 in training mode \(rank_dropout\)"),
+    "pvera": (peft.PveraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"), "PVeRA"),
+}
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_an_adapter_that_is_random_in_training_mode_is_refused_and_fine_in_eval_mode(name):
+    adapter, says = NOISY[name]
+    model = peft.get_peft_model(make_model("qwen3"), adapter).eval()
+    tt.logprobs(model, ROWS)
+    model.train()
+    with pytest.raises(UnsupportedModel, match=says):
+        tt.TreeEngine(model)
+
+
+def test_noise_on_embeddings_is_refused_in_training_mode():
+    model = make_model("qwen3")
+    embeddings = model.get_input_embeddings()
+    embeddings.neftune_noise_alpha = 5.0
+    embeddings.register_forward_hook(neftune_post_forward_hook)
+    tt.logprobs(model, ROWS)
+    model.train()
+    with pytest.raises(UnsupportedModel, match=r"embed_tokens.*NEFTune"):
+        tt.logprobs(model, ROWS)
+
+
+def test_an_activated_lora_which_begins_at_some_tokens_of_a_call_is_refused():
+    model = peft.get_peft_model(make_model("qwen3"), peft.LoraConfig(r=2, alora_invocation_tokens=[2, 3], **_TARGETS))
+    with pytest.raises(UnsupportedModel, match=r"alora_invocation_tokens=\[2, 3\]"):
+        tt.TreeEngine(model)
+
+
+@pytest.mark.parametrize("budget", [None, 3])
+def test_random_numbers_that_nobody_has_announced_are_refused_at_the_first_call(budget):
+    model = make_model("qwen3")
+    model.model.norm.register_forward_hook(lambda _module, _args, out: out + 0.1 * torch.randn_like(out))
+    with pytest.raises(UnsupportedModel, match="draws random numbers in its forward:"):
+        tt.logprobs(model, ROWS, budget=budget)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_model_that_may_skip_layers_but_never_does_is_fine_in_training_mode():
+    tt.logprobs(make_model("opt", dropout=0.0, attention_dropout=0.0, layerdrop=0.0).train(), ROWS)
+
+
+@pytest.mark.parametrize("kinds", [["sliding_attention", "full_attention"], ["full_attention", "full_attention"]])
+def test_a_window_that_is_none_where_the_model_needs_one_is_refused_by_name(kinds):
+    model = make_family("gpt_oss", sliding_window=None, layer_types=kinds)
+    with pytest.raises(ValueError, match="sliding_window"):
+        model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
+    with pytest.raises(UnsupportedModel, match="sliding_window=None"):
+        tt.logprobs(model, ROWS)
+
+
+def test_dropout_switched_on_before_the_backward_is_refused_where_parts_are_run_again():
+    model = make_model("gpt2", resid_pdrop=0.5, attn_pdrop=0.0, embd_pdrop=0.0)
+    logprobs = tt.logprobs(model, ROWS, budget=3)
+    model.train()
+    with pytest.raises(UnsupportedModel, match="draws random numbers in its forward in training mode"):
+        torch.stack([row.sum() for row in logprobs]).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
