@@ -10,23 +10,12 @@ import transformers
 import treetrain as tt
 from support import linear
 from support.contract import PPO, SFT, check_contract
-from support.families import BASE, Family, make_family
-from support.families import FAMILIES as FAMILIES_OF_TESTS
+from support.families import BASE, make_family
 from support.models import as_dtype, build
 from support.plans import planned
 from support.pure import PureFloat64
 from treetrain.errors import DataError, UnsupportedModel
 
-FAMILIES_OF_TESTS["granite_swa"] = Family(  # sinks and windows without experts, on a scaled head
-    "GraniteSWAConfig",
-    "GraniteSWAForCausalLM",
-    {
-        "sliding_window": 5,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "logits_scaling": 3.0,
-        "attention_multiplier": 0.4,
-    },
-)
 FAMILIES = ["gemma2", "gemma3_text", "mistral_window", "qwen2_window", "cohere2", "granite", "cohere"]
 if hasattr(transformers, "GraniteSWAConfig"):
     FAMILIES += ["granite_swa"]

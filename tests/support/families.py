@@ -199,17 +199,29 @@ MAMBA = {  # selective state spaces beside attention
     "falcon_h1": Family("FalconH1Config", "FalconH1ForCausalLM", _MAMBA | {"mamba_d_ssm": 48}),
 }
 FAMILIES: dict[str, Family] = DENSE | MOE | ATTENTION | HEADS | GATED_DELTA | MAMBA
+UNPRICED = {  # exact, but of no known cost; later transformers only
+    "granite_swa": Family(  # sinks and windows without experts, on a scaled head
+        "GraniteSWAConfig",
+        "GraniteSWAForCausalLM",
+        _ALTERNATING | {"logits_scaling": 3.0, "attention_multiplier": 0.4},
+    ),
+}
+
+
+def family_of(name: str) -> Family:
+    """The family of a name, whether its cost is known or not."""
+    return FAMILIES[name] if name in FAMILIES else UNPRICED[name]
 
 
 def make_config(name: str, **changes: Any) -> Any:
     """The configuration of a family; `changes` overrule its own settings."""
-    family = FAMILIES[name]
+    family = family_of(name)
     return getattr(transformers, family.config)(**(BASE | family.own | changes))
 
 
 def make_family(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> nn.Module:
     """A model in eval mode whose weights are exact in bfloat16, so that it is the same model in every dtype."""
-    return build(getattr(transformers, FAMILIES[name].model), make_config(name, **changes), dtype=dtype, seed=seed)
+    return build(getattr(transformers, family_of(name).model), make_config(name, **changes), dtype=dtype, seed=seed)
 
 
 def build(model_class: Any, config: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
