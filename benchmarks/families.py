@@ -80,17 +80,7 @@ def measure(name: str, workload: str, repeats: int) -> None:
         "model": name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "workload": workload,
-        "flat_tokens": report.flat_tokens,
-        "unique_tokens": report.unique_tokens,
-        "ideal": f"{report.ideal:.3f}",
-        "tree_seconds": f"{report.tree_seconds:.3f}",
-        "linear_seconds": f"{report.linear_seconds:.3f}",
-        "baseline": report.baseline,
-        "repeats": report.repeats,
-        "speedup": f"{report.speedup:.3f}",
-        "speedup_min": f"{report.speedup_spread[0]:.3f}",
-        "speedup_max": f"{report.speedup_spread[1]:.3f}",
-        "efficiency": f"{report.efficiency:.3f}",
+        **rows.of_bench(report),
     }
     rows.append("families", row)
     print(row, flush=True)

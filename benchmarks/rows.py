@@ -57,6 +57,24 @@ def append(name: str, row: dict[str, Any]) -> None:
         writer.writerow(row)
 
 
+def of_bench(report: Any) -> dict[str, Any]:
+    """The columns of a `treetrain.train.bench.BenchReport` that every benchmark of a speed-up has."""
+    return {
+        "trajectories": report.trajectories,
+        "flat_tokens": report.flat_tokens,
+        "unique_tokens": report.unique_tokens,
+        "ideal": f"{report.ideal:.3f}",
+        "tree_seconds": f"{report.tree_seconds:.3f}",
+        "linear_seconds": f"{report.linear_seconds:.3f}",
+        "baseline": report.baseline,
+        "repeats": report.repeats,
+        "speedup": f"{report.speedup:.3f}",
+        "speedup_min": f"{report.speedup_spread[0]:.3f}",
+        "speedup_max": f"{report.speedup_spread[1]:.3f}",
+        "efficiency": f"{report.efficiency:.3f}",
+    }
+
+
 def _git(root: Path, *arguments: str) -> str:
     run = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
     return run.stdout.strip()
