@@ -6,11 +6,11 @@ import torch
 
 import treetrain as tt
 from support import linear
-from support.contract import check_contract
+from support.contract import OTHERS, check_contract, expected
 from support.forests import dress, whole_pairs
 from support.models import make_model
 from support.more_cases import EVERY, GROUPS
-from support.plans import KEEPS, planned
+from support.plans import KEEPS, SHAPES, planned
 from support.pure import PureFloat64
 from treetrain.engine.linear import LinearEngine
 
@@ -46,6 +46,21 @@ def test_every_loss_holds_in_one_part_and_in_small_parts_however_they_are_kept(n
     worst = check_contract("qwen3", [EVERY[name]], 30, engines=engines)
     record_property("errors", worst)
     assert worst["distinct forests"] >= 10
+
+
+@pytest.mark.parametrize(
+    "shape", [name if name == "chunks of 7" else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
+)
+@pytest.mark.parametrize("name", [*OTHERS, *EVERY])
+def test_every_loss_in_every_shape_of_plan_gives_the_gradients_of_the_rows(model, name, shape):
+    case = (OTHERS | EVERY)[name]
+    rows = case.prepare(ROWS)
+    with PureFloat64():
+        [(loss, gradient)] = expected(model, ROWS, [case])
+    for keep in KEEPS:
+        got, found = run(model, rows, case.loss, engine=planned(shape, keep), temperature=case.temperature)
+        assert got.loss == pytest.approx(loss, rel=1e-12, abs=1e-12)
+        assert linear.relative_error(found, gradient) <= 1e-12
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in WHOLE_STEP])
