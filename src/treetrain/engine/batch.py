@@ -169,9 +169,9 @@ def check_batch(tree: TokenTree, capabilities: Capabilities) -> None:
     if border is not None and tree.num_trajectories and int(tree.trajectory_length.max()) > border:
         owner = int(tree.trajectory_length.argmax())
         raise DataError(
-            f"{_name(tree, owner)} has {tree.trajectory_length[owner]} tokens, but the model's rotary frequencies "
-            f"change for rows of more than {border}: rows on both sides cannot share a prefix. Shorten the row, or give "
-            "the model a rotary scaling that does not depend on the length (yarn, linear, llama3)."
+            f"{_name(tree, owner)} has {tree.trajectory_length[owner]} tokens, but the model's rotary "
+            f"frequencies change for rows of more than {border}: rows on both sides cannot share a prefix. "
+            "Shorten the row, or give the model a rotary scaling that does not depend on the length (yarn, linear, llama3)."
         )
     if tree.experts is not None:
         _check_experts(tree, capabilities.experts)
