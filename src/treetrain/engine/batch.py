@@ -171,7 +171,8 @@ def check_batch(tree: TokenTree, capabilities: Capabilities) -> None:
         raise DataError(
             f"{_name(tree, owner)} has {tree.trajectory_length[owner]} tokens, but the model's rotary "
             f"frequencies change for rows of more than {border}: rows on both sides cannot share a prefix. "
-            "Shorten the row, or give the model a rotary scaling that does not depend on the length (yarn, linear, llama3)."
+            "Shorten the row, or give the model a rotary scaling that does not depend on the length (yarn, linear, "
+            "llama3)."
         )
     if tree.experts is not None:
         _check_experts(tree, capabilities.experts)
