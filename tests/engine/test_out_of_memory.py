@@ -1,6 +1,5 @@
 """Out of memory is a plan that was too large: results stay exact, and the budget that is named does avoid it."""
 
-import gc
 import re
 import warnings
 
@@ -13,15 +12,13 @@ from support import linear
 from support.contract import PPO, SFT
 from support.forests import dress
 from support.models import make_model
-from support.passes import on_plan, unique_ids, watched
+from support.passes import on_plan, watched
 from support.plans import planned
 from support.pure import PureFloat64
-from support.shortage import ERRORS, Shortage, named_budget
+from support.shortage import ERRORS, IDS, Shortage, freed_at_once, named_budget
 from treetrain.engine import head
 from treetrain.plan.plan import Plan
 
-TRUNK = list(range(10))
-IDS = unique_ids([[*TRUNK, 20, 21, 22], [*TRUNK, 20, 23, 24], [*TRUNK, 25, 26], [*TRUNK[:4], 27, 28, 29], [30, 31, 32]])
 ROWS = dress(IDS, 4)
 CASES = {"sft": SFT, "ppo": PPO}
 
@@ -33,10 +30,8 @@ def model():
 
 @pytest.fixture(autouse=True)
 def clean(model):
-    model.zero_grad()
-    gc.disable()  # what is freed must be freed at once
-    yield
-    gc.enable()
+    with freed_at_once(model):
+        yield
 
 
 @pytest.fixture(scope="module")

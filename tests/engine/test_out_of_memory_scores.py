@@ -1,6 +1,5 @@
 """Out of memory where log-probabilities are asked for, with and without gradients: smaller parts, same results."""
 
-import gc
 import warnings
 
 import pytest
@@ -9,12 +8,8 @@ import torch
 import treetrain as tt
 from support import linear
 from support.models import make_model
-from support.passes import unique_ids
 from support.pure import PureFloat64
-from support.shortage import ERRORS, Shortage, named_budget
-
-TRUNK = list(range(10))
-IDS = unique_ids([[*TRUNK, 20, 21, 22], [*TRUNK, 20, 23, 24], [*TRUNK, 25, 26], [*TRUNK[:4], 27, 28, 29], [30, 31, 32]])
+from support.shortage import ERRORS, IDS, Shortage, freed_at_once, named_budget
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +19,8 @@ def model():
 
 @pytest.fixture(autouse=True)
 def clean(model):
-    model.zero_grad()
-    gc.disable()  # what is freed must be freed at once
-    yield
-    gc.enable()
+    with freed_at_once(model):
+        yield
 
 
 @pytest.mark.parametrize("budget", [None, 12])

@@ -1,10 +1,9 @@
 """KTO against numbers worked out by hand, its reference points, and what is refused."""
 
-import math
-
 import pytest
 import torch
 
+from support.loss_rows import sigmoid, value_and_gradients
 from treetrain import losses
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
@@ -22,16 +21,8 @@ MISMATCHED = [Trajectory([1, 6], ref_logprobs=[9, -3]), Trajectory([4, 5], ref_l
 MISMATCHED_NOW = [[-2.0], [-2.0]]
 
 
-def sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x))
-
-
 def step(loss, rows=ROWS, now=NOW):
-    logprobs = [torch.tensor(row, dtype=torch.float64, requires_grad=True) for row in now]
-    total, metrics = loss(logprobs, None, rows)
-    value = total / loss.normaliser(rows)
-    found = torch.autograd.grad(value, logprobs, allow_unused=True, materialize_grads=True)
-    return value.item(), [gradient.tolist() for gradient in found], losses.mean_metrics(metrics)
+    return value_and_gradients(loss, rows, now)
 
 
 def by_hand(z: float, beta: float = 0.5, good: float = 1.0, bad: float = 1.0) -> float:

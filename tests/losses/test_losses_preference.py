@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.loss_rows import sigmoid, value_and_gradients
 from treetrain import losses
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
@@ -26,17 +27,8 @@ NOW = [[-1.0, -0.5], [-7.0, -7.0], [-7.0, -2.0], [-2.0], [-1.0]]
 # Mean log-probabilities: a: (-1 - 1) / 3, b: -2, c: -2, d: -1, so 4 / 3 and 1.
 
 
-def sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x))
-
-
 def step(loss, rows=ROWS, now=NOW):
-    """Value, gradient of every row and mean metrics."""
-    logprobs = [torch.tensor(row, dtype=torch.float64, requires_grad=True) for row in now]
-    total, metrics = loss(logprobs, None, rows)
-    value = total / loss.normaliser(rows)
-    found = torch.autograd.grad(value, logprobs, allow_unused=True, materialize_grads=True)
-    return value.item(), [gradient.tolist() for gradient in found], losses.mean_metrics(metrics)
+    return value_and_gradients(loss, rows, now)
 
 
 def test_dpo_is_minus_the_mean_log_sigmoid_of_the_margin():

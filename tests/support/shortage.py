@@ -1,12 +1,21 @@
 """A device with little memory: passes of a model that are too large fail as an allocator would make them fail."""
 
+import gc
 import re
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from support.passes import unique_ids
+
+TRUNK = list(range(10))
+IDS = unique_ids([[*TRUNK, 20, 21, 22], [*TRUNK, 20, 23, 24], [*TRUNK, 25, 26], [*TRUNK[:4], 27, 28, 29], [30, 31, 32]])
+"""Rows whose passes are told apart by their ids."""
 
 ERRORS = {
     "cuda": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -15,6 +24,17 @@ ERRORS = {
         "allocate 2147483648 bytes. Error code 12 (Cannot allocate memory)"
     ),
 }
+
+
+@contextmanager
+def freed_at_once(model: nn.Module) -> Iterator[None]:
+    """Without gradients from before, and with nothing that waits for the garbage collector."""
+    model.zero_grad()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class _Graph:

@@ -3,33 +3,26 @@
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from branching import branching_rows, write_rows
+from small_runs import small_run
 
 from treetrain.engine.engine import TreeEngine
 from treetrain.train.config import TrainConfig
 from treetrain.train.signals import Interrupted
 from treetrain.train.trainer import train
 
+SETTINGS = {"steps": 6, "checkpoint_every_steps": 2}
+
 
 @pytest.fixture
-def make_run(data_file: str, model_folder: str, tmp_path: Path):
-    def make(**changes: Any) -> TrainConfig:
-        given: dict[str, Any] = {
-            "data": (data_file,),
-            "model": model_folder,
-            "output": str(tmp_path / "out"),
-            "tokens_per_step": 120,
-            "steps": 6,
-            "lr": 1e-2,
-            "checkpoint_every_steps": 2,
-        }
-        return TrainConfig(**given | changes)
-
-    return make
+def make_run(make_config):
+    """Makes the settings of a run with checkpoints."""
+    return partial(make_config, **SETTINGS)
 
 
 def stop_in_step(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGTERM) -> None:
@@ -67,15 +60,8 @@ def changed(config: TrainConfig, **changes: Any) -> TrainConfig:
 def two(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     """A run that was stopped after step 5; it has checkpoints of steps 4 and 5."""
     folder = tmp_path_factory.mktemp("two")
-    config = TrainConfig(
-        data=(write_rows(folder / "rows.jsonl", branching_rows()),),
-        model=model_folder,
-        output=str(folder / "out"),
-        tokens_per_step=120,
-        steps=6,
-        lr=1e-2,
-        checkpoint_every_steps=2,
-    )
+    data = write_rows(folder / "rows.jsonl", branching_rows())
+    config = TrainConfig(**small_run(data, model_folder, folder / "out") | SETTINGS)
     stopped(config, 5)
     assert names(folder / "out") == ["step-00000004", "step-00000005"]
     return config

@@ -13,21 +13,8 @@ from treetrain.train.loop import TrainLoop
 from treetrain.train.metrics import MetricsFile
 from treetrain.train.trainer import Trainer
 
-
-@pytest.fixture
-def make_config(data_file: str, model_folder: str, tmp_path: Path):
-    def make(**changes: Any) -> TrainConfig:
-        given: dict[str, Any] = {
-            "data": (data_file,),
-            "model": model_folder,
-            "output": str(tmp_path / "out"),
-            "tokens_per_step": 120,
-            "steps": 5,
-            "lr": 1e-2,
-        }
-        return TrainConfig(**given | changes)
-
-    return make
+RUN_SETTINGS = {"steps": 5}
+"""Of `make_config`."""
 
 
 class Moments:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from branching import branching_rows, write_rows
+from small_runs import records
 from transformers import AutoModelForCausalLM
 
 from treetrain.data.advantages import group_advantages
@@ -21,33 +22,13 @@ from treetrain.models.loading import load_model
 from treetrain.train.accumulate import StepSplitter, forward_backward
 from treetrain.train.average import WeightAverage
 from treetrain.train.best import Best
-from treetrain.train.config import TrainConfig
 from treetrain.train.evaluation import evaluate
 from treetrain.train.loop import TrainLoop
 from treetrain.train.optim import MuonWithAdamW
-from treetrain.train.trainer import Trainer, TrainResult, train
+from treetrain.train.trainer import Trainer, train
 
-
-@pytest.fixture
-def make_config(data_file: str, model_folder: str, tmp_path: Path):
-    def make(**changes: Any) -> TrainConfig:
-        given: dict[str, Any] = {
-            "data": (data_file,),
-            "model": model_folder,
-            "output": str(tmp_path / "out"),
-            "tokens_per_step": 120,
-            "steps": 3,
-            "lr": 1e-2,
-            "report": False,
-        }
-        return TrainConfig(**given | changes)
-
-    return make
-
-
-def records(result: TrainResult, kind: str = "train") -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (Path(result.output) / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
+RUN_SETTINGS = {"steps": 3, "report": False}
+"""Of `make_config`."""
 
 
 def weights(folder: str | Path) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from branching import branching_rows, write_rows
+from small_runs import records
 from transformers import AutoModelForCausalLM
 
 from support import linear
@@ -33,27 +34,8 @@ from treetrain.train.watch import Watch
 SEVERAL: dict[str, Any] = {"updates_per_batch": 2, "minibatches": 2}
 
 
-@pytest.fixture
-def make_config(data_file: str, model_folder: str, tmp_path: Path):
-    def make(**changes: Any) -> TrainConfig:
-        given: dict[str, Any] = {
-            "data": (data_file,),
-            "model": model_folder,
-            "output": str(tmp_path / "out"),
-            "loss": "grpo",
-            "tokens_per_step": 120,
-            "steps": 4,
-            "lr": 1e-2,
-            "report": False,
-        }
-        return TrainConfig(**given | changes)
-
-    return make
-
-
-def records(folder: str | Path, kind: str = "train") -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
+RUN_SETTINGS = {"loss": "grpo", "steps": 4, "report": False}
+"""Of `make_config`."""
 
 
 # A whole run against a loop written by hand

@@ -2,12 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from branching import branching_rows, write_rows
+from small_runs import records
 from transformers import AutoModelForCausalLM
 
 from treetrain.data.advantages import group_advantages
@@ -18,31 +18,11 @@ from treetrain.models.loading import load_model
 from treetrain.train import trainer as trainer_module
 from treetrain.train.config import TrainConfig
 from treetrain.train.objective import ObjectiveSettings, make_objective
-from treetrain.train.result import TrainResult
 from treetrain.train.signals import Interrupted
 from treetrain.train.trainer import Trainer, train
 
-
-@pytest.fixture
-def make_config(data_file: str, model_folder: str, tmp_path: Path):
-    def make(**changes: Any) -> TrainConfig:
-        given: dict[str, Any] = {
-            "data": (data_file,),
-            "model": model_folder,
-            "output": str(tmp_path / "out"),
-            "tokens_per_step": 120,
-            "steps": 4,
-            "lr": 1e-2,
-        }
-        return TrainConfig(**given | changes)
-
-    return make
-
-
-def records(result: TrainResult | Path, kind: str = "train") -> list[dict[str, Any]]:
-    folder = Path(result if isinstance(result, Path) else result.output)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
+RUN_SETTINGS = {"steps": 4}
+"""Of `make_config`."""
 
 
 def weights(folder: str) -> dict[str, torch.Tensor]:
