@@ -257,6 +257,36 @@ def test_another_formula_of_the_auxiliary_loss_is_refused_before_any_gradient(mo
     assert all(p.grad is None for p in model.parameters())
 
 
+ANOTHER_GRADIENT = {
+    "none": lambda loss: loss.detach(),
+    "half": lambda loss: loss.detach() + 0.5 * (loss - loss.detach()),
+    "reversed": lambda loss: 2 * loss.detach() - loss,
+}
+
+
+@pytest.mark.parametrize("engine", [tt.TreeEngine, planned("chunks of 2", "mixed")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", ANOTHER_GRADIENT)
+def test_an_auxiliary_loss_of_the_same_value_with_another_gradient_is_refused(monkeypatch, kind, dtype, engine):
+    model = model_with(dtype=dtype)
+    module = sys.modules[type(model).__module__]
+    own = module.load_balancing_loss_func
+    another = ANOTHER_GRADIENT[kind]
+    monkeypatch.setattr(module, "load_balancing_loss_func", lambda *args, **kwargs: another(own(*args, **kwargs)))
+    with pytest.raises(UnsupportedModel, match=r"but another gradient: .*set config.output_router_logits=False"):
+        engine(model).forward_backward(ROWS, LOSS)
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(UnsupportedModel, match="but another gradient"):
+        tt.logprobs(model, ROWS, 4, return_aux=True)[1].backward()
+
+
+def test_an_auxiliary_loss_that_nothing_trainable_lies_below_needs_no_gradient():
+    model = model_with()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lm_head" in name)
+    assert "router_aux_loss" in tt.TreeEngine(model).forward_backward(ROWS, LOSS).metrics
+
+
 def test_routers_that_something_goes_past_are_refused_where_they_are_needed():
     model = model_with()
     block = model.model.layers[0].mlp

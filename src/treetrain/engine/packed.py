@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -79,12 +80,14 @@ class PackedRun:
         need_entropy: bool = False,
         coefficients: Tensor | None = None,
         sinks: Sinks | None = None,
+        meets_all: bool = False,
     ) -> Scores:
         """Run the model's own top-level forward with its head scoring edges. Call inside `mode`.
 
         Args:
             coefficients: see `score_edges`.
             sinks: where gradients of the head's matrix are added up; None gives them to autograd.
+            meets_all: whether the backward must reach all that any other one reaches (see `Lockstep`).
 
         Raises:
             UnsupportedModel: a layer that did not go through tree attention, or logits changed after the head.
@@ -98,6 +101,7 @@ class PackedRun:
             need_entropy=need_entropy,
             coefficients=coefficients,
             sinks=sinks,
+            meets_all=meets_all,
         ) as calls:
             outputs = self._forward(run)
         self._check_layers(run)
@@ -109,7 +113,7 @@ class PackedRun:
                 f"its configuration says): it was called {len(calls)} times, or its logits are scaled, capped, cut or "
                 "cast otherwise afterwards; such a head is not supported."
             )
-        return calls[0].scores
+        return replace(calls[0].scores, carrier=outputs.logits) if meets_all else calls[0].scores
 
     def _forward(self, run: TreeRun) -> Any:
         before = _random_state(self.input_ids.device)
@@ -120,7 +124,7 @@ class PackedRun:
                 attention_mask=None,
                 use_cache=False,
                 **{RUN_KEYWORD: run},
-                **({} if self.routers is None else self.routers.arguments),
+                **({} if self.routers is None else self.routers.begin()),
             )
         except ValueError as error:
             if "`sliding_window`" not in str(error):
@@ -148,6 +152,12 @@ class PackedRun:
                 "forward; a part of a tree hands one set of keys and values per layer to the next, so this would be "
                 "silently wrong under a budget."
             )
+        if run.recurrent_twice:
+            raise UnsupportedModel(
+                f"layer {min(run.recurrent_twice)} of {type(self.model).__name__} runs its recurrence several times in "
+                "a forward; a part of a tree hands one state per layer to the next, so this would be silently wrong "
+                "under a budget."
+            )
         if len(run.layers_seen) != self.capabilities.layers:
             raise UnsupportedModel(
                 f"{len(run.layers_seen)} of {self.capabilities.layers} layers went through tree attention; the "
@@ -164,7 +174,11 @@ def _random_state(device: torch.device) -> Tensor:
 def model_device(model: nn.Module) -> torch.device:
     """Where the model takes its input."""
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
-    return next(embeddings.parameters()).device
+    weight = next(embeddings.parameters())
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is None or mesh.device_type == weight.device.type:
+        return weight.device
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())  # offloaded
 
 
 def wide_dtype(model: nn.Module) -> torch.dtype:

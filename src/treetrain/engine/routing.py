@@ -11,8 +11,7 @@ Shape letters: n tokens of a pass, N of the tree, E experts, k of them per token
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,63 +20,13 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from treetrain.engine.evaluate import MetricSums, add_sums
+from treetrain.engine.router_balance import OwnAuxiliary, RouterBalance
 from treetrain.errors import UnsupportedModel
 from treetrain.models.moe import MixtureOfExperts, Router, as_routed, routers_switched
 from treetrain.tree.stats import trajectories_through
 from treetrain.tree.token_tree import TokenTree
 
 METRIC = "router_aux_loss"
-FORMULA_TOLERANCE = 1e-2
-"""Relative, between the model's own auxiliary loss of a pass and this one of the same logits: as far apart as two
-orders of summation may be in bfloat16, and much closer than another formula would be."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RouterBalance:
-    """How a batch spreads over the experts, summed over layers and trajectories; batches add up."""
-
-    choices: Tensor
-    """float64 [E]: how often each expert is chosen."""
-    probabilities: Tensor
-    """float64 [E]: sums of the routers' probabilities."""
-    tokens: float
-    """Tokens of all rows times layers with experts."""
-
-    def __add__(self, other: Self) -> "RouterBalance":
-        return RouterBalance(
-            choices=self.choices + other.choices,
-            probabilities=self.probabilities + other.probabilities,
-            tokens=self.tokens + other.tokens,
-        )
-
-    @property
-    def loss(self) -> Tensor:
-        """The auxiliary loss of a step of these tokens, before its coefficient; float64."""
-        return self.share_of(self)
-
-    def share_of(self, whole: "RouterBalance") -> Tensor:
-        """What these tokens contribute to the auxiliary loss of a step that they are a part of."""
-        spread = (whole.choices / whole.tokens) @ (self.probabilities / whole.tokens)
-        return spread * len(self.choices)
-
-    @classmethod
-    def of(cls, probabilities: Tensor, top_k: int, weights: Tensor | None = None) -> "RouterBalance":
-        """Of one router's pass.
-
-        Args:
-            probabilities: [n, E].
-            weights: [n]: how often each token counts; None: once.
-        """
-        chosen = probabilities.topk(top_k, dim=-1).indices
-        weights = probabilities.new_ones(len(probabilities)) if weights is None else weights
-        weights = weights.double()
-        return cls(
-            choices=weights.new_zeros(probabilities.shape[-1]).index_add_(
-                0, chosen.flatten(), weights.repeat_interleave(top_k)
-            ),
-            probabilities=weights @ probabilities.double(),
-            tokens=float(weights.sum()),
-        )
 
 
 class Routing:
@@ -104,7 +53,7 @@ class Routing:
         self._counts = trajectories_through(tree) if balanced else None
         self.scale, self._given = scale, whole
         self.whole, self.found = whole, None
-        self._collects, self._to_verify = True, balanced
+        self._collects, self._to_verify, self._slope_to_verify = True, balanced, balanced
         self.needed = balanced or self._recorded is not None
 
     @property
@@ -135,12 +84,26 @@ class Routing:
         recorded = None if self._recorded is None else torch.from_numpy(self._recorded[tree_index]).to(self._device)
         counts = None if self._counts is None else torch.from_numpy(self._counts[tree_index]).to(self._device)
         collects = final and self._collects and counts is not None
-        verifies = collects and self._to_verify
-        return RouterPass(self, self._experts, recorded, counts, collects=collects, verifies=verifies)
+        return RouterPass(self, self._experts, recorded, counts, collects=collects)
 
-    def add(self, found: RouterBalance | None, *, verified: bool) -> None:
+    def own_auxiliary(self, *, collects: bool) -> OwnAuxiliary | None:
+        """What compares the model's own auxiliary loss of a pass that begins now; None where there is nothing left
+        to compare: its value in the first pass, its gradient in the first that has one."""
+        slope = self._slope_to_verify and torch.is_grad_enabled()
+        return OwnAuxiliary() if slope or (collects and self._to_verify) else None
+
+    def verified(self) -> None:
+        """A pass's own auxiliary loss was the one that is computed here."""
+        self._to_verify = False
+        self._slope_to_verify = self._slope_to_verify and not torch.is_grad_enabled()
+
+    def idle_run(self, tokens: int) -> "RouterPass":
+        """What is done with the routers of a pass over so many tokens that count for nothing."""
+        counts = None if self._counts is None else torch.zeros(tokens, dtype=torch.int64, device=self._device)
+        return RouterPass(self, self._experts, None, counts, collects=False, verifies=False)
+
+    def add(self, found: RouterBalance | None) -> None:
         """Take note of a pass that fitted."""
-        self._to_verify = self._to_verify and not verified
         if found is not None:
             self.found = found if self.found is None else self.found + found
 
@@ -217,18 +180,19 @@ class RouterPass:
         counts: Tensor | None,
         *,
         collects: bool,
-        verifies: bool,
     ):
         self._routing, self._experts, self._recorded, self._counts = routing, experts, recorded, counts
-        self._collects, self._verifies = collects, verifies
+        self._collects = collects
         self._found: RouterBalance | None = None
-        self._plain: RouterBalance | None = None
+        self._own: OwnAuxiliary | None = None
         self._seen: set[int] = set()
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Of the model's forward: whether it should compute its own auxiliary loss."""
-        return {} if self._counts is None else {"output_router_logits": self._verifies}
+    def begin(self) -> dict[str, Any]:
+        """Arguments of the model's forward, which follows: whether it should compute its own auxiliary loss."""
+        if self._counts is None:
+            return {}
+        self._own = self._routing.own_auxiliary(collects=self._collects)
+        return {"output_router_logits": self._own is not None}
 
     def route(self, router: Router, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of a router's forward, also when activation checkpointing runs it again."""
@@ -241,19 +205,15 @@ class RouterPass:
             return output
         routed = as_routed(router, output, len(self._counts))
         probabilities = routed.logits.softmax(-1)
+        top_k = routed.chosen.shape[-1]
+        logits = routed.logits if self._own is None else self._own.note(routed.logits, probabilities, top_k)
         if self._collects:
-            self._collect(probabilities.detach(), routed.chosen.shape[-1])
+            found = RouterBalance.of(probabilities.detach(), top_k, self._counts)
+            self._found = found if self._found is None else self._found + found
         if not (torch.is_grad_enabled() and probabilities.requires_grad):
             return output
         weights = _Balanced.apply(routed.weights, probabilities, self._counts, self._routing)
-        return routed.logits, weights, routed.chosen
-
-    def _collect(self, probabilities: Tensor, top_k: int) -> None:
-        found = RouterBalance.of(probabilities, top_k, self._counts)
-        self._found = found if self._found is None else self._found + found
-        if self._verifies:
-            plain = RouterBalance.of(probabilities, top_k)
-            self._plain = plain if self._plain is None else self._plain + plain
+        return logits, weights, routed.chosen
 
     def close(self, outputs: Any) -> None:
         """The forward is done: what it found counts, and what is run again from now on does not.
@@ -267,18 +227,11 @@ class RouterPass:
                 f"{len(self._seen)} of {self._experts.places} routers were called; something (a fused kernel?) goes "
                 "past the others, so their auxiliary loss and recorded experts are not supported."
             )
-        if self._verifies:
-            self._check_formula(getattr(outputs, "aux_loss", None))
-        self._routing.add(self._found, verified=self._verifies)
-
-    def _check_formula(self, own: Any) -> None:
-        assert self._plain is not None
-        ours, own = float(self._plain.loss), None if own is None else float(own.detach())
-        if own is None or abs(ours - own) > FORMULA_TOLERANCE * abs(own):
-            raise UnsupportedModel(
-                f"the model's own auxiliary loss of a pass is {own}, by the formula of the Switch Transformer it is "
-                f"{ours:.6g}; this one is not supported: set config.output_router_logits=False to train without it."
-            )
+        if self._own is not None:
+            own, self._own = self._own, None
+            own.check(getattr(outputs, "aux_loss", None))
+            self._routing.verified()
+        self._routing.add(self._found)
 
 
 class _Balanced(torch.autograd.Function):
