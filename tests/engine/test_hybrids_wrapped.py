@@ -17,6 +17,7 @@ from support.passes import unique_ids
 from support.plans import planned
 from support.pure import PureFloat64
 from support.shortage import Shortage
+from treetrain.errors import UnsupportedModel
 
 peft = pytest.importorskip("peft")
 warnings.filterwarnings("ignore", module="peft")
@@ -151,3 +152,20 @@ def test_out_of_memory_splits_stay_exact(limits, case, plan):
 def test_hybrids_with_experts_are_exact(family):
     assert family in GATED_DELTA
     check(make_hybrid(family, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_a_recurrent_layer_that_runs_twice_in_a_forward_is_refused_by_name(family):
+    model = make_hybrid(family, dtype=torch.float64)
+    layer = model.model.layers[0]
+    mixer = layer.linear_attn if family == "qwen3_5_text" else layer.conv
+    original = layer.forward
+
+    def twice(hidden_states, **kwargs):
+        return original(original(hidden_states, **kwargs), **kwargs)
+
+    layer.forward = twice
+    with pytest.raises(UnsupportedModel, match=rf"layer {mixer.layer_idx} of \w+ runs its recurrence several times"):
+        by_engine(model)
+    layer.forward = original
+    check(model)  # and is exact as soon as it does not

@@ -226,5 +226,6 @@ def _tree_forward(
             f"{name} is given {tuple(hidden_states.shape[:2])} tokens, but the tree has {treetrain_run.tokens}: "
             "something adds tokens of its own (a prompt adapter, a cache)."
         )
-    treetrain_run.layers_seen.add(layer.layer_idx)
+    number, seen = layer.layer_idx, treetrain_run.layers_seen
+    (treetrain_run.recurrent_twice if number in seen else seen).add(number)
     return kind.forward(layer, hidden_states, treetrain_run.paths)

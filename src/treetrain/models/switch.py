@@ -59,6 +59,8 @@ class TreeRun:
         self.layers_seen: set[int] = set()
         self.layers_twice: set[int] = set()
         """Layers that called attention more than once; what backward runs again is counted here too."""
+        self.recurrent_twice: set[int] = set()
+        """Likewise recurrent layers."""
         self.routers: Any = None
         """What is done with the routers of experts; None leaves them as they are."""
         self.paths: Any = None
