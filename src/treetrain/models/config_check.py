@@ -27,7 +27,51 @@ def check_config(config: Any, **options: Any) -> "Capabilities | None":
     from treetrain.models.capability import check_model
 
     model = model_without_weights(config, **options)
-    return None if model is None else check_model(model)
+    if model is None:
+        return None
+    capabilities = check_model(model)
+    _check_masks(model)
+    return capabilities
+
+
+class _FirstLayer(Exception):
+    """A forward has come so far: its masks are made."""
+
+
+def _check_masks(model: "nn.Module") -> None:
+    """Let a model without weights make its masks, as every forward does before its first layer.
+
+    Whatever else goes wrong there may be for want of weights, and is left to the first call.
+
+    Raises:
+        UnsupportedModel: a mask that is not known here, or a window that the configuration does not have.
+    """
+    import torch
+    from torch import nn
+
+    from treetrain.models.masks import windowless
+    from treetrain.models.switch import tree_attention
+
+    def stop(*_args: Any) -> None:
+        raise _FirstLayer
+
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    handles = [layer.register_forward_pre_hook(stop) for layers in lists for layer in layers]
+    two = torch.ones((1, 2), dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad(), tree_attention(model):
+            model(input_ids=two, position_ids=two, attention_mask=two, use_cache=False)
+    except UnsupportedModel:
+        raise
+    except ValueError as error:
+        refusal = windowless(type(model).__name__, error)
+        if refusal is not None:
+            raise refusal from error
+    except Exception:
+        return
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def model_without_weights(config: Any, **options: Any) -> "nn.Module | None":

@@ -50,6 +50,21 @@ class EmptyMask:
         raise UnsupportedModel("a layer takes an attention mask whose window is 0, so that no token sees any.")
 
 
+def windowless(name: str, error: ValueError) -> UnsupportedModel | None:
+    """The refusal of a model whose masks need a window that its configuration has not; None for another error.
+
+    Args:
+        name: of the model's class.
+        error: of its forward.
+    """
+    if "`sliding_window`" not in str(error):
+        return None
+    return UnsupportedModel(
+        f"{name} makes the mask of a window, but its configuration has sliding_window=None, so it runs on no row "
+        f"either ({error}); give it a window (as long as the longest row for none)."
+    )
+
+
 def sight_of(mask_function: Callable) -> Sight | EmptyMask | None:
     """How far a mask function lets a token see; None for everything above it.
 
