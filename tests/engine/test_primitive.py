@@ -114,6 +114,64 @@ def test_changes_that_version_counters_miss_raise_too(budget, way):
         loss.backward()
 
 
+def with_two_adapters(model):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(model, config, adapter_name="first")
+    wrapped.add_adapter("second", config)
+    wrapped.set_adapter("first")
+    return wrapped
+
+
+SWITCHES = {
+    "another adapter": (lambda model: model.set_adapter("second"), r"active_adapter of .* was .*first.* is .*second"),
+    "no adapter": (lambda model: model.base_model.disable_adapter_layers(), "disable_adapters of .* was False"),
+    "a merged adapter": (lambda model: model.merge_adapter(), "weights have changed"),
+    "another scale": (
+        lambda model: model.base_model.model.model.layers[0].self_attn.q_proj.scale_layer(2.0),
+        r"scaling of .*layers\.0\.self_attn\.q_proj was",
+    ),
+}
+
+
+@pytest.mark.parametrize("budget", [None, 12, 3])
+@pytest.mark.parametrize("name", SWITCHES)
+def test_adapters_switched_before_backward_raise_and_switched_back_do_not(name, budget):
+    switch, says = SWITCHES[name]
+    model = with_two_adapters(make_model("qwen3", dtype=torch.float64))
+    loss = own_loss(tt.logprobs(model, ROWS, budget=budget))
+    switch(model)
+    with pytest.raises(RuntimeError, match=says):
+        loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("budget", [None, 3])
+def test_an_adapter_that_is_active_again_in_backward_is_fine(budget):
+    model = with_two_adapters(make_model("qwen3", dtype=torch.float64))
+    with PureFloat64():
+        expected = linear.gradients(model, own_loss(linear.score_rows(model, ROWS)[0]))
+        logprobs = tt.logprobs(model, ROWS, budget=budget)
+        with torch.no_grad(), model.disable_adapter():
+            reference = tt.logprobs(model, ROWS, budget=budget)
+        model.set_adapter("second")
+        model.set_adapter("first")
+        own_loss(logprobs).backward()
+    assert linear.relative_error(linear.gradients(model), expected) <= 1e-12
+    assert not any(row.requires_grad for row in reference)
+
+
+@pytest.mark.parametrize("budget", [None, 3])
+@pytest.mark.parametrize("before", [False, True])
+def test_requires_grad_switched_before_backward_raises(model, budget, before):
+    weight = model.model.layers[0].mlp.up_proj.weight.requires_grad_(before)
+    loss = own_loss(tt.logprobs(model, ROWS, budget=budget))
+    weight.requires_grad_(not before)
+    with pytest.raises(RuntimeError, match=rf"layers.0.mlp.up_proj.weight was {before} and is {not before}"):
+        loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_two_calls_accumulate_and_may_be_mixed_in_one_loss(model):
     with PureFloat64():
         _, _, first = expected(model, ROWS)

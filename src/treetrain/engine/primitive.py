@@ -23,6 +23,7 @@ from treetrain.engine.memory import (
 )
 from treetrain.engine.packed import PackedRun, model_device, wide_dtype
 from treetrain.engine.routing import Routing, check_auxiliary, switched
+from treetrain.engine.switches import check_switches, switches_of
 from treetrain.engine.walk import Walk
 from treetrain.plan.budget import Bytes
 from treetrain.plan.plan import Plan
@@ -69,7 +70,8 @@ def logprobs(
         UnsupportedModel: the model, or a setting of it, would not be exact on a tree.
         ValueError: a budget that is neither tokens nor bytes, or bytes that no plan fits into; a model whose
             configuration asks for an auxiliary loss that is not asked for here, or the other way round.
-        RuntimeError: in backward, if it is the second one or the weights have changed since the forward.
+        RuntimeError: in backward, if it is the second one, or if since the forward the weights have changed, another
+            adapter is active or other parameters are trained.
     """
     engine = TreeEngine(model, budget=budget, temperature=temperature, value_head=value_head)
     engine.prepare(logprobs=True, values=return_values)
@@ -137,7 +139,7 @@ class _Scores:
         self.board, self.entropy = board, board.entropies is not None
         self.kept: Scores | None = None
         self.scored: Sizes = []
-        self.weights = self._fingerprint()
+        self.weights, self.switches = self._fingerprint(), switches_of(engine)
         kind = model_device(self.model).type
         # Backward usually happens outside the user's autocast; what is run again there needs it back.
         self.autocast = partial(
@@ -179,6 +181,7 @@ class _Scores:
                 "the model's weights have changed between treetrain.logprobs and its backward (an optimiser step?); "
                 "gradients would be those of other weights: call backward first, or logprobs again"
             )
+        check_switches(self.switches, switches_of(self.engine))
         self.spent = True
         if self.routing is not None:
             self.routing.scale = aux.double()
