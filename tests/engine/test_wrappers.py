@@ -118,6 +118,7 @@ LORAS = {
     "head saved": {"target_modules": ["o_proj"], "modules_to_save": ["lm_head"]},
     "embedding": {"target_modules": ["embed_tokens", "down_proj"]},
     "dora": {"target_modules": ["q_proj", "gate_proj"], "use_dora": True},
+    "rslora": {"target_modules": ["q_proj", "down_proj"], "use_rslora": True, "rank_pattern": {"q_proj": 5}},
 }
 
 

@@ -9,7 +9,7 @@ from support.plans import planned
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import check_model
 
-FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss")
+FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "llama4_text", "llama4_tuned")
 WITH_AUXILIARY = ("qwen3_moe", "mixtral", "gpt_oss")
 PLANS = [("chunks of 7", "none"), ("chunks of 2", "mixed"), ("one segment per part", "all")]
 MANY = [planned(shape, keep) for shape in ("N/2", "chunks of 7", "chunks of 2") for keep in ("none", "all", "mixed")]
@@ -27,7 +27,7 @@ def test_a_tree_in_parts_equals_its_rows_with_the_auxiliary_loss_of_all_of_them(
     check_experts_contract(family, [SFT], 2, engines=engines, auxiliary=True)
 
 
-@pytest.mark.parametrize("family", ("mixtral", "glm4_moe"))
+@pytest.mark.parametrize("family", ("mixtral", "glm4_moe", "llama4_text"))
 def test_recorded_experts_are_used_again_in_a_tree_as_in_its_rows(family):
     engines = [planned("1 part", "none"), planned("chunks of 2", "mixed")]
     check_experts_contract(family, [SFT], 2, engines=engines, recorded=True)

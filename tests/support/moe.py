@@ -19,7 +19,7 @@ from support.models import as_dtype
 from support.pure import PureFloat64
 from support.runs import runs, seeded
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.routing import RouterBalance
+from treetrain.engine.router_balance import RouterBalance
 
 TOP_K = 2
 AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
@@ -45,6 +45,25 @@ def weights_of(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
     return weights.to(logits.dtype) if kind.startswith("Qwen3") else weights
 
 
+def chosen_by(router: nn.Module, output: tuple[Tensor, ...]) -> Tensor:
+    """int64 [L, k]: the experts that a router's output names; Llama 4's names them by its scores alone."""
+    return output[1].topk(TOP_K, dim=-1).indices if _is_llama4(router) else output[2]
+
+
+def sent_to(router: nn.Module, output: tuple[Tensor, ...], chosen: Tensor) -> tuple[Tensor, ...]:
+    """A router's output for the same logits, had it chosen these experts [L, k]."""
+    if not _is_llama4(router):
+        return output[0], weights_of(router, output[0], chosen), chosen
+    logits = output[1]  # scores [L, experts]: a sigmoid at the chosen, 0 elsewhere
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    gates = logits.gather(1, chosen).to(wide).sigmoid().to(logits.dtype)
+    return torch.zeros_like(logits).scatter(1, chosen, gates), logits
+
+
+def _is_llama4(router: nn.Module) -> bool:
+    return type(router).__name__ == "Llama4Router"
+
+
 @contextmanager
 def replayed(model: nn.Module, routes: np.ndarray | None) -> Iterator[None]:
     """Every router takes the experts [L, routers, k] of one row, wherever they are not -1."""
@@ -53,8 +72,7 @@ def replayed(model: nn.Module, routes: np.ndarray | None) -> Iterator[None]:
             given = torch.from_numpy(routes[:, place].astype(np.int64))  # type: ignore[index]
 
             def hook(module, args, output, given=given):
-                chosen = torch.where(given < 0, output[2], given)
-                return output[0], weights_of(module, output[0], chosen), chosen
+                return sent_to(module, output, torch.where(given < 0, chosen_by(module, output), given))
 
             stack.callback(router.register_forward_hook(hook).remove)
         yield
@@ -66,7 +84,7 @@ def routes_of(model: nn.Module, row: Trajectory) -> np.ndarray:
     ids = row.ids.tolist()
     with replayed(model, row.experts), ExitStack() as stack, torch.no_grad():
         for router in routers_of(model):
-            stack.callback(router.register_forward_hook(lambda m, a, output: found.append(output[2])).remove)
+            stack.callback(router.register_forward_hook(lambda m, a, output: found.append(chosen_by(m, output))).remove)
         if len(ids):
             model(input_ids=torch.tensor([ids]), use_cache=False)
     if not found:
@@ -92,8 +110,9 @@ def score_rows(model: nn.Module, rows: Sequence[Trajectory], temperature: float 
             output = model(input_ids=ids[None], use_cache=False, output_router_logits=True)
         log_p = (output.logits[0, :-1].to(wide) / temperature).log_softmax(-1)
         scores.append((log_p.gather(1, ids[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)))
-        logits.append(torch.stack(output.router_logits))
-    return ([s[0] for s in scores], [s[1] for s in scores]), torch.cat(logits, 1)
+        if getattr(output, "router_logits", None) is not None:  # Llama 4 gives none
+            logits.append(torch.stack(output.router_logits))
+    return ([s[0] for s in scores], [s[1] for s in scores]), torch.cat(logits, 1) if logits else torch.zeros(0)
 
 
 def frequencies(logits: Tensor) -> Tensor:
