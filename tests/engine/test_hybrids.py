@@ -13,7 +13,10 @@ from support.hybrids import make_hybrid
 from support.plans import KEEPS, SHAPES, planned
 from support.pure import PureFloat64, RoundsToFloat32
 from support.runs import runs
-from treetrain.recurrent import carry
+from support.stand_in import StandIn
+from treetrain.attention.dispatch import Choice
+from treetrain.recurrent import carry, paths
+from treetrain.recurrent.dispatch import KERNELS
 from treetrain.recurrent.tiles import TILE
 
 DELTA = ("qwen3_5_text", "qwen3_next_dense")
@@ -166,3 +169,18 @@ def test_states_are_held_only_where_parts_attach_and_room_is_made_once(keep, mon
         # Three recurrent layers, each with a state and the last three inputs, values and gradients.
         state, tail = 4 * 8 * 12, 3 * (2 * 2 * 8 + 4 * 12)
         assert slots.num_bytes == (3 * slots.most * (state + tail) * 4 * 2 if slots.most else 0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_deep", "olmo_hybrid"])
+def test_by_kernels_that_scan_sequences_every_plan_is_exact(family, monkeypatch):
+    kernel = StandIn()
+    monkeypatch.setattr(paths, "choose_rule", lambda *_: Choice(KERNELS, "a stand-in"))
+    monkeypatch.setattr(paths, "choose_for", lambda segments, rule: rule)
+    monkeypatch.setattr(paths, "load_kernel", lambda: kernel)
+    with PureFloat64():
+        truth, found = measure(
+            make_hybrid(family, dtype=torch.float64), dress(SMALL, 7), [planned(*plan) for plan in PLANS]
+        )
+    assert any(not call["final"] for call in kernel.calls) and any(call["final"] for call in kernel.calls)
+    for gradient in found:
+        assert linear.relative_error(gradient, truth) <= 1e-12

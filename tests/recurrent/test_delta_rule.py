@@ -6,29 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.forests import bushy_rows, forests
+from support.forests import forests
+from support.rules import SHAPES, inputs, layout_of
 from support.runs import runs
 from treetrain.recurrent.convolution import convolve, make_taps
 from treetrain.recurrent.delta_rule import DeltaTiles, gated_delta
 from treetrain.recurrent.reference import reference_convolution, reference_gated_delta
 from treetrain.recurrent.tiles import TILE, make_tiles
-from treetrain.tree.build import build_tree
-from treetrain.tree.layout import PackedLayout, pack
-
-KEY_HEADS, VALUE_HEADS, KEY, VALUE = 2, 4, 3, 5
-
-
-def layout_of(rows) -> PackedLayout:
-    return pack(build_tree(rows), trim=False)
-
-
-def inputs(tokens: int, seed: int = 0, dtype=torch.float64) -> list[torch.Tensor]:
-    """Query, key, value, decay, beta and the state before the roots."""
-    make = torch.Generator().manual_seed(seed)
-    shapes = [(tokens, KEY_HEADS, KEY)] * 2 + [(tokens, VALUE_HEADS, VALUE)] + [(tokens, VALUE_HEADS)] * 2
-    q, k, v, g, b = (torch.randn(shape, generator=make, dtype=dtype) for shape in shapes)
-    state = torch.randn(VALUE_HEADS, KEY, VALUE, generator=make, dtype=dtype)
-    return [x.requires_grad_() for x in (q, k, v, -torch.nn.functional.softplus(g - 1), b.sigmoid(), state)]
+from treetrain.tree.layout import PackedLayout
 
 
 def check(layout: PackedLayout, *, tile: int, with_state: bool, seed: int = 0, exports: int = 3) -> None:
@@ -62,17 +47,6 @@ def check(layout: PackedLayout, *, tile: int, with_state: bool, seed: int = 0, e
 def test_outputs_states_and_gradients_are_those_of_the_token_by_token_rule(rows, tile, with_state, seed, exports):
     if any(rows):
         check(layout_of(rows), tile=tile, with_state=with_state, seed=seed, exports=exports)
-
-
-SHAPES = {
-    "a chain longer than a tile": [list(range(150))],
-    "a chain of exactly one tile": [list(range(TILE))],
-    "forks at the first token": [[1, i, *range(5)] for i in range(90)],
-    "a bushy star": [[0, 1, 2, i] for i in range(200)],
-    "nested forks": [[*range(i), 500 + i] for i in range(130)],
-    "long branches off a comb": [[*range(i), 500 + i, *range(40)] for i in range(0, 30, 3)],
-    "levels of segments": bushy_rows(np.random.default_rng(0), rows=30, segment=9, levels=4),
-}
 
 
 @pytest.mark.parametrize("name", SHAPES)

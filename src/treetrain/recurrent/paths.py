@@ -6,9 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treetrain.attention.dispatch import Choice
 from treetrain.recurrent.carry import StateView
 from treetrain.recurrent.convolution import Taps, convolve, make_taps
 from treetrain.recurrent.delta_rule import DeltaTiles, gated_delta
+from treetrain.recurrent.dispatch import KERNELS, choose_for, choose_rule, load_kernel
+from treetrain.recurrent.scans import Scans, scanned_gated_delta
+from treetrain.recurrent.segments import make_segments
 from treetrain.recurrent.tiles import make_tiles
 from treetrain.tree.layout import PackedLayout
 
@@ -27,6 +31,9 @@ class Paths:
         self._exported = _NONE if states is None else states.exported
         self._taps: dict[int, Taps] = {}
         self._tiles: DeltaTiles | None = None
+        self._scans: Scans | None = None
+        self.rule: Choice | None = None
+        """Which form of the gated delta rule ran last, and why; None before any has."""
 
     @property
     def tokens(self) -> int:
@@ -63,7 +70,12 @@ class Paths:
         state = None
         if self._states is not None and self._states.continues:
             state = self._states.enter((layer, "state"), key, value, decay, beta)
-        out, handed_on = gated_delta(query, key, value, decay, beta, self._delta_tiles(), state)
+        self.rule = self._choose(choose_rule(query.device, query.dtype, query.shape[-1], value.shape[-1]))
+        if self.rule.name == KERNELS:
+            made = scanned_gated_delta(query, key, value, decay, beta, self._delta_scans(), state, load_kernel())
+        else:
+            made = gated_delta(query, key, value, decay, beta, self._delta_tiles(), state)
+        out, handed_on = made
         if self._states is None or handed_on is None:
             return out
         return self._states.export((layer, "state"), out, handed_on)
@@ -72,6 +84,14 @@ class Paths:
         if width not in self._taps:
             self._taps[width] = make_taps(self._layout.parent, self._exported, width, self._device)
         return self._taps[width]
+
+    def _choose(self, rule: Choice) -> Choice:
+        return choose_for(self._delta_scans().segments, rule) if rule.name == KERNELS else rule
+
+    def _delta_scans(self) -> Scans:
+        if self._scans is None:
+            self._scans = Scans(make_segments(self._layout, self._exported), self._device)
+        return self._scans
 
     def _delta_tiles(self) -> DeltaTiles:
         if self._tiles is None:
