@@ -34,7 +34,7 @@ class PartsByHand:
     ):
         self.plan, self.layout, self.tensors, self.backend = plan, plan.layout, tensors, backend
         self.scale, self.asks = scale, asks
-        self.carry = Carry(len(order), torch.device("cpu"), gradients=True)
+        self.carry = Carry(len(order), tensors[0][0].device, gradients=True)
         self.row_of = np.full(self.layout.num_tokens, -1)
         self.row_of[plan.exported] = order[: int(plan.exported.sum())]
         self.results = []

@@ -3,10 +3,14 @@
 The block mask is made from the subtree ends alone: for a block of keys only the least and the greatest end decide
 whether a later block of queries sees all of it, some of it or none. Nothing of size N x N is built. Windows and chunks
 bound that by the depths of the tokens, again block by block; caps and sinks go by way of scores and log-sum-exps.
+
+A mask rule reads nothing but tensors: a length or an offset that it held as a number would be compiled in, and every
+length would be compiled anew.
 """
 
 import functools
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
@@ -42,7 +46,7 @@ def block_mask(ends: Tensor, block: int = BLOCK, path: int = 0) -> BlockMask:
     full = before & (nearest[None, :] >= stops[:, None])
     partial = (before & (furthest[None, :] > starts[:, None]) & ~full) | diagonal
     return BlockMask.from_kv_blocks(
-        *_ordered(partial), *_ordered(full), BLOCK_SIZE=block, mask_mod=_rule(ends), seq_lengths=(n, n)
+        *_ordered(partial), *_ordered(full), BLOCK_SIZE=block, mask_mod=_rule(ends, block), seq_lengths=(n, n)
     )
 
 
@@ -68,7 +72,7 @@ def _block_mask_after_path(ends: Tensor, block: int, path: int) -> BlockMask:
         *_ordered(partial),
         *_ordered(full),
         BLOCK_SIZE=block,
-        mask_mod=_rule(everywhere, path),
+        mask_mod=_rule(everywhere, block, path),
         seq_lengths=(n, path + n),
     )
 
@@ -80,14 +84,18 @@ def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
     return count[None, None], order[None, None]
 
 
-def _rule(ends: Tensor, path: int = 0):
-    last = len(ends) - 1
+def _rule(ends: Tensor, block: int, path: int = 0):
+    ends, offset = _filled(ends, block), torch.full((), path, device=ends.device)
 
     def rule(_batch, _head, query, key):
-        # Indices past the end occur in the last, partly filled block.
-        return (key <= query + path) & (query + path < ends[key.clamp(max=last)])
+        return (key <= query + offset) & (query + offset < ends[key])
 
     return rule
+
+
+def _filled(values: Tensor, block: int) -> Tensor:
+    """With zeros up to whole blocks: a rule is also asked about places past the end, in the last block."""
+    return torch.nn.functional.pad(values, (0, -len(values) % block))
 
 
 def local_block_mask(ends: Tensor, depth: Tensor, sight: Sight, block: int = BLOCK, path: int = 0) -> BlockMask:
@@ -108,11 +116,10 @@ def local_block_mask(ends: Tensor, depth: Tensor, sight: Sight, block: int = BLO
     partial = _chosen(wide.kv_num_blocks, wide.kv_indices)
     assert wide.full_kv_num_blocks is not None and wide.full_kv_indices is not None
     full = _chosen(wide.full_kv_num_blocks, wide.full_kv_indices)
-    last, last_query = len(depths) - 1, n - 1
+    key_depth, query_lowest, wide_rule = _filled(depths, block), _filled(lowest, block), wide.mask_mod
 
     def rule(batch, head, query, key):
-        seen = depths[key.clamp(max=last)] >= lowest[query.clamp(max=last_query)]
-        return wide.mask_mod(batch, head, query, key) & seen
+        return wide_rule(batch, head, query, key) & (key_depth[key] >= query_lowest[query])
 
     return BlockMask.from_kv_blocks(
         *_ordered((partial | full & ~inside) & reached),
@@ -146,24 +153,45 @@ def _capped(cap: float):
     return score
 
 
+COMPILATIONS = 64
+"""At most. Lengths do not count; asks, sinks, heads, dtypes, with or without graph or path do, and PyTorch's own bound
+is met by a model of two kinds of layers: behind it FlexAttention would run uncompiled, with all scores in memory."""
+
+
 @functools.cache
 def _compiled():
-    return torch.compile(flex_attention, dynamic=True)
+    call = torch.compile(flex_attention, dynamic=True)
+
+    def attend(*args, **options):
+        with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
+            return call(*args, **options)
+
+    return attend
 
 
 class FlexTreeAttention:
     """Tree attention for one forest, used by every layer of a run."""
 
-    name = "flex"
-
-    def __init__(self, ends: Tensor, carry: CarryView | None = None, depth: Tensor | None = None):
+    def __init__(
+        self,
+        ends: Tensor,
+        carry: CarryView | None = None,
+        depth: Tensor | None = None,
+        *,
+        deepest: int | None = None,
+        kernels: str | None = None,
+    ):
         """Args:
         ends: int64 [N], subtree ends.
         carry: the path above, and where own keys are handed on.
         depth: int64 [N], places on the path; needed where layers see their nearest ancestors only.
+        deepest: the greatest of them, where the host knows it: asking the device would wait for it.
+        kernels: what FlexAttention calls its backend, "TRITON" or "FLASH"; None leaves it the choice.
         """
+        self.name = "flex-flash" if kernels == "FLASH" else "flex"
         self.carry = carry
-        self._ends, self._depth = ends, depth
+        self._ends, self._depth, self._deepest = ends, depth, deepest
+        self._options = {} if kernels is None else {"kernel_options": {"BACKEND": kernels}}
         self._masks: dict[Sight, BlockMask] = {}
         self._attend = _compiled() if ends.device.type == "cuda" else flex_attention
 
@@ -175,7 +203,10 @@ class FlexTreeAttention:
                 self._masks[sight] = block_mask(self._ends, path=path)
             else:
                 assert self._depth is not None
-                beyond = bool(sight.lowest(self._depth).any())
+                if self._deepest is None:
+                    self._deepest = int(self._depth.max())
+                # The deepest token is the first that does not see to the top.
+                beyond = int(sight.lowest(np.int64(self._deepest))) > 0
                 self._masks[sight] = (
                     local_block_mask(self._ends, self._depth, sight, path=path) if beyond else self.mask(FULL)
                 )
@@ -196,6 +227,7 @@ class FlexTreeAttention:
             key, value = carried_keys(key, value, self.carry, layer)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         options = {"block_mask": self.mask(ask.sight), "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+        options |= self._options
         if ask.softcap is not None:
             options["score_mod"] = _capped(ask.softcap)
         if sinks is None:

@@ -1,0 +1,279 @@
+"""Tree attention by our own Triton kernels: reads the subtree ends, visits only what is visible.
+
+Needs Triton and a CUDA device (or Triton's interpreter, TRITON_INTERPRET=1, which runs the same code on a CPU, slowly).
+The backward has no atomics: the same input gives the same bits. Gradients that go through the carry stay in float32
+until the last part has added to them.
+
+Shape letters: N tokens, K keys: the tokens of the path that are seen, then the part's own; H query heads, G key/value
+heads, D size of query and key heads, V size of value heads.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from treetrain.attention.carry import CarryView
+from treetrain.attention.device_arrays import to_device
+from treetrain.attention.schedule import Forest
+from treetrain.attention.sight import FULL, PLAIN, Ask, Sight
+from treetrain.attention.triton_kernels import (
+    delta_kernel,
+    forward_kernel,
+    key_gradient_kernel,
+    query_gradient_kernel,
+)
+from treetrain.attention.triton_shapes import Shape, shapes_for
+from treetrain.attention.visits import TILE, Visits, keys_of, visits_of
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST_HEAD = 256
+
+
+class _Lists(NamedTuple):
+    """One side of the visits on the device; see `visits.Lists`."""
+
+    order: Tensor
+    bounds: Tensor
+    tiles: Tensor
+
+
+class _Tables(NamedTuple):
+    """What the kernels of layers that see equally far read, on the device."""
+
+    ends: Tensor
+    depth: Tensor
+    """The ends once more where sight has no bound: never read then."""
+    lowest: Tensor
+    by_query: _Lists
+    by_key: _Lists
+    path: int
+    local: bool
+
+
+class TritonTreeAttention:
+    """Tree attention for one forest, used by every layer of a run.
+
+    Args:
+        forest: segments of the packed run.
+        carry: the path above it, and where its own keys are handed on; None for a whole batch in one run.
+        tile: tokens of a tile: the grain in which visibility is listed.
+    """
+
+    name = "triton"
+
+    def __init__(self, forest: Forest, device: torch.device, *, carry: CarryView | None = None, tile: int = TILE):
+        self.carry, self.tile = carry, tile
+        self._forest, self._device = forest, device
+        self._tables: dict[Sight, _Tables] = {}
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        layer: int = 0,
+        ask: Ask = PLAIN,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Args: query [N, H, D], key [N, G, D], value [N, G, V], sinks [H] (logits). Returns [N, H, V].
+
+        Raises:
+            ValueError: a dtype or head size that the kernels do not have.
+        """
+        if query.dtype not in DTYPES or max(query.shape[2], value.shape[2]) > LARGEST_HEAD:
+            raise ValueError(
+                f"the Triton kernels take bfloat16, float16 and float32 and heads of up to {LARGEST_HEAD}, got "
+                f"{query.dtype} and heads of {query.shape[2]} and {value.shape[2]}; set TREETRAIN_ATTENTION=flex"
+            )
+        return _TreeFunction.apply(query, key, value, sinks, self, scale, layer, ask)  # type: ignore[return-value]
+
+    def tables(self, sight: Sight) -> _Tables:
+        """Of layers that see so far; made at first use."""
+        if sight not in self._tables:
+            forest = self._forest
+            path = 0 if self.carry is None else self.carry.path_tokens
+            if sight != FULL and not np.asarray(sight.lowest(forest.depth)).any():
+                self._tables[sight] = self.tables(FULL)
+            else:
+                self._tables[sight] = self._made(sight, path)
+        return self._tables[sight]
+
+    def _made(self, sight: Sight, path: int) -> _Tables:
+        keys = keys_of(self._forest.ends, self._forest.depth, path, sight)
+        visits: Visits = visits_of(keys, self.tile)
+        local = keys.depth is not None and keys.lowest is not None
+        arrays = [keys.ends, *visits.by_query, *visits.by_key]
+        ends, *rest = to_device(arrays + ([keys.depth, keys.lowest] if local else []), self._device)  # type: ignore[list-item]
+        (bounds, tiles, order), (key_bounds, key_tiles, key_order) = rest[:3], rest[3:6]
+        depth, lowest = rest[6:] if local else (ends, ends)
+        by_query, by_key = _Lists(order, bounds, tiles), _Lists(key_order, key_bounds, key_tiles)
+        return _Tables(ends, depth, lowest, by_query, by_key, keys.path, local)
+
+
+class _TreeFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        attention: TritonTreeAttention,
+        scale: float,
+        layer: int,
+        ask: Ask,
+    ):
+        carry, tables = attention.carry, attention.tables(ask.sight)
+        if carry is not None:
+            carry.publish(layer, key, value)
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        keys, values = _with_path(carry, tables.path, layer, key, value)
+        out, lse = _forward(query, keys, values, sinks, tables, attention.tile, scale, ask.softcap)
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.attention, ctx.tables, ctx.scale, ctx.layer, ctx.softcap = attention, tables, scale, layer, ask.softcap
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: Tensor):
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        attention, tables, layer = ctx.attention, ctx.tables, ctx.layer
+        carry, path = attention.carry, tables.path
+        keys, values = _with_path(carry, path, layer, key, value)
+        grad_out = grad_out.to(query.dtype).contiguous()
+        delta = _delta(out, grad_out)
+        # Rounded only when nothing is added any more.
+        wide = torch.promote_types(key.dtype, torch.float32) if carry is not None else key.dtype
+        given = query, keys, values, grad_out, lse, delta
+        grad_query = _query_gradient(given, tables, attention.tile, ctx.scale, ctx.softcap)
+        grad_key, grad_value = _key_gradient(given, tables, attention.tile, ctx.scale, ctx.softcap, wide)
+        if carry is not None:
+            if path:
+                carry.add_path_gradient(layer, grad_key[:path], grad_value[:path], path)
+                grad_key, grad_value = grad_key[path:], grad_value[path:]
+            carry.collect(layer, grad_key, grad_value)
+        grad_sinks = None
+        if sinks is not None:
+            # A sink takes its share of every query's attention and gives nothing for it.
+            share = torch.exp2(sinks.float()[:, None] / math.log(2) - lse)
+            grad_sinks = -(share * delta).sum(1).to(sinks.dtype)
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks, None, None, None, None
+
+
+def _with_path(carry: CarryView | None, path: int, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [K, G, .]: the last tokens of the path, then a part's own."""
+    if carry is None or not path:
+        return key, value
+    path_key, path_value = carry.read(layer, key, value, path)
+    return torch.cat([path_key, key]), torch.cat([path_value, value])
+
+
+def _sizes(query: Tensor, key: Tensor, value: Tensor, tables: _Tables, tile: int, softcap: float | None):
+    """Arguments that all kernels take by name."""
+    size, value_size = query.shape[2], value.shape[2]
+    return {
+        "HEADS": query.shape[1],
+        "GROUPS": key.shape[1],
+        "SIZE": size,
+        "VALUE_SIZE": value_size,
+        "BLOCK_D": max(16, 1 << (size - 1).bit_length()),
+        "BLOCK_V": max(16, 1 << (value_size - 1).bit_length()),
+        "TILE": tile,
+        "CAPPED": softcap is not None,
+        "LOCAL": tables.local,
+        "PRECISION": _precision(query),
+    }
+
+
+def _precision(query: Tensor) -> str:
+    """How float32 is multiplied: exactly, unless the program allows less everywhere; see `triton_kernels._dot`."""
+    if query.device.type == "cpu":
+        return "widened"
+    allowed = query.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if allowed else "ieee"
+
+
+def _cut(shape: Shape, tile: int) -> dict[str, int]:
+    """A kernel's block sizes within a tile."""
+    blocks = {"BLOCK_M": min(shape.queries, tile), "BLOCK_N": min(shape.keys, tile)}
+    return blocks | {"num_warps": shape.warps, "num_stages": shape.stages}
+
+
+def _shapes(query: Tensor, value: Tensor):
+    return shapes_for(max(query.shape[2], value.shape[2]), query.dtype)
+
+
+def _forward(query, key, value, sinks, tables: _Tables, tile: int, scale: float, softcap: float | None):
+    """Output [N, H, V] and log-sum-exp to base 2, float32 [H, N]."""
+    count, heads = query.shape[:2]
+    out = query.new_empty((count, heads, value.shape[2]))
+    lse = query.new_empty((heads, count), dtype=torch.float32)
+    cut, lists = _cut(_shapes(query, value).forward, tile), tables.by_query
+    grid = (len(lists.order) * (tile // cut["BLOCK_M"]), heads)
+    if count:
+        sink = lse if sinks is None else sinks.contiguous()
+        _launch(
+            forward_kernel, grid, query,
+            query, key, value, sink, out, lse, tables.ends, tables.depth, tables.lowest, *lists,
+            count, len(key), tables.path, scale, 1.0 if softcap is None else softcap,
+            SINKS=sinks is not None, **_sizes(query, key, value, tables, tile, softcap), **cut,
+        )  # fmt: skip
+    return out, lse
+
+
+def _delta(out: Tensor, grad_out: Tensor) -> Tensor:
+    """float32 [H, N]: the products of output and its gradient, summed over a head."""
+    count, heads, size = out.shape
+    delta = out.new_empty((heads, count), dtype=torch.float32)
+    block = max(16, 1 << (size - 1).bit_length())
+    if count:
+        sizes = {"HEADS": heads, "VALUE_SIZE": size, "BLOCK_V": block, "BLOCK_M": 64}
+        _launch(delta_kernel, (-(-count // 64), heads), out, out, grad_out, delta, count, **sizes)
+    return delta
+
+
+def _query_gradient(given: tuple[Tensor, ...], tables: _Tables, tile: int, scale: float, softcap: float | None):
+    query, key, value, grad_out, lse, delta = given
+    grad_query = torch.empty_like(query)
+    cut, lists = _cut(_shapes(query, value).query_gradient, tile), tables.by_query
+    grid = (len(lists.order) * (tile // cut["BLOCK_M"]), query.shape[1])
+    if len(query):
+        _launch(
+            query_gradient_kernel, grid, query,
+            query, key, value, grad_out, lse, delta, grad_query, tables.ends, tables.depth, tables.lowest, *lists,
+            len(query), len(key), tables.path, scale, 1.0 if softcap is None else softcap,
+            **_sizes(query, key, value, tables, tile, softcap), **cut,
+        )  # fmt: skip
+    return grad_query
+
+
+def _key_gradient(
+    given: tuple[Tensor, ...], tables: _Tables, tile: int, scale: float, softcap: float | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    query, key, value, grad_out, lse, delta = given
+    grad_key, grad_value = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (key, value))
+    cut, lists = _cut(_shapes(query, value).key_gradient, tile), tables.by_key
+    grid = (len(lists.order) * (tile // cut["BLOCK_N"]), key.shape[1])
+    if len(key):
+        _launch(
+            key_gradient_kernel, grid, query,
+            query, key, value, grad_out, lse, delta, grad_key, grad_value,
+            tables.ends, tables.depth, tables.lowest, *lists,
+            len(query), len(key), tables.path, scale, 1.0 if softcap is None else softcap,
+            **_sizes(query, key, value, tables, tile, softcap), **cut,
+        )  # fmt: skip
+    return grad_key, grad_value
+
+
+def _launch(kernel: Any, grid: tuple[int, int], like: Tensor, *arguments: Any, **options: Any) -> None:
+    """Run a kernel on the device that a tensor is on, which need not be the current one."""
+    if like.device.type == "cuda":
+        with torch.cuda.device(like.device):
+            kernel[grid](*arguments, **options)
+    else:
+        kernel[grid](*arguments, **options)

@@ -1,0 +1,315 @@
+"""Tree attention as a few varlen calls of stock flash attention, merged by log-sum-exp.
+
+Every path of first children is contiguous: all of them together are one causal varlen call over all tokens. What hangs
+off such a path at a fork sees the path down to the fork in full: a rectangle. Rectangles of one light depth (the number
+of forks at which a token's path is not the first child) have no query in common, so they share one call: a tree takes
+1 + light depth calls, and a part below a path one more. The backward calls the stock backward for each, with the output
+and log-sum-exp over *all* keys, which is exact.
+
+Keys of a rectangle are gathered once for each fork, so a chain that forks everywhere would be copied as often: such a
+forest, and layers with windows, caps or dtypes that flash attention lacks, go to another backend.
+
+Shape letters: N tokens, C sequences of a call, H query heads, G key/value heads, D size of query and key heads, V size
+of value heads.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from treetrain.attention.carry import CarryView
+from treetrain.attention.device_arrays import to_device
+from treetrain.attention.forks import path_tops
+from treetrain.attention.schedule import Forest
+from treetrain.attention.sight import PLAIN, Ask
+from treetrain.tree.layout import ranges
+
+MOST_COPIES = 8
+"""Keys gathered for rectangles, at most, in those of the forest."""
+
+
+class Call(NamedTuple):
+    """One varlen call on the host: sequence c of queries sees sequence c of keys."""
+
+    queries: np.ndarray
+    """int64: tokens that ask."""
+    keys: np.ndarray
+    """int64: tokens that are seen, once for each sequence that they are in."""
+    query_offsets: np.ndarray
+    """int64 [C + 1]."""
+    key_offsets: np.ndarray
+    """int64 [C + 1]."""
+    causal: bool
+
+
+def varlen_calls(forest: Forest) -> list[Call]:
+    """The calls that cover every visible pair of a forest exactly once; the first one asks for all tokens."""
+    start, parent = forest.segment_start, forest.segment_parent
+    if not len(parent):
+        return []
+    top = path_tops(parent)
+    tops = np.unique(top)
+    chain_start, everything = start[tops], np.arange(len(forest.ends))
+    offsets = np.append(chain_start, len(forest.ends))
+    calls = [Call(everything, everything, offsets, offsets, True)]
+    # A segment with a child that is not its first has one rectangle: all of those children against the chain above.
+    forks = np.unique(parent[(parent >= 0) & (parent != np.arange(len(parent)) - 1)])
+    level = _light_depth(parent, top, tops)[np.searchsorted(tops, top[forks])]
+    query_start, query_stop = forest.ends[start[forks + 1]], forest.ends[start[forks]]
+    key_start, key_stop = start[top[forks]], start[forks + 1]
+    for number in np.unique(level):
+        chosen = level == number
+        query_count, key_count = (query_stop - query_start)[chosen], (key_stop - key_start)[chosen]
+        calls.append(
+            Call(
+                ranges(query_start[chosen], query_count),
+                ranges(key_start[chosen], key_count),
+                np.concatenate([[0], np.cumsum(query_count)]),
+                np.concatenate([[0], np.cumsum(key_count)]),
+                False,
+            )
+        )
+    return calls
+
+
+def _light_depth(parent: np.ndarray, top: np.ndarray, tops: np.ndarray) -> np.ndarray:
+    """int64 [chains]: forks on the path above each chain at which it is not on the first child."""
+    above = parent[tops]
+    above = np.where(above >= 0, np.searchsorted(tops, top[above]), -1)
+    depth, at = np.zeros(len(tops), np.int64), above
+    while (at >= 0).any():
+        depth += at >= 0
+        at = np.where(at >= 0, above[at], -1)
+    return depth
+
+
+class Varlen(Protocol):
+    """The kernel: query [q, H, D], key [k, G, D], value [k, G, D] in sequences."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, call: "DeviceCall", scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the output [q, H, D] and the log-sum-exp [H, q]."""
+        ...
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: "DeviceCall",
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gradients of query, key and value; `out` and `lse` are those over all keys."""
+        ...
+
+
+class DeviceCall(NamedTuple):
+    """A call on the device."""
+
+    queries: Tensor | None
+    """int64; None where all tokens ask, in order."""
+    keys: Tensor | None
+    query_offsets: Tensor
+    """int32 [C + 1]."""
+    key_offsets: Tensor
+    longest: tuple[int, int]
+    """Of the sequences of queries, and of keys."""
+    causal: bool
+
+
+class StockVarlen:
+    """PyTorch's own flash attention; 16-bit, heads of a multiple of 8 up to 256."""
+
+    def forward(self, query, key, value, call, scale):
+        """See `Varlen`."""
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            query, key, value, call.query_offsets, call.key_offsets, *call.longest, 0.0, call.causal, False, scale=scale
+        )
+        return out, lse
+
+    def backward(self, grad_out, query, key, value, out, lse, call, scale):
+        """See `Varlen`."""
+        # Without dropout the random state is not looked at.
+        state = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
+        return torch.ops.aten._flash_attention_backward(
+            grad_out, query, key, value, out, lse, call.query_offsets, call.key_offsets, *call.longest, 0.0,
+            call.causal, *state, scale=scale,
+        )  # fmt: skip
+
+
+class VarlenAttention:
+    """Tree attention for one forest, used by every layer of a run.
+
+    Args:
+        forest: segments of the packed run.
+        otherwise: makes the attention of what varlen calls cannot do.
+        carry: the path above, and where own keys are handed on.
+        kernel: None is PyTorch's.
+        dtypes: that the kernel has.
+    """
+
+    name = "varlen"
+
+    def __init__(
+        self,
+        forest: Forest,
+        device: torch.device,
+        *,
+        otherwise: Callable[[], Any],
+        carry: CarryView | None = None,
+        kernel: Varlen | None = None,
+        dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16),
+    ):
+        self.carry, self.kernel, self._dtypes = carry, kernel or StockVarlen(), dtypes
+        self._otherwise, self._other = otherwise, None
+        calls = varlen_calls(forest)
+        self.suits = sum(len(call.keys) for call in calls[1:]) <= MOST_COPIES * len(forest.ends)
+        """Whether the forest's chains are not copied too often."""
+        path = 0 if carry is None else carry.path_tokens
+        self.calls = [_on_device(call, number == 0, device) for number, call in enumerate(calls)] if self.suits else []
+        self.above = _on_device(_against_path(len(forest.ends), path), True, device) if path else None
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        layer: int = 0,
+        ask: Ask = PLAIN,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Args: query [N, H, D], key [N, G, D], value [N, G, V], sinks [H] (logits). Returns [N, H, V]."""
+        if (
+            not self.suits
+            or ask != PLAIN
+            or query.dtype not in self._dtypes
+            or max(query.shape[2], value.shape[2]) > 256
+        ):
+            return self.other(query, key, value, scale, layer, ask, sinks)
+        return _VarlenFunction.apply(query, key, value, sinks, self, scale, layer)  # type: ignore[return-value]
+
+    @property
+    def other(self) -> Any:
+        """The attention of what is not done here; made at first use."""
+        if self._other is None:
+            self._other = self._otherwise()
+        return self._other
+
+
+def _against_path(count: int, path: int) -> Call:
+    everything, above = np.arange(count), np.arange(path)
+    return Call(everything, above, np.array([0, count]), np.array([0, path]), False)
+
+
+def _on_device(call: Call, in_order: bool, device: torch.device) -> DeviceCall:
+    """Args: in_order: whether queries and keys are all there are, in order."""
+    offsets = to_device([x.astype(np.int32) for x in (call.query_offsets, call.key_offsets)], device)
+    longest = int(np.diff(call.query_offsets).max()), int(np.diff(call.key_offsets).max())
+    queries, keys = (None, None) if in_order else to_device([call.queries, call.keys], device)
+    return DeviceCall(queries, keys, *offsets, longest, call.causal)
+
+
+class _VarlenFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, attention: VarlenAttention, scale: float, layer: int):
+        carry = attention.carry
+        if carry is not None:
+            carry.publish(layer, key, value)
+        heads = _Filled(query, key, value)
+        whole, *rectangles = attention.calls
+        piece, piece_lse = attention.kernel.forward(*heads.inputs, whole, scale)
+        out, lse = piece.to(_wide(piece)), piece_lse.clone()
+        for call in rectangles:
+            assert call.queries is not None and call.keys is not None
+            q, k, v = heads.taken(call)
+            piece, piece_lse = attention.kernel.forward(q, k, v, call, scale)
+            merged = _merged(out[call.queries], lse[:, call.queries], piece, piece_lse)
+            out[call.queries], lse[:, call.queries] = merged
+        if attention.above is not None and carry is not None:
+            above = heads.like(*carry.read(layer, key, value))
+            out, lse = _merged(out, lse, *attention.kernel.forward(heads.inputs[0], *above, attention.above, scale))
+        if sinks is not None:
+            total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+            out, lse = out * _per_row(lse - total), total
+        result = out[..., : value.shape[2]].to(query.dtype).contiguous()
+        ctx.save_for_backward(query, key, value, sinks, result, lse)
+        ctx.attention, ctx.scale, ctx.layer = attention, scale, layer
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: Tensor):
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        attention, scale, layer = ctx.attention, ctx.scale, ctx.layer
+        carry, kernel, heads = attention.carry, attention.kernel, _Filled(query, key, value)
+        do, o = heads.filled(grad_out.to(query.dtype)), heads.filled(out)
+        lse = lse.contiguous()
+        whole, *rectangles = attention.calls
+        dq, dk, dv = (x.to(_wide(x)) for x in kernel.backward(do, *heads.inputs, o, lse, whole, scale))
+        for call in rectangles:
+            at = call.queries
+            taken = *heads.taken(call), o[at], lse[:, at].contiguous()
+            piece = kernel.backward(do[at], *taken, call, scale)
+            for total, part, index in zip((dq, dk, dv), piece, (at, call.keys, call.keys)):
+                total.index_add_(0, index, part.to(total.dtype))
+        size, value_size = query.shape[2], value.shape[2]
+        if carry is not None:
+            if attention.above is not None:
+                above = heads.like(*carry.read(layer, key, value))
+                piece = kernel.backward(do, heads.inputs[0], *above, o, lse, attention.above, scale)
+                dq += piece[0]
+                carry.add_path_gradient(layer, piece[1][..., :size], piece[2][..., :value_size])
+            dk, dv = dk[..., :size].contiguous(), dv[..., :value_size].contiguous()
+            carry.collect(layer, dk, dv)
+        grads = dq[..., :size].to(query.dtype), dk[..., :size].to(key.dtype), dv[..., :value_size].to(value.dtype)
+        return *grads, None if sinks is None else _sink_gradient(sinks, grad_out, out, lse), None, None, None
+
+
+class _Filled:
+    """Query, key and value with heads of one size that the kernel takes: zeros fill them up, which change no score."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor):
+        self._size = -(-max(query.shape[2], value.shape[2]) // 8) * 8
+        self.inputs = tuple(self.filled(x) for x in (query, key, value))
+
+    def filled(self, x: Tensor) -> Tensor:
+        return x.contiguous() if x.shape[2] == self._size else pad(x, (0, self._size - x.shape[2]))
+
+    def like(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.filled(x) for x in tensors)
+
+    def taken(self, call: DeviceCall) -> tuple[Tensor, ...]:
+        assert call.queries is not None and call.keys is not None
+        query, key, value = self.inputs
+        return tuple(x.index_select(0, i) for x, i in ((query, call.queries), (key, call.keys), (value, call.keys)))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _per_row(log_weights: Tensor) -> Tensor:
+    """[H, n] -> [n, H, 1] weights."""
+    return log_weights.exp().t().unsqueeze(-1)
+
+
+def _merged(out: Tensor, lse: Tensor, piece: Tensor, piece_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of both: outputs [n, H, V], log-sum-exps [H, n]."""
+    total = torch.logaddexp(lse, piece_lse)
+    return out * _per_row(lse - total) + piece * _per_row(piece_lse - total), total
+
+
+def _sink_gradient(sinks: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """[H]: a sink takes its share exp(sink - lse) of every query's attention and gives nothing for it."""
+    share = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    return -(share.t() * (grad_out.to(lse.dtype) * out).sum(-1)).sum(0).to(sinks.dtype)

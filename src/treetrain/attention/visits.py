@@ -1,0 +1,135 @@
+"""Which tiles of keys each tile of queries visits, found on the host from the subtree ends alone.
+
+Keys are numbered with the path above the forest first (``path`` of them, which every token of the forest sees), then
+the forest's own tokens in pre-order; query i is key ``path + i``. Tiles of keys are counted from key 0, tiles of
+queries from query 0. For one tile of keys the tiles of queries that see any of it are consecutive: they begin where the
+keys do and end with the furthest subtree. So the pairs of tiles are written down one after the other, and the work is
+proportional to their number; nothing of size N x N, nor of tiles x tiles, is made.
+
+Shape letters: N queries, K = path + N keys, A tiles of queries, B tiles of keys, P pairs of tiles that meet.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from treetrain.attention.sight import FULL, Sight
+from treetrain.tree.layout import ranges
+
+TILE = 128
+"""Tokens of a tile."""
+
+
+class Lists(NamedTuple):
+    """For every tile of one side, the tiles of the other that it meets."""
+
+    bounds: np.ndarray
+    """int32 [T, 3]: where a tile's entries begin, where those without mask end, and where all end."""
+    tiles: np.ndarray
+    """int32 [P]: the other side's tiles, ascending within either kind."""
+    order: np.ndarray
+    """int32 [T]: tiles with the most to do first, so that none of them starts when all others are done."""
+
+
+class Visits(NamedTuple):
+    """What meets what."""
+
+    by_query: Lists
+    by_key: Lists
+    visited: int
+    """P: pairs of tiles."""
+    unmasked: int
+    """Pairs of tiles in which every query sees every key."""
+
+
+class Keys(NamedTuple):
+    """What a kernel asks about every key and query to decide single pairs."""
+
+    ends: np.ndarray
+    """int32 [K]: one past the last query, as a key's number, that sees the key."""
+    depth: np.ndarray | None
+    """int32 [K]: places on the path; None where sight has no bound."""
+    lowest: np.ndarray | None
+    """int32 [N]: the least depth that each query sees; None where sight has no bound."""
+    path: int
+    """Tokens of the path that are keys: its last ones, the rest is out of sight."""
+
+
+def keys_of(ends: np.ndarray, depth: np.ndarray | None, path: int = 0, sight: Sight = FULL) -> Keys:
+    """The arrays of a forest below a path.
+
+    Args:
+        ends: int64 [N], the exclusive end of every token's subtree in pre-order.
+        depth: int64 [N], the place of every token on its path; its roots lie at depth `path`. Only for a bounded sight.
+        path: tokens above the forest.
+    """
+    count, lowest = len(ends), None
+    if sight != FULL and count:
+        assert depth is not None
+        lowest = np.asarray(sight.lowest(depth))
+    if lowest is None or not lowest.any():  # no path is longer than it reaches
+        return Keys(_ends_below(path, ends), None, None, path)
+    tail = max(0, path - int(lowest.min()))
+    depths = np.concatenate([np.arange(path - tail, path), depth]).astype(np.int32)
+    return Keys(_ends_below(tail, ends), depths, lowest.astype(np.int32), tail)
+
+
+def _ends_below(path: int, ends: np.ndarray) -> np.ndarray:
+    total = path + len(ends)
+    if total > np.iinfo(np.int32).max:
+        raise ValueError(f"{total} keys in one part, of which at most {np.iinfo(np.int32).max} can be numbered")
+    return np.concatenate([np.full(path, total), ends + path]).astype(np.int32)
+
+
+def visits_of(keys: Keys, tile: int = TILE) -> Visits:
+    """The pairs of tiles that meet.
+
+    Args:
+        tile: tokens of a tile, on both sides.
+    """
+    path, total = keys.path, len(keys.ends)
+    count = total - path
+    if count == 0:
+        nothing = Lists(np.zeros((0, 3), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32))
+        none = np.zeros((-(-total // tile), 3), np.int32)
+        return Visits(nothing, Lists(none, nothing.tiles, np.arange(len(none), dtype=np.int32)), 0, 0)
+    starts = np.arange(0, total, tile)
+    stops = np.minimum(starts + tile, total)
+    furthest, nearest = (f.reduceat(keys.ends, starts).astype(np.int64) for f in (np.maximum, np.minimum))
+    # Tile q of queries is keys [path + q * tile, ...): the first that reaches the keys' start, the last that begins
+    # before the furthest end. Where it begins before the keys end, it overlaps them, and a token sees itself.
+    first = np.maximum(starts - path, 0) // tile
+    last = -(-(furthest - path) // tile) - 1
+    meetings = np.maximum(last - first + 1, 0)
+    key_tile = np.repeat(np.arange(len(starts)), meetings)
+    query_tile = ranges(first, meetings)
+    query_start = query_tile * tile + path
+    query_stop = np.minimum(query_start + tile, total)
+    whole = (stops[key_tile] <= query_start) & (query_stop <= nearest[key_tile])
+    if keys.lowest is not None:
+        key_tile, query_tile, whole = _in_sight(keys, key_tile, query_tile, whole, starts, tile)
+    tiles = -(-count // tile)
+    by_query = _lists(query_tile, key_tile, whole, tiles)
+    by_key = _lists(key_tile, query_tile, whole, len(starts))
+    return Visits(by_query, by_key, len(whole), int(whole.sum()))
+
+
+def _in_sight(keys: Keys, key_tile, query_tile, whole, key_starts, tile: int):
+    """The pairs of tiles whose keys are not all above what the queries see."""
+    assert keys.depth is not None and keys.lowest is not None
+    query_starts = np.arange(0, len(keys.lowest), tile)
+    deepest, shallowest = (f.reduceat(keys.depth, key_starts) for f in (np.maximum, np.minimum))
+    least, most = (f.reduceat(keys.lowest, query_starts) for f in (np.minimum, np.maximum))
+    reached = deepest[key_tile] >= least[query_tile]
+    whole = whole & (shallowest[key_tile] >= most[query_tile])
+    return key_tile[reached], query_tile[reached], whole[reached]
+
+
+def _lists(own: np.ndarray, other: np.ndarray, whole: np.ndarray, tiles: int) -> Lists:
+    """The pairs grouped by `own`: those without mask first."""
+    order = np.lexsort((other, ~whole, own))
+    count = np.bincount(own, minlength=tiles)
+    unmasked = np.bincount(own, weights=whole, minlength=tiles).astype(np.int64)
+    begin = np.cumsum(count) - count
+    bounds = np.stack([begin, begin + unmasked, begin + count], axis=1).astype(np.int32)
+    return Lists(bounds, other[order].astype(np.int32), np.argsort(-count, kind="stable").astype(np.int32))

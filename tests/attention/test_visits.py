@@ -1,0 +1,143 @@
+"""The lists of tiles that meet, made on the host for the GPU kernels, against the dense mask."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.forests import attention_forest, bushy_rows, forests
+from support.layouts import nested_forks, star
+from support.runs import runs
+from treetrain.attention.device_arrays import to_device
+from treetrain.attention.reference import visible
+from treetrain.attention.sight import FULL, Sight
+from treetrain.attention.visits import Keys, Lists, keys_of, visits_of
+
+SIGHTS = st.one_of(
+    st.just(FULL), st.builds(Sight, window=st.integers(1, 40)), st.builds(Sight, chunk=st.integers(1, 40))
+)
+
+
+def truth(forest, path: int, sight: Sight, kept: int) -> np.ndarray:
+    """bool [N, kept + N]: which of the last `kept` tokens of the path, and of its own, each token sees."""
+    n, depth = len(forest.ends), forest.depth + path
+    ends = torch.from_numpy(np.concatenate([np.full(path, path + n), forest.ends + path]))
+    depths = torch.from_numpy(np.concatenate([np.arange(path), depth]))
+    seen = visible(ends, depths, sight.window, sight.chunk)[path:].numpy()
+    assert not seen[:, : path - kept].any(), "a token of the path that is seen was dropped"
+    return seen[:, path - kept :]
+
+
+def by_rule(keys: Keys) -> np.ndarray:
+    """The same from what a kernel is given."""
+    query, key = np.arange(keys.path, len(keys.ends))[:, None], np.arange(len(keys.ends))[None]
+    seen = (key <= query) & (query < keys.ends[None])
+    if keys.depth is not None and keys.lowest is not None:
+        seen &= keys.depth[None] >= keys.lowest[:, None]
+    return seen
+
+
+def tiles_of(grid: np.ndarray, tile: int) -> np.ndarray:
+    """bool [n, m] -> [A, B, tile, tile]; cells beyond the grid are None's stand-in, taken from `grid`'s padding."""
+    rows, columns = (-(-size // tile) * tile for size in grid.shape)
+    padded = np.zeros((rows, columns), grid.dtype)
+    padded[: grid.shape[0], : grid.shape[1]] = grid
+    return padded.reshape(rows // tile, tile, columns // tile, tile).swapaxes(1, 2)
+
+
+def listed(lists: Lists, others: int) -> tuple[np.ndarray, np.ndarray]:
+    """(met in full, met in part), bool [T, others]."""
+    full, part = np.zeros((2, len(lists.bounds), others), bool)
+    for own, (begin, middle, stop) in enumerate(lists.bounds.tolist()):
+        for grid, first, last in ((full, begin, middle), (part, middle, stop)):
+            met = lists.tiles[first:last]
+            assert (np.diff(met) > 0).all(), "tiles in the order in which they lie"
+            grid[own, met] = True
+    assert sorted(lists.order.tolist()) == list(range(len(lists.bounds)))
+    count = lists.bounds[:, 2] - lists.bounds[:, 0]
+    assert (np.diff(count[lists.order]) <= 0).all(), "the longest lists first"
+    return full, part
+
+
+def check(forest, path: int, sight: Sight, tile: int) -> None:
+    keys = keys_of(forest.ends, forest.depth + path, path, sight)
+    visits = visits_of(keys, tile)
+    seen = truth(forest, path, sight, keys.path)
+    assert (by_rule(keys) == seen).all()
+    grid, real = tiles_of(seen, tile), tiles_of(np.ones_like(seen), tile)
+    some = grid.any((2, 3))
+    full, part = listed(visits.by_query, grid.shape[1])
+    assert not (full & part).any()
+    assert (some <= (full | part)).all(), "a tile that is seen is missing"
+    every = (grid == real).all((2, 3))
+    assert (full <= every).all(), "a tile is said to be seen in full and is not"
+    # Tiles visited without masks hold no rows beyond the last key: kernels read them without looking.
+    assert not full[:, (np.arange(grid.shape[1]) + 1) * tile > len(keys.ends)].any()
+    if sight == FULL:
+        assert ((full | part) == some).all(), "a tile that nobody sees is visited"
+        before = (np.arange(grid.shape[1])[None] + 1) * tile <= np.arange(grid.shape[0])[:, None] * tile + path
+        assert (full == (every & before)).all()
+    for mine, other in zip((full, part), listed(visits.by_key, grid.shape[0])):
+        assert (mine == other.T).all(), "both sides list the same pairs"
+    assert (visits.visited, visits.unmasked) == ((full | part).sum(), full.sum())
+
+
+@runs(150)
+@given(forests(max_rows=12, max_length=30), SIGHTS, st.sampled_from([1, 2, 4, 16]), st.integers(0, 40))
+def test_every_visible_pair_of_tiles_is_listed_and_no_pair_is_without_mask_that_needs_one(rows, sight, tile, path):
+    forest = attention_forest(rows)
+    if len(forest.ends):
+        check(forest, path, sight, tile)
+
+
+@pytest.mark.parametrize("path", [0, 1, 127, 128, 129, 300])
+@pytest.mark.parametrize("trunk", [1, 127, 128, 129])
+def test_tiles_of_the_size_that_kernels_use(trunk, path):
+    rng = np.random.default_rng(trunk)
+    rows = [[*(list(range(37)) * 9)[:trunk], i, *rng.integers(0, 37, 150).tolist()] for i in range(3)]
+    for sight in (FULL, Sight(window=100), Sight(chunk=130)):
+        check(attention_forest(rows), path, sight, 128)
+
+
+def test_a_forest_of_nothing_visits_nothing():
+    visits = visits_of(keys_of(np.zeros(0, np.int64), np.zeros(0, np.int64), 5), 4)
+    assert visits.visited == 0 and len(visits.by_query.order) == 0
+    assert visits.by_key.bounds.tolist() == [[0, 0, 0]] * 2, "the path's gradients are written, as zeros"
+
+
+def test_lists_grow_with_what_is_visible_and_not_with_the_square_of_the_tokens():
+    leaves = star(4000, 128)  # half a million tokens, every one of which sees 129 at most
+    visits = visits_of(keys_of(leaves.ends, leaves.positions))
+    tiles = -(-leaves.num_tokens // 128)
+    assert tiles == 4001 and visits.visited <= 3 * tiles
+    window = visits_of(keys_of(np.full(128_000, 128_000), np.arange(128_000), 0, Sight(window=512)))
+    assert window.visited <= 6 * 1000
+    nested = nested_forks(100_000)
+    assert visits_of(keys_of(nested.ends, nested.positions)).visited <= (200_000 // 128 + 1) ** 2
+
+
+def test_rows_without_common_tokens_visit_as_many_tiles_as_causal_attention():
+    rows = attention_forest(bushy_rows(np.random.default_rng(0), rows=1, segment=640, levels=2))
+    tiles = -(-len(rows.ends) // 128)
+    visits = visits_of(keys_of(rows.ends, rows.depth))
+    assert visits.visited == tiles * (tiles + 1) // 2 and visits.unmasked == tiles * (tiles - 1) // 2
+
+
+def test_a_long_path_out_of_sight_is_no_key():
+    forest = attention_forest([[1, 2, 3]])
+    assert keys_of(forest.ends, forest.depth + 1000, 1000, Sight(window=10)).path == 9
+    assert keys_of(forest.ends, forest.depth + 1000, 1000, Sight(window=2000)).path == 1000
+    assert keys_of(forest.ends, forest.depth + 1000, 1000).path == 1000
+
+
+def test_more_keys_than_can_be_numbered_are_refused():
+    with pytest.raises(ValueError, match="2147483648 keys in one part"):
+        keys_of(np.array([1]), np.array([0]), 2**31 - 1)
+
+
+def test_arrays_arrive_as_they_were_sent():
+    arrays = [np.arange(5, dtype=np.int32), np.zeros((0, 3), np.int32), np.arange(6, dtype=np.int32).reshape(2, 3)]
+    sent = to_device(arrays, torch.device("cpu"))
+    assert all((a == b.numpy()).all() and a.shape == tuple(b.shape) for a, b in zip(arrays, sent))
+    assert all(t.data_ptr() % 64 == sent[0].data_ptr() % 64 for t in sent if t.numel()), "all equally aligned"
