@@ -15,8 +15,9 @@ from support.pure import PureFloat64, RoundsToFloat32
 from support.runs import runs
 from support.stand_in import StandIn
 from treetrain.attention.dispatch import Choice
-from treetrain.recurrent import carry, paths
-from treetrain.recurrent.dispatch import KERNELS
+from treetrain.models.recurrence import delta_rule_of
+from treetrain.recurrent import carry, dispatch, paths
+from treetrain.recurrent.dispatch import KERNELS, TILES
 from treetrain.recurrent.tiles import TILE
 
 DELTA = ("qwen3_5_text", "qwen3_next_dense")
@@ -184,3 +185,11 @@ def test_by_kernels_that_scan_sequences_every_plan_is_exact(family, monkeypatch)
     assert any(not call["final"] for call in kernel.calls) and any(call["final"] for call in kernel.calls)
     for gradient in found:
         assert linear.relative_error(gradient, truth) <= 1e-12
+
+
+def test_it_is_told_which_rule_runs_and_why(monkeypatch):
+    model, cuda = make_hybrid("qwen3_5_text"), torch.device("cuda")
+    assert str(delta_rule_of(model, torch.device("cpu"))).startswith("tiles (cpu: ")
+    assert delta_rule_of(make_hybrid("lfm2"), cuda) is delta_rule_of(make_hybrid("llama"), cuda) is None
+    monkeypatch.setattr(dispatch, "_found", StandIn)
+    assert delta_rule_of(model, cuda).name == TILES and delta_rule_of(model.bfloat16(), cuda).name == KERNELS

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from treetrain.attention.dispatch import Choice
 from treetrain.errors import UnsupportedModel
 from treetrain.models import deltanet
 from treetrain.models.switch import TreeRun, replaced_forward
+from treetrain.recurrent.dispatch import choose_rule
 from treetrain.recurrent.paths import Paths
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
@@ -189,6 +191,18 @@ def _try_tiny(layer: Any, config: Any) -> str | None:
         return f"looks known, but a small one of its class cannot be tried ({type(error).__name__}: {error})"
     if own.shape != ours.shape or not torch.allclose(own, ours, rtol=_TINY_TOLERANCE, atol=_TINY_TOLERANCE):
         return f"has the parts of a {kind.what}, but its own forward gives something else; it is not supported"
+    return None
+
+
+def delta_rule_of(model: nn.Module, device: torch.device) -> Choice | None:
+    """Which form of the gated delta rule runs on trees that suit it, and why; None for a model without such layers."""
+    for module in model.modules():
+        kind = kind_of(module)
+        if kind is not None and kind.what == _DELTA["what"]:
+            dtype = next(module.parameters()).dtype
+            if torch.is_autocast_enabled(device.type):
+                dtype = torch.get_autocast_dtype(device.type)
+            return choose_rule(device, dtype, int(module.head_k_dim), int(module.head_v_dim))  # type: ignore[arg-type]
     return None
 
 

@@ -21,9 +21,9 @@ OLDEST = (0, 6)
 """The version whose kernels are tested here: more value heads than key heads, lengths given on both sides."""
 CHUNK = 64
 """Tokens of the kernels' chunks."""
-FILLED = 2.0
-"""Tokens with runs filled up to chunks may be so many times the tree's. Not measured: at half empty chunks, tiles and
-kernels do about the same work."""
+FILLED = 1.5
+"""Tokens with runs filled up to chunks may be so many times the tree's: runs of about a chunk each. From there down the
+kernels hold more states than tiles do, and compute on padding."""
 TOKENS_PER_CALL = 512
 """A call of the kernels, forward and backward, must be worth so many tokens. An estimate from the number of kernels
 that a call launches, not measured."""

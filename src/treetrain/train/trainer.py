@@ -13,6 +13,7 @@ from treetrain import __version__
 from treetrain.engine.batch import check_batch
 from treetrain.engine.engine import TreeEngine
 from treetrain.models.loading import load_model
+from treetrain.models.recurrence import delta_rule_of
 from treetrain.train.adapters import add_adapter
 from treetrain.train.allocator import keep_memory
 from treetrain.train.checkpoint import seed_all
@@ -88,6 +89,8 @@ class Trainer:
         if self.device.type == "cpu":
             keep_memory()
         self.console.print(f"attention: {engine.attention}", highlight=False, soft_wrap=True)
+        if rule := delta_rule_of(model, self.device):
+            self.console.print(f"recurrence: {rule}", highlight=False, soft_wrap=True)
         for rows in (self.prepared.rows, self.prepared.eval_rows):
             check_batch(build_tree(rows), engine.capabilities)
         before = start.checkpoint and start.checkpoint.path / METRICS_FILE
