@@ -8,15 +8,17 @@ from torch import Tensor
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays, all of one dtype, as tensors of their shapes: parts of one tensor on the device.
+    """The arrays, all of one dtype, as tensors of their shapes: themselves on a CPU, else parts of one.
 
     To a GPU they go from pinned memory, so that the host does not wait for what the device is doing.
     """
     assert arrays and all(a.dtype == arrays[0].dtype for a in arrays)
+    if device.type == "cpu":
+        return [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
     # Every part begins at a multiple of 16 entries, so that kernels find pointers aligned alike in every call.
     lengths = [-(-a.size // 16) * 16 for a in arrays]
     pinned = device.type == "cuda"
-    whole = torch.empty(sum(lengths), dtype=torch.from_numpy(arrays[0][:0]).dtype, pin_memory=pinned)
+    whole = torch.empty(sum(lengths), dtype=torch.from_numpy(arrays[0].reshape(-1)[:0]).dtype, pin_memory=pinned)
     starts = np.cumsum([0, *lengths[:-1]]).tolist()
     for start, array in zip(starts, arrays):
         whole[start : start + array.size] = torch.from_numpy(np.ascontiguousarray(array)).reshape(-1)
