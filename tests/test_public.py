@@ -50,12 +50,12 @@ SIGNATURES = {
     "ModelShape": ("(*, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied, blocks=(), positions=0)"),
     "CostModel": "(*, shape, constants)",
     "Plan": "(*, layout, part_of, parent, attach, kept, exported, publish, made_for=None)",
-    "TreeEngine": "(model, *, budget=None, temperature=1.0, value_head=None)",
+    "TreeEngine": "(model, *, budget=None, temperature=1.0, value_head=None, group=None, reduce='auto')",
     "StepResult": "(*, loss, metrics, metric_sums, flat_tokens, unique_tokens, computed_tokens, recomputed_tokens, "
     "parts)",
 }
 METHODS = {
-    "TreeEngine.forward_backward": "(self, trajectories, loss, normaliser=None, balance=None)",
+    "TreeEngine.forward_backward": "(self, trajectories, loss, normaliser=None, balance=None, *, sync=True)",
     "TreeEngine.router_balance": "(self, trajectories)",
     "TreeEngine.logprobs": "(self, trajectories, *, return_entropy=False)",
     "TreeEngine.plan": "(self, trajectories)",
@@ -107,7 +107,7 @@ METHODS = {
     "losses.actor_critic": "(policy, *, value_coefficient=0.5, value_clip=0.2)",
     "losses.value_loss": "(predicted, facts, *, clip=0.2, reduction='token')",
 }
-OTHERS = {"DataError", "UnsupportedModel", "TokenTree", "losses", "__version__"}
+OTHERS = {"DataError", "RanksDisagree", "UnsupportedModel", "TokenTree", "losses", "__version__"}
 
 
 def plain_signature(function) -> str:

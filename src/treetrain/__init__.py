@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 # Names are loaded when first used, so that data and trees need no torch and the command line answers at once.
 _PUBLIC = {
     "DataError": "treetrain.errors",
+    "RanksDisagree": "treetrain.errors",
     "UnsupportedModel": "treetrain.errors",
     "Trajectory": "treetrain.data.trajectory",
     "gae": "treetrain.data.gae",
@@ -21,7 +22,7 @@ _PUBLIC = {
     "CostModel": "treetrain.plan.price",
     "Plan": "treetrain.plan.plan",
     "make_plan": "treetrain.plan.make",
-    "StepResult": "treetrain.engine.engine",
+    "StepResult": "treetrain.engine.step",
     "TreeEngine": "treetrain.engine.engine",
     "logprobs": "treetrain.engine.primitive",
     "rewards": "treetrain.engine.values",
@@ -39,6 +40,7 @@ __all__ = [
     "Node",
     "NodeTrajectory",
     "Plan",
+    "RanksDisagree",
     "StepResult",
     "TokenTree",
     "Trajectory",
@@ -65,14 +67,15 @@ if TYPE_CHECKING:
     from treetrain.data.gae import gae as gae
     from treetrain.data.load import load as load
     from treetrain.data.trajectory import Trajectory as Trajectory
-    from treetrain.engine.engine import StepResult as StepResult
     from treetrain.engine.engine import TreeEngine as TreeEngine
     from treetrain.engine.padded import from_padded as from_padded
     from treetrain.engine.padded import to_padded as to_padded
     from treetrain.engine.primitive import logprobs as logprobs
+    from treetrain.engine.step import StepResult as StepResult
     from treetrain.engine.values import rewards as rewards
     from treetrain.engine.values import values as values
     from treetrain.errors import DataError as DataError
+    from treetrain.errors import RanksDisagree as RanksDisagree
     from treetrain.errors import UnsupportedModel as UnsupportedModel
     from treetrain.plan.cost import ModelShape as ModelShape
     from treetrain.plan.make import make_plan as make_plan

@@ -7,3 +7,7 @@ class DataError(ValueError):
 
 class UnsupportedModel(ValueError):
     """A model, or a setting of one, whose gradients would not be exact on a tree. Raised before any work is done."""
+
+
+class RanksDisagree(RuntimeError):
+    """Processes that should make the same step do not, or one of them could not; raised on every rank."""

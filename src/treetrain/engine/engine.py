@@ -1,55 +1,39 @@
 """The engine: gradients of any loss over branching trajectories, every shared prefix computed once."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import functools
+import operator
+import os
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from treetrain.attention.dispatch import Choice, choose_backend
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.batch import Batch, as_tree, check_batch
+from treetrain.engine.begin import Begun, begin
 from treetrain.engine.calibrate import cost_model
-from treetrain.engine.checks import check_normaliser, check_temperature, check_trainable, step_loss, step_normaliser
-from treetrain.engine.evaluate import MetricSums, evaluate, linear_coefficients, means
-from treetrain.engine.feed import Board, Known, Stream
+from treetrain.engine.checks import check_temperature
+from treetrain.engine.feed import Board
+from treetrain.engine.lockstep import Lockstep, Reduces, StandIn
 from treetrain.engine.memory import Passes, StepOutOfMemory, cannot_start_over, why_not_again, within_memory
-from treetrain.engine.merged import MergedBatch
 from treetrain.engine.packed import PackedRun, model_device, wide_dtype
-from treetrain.engine.planning import formula_cost, plan_within
-from treetrain.engine.routing import RouterBalance, Routing
+from treetrain.engine.planning import AMPLE, device_free_bytes, formula_cost, formula_cost_of, plan_within
+from treetrain.engine.ranks import check_same, is_shard, is_sharded, ranks_of
+from treetrain.engine.router_balance import RouterBalance
+from treetrain.engine.routing import Routing
 from treetrain.engine.sharing import rows_if_faster
+from treetrain.engine.step import Step, StepResult, StepRun, over_ranks, result_of
 from treetrain.engine.walk import Walk
+from treetrain.errors import RanksDisagree
 from treetrain.models.capability import Capabilities, check_model
 from treetrain.plan.budget import Bytes, parse_budget
+from treetrain.plan.lockstep import common_order, spelled
 from treetrain.plan.plan import Plan
 from treetrain.plan.price import CostModel
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
-    """What one `forward_backward` did."""
-
-    loss: float
-    """Sum over all trajectories divided by the normaliser."""
-    metrics: dict[str, float]
-    """Means of what the loss reports."""
-    metric_sums: MetricSums = field(repr=False)
-    """The same as (weighted sum, weight), to be added over calls."""
-    flat_tokens: int
-    """Tokens summed over the trajectories."""
-    unique_tokens: int
-    """Tokens of the tree."""
-    computed_tokens: int
-    """Tokens that went through the model: the tree's, less what no wanted prediction depends on."""
-    recomputed_tokens: int
-    """Tokens of the passes without graph: what was run forward once more to stay within the budget."""
-    parts: int
-    """Forward-backward passes it took."""
 
 
 class TreeEngine:
@@ -63,6 +47,11 @@ class TreeEngine:
         value_head: maps the hidden states that a causal LM hands to its head, [n, hidden], to values [n] (or [n, c]),
             for losses that need values. A model for token or sequence classification has its own head, and no
             log-probabilities.
+        group: of torch.distributed: processes that share each step, each with rows of its own (or none) and the same
+            model. Loss, metrics and gradients are those of all rows together. None: the ranks that a model in the hands
+            of FSDP2 (`fully_shard`) is spread over; a plain model's process is alone.
+        reduce: when FSDP2 reduces gradients: after every part, once per step (they are whole until then), or "auto":
+            once where there is ample room for that.
 
     Raises:
         UnsupportedModel: the model, its value head or a setting would not be exact on a tree.
@@ -79,7 +68,13 @@ class TreeEngine:
         budget: int | str | Bytes | None = None,
         temperature: float = 1.0,
         value_head: nn.Module | None = None,
+        group: Any = None,
+        reduce: Literal["auto", "part", "step"] = "auto",
     ):
+        if reduce not in ("auto", "part", "step"):
+            raise ValueError(f"reduce={reduce!r}: known are auto, part and step")
+        self.ranks, self.reduce = ranks_of(model, group), reduce
+        self.in_lockstep = not self.ranks.alone and is_sharded(model)
         self.model, self.budget, self.temperature = model, parse_budget(budget), check_temperature(temperature)
         self.value_head = value_head
         self.capabilities = self._checked()
@@ -105,7 +100,12 @@ class TreeEngine:
 
     @property
     def cost(self) -> CostModel:
-        """What passes cost on this model as it is now, on its device: measured when first asked for, and cached."""
+        """What passes cost on this model as it is now, on its device: measured when first asked for, and cached.
+
+        By formula for a sharded model, whose passes no rank can run by itself.
+        """
+        if self.in_lockstep:
+            return formula_cost_of(self.model)
         found = self._checked()
         # With the model's own head, whatever the present call asks of it: what is measured is cached.
         return cost_model(self.model, found.asked(logprobs=found.scores_tokens, values=not found.scores_tokens))
@@ -127,6 +127,8 @@ class TreeEngine:
         loss: Any,
         normaliser: float | None = None,
         balance: RouterBalance | None = None,
+        *,
+        sync: bool = True,
     ) -> StepResult:
         """Accumulate d loss / d parameters into ``.grad``, exactly as if every row were trained by itself.
 
@@ -140,44 +142,85 @@ class TreeEngine:
             balance: of the routers over the whole step, the sum of `router_balance` over its calls; None takes each
                 call for a step of its own. Where the model's configuration asks for an auxiliary loss of its routers
                 (``output_router_logits`` and ``router_aux_loss_coef``), it is that of all tokens of all rows.
+            sync: over several ranks: False leaves every rank its own gradients (sharded ones: unreduced), for all calls
+                of a step but the last.
+
+        Returns:
+            loss, metrics and counts of the rows of all ranks.
 
         Raises:
+            RanksDisagree: another rank makes another step, or could not make its own.
             DataError: an id outside the vocabulary, a row longer than the model's positions, nothing to train,
                 a fact that the loss needs and a row lacks.
             ValueError: no parameter to train, gradients switched off, a normaliser that is not above 0.
             UnsupportedModel: see the class.
             RuntimeError: memory ran out in a backward while gradients of earlier calls lay in ``.grad``.
         """
-        values, entropy = bool(getattr(loss, "needs_values", False)), bool(getattr(loss, "needs_entropy", False))
-        self.prepare(logprobs=entropy or getattr(loss, "needs_logprobs", True), values=values)
-        check_trainable(self.parameters)
-        tree = as_tree(trajectories, merge=self._merge)
-        check_batch(tree, self.capabilities)
-        batch, loss, normaliser = _batch(tree, loss, normaliser, every_token=self._balanced)
-        plan = self.plan_of(batch.layout)
-        if isinstance(batch, Batch) and batch.weighted and (rows := self._row_by_row(tree, plan)):
-            batch, plan = Batch.of(rows[0], weighted=True), rows[1]
+        begun = begin(self, trajectories, loss, normaliser, merge=self._merge)
+        if self._balanced and balance is None and not self.ranks.alone:
+            balance = self.router_balance(begun.tree)
+        begun, plan = self._planned(begun, sync=sync)
         never = why_not_again(self.parameters)
-        step, _, passes = within_memory(
-            self.model,
-            plan,
-            lambda plan, passes: self._try(plan, batch, loss, normaliser, passes, never, balance),
-            partial(self.smaller_plan, batch.layout),
-        )
-        return StepResult(
-            loss=float(step.total),
-            metrics=means(step.sums),
-            metric_sums=step.sums,
-            flat_tokens=tree.num_flat_tokens,
-            unique_tokens=tree.num_tokens,
-            computed_tokens=batch.layout.num_tokens,
-            recomputed_tokens=sum(tokens for _, tokens in passes.published + passes.scored),
-            parts=len(passes.graph),
-        )
+
+        def step() -> tuple[None, StepResult]:
+            done, _, passes = self._within_memory(begun, plan, never, balance)
+            return None, result_of(done, begun, passes)
+
+        try:
+            _, results = self.ranks.agree("the step", step)
+        except RanksDisagree as error:
+            self._take_back(never, error)
+            raise
+        if sync:
+            self.ranks.average_gradients([p for p in self.parameters if not is_shard(p)])
+        return over_ranks(results)
+
+    def _planned(self, begun: Begun, *, sync: bool) -> tuple[Begun, Plan]:
+        """The plan of this rank's part of a step, and when sharded gradients are reduced."""
+
+        def planned() -> tuple[tuple[Begun, Plan], bool]:
+            found, plan = begun, self.plan_of(begun.batch.layout)
+            batch = begun.batch
+            if isinstance(batch, Batch) and batch.weighted and (rows := self._row_by_row(begun.tree, plan)):
+                found, plan = begun._replace(batch=Batch.of(rows[0], weighted=True)), rows[1]
+            return (found, plan), self._reduces_once(plan)
+
+        (found, plan), once = self.ranks.agree("planning", planned)
+        return found._replace(reduces="never" if not sync else "last" if all(once) else "each"), plan
+
+    def _reduces_once(self, plan: Plan) -> bool:
+        """Whether there is room for all gradients as a whole until the last backward."""
+        if not self.in_lockstep or self.reduce != "auto":
+            return self.reduce == "step"
+        cost = formula_cost(self.model)
+        if cost is None:
+            return False
+        whole = sum(p.numel() for p in self.parameters if p.requires_grad) * wide_dtype(self.model).itemsize
+        room = int(self.budget) if isinstance(self.budget, Bytes) else self.free_bytes()
+        return room is not None and AMPLE * (cost.peak_bytes(plan) + whole) < room
+
+    def _within_memory(
+        self, begun: Begun, plan: Plan, never: str | None, balance: RouterBalance | None
+    ) -> tuple[Step, Plan, Passes]:
+        def run(plan: Plan, passes: Passes) -> Step:
+            return self._try(plan, begun, passes, never, balance)
+
+        if self.in_lockstep:
+            passes = Passes()
+            return run(plan, passes), plan, passes
+        return within_memory(self.model, plan, run, partial(self.smaller_plan, begun.batch.layout))
 
     def plan_of(self, layout: PackedLayout) -> Plan:
         """The plan of what is computed of a batch."""
-        return plan_within(layout, self.budget, self.model, lambda: self.cost)
+        free = self.free_bytes() if self.budget is None and not self.ranks.alone else None
+        return plan_within(layout, self.budget, self.model, lambda: self.cost, free=free)
+
+    def free_bytes(self) -> int | None:
+        """What plans may use of the device now; processes on one host share its memory."""
+        free = device_free_bytes(self.model)
+        if free is None or self.ranks.alone or model_device(self.model).type != "cpu":
+            return free
+        return free // int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.size))
 
     def _row_by_row(self, tree: TokenTree, plan: Plan) -> tuple[TokenTree, Plan] | None:
         """The batch with nothing shared, and its plan, where sharing does not pay."""
@@ -193,72 +236,54 @@ class TreeEngine:
     def _try(
         self,
         plan: Plan,
-        batch: Batch | MergedBatch,
-        loss: Any,
-        normaliser: float,
+        begun: Begun,
         passes: Passes,
         never: str | None,
         balance: RouterBalance | None,
-    ) -> "_Step":
+    ) -> Step:
         """A step whose failure leaves gradients as they were, or says that it does not.
 
         Args:
             never: why gradients cannot be put back.
         """
         try:
-            coefficient = self.capabilities.experts.auxiliary if self.capabilities.experts else 0.0
-            routing = self.routing(batch.tree, balanced=self._balanced, whole=balance, scale=coefficient)
-            step = self._step(plan, batch, loss, normaliser, passes, routing)
-            return step if routing is None else _Step(*routing.added_to(*step))
+            scale = (self.capabilities.experts.auxiliary if self.capabilities.experts else 0.0) * self.ranks.size
+            routing = self.routing(begun.batch.tree, balanced=self._balanced, whole=balance, scale=scale)
+            step = self._step(begun, plan, passes, routing)
+            return step if routing is None else Step(*routing.added_to(*step))
         except BaseException as error:
             if isinstance(error, StepOutOfMemory) and not error.begun:
                 raise
-            if never is None:
-                for parameter in self.parameters:
-                    parameter.grad = None
-            elif isinstance(error, StepOutOfMemory):
+            if never is not None and isinstance(error, StepOutOfMemory):
                 raise cannot_start_over(error, never) from error
-            else:
-                error.add_note(f"{never}; what this step has added to them is incomplete")
+            self._take_back(never, error)
             raise
 
-    def _step(
-        self,
-        plan: Plan,
-        batch: Batch | MergedBatch,
-        loss: Any,
-        normaliser: float,
-        passes: Passes,
-        routing: Routing | None,
-    ) -> "_Step":
-        device, wide = model_device(self.model), wide_dtype(self.model)
-        rows, need_entropy = batch.everything(), bool(getattr(loss, "needs_entropy", False))
-        board = Board(batch.layout.num_edges, len(batch.layout.rows), device=device, dtype=wide, entropy=need_entropy)
-        if plan.num_parts == 0:
-            return _without_predictions(board, batch, loss, normaliser)
-        walk = self._walk(plan, passes, routing, gradients=True)
-        at_once = getattr(loss, "scope", "trajectory") == "batch" and plan.num_parts > 1
-        if routing is not None and plan.num_parts > 1 and not routing.in_parts and not at_once:
-            self._walk(plan, passes, routing, gradients=False).route()
-            routing.settle()
-        known = linear_coefficients(loss, rows, batch.layout.num_edges, device, wide)
-        if known is not None:
-            walk.train(Known(board, known / normaliser))
-            with torch.no_grad():
-                total, sums = evaluate(loss, rows.per_prediction(board.logprobs), None, rows)
-            return _Step(total / normaliser, sums)
-        if at_once:
-            self._walk(plan, passes, routing, gradients=False).score(board, need_entropy=need_entropy)
-            if routing is not None:
-                routing.settle()
-            stream = Stream(board, batch, loss, normaliser)
-            stream.finish()
-            walk.train(stream.known())
-            return _Step(stream.total, stream.sums)
-        stream = Stream(board, batch, loss, normaliser)
-        walk.train(stream)
-        stream.finish()
-        return _Step(stream.total, stream.sums)
+    def _take_back(self, never: str | None, error: BaseException) -> None:
+        """Leave the gradients as they were before a step that failed, or say that they are not."""
+        if never is not None:
+            error.add_note(f"{never}; what this step has added to them is incomplete")
+            return
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _step(self, begun: Begun, plan: Plan, passes: Passes, routing: Routing | None) -> Step:
+        batch, loss = begun.batch, begun.loss
+        entropy = bool(getattr(loss, "needs_entropy", False))
+        sizes = batch.layout.num_edges, len(batch.layout.rows)
+        board = Board(*sizes, device=model_device(self.model), dtype=wide_dtype(self.model), entropy=entropy)
+        return StepRun(
+            plan,
+            batch,
+            loss,
+            begun.normaliser,
+            board,
+            lambda gradients: self._walk(plan, passes, routing, gradients=gradients, reduces=begun.reduces),
+            routing,
+            self.ranks,
+            in_lockstep=self.in_lockstep,
+            rows=begun.rows,
+        ).run()
 
     def routing(self, tree: TokenTree, *, balanced: bool, **options: Any) -> Routing | None:
         """What a call does with the routers of experts; None where there is nothing to do."""
@@ -273,22 +298,40 @@ class TreeEngine:
         Raises:
             ValueError: a model without experts.
         """
-        self.capabilities = self._checked()
-        tree = as_tree(trajectories, merge=self._merge)
-        check_batch(tree, self.capabilities)
-        routing = self.routing(tree, balanced=True)
-        if routing is None:
-            raise ValueError(f"{type(self.model).__name__} has no experts, so there is no balance between them")
-        layout = pack(tree, trim=False)
+
+        def prepared() -> tuple[tuple[Routing, PackedLayout, Plan], None]:
+            self.capabilities = self._checked()
+            tree = as_tree(trajectories, merge=self._merge)
+            check_batch(tree, self.capabilities)
+            routing = self.routing(tree, balanced=True)
+            if routing is None:
+                raise ValueError(f"{type(self.model).__name__} has no experts, so there is no balance between them")
+            layout = pack(tree, trim=False)
+            return (routing, layout, self.plan_of(layout)), None
+
+        (routing, layout, plan), _ = self.ranks.agree("router_balance", prepared)
 
         def route(plan: Plan, passes: Passes) -> None:
             routing.begin()
             self._walk(plan, passes, routing, gradients=False).route()
 
-        within_memory(self.model, self.plan_of(layout), route, partial(self.smaller_plan, layout), trains=False)
-        return routing.balance
+        def balance() -> tuple[None, RouterBalance]:
+            self._without_gradients(plan, layout, route)
+            return None, routing.balance.to("cpu")
 
-    def _walk(self, plan: Plan, passes: Passes, routing: Routing | None, *, gradients: bool) -> Walk:
+        _, found = self.ranks.agree("counting choices", balance)
+        return functools.reduce(operator.add, found).to(model_device(self.model))
+
+    def _without_gradients(self, plan: Plan, layout: PackedLayout, run: Callable[[Plan, Passes], None]) -> None:
+        """A walk that starts over in smaller parts where memory runs out and no other rank waits."""
+        if self.in_lockstep:
+            run(plan, Passes(trains=False))
+        else:
+            within_memory(self.model, plan, run, partial(self.smaller_plan, layout), trains=False)
+
+    def _walk(
+        self, plan: Plan, passes: Passes, routing: Routing | None, *, gradients: bool, reduces: Reduces = "each"
+    ) -> Walk:
         return Walk(
             self.model,
             self.capabilities,
@@ -298,7 +341,17 @@ class TreeEngine:
             run_type=self._run_type,
             passes=passes,
             routing=routing,
+            lockstep=self._lockstep(plan, routing, gradients=gradients, reduces=reduces),
         )
+
+    def _lockstep(self, plan: Plan, routing: Routing | None, *, gradients: bool, reduces: Reduces) -> Lockstep | None:
+        """The common order of a walk, where every pass is one of all ranks; a collective call then."""
+        if not self.in_lockstep:
+            return None
+        own = spelled(event.kind for event in plan.events()) if gradients else "P" * plan.num_parts
+        _, orders = self.ranks.agree("a walk", lambda: (None, own))
+        stand_in = StandIn(self.model, self.capabilities, self.temperature, routing, self._run_type)
+        return Lockstep(common_order(orders), self.ranks.rank, stand_in, self.model, reduces)
 
     def logprobs(self, trajectories: Sequence[Trajectory] | TokenTree, *, return_entropy: bool = False) -> Any:
         """Log-probabilities of every token but the first of every row, without gradient, with training's numerics.
@@ -306,14 +359,26 @@ class TreeEngine:
         Returns:
             K tensors [L_k - 1], in nats; with ``return_entropy`` a second list of K tensors of entropies.
         """
-        self.prepare(logprobs=True, values=False)
-        tree = as_tree(trajectories, merge=self._merge)
-        check_batch(tree, self.capabilities)
-        batch = Batch.of(tree, weighted=False)
-        return rows_of(batch, self.board(tree, batch.layout, return_entropy), return_entropy)
+
+        def prepared() -> tuple[tuple[TokenTree, Batch, Plan], Any]:
+            self.prepare(logprobs=True, values=False)
+            tree = as_tree(trajectories, merge=self._merge)
+            check_batch(tree, self.capabilities)
+            batch = Batch.of(tree, weighted=False)
+            return (tree, batch, self.plan_of(batch.layout)), return_entropy
+
+        if not self.in_lockstep:
+            (tree, batch, plan), _ = prepared()
+        else:
+            (tree, batch, plan), asked = self.ranks.agree("logprobs", prepared)
+            check_same("return_entropy", asked)
+        return rows_of(batch, self._board(tree, batch.layout, plan, return_entropy), return_entropy)
 
     def board(self, tree: TokenTree, layout: PackedLayout, need_entropy: bool) -> Board:
         """All scores of a layout (those that `prepare` was told), without gradient, in the memory of one path."""
+        return self._board(tree, layout, self.plan_of(layout), need_entropy)
+
+    def _board(self, tree: TokenTree, layout: PackedLayout, plan: Plan, need_entropy: bool) -> Board:
         sizes = layout.num_edges, len(layout.rows)
         board = Board(*sizes, wide_dtype(self.model), model_device(self.model), entropy=need_entropy)
         routing = self.routing(tree, balanced=False)
@@ -321,39 +386,8 @@ class TreeEngine:
         def score(plan: Plan, passes: Passes) -> None:
             self._walk(plan, passes, routing, gradients=False).score(board, need_entropy=need_entropy)
 
-        within_memory(self.model, self.plan_of(layout), score, partial(self.smaller_plan, layout), trains=False)
+        self._without_gradients(plan, layout, score)
         return board
-
-
-def _batch(
-    tree: TokenTree, loss: Any, normaliser: float | None, *, every_token: bool
-) -> tuple[Batch | MergedBatch, Any, float]:
-    """What a step computes, its loss, and what that is divided by.
-
-    A tree of nodes stays unflattened where the loss can bear it.
-    """
-    merged = tree.merged(loss.reduction) if getattr(loss, "mergeable", False) else None
-    if merged is None:
-        loss = step_loss(loss, list(tree.trajectories), normaliser)
-        normaliser = step_normaliser(loss, list(tree.trajectories), normaliser)
-        return Batch.of(tree, weighted=hasattr(loss, "packed"), every_token=every_token), loss, normaliser
-    loss.check_merged(merged)
-    normaliser = check_normaliser(loss.merged_normaliser(merged) if normaliser is None else normaliser)
-    return MergedBatch.of(tree, merged, every_token=every_token), loss, normaliser
-
-
-class _Step(NamedTuple):
-    """What a step's loss came to."""
-
-    total: Any
-    sums: MetricSums
-
-
-def _without_predictions(board: Board, batch: Batch | MergedBatch, loss: Any, normaliser: float) -> _Step:
-    """A batch of which nothing is computed: a loss of the user's own is called all the same."""
-    stream = Stream(board, batch, loss, normaliser)
-    stream.finish()
-    return _Step(stream.total, stream.sums)
 
 
 def rows_of(batch: Batch, board: Board, entropies: bool) -> Any:

@@ -12,6 +12,7 @@ Shape letters: R rows, E edges (sorted by row), D hidden size, V vocabulary.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -35,6 +36,8 @@ class Edges:
     """int64 [E]: which of the R rows predicts each edge; ascending."""
     targets: Tensor
     """int64 [E]: the predicted token ids."""
+    host_edge_row: np.ndarray | None = None
+    """`edge_row` on the host, where it is known there: asking a GPU for it would wait for all that it has to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +49,14 @@ class Scores:
     entropies: Tensor | None
     linear_loss: Tensor | None
     values: Tensor | None = None
+    carrier: Tensor | None = None
+    """What the model's own output holds, where every backward must begin there too (FSDP listens to it)."""
 
     @property
     def live(self) -> list[Tensor]:
         """What a backward may start from: every output, the fused loss in place of its log-probabilities."""
         first = self.logprobs if self.linear_loss is None else self.linear_loss
-        return [x for x in (first, self.entropies, self.values) if x is not None and x.requires_grad]
+        return [x for x in (first, self.entropies, self.values, self.carrier) if x is not None and x.requires_grad]
 
 
 def without_logprobs(hidden: Tensor, edges: Edges) -> Scores:
@@ -60,6 +65,25 @@ def without_logprobs(hidden: Tensor, edges: Edges) -> Scores:
     if len(edges.rows) == 0:
         return Scores(hidden.index_select(0, edges.rows).sum(-1, dtype=wide), None, None)  # as in `score_edges`
     return Scores(hidden.new_zeros(len(edges.targets), dtype=wide), None, None)
+
+
+class _Zero(torch.autograd.Function):
+    """Zero, with a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx, given: Tensor):
+        ctx.shape = given.shape
+        return given.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return grad.new_zeros(ctx.shape)
+
+
+def zero_of(given: Tensor) -> Tensor:
+    """Zero, through which a backward reaches what made this, with zeros: whatever it holds, infinities included."""
+    return _Zero.apply(given)  # type: ignore[return-value]
 
 
 def chunk_rows(vocab_size: int) -> int:
@@ -80,6 +104,7 @@ def score_edges(
     coefficients: Tensor | None = None,
     sink: Sink | None = None,
     logit_map: LogitMap = IDENTITY,
+    meets_all: bool = False,
 ) -> Scores:
     """Score the wanted edges of a packed run.
 
@@ -91,11 +116,14 @@ def score_edges(
         coefficients: [E] d loss / d log-probability, when the loss is linear; the loss is then returned fused.
         sink: takes the gradient of a fused head's matrix; None gives it to autograd.
         logit_map: what the model does to its logits after the head.
+        meets_all: the head's weights get a gradient, be it zero, also where no row is scored.
     """
     rows = hidden.index_select(0, edges.rows)
     if len(edges.rows) == 0:
         # Still a part of the graph: gradients that come back through the carry need a backward to ride on.
         nothing = rows.sum(-1, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        if meets_all:
+            nothing = nothing + zero_of(head_forward(hidden[:1]))
         return Scores(nothing, nothing.detach() if need_entropy else None, None)
     if fused:
         assert isinstance(head, nn.Linear)
@@ -126,8 +154,8 @@ def _chunks(edges: Edges, vocab_size: int) -> Iterator[tuple[slice, slice, Tenso
     """(rows, edges, row of each edge within the chunk) of every chunk."""
     step = chunk_rows(vocab_size)
     bounds = list(range(0, len(edges.rows), step))
-    cuts = torch.tensor([*bounds, len(edges.rows)], device=edges.edge_row.device)
-    edge_cuts = torch.searchsorted(edges.edge_row, cuts).tolist()
+    edge_row = edges.edge_row.cpu().numpy() if edges.host_edge_row is None else edges.host_edge_row
+    edge_cuts = np.searchsorted(edge_row, [*bounds, len(edges.rows)]).tolist()
     for number, start in enumerate(bounds):
         taken = slice(edge_cuts[number], edge_cuts[number + 1])
         yield slice(start, start + step), taken, edges.edge_row[taken] - start

@@ -11,8 +11,9 @@ from typing import Any
 from torch import nn
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.engine import StepResult, TreeEngine
-from treetrain.engine.routing import RouterBalance
+from treetrain.engine.engine import TreeEngine
+from treetrain.engine.router_balance import RouterBalance
+from treetrain.engine.step import StepResult
 from treetrain.plan.partition import whole_trees
 from treetrain.plan.plan import Plan
 from treetrain.tree.layout import PackedLayout
@@ -24,6 +25,7 @@ class LinearEngine(TreeEngine):
 
     Args:
         pack_tokens: most tokens of a packed run (a longer row runs by itself); None packs the whole batch.
+        sharing: group and reduce of a `TreeEngine`.
     """
 
     _merge = False
@@ -35,8 +37,9 @@ class LinearEngine(TreeEngine):
         pack_tokens: int | None = None,
         temperature: float = 1.0,
         value_head: nn.Module | None = None,
+        **sharing: Any,
     ):
-        super().__init__(model, budget=pack_tokens, temperature=temperature, value_head=value_head)
+        super().__init__(model, budget=pack_tokens, temperature=temperature, value_head=value_head, **sharing)
         self.pack_tokens = pack_tokens
 
     def forward_backward(
@@ -45,9 +48,11 @@ class LinearEngine(TreeEngine):
         loss: Any,
         normaliser: float | None = None,
         balance: RouterBalance | None = None,
+        *,
+        sync: bool = True,
     ) -> StepResult:
         """See `TreeEngine.forward_backward`."""
-        return super().forward_backward(_rows(trajectories), loss, normaliser, balance)
+        return super().forward_backward(_rows(trajectories), loss, normaliser, balance, sync=sync)
 
     def router_balance(self, trajectories: Sequence[Trajectory] | TokenTree) -> RouterBalance:
         """See `TreeEngine.router_balance`."""

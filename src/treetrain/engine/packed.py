@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from treetrain.attention.carry import CarryView
+from treetrain.attention.device_arrays import to_device
 from treetrain.attention.dispatch import make_attention
 from treetrain.attention.schedule import Forest
 from treetrain.engine.head import Edges, Scores
@@ -18,6 +19,7 @@ from treetrain.engine.scoring import scoring_head
 from treetrain.engine.sinks import Sinks
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities
+from treetrain.models.masks import windowless
 from treetrain.models.recurrence import tree_recurrence
 from treetrain.models.switch import RUN_KEYWORD, TreeRun, tree_attention
 from treetrain.recurrent.carry import StateView
@@ -50,13 +52,12 @@ class PackedRun:
     ):
         device = model_device(model)
         self.model, self.capabilities, self.routers = model, capabilities, routers
-        self.input_ids = torch.from_numpy(layout.input_ids).to(device).unsqueeze(0)
-        self.positions = torch.from_numpy(layout.positions).to(device).unsqueeze(0)
-        self.edges = Edges(
-            rows=torch.from_numpy(layout.rows if score else _NONE).to(device),
-            edge_row=torch.from_numpy(layout.edge_row_index if score else _NONE).to(device),
-            targets=torch.from_numpy(layout.edge_targets if score else _NONE).to(device),
-        )
+        scored = (layout.rows, layout.edge_row_index, layout.edge_targets) if score else (_NONE, _NONE, _NONE)
+        arrays = [x.astype(np.int64, copy=False) for x in (layout.input_ids, layout.positions, *scored)]
+        # One copy, so that the host need not wait for a GPU at each part.
+        ids, positions, rows, edge_row, targets = to_device(arrays, device)
+        self.input_ids, self.positions = ids.unsqueeze(0), positions.unsqueeze(0)
+        self.edges = Edges(rows=rows, edge_row=edge_row, targets=targets, host_edge_row=scored[1])
         forest = Forest(
             ends=layout.ends,
             depth=layout.positions,
@@ -127,12 +128,10 @@ class PackedRun:
                 **({} if self.routers is None else self.routers.begin()),
             )
         except ValueError as error:
-            if "`sliding_window`" not in str(error):
+            refusal = windowless(type(self.model).__name__, error)
+            if refusal is None:
                 raise
-            raise UnsupportedModel(
-                f"{type(self.model).__name__} makes the mask of a window, but its configuration has sliding_window="
-                f"None, so it runs on no row either ({error}); give it a window (as long as the longest row for none)."
-            ) from error
+            raise refusal from error
         if not torch.equal(before, _random_state(self.input_ids.device)):
             raise UnsupportedModel(
                 f"{type(self.model).__name__} draws random numbers in its forward"

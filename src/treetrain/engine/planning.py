@@ -86,6 +86,17 @@ def formula_cost(model: nn.Module) -> CostModel | None:
     return CostModel.from_shape(shape, device="cuda" if model_device(model).type == "cuda" else "cpu")
 
 
+def formula_cost_of(model: nn.Module) -> CostModel:
+    """What passes cost by the model's shape. Raises UnsupportedModel for an architecture that is not known."""
+    cost = formula_cost(model)
+    if cost is None:
+        raise UnsupportedModel(
+            f"what passes of {type(model).__name__} cost is not known, and a sharded model cannot be measured by one "
+            "rank, so bytes cannot be predicted: give the budget in tokens."
+        )
+    return cost
+
+
 def _seconds_of_any_model(plan: Plan) -> float:
     passes = plan.num_parts + FORWARD_SHARE * (int(plan.publish.max(initial=-1)) + 1)
     return PASS_TOKENS * passes + plan.layout.num_tokens + FORWARD_SHARE * plan.recomputed_tokens

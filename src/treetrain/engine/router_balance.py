@@ -37,6 +37,12 @@ class RouterBalance:
             tokens=self.tokens + other.tokens,
         )
 
+    def to(self, device: torch.device | str) -> "RouterBalance":
+        """The same on another device."""
+        return RouterBalance(
+            choices=self.choices.to(device), probabilities=self.probabilities.to(device), tokens=self.tokens
+        )
+
     @property
     def loss(self) -> Tensor:
         """The auxiliary loss of a step of these tokens, before its coefficient; float64."""

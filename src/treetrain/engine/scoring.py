@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from treetrain.engine.head import Edges, Scores, score_edges, without_logprobs
+from treetrain.engine.head import Edges, Scores, score_edges, without_logprobs, zero_of
 from treetrain.engine.sinks import Sinks
 from treetrain.models.capability import Capabilities
 from treetrain.models.logit_map import IDENTITY, LogitMap
@@ -42,6 +43,13 @@ class HeadCall(NamedTuple):
         return logits.dtype == expected.dtype and torch.equal(logits, expected)
 
 
+def _numbered(scores: Scores, tokens: int, *, meets_all: bool) -> Tensor:
+    """[1, N, 1]: one number per token, no two alike and no two equally far apart, so that the one kept is known."""
+    like = scores.logprobs
+    carrier = (torch.arange(tokens, device=like.device, dtype=like.dtype) + 0.37).sqrt().view(1, -1, 1)
+    return carrier + zero_of(scores.values) if meets_all and scores.values is not None else carrier
+
+
 @contextmanager
 def scoring_head(
     capabilities: Capabilities,
@@ -51,6 +59,7 @@ def scoring_head(
     need_entropy: bool,
     coefficients: Tensor | None,
     sinks: Sinks | None = None,
+    meets_all: bool = False,
 ) -> Iterator[list[HeadCall]]:
     """Calls of the head inside the block are collected in the list given; see `score_edges` for the arguments.
 
@@ -75,20 +84,22 @@ def scoring_head(
             coefficients=coefficients,
             sink=sinks.of(capabilities.head.weight) if fused and sinks is not None else None,  # type: ignore[arg-type]
             logit_map=logit_map,
+            meets_all=meets_all,
         )
 
     def forward(hidden: Tensor) -> Tensor:
         flat = hidden.flatten(0, 1)
         scores = score(flat) if capabilities.scores_tokens else without_logprobs(flat, edges)
-        if scalar is not None and len(edges.rows):
-            own = original if scalar.is_models_own else scalar.module
-            scores = replace(scores, values=scalar.values(own, flat.index_select(0, edges.rows)))
+        if scalar is not None:
+            value = partial(scalar.values, original if scalar.is_models_own else scalar.module)
+            if len(edges.rows):
+                scores = replace(scores, values=value(flat.index_select(0, edges.rows)))
+            elif meets_all:
+                scores = replace(scores, logprobs=scores.logprobs + zero_of(value(flat[:1])))
         if capabilities.scores_tokens:
             carrier = (scores.logprobs if scores.linear_loss is None else scores.linear_loss).view(1, -1, 1)
         else:
-            # One number per token, no two alike and no two equally far apart, so that the one kept is known.
-            carrier = (torch.arange(len(flat), device=flat.device, dtype=scores.logprobs.dtype) + 0.37).sqrt()
-            carrier = carrier.view(1, -1, 1)
+            carrier = _numbered(scores, len(flat), meets_all=meets_all)
         if logit_map is not IDENTITY:
             carrier = torch.cat([carrier, carrier.new_tensor(PROBES).view(1, -1, 1)], dim=1)
         version = 0 if carrier.is_inference() else carrier._version

@@ -5,7 +5,7 @@ runs out of memory in its forward is cut into smaller ones and run again, as a p
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from treetrain.attention.carry import Carry
 from treetrain.engine.feed import Board, Feed, Seeds
 from treetrain.engine.head import Scores
 from treetrain.engine.hooks import hooks_once
+from treetrain.engine.lockstep import Lockstep, in_step
 from treetrain.engine.memory import Passes, StepOutOfMemory, is_out_of_memory, release_cached
 from treetrain.engine.packed import PackedRun, model_device
 from treetrain.engine.routing import Routing, switched
@@ -76,6 +77,8 @@ def _seeded(scores: Scores, seeds: Seeds) -> list[tuple[Tensor, Tensor]]:
         pairs.append((scores.entropies, seeds.rows))
     if scores.values is not None and seeds.values is not None:
         pairs.append((scores.values, seeds.values))
+    if scores.carrier is not None:
+        pairs.append((scores.carrier, torch.zeros_like(scores.carrier)))
     return [(out, grad) for out, grad in pairs if out.requires_grad]
 
 
@@ -91,6 +94,7 @@ class Walk:
         run_type: what runs a layout on the model.
         passes: takes note of what fitted.
         routing: what the step does with the routers of experts.
+        lockstep: the common order of passes, where every pass is one of all ranks.
     """
 
     def __init__(
@@ -104,7 +108,9 @@ class Walk:
         run_type: type[Any] = PackedRun,
         passes: Passes | None = None,
         routing: Routing | None = None,
+        lockstep: Lockstep | None = None,
     ):
+        self._lockstep = lockstep
         self._routing, self._gradients = routing, gradients
         self._model, self._capabilities, self._temperature, self._run_type = model, capabilities, temperature, run_type
         self._layout = plan.layout
@@ -129,7 +135,7 @@ class Walk:
         self._without_graph(None, need_entropy=False)
 
     def _without_graph(self, board: Board | None, need_entropy: bool) -> None:
-        with torch.no_grad(), self._run_type.mode(self._model), self._routers():
+        with torch.no_grad(), self._run_type.mode(self._model), self._routers(), in_step(self._lockstep):
             self._score(self._outer, board, need_entropy)
 
     def _routers(self) -> AbstractContextManager[None]:
@@ -164,7 +170,8 @@ class Walk:
                 self._run_type.mode(self._model),
                 self._routers(),
                 hooks_once(*self._modules()),
-                gradient_sinks(self._model) as self._sinks,
+                self._gradient_sinks() as self._sinks,
+                in_step(self._lockstep),
             ):
                 self._train(self._outer, feed)
         except Exception as error:
@@ -172,6 +179,10 @@ class Walk:
                 raise
             raise StepOutOfMemory(self._alive or self._outer.plan.peak_tokens, begun=self._begun) from error
         self._sinks = None
+
+    def _gradient_sinks(self) -> AbstractContextManager[Sinks | None]:
+        """None where weights exist as a whole within a pass only."""
+        return gradient_sinks(self._model) if self._lockstep is None else nullcontext()
 
     def _modules(self) -> list[nn.Module]:
         """What has parameters: the model, and a value head that is not its own."""
@@ -259,14 +270,18 @@ class Walk:
 
     def _backward(self, done: _Pass, feed: Feed) -> None:
         scores, self._begun = done.scores, True
+        if self._lockstep is not None:
+            self._lockstep.before("backward")
         # The caller's autocast would make 16-bit products in the backward of what its forward computed in float32.
         with torch.autocast(model_device(self._model).type, enabled=False):
-            if scores.linear_loss is not None and scores.values is None:
+            if scores.linear_loss is not None and scores.values is None and scores.carrier is None:
                 scores.linear_loss.backward()
             else:
                 live = _seeded(scores, feed.seeds(done.piece))
                 if live:
                     torch.autograd.backward([out for out, _ in live], [grad for _, grad in live])
+        if self._lockstep is not None:
+            self._lockstep.after("backward")
         self._alive -= done.piece.layout.num_tokens
 
     # ---- both
@@ -296,7 +311,11 @@ class Walk:
         run = self._run_type(self._model, self._capabilities, piece.layout, **options)
         coefficients = None if known is None else known(piece)
         scores = run.scores(
-            temperature=self._temperature, need_entropy=need_entropy, coefficients=coefficients, sinks=self._sinks
+            temperature=self._temperature,
+            need_entropy=need_entropy,
+            coefficients=coefficients,
+            sinks=self._sinks,
+            meets_all=self._lockstep is not None,
         )
         return _Pass(piece, scores)
 
@@ -306,16 +325,22 @@ class Walk:
         Args:
             fitted: takes note if it fits.
         """
+        kind = "forward" if fitted is self._passes.graph else "publish"
+        if self._lockstep is not None:
+            self._lockstep.before(kind)
         try:
             done = forward()
         except Exception as error:
-            if not is_out_of_memory(error) or tokens == 1 or self._run_type is not PackedRun:
+            alone = self._run_type is PackedRun and self._lockstep is None
+            if not is_out_of_memory(error) or tokens == 1 or not alone:
                 raise
             if self._sinks is not None and self._sinks.uncertain:
                 raise  # the fused head had begun to add gradients
         else:
             if self._sinks is not None:
                 self._sinks.settle()
+            if self._lockstep is not None:
+                self._lockstep.after(kind, done.scores.live)
             fitted.append((self._alive - (tokens if fitted is self._passes.graph else 0), tokens))
             return done
         # Outside the handler, so that nothing holds on to what the forward had made.

@@ -4,7 +4,7 @@ Under FSDP every call of the model is a collective, so all ranks go through the 
 no pass of the slot's kind runs one over a single token that counts for nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -13,6 +13,8 @@ from treetrain.plan.plan import Plan
 from treetrain.plan.rates import Rates
 
 Kind = Literal["publish", "forward", "backward"]
+LETTERS: dict[Kind, str] = {"publish": "P", "forward": "F", "backward": "B"}
+KINDS: dict[str, Kind] = {letter: kind for kind, letter in LETTERS.items()}
 
 
 class Pass(NamedTuple):
@@ -22,14 +24,52 @@ class Pass(NamedTuple):
     seconds: float
 
 
-class Slot(NamedTuple):
+class Turn(NamedTuple):
     """One pass of all ranks."""
+
+    kind: Kind
+    takers: tuple[int, ...]
+    """Ranks that run a pass of their own; the others stand in with one that counts for nothing."""
+
+
+class Slot(NamedTuple):
+    """One pass of all ranks, with its time."""
 
     kind: Kind
     seconds: float
     """Of the slowest rank that has such a pass."""
     busy: int
     """Ranks that have one; the others wait."""
+
+
+def spelled(kinds: Iterable[Kind]) -> str:
+    """A sequence of passes, a letter each: P(ublish), F(orward), B(ackward)."""
+    return "".join(LETTERS[kind] for kind in kinds)
+
+
+def common_order(ranks: Sequence[str]) -> list[Turn]:
+    """One sequence of passes that holds every rank's own in its order.
+
+    Forwards come first, the kind that more ranks have next; a backward is everybody's when nobody has a forward left to
+    run before it. So at every backward slot a rank that has none of its own has a stand-in's graph left to go through:
+    it has run all its passes, and so far there were more forwards than backwards.
+
+    Args:
+        ranks: every rank's sequence, see `spelled`.
+    """
+    at = [0] * len(ranks)
+    turns = []
+    while True:
+        ready: dict[str, list[int]] = {}
+        for rank, place in enumerate(at):
+            if place < len(ranks[rank]):
+                ready.setdefault(ranks[rank][place], []).append(rank)
+        if not ready:
+            return turns
+        letter = max(ready, key=lambda letter: (letter != "B", len(ready[letter]), letter))
+        turns.append(Turn(KINDS[letter], tuple(ready[letter])))
+        for rank in ready[letter]:
+            at[rank] += 1
 
 
 def passes_of(plan: Plan, rates: Rates) -> list[Pass]:
@@ -50,21 +90,12 @@ def passes_of(plan: Plan, rates: Rates) -> list[Pass]:
 
 
 def in_lockstep(ranks: Sequence[Sequence[Pass]]) -> list[Slot]:
-    """One sequence of passes that holds every rank's own in its order.
-
-    Forwards come first, the kind that more ranks have next; a backward is everybody's when nobody has a forward left to
-    run before it.
-    """
+    """The common order of the ranks' passes, with times."""
     at = [0] * len(ranks)
     slots = []
-    while True:
-        ready: dict[Kind, list[int]] = {}
-        for rank, place in enumerate(at):
-            if place < len(ranks[rank]):
-                ready.setdefault(ranks[rank][place].kind, []).append(rank)
-        if not ready:
-            return slots
-        kind: Kind = max(ready, key=lambda kind: (kind != "backward", len(ready[kind]), kind))
-        slots.append(Slot(kind, max(ranks[rank][at[rank]].seconds for rank in ready[kind]), len(ready[kind])))
-        for rank in ready[kind]:
+    for turn in common_order([spelled(one.kind for one in passes) for passes in ranks]):
+        seconds = max(ranks[rank][at[rank]].seconds for rank in turn.takers)
+        slots.append(Slot(turn.kind, seconds, len(turn.takers)))
+        for rank in turn.takers:
             at[rank] += 1
+    return slots

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.engine import StepResult, TreeEngine
-from treetrain.engine.evaluate import add_sums, means
-from treetrain.engine.routing import METRIC as ROUTER_METRIC
-from treetrain.engine.routing import RouterBalance
+from treetrain.engine.engine import TreeEngine
+from treetrain.engine.router_balance import RouterBalance
+from treetrain.engine.step import StepResult, summed
 from treetrain.train.batches import BatchPlan, Int64s
 
 
@@ -51,7 +50,8 @@ def forward_backward(engine: TreeEngine, calls: Sequence[Sequence[Trajectory]], 
     loss = loss.for_step(rows)
     normaliser = loss.normaliser(rows)
     balance = _balance(engine, calls)
-    return _sum([engine.forward_backward(call, loss, normaliser, balance) for call in calls])
+    results = [engine.forward_backward(call, loss, normaliser, balance) for call in calls]
+    return summed(results, loss=sum(result.loss for result in results))
 
 
 def _balance(engine: TreeEngine, calls: Sequence[Sequence[Trajectory]]) -> RouterBalance | None:
@@ -60,21 +60,3 @@ def _balance(engine: TreeEngine, calls: Sequence[Sequence[Trajectory]]) -> Route
     if experts is None or not experts.auxiliary:
         return None
     return functools.reduce(operator.add, [engine.router_balance(call) for call in calls])
-
-
-def _sum(results: list[StepResult]) -> StepResult:
-    sums: dict[str, tuple[Any, Any]] = {}
-    for result in results:
-        sums = add_sums(sums, result.metric_sums)
-    if ROUTER_METRIC in sums:
-        sums[ROUTER_METRIC] = sums[ROUTER_METRIC][0], 1.0  # the calls have shares of one loss, not losses of their own
-    return StepResult(
-        loss=sum(result.loss for result in results),
-        metrics=means(sums),
-        metric_sums=sums,
-        flat_tokens=sum(result.flat_tokens for result in results),
-        unique_tokens=sum(result.unique_tokens for result in results),
-        computed_tokens=sum(result.computed_tokens for result in results),
-        recomputed_tokens=sum(result.recomputed_tokens for result in results),
-        parts=sum(result.parts for result in results),
-    )

@@ -11,7 +11,8 @@ from rich.console import Console
 from torch import nn
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.engine import StepResult, TreeEngine
+from treetrain.engine.engine import TreeEngine
+from treetrain.engine.step import StepResult
 from treetrain.train.accumulate import StepSplitter, forward_backward
 from treetrain.train.average import WeightAverage
 from treetrain.train.batches import Int64s

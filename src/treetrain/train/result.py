@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from treetrain.engine.engine import StepResult
+from treetrain.engine.step import StepResult
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,8 +26,8 @@ class RunEngine(TreeEngine):
     and sizes, where bytes must be predicted. A plan changes rounding only, but so do all plans after it.
     """
 
-    def __init__(self, model: nn.Module, *, budget: Any = None, temperature: float = 1.0):
-        super().__init__(model, budget=budget, temperature=temperature)
+    def __init__(self, model: nn.Module, *, budget: Any = None, temperature: float = 1.0, **sharing: Any):
+        super().__init__(model, budget=budget, temperature=temperature, **sharing)
         self._free_bytes: int | None = None
         self._constants: Constants | None = None
 

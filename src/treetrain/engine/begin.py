@@ -1,0 +1,75 @@
+"""Everything that can be wrong with a step, found on every rank before any of them begins."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from treetrain.data.trajectory import Trajectory
+from treetrain.engine.batch import Batch, as_tree, check_batch
+from treetrain.engine.checks import check_trainable
+from treetrain.engine.lockstep import Reduces
+from treetrain.engine.merged import MergedBatch
+from treetrain.engine.ranks import Ranks
+from treetrain.engine.whole_step import Share, every_row, share_of, whole_step
+from treetrain.tree.token_tree import TokenTree
+
+
+class Begun(NamedTuple):
+    """A step that every rank can make."""
+
+    tree: TokenTree
+    batch: Batch | MergedBatch
+    loss: Any
+    normaliser: float
+    """Of the whole step, divided by the number of ranks: gradients are averaged over them."""
+    rows: list[Trajectory]
+    """Of all ranks, where the loss must see them."""
+    reduces: Reduces = "each"
+    """Which backward reduces sharded gradients."""
+
+
+def begin(
+    engine: Any, trajectories: Sequence[Trajectory] | TokenTree, loss: Any, normaliser: float | None, *, merge: bool
+) -> Begun:
+    """Check a step of an engine, and find what it is divided by.
+
+    Raises:
+        DataError, ValueError, UnsupportedModel: what is wrong here.
+        RanksDisagree: what is wrong elsewhere.
+    """
+    ranks: Ranks = engine.ranks
+
+    def checked() -> tuple[tuple[TokenTree, Any], Share]:
+        values, entropy = bool(getattr(loss, "needs_values", False)), bool(getattr(loss, "needs_entropy", False))
+        engine.prepare(logprobs=entropy or getattr(loss, "needs_logprobs", True), values=values)
+        check_trainable(engine.parameters)
+        tree = as_tree(trajectories, merge=merge)
+        check_batch(tree, engine.capabilities)
+        # A tree of nodes stays unflattened where the loss can bear it.
+        merged = tree.merged(loss.reduction) if getattr(loss, "mergeable", False) else None
+        return (tree, merged), share_of(tree, merged, loss, normaliser, _settings(engine), ranks)
+
+    (tree, merged), shares = ranks.agree("forward_backward", checked)
+    loss, whole = whole_step(tree, merged, loss, normaliser, shares, ranks)
+    every_token = bool(engine.capabilities.experts is not None and engine.capabilities.experts.auxiliary)
+    if merged is None:
+        batch = Batch.of(tree, weighted=hasattr(loss, "packed"), every_token=every_token)
+    else:
+        batch = MergedBatch.of(tree, merged, every_token=every_token)
+    return Begun(tree, batch, loss, whole / ranks.size, every_row(shares))
+
+
+def _settings(engine: Any) -> dict[str, Any]:
+    """What the ranks of a step must not differ in."""
+    if engine.ranks.alone:
+        return {}
+    weights = [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in engine.parameters]
+    experts = engine.capabilities.experts
+    return {
+        "the temperature": engine.temperature,
+        "the kind of engine": type(engine).__name__,
+        "the model": f"{type(engine.model).__name__} of {len(weights)} weights",
+        # A hash that is the same in every process.
+        "the weights' shapes and kinds": hashlib.sha256(repr(weights).encode()).hexdigest()[:16],
+        "the auxiliary loss": experts.auxiliary if experts is not None else 0.0,
+    }

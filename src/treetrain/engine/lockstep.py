@@ -1,0 +1,157 @@
+"""A rank's way through the passes of all ranks, where every call of the model is a collective.
+
+Before each pass of its own a rank goes through the slots of the others with stand-ins: passes over one token whose
+coefficients and gradients are zero, so that nothing changes but that the collectives are met.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from treetrain.engine.head import Scores
+from treetrain.engine.packed import PackedRun
+from treetrain.engine.routing import Routing
+from treetrain.models.capability import Capabilities
+from treetrain.plan.lockstep import Kind, Turn
+from treetrain.tree.build import build_tree
+from treetrain.tree.layout import pack
+
+Reduces = Literal["each", "last", "never"]
+"""Which backwards of a walk reduce gradients over ranks."""
+
+
+class StandIn:
+    """Passes over one token that count for nothing; run inside the walk's contexts."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        capabilities: Capabilities,
+        temperature: float,
+        routing: Routing | None,
+        run_type: type[Any] = PackedRun,
+    ):
+        self._model, self._capabilities, self._temperature = model, capabilities, temperature
+        self._routing, self._run_type = routing, run_type
+        self._layout = pack(build_tree([[0, 0]]))
+
+    def forward(self, *, graph: bool) -> Scores:
+        """A pass, with or without graph."""
+        options: dict[str, Any] = {}
+        if self._routing is not None and self._routing.needed:
+            options["routers"] = self._routing.idle_run(self._layout.num_tokens)
+        with torch.set_grad_enabled(graph):
+            run = self._run_type(self._model, self._capabilities, self._layout, **options)
+            nothing = torch.zeros(self._layout.num_edges, device=run.input_ids.device) if graph else None
+            return run.scores(temperature=self._temperature, coefficients=nothing, meets_all=True)
+
+
+def backward_of_nothing(roots: Sequence[Tensor]) -> None:
+    """Go backward through a graph with zeros."""
+    if roots:
+        torch.autograd.backward(list(roots), [torch.zeros_like(root) for root in roots])
+
+
+class Lockstep:
+    """The order of one walk.
+
+    Args:
+        turns: of all ranks.
+        rank: this one.
+        stand_in: what runs in the slots of others.
+        model: in the hands of FSDP2.
+        reduces: which backward reduces gradients.
+    """
+
+    def __init__(self, turns: Sequence[Turn], rank: int, stand_in: StandIn, model: Any, reduces: Reduces = "each"):
+        self._slots = [_Slot(turn.kind, rank in turn.takers) for turn in turns]
+        self._stand_in, self._at = stand_in, 0
+        self._waiting: list[Sequence[Tensor]] = []
+        self._own: list[Sequence[Tensor]] = []
+        self._model, self._reduces = model, reduces
+        self._last_backward = max((n for n, slot in enumerate(self._slots) if slot.kind == "backward"), default=-1)
+        self._within_pass = False
+        if reduces != "each":
+            model.set_requires_gradient_sync(False)
+
+    def before(self, kind: Kind) -> None:
+        """Go through the slots of others up to the next one of one's own, which must be of this kind."""
+        while self._at < len(self._slots) and not self._slots[self._at].own:
+            self._meet()
+        found = self._slots[self._at].kind if self._at < len(self._slots) else None
+        assert found == kind, f"pass {self._at} of the common order is a {found}, not a {kind}"
+        self._begin()
+
+    def after(self, kind: Kind, live: Sequence[Tensor] = ()) -> None:
+        """A pass of one's own is done.
+
+        Args:
+            live: of a forward with graph: what its backward starts from.
+        """
+        self._within_pass = False
+        if kind == "forward":
+            self._own.append(live)
+        elif kind == "backward" and self._own:
+            self._own.pop()
+
+    def finish(self) -> None:
+        """Go through what is left of the others' slots."""
+        while self._at < len(self._slots):
+            self._meet()
+        self._waiting.clear()
+        self._own.clear()
+
+    def abandon(self, error: BaseException) -> None:
+        """Something went wrong here: meet the others in what is left, so that they are not kept waiting."""
+        if self._within_pass:
+            error.add_note("it came in the middle of a pass, so the other ranks wait for this one until it ends")
+            return
+        self.finish()
+
+    def close(self) -> None:
+        """Leave the model as it was found."""
+        if self._reduces != "each":
+            self._model.set_requires_gradient_sync(True)
+
+    def _begin(self) -> None:
+        """A slot begins."""
+        if self._reduces == "last" and self._at == self._last_backward:
+            self._model.set_requires_gradient_sync(True)
+        self._at += 1
+        self._within_pass = True
+
+    def _meet(self) -> None:
+        """Run a slot without a pass of one's own."""
+        kind = self._slots[self._at].kind
+        self._begin()
+        if kind == "backward":
+            backward_of_nothing(self._waiting.pop() if self._waiting else self._own.pop())
+        else:
+            scores = self._stand_in.forward(graph=kind == "forward")
+            if kind == "forward":
+                self._waiting.append(scores.live)
+        self._within_pass = False
+
+
+@contextmanager
+def in_step(lockstep: Lockstep | None) -> Iterator[None]:
+    """A walk whose passes are met by those of the other ranks to the end, also where this rank's own went wrong."""
+    if lockstep is None:
+        yield
+        return
+    try:
+        yield
+        lockstep.finish()
+    except BaseException as error:
+        lockstep.abandon(error)
+        raise
+    finally:
+        lockstep.close()
+
+
+class _Slot(NamedTuple):
+    kind: Kind
+    own: bool

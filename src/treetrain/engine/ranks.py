@@ -1,0 +1,208 @@
+"""The processes that share a step: who they are, and what they tell each other before and after it.
+
+What is told here goes over the CPU, in objects of a few kilobytes; tensors of weights and gradients are left to
+torch's own machinery.
+"""
+
+import datetime
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from treetrain.errors import RanksDisagree, UnsupportedModel
+
+T = TypeVar("T")
+BUCKET_NUMBERS = 1 << 24
+"""Gradients that one all-reduce takes at once."""
+CONTROL_TIMEOUT = datetime.timedelta(minutes=30)
+"""A rank may read, plan and evaluate for so long while the others wait for it."""
+
+
+class Ranks:
+    """The processes of one group, this one among them.
+
+    Args:
+        group: as torch made it; None: this process alone.
+    """
+
+    def __init__(self, group: "dist.ProcessGroup | None" = None):
+        self.group = group
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to talk to."""
+        return self.size == 1
+
+    @cached_property
+    def _control(self) -> "dist.ProcessGroup | None":
+        """A group whose collectives take CPU tensors, so that no device waits for a few numbers."""
+        assert self.group is not None
+        if "cpu" in str(dist.get_backend_config(self.group)):
+            return self.group
+        members = dist.get_process_group_ranks(self.group)
+        return dist.new_group(members, backend="gloo", timeout=CONTROL_TIMEOUT, use_local_synchronization=True)
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank; a collective call."""
+        if self.alone:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self._control)
+        return found
+
+    def agree(self, what: str, make: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
+        """Make something on every rank, and what each wants the others to know of it.
+
+        Returns:
+            this rank's own, and what every rank has told, by rank.
+
+        Raises:
+            RanksDisagree: another rank could not make it.
+            Exception: this one could not: what `make` raised, when the others know.
+        """
+        if self.alone:
+            made, told = make()
+            return made, [told]
+        try:
+            made, told = make()
+        except RanksDisagree:
+            raise  # all ranks know of it
+        except Exception as error:
+            self.gather((what, _described(error), None))
+            raise
+        found = self.gather((what, None, told))
+        failed = [(rank, error) for rank, (_, error, _) in enumerate(found) if error is not None]
+        if failed:
+            rank, error = failed[0]
+            others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+            raise RanksDisagree(f"{what} stopped on all ranks, because of rank {rank} of {self.size}{others}: {error}")
+        check_same("the call", [call for call, _, _ in found])
+        return made, [told for _, _, told in found]
+
+    def sum(self, numbers: list[float]) -> list[float]:
+        """Sums over ranks, in float64 and in the order of ranks, so that every rank has the same bits."""
+        return [sum(column) for column in zip(*self.gather(numbers))]
+
+    def average_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Replace every gradient by its mean over the ranks; one that no rank has stays away.
+
+        Gradients of 16 bits are added up in float32.
+        """
+        if self.alone:
+            return
+        masks = self.gather([p.grad is not None for p in parameters])
+        present = [p for p, *has in zip(parameters, *masks) if any(has)]
+        for bucket in _buckets(present):
+            wide = torch.promote_types(bucket[0].dtype, torch.float32)
+            flat = torch.cat([_gradient(p).flatten().to(wide) for p in bucket])
+            dist.all_reduce(flat, group=self.group)
+            flat /= self.size
+            for p, part in zip(bucket, flat.split([p.numel() for p in bucket])):
+                p.grad = part.view_as(p).to(p.dtype, copy=True)
+
+
+def check_same(name: str, values: list[Any]) -> None:
+    """Raise RanksDisagree unless all ranks have told the same."""
+    other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+    if other is not None:
+        raise RanksDisagree(
+            f"the ranks differ in {name}: rank 0 has {values[0]!r}, rank {other} {values[other]!r}; all of them must "
+            "make the same calls with the same settings (their rows alone may differ)"
+        )
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters of one kind whose gradients go together."""
+    kinds: dict[Any, list[list[nn.Parameter]]] = {}
+    for p in parameters:
+        buckets = kinds.setdefault((p.dtype, p.device), [[]])
+        if sum(q.numel() for q in buckets[-1]) + p.numel() > BUCKET_NUMBERS and buckets[-1]:
+            buckets.append([])
+        buckets[-1].append(p)
+    return [bucket for buckets in kinds.values() for bucket in buckets]
+
+
+def is_shard(parameter: nn.Parameter) -> bool:
+    """Whether a rank holds a part of it only."""
+    return hasattr(parameter, "device_mesh")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether some of a model's modules are in the hands of FSDP2 (`fully_shard`)."""
+    if not dist.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def ranks_of(model: nn.Module, group: "dist.ProcessGroup | None") -> Ranks:
+    """The ranks that share a model's steps.
+
+    Args:
+        group: whose gradients are to be one; None: those that a sharded model is spread over, else this process alone.
+
+    Raises:
+        UnsupportedModel: weights in shards of another group or of several, or shards by rows of matrices (tensor
+            parallel).
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return Ranks()
+    meshes = _meshes(model)
+    if not is_sharded(model):
+        if meshes:
+            raise UnsupportedModel(
+                f"the weights of {type(model).__name__} are DTensors that fully_shard did not make (tensor parallel?): "
+                "a rank then holds some heads or rows of every layer only, which is not supported; use fully_shard or "
+                "the same whole model on every rank."
+            )
+        return Ranks(group)
+    if len(meshes) != 1:
+        raise UnsupportedModel(
+            f"the weights of {type(model).__name__} lie on {len(meshes)} device meshes (tensor parallel beside FSDP, "
+            "or layers left out of fully_shard): every rank would hold another part of the model; call fully_shard "
+            "with one mesh on its layers and then on the model itself."
+        )
+    whole = _group_of(meshes[0])
+    if group is not None and set(dist.get_process_group_ranks(group)) != set(dist.get_process_group_ranks(whole)):
+        raise UnsupportedModel(
+            "the group given is not that of the model's shards; leave it out, and the ranks of the mesh share a step."
+        )
+    return Ranks(whole)
+
+
+def _meshes(model: nn.Module) -> list[Any]:
+    """The device meshes that weights lie on, each once."""
+    from torch.distributed.tensor import DTensor
+
+    meshes: list[Any] = []
+    for p in model.parameters():
+        mesh = p.device_mesh if isinstance(p, DTensor) else None
+        if mesh is not None and mesh not in meshes:
+            meshes.append(mesh)
+    return meshes
+
+
+def _group_of(mesh: Any) -> "dist.ProcessGroup":
+    """All ranks of a mesh of one dimension (FSDP), or of two (shards within replicas)."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    if mesh.size() == dist.get_world_size():
+        return everyone
+    return dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)

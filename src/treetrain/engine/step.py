@@ -1,0 +1,215 @@
+"""One try of a training step: which walks it takes, and what the loss came to."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from treetrain.data.trajectory import Trajectory
+from treetrain.engine.batch import Batch, Selection
+from treetrain.engine.begin import Begun
+from treetrain.engine.evaluate import MetricSums, add_sums, evaluate, evaluate_gradients, linear_coefficients, means
+from treetrain.engine.feed import Board, Known, Stream
+from treetrain.engine.memory import Passes
+from treetrain.engine.merged import MergedBatch
+from treetrain.engine.ranks import Ranks
+from treetrain.engine.routing import METRIC as ROUTER_METRIC
+from treetrain.engine.routing import Routing
+from treetrain.engine.walk import Walk
+from treetrain.plan.plan import Plan
+
+
+class Step(NamedTuple):
+    """What a step's loss came to."""
+
+    total: Any
+    sums: MetricSums
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What one `forward_backward` did."""
+
+    loss: float
+    """Sum over all trajectories divided by the normaliser."""
+    metrics: dict[str, float]
+    """Means of what the loss reports."""
+    metric_sums: MetricSums = field(repr=False)
+    """The same as (weighted sum, weight), to be added over calls."""
+    flat_tokens: int
+    """Tokens summed over the trajectories."""
+    unique_tokens: int
+    """Tokens of the tree."""
+    computed_tokens: int
+    """Tokens that went through the model: the tree's, less what no wanted prediction depends on."""
+    recomputed_tokens: int
+    """Tokens of the passes without graph: what was run forward once more to stay within the budget."""
+    parts: int
+    """Forward-backward passes it took."""
+
+
+def result_of(step: Step, begun: Begun, passes: Passes) -> StepResult:
+    """What this rank's part of a step came to, as plain numbers."""
+    sums = {name: (float(total), float(weight)) for name, (total, weight) in step.sums.items()}
+    return StepResult(
+        loss=float(step.total),
+        metrics=means(sums),
+        metric_sums=sums,
+        flat_tokens=begun.tree.num_flat_tokens,
+        unique_tokens=begun.tree.num_tokens,
+        computed_tokens=begun.batch.layout.num_tokens,
+        recomputed_tokens=sum(tokens for _, tokens in passes.published + passes.scored),
+        parts=len(passes.graph),
+    )
+
+
+def over_ranks(results: Sequence[StepResult]) -> StepResult:
+    """The parts of a step, each divided by the normaliser over the number of ranks, as one."""
+    if len(results) == 1:
+        return results[0]
+    return summed(results, loss=sum(result.loss for result in results) / len(results))
+
+
+def summed(results: Sequence[StepResult], *, loss: float) -> StepResult:
+    """Parts of one step as one, of this loss."""
+    sums: MetricSums = {}
+    for result in results:
+        sums = add_sums(sums, result.metric_sums)
+    if ROUTER_METRIC in sums:
+        sums[ROUTER_METRIC] = sums[ROUTER_METRIC][0], 1.0  # the parts have shares of one loss, not losses of their own
+    return StepResult(
+        loss=loss,
+        metrics=means(sums),
+        metric_sums=sums,
+        flat_tokens=sum(result.flat_tokens for result in results),
+        unique_tokens=sum(result.unique_tokens for result in results),
+        computed_tokens=sum(result.computed_tokens for result in results),
+        recomputed_tokens=sum(result.recomputed_tokens for result in results),
+        parts=sum(result.parts for result in results),
+    )
+
+
+class StepRun:
+    """A step on a plan.
+
+    Args:
+        board: where its scores go.
+        walk: makes a walk over the plan, with gradients or without.
+        ranks: that share the step.
+        in_lockstep: whether ranks without anything to compute take part in the walks of the others.
+        rows: of all ranks, in their order, where the loss compares rows and there are several ranks.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        batch: Batch | MergedBatch,
+        loss: Any,
+        normaliser: float,
+        board: Board,
+        walk: Callable[[bool], Walk],
+        routing: Routing | None,
+        ranks: Ranks,
+        *,
+        in_lockstep: bool = False,
+        rows: Sequence[Trajectory] = (),
+    ):
+        self._plan, self._batch, self._loss, self._normaliser = plan, batch, loss, normaliser
+        self._board, self._walk, self._routing, self._ranks = board, walk, routing, ranks
+        self._in_lockstep, self._rows = in_lockstep, rows
+        self._entropy = board.entropies is not None
+
+    def run(self) -> Step:
+        """Accumulate the gradients."""
+        several = self._plan.num_parts > 1 or not self._ranks.alone
+        at_once = getattr(self._loss, "scope", "trajectory") == "batch" and several
+        if self._plan.num_parts == 0 and not self._in_lockstep and not at_once:
+            return self._without_predictions()
+        if at_once:
+            return self._compared()
+        if self._routing is not None and several and not self._routing.in_parts:
+            self._walk(False).route()
+            self._routing.settle()
+        return self._linear() or self._streamed()
+
+    def _without_predictions(self) -> Step:
+        """A batch of which nothing is computed: a loss of the user's own is called all the same."""
+        stream = Stream(self._board, self._batch, self._loss, self._normaliser)
+        stream.finish()
+        return Step(stream.total, stream.sums)
+
+    def _linear(self) -> Step | None:
+        """A loss that states its gradients beforehand; None for any other."""
+        board, rows = self._board, self._batch.everything()
+        known = linear_coefficients(self._loss, rows, len(board.logprobs), board.device, board.logprobs.dtype)
+        if known is None:
+            return None
+        self._walk(True).train(Known(board, known / self._normaliser))
+        with torch.no_grad():
+            total, sums = evaluate(self._loss, rows.per_prediction(board.logprobs), None, rows)
+        return Step(total / self._normaliser, sums)
+
+    def _streamed(self) -> Step:
+        """A loss that is a sum over trajectories, or sees all of them in one part."""
+        stream = Stream(self._board, self._batch, self._loss, self._normaliser)
+        self._walk(True).train(stream)
+        stream.finish()
+        return Step(stream.total, stream.sums)
+
+    def _compared(self) -> Step:
+        """A loss over several trajectories at once: all are scored before gradients are asked for."""
+        self._walk(False).score(self._board, need_entropy=self._entropy)
+        if self._routing is not None:
+            self._routing.settle()
+        if not self._ranks.alone:
+            return self._compared_over_ranks()
+        stream = Stream(self._board, self._batch, self._loss, self._normaliser)
+        stream.finish()
+        self._walk(True).train(stream.known())
+        return Step(stream.total, stream.sums)
+
+    def _compared_over_ranks(self) -> Step:
+        """The same with the rows of all ranks: each evaluates the loss on all of them, and keeps what is its own."""
+        board, batch = self._board, self._batch
+        assert isinstance(batch, Batch)
+        own = batch.everything()
+        given = own.per_prediction(board.logprobs)
+        entropies = None if board.entropies is None else own.per_prediction_entropy(board.entropies)
+        values = None if board.values is None else own.per_prediction_entropy(board.values)
+        told = self._ranks.gather(
+            (batch.used, *(None if x is None else x.detach().cpu() for x in (given, entropies, values)))
+        )
+        used, *columns = zip(*told)
+        logprobs, entropies, values = (_joined(column, board.device) for column in columns)
+        everything = np.arange(0 if logprobs is None else len(logprobs))
+        rows = Selection(trajectories=self._rows, used=np.concatenate(used), edges=everything, rows=everything)
+        assert logprobs is not None
+        found = evaluate_gradients(self._loss, self._normaliser, logprobs, entropies, rows, values)
+        before = sum(len(one[1]) for one in told[: self._ranks.rank])
+        mine = slice(before, before + len(given))
+        edges, spread, valued = (None if x is None else x[mine] for x in (found.edges, found.rows, found.values))
+        self._walk(True).train(
+            Known(
+                board,
+                _spread(board.logprobs, own.edges, edges),
+                None if spread is None or board.entropies is None else _spread(board.entropies, own.rows, spread),
+                None if valued is None or board.values is None else _spread(board.values, own.rows, valued),
+            )
+        )
+        return Step(found.total, found.sums) if self._ranks.rank == 0 else Step(0.0, {})
+
+
+def _joined(column: Sequence[Any], device: torch.device) -> Any:
+    """What the ranks have told of their predictions, one after the other; None where no rank has it."""
+    present = [x for x in column if x is not None]
+    return torch.cat(present).to(device) if present else None
+
+
+def _spread(like: torch.Tensor, places: np.ndarray, found: torch.Tensor | None) -> torch.Tensor:
+    """Gradients of predictions added up where they were read from, in the shape and dtype of `like`."""
+    total = torch.zeros_like(like, dtype=torch.float64)
+    if found is not None:
+        total.index_add_(0, torch.from_numpy(places).to(like.device), found.double())
+    return total.to(like.dtype)
