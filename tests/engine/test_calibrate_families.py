@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import treetrain as tt
-from support.families import FAMILIES, MAMBA, make_family
+from support.families import FAMILIES, MAMBA
+from support.hybrids import make_hybrid
 from treetrain.engine.batch import Batch
 from treetrain.engine.calibrate import _Bench, _formula, _gradients_aside, _memory, model_shape
 from treetrain.engine.feed import Board, Known
@@ -29,11 +30,11 @@ FAR = {  # LayerNorms keep less than the RMS norms of the formula, and no querie
 
 def sized(name: str, dtype: torch.dtype = torch.float32):
     changes = {"gpt2": {}, "opt": {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128}}.get(name, SIZES)
-    return make_family(name, dtype, **changes)
+    return make_hybrid(name, dtype=dtype, **changes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in MAMBA])
+@pytest.mark.parametrize("name", [*(name for name in FAMILIES if name not in MAMBA), "olmo_hybrid", "lfm2"])
 def test_the_formula_knows_about_what_a_family_saves_for_backward(name, dtype):
     model = sized(name, dtype)
     capabilities, shape = check_model(model), model_shape(model)
@@ -46,7 +47,7 @@ def test_the_formula_knows_about_what_a_family_saves_for_backward(name, dtype):
 
 
 @pytest.mark.parametrize("budget", [pytest.param(10_000, marks=pytest.mark.slow), 60, 20])
-@pytest.mark.parametrize("name", ["qwen3_moe", "gemma2", "deepseek_v3", "qwen3_5_text", "llama4_text"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma2", "deepseek_v3", "qwen3_5_text", "lfm2", "llama4_text"])
 def test_what_the_carry_takes_is_known_exactly_and_the_peak_within_a_fifth(name, budget):
     model = sized(name)
     capabilities, shape = check_model(model), model_shape(model)

@@ -8,7 +8,7 @@ import pytest
 
 from treetrain.errors import UnsupportedModel
 from treetrain.plan import ModelShape, ideal_speedup, step_flops
-from treetrain.plan.blocks import GatedDelta
+from treetrain.plan.blocks import Attention
 from treetrain.plan.families import FAMILIES as KNOWN
 from treetrain.tree import build_tree
 from treetrain.tree.reach import FULL, Reach
@@ -17,6 +17,7 @@ from treetrain.tree.stats import linear_work, tree_work
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from support import families  # noqa: E402
+from support.hybrids import make_hybrid, make_hybrid_config  # noqa: E402
 
 TINY = {
     "hidden_size": 64,
@@ -47,7 +48,7 @@ PLAIN = [
     "seed_oss",
     "smollm3",
 ]
-COUNTED = [name for name in families.FAMILIES if name not in families.MAMBA]
+COUNTED = [*(name for name in families.FAMILIES if name not in families.MAMBA), "olmo_hybrid", "lfm2"]
 TOKENS = 64  # a chunk of the gated delta rule
 
 
@@ -90,13 +91,13 @@ def test_a_plain_family_has_the_matrices_that_transformers_builds(family, left_o
 
 
 def test_every_family_whose_cost_is_known_is_counted_here():
-    named = {families.make_config(name).model_type for name in COUNTED}
+    named = {make_hybrid_config(name).model_type for name in COUNTED}
     assert set(KNOWN) == named | set(PLAIN)
 
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_the_matrices_and_flops_of_a_family_are_those_that_run(name):
-    model = families.make_family(name)
+    model = make_hybrid(name)
     model.set_attn_implementation("eager")  # computes every pair, those it masks too, as products that are counted
     shape = ModelShape.from_config(model.config.to_dict())
     assert shape.parameters == sum(p.numel() for key, p in model.named_parameters() if is_matrix(key, p))
@@ -106,7 +107,9 @@ def test_the_matrices_and_flops_of_a_family_are_those_that_run(name):
 
 
 def is_matrix(key: str, parameter) -> bool:
-    return parameter.dim() > 1 and not key.endswith("bias") and "norm" not in key and "conv1d" not in key
+    return (
+        parameter.dim() > 1 and not key.endswith("bias") and not any(x in key for x in ("norm", "conv1d", "conv.conv"))
+    )
 
 
 def counted_flops(model, shape: ModelShape) -> int:
@@ -123,7 +126,7 @@ def counted_flops(model, shape: ModelShape) -> int:
     found = counter.get_total_flops()
     rotary = [sum(ops.values()) for key, ops in counter.get_flop_counts().items() if key.endswith("rotary_emb")]
     for kind in shape.kinds:
-        if isinstance(kind.mixer, GatedDelta):  # the convolution runs over its padding, behind the last token, too
+        if not isinstance(kind.mixer, Attention):  # the convolution runs over its padding, behind the last token, too
             found -= kind.count * 2 * kind.mixer.kernel * kind.mixer.channels * (kind.mixer.kernel - 1)
     return found - sum(rotary)
 
@@ -145,7 +148,7 @@ def test_a_step_is_three_forwards(name):
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_file_with_every_default_spelled_out_says_the_same(name):
     """config.json as save_pretrained writes it leaves out what is the default of all models."""
-    config = families.make_config(name)
+    config = make_hybrid_config(name)
     assert ModelShape.from_config(config.to_diff_dict()) == ModelShape.from_config(config.to_dict())
 
 
@@ -164,7 +167,7 @@ def test_what_a_family_takes_for_a_key_that_is_left_out_is_known(family):
 def test_layers_see_as_far_as_transformers_masks_let_them(name):
     from transformers import masking_utils
 
-    config = families.make_config(name)
+    config = make_hybrid_config(name)
     shape = ModelShape.from_config(config.to_dict())
     assert sum(kind.count for kind in shape.kinds) == config.num_hidden_layers
     depth = np.arange(17)
@@ -212,6 +215,32 @@ def test_pairs_of_tree_and_rows_are_counted_by_reach(reach):
 def test_what_is_not_known_is_refused_by_name(changes, says):
     with pytest.raises(UnsupportedModel, match=says):
         ModelShape.from_config({"model_type": "llama", **TINY, **changes})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("lfm2", {"full_attn_idxs": [1], "num_hidden_layers": 3}),
+        ("lfm2", {"intermediate_size": 500, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.3}),
+        ("lfm2", {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"]}),
+        ("lfm2", {"block_ff_dim": 300, "tie_embedding": False}),
+        ("olmo_hybrid", {}),
+        ("olmo_hybrid", {"num_hidden_layers": 9, "num_key_value_heads": 2}),
+        ("olmo_hybrid", {"linear_num_key_heads": 2, "linear_num_value_heads": 6}),
+        ("olmo_hybrid", {"linear_key_head_dim": 5, "linear_num_value_heads": 8}),
+    ],
+    ids=str,
+)
+def test_what_a_hybrid_makes_of_its_own_keys_is_known(family, changes):
+    config = {k: v for k, v in TINY.items() if k != "num_key_value_heads" or family == "lfm2"} | changes
+    shape = ModelShape.from_config({"model_type": family, **config})
+    theirs = transformers.AutoConfig.for_model(family, **config)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(theirs)
+    assert shape.parameters == sum(p.numel() for key, p in model.named_parameters() if is_matrix(key, p))
+    assert shape.tied == theirs.tie_word_embeddings
+    found = sum(kind.count for kind in shape.kinds if isinstance(kind.mixer, Attention))
+    assert found == theirs.layer_types.count("full_attention")
 
 
 def test_a_missing_window_is_what_transformers_makes_of_it():

@@ -6,7 +6,7 @@ import torch
 import transformers
 from torch import nn
 
-from support.families import BASE, GATED_DELTA, Family, build, make_family
+from support.families import BASE, GATED_DELTA, Family, build, make_config, make_family
 
 _DELTA = {k: v for k, v in GATED_DELTA["qwen3_5_text"].own.items() if k.startswith(("linear_", "layer_types"))}
 MORE = {
@@ -33,6 +33,13 @@ def make_hybrid(
     """As `make_family`."""
     if name not in MORE:
         return make_family(name, dtype, seed, **changes)
+    config = make_hybrid_config(name, **changes)
+    return build(getattr(transformers, MORE[name].model), config, dtype=dtype, seed=seed)
+
+
+def make_hybrid_config(name: str, **changes: Any) -> Any:
+    """As `make_config`."""
+    if name not in MORE:
+        return make_config(name, **changes)
     family = MORE[name]
-    config = getattr(transformers, family.config)(**(BASE | family.own | changes))
-    return build(getattr(transformers, family.model), config, dtype=dtype, seed=seed)
+    return getattr(transformers, family.config)(**(BASE | family.own | changes))

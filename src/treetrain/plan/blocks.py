@@ -82,6 +82,44 @@ class GatedDelta:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ShortConvolution:
+    """A causal depthwise convolution between two gates; nothing reaches further back."""
+
+    hidden: int
+    kernel: int
+    """Tokens that the convolution looks at, the token itself included."""
+
+    @property
+    def weights(self) -> int:
+        """Entries of the projections' matrices: both gates and the values, the output."""
+        return 4 * self.hidden * self.hidden
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return self.hidden
+
+    @property
+    def state_entries(self) -> int:
+        """Nothing but the convolution's inputs is handed on."""
+        return 0
+
+    @property
+    def tail_entries(self) -> int:
+        """The convolution's inputs that the next token needs."""
+        return (self.kernel - 1) * self.channels
+
+    @property
+    def token_flops(self) -> int:
+        """Of projections and convolution."""
+        return 2 * self.weights + 2 * self.kernel * self.channels
+
+
+Mixer = Attention | GatedDelta | ShortConvolution
+"""What mixes tokens in a layer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Mlp:
     """A feed-forward block that every token goes through."""
 
@@ -138,7 +176,7 @@ class Layers(NamedTuple):
     """Layers that are alike."""
 
     count: int
-    mixer: Attention | GatedDelta
+    mixer: Mixer
     feed: Mlp | Experts
     norms: int = 2
     """RMS norms of the residual stream."""

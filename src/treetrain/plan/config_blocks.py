@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from treetrain.errors import UnsupportedModel
-from treetrain.plan.blocks import Attention, Experts, GatedDelta, Mlp
+from treetrain.plan.blocks import Attention, Experts, GatedDelta, Mlp, ShortConvolution
 
 Config = Mapping[str, Any]
 
@@ -77,12 +77,44 @@ def gated_delta(config: Config) -> GatedDelta:
     )
 
 
+def gated_delta_of_heads(config: Config) -> GatedDelta:
+    """OLMo hybrid: as many heads as attention has and keys of three quarters of their size, where nothing is said."""
+    own = {key: config[key] for key in _DELTA_SIZES if config.get(key) is not None}
+    heads = dict.fromkeys(_DELTA_SIZES[:2], number_of(config, "num_attention_heads")) | own
+    key_heads = whole(config, _DELTA_SIZES[0], heads[_DELTA_SIZES[0]])
+    keys = {_DELTA_SIZES[2]: int(0.75 * number_of(config, "hidden_size") / key_heads)} | heads
+    return gated_delta({**config, _DELTA_SIZES[3]: 2 * whole(config, _DELTA_SIZES[2], keys[_DELTA_SIZES[2]]), **keys})
+
+
+_DELTA_SIZES = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
+
+
+def short_convolution(config: Config) -> ShortConvolution:
+    """LFM2: two gates and the values by one matrix, the output by another."""
+    return ShortConvolution(hidden=number_of(config, "hidden_size"), kernel=number_of(config, "conv_L_cache"))
+
+
 # How feed-forward blocks are made.
 
 
 def gated(config: Config, number: int) -> Mlp:
     """Three matrices."""
     return Mlp(hidden=number_of(config, "hidden_size"), width=number_of(config, "intermediate_size"))
+
+
+def gated_and_rounded(config: Config, number: int) -> Mlp:
+    """LFM2: three matrices; of two thirds of the width given, scaled and rounded up, unless told otherwise."""
+    width = number_of(config, "intermediate_size")
+    if config["block_auto_adjust_ff_dim"]:
+        step = number_of(config, "block_multiple_of")
+        width = int(config["block_ffn_dim_multiplier"] * int(2 * width / 3))
+        width = -(-width // step) * step
+    return Mlp(hidden=number_of(config, "hidden_size"), width=width)
 
 
 def two_matrices(config: Config, number: int) -> Mlp:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Self
 
-from treetrain.plan.blocks import DELTA_CHUNK, Attention, Experts, GatedDelta, Layers, Mlp
+from treetrain.plan.blocks import DELTA_CHUNK, Attention, Experts, GatedDelta, Layers, Mixer, Mlp, ShortConvolution
 from treetrain.plan.cost import ModelShape
 
 HEAD_CHUNK_LOGITS = 1 << 23
@@ -200,12 +200,17 @@ def saved_layer_token(kind: Layers, hidden: int, b: int) -> int:
     activation.
     """
     norms = kind.norms * (2 * hidden * b + (hidden + 1) * max(WIDE, b))
-    mixer = _saved_attention if isinstance(kind.mixer, Attention) else _saved_delta
     if isinstance(kind.feed, Mlp):
         feed = (4 if kind.feed.matrices == 3 else 2) * kind.feed.width * b
     else:
         feed = _saved_experts(kind.feed, b)
-    return norms + mixer(kind.mixer, b) + feed  # type: ignore[arg-type]
+    return norms + _saved_mixer(kind.mixer, b) + feed
+
+
+def _saved_mixer(mixer: Mixer, b: int) -> int:
+    if isinstance(mixer, ShortConvolution):  # gates and values, what the convolution reads and gives, their product
+        return 6 * mixer.channels * b
+    return _saved_attention(mixer, b) if isinstance(mixer, Attention) else _saved_delta(mixer, b)
 
 
 def _saved_attention(mixer: Attention, b: int) -> int:
@@ -273,7 +278,10 @@ def _largest_matrix(kind: Layers, hidden: int) -> int:
     feed = kind.feed
     widest = feed.width if isinstance(feed, Mlp) else max(2 * feed.count * feed.width, feed.shared)
     mixer = kind.mixer
-    out = mixer.heads * mixer.key_size if isinstance(mixer, Attention) else mixer.channels
+    if isinstance(mixer, Attention):
+        out = mixer.heads * mixer.key_size
+    else:
+        out = 3 * mixer.channels if isinstance(mixer, ShortConvolution) else mixer.channels
     return hidden * max(widest, out)
 
 

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from treetrain.errors import UnsupportedModel
-from treetrain.plan.blocks import Attention, GatedDelta, Layers, Mlp
+from treetrain.plan.blocks import Attention, Layers, Mlp
 from treetrain.plan.families import read_shape
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.reach import FULL, Pairs, Reach, pairs_at
@@ -132,7 +132,7 @@ class ModelShape:
     @cached_property
     def state_entries(self) -> tuple[int, int]:
         """What recurrent layers hand from a token to the next, all layers: (entries of states, of convolutions)."""
-        mixers = [(kind.count, kind.mixer) for kind in self.kinds if isinstance(kind.mixer, GatedDelta)]
+        mixers = [(kind.count, kind.mixer) for kind in self.kinds if not isinstance(kind.mixer, Attention)]
         return sum(n * mixer.state_entries for n, mixer in mixers), sum(n * mixer.tail_entries for n, mixer in mixers)
 
     def pairs_at(self, depth: Int64s) -> Pairs:

@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 
 from treetrain.errors import UnsupportedModel
 from treetrain.plan import config_blocks as blocks
-from treetrain.plan.blocks import Attention, Experts, GatedDelta, Layers, Mlp
+from treetrain.plan.blocks import Attention, Experts, GatedDelta, Layers, Mixer, Mlp, ShortConvolution
 from treetrain.plan.config_blocks import Config, missing, number_of
 from treetrain.tree.reach import FULL, Reach
 
-FULL_KIND, WINDOW_KIND, CHUNK_KIND, DELTA_KIND = (
+FULL_KIND, WINDOW_KIND, CHUNK_KIND, DELTA_KIND, CONVOLUTION_KIND = (
     "full_attention",
     "sliding_attention",
     "chunked_attention",
     "linear_attention",
+    "conv",
 )
 Kinds = Callable[[Config, int], list[str]]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -40,6 +41,7 @@ class Family(NamedTuple):
     listed: tuple[str, ...] = ()
     """Kinds that the model takes from `layer_types` beside full attention; none: it does not look there."""
     attention: Callable[[Config], Attention] = blocks.projected
+    recurrence: Callable[[Config], GatedDelta | ShortConvolution] = blocks.gated_delta
     feed: Callable[[Config, int], Mlp | Experts] = blocks.gated
     """The feed-forward block of a layer by its number."""
     norms: int = 2
@@ -58,9 +60,9 @@ def read_shape(config: Config) -> dict[str, Any]:
     family, config = _family(text if isinstance(text, Mapping) else config)
     layers, hidden = number_of(config, "num_hidden_layers"), number_of(config, "hidden_size")
     attention = family.attention(config)
-    found: Counter[tuple[Attention | GatedDelta, Mlp | Experts]] = Counter()
+    found: Counter[tuple[Mixer, Mlp | Experts]] = Counter()
     for number, kind in enumerate(_kinds(config, family, layers)):
-        found[_mixer(config, kind, attention), family.feed(config, number)] += 1
+        found[_mixer(config, family, kind, attention), family.feed(config, number)] += 1
     kinds = tuple(Layers(count, mixer, feed, family.norms) for (mixer, feed), count in found.items())
     widths = [kind.feed.width for kind in kinds if isinstance(kind.feed, Mlp)] or [kinds[0].feed.width]
     shape = {
@@ -109,9 +111,9 @@ def _kinds(config: Config, family: Family, layers: int) -> list[str]:
     return list(given)
 
 
-def _mixer(config: Config, kind: str, attention: Attention) -> Attention | GatedDelta:
-    if kind == DELTA_KIND:
-        return blocks.gated_delta(config)
+def _mixer(config: Config, family: Family, kind: str, attention: Attention) -> Mixer:
+    if kind in (DELTA_KIND, CONVOLUTION_KIND):
+        return family.recurrence(config)
     reach = _window(config) if kind == WINDOW_KIND else _chunk(config) if kind == CHUNK_KIND else FULL
     return Attention(
         weights=attention.weights,
@@ -176,6 +178,18 @@ def _full_every(period: int, other: str, key: str = "sliding_window_pattern") ->
     return kinds
 
 
+def _delta_but_one(config: Config, layers: int) -> list[str]:
+    """OLMo hybrid: full attention in every fourth layer, in the last one at least."""
+    kinds = _full_every(4, DELTA_KIND)(config, layers)
+    return kinds if FULL_KIND in kinds else [*kinds[:-1], FULL_KIND]
+
+
+def _convolutions(config: Config, layers: int) -> list[str]:
+    """LFM2: wherever attention is not asked for by number."""
+    full = config.get("full_attn_idxs")
+    return [FULL_KIND if full is None or number in full else CONVOLUTION_KIND for number in range(layers)]
+
+
 def _opt(config: Config) -> int:
     hidden = number_of(config, "hidden_size")
     if config.get("word_embed_proj_dim") not in (None, hidden):
@@ -203,6 +217,8 @@ _GPT2 = {
     "intermediate_size": "n_inner",
     "max_position_embeddings": "n_positions",
 }
+_LFM2 = {"conv_L_cache": 3, "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256}
+_LFM2_NAMES = {"intermediate_size": "block_ff_dim", "tie_word_embeddings": "tie_embedding"}
 _QWEN = {"sliding_window": 4096, "max_window_layers": 28}
 _WINDOWS, _DELTA = (WINDOW_KIND,), (DELTA_KIND,)
 _DELTA_EVERY = _full_every(4, DELTA_KIND, "full_attention_interval")
@@ -225,6 +241,14 @@ FAMILIES = {
         {"head_dim": 64, "sliding_window": 128}, _full_every(2, WINDOW_KIND), _WINDOWS, feed=blocks.clamped_experts
     ),
     "granite": Family(_ALL_HEADS),
+    "lfm2": Family(
+        _TIED | _LFM2,
+        _convolutions,
+        (CONVOLUTION_KIND,),
+        recurrence=blocks.short_convolution,
+        feed=blocks.gated_and_rounded,
+        names=_LFM2_NAMES,
+    ),
     "llama": Family(_ALL_HEADS),
     "llama4_text": Family(
         _HEAD_128 | {"attention_chunk_size": 8192},
@@ -236,6 +260,9 @@ FAMILIES = {
     "mixtral": Family(kinds=_windows_if_set, feed=blocks.experts_everywhere),
     "olmo": Family(_ALL_HEADS),
     "olmo2": Family(_ALL_HEADS),
+    "olmo_hybrid": Family(
+        _ALL_HEADS | {"linear_conv_kernel_dim": 4}, _delta_but_one, _DELTA, recurrence=blocks.gated_delta_of_heads
+    ),
     "opt": Family(_TIED, feed=_TWO, names={"intermediate_size": "ffn_dim"}, fixed=_ONE_SIZE, positions=_opt),
     "phi": Family(_ALL_HEADS, feed=_TWO),
     "phi3": Family(_ALL_HEADS, _windows_if_set),
