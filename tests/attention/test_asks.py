@@ -1,5 +1,7 @@
 """Windows, chunks, caps, sinks and unequal head sizes against the reference: whole trees, and parts with a carry."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from support.parts import PartsByHand, Tensors
 from support.plans import KEEPS
 from support.runs import runs, seeded
 from treetrain.attention import kernels, local
+from treetrain.attention.carry import Carry, CarryView
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.reference import reference_attention, visible
 from treetrain.attention.schedule import Forest
@@ -117,6 +120,36 @@ def test_a_window_costs_tokens_times_window_whatever_the_length_of_the_paths():
     pairs = masks + sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in schedule.rectangles)
     assert pairs <= 1.6 * length * window
     assert len(schedule.rectangles) + len(schedule.batches) <= length / 64
+
+
+@pytest.mark.parametrize("sight", [Sight(window=128), Sight(chunk=128)], ids=str)
+def test_a_part_reads_no_more_of_a_deep_path_than_its_tokens_see(sight, monkeypatch):
+    reads: list[tuple[int | None, int]] = []
+    read = CarryView.read
+
+    def noting(self, layer, key, value, tail=None):
+        found = read(self, layer, key, value, tail)
+        reads.append((tail, len(found[0])))
+        return found
+
+    monkeypatch.setattr(CarryView, "read", noting)
+    tokens, pairs = 64, []
+    for path in (1000, 4000, 64_100):
+        below = attention_forest([list(range(tokens))])
+        forest = dataclasses.replace(below, depth=below.depth + path)
+        view = Carry(path + tokens, torch.device("cpu"), gradients=True).view(np.arange(path), np.full(tokens, -1))
+        attention = RectangleAttention(forest, carry=view)
+        tensors = [x.requires_grad_() for x in inputs(tokens, heads=2, groups=1)[:3]]
+        attention(*tensors, 0.3, 0, Ask(sight)).sum().backward()
+        tail, schedule = attention.calls(sight).tail, attention.calls(sight).schedule
+        assert tail is not None and tail < 128
+        pairs.append(
+            sum(batch.mask.size for batch in schedule.batches if batch.mask is not None)
+            + sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in schedule.rectangles)
+        )
+    # Forward and backward read the same few rows: as many for a path of 64,100 as for one of 1,000.
+    assert all(tail is not None and rows <= 127 for tail, rows in reads) and len(reads) == 6
+    assert max(pairs) <= 3 * tokens * 128
 
 
 def test_a_window_that_no_path_outgrows_runs_as_full_attention():

@@ -302,31 +302,79 @@ def test_a_reward_model_scores_every_token_as_its_head_does():
     assert tt.rewards(model, [row, row[:2]]).shape == (2, 3)
 
 
-@pytest.mark.parametrize("trunk", ["lora", "frozen"])
-def test_adapters_and_frozen_trunks_get_the_gradients_of_the_rows(trunk):
+def with_lora(model, task: str, **options):
+    """Adapters that have begun to learn, so that no gradient vanishes."""
     peft = pytest.importorskip("peft")
-    if trunk == "lora":
-        config = peft.LoraConfig(task_type="TOKEN_CLS", r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
-        torch.manual_seed(0)
-        model = peft.get_peft_model(critic(torch.float32), config).double().eval()
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(parameter, std=0.1)
+    torch.manual_seed(0)
+    config = peft.LoraConfig(task_type=task, r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, **options)
+    wrapped = peft.get_peft_model(model, config).double().eval()
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return wrapped
+
+
+TRUNKS = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
+
+
+@pytest.mark.parametrize("trunk", [*TRUNKS, "frozen"])
+def test_adapters_and_frozen_trunks_get_the_gradients_of_the_rows(trunk):
+    if trunk in TRUNKS:
+        model = with_lora(critic(torch.float32), "TOKEN_CLS", **TRUNKS[trunk])
         assert any("modules_to_save" in name for name, p in model.named_parameters() if p.requires_grad)
         modules, head = [model], None
     else:
         model = make_model("qwen3", dtype=torch.float64).requires_grad_(False)
         head = head_of(model)
         modules = [head]
+    check_step(model, head, modules, policy=False)
+
+
+@pytest.mark.parametrize("trunk", [*TRUNKS, "a frozen layer"])
+def test_policy_and_value_of_one_pass_train_adapters_and_what_is_not_frozen(trunk):
+    if trunk in TRUNKS:
+        model = with_lora(make_model("qwen3"), "CAUSAL_LM", **TRUNKS[trunk])
+        plain = model.get_base_model()  # adapted in place; its own forward gives the hidden states
+    else:
+        model = plain = make_model("qwen3", dtype=torch.float64)
+        model.model.layers[0].requires_grad_(False)
+    head = head_of(plain)
+    check_step(model, head, [model, head], policy=True, plain=plain)
+
+
+def check_step(model, head, modules, *, policy: bool, plain=None) -> None:
+    """One step, as one part and in small parts, against every row by itself."""
     with PureFloat64():
-        expected_step(model, dressed(), head=head, policy=False)
+        expected_step(plain or model, dressed(), head=head, policy=policy)
         truth = gradients(*modules)
         for shape in ("1 part", "chunks of 2"):
             for module in modules:
                 module.zero_grad()
-            planned(shape, "mixed")(model, value_head=head).forward_backward(dressed(), tt.losses.value())
+            planned(shape, "mixed")(model, value_head=head).forward_backward(dressed(), loss_with(policy))
             assert linear.relative_error(gradients(*modules), truth) <= 1e-12
     assert truth.norm() > 0
+
+
+def test_adapter_dropout_is_refused_where_values_are_asked_for_too():
+    adapted = {
+        "critic": peft_with_dropout(critic(torch.float32), "TOKEN_CLS"),
+        "policy": peft_with_dropout(make_model("qwen3"), "CAUSAL_LM"),
+    }
+    for name, model in adapted.items():
+        head = None if name == "critic" else head_of(model, torch.float32)
+        with pytest.raises(tt.UnsupportedModel, match=r"lora_dropout.*dropout 0\.1"):
+            tt.values(model, IDS, head=head)
+        tt.values(model.eval(), IDS, head=head)
+
+
+def peft_with_dropout(model, task: str):
+    peft = pytest.importorskip("peft")
+    model.config.classifier_dropout = 0.0
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # the model's own
+    config = peft.LoraConfig(task_type=task, r=2, target_modules=["q_proj"], lora_dropout=0.1)
+    return peft.get_peft_model(model, config).train()
 
 
 @pytest.mark.parametrize("budget", [None, 4])
