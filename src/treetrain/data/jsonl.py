@@ -4,8 +4,9 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from treetrain.errors import DataError
 
@@ -27,29 +28,54 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in _numbered_lines(path):
         if line.strip():
             rows += 1
-            yield number, _parse(line, f"{path} line {number}")
+            yield number, parse_line(line, f"{path} line {number}")
     if rows == 0:
-        raise DataError(f"{path}: the file is empty; expected one JSON object per line")
+        raise empty_file(path)
+
+
+def empty_file(path: str | Path) -> DataError:
+    """What is raised for a file without rows."""
+    return DataError(f"{path}: the file is empty; expected one JSON object per line")
+
+
+def is_gzipped(path: str | Path) -> bool:
+    """By its name or its first bytes. Raises DataError where it cannot be read."""
+    with reading(path), open(path, "rb") as raw:
+        return _is_gzipped(Path(path), raw)
+
+
+@contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Failures of a file in the block as DataErrors that name it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: there is no such file") from error
+    except gzip.BadGzipFile:
+        raise  # an OSError too; who unpacks knows at which line
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _is_gzipped(path: Path, raw: IO[bytes]) -> bool:
+    found = raw.read(2) == GZIP_MAGIC or path.suffix == ".gz"
+    raw.seek(0)
+    return found
 
 
 def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     number = 0
     try:
-        with open(path, "rb") as raw:
-            zipped = raw.read(2) == GZIP_MAGIC or path.suffix == ".gz"
-            raw.seek(0)
-            lines = gzip.GzipFile(fileobj=raw) if zipped else raw
+        with reading(path), open(path, "rb") as raw:
+            lines = gzip.GzipFile(fileobj=raw) if _is_gzipped(path, raw) else raw
             for number, line in enumerate(lines, 1):
                 yield number, line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: there is no such file") from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: the gzip stream breaks off after line {number} ({error})") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def _parse(line: bytes, place: str) -> dict[str, Any]:
+def parse_line(line: bytes, place: str) -> dict[str, Any]:
+    """The object of one line. Raises DataError, naming `place`."""
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

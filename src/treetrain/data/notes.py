@@ -1,5 +1,7 @@
 """What a reader tells the user without stopping: each thing once, with a count and the first place."""
 
+from collections.abc import Iterable
+
 
 class Notes:
     """Remarks collected while reading; the same remark from many rows becomes one line."""
@@ -11,6 +13,17 @@ class Notes:
     def add(self, text: str, place: str = "") -> None:
         self._first.setdefault(text, place)
         self._count[text] = self._count.get(text, 0) + 1
+
+    def add_all(self, texts: Iterable[str]) -> None:
+        """Remarks about no place."""
+        for text in texts:
+            self.add(text)
+
+    def join(self, later: "Notes") -> None:
+        """Take over what was collected from rows that follow."""
+        for text, count in later._count.items():
+            self._first.setdefault(text, later._first[text])
+            self._count[text] = self._count.get(text, 0) + count
 
     def lines(self) -> tuple[str, ...]:
         return tuple(self._line(text) for text in self._count)

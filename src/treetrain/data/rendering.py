@@ -13,6 +13,8 @@ from treetrain.data.messages import Message
 from treetrain.errors import DataError
 
 CHATML_END = "<|im_end|>"
+CACHED_CHARACTERS = 1 << 24
+"""Characters of pieces whose tokens are remembered; at most some 100 MB."""
 # Token ids of a text, and where each token starts and ends in it (characters).
 Encoded = tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]
 
@@ -53,6 +55,7 @@ class Renderer:
         self._endings = tuple(markers - {""})
         self._pieces = _piece_pattern(tokenizer, added)
         self._cache: dict[str, Encoded] = {}
+        self._cached = 0
         self.header = self._find_header()
 
     def render(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, *, prompt: bool = False) -> str:
@@ -97,7 +100,7 @@ class Renderer:
     def encode(self, text: str) -> Encoded:
         """Token ids of a text, none added, with the characters [start, end) that each token covers.
 
-        Where added tokens cut the text anyway, the pieces between them are tokenised once per file.
+        Where added tokens cut the text anyway, the pieces between them are tokenised once, as far as they are remembered.
         """
         pieces = [text] if self._pieces is None else [piece for piece in self._pieces.split(text) if piece]
         parts, at = [], 0
@@ -119,7 +122,13 @@ class Renderer:
     def _encode_piece(self, piece: str) -> Encoded:
         encoded = self._cache.get(piece)
         if encoded is None:
-            encoded = self._cache[piece] = _encode_whole(self.tokenizer, piece)
+            encoded = _encode_whole(self.tokenizer, piece)
+            self._cached += len(piece)
+            if self._cached > CACHED_CHARACTERS:
+                # What is shared comes back with the next row; a file may be larger than memory.
+                self._cache.clear()
+                self._cached = len(piece)
+            self._cache[piece] = encoded
         return encoded
 
 
