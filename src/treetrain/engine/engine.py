@@ -351,7 +351,7 @@ class TreeEngine:
         own = spelled(event.kind for event in plan.events()) if gradients else "P" * plan.num_parts
         _, orders = self.ranks.agree("a walk", lambda: (None, own))
         stand_in = StandIn(self.model, self.capabilities, self.temperature, routing, self._run_type)
-        return Lockstep(common_order(orders), self.ranks.rank, stand_in, self.model, reduces)
+        return Lockstep(common_order(orders), self.ranks, stand_in, self.model, reduces)
 
     def logprobs(self, trajectories: Sequence[Trajectory] | TokenTree, *, return_entropy: bool = False) -> Any:
         """Log-probabilities of every token but the first of every row, without gradient, with training's numerics.

@@ -10,9 +10,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from treetrain.engine.head import Scores
 from treetrain.engine.packed import PackedRun
+from treetrain.engine.ranks import Ranks
 from treetrain.engine.routing import Routing
 from treetrain.models.capability import Capabilities
 from treetrain.plan.lockstep import Kind, Turn
@@ -60,14 +62,15 @@ class Lockstep:
 
     Args:
         turns: of all ranks.
-        rank: this one.
+        ranks: that share the walk.
         stand_in: what runs in the slots of others.
         model: in the hands of FSDP2.
         reduces: which backward reduces gradients.
     """
 
-    def __init__(self, turns: Sequence[Turn], rank: int, stand_in: StandIn, model: Any, reduces: Reduces = "each"):
-        self._slots = [_Slot(turn.kind, rank in turn.takers) for turn in turns]
+    def __init__(self, turns: Sequence[Turn], ranks: Ranks, stand_in: StandIn, model: Any, reduces: Reduces = "each"):
+        self._slots = [_Slot(turn.kind, ranks.rank in turn.takers) for turn in turns]
+        self._ranks = ranks
         self._stand_in, self._at = stand_in, 0
         self._waiting: list[Sequence[Tensor]] = []
         self._own: list[Sequence[Tensor]] = []
@@ -107,7 +110,8 @@ class Lockstep:
     def abandon(self, error: BaseException) -> None:
         """Something went wrong here: meet the others in what is left, so that they are not kept waiting."""
         if self._within_pass:
-            error.add_note("it came in the middle of a pass, so the other ranks wait for this one until it ends")
+            self._ranks.lost = True
+            error.add_note("it came in the middle of a pass: the other ranks wait there until this process ends")
             return
         self.finish()
 
@@ -115,6 +119,9 @@ class Lockstep:
         """Leave the model as it was found."""
         if self._reduces != "each":
             self._model.set_requires_gradient_sync(True)
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward that no backward followed leaves its weights whole
 
     def _begin(self) -> None:
         """A slot begins."""

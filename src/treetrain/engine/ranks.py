@@ -33,6 +33,8 @@ class Ranks:
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
+        self.lost = False
+        """Whether this process left a pass that the others wait in, so that nothing can be told them any more."""
 
     @property
     def alone(self) -> bool:
@@ -52,6 +54,11 @@ class Ranks:
         """Every rank's value, by rank; a collective call."""
         if self.alone:
             return [value]
+        if self.lost:
+            raise RuntimeError(
+                "an earlier step failed in the middle of a pass of this rank, so the ranks are no longer in step; start "
+                "all processes again (from their last checkpoint)"
+            )
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._control)
         return found
@@ -74,7 +81,8 @@ class Ranks:
         except RanksDisagree:
             raise  # all ranks know of it
         except Exception as error:
-            self.gather((what, _described(error), None))
+            if not self.lost:
+                self.gather((what, _described(error), None))
             raise
         found = self.gather((what, None, told))
         failed = [(rank, error) for rank, (_, error, _) in enumerate(found) if error is not None]

@@ -100,7 +100,7 @@ class Routing:
     def idle_run(self, tokens: int) -> "RouterPass":
         """What is done with the routers of a pass over so many tokens that count for nothing."""
         counts = None if self._counts is None else torch.zeros(tokens, dtype=torch.int64, device=self._device)
-        return RouterPass(self, self._experts, None, counts, collects=False, verifies=False)
+        return RouterPass(self, self._experts, None, counts, collects=False)
 
     def add(self, found: RouterBalance | None) -> None:
         """Take note of a pass that fitted."""

@@ -98,6 +98,7 @@ def scoring_head(
                 scores = replace(scores, logprobs=scores.logprobs + zero_of(value(flat[:1])))
         if capabilities.scores_tokens:
             carrier = (scores.logprobs if scores.linear_loss is None else scores.linear_loss).view(1, -1, 1)
+            carrier = carrier.clone() if meets_all else carrier  # FSDP's hook would not follow a view
         else:
             carrier = _numbered(scores, len(flat), meets_all=meets_all)
         if logit_map is not IDENTITY:

@@ -40,12 +40,12 @@ def share_of(
     settings |= {"a normaliser": None if normaliser is None else float(normaliser)}
     if ranks.alone:
         return Share(settings, None, None)
-    if merged is not None:
-        loss.check_merged(merged)
-    elif hasattr(loss, "check"):
-        loss.check(list(tree.trajectories))
     if _sees_all_rows(loss):
         return Share(settings, None, list(tree.trajectories))
+    if merged is not None:
+        loss.check_merged(merged)
+    else:
+        loss.check(list(tree.trajectories))
     if normaliser is not None:
         return Share(settings, None, None)
     weight = loss.total_weight(list(tree.trajectories)) if merged is None else loss.merged_weight(merged)
@@ -70,13 +70,12 @@ def whole_step(
         return loss, step_normaliser(loss, list(tree.trajectories), normaliser)
     for name in shares[0].settings:
         check_same(name, [share.settings[name] for share in shares])
-    if normaliser is not None:
-        return step_loss(loss, [], normaliser), check_normaliser(normaliser)
     if shares[0].rows is None:
-        return loss, check_normaliser(_some(sum(share.weight or 0.0 for share in shares), ranks))
+        whole = _some(sum(share.weight or 0.0 for share in shares), ranks) if normaliser is None else normaliser
+        return step_loss(loss, [], normaliser), check_normaliser(whole)
     rows = every_row(shares)
-    loss = step_loss(loss, rows, None)
-    return loss, step_normaliser(loss, rows, None)
+    loss = step_loss(loss, rows, normaliser)
+    return loss, step_normaliser(loss, rows, normaliser)
 
 
 def every_row(shares: Sequence[Share]) -> list[Trajectory]:

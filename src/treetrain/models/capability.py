@@ -18,7 +18,7 @@ from treetrain.models.logit_map import IDENTITY, LogitMap
 from treetrain.models.moe import MixtureOfExperts, check_experts
 from treetrain.models.recurrence import check_recurrence
 from treetrain.models.rotary import check_rotary
-from treetrain.models.scalar_head import ScalarHead, inner_linear, models_own_head, users_head
+from treetrain.models.scalar_head import ScalarHead, inner_linear, is_plain_linear, models_own_head, users_head
 
 LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv")
 """Kinds that a configuration may name; recurrent layers are also checked module by module."""
@@ -119,7 +119,7 @@ def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Modul
         head, head_is_linear = _check_head(lm)
     elif scalar is None:
         scalar = models_own_head(lm, text)
-        head, head_is_linear = scalar.module, type(scalar.module) is nn.Linear
+        head, head_is_linear = scalar.module, is_plain_linear(scalar.module)
     else:
         raise UnsupportedModel(
             f"{type(lm).__name__} has a value head of its own and was given another; give one of both: this model "
@@ -169,6 +169,18 @@ def _check_kind(lm: nn.Module, config: Any) -> None:
     if not any("position_ids" in inspect.signature(forward).parameters for forward in forwards):
         # Such a model counts positions by itself, through every branch (decoders of the BART family do).
         raise UnsupportedModel(f"{name} takes no position_ids, so a branch cannot start at its own position.")
+    for module_name, module in lm.named_modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            raise UnsupportedModel(
+                f"{module_name} ({type(module).__name__}) numbers the positions of a row by itself, from its padding "
+                "id on and leaving padding out (create_position_ids_from_input_ids); a tree numbers them from 0, so "
+                "every token would be at another place than in its row."
+            )
+    if any("shared_kv_states" in inspect.signature(forward).parameters for forward in forwards):
+        raise UnsupportedModel(
+            f"{name} drafts tokens for another model, from that model's keys and values (shared_kv_states): it has no "
+            "rows of its own. Pass the model that it drafts for."
+        )
     if getattr(config, "is_causal", True) is False:
         raise UnsupportedModel(f"{name} has is_causal=False; a tree needs causal attention.")
 
@@ -244,7 +256,7 @@ def _check_head(lm: nn.Module) -> tuple[nn.Module, bool]:
     if head is None:
         raise UnsupportedModel(f"{type(lm).__name__} has no output embeddings; an unknown head cannot be scored.")
     if inner_linear(head) is not None:
-        return head, type(head) is nn.Linear
+        return head, is_plain_linear(head)
     raise UnsupportedModel(
         f"the head is a {type(head).__name__}; known heads are nn.Linear and peft layers around one."
     )

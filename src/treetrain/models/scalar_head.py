@@ -103,9 +103,15 @@ def users_head(head: nn.Module) -> ScalarHead:
     return ScalarHead(module=head, is_models_own=False, labels=None)
 
 
+def is_plain_linear(head: nn.Module) -> bool:
+    """A matrix and nothing more; FSDP2 makes a class of its own of one that is a shard by itself."""
+    kind = type(head)
+    return kind is nn.Linear or (kind.__name__ == "FSDPLinear" and kind.__bases__[-1] is nn.Linear)
+
+
 def inner_linear(head: nn.Module) -> nn.Linear | None:
     """The matrix of a head, within what peft has put around it; None for anything else."""
-    if type(head) is nn.Linear:
-        return head
+    if is_plain_linear(head):
+        return head  # type: ignore[return-value]
     inner = getattr(head, "base_layer", None) or getattr(head, "original_module", None)
     return inner if isinstance(inner, nn.Linear) else None

@@ -1,0 +1,97 @@
+"""A step over several ranks is the step of one process on all rows, whatever each rank has to do."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from support.more_cases import EVERY
+from support.rank_work import Job, step
+
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def check(run_on_ranks, job: Job, *, size: int = 2) -> list[dict]:
+    """The step's gradients, loss, metrics and scores, on every rank."""
+    found = run_on_ranks(step, job, size=size)
+    bound = BOUNDS[job.dtype]
+    for rank, told in enumerate(found):
+        for name in ("gradients", "loss", "metrics", "scores"):
+            assert told[name] <= bound, (rank, name, told, job)
+        assert told["flat_tokens"], (rank, told)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("split", ["round", "halves", "first has all", "last has all"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_rows_may_be_split_in_any_way(run_on_ranks, parallel, split, size) -> None:
+    check(run_on_ranks, Job(parallel, "ppo entropy", split=split), size=size)
+
+
+MIXED_PLANS = {
+    "kept beside recomputed": (("one segment per part", "all"), ("one segment per part", "none")),
+    "whole beside chunks": (("1 part", "none"), ("chunks of 2", "mixed")),
+    "joint publishing beside quarters": (("joint publishing", "mixed"), ("N/4", "all")),
+    "small chunks": (("chunks of 2", "none"), ("chunks of 2", "all")),
+}
+
+
+@pytest.mark.parametrize("reduce", ["part", "step"])
+@pytest.mark.parametrize("plans", MIXED_PLANS)
+def test_ranks_may_have_plans_of_different_shapes(run_on_ranks, plans, reduce) -> None:
+    check(run_on_ranks, Job("fsdp", "ppo entropy", shapes=MIXED_PLANS[plans], reduce=reduce))
+    check(run_on_ranks, Job("fsdp", "sft", shapes=MIXED_PLANS[plans], reduce=reduce, seed=1))
+
+
+def test_four_ranks_keep_and_recompute_in_one_step(run_on_ranks) -> None:
+    shapes = (("chunks of 7", "none"), ("one segment per part", "all"), ("1 part", "all"), ("chunks of 2", "mixed"))
+    for split in ("round", "first has all"):
+        check(run_on_ranks, Job("fsdp", "grpo", shapes=shapes, split=split), size=4)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("loss", ["sft per trajectory", "gspo", "dpo", "kto", "own", "own contrast"])
+def test_losses_over_several_rows_see_those_of_all_ranks(run_on_ranks, loss, parallel) -> None:
+    check(run_on_ranks, Job(parallel, loss, budget=9))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("loss", EVERY)
+def test_every_loss_of_the_library(run_on_ranks, loss, parallel) -> None:
+    for seed, split in ((2, "round"), (3, "first has all")):
+        check(run_on_ranks, Job(parallel, loss, budget=9, seed=seed, split=split))
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_step_may_take_several_calls(run_on_ranks, parallel) -> None:
+    for reduce in ("part", "step"):
+        check(run_on_ranks, Job(parallel, "sft", calls=3, budget=9, reduce=reduce))
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_step_in_float32(run_on_ranks, parallel) -> None:
+    check(run_on_ranks, Job(parallel, "grpo", dtype=torch.float32, budget=12))
+
+
+SHAPES_OF_MODELS = {
+    "tied head": Job(family="qwen3", changes=(("tie_word_embeddings", True),)),
+    "a head of its own shard": Job(family="qwen3", head_shard=True, changes=(("tie_word_embeddings", False),)),
+    "activation checkpointing": Job(family="qwen3", checkpointing=True),
+    "capped logits and windows": Job(family="gemma3_text"),
+    "a value head beside the model": Job(family="qwen3", loss="value", value_head=True),
+    "gated DeltaNet": Job(family="qwen3_5_text"),
+    "experts": Job(family="qwen3_moe"),
+    "experts with the auxiliary loss": Job(
+        family="qwen3_moe", changes=(("output_router_logits", True), ("router_aux_loss_coef", 0.7))
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SHAPES_OF_MODELS)
+def test_kinds_of_models(run_on_ranks, kind) -> None:
+    job = SHAPES_OF_MODELS[kind]
+    for parallel in ("fsdp", "ddp"):
+        check(run_on_ranks, dataclasses.replace(job, parallel=parallel, budget=9, split="halves"))
+    check(run_on_ranks, dataclasses.replace(job, budget=9, split="first has all"))

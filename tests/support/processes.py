@@ -1,0 +1,109 @@
+"""A few processes of one gloo group that stay alive and run functions for tests; one that hangs is a failure.
+
+The processes are forked from one that has imported torch and transformers, so that they start at once.
+"""
+
+import datetime
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+SIZE = 4
+TIMEOUT = 60.0
+"""Seconds that a function may take; a collective gives up somewhat earlier."""
+_PRELOADED = ["torch", "torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3", "support.rank_work"]
+
+
+class RankFailed(AssertionError):
+    """A function failed, or did not come back, on some rank."""
+
+
+class Processes:
+    """Ranks 0 to SIZE - 1 on this host; `run` sends the same function to the first few of them."""
+
+    def __init__(self, size: int = SIZE):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        path = os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), path])
+        os.environ["OMP_NUM_THREADS"] = "1"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, port, there), daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, size: int = 2, timeout: float = TIMEOUT) -> list[Any]:
+        """`function(group, *args)` on ranks 0 to size - 1; what it returned, by rank.
+
+        Raises:
+            RankFailed: with the tracebacks of the ranks that failed; the processes are ended then.
+        """
+        pipes = self._pipes[:size]
+        for pipe in pipes:
+            pipe.send((function, args, size))
+        found: dict[int, Any] = {}
+        while len(found) < size:
+            ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in found], timeout)
+            if not ready:
+                self.stop()
+                raise RankFailed(f"ranks {sorted(set(range(size)) - set(found))} did not come back in {timeout:g} s")
+            for pipe in ready:
+                rank = pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    found[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    found[rank] = (False, "the process ended")
+        failed = [f"rank {rank}: {found[rank][1]}" for rank in range(size) if not found[rank][0]]
+        if failed:
+            self.stop()  # one of them may still be within a collective
+            raise RankFailed("\n".join(failed))
+        return [found[rank][1] for rank in range(size)]
+
+    @property
+    def alive(self) -> bool:
+        """Whether all processes are there."""
+        return all(process.is_alive() for process in self._processes)
+
+    def stop(self) -> None:
+        """End them, wherever they are."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    timeout = datetime.timedelta(seconds=TIMEOUT * 0.75)
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
+    groups: dict[int, Any] = {size: dist.group.WORLD}
+    while True:
+        try:
+            function, args, wanted = pipe.recv()
+        except EOFError:
+            return
+        if wanted not in groups:
+            groups[wanted] = dist.new_group(list(range(wanted)), timeout=timeout, use_local_synchronization=True)
+        try:
+            pipe.send((True, function(groups[wanted], *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
