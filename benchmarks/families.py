@@ -1,10 +1,11 @@
 """Measured speed-up of a tree over the best linear baseline, against the FLOP-ideal, for families that are not dense.
 
-Run: python benchmarks/families.py [model ...] [--workload tau_airline_calls] [--repeats 3]
+Run: python benchmarks/families.py [model ...] [--workload tau_airline_calls] [--repeats 3] [--trial 4]
 
 Forward and backward of SFT, float32, as in cpu_efficiency.py, on small random models of the real classes: a mixture of
-experts shaped like Qwen3-MoE, and a hybrid of gated delta and attention layers shaped like Qwen3.5. All engines
-alternate in one process; a fresh process per model. Rows are appended to results/families.csv.
+experts shaped like Qwen3-MoE, and a hybrid of gated delta and attention layers shaped like Qwen3.5. All linear
+baselines (packed and padded, two sizes each) run on every fourth row; the fastest and the tree then take turns on all
+rows. One process, a fresh one per model. Rows are appended to results/families.csv.
 """
 
 import argparse
@@ -66,16 +67,18 @@ def qwen3_5_hybrid():
 MODELS = {"qwen3_moe": qwen3_moe, "qwen3_5_hybrid": qwen3_5_hybrid}
 
 
-def measure(name: str, workload: str, repeats: int) -> None:
+def measure(name: str, workload: str, repeats: int, trial: int) -> None:
     """Benchmark one model in this process and append its row."""
     import torch
 
-    from treetrain.train.bench import bench
+    from treetrain.train.bench import bench, fastest_baseline
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
     model = MODELS[name]()
-    report = bench(model, load_workload(workload), repeats=repeats, memory=False, progress=_say)
+    tasks = load_workload(workload)
+    baseline = fastest_baseline(model, tasks[::trial], progress=_say)
+    report = bench(model, tasks, repeats=repeats, memory=False, baselines=[baseline], progress=_say)
     row = {
         "model": name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -95,16 +98,17 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(MODELS), help=", ".join(MODELS))
     parser.add_argument("--workload", default="tau_airline_calls", choices=WORKLOADS)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--trial", type=int, default=4, help="baselines are tried on every so many-th row; 1: on all")
     parser.add_argument("--here", action="store_true", help="in this process (one model)")
     options = parser.parse_args()
     unknown = set(options.models) - set(MODELS)
     if unknown:
         parser.error(f"unknown model {sorted(unknown)[0]!r}; there are {', '.join(MODELS)}")
     if options.here:
-        return measure(options.models[0], options.workload, options.repeats)
+        return measure(options.models[0], options.workload, options.repeats, options.trial)
     for name in options.models:
         command = [sys.executable, __file__, name, "--here", "--workload", options.workload]
-        subprocess.run([*command, "--repeats", str(options.repeats)], check=True)
+        subprocess.run([*command, "--repeats", str(options.repeats), "--trial", str(options.trial)], check=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`bench` and the baselines it compares with."""
 
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import treetrain as tt
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
-from treetrain.train.bench import bench
+from treetrain.train.bench import bench, fastest_baseline
 from treetrain.train.memory import peak_step_bytes
 from treetrain.train.padded_baseline import PaddedEngine
 from treetrain.train.verify import gradient_error, linear_gradients
@@ -73,6 +74,32 @@ def test_a_report_says_what_was_measured(model, rows):
     assert report.efficiency == pytest.approx(report.speedup / report.ideal)
     assert report.distinct_ideal is not None and 1 <= report.distinct_ideal < report.ideal
     assert report.tree_peak_bytes is None and any("warm-up" in line for line in lines)
+
+
+def test_only_the_baselines_asked_for_run(model, rows, monkeypatch):
+    ran: list[tuple[str, int]] = []
+    original = LinearEngine.forward_backward
+
+    def slow(engine, tasks, *args, **kwargs):
+        ran.append((type(engine).__name__, engine.pack_tokens))
+        if (type(engine), engine.pack_tokens) != (PaddedEngine, 4096):
+            time.sleep(0.2)
+        return original(engine, tasks, *args, **kwargs)
+
+    monkeypatch.setattr(LinearEngine, "forward_backward", slow)
+    assert fastest_baseline(model, rows) == "padded 4096"
+    every = {(kind, size) for kind in ("LinearEngine", "PaddedEngine") for size in (4096, 8192)}
+    assert set(ran) == every and len(ran) == 1 + len(every)
+    ran.clear()
+    report = bench(model, rows, repeats=1, memory=False, baselines=["padded 4096"])
+    assert report.baseline == "padded 4096" and set(report.baselines) == {"padded 4096"}
+    assert set(ran) == {("PaddedEngine", 4096)}
+
+
+@pytest.mark.parametrize("wanted", [["packed 4096", "packed 5000"], []], ids=str)
+def test_a_baseline_that_there_is_not_is_an_error(model, rows, wanted):
+    with pytest.raises(ValueError, match="give one or more of packed 4096, padded 4096, packed 8192"):
+        bench(model, rows, baselines=wanted)
 
 
 def test_no_repeats_are_an_error(model, rows):

@@ -7,7 +7,7 @@ so that a machine that slows down slows all of them; medians are compared. All b
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,6 +89,7 @@ def bench(
     repeats: int = 5,
     warmup: int = 1,
     memory: bool = True,
+    baselines: Collection[str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> BenchReport:
     """Time tree against linear.
@@ -101,11 +102,12 @@ def bench(
         repeats: measured rounds; every engine runs once in each.
         warmup: rounds before, not counted; the slower baselines drop out after them.
         memory: also measure peak memory, each side in a fresh process.
+        baselines: names of those to compare with, e.g. what `fastest_baseline` has found; None is all.
         progress: called with a line about what is running.
 
     Raises:
         UnsupportedModel, DataError: as `TreeEngine.forward_backward`.
-        ValueError: fewer than one repeat or warm-up round.
+        ValueError: fewer than one repeat or warm-up round, a baseline that there is not.
     """
     if repeats < 1 or warmup < 1:
         raise ValueError(f"repeats={repeats}, warmup={warmup}: both must be at least 1")
@@ -115,7 +117,8 @@ def bench(
     say = progress or (lambda _line: None)
     rows = list(trajectories)
     distinct = [rows[k] for k in np.flatnonzero(distinct_rows(build_tree(rows)))]
-    engines = _engines(model, temperature, budget)
+    engines = {"tree": TreeEngine(model, budget=budget, temperature=temperature)}
+    engines |= _baselines(model, temperature, baselines)
     runs = {name: (engine, rows) for name, engine in engines.items()}
     seconds = _take_turns(runs, loss, warmup, say, "warm-up")
     best = min((name for name in engines if name != "tree"), key=lambda name: min(seconds[name]))
@@ -135,12 +138,38 @@ def bench(
     return _report(engines["tree"], rows, distinct, seconds, measured, peaks, repeats)
 
 
-def _engines(model: nn.Module, temperature: float, budget: int | str | Bytes | None) -> dict[str, TreeEngine]:
-    engines: dict[str, TreeEngine] = {"tree": TreeEngine(model, budget=budget, temperature=temperature)}
+def fastest_baseline(
+    model: nn.Module,
+    trajectories: Sequence[Trajectory],
+    *,
+    loss: Any = None,
+    temperature: float = 1.0,
+    progress: Callable[[str], None] | None = None,
+) -> str:
+    """The name of the baseline that is fastest on these rows, for models on which every round of all takes minutes.
+
+    Each runs once, the first one once more before, which is not counted. Arguments are those of `bench`.
+    """
+    loss, say = sft() if loss is None else loss, progress or (lambda _line: None)
+    if model_device(model).type == "cpu":
+        keep_memory()
+    runs = {name: (engine, list(trajectories)) for name, engine in _baselines(model, temperature, None).items()}
+    _take_turns(dict([next(iter(runs.items()))]), loss, 1, say, "warm-up")
+    seconds = _take_turns(runs, loss, 1, say, "trial")
+    return min(seconds, key=lambda name: seconds[name][0])
+
+
+def _baselines(model: nn.Module, temperature: float, wanted: Collection[str] | None) -> dict[str, TreeEngine]:
+    engines: dict[str, TreeEngine] = {}
     for size in PACK_TOKENS:
         engines[f"packed {size}"] = LinearEngine(model, pack_tokens=size, temperature=temperature)
         engines[f"padded {size}"] = PaddedEngine(model, pack_tokens=size, temperature=temperature)
-    return engines
+    if wanted is None:
+        return engines
+    unknown = sorted(set(wanted) - set(engines))
+    if unknown or not wanted:
+        raise ValueError(f"baselines={list(wanted)}: give one or more of {', '.join(engines)}")
+    return {name: engines[name] for name in engines if name in wanted}
 
 
 def _options(engine: TreeEngine, temperature: float) -> dict[str, Any]:
