@@ -6,11 +6,13 @@ holds the size and SHA-256 of every file, and its own, so that what a disk, a co
 
 import errno
 import hashlib
+import io
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,10 @@ FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 WRITING, DELETING = ".writing-", ".deleting-"
 """Prefixes of folders that a killed run may leave behind."""
+WHOLE, SHARDED = 1, 2
+"""Formats: written by one process, or by several ranks."""
+HASHING_THREADS = 4
+"""Of a checkpoint that is checked; a rank's own files are hashed one after the other."""
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -71,30 +77,65 @@ def write(folder: Path, step: int, fill: Callable[[Path], None], facts: dict[str
     Raises:
         CheckpointNotWritten: the disk is full or does not take it for another reason.
     """
-    temporary, path = folder / f"{WRITING}{name_of(step)}", folder / name_of(step)
+    temporary = folder / f"{WRITING}{name_of(step)}"
     try:
-        folder.mkdir(exist_ok=True)
-        _remove(temporary)
-        temporary.mkdir()
+        make_room(folder, step)
         fill(temporary)
-        files = {file.name: _described(file) for file in sorted(temporary.iterdir())}
-        contents = {"format": 1, "step": step, "files": files, **facts}
-        text = json.dumps({"contents": contents, "sha256": _digest_of(contents)}, indent=1)
-        (temporary / MANIFEST).write_text(text + "\n", encoding="utf-8")
-        for file in temporary.iterdir():
-            sync(file)
-        sync(temporary)
-        delete([path])  # one of the same step that was not whole, or that a resumed run has passed again
-        os.replace(temporary, path)
-        sync(folder)
-        sync(folder.parent)
+        return complete(temporary, step, described(temporary.iterdir()), {"format": WHOLE, **facts})
     except OSError as error:
-        _remove(temporary)
-        raise _not_written(folder, step, error) from error
+        give_up(temporary)
+        raise not_written(folder, step, error) from error
     except BaseException:
-        _remove(temporary)
+        give_up(temporary)
         raise
+
+
+def make_room(folder: Path, step: int) -> Path:
+    """An empty folder for the files of a checkpoint, under its temporary name. Raises OSError."""
+    temporary = folder / f"{WRITING}{name_of(step)}"
+    folder.mkdir(exist_ok=True)
+    _remove(temporary)
+    temporary.mkdir()
+    return temporary
+
+
+def described(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of files by name, when they are on the disk. Raises OSError."""
+    found = {}
+    for file in sorted(files):
+        sync(file)
+        found[file.name] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+    return found
+
+
+def complete(temporary: Path, step: int, files: Mapping[str, Any], facts: Mapping[str, Any]) -> Checkpoint:
+    """Write the manifest of a checkpoint whose files are on the disk, and give it its name.
+
+    Args:
+        temporary: of `make_room`.
+        files: of `described`; all that it is to hold.
+        facts: plain JSON data, kept in the manifest; the format among them.
+
+    Raises:
+        OSError: the disk does not take it.
+    """
+    folder = temporary.parent
+    path = folder / name_of(step)
+    contents = {"step": step, "files": dict(sorted(files.items())), **facts}
+    text = json.dumps({"contents": contents, "sha256": _digest_of(contents)}, indent=1)
+    (temporary / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    sync(temporary / MANIFEST)
+    sync(temporary)
+    delete([path])  # one of the same step that was not whole, or that a resumed run has passed again
+    os.replace(temporary, path)
+    sync(folder)
+    sync(folder.parent)
     return Checkpoint(path, step, contents)
+
+
+def give_up(temporary: Path) -> None:
+    """Remove what was written of a checkpoint."""
+    _remove(temporary)
 
 
 def read(path: Path, *, contents: bool = True) -> Checkpoint:
@@ -115,8 +156,11 @@ def read(path: Path, *, contents: bool = True) -> Checkpoint:
         size = file.stat().st_size
         if size != expected["bytes"]:
             raise TornCheckpoint(f"{path}: {name} has {size:,} bytes, {expected['bytes']:,} were written")
-        if contents and _sha256(file) != expected["sha256"]:
-            raise TornCheckpoint(f"{path}: the contents of {name} are not what was written (its SHA-256 differs)")
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        digests = pool.map(_sha256, (path / name for name in facts["files"] if contents))
+        for (name, expected), digest in zip(facts["files"].items(), digests):
+            if digest != expected["sha256"]:
+                raise TornCheckpoint(f"{path}: the contents of {name} are not what was written (its SHA-256 differs)")
     return Checkpoint(path, facts["step"], facts)
 
 
@@ -172,13 +216,10 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise TornCheckpoint(f"{path}: {MANIFEST} cannot be read") from None
     if not right:
         raise TornCheckpoint(f"{path}: the contents of {MANIFEST} are not what was written")
-    if contents["format"] != 1:
-        raise TornCheckpoint(f"{path} is of format {contents['format']}, this version reads format 1")
+    if contents["format"] not in (WHOLE, SHARDED):
+        told = f"this version reads {WHOLE} and {SHARDED}"
+        raise TornCheckpoint(f"{path} is of format {contents['format']}, {told}")
     return contents
-
-
-def _described(file: Path) -> dict[str, Any]:
-    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
 
 
 def _sha256(file: Path) -> str:
@@ -195,6 +236,25 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _not_written(folder: Path, step: int, error: OSError) -> CheckpointNotWritten:
-    reason = f"{error.strerror or error}; {free_space(folder.parent)}"
+def not_written(folder: Path, step: int, error: Exception) -> CheckpointNotWritten:
+    """What is told of a checkpoint that an error kept from being written."""
+    told = (isinstance(error, OSError) and error.strerror) or error
+    reason = f"{told}; {free_space(folder.parent)}"
     return CheckpointNotWritten(f"the checkpoint of step {step} could not be written to {folder} ({reason})")
+
+
+class NotedFile(io.FileIO):
+    """A file to write to that remembers why it could not be written; torch tells something else."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """All of it."""
+        try:
+            view, done = memoryview(data).cast("B"), 0
+            while done < len(view):
+                done += super().write(view[done:])
+            return done
+        except OSError as error:
+            self.failure = error
+            raise

@@ -8,12 +8,14 @@ from typing import Any
 
 from rich.console import Console
 
+from treetrain.engine.ranks import Ranks
 from treetrain.train import checkpoint, checkpoint_files
 from treetrain.train.checkpoint_files import Checkpoint, CheckpointNotWritten
 from treetrain.train.loop import TrainLoop
 from treetrain.train.resume import Start, Wanted
 from treetrain.train.run_engine import RunEngine
-from treetrain.train.same_run import ROUNDING
+from treetrain.train.same_run import RANKS, ROUNDING
+from treetrain.train.sharded_checkpoint import ShardedWriter
 from treetrain.train.signals import Interrupted, StopRequest
 
 
@@ -25,7 +27,8 @@ class CheckpointKeeper:
         loop: not yet running.
         start: what the run begins with.
         stop: looked at after every step.
-        console: where failures are told; on a quiet one they are warnings.
+        console: where failures are told, by the first rank; on a quiet one they are warnings.
+        ranks: that share the run; making this and all methods but `told*` and `not_saved` are collective.
         clock: seconds.
     """
 
@@ -37,15 +40,18 @@ class CheckpointKeeper:
         stop: StopRequest,
         *,
         console: Console,
+        ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._wanted, self._loop, self._start, self._stop = wanted, loop, start, stop
-        self._console, self._clock = console, clock
+        self._console, self._clock, self._ranks = console, clock, ranks or Ranks()
         self._output = Path(wanted.config.output)
         self.folder = self._output / checkpoint_files.FOLDER
         self.last = start.checkpoint
         """The newest checkpoint of this run; None while there is none."""
-        self._frozen = checkpoint.frozen_digest(loop.model)
+        keep = wanted.config.keep_checkpoints
+        self._writer = None if self._ranks.alone else ShardedWriter(self.folder, self._ranks, keep=keep)
+        self._frozen = checkpoint.frozen_digest(loop.model, self._ranks)
         self._saved_at, self._cleaned = clock(), False
 
     def begin(self) -> None:
@@ -55,7 +61,7 @@ class CheckpointKeeper:
             ValueError: the checkpoint is of another model.
         """
         self._loop.after_step = self._after_step
-        self._loop.stop_asked = lambda: self._stop.number is not None
+        self._loop.stop_asked = lambda: self._asked()[0] is not None
         self._loop.about["data"] = dict(self._wanted.data)
         engine = self._loop.engine
         if isinstance(engine, RunEngine):
@@ -68,38 +74,89 @@ class CheckpointKeeper:
                 f"cannot go on from {path}: the weights that are not trained are not those of the run (another base "
                 "model, or another version of it); name the former model"
             )
-        checkpoint.load_weights(path, self._loop.model)
-        state = checkpoint.load_state(path)
-        self._loop.load_state_dict(state["loop"])
-        if isinstance(engine, RunEngine) and self._plans_alike(facts):
-            engine.load_state_dict(state["planning"])
+        self._ranks.agree("taking up the checkpoint", lambda: (None, self._take_up(path, facts)))
         record = {"kind": "resumed", "step": self._loop.step, "steps": self._loop.total, "checkpoint": str(path)}
         self._loop.metrics.write(record | {"time": time.time()})
-        checkpoint.set_random_states(state["random"], self._loop.device)
+        checkpoint.go_on_drawing(self._drawn, self._loop.device, self._ranks)
+
+    def _take_up(self, path: Path, facts: dict[str, Any]) -> None:
+        loop = self._loop
+        checkpoint.load_weights(path, loop.model)
+        state = checkpoint.load_state(path, loop.model, loop.optimizer)
+        loop.load_state_dict(state["loop"])
+        if isinstance(loop.engine, RunEngine) and self._plans_alike(facts):
+            loop.engine.load_state_dict(state["planning"])
+        self._drawn = state["random"]
 
     def _plans_alike(self, facts: dict[str, Any]) -> bool:
         """Whether plans are to be made as before: on the same machine, within the same budget."""
         now = self._wanted.config.as_dict()
         same = all(facts["config"].get(name) == now[name] for name in ROUNDING if name in now)
-        return same and facts["environment"].get("machine") == self._wanted.environment.get("machine")
+        here, there = self._wanted.environment, facts["environment"]
+        return same and all(there.get(name) == here.get(name) for name in ("machine", RANKS))
 
     def save(self) -> Checkpoint:
-        """Write a checkpoint of the state as it is, then delete the oldest ones.
+        """Write a checkpoint of the state as it is, then delete the oldest ones; on return it is on the disk.
 
         Raises:
             CheckpointNotWritten: older ones are as they were.
         """
-        loop, wanted = self._loop, self._wanted
+        self._begin_saving()
+        if self._writer is not None:
+            self.last = self._writer.wait() or self.last
+            self._saved_at = self._clock()
+        assert self.last is not None
+        return self.last
+
+    def finish(self) -> None:
+        """Wait for a checkpoint that is still being written; to be called when the run is over, however it ended."""
+        self._collect()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _begin_saving(self) -> None:
+        """One process writes at once, several begin to.
+
+        Raises:
+            CheckpointNotWritten: older ones are as they were.
+        """
+        loop = self._loop
+        self._collect()
         self._saved_at = self._clock()
         if self.last is not None and self.last.step == loop.step and self.last.path.parent == self.folder:
-            return self.last  # the same step of the same run is the same state
-        engine = loop.engine
+            return  # the same step of the same run is the same state
+        engine, alone = loop.engine, self._ranks.alone
         state = {
             "loop": loop.state_dict(),
-            "random": checkpoint.random_states(loop.device),
+            "random": checkpoint.random_states(loop.device, alone=alone),
             "planning": engine.state_dict() if isinstance(engine, RunEngine) else None,
         }
-        facts = {
+        if self._writer is not None:
+            self._begin_shares(self._writer, state)
+            return
+
+        def fill(folder: Path) -> None:
+            loop.metrics.flush()
+            checkpoint.fill(folder, model=loop.model, state=state, metrics=loop.metrics.path)
+
+        self.last = checkpoint_files.write(self.folder, loop.step, fill, self._facts())
+        self._saved_at = self._clock()
+        checkpoint_files.delete(checkpoint_files.named(self.folder)[self._wanted.config.keep_checkpoints :])
+
+    def _begin_shares(self, writer: ShardedWriter, state: dict[str, Any]) -> None:
+        loop = self._loop
+        state["random"] = self._ranks.gather(state["random"])
+        tensors, plain = checkpoint.parts(loop.model, loop.optimizer, state)
+
+        def fill(folder: Path) -> None:
+            loop.metrics.flush()
+            checkpoint.fill_beside_shares(folder, model=loop.model, plain=plain, metrics=loop.metrics.path)
+
+        writer.begin(loop.step, tensors, fill, self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        wanted = self._wanted
+        return {
             "config": wanted.config.as_dict(),
             "total": wanted.total,
             "data": dict(wanted.data),
@@ -108,14 +165,14 @@ class CheckpointKeeper:
             "time": time.time(),
         }
 
-        def fill(folder: Path) -> None:
-            loop.metrics.flush()
-            checkpoint.fill(folder, model=loop.model, state=state, metrics=loop.metrics.path)
-
-        self.last = checkpoint_files.write(self.folder, loop.step, fill, facts)
-        self._saved_at = self._clock()
-        checkpoint_files.delete(checkpoint_files.named(self.folder)[wanted.config.keep_checkpoints :])
-        return self.last
+    def _collect(self) -> None:
+        """Wait for what is being written, and say what became of it."""
+        if self._writer is None:
+            return
+        try:
+            self.last = self._writer.wait() or self.last
+        except CheckpointNotWritten as error:
+            self._warn(f"{error}; {self.told_last()}, and the run goes on")
 
     def told(self, stopped: KeyboardInterrupt) -> Interrupted:
         """What to say of a run that was stopped, in the middle of a step or after one."""
@@ -148,13 +205,21 @@ class CheckpointKeeper:
         """
         if self._loop.step > 0 and not self._cleaned:
             self._drop_others()
-        if self._stop.number is not None:
-            raise self._interrupted(self._stop.number)
-        if self._is_due():
+        number, due = self._asked()
+        if number is not None:
+            raise self._interrupted(number)
+        if self._writer is not None and self._writer.done:
+            self._collect()
+        if due:
             try:
-                self.save()
+                self._begin_saving()
             except CheckpointNotWritten as error:
                 self._warn(f"{error}; {self.told_last()}, and the run goes on")
+
+    def _asked(self) -> tuple[int | None, bool]:
+        """The signal that some rank has got, and whether a checkpoint is due; the same on all ranks."""
+        told = self._ranks.gather((self._stop.number, self._is_due()))
+        return next((number for number, _ in told if number is not None), None), told[0][1]
 
     def _is_due(self) -> bool:
         minutes, steps = self._wanted.config.checkpoint_every_minutes, self._wanted.config.checkpoint_every_steps
@@ -164,6 +229,8 @@ class CheckpointKeeper:
     def _drop_others(self) -> None:
         """Checkpoints that this run does not come from; only now, when its metrics have taken the place of theirs."""
         self._cleaned = True
+        if self._ranks.rank:
+            return
         here = self._start.checkpoint is not None and self._start.checkpoint.path.parent == self.folder
         step = self._start.checkpoint.step if here and self._start.checkpoint is not None else 0
         try:
@@ -182,6 +249,8 @@ class CheckpointKeeper:
         return Interrupted(f"{done}; all of it is saved in {saved.path}", number=number, resumable=True)
 
     def _warn(self, message: str) -> None:
+        if self._ranks.rank:
+            return
         if self._console.quiet:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         else:

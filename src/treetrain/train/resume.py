@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from treetrain.engine.ranks import Ranks
 from treetrain.train import checkpoint_files
 from treetrain.train.checkpoint_files import Checkpoint
 from treetrain.train.config import TrainConfig
@@ -65,17 +66,26 @@ class _Story:
     """The checkpoint that it went on from last."""
 
 
-def find_start(wanted: Wanted, *, contents: bool = True) -> Start:
+def find_start(wanted: Wanted, *, contents: bool = True, ranks: Ranks | None = None) -> Start:
     """Where a run begins by its `resume` setting. Changes nothing on disk.
 
     Args:
         wanted: the run.
         contents: check every byte of a checkpoint; else its manifest only.
+        ranks: that share the run; the first of them looks. Collective.
 
     Raises:
         ValueError: the output folder holds something that the run would destroy, what is there is of another run, or
             no checkpoint of it is whole.
+        RanksDisagree: on the other ranks, where the first one has raised.
     """
+    if ranks is None or ranks.alone:
+        return _found(wanted, contents)
+    _, told = ranks.agree("going on", lambda: (None, None if ranks.rank else _found(wanted, contents)))
+    return told[0]
+
+
+def _found(wanted: Wanted, contents: bool) -> Start:
     config = wanted.config
     output = Path(config.output)
     if config.resume == NEVER:

@@ -36,6 +36,9 @@ ROUNDING = frozenset({"execution", "budget", "tokens_per_call", "gradient_checkp
 LENGTH = frozenset({"epochs", "steps"})
 """Settings that may change as long as the steps that are done would have been the same."""
 
+RANKS = "ranks"
+"""The entry of an environment that tells over how many processes the run is spread; none: one."""
+
 _NO_SETTING = "no such setting"
 
 
@@ -118,7 +121,8 @@ def check_length(then: Mapping[str, Any], then_total: int, now: TrainConfig, tot
 
 
 def check_environment(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Remarks on what differs outside the settings: versions, machine, threads."""
+    """Remarks on what differs outside the settings: versions, machine, number of ranks."""
+    then, now = ({RANKS: 1, **each} for each in (then, now))
     names = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
     changed = [f"{name} was {then.get(name)}, is {now.get(name)}" for name in names]
     if not changed:
