@@ -138,8 +138,9 @@ def test_groups_of_query_heads_equal_the_reference(heads, groups):
 def test_head_sizes_equal_the_reference(size, dtype):
     forest = attention_forest(bushy_rows(np.random.default_rng(1), rows=6, segment=9, levels=3))
     tensors = inputs(len(forest.ends), size=size, value_size=64 if size == 96 else None, dtype=dtype)
-    # A rounding of bfloat16 is 2^-9 at most; the interpreter cuts digits off instead, which is twice that.
-    check(forest, tensors, tile=128, tolerance=3e-6 if dtype == torch.float32 else 2**-7)
+    # The interpreter cuts off the digits that bfloat16 lacks, always towards zero, where a GPU rounds.
+    narrow = 2**-7 if GPU else 2**-6
+    check(forest, tensors, tile=128, tolerance=3e-6 if dtype == torch.float32 else narrow)
 
 
 def test_blocks_smaller_than_a_tile_equal_the_reference(monkeypatch):

@@ -147,11 +147,10 @@ class _TreeFunction(torch.autograd.Function):
         keys, values = _with_path(carry, path, layer, key, value)
         grad_out = grad_out.to(query.dtype).contiguous()
         delta = _delta(out, grad_out)
-        # Rounded only when nothing is added any more.
-        wide = torch.promote_types(key.dtype, torch.float32) if carry is not None else key.dtype
         given = query, keys, values, grad_out, lse, delta
         grad_query = _query_gradient(given, tables, attention.tile, ctx.scale, ctx.softcap)
-        grad_key, grad_value = _key_gradient(given, tables, attention.tile, ctx.scale, ctx.softcap, wide)
+        # In float32: rounded only when nothing is added any more.
+        grad_key, grad_value = _key_gradient(given, tables, attention.tile, ctx.scale, ctx.softcap)
         if carry is not None:
             if path:
                 carry.add_path_gradient(layer, grad_key[:path], grad_value[:path], path)
@@ -252,11 +251,9 @@ def _query_gradient(given: tuple[Tensor, ...], tables: _Tables, tile: int, scale
     return grad_query
 
 
-def _key_gradient(
-    given: tuple[Tensor, ...], tables: _Tables, tile: int, scale: float, softcap: float | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _key_gradient(given: tuple[Tensor, ...], tables: _Tables, tile: int, scale: float, softcap: float | None):
     query, key, value, grad_out, lse, delta = given
-    grad_key, grad_value = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (key, value))
+    grad_key, grad_value = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (key, value))
     cut, lists = _cut(_shapes(query, value).key_gradient, tile), tables.by_key
     grid = (len(lists.order) * (tile // cut["BLOCK_N"]), key.shape[1])
     if len(key):

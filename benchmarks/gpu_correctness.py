@@ -1,0 +1,278 @@
+"""Stage 1 of the GPU benchmark: is it right? Attention against the dense reference, a whole step against its rows."""
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import treetrain as tt
+from gpu_rows import Out, device
+from tree_shapes import rows_of, synthetic
+from treetrain.attention.carry import Carry
+from treetrain.attention.dispatch import make_attention, runnable, using
+from treetrain.attention.reference import reference_attention
+from treetrain.attention.schedule import Forest
+from treetrain.attention.sight import PLAIN, Ask, Sight
+from treetrain.engine.engine import TreeEngine
+from treetrain.plan.partition import uniform
+from treetrain.tree.build import build_tree
+from treetrain.tree.layout import PackedLayout, cut, pack
+
+ASKS = {
+    "full": (PLAIN, False),
+    "window and sinks": (Ask(Sight(window=100)), True),
+    "cap": (Ask(softcap=30.0), False),
+}
+BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2}
+"""Of ||got - expected|| / ||expected||; of the truth in float64."""
+
+
+def trees(smoke: bool) -> dict[str, PackedLayout]:
+    """Branching forests: forks at the first token, single tokens, deep chains, tiles' borders."""
+    rng, size = np.random.default_rng(0), 24 if smoke else 400
+    trunk = rng.integers(0, 99, size).tolist()
+    deep = [[*trunk[: i * 5 + 1], 100 + i] for i in range(size // 6)]
+    bushy = rows_of(synthetic(0.7, size, leaves=4 if smoke else 12, segment=8), 1000)
+    return {
+        "deep and single": pack(build_tree([trunk, *deep, [1], [2, 3]]), trim=False),
+        "bushy": pack(build_tree(bushy), trim=False),
+    }
+
+
+def forest_of(layout: PackedLayout) -> Forest:
+    """What attention sees of a layout."""
+    return Forest(
+        ends=layout.ends,
+        depth=layout.positions,
+        segment_start=layout.segment_start,
+        segment_parent=layout.segment_parent,
+    )
+
+
+def inputs(tokens: int, heads: int, groups: int, size: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    """Query, key, value, the output's gradient, sinks."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(tokens, heads, size), (tokens, groups, size), (tokens, groups, size), (tokens, heads, size), (heads,)]
+    return [torch.randn(s, generator=generator).bfloat16().to(device(), dtype) for s in shapes]
+
+
+def both_ways(attend: Any, tensors: list[torch.Tensor], sinks: bool) -> list[torch.Tensor]:
+    """Output and gradients of query, key, value (and sinks)."""
+    leaves = [t.detach().clone().requires_grad_() for t in (*tensors[:3], *(tensors[4:] if sinks else ()))]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
+
+
+def expected(layout: PackedLayout, tensors: list[torch.Tensor], ask: Ask, sinks: bool) -> list[torch.Tensor]:
+    """By the reference, in float64."""
+    ends, depth = (torch.from_numpy(x).to(device()) for x in (layout.ends, layout.positions))
+    where = {"depth": depth, "window": ask.sight.window, "chunk": ask.sight.chunk, "softcap": ask.softcap}
+
+    def attend(q, k, v, s=None):
+        return reference_attention(q, k, v, ends, q.shape[2] ** -0.5, sinks=s, **where)
+
+    return both_ways(attend, [t.double() for t in tensors], sinks)
+
+
+def in_parts(layout: PackedLayout, tensors: list[torch.Tensor], ask: Ask, sinks: bool) -> list[torch.Tensor]:
+    """Output and gradients where a part's keys are handed on to the parts below, as a walk does it."""
+    plan = uniform(layout, max(2, layout.num_tokens // 4))
+    rows = np.full(layout.num_tokens, -1)
+    rows[plan.exported] = np.arange(int(plan.exported.sum()))
+    carry = Carry(int(plan.exported.sum()), device(), gradients=True)
+    results = [torch.zeros_like(tensors[3]), *(torch.zeros_like(t) for t in (*tensors[:3], *tensors[4:]))]
+
+    def forward(part: int, tokens: np.ndarray):
+        attach = int(plan.attach[part])
+        path = rows[plan.path(attach)] if attach >= 0 else np.zeros(0, np.int64)
+        view = carry.view(path, rows[tokens])
+        attention = make_attention(forest_of(cut(layout, tokens).layout), device(), 64, view)
+        leaves = [t[torch.from_numpy(tokens).to(device())].requires_grad_(torch.is_grad_enabled()) for t in tensors[:3]]
+        leaves += [tensors[4].clone().requires_grad_(torch.is_grad_enabled())] if sinks else []
+        return attention(*leaves[:3], tensors[0].shape[2] ** -0.5, 0, ask, leaves[3] if sinks else None), leaves
+
+    for kind, part in plan.visits():
+        tokens = plan.tokens(part)
+        if kind == "open" and plan.is_open[part]:
+            with torch.no_grad():
+                forward(part, tokens[plan.exported[tokens]])
+        elif kind == "close":
+            out, leaves = forward(part, tokens)
+            where = torch.from_numpy(tokens).to(device())
+            grads = torch.autograd.grad(out, leaves, tensors[3][where])
+            for result, value in zip(results, (out.detach(), *grads[:3])):
+                result[where] = value
+            if sinks:
+                results[4] += grads[3]
+    return results[: 5 if sinks else 4]
+
+
+def attention_cases(backend: str, smoke: bool) -> list[tuple]:
+    """(tree, ask, dtype, head size): more where compiling is cheap."""
+    dtypes = [torch.float32] if device().type == "cpu" else [torch.bfloat16, torch.float32]
+    sizes = {"triton": (64, 80, 96, 128, 256), "varlen": (64, 128)}.get(backend, (128,))
+    asks = ["full"] if backend == "varlen" else ["full", "window and sinks", *(["cap"] if backend == "triton" else [])]
+    found = [
+        ("bushy", ask, dtype, size)
+        for size, ask, dtype in itertools.product(sizes, asks, dtypes)
+        if (size == 128 or ask == "full")
+        and not (dtype == torch.float32 and (backend == "varlen" or ask == "cap" or size not in (64, 128)))
+    ]
+    found.append(("deep and single", "full", dtypes[0], 128))
+    return [(tree, ask, dtype, 16) for tree, ask, dtype, _ in found[:3]] if smoke else found
+
+
+def check_attention(out: Out, backend: str, smoke: bool, size: int | None = None) -> bool:
+    """One row for each case, of one head size or of all; whether all are right."""
+    right, layouts = True, trees(smoke)
+    for tree, ask_name, dtype, head_size in attention_cases(backend, smoke):
+        if size not in (None, head_size):
+            continue
+        if out.left < 5:
+            out.write(
+                "gpu_correctness", _row(backend, f"{tree}, {ask_name}", dtype, head_size, "skipped: no time left")
+            )
+            continue
+        ask, sinks = ASKS[ask_name]
+        layout = layouts[tree]
+        tensors = inputs(layout.num_tokens, 4, 2, head_size, dtype)
+        truth = expected(layout, tensors, ask, sinks)
+        for name, attend in (("whole", _whole), ("in parts", in_parts)):
+            start, shown = time.perf_counter(), (backend, f"{tree}, {ask_name}, {name}", dtype, head_size)
+            try:
+                with using(backend):
+                    got, again = (attend(layout, tensors, ask, sinks) for _ in range(2))
+                errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, truth)]
+                fine = all(error <= BOUNDS[dtype] for error in errors)
+                row = _row(*shown, "right" if fine else "WRONG", errors)
+                row |= {"same_bits_twice": all(torch.equal(a, b) for a, b in zip(got, again))}
+            except Exception as error:
+                fine, row = False, _row(*shown, f"FAILED: {_said(error)}")
+            right &= fine
+            out.write("gpu_correctness", row | {"seconds": time.perf_counter() - start})
+    return right
+
+
+def _whole(layout: PackedLayout, tensors: list[torch.Tensor], ask: Ask, sinks: bool) -> list[torch.Tensor]:
+    attention = make_attention(forest_of(layout), device(), 64)
+    scale = tensors[0].shape[2] ** -0.5
+    return both_ways(lambda q, k, v, s=None: attention(q, k, v, scale, 0, ask, s), tensors, sinks)
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}".replace(",", ";")
+
+
+def _row(backend: str, case: str, dtype: torch.dtype, size: int, verdict: str, errors: list[float] | None = None):
+    names = ("error_out", "error_dq", "error_dk", "error_dv", "error_dsinks")
+    found = dict.fromkeys(names, "") | dict(zip(names, errors or []))
+    shown = {"backend": backend, "case": case, "dtype": str(dtype).removeprefix("torch."), "head_size": size}
+    return shown | found | {"bound": BOUNDS.get(dtype, ""), "verdict": verdict, "same_bits_twice": "", "seconds": ""}
+
+
+def check_steps(out: Out, backends: list[str], smoke: bool) -> None:
+    """Gradients of a whole step, tree against rows by themselves through transformers' own attention."""
+    rows = rows_of(synthetic(0.7, 40 if smoke else 700, leaves=4 if smoke else 10, segment=8 if smoke else 32), 1000)
+    model = _tiny_model()
+    truth = _linear_gradients(model.double(), rows)
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype)
+        own = _error(_linear_gradients(model, rows), truth)
+        for backend, budget in itertools.product(backends, (None, 60 if smoke else 800)):
+            if dtype == torch.float32 and backend == "varlen":
+                continue
+            start = time.perf_counter()
+            bound = 1e-5 + 1.5 * own
+            row = _row(backend, f"step, budget {budget or 'none'}", dtype, 64, "")
+            try:
+                if out.left < 5:
+                    raise TimeoutError("no time left")
+                with using(backend):
+                    model.zero_grad()
+                    TreeEngine(model, budget=budget).forward_backward(rows, tt.losses.sft())
+                error = _error(_gradients(model), truth)
+                row |= {"error_out": error, "bound": bound, "verdict": "right" if error <= bound else "WRONG"}
+            except Exception as error:
+                row |= {"verdict": f"FAILED: {_said(error)}"}
+            out.write("gpu_correctness", row | {"seconds": time.perf_counter() - start})
+
+
+def _tiny_model():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, tie_word_embeddings=True, max_position_embeddings=4096,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).bfloat16().to(device()).eval()
+
+
+def _linear_gradients(model, rows: list[tt.Trajectory]) -> torch.Tensor:
+    """Of the mean loss of all trained tokens, row by row, by nothing of this library's."""
+    model.zero_grad()
+    total = sum(float(row.loss_weights[1:].sum()) for row in rows)
+    for row in rows:
+        ids = torch.from_numpy(np.asarray(row.ids, np.int64)).to(device())[None]
+        logits = model(input_ids=ids).logits[0, :-1]
+        log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        weights = torch.from_numpy(np.asarray(row.loss_weights[1:])).to(device(), log_p.dtype)
+        (-(log_p.gather(1, ids[0, 1:, None])[:, 0] * weights).sum() / total).backward()
+    return _gradients(model)
+
+
+def _gradients(model) -> torch.Tensor:
+    return torch.cat([p.grad.double().flatten() for p in model.parameters()])
+
+
+def _error(got: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((got - truth).norm() / truth.norm())
+
+
+def groups(smoke: bool) -> list[str]:
+    """What processes of their own look at, side by side: compiling is most of the work."""
+    found = []
+    for backend in runnable(device()):
+        sizes = {size for *_, size in attention_cases(backend, smoke)} if backend == "triton" else set()
+        found += [f"{backend}:{size}" for size in sorted(sizes)] or [backend]
+    return [*found, "steps"]
+
+
+def run_group(out: Out, group: str, smoke: bool) -> bool:
+    """Whether one group is right."""
+    torch.set_float32_matmul_precision("highest")
+    backend, _, size = group.partition(":")
+    if backend == "steps":
+        check_steps(out, runnable(device()), smoke)
+        return True
+    return check_attention(out, backend, smoke, int(size) if size else None)
+
+
+def run(out: Out, smoke: bool) -> None:
+    """The stage; hands on which backends are right."""
+    command = [
+        sys.executable,
+        str(Path(__file__).parent / "gpu.py"),
+        "--stage",
+        "correctness",
+        "--out",
+        str(out.folder),
+    ]
+    command += ["--until", str(out.until), *(["--smoke"] if smoke else [])]
+    workers = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+
+    def one(group: str) -> bool:
+        return subprocess.run([*command, "--group", group], check=False).returncode == 0
+
+    names = groups(smoke)
+    with ThreadPoolExecutor(workers) as pool:
+        right = dict(zip(names, pool.map(one, names)))
+    wrong = {name.partition(":")[0] for name, fine in right.items() if not fine}
+    out.tune(right=[name for name in runnable(device()) if name not in wrong])

@@ -1,0 +1,175 @@
+"""Models of real shapes with random weights, made on the device itself, and the steps that are timed on them."""
+
+import statistics
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import treetrain as tt
+from gpu_rows import device, forget, wait
+from treetrain.attention.dispatch import using
+from treetrain.engine.engine import TreeEngine
+from treetrain.engine.linear import LinearEngine
+
+VOCABULARY = 151_936
+PACK_TOKENS = 16_384
+"""Tokens of a packed linear run; a longer row runs by itself."""
+_QWEN3 = {
+    # layers, hidden, intermediate, heads, kv heads, tied
+    "qwen3-0.6b": (28, 1024, 3072, 16, 8, True),
+    "qwen3-1.7b": (28, 2048, 6144, 16, 8, True),
+    "qwen3-4b": (36, 2560, 9728, 32, 8, True),
+    "qwen3-8b": (36, 4096, 12288, 32, 8, False),
+}
+MOE = "qwen3-30b-a3b, 6 of 48 layers"
+MODELS = (*_QWEN3, MOE)
+
+
+def make_model(name: str, smoke: bool) -> nn.Module:
+    """In bfloat16, with the shape of its name; on a trial run, a small one of the family."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    forget()
+    torch.manual_seed(0)
+    common = {"head_dim": 128, "vocab_size": VOCABULARY, "max_position_embeddings": 65_536}
+    if name == MOE:
+        made, kind = Qwen3MoeForCausalLM, Qwen3MoeConfig
+        sizes = {"num_hidden_layers": 6, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768}
+        sizes |= {"num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
+        sizes |= {"norm_topk_prob": True, "tie_word_embeddings": False}
+        small = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    else:
+        made, kind, small = Qwen3ForCausalLM, Qwen3Config, {}
+        layers, hidden, intermediate, heads, groups, tied = _QWEN3[name]
+        sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": intermediate}
+        sizes |= {"num_attention_heads": heads, "num_key_value_heads": groups, "tie_word_embeddings": tied}
+    if smoke:
+        sizes |= {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48} | small
+        sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+        common |= {"head_dim": 16, "vocab_size": 512}
+    with device():
+        model = made(kind(**common, **sizes)).to(torch.bfloat16 if device().type == "cuda" else torch.float32)
+    return model.train()
+
+
+class OneHead(TreeEngine):
+    """With the head called chunk by chunk as the module it is, through autograd: no fused gradient."""
+
+    def forward_backward(self, *arguments: Any, **options: Any) -> Any:
+        """See `TreeEngine.forward_backward`."""
+        head = self.model.lm_head
+        head.forward = head.forward  # a head whose forward is set by somebody is not taken for its matrix
+        try:
+            return super().forward_backward(*arguments, **options)
+        finally:
+            del head.__dict__["forward"]
+
+
+class SegmentBySegment(TreeEngine):
+    """With one part for each segment, depth first."""
+
+    def plan_of(self, layout: Any) -> Any:
+        """See `TreeEngine.plan_of`."""
+        from treetrain.plan.partition import one_segment_per_part
+
+        return one_segment_per_part(layout)
+
+
+class Measured(NamedTuple):
+    """One engine on one batch."""
+
+    seconds: float
+    spread: tuple[float, float]
+    peak_bytes: int
+    """Above model, gradients and optimiser state; 0 on a CPU."""
+    total_bytes: int
+    parts: int
+    recomputed: int
+
+
+def measure(
+    model: nn.Module,
+    optimiser: torch.optim.Optimizer | None,
+    engine: TreeEngine,
+    rows: list[tt.Trajectory],
+    loss: Any,
+    *,
+    backend: str | None = None,
+    repeats: int = 3,
+    most: float = 6.0,
+    warm_up: list[tt.Trajectory] | None = None,
+) -> Measured:
+    """Median seconds of forward, backward and optimiser, and the peak of memory.
+
+    Args:
+        backend: tree attention to run; None takes the device's own.
+        most: seconds after which no further repeat begins.
+        warm_up: what runs first, not counted; None runs the batch itself.
+    """
+    cuda, results = device().type == "cuda", []
+
+    def step(batch: list[tt.Trajectory]) -> Any:
+        model.zero_grad(set_to_none=True)
+        done = engine.forward_backward(batch, loss)
+        if optimiser is not None:
+            optimiser.step()
+        return done
+
+    with using(backend) if backend else nullcontext():
+        step(rows if warm_up is None else warm_up)
+        model.zero_grad(set_to_none=True)
+        wait()
+        gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        before = torch.cuda.memory_allocated() + gradients if cuda else 0
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        times = []
+        while len(times) < repeats and sum(times) < most:
+            seconds, done = _timed(lambda: step(rows))
+            times.append(seconds)
+            results.append(done)
+    total = torch.cuda.max_memory_allocated() if cuda else 0
+    done = results[-1]
+    spread = min(times), max(times)
+    peak = max(total - before, 0)
+    return Measured(statistics.median(times), spread, peak, total, done.parts, done.recomputed_tokens)
+
+
+def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    import time
+
+    wait()
+    start = time.perf_counter()
+    done = call()
+    wait()
+    return time.perf_counter() - start, done
+
+
+def optimiser_of(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with its state in the weights' dtype."""
+    fused = device().type == "cuda"
+    return torch.optim.AdamW(model.parameters(), lr=1e-6, fused=fused)
+
+
+def linear_engine(model: nn.Module) -> LinearEngine:
+    """Rows packed without padding: with varlen attention one stock flash call for each layer of a run."""
+    return LinearEngine(model, pack_tokens=PACK_TOKENS)
+
+
+def checkpointing(model: nn.Module, on: bool) -> None:
+    """Run every layer's forward again in backward, or not."""
+    if on:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif model.is_gradient_checkpointing:
+        model.gradient_checkpointing_disable()
+
+
+def with_facts(rows: list[tt.Trajectory]) -> list[tt.Trajectory]:
+    """What a GRPO update needs of every row."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    return [row.replace(advantages=float(rng.normal()), old_logprobs=np.full(len(row), -12.0)) for row in rows]

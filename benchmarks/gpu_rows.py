@@ -1,0 +1,126 @@
+"""Rows of the GPU benchmark: written as they come, so that what stops a stage loses none of them."""
+
+import csv
+import fcntl
+import functools
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rows
+
+TUNED = "gpu_tuned.json"
+
+
+class Out:
+    """Where rows go, and until when a stage may work.
+
+    Args:
+        folder: of the files.
+        until: on the clock of `time.time`, when the stage must be done.
+    """
+
+    def __init__(self, folder: Path, until: float):
+        self.folder, self.until = folder, until
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def left(self) -> float:
+        """Seconds left."""
+        return self.until - time.time()
+
+    def write(self, name: str, row: dict[str, Any]) -> None:
+        """Append one row to <name>.csv and say it; a file with other columns is set aside."""
+        row = _origin() | {key: _short(value) for key, value in row.items()}
+        with (self.folder / ".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # processes of one stage write side by side
+            self._append(self.folder / f"{name}.csv", row)
+        said = " ".join(f"{key}={value}" for key, value in row.items() if key not in _origin() and value != "")
+        print(f"{name}: {said}", flush=True)
+
+    def _append(self, path: Path, row: dict[str, Any]) -> None:
+        if path.exists() and path.read_text().splitlines()[0].split(",") != list(row):
+            path.rename(path.with_suffix(f".{int(time.time())}.csv"))
+        new = not path.exists()
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, list(row), lineterminator="\n")
+            if new:
+                writer.writeheader()
+            writer.writerow(row)
+
+    def tuned(self) -> dict[str, Any]:
+        """What earlier stages found to be fastest."""
+        path = self.folder / TUNED
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def tune(self, **found: Any) -> None:
+        """Hand on what is fastest to the stages after this one."""
+        (self.folder / TUNED).write_text(json.dumps(self.tuned() | found, indent=1))
+
+
+def _short(value: Any) -> Any:
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
+@functools.cache
+def _origin() -> dict[str, str]:
+    found = rows.provenance()
+    if not found["commit"].strip("+"):  # a copy of the tree without its history
+        found["commit"] = os.environ.get("TREETRAIN_COMMIT", "unknown")
+    if torch.cuda.is_available():
+        found["machine"] = torch.cuda.get_device_name()
+    try:
+        import triton  # pyright: ignore[reportMissingImports]
+
+        return found | {"triton": triton.__version__}
+    except ImportError:
+        return found | {"triton": ""}
+
+
+def device() -> torch.device:
+    """The GPU where there is one, else the CPU (a trial run)."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def wait() -> None:
+    """Until the device has done all that it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def forget() -> None:
+    """Give back what the last model held."""
+    import gc
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def seconds(call: Any, repeats: int, most: float = 4.0) -> list[float]:
+    """Times of a call after one that is not counted, each with the device waited for; fewer where they are long."""
+    call()
+    times: list[float] = []
+    while len(times) < repeats and sum(times) < most:
+        wait()
+        start = time.perf_counter()
+        call()
+        wait()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def load_tuned(out: Out) -> None:
+    """Take the block sizes that the attention stage found."""
+    found = out.tuned().get("shapes", {})
+    if not found:
+        return
+    from treetrain.attention.triton_shapes import Shape, Shapes, use
+
+    for name, shapes in found.items():
+        size, dtype = name.split(" ")
+        use(int(size), getattr(torch, dtype), Shapes(*(Shape(*shape) for shape in shapes)))

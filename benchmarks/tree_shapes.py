@@ -1,0 +1,100 @@
+"""Trees of real trajectories without their text: which row shares how many tokens with which earlier one.
+
+A training step's time and memory depend on the shape of the tree and not on the words in it, so a shape is all that a
+benchmark on another machine needs. Run: python benchmarks/tree_shapes.py, where the data is, to write them anew from
+tau_airline (one row per LLM call; tokens of Qwen3's tokenizer, a chat template that keeps prefixes).
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+import treetrain as tt
+
+FOLDER = Path(__file__).parent / "shapes"
+TASKS = ("48", "2", "21", "33")
+
+
+def shape_of(rows: Sequence[tt.Trajectory]) -> list[list[int]]:
+    """Per row: the row most is shared with (-1: none), how much, tokens of its own, trained tokens at the end."""
+    found: list[list[int]] = []
+    for number, row in enumerate(rows):
+        ids = np.asarray(row.ids)
+        shared = [_common(ids, np.asarray(other.ids)) for other in rows[:number]]
+        best = int(np.argmax(shared)) if shared and max(shared) else -1
+        common = shared[best] if best >= 0 else 0
+        weights = np.ones(len(ids)) if row.loss_weights is None else np.asarray(row.loss_weights)
+        trained = len(ids) - int(np.argmax(weights > 0)) if (weights > 0).any() else 0
+        found.append([best, common, len(ids) - common, trained])
+    return found
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    least = min(len(a), len(b))
+    differ = np.flatnonzero(a[:least] != b[:least])
+    return int(differ[0]) if len(differ) else least
+
+
+def rows_of(shape: Sequence[Sequence[int]], vocabulary: int, seed: int = 0) -> list[tt.Trajectory]:
+    """Rows of random tokens that share what the shape says, and no more."""
+    rng = np.random.default_rng(seed)
+    ids: list[np.ndarray] = []
+    rows = []
+    for number, (other, shared, own, trained) in enumerate(shape):
+        fresh = rng.integers(len(shape), vocabulary, own)
+        fresh[:1] = number  # no two rows go on alike by accident
+        ids.append(np.concatenate([ids[other][:shared] if other >= 0 else fresh[:0], fresh]).astype(np.int32))
+        weights = (np.arange(len(ids[-1])) >= len(ids[-1]) - trained).astype(np.float32)
+        rows.append(tt.Trajectory(ids[-1], loss_weights=weights, id=str(number), group=str(number % 4)))
+    return rows
+
+
+def load(name: str) -> list[list[int]]:
+    """A shape that is in the repository."""
+    return json.loads((FOLDER / f"{name}.json").read_text())["rows"]
+
+
+def synthetic(overlap: float, path: int, leaves: int = 0, segment: int = 128) -> list[list[int]]:
+    """Rows of `path` tokens that leave an earlier one at multiples of `segment`, for about so much overlap.
+
+    Args:
+        leaves: rows; 0 takes enough for four times the shared part.
+    """
+    rng = np.random.default_rng(0)
+    leaves = leaves or max(4, round(4 / (1 - overlap)))
+    shape = [[-1, 0, path, path // 2]]
+    # overlap = (leaves - 1) / leaves * mean share of what is shared
+    mean = min(0.98, overlap * leaves / (leaves - 1))
+    for number in range(1, leaves):
+        share = np.clip(mean + rng.uniform(-1, 1) * min(mean, 1 - mean) * 0.9, 0.0, 0.98)
+        shared = int(share * path) // segment * segment
+        shape.append([int(rng.integers(number)), shared, path - shared, path - shared])
+    return shape
+
+
+def main() -> None:
+    from workloads import DATA, tokenizer
+
+    loaded = tt.load(
+        DATA / "tau_airline" / "trajectories.jsonl", tokenizer=tokenizer(), view="calls", chat_template="chatml"
+    )
+    FOLDER.mkdir(exist_ok=True)
+    groups: dict[str, list[tt.Trajectory]] = {}
+    for row in loaded.trajectories:
+        groups.setdefault(str(row.group), []).append(row)
+    for task, rows in groups.items():
+        flat, longest = sum(map(len, rows)), max(map(len, rows))
+        print(
+            f"task {task}: {len(rows)} rows, {flat} tokens, longest {longest}, {tt.build_tree(rows).num_tokens} unique"
+        )
+    longest = sorted(groups, key=lambda task: -max(map(len, groups[task])))[:2]
+    for task in dict.fromkeys([*TASKS, *longest]):
+        name = f"tau_airline_calls_{task}"
+        text = json.dumps({"source": f"tau_airline task {task}, one row per call", "rows": shape_of(groups[task])})
+        (FOLDER / f"{name}.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
