@@ -5,22 +5,23 @@ import operator
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
 from treetrain.attention.dispatch import Choice, choose_backend
 from treetrain.data.trajectory import Trajectory
+from treetrain.engine.aligned import Alignment, agreed_plan
 from treetrain.engine.batch import Batch, as_tree, check_batch
 from treetrain.engine.begin import Begun, begin
 from treetrain.engine.calibrate import cost_model
 from treetrain.engine.checks import check_temperature
 from treetrain.engine.feed import Board
-from treetrain.engine.lockstep import Lockstep, Reduces, StandIn
+from treetrain.engine.lockstep import Reduces, lockstep_of
 from treetrain.engine.memory import Passes, StepOutOfMemory, cannot_start_over, why_not_again, within_memory
 from treetrain.engine.packed import PackedRun, model_device, wide_dtype
-from treetrain.engine.planning import AMPLE, device_free_bytes, formula_cost, formula_cost_of, plan_within
-from treetrain.engine.ranks import check_same, is_shard, is_sharded, ranks_of
+from treetrain.engine.planning import device_free_bytes, formula_cost, formula_cost_of, plan_within
+from treetrain.engine.ranks import is_shard, is_sharded, ranks_of, unwrapped
 from treetrain.engine.router_balance import RouterBalance
 from treetrain.engine.routing import Routing
 from treetrain.engine.sharing import rows_if_faster
@@ -29,11 +30,12 @@ from treetrain.engine.walk import Walk
 from treetrain.errors import RanksDisagree
 from treetrain.models.capability import Capabilities, check_model
 from treetrain.plan.budget import Bytes, parse_budget
-from treetrain.plan.lockstep import common_order, spelled
 from treetrain.plan.plan import Plan
 from treetrain.plan.price import CostModel
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree
+
+T = TypeVar("T")
 
 
 class TreeEngine:
@@ -49,7 +51,7 @@ class TreeEngine:
             log-probabilities.
         group: of torch.distributed: processes that share each step, each with rows of its own (or none) and the same
             model. Loss, metrics and gradients are those of all rows together. None: the ranks that a model in the hands
-            of FSDP2 (`fully_shard`) is spread over; a plain model's process is alone.
+            of FSDP2 (`fully_shard`) or `DistributedDataParallel` is spread over; a plain model's process is alone.
         reduce: when FSDP2 reduces gradients: after every part, once per step (they are whole until then), or "auto":
             once where there is ample room for that.
 
@@ -59,7 +61,7 @@ class TreeEngine:
     """
 
     _merge = True
-    _run_type: type[Any] = PackedRun
+    run_type: type[Any] = PackedRun
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class TreeEngine:
     ):
         if reduce not in ("auto", "part", "step"):
             raise ValueError(f"reduce={reduce!r}: known are auto, part and step")
+        model, group = unwrapped(model, group)
         self.ranks, self.reduce = ranks_of(model, group), reduce
         self.in_lockstep = not self.ranks.alone and is_sharded(model)
         self.model, self.budget, self.temperature = model, parse_budget(budget), check_temperature(temperature)
@@ -178,26 +181,15 @@ class TreeEngine:
     def _planned(self, begun: Begun, *, sync: bool) -> tuple[Begun, Plan]:
         """The plan of this rank's part of a step, and when sharded gradients are reduced."""
 
-        def planned() -> tuple[tuple[Begun, Plan], bool]:
-            found, plan = begun, self.plan_of(begun.batch.layout)
-            batch = begun.batch
+        def planned() -> tuple[Begun, Plan]:
+            batch, plan = begun.batch, self.plan_of(begun.batch.layout)
             if isinstance(batch, Batch) and batch.weighted and (rows := self._row_by_row(begun.tree, plan)):
-                found, plan = begun._replace(batch=Batch.of(rows[0], weighted=True)), rows[1]
-            return (found, plan), self._reduces_once(plan)
+                return begun._replace(batch=Batch.of(rows[0], weighted=True)), rows[1]
+            return begun, plan
 
-        (found, plan), once = self.ranks.agree("planning", planned)
-        return found._replace(reduces="never" if not sync else "last" if all(once) else "each"), plan
-
-    def _reduces_once(self, plan: Plan) -> bool:
-        """Whether there is room for all gradients as a whole until the last backward."""
-        if not self.in_lockstep or self.reduce != "auto":
-            return self.reduce == "step"
-        cost = formula_cost(self.model)
-        if cost is None:
-            return False
-        whole = sum(p.numel() for p in self.parameters if p.requires_grad) * wide_dtype(self.model).itemsize
-        room = int(self.budget) if isinstance(self.budget, Bytes) else self.free_bytes()
-        return room is not None and AMPLE * (cost.peak_bytes(plan) + whole) < room
+        free = self.free_bytes if self.budget is None else None
+        aligned = Alignment(free, apart=self._merge and not self._balanced) if self.in_lockstep else None
+        return agreed_plan(self, planned, aligned, sync=sync)
 
     def _within_memory(
         self, begun: Begun, plan: Plan, never: str | None, balance: RouterBalance | None
@@ -338,20 +330,11 @@ class TreeEngine:
             plan,
             temperature=self.temperature,
             gradients=gradients,
-            run_type=self._run_type,
+            run_type=self.run_type,
             passes=passes,
             routing=routing,
-            lockstep=self._lockstep(plan, routing, gradients=gradients, reduces=reduces),
+            lockstep=lockstep_of(self, plan, routing, gradients=gradients, reduces=reduces),
         )
-
-    def _lockstep(self, plan: Plan, routing: Routing | None, *, gradients: bool, reduces: Reduces) -> Lockstep | None:
-        """The common order of a walk, where every pass is one of all ranks; a collective call then."""
-        if not self.in_lockstep:
-            return None
-        own = spelled(event.kind for event in plan.events()) if gradients else "P" * plan.num_parts
-        _, orders = self.ranks.agree("a walk", lambda: (None, own))
-        stand_in = StandIn(self.model, self.capabilities, self.temperature, routing, self._run_type)
-        return Lockstep(common_order(orders), self.ranks, stand_in, self.model, reduces)
 
     def logprobs(self, trajectories: Sequence[Trajectory] | TokenTree, *, return_entropy: bool = False) -> Any:
         """Log-probabilities of every token but the first of every row, without gradient, with training's numerics.
@@ -360,19 +343,19 @@ class TreeEngine:
             K tensors [L_k - 1], in nats; with ``return_entropy`` a second list of K tensors of entropies.
         """
 
-        def prepared() -> tuple[tuple[TokenTree, Batch, Plan], Any]:
+        def prepared() -> tuple[TokenTree, Batch, Plan]:
             self.prepare(logprobs=True, values=False)
             tree = as_tree(trajectories, merge=self._merge)
             check_batch(tree, self.capabilities)
             batch = Batch.of(tree, weighted=False)
-            return (tree, batch, self.plan_of(batch.layout)), return_entropy
+            return tree, batch, self.plan_of(batch.layout)
 
-        if not self.in_lockstep:
-            (tree, batch, plan), _ = prepared()
-        else:
-            (tree, batch, plan), asked = self.ranks.agree("logprobs", prepared)
-            check_same("return_entropy", asked)
+        tree, batch, plan = self.together("logprobs", prepared)
         return rows_of(batch, self._board(tree, batch.layout, plan, return_entropy), return_entropy)
+
+    def together(self, what: str, make: Callable[[], T]) -> T:
+        """Prepare a call, on every rank where ranks make it together; see `Ranks.agree`."""
+        return self.ranks.agree(what, lambda: (make(), None))[0] if self.in_lockstep else make()
 
     def board(self, tree: TokenTree, layout: PackedLayout, need_entropy: bool) -> Board:
         """All scores of a layout (those that `prepare` was told), without gradient, in the memory of one path."""

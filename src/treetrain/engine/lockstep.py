@@ -17,7 +17,8 @@ from treetrain.engine.packed import PackedRun
 from treetrain.engine.ranks import Ranks
 from treetrain.engine.routing import Routing
 from treetrain.models.capability import Capabilities
-from treetrain.plan.lockstep import Kind, Turn
+from treetrain.plan.lockstep import Kind, Turn, common_order, spelled
+from treetrain.plan.plan import Plan
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
 
@@ -141,6 +142,22 @@ class Lockstep:
             if kind == "forward":
                 self._waiting.append(scores.live)
         self._within_pass = False
+
+
+def lockstep_of(
+    engine: Any, plan: Plan, routing: Routing | None, *, gradients: bool, reduces: Reduces
+) -> Lockstep | None:
+    """The common order of a walk over a plan, where every pass is one of all ranks; a collective call then.
+
+    Args:
+        engine: whose walk it is.
+    """
+    if not engine.in_lockstep:
+        return None
+    own = spelled(event.kind for event in plan.events()) if gradients else "P" * plan.num_parts
+    _, orders = engine.ranks.agree("a walk", lambda: (None, own))
+    stand_in = StandIn(engine.model, engine.capabilities, engine.temperature, routing, engine.run_type)
+    return Lockstep(common_order(orders), engine.ranks, stand_in, engine.model, reduces)
 
 
 @contextmanager

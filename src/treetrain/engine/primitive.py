@@ -25,6 +25,7 @@ from treetrain.engine.packed import PackedRun, model_device, wide_dtype
 from treetrain.engine.routing import Routing, check_auxiliary, switched
 from treetrain.engine.switches import check_switches, switches_of
 from treetrain.engine.walk import Walk
+from treetrain.errors import UnsupportedModel
 from treetrain.plan.budget import Bytes
 from treetrain.plan.plan import Plan
 from treetrain.tree.build import Row
@@ -74,12 +75,16 @@ def logprobs(
             adapter is active or other parameters are trained.
     """
     engine = TreeEngine(model, budget=budget, temperature=temperature, value_head=value_head)
-    engine.prepare(logprobs=True, values=return_values)
-    check_auxiliary(engine.capabilities.experts, return_aux)
-    tree = as_tree(sequences, merge=True)
-    check_batch(tree, engine.capabilities)
-    live = is_live(engine)
-    batch = Batch.of(tree, weighted=False, every_token=return_aux and live)
+
+    def prepared() -> tuple[TokenTree, Batch]:
+        engine.prepare(logprobs=True, values=return_values)
+        check_auxiliary(engine.capabilities.experts, return_aux)
+        check_whole_where_live(engine)
+        tree = as_tree(sequences, merge=True)
+        check_batch(tree, engine.capabilities)
+        return tree, Batch.of(tree, weighted=False, every_token=return_aux and is_live(engine))
+
+    tree, batch = engine.together("treetrain.logprobs", prepared)
     board, aux = scored(engine, tree, batch.layout, entropy=return_entropy, balanced=return_aux)
     rows = batch.everything()
     found = rows_of(batch, board, return_entropy)
@@ -95,6 +100,16 @@ def logprobs(
 def is_live(engine: TreeEngine) -> bool:
     """Whether anybody could ask for gradients of what is scored now."""
     return torch.is_grad_enabled() and any(p.requires_grad for p in engine.parameters)
+
+
+def check_whole_where_live(engine: TreeEngine) -> None:
+    """Raise UnsupportedModel where a backward that autograd begins would meet other ranks in their own."""
+    if engine.in_lockstep and is_live(engine):
+        raise UnsupportedModel(
+            "the model is sharded over ranks (fully_shard), whose passes must come in one order, and autograd does not "
+            "wait for theirs: use TreeEngine(model).forward_backward with a loss of your own, or call this under "
+            "torch.no_grad()."
+        )
 
 
 def scored(

@@ -56,8 +56,8 @@ class Ranks:
             return [value]
         if self.lost:
             raise RuntimeError(
-                "an earlier step failed in the middle of a pass of this rank, so the ranks are no longer in step; start "
-                "all processes again (from their last checkpoint)"
+                "an earlier step failed in the middle of a pass of this rank, so the ranks are no longer in step; "
+                "start all processes again (from their last checkpoint)"
             )
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._control)
@@ -144,6 +144,20 @@ def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     return [bucket for buckets in kinds.values() for bucket in buckets]
 
 
+def unwrapped(model: nn.Module, group: "dist.ProcessGroup | None") -> "tuple[nn.Module, dist.ProcessGroup | None]":
+    """The model within a `DistributedDataParallel`, and whose gradients are to be one; others as they are.
+
+    What it does in a backward is done once per step here, by `Ranks.average_gradients`.
+    """
+    if not dist.is_available():
+        return model, group
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not isinstance(model, DistributedDataParallel):
+        return model, group
+    return model.module, model.process_group if group is None else group
+
+
 def is_shard(parameter: nn.Parameter) -> bool:
     """Whether a rank holds a part of it only."""
     return hasattr(parameter, "device_mesh")
@@ -185,12 +199,24 @@ def ranks_of(model: nn.Module, group: "dist.ProcessGroup | None") -> Ranks:
             "or layers left out of fully_shard): every rank would hold another part of the model; call fully_shard "
             "with one mesh on its layers and then on the model itself."
         )
+    if any(_divides(module) for module in model.modules()):
+        raise UnsupportedModel(
+            "set_gradient_divide_factor was called on the model: its gradients would not be those of the step, which "
+            "is scaled for FSDP2's own average over ranks; leave it as it is."
+        )
     whole = _group_of(meshes[0])
     if group is not None and set(dist.get_process_group_ranks(group)) != set(dist.get_process_group_ranks(whole)):
         raise UnsupportedModel(
             "the group given is not that of the model's shards; leave it out, and the ranks of the mesh share a step."
         )
     return Ranks(whole)
+
+
+def _divides(module: nn.Module) -> bool:
+    """Whether FSDP2 was told to divide a module's gradients by something else than the number of ranks."""
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return any(getattr(group, "gradient_divide_factor", None) is not None for group in groups)
 
 
 def _meshes(model: nn.Module) -> list[Any]:

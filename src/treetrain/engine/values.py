@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from treetrain.engine.batch import as_tree, check_batch
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.primitive import is_live, scored
+from treetrain.engine.primitive import check_whole_where_live, is_live, scored
 from treetrain.engine.routing import check_auxiliary
 from treetrain.errors import DataError
 from treetrain.plan.budget import Bytes
@@ -87,12 +87,17 @@ def _prepared(
     model: nn.Module, sequences: Sequence[Row] | TokenTree, budget: int | str | Bytes | None, head: nn.Module | None
 ) -> tuple[TreeEngine, TokenTree]:
     engine = TreeEngine(model, budget=budget, value_head=head)
-    engine.prepare(logprobs=False, values=True)
-    if is_live(engine):
-        check_auxiliary(engine.capabilities.experts, False)
-    tree = as_tree(sequences, merge=True)
-    check_batch(tree, engine.capabilities)
-    return engine, tree
+
+    def prepared() -> TokenTree:
+        engine.prepare(logprobs=False, values=True)
+        check_whole_where_live(engine)
+        if is_live(engine):
+            check_auxiliary(engine.capabilities.experts, False)
+        tree = as_tree(sequences, merge=True)
+        check_batch(tree, engine.capabilities)
+        return tree
+
+    return engine, engine.together("treetrain.values", prepared)
 
 
 def _values_at(engine: TreeEngine, tree: TokenTree, wanted: np.ndarray, index: np.ndarray) -> Tensor:

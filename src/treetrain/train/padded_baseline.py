@@ -85,7 +85,7 @@ class PaddedRun:
 class PaddedEngine(LinearEngine):
     """As `LinearEngine`, in padded batches of at most ``pack_tokens`` slots (a longer row runs by itself)."""
 
-    _run_type = PaddedRun
+    run_type = PaddedRun
 
     def plan_of(self, layout: PackedLayout) -> Plan:
         """See `TreeEngine.plan_of`."""
