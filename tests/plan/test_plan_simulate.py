@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.forests import trajectories
 from treetrain.plan.cost import ModelShape
 from treetrain.plan.devices import DEVICES, Device
-from treetrain.plan.lockstep import Pass, in_lockstep, passes_of
+from treetrain.plan.lockstep import Pass, in_lockstep, passes_of, timed
 from treetrain.plan.make import make_plan
 from treetrain.plan.partition import uniform
 from treetrain.plan.price import CostModel
@@ -87,7 +87,7 @@ PASSES = st.lists(st.lists(st.sampled_from(["publish", "forward", "backward"]), 
 @settings(max_examples=100, deadline=None)
 def test_the_common_order_holds_every_ranks_own_and_a_slot_takes_as_long_as_its_slowest(kinds):
     ranks = [[Pass(kind, 1.0 + rank + place) for place, kind in enumerate(own)] for rank, own in enumerate(kinds)]
-    slots = in_lockstep(ranks)
+    slots = in_lockstep([timed(own) for own in ranks])
     assert sum(slot.busy for slot in slots) == sum(map(len, ranks))
     for own in kinds:
         order = iter(slot.kind for slot in slots)
@@ -98,7 +98,7 @@ def test_the_common_order_holds_every_ranks_own_and_a_slot_takes_as_long_as_its_
 
 def test_ranks_of_one_sequence_wait_for_nobody():
     same = [[Pass("forward", 2.0), Pass("backward", 3.0)]] * 7
-    assert [(slot.kind, slot.seconds, slot.busy) for slot in in_lockstep(same)] == [
+    assert [(slot.kind, slot.seconds, slot.busy) for slot in in_lockstep([timed(own) for own in same])] == [
         ("forward", 2.0, 7),
         ("backward", 3.0, 7),
     ]
@@ -109,7 +109,7 @@ def test_a_backward_waits_while_another_rank_has_a_forward_to_run():
         [Pass("forward", 1.0), Pass("backward", 1.0)],
         [Pass("forward", 5.0)] * 2 + [Pass("backward", 7.0)] * 2,
     )
-    slots = in_lockstep([short, short, long])
+    slots = in_lockstep([timed(own) for own in (short, short, long)])
     assert [slot.kind for slot in slots] == ["forward", "forward", "backward", "backward"]
     assert [slot.seconds for slot in slots] == [5.0, 5.0, 7.0, 7.0] and [slot.busy for slot in slots] == [3, 1, 3, 1]
 

@@ -103,32 +103,49 @@ def balance(
     Raises:
         ValueError: no rank, or another number of names than trajectories.
     """
-    if isinstance(ranks, bool) or not isinstance(ranks, int | np.integer) or ranks < 1:
-        raise ValueError(f"ranks={ranks!r}: give the number of processes, from 1")
-    if together is not None and len(together) != tree.num_trajectories:
-        raise ValueError(
-            f"together has {len(together)} names, the batch {tree.num_trajectories} trajectories; give one each"
+    return Cutter(tree, cost, together=together, whole_rows=whole_rows).over(ranks)
+
+
+class Cutter:
+    """A batch priced once, to be cut over several numbers of ranks; arguments as for `balance`."""
+
+    def __init__(
+        self,
+        tree: TokenTree,
+        cost: CostModel | ModelShape | None,
+        *,
+        together: Sequence[Hashable] | None = None,
+        whole_rows: bool = False,
+    ):
+        if together is not None and len(together) != tree.num_trajectories:
+            raise ValueError(
+                f"together has {len(together)} names, the batch {tree.num_trajectories} trajectories; give one each"
+            )
+        self._tree, self._together = tree, together
+        lengths = np.maximum(tree.trajectory_length - 1, 0) if whole_rows else tree.trained_edges()[1]
+        self._ends = ends = last_computed(tree, lengths)
+        order = np.argsort(ends, kind="stable")
+        self._order = order = order[np.searchsorted(ends[order], 0) :]
+        units, self._places = _units(order, tree.num_trajectories, together)
+        users = token_users(tree, ends[order], self._places[order])
+        rows = row_users(tree, self._places, whole_rows=whole_rows)
+        self._loads, self._tokens = _loads(tree, _rates(cost), users, rows, units)
+
+    def over(self, ranks: int) -> Dispatch:
+        """The cut over so many ranks. Raises ValueError: none."""
+        if isinstance(ranks, bool) or not isinstance(ranks, int | np.integer) or ranks < 1:
+            raise ValueError(f"ranks={ranks!r}: give the number of processes, from 1")
+        bounds = cut_evenly(self._loads, int(ranks))
+        rank_of = _ranks_of_all(self._tree, self._order, self._ends, self._places, bounds, self._together)
+        found = np.argsort(rank_of, kind="stable")
+        splits = np.searchsorted(rank_of[found], np.arange(1, ranks))
+        return Dispatch(
+            trajectories=np.split(found, splits),
+            seconds=(self._loads.of(bounds) * self._loads.unit).astype(np.float64),
+            tokens=self._tokens.of(bounds),
+            unique=int(self._tokens.opened[-1]),
+            trained=np.bincount(rank_of[self._order], minlength=ranks),
         )
-    rates = _rates(cost)
-    lengths = np.maximum(tree.trajectory_length - 1, 0) if whole_rows else tree.trained_edges()[1]
-    ends = last_computed(tree, lengths)
-    order = np.argsort(ends, kind="stable")
-    order = order[np.searchsorted(ends[order], 0) :]
-    units, places = _units(order, tree.num_trajectories, together)
-    users = token_users(tree, ends[order], places[order])
-    rows = row_users(tree, places, whole_rows=whole_rows)
-    loads, tokens = _loads(tree, rates, users, rows, units)
-    bounds = cut_evenly(loads, int(ranks))
-    rank_of = _ranks_of_all(tree, order, ends, places, bounds, together)
-    found = np.argsort(rank_of, kind="stable")
-    splits = np.searchsorted(rank_of[found], np.arange(1, ranks))
-    return Dispatch(
-        trajectories=np.split(found, splits),
-        seconds=(loads.of(bounds) * loads.unit).astype(np.float64),
-        tokens=tokens.of(bounds),
-        unique=int(tokens.opened[-1]),
-        trained=np.bincount(rank_of[order], minlength=ranks),
-    )
 
 
 def _rates(cost: CostModel | ModelShape | None) -> Rates:

@@ -24,6 +24,14 @@ class Pass(NamedTuple):
     seconds: float
 
 
+class Timed(NamedTuple):
+    """A rank's sequence of passes, in few bytes."""
+
+    kinds: str
+    """See `spelled`."""
+    seconds: list[float]
+
+
 class Turn(NamedTuple):
     """One pass of all ranks."""
 
@@ -89,13 +97,23 @@ def passes_of(plan: Plan, rates: Rates) -> list[Pass]:
     return [Pass(event.kind, float(seconds[event.kind][event.number])) for event in plan.events()]
 
 
-def in_lockstep(ranks: Sequence[Sequence[Pass]]) -> list[Slot]:
+def timed(passes: Sequence[Pass]) -> Timed:
+    """Passes as what is told to other ranks."""
+    return Timed(spelled(one.kind for one in passes), [one.seconds for one in passes])
+
+
+def in_lockstep(ranks: Sequence[Timed]) -> list[Slot]:
     """The common order of the ranks' passes, with times."""
     at = [0] * len(ranks)
     slots = []
-    for turn in common_order([spelled(one.kind for one in passes) for passes in ranks]):
-        seconds = max(ranks[rank][at[rank]].seconds for rank in turn.takers)
+    for turn in common_order([own.kinds for own in ranks]):
+        seconds = max(ranks[rank].seconds[at[rank]] for rank in turn.takers)
         slots.append(Slot(turn.kind, seconds, len(turn.takers)))
         for rank in turn.takers:
             at[rank] += 1
     return slots
+
+
+def lockstep_seconds(ranks: Sequence[Timed]) -> float:
+    """How long the common order takes."""
+    return sum(slot.seconds for slot in in_lockstep(ranks))

@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
+from treetrain.plan.align import choose, offers_of, ways_of
 from treetrain.plan.budget import Bytes, parse_budget
 from treetrain.plan.cost import ModelShape
 from treetrain.plan.dispatch import balance
@@ -43,6 +44,7 @@ def make_plan(
     budget: Any = ...,
     ranks: int,
     free_bytes: int | None = ...,
+    aligned: bool = ...,
 ) -> Plan | RankedPlan: ...
 def make_plan(
     tree: TokenTree | PackedLayout,
@@ -51,6 +53,7 @@ def make_plan(
     budget: Any = None,
     ranks: int = 1,
     free_bytes: int | None = None,
+    aligned: bool = False,
 ) -> Plan | RankedPlan:
     """The fastest plan found for a batch within a budget; `plan.explain()` says what it does and why.
 
@@ -63,16 +66,18 @@ def make_plan(
         ranks: processes that share the batch. Above 1: a `RankedPlan`, which says who runs which trajectories, with a
             plan for each rank; `tree` must be a TokenTree.
         free_bytes: without a budget, what the device has free.
+        aligned: plans of ranks that run every pass together, as under FSDP (see `plan.align`). A rank's tree is then
+            that of its rows in runs that share nothing, where that is faster.
 
     Raises:
         ValueError: no budget, one below the smallest that this batch needs, or no number of ranks.
     """
     if ranks is not True and isinstance(ranks, int | np.integer) and ranks > 1:
-        return over_ranks(tree, cost, int(ranks), budget=budget, free_bytes=free_bytes)
+        return over_ranks(tree, cost, int(ranks), budget=budget, free_bytes=free_bytes, aligned=aligned)
     if isinstance(ranks, bool) or ranks != 1:
         raise ValueError(f"ranks={ranks!r}: give the number of processes, from 1")
     given = parse_budget(budget)
-    layout = pack(tree, tree.trained_edges()[0] > 0) if isinstance(tree, TokenTree) else tree
+    layout = _trained(tree) if isinstance(tree, TokenTree) else tree
     prices = CostModel.from_shape(cost) if isinstance(cost, ModelShape) else cost
     if isinstance(given, Bytes):
         plan, tokens = _within_bytes(layout, prices, given)
@@ -92,20 +97,30 @@ def over_ranks(
     *,
     budget: Any = None,
     free_bytes: int | None = None,
+    aligned: bool = False,
 ) -> RankedPlan:
     """`make_plan` over any number of ranks, 1 included; arguments and errors are the same."""
     if not isinstance(tree, TokenTree):
         raise ValueError(f"ranks={ranks}: a layout no longer knows its trajectories; give the token tree")
     prices = CostModel.from_shape(cost) if isinstance(cost, ModelShape) else cost
     found = balance(tree, prices if isinstance(prices, CostModel) else None, ranks)
+    trees = [build_tree([tree.trajectories[number] for number in own.tolist()]) for own in found.trajectories]
     plans = []
-    for rank, numbers in enumerate(found.trajectories):
-        own = build_tree([tree.trajectories[number] for number in numbers.tolist()])
+    for rank, own in enumerate(trees):
         try:
             plans.append(make_plan(own, prices, budget=budget, free_bytes=free_bytes))
         except ValueError as error:
             raise ValueError(f"rank {rank} of {ranks}: {error}") from error
+    if aligned:
+        ways = [ways_of(own, plan, _trained, free_bytes=free_bytes) for own, plan in zip(trees, plans)]
+        chosen = choose([offers_of(own) for own in ways])
+        plans = [own[number].plan for own, number in zip(ways, chosen)]
     return RankedPlan(plans=plans, dispatch=found, prices=prices)
+
+
+def _trained(tree: TokenTree) -> PackedLayout:
+    """What training computes."""
+    return pack(tree, tree.trained_edges()[0] > 0)
 
 
 def _within_bytes(layout: PackedLayout, prices: Prices, limit: Bytes) -> tuple[Plan, int]:

@@ -19,7 +19,10 @@ SHOWN = 16
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankedPlan:
-    """One plan per rank. A rank's plan is for a tree of its own trajectories, in the order of their numbers."""
+    """One plan per rank. A rank's plan is for a tree of its own trajectories, in the order of their numbers.
+
+    Aligned plans may be for several trees of them, which share nothing.
+    """
 
     plans: list[Plan]
     """Per rank; one without parts where the rank computes nothing."""
@@ -52,6 +55,16 @@ class RankedPlan:
         mean = float(self.seconds.mean())
         return float(self.seconds.max()) / mean if mean else 1.0
 
+    @cached_property
+    def tokens(self) -> Int64s:
+        """int64 [ranks]: tokens that a rank computes, those of aligned plans that it computes again included."""
+        return np.array([plan.layout.num_tokens for plan in self.plans], np.int64)
+
+    @cached_property
+    def duplicated(self) -> float:
+        """Tokens computed more than once, each copy but the first, over the tokens of one process."""
+        return float(self.tokens.sum()) / self.dispatch.unique - 1 if self.dispatch.unique else 0.0
+
     def explanation(self) -> dict[str, Any]:
         """Plain JSON data: the balance, and one entry per rank."""
         rows = [
@@ -74,7 +87,7 @@ class RankedPlan:
             "idle_ranks": self.dispatch.idle,
             "imbalance": self.imbalance,
             "unique_tokens": self.dispatch.unique,
-            "duplicated": self.dispatch.duplicated,
+            "duplicated": self.duplicated,
             "seconds": float(self.seconds.max()),
             "peak_bytes": float(self.peak_bytes.max()),
             "per_rank": rows,

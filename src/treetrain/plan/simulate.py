@@ -12,7 +12,7 @@ import numpy as np
 from treetrain.plan.budget import Bytes
 from treetrain.plan.cost import ModelShape
 from treetrain.plan.devices import Device
-from treetrain.plan.lockstep import Pass, Slot, in_lockstep, passes_of
+from treetrain.plan.lockstep import Slot, Timed, in_lockstep, passes_of, timed
 from treetrain.plan.make import make_plan, over_ranks
 from treetrain.plan.price import CostModel, Floats
 from treetrain.plan.ranked import RankedPlan
@@ -45,7 +45,9 @@ class Simulation:
     imbalance: float
     """Slowest over mean of the ranks' own work."""
     duplicated: float
-    """Share of tokens computed on more than one rank."""
+    """Tokens computed more than once, each copy but the first, over the tokens of one process."""
+    tokens: list[int]
+    """Tokens that each rank computes."""
     slowest_rank_seconds: float
     """Its own work."""
     waiting_seconds: float
@@ -107,9 +109,9 @@ def simulate(
         raise ValueError(f"parallel={parallel!r}, sync={sync!r}: known are fsdp and ddp, part and step")
     prices = device.cost(shape, checkpointing=checkpointing) if cost is None else cost
     state = state_of(shape, ranks, device, parallel, sync)
-    plans = _plans(tree, prices, ranks, device, budget, state)
+    plans = _plans(tree, prices, ranks, device, budget, state, aligned=parallel == "fsdp" and ranks > 1)
     rates = Rates.of(prices)
-    spent = _spent([passes_of(plan, rates) for plan in plans.plans], shape, device, parallel, sync)
+    spent = _spent([timed(passes_of(plan, rates)) for plan in plans.plans], shape, device, parallel, sync)
     if alone is None:
         alone = spent.step_seconds if ranks == 1 else _alone(tree, prices, shape, device)
     peak = state.model + state.gathered + float(plans.peak_bytes.max())
@@ -118,7 +120,8 @@ def simulate(
         idle_ranks=plans.dispatch.idle,
         parallel=parallel,
         imbalance=plans.imbalance,
-        duplicated=plans.dispatch.duplicated,
+        duplicated=plans.duplicated,
+        tokens=plans.tokens.tolist(),
         **spent._asdict(),
         speedup=alone / spent.step_seconds if spent.step_seconds else 1.0,
         state_bytes=state.model,
@@ -166,26 +169,28 @@ class _Spent(NamedTuple):
     collective_bytes: float
 
 
-def _plans(tree: TokenTree, prices: CostModel, ranks: int, device: Device, budget: Any, state: State) -> RankedPlan:
+def _plans(
+    tree: TokenTree, prices: CostModel, ranks: int, device: Device, budget: Any, state: State, *, aligned: bool
+) -> RankedPlan:
     free = int(device.memory_bytes - state.model - state.gathered)
     if budget is None and free <= 0:
         raise ValueError(
             f"{ranks} ranks of {device.name}: weights, gradients and moments take {Bytes(round(sum(state)))} of "
             f"{Bytes(round(device.memory_bytes))} on each; give more ranks or a device with more memory"
         )
-    return over_ranks(tree, prices, ranks, budget=budget, free_bytes=free if budget is None else None)
+    return over_ranks(tree, prices, ranks, budget=budget, free_bytes=free if budget is None else None, aligned=aligned)
 
 
-def _spent(work: list[list[Pass]], shape: ModelShape, device: Device, parallel: Parallel, sync: Sync) -> _Spent:
+def _spent(work: list[Timed], shape: ModelShape, device: Device, parallel: Parallel, sync: Sync) -> _Spent:
     """What the ranks' passes, one list for each, take together."""
     ranks, wide = len(work), max(4, device.dtype_bytes)
-    slowest = max(sum(one.seconds for one in passes) for passes in work)
+    slowest = max(sum(own.seconds) for own in work)
     shards = ranks if parallel == "fsdp" else 1
     optimiser = shape.parameters / shards * OPTIMISER_BYTES / device.memory_bandwidth
     sizes = np.array([device.dtype_bytes, wide]) * float(shape.parameters)
     each = np.array([collective_seconds(device, ranks, size) for size in sizes])
     if parallel == "ddp":
-        waiting, passes, needs = 0.0, max(map(len, work)), np.array([[0.0, 2.0]])
+        waiting, passes, needs = 0.0, max(len(own.kinds) for own in work), np.array([[0.0, 2.0]])
         exposed = float((needs @ each).sum())
     else:
         slots = in_lockstep(work)

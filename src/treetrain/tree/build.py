@@ -20,7 +20,7 @@ _BLOCK = 1 << 18  # tokens compared at once: bounds the temporaries and stays in
 Row = Trajectory | Sequence[int] | NDArray[Any]
 
 
-def build_tree(sequences: Sequence[Row], *, merge: bool = True) -> TokenTree:
+def build_tree(sequences: Sequence[Row], *, merge: bool = True, apart: Int64s | None = None) -> TokenTree:
     """Merge rows that begin alike into one forest: each shared prefix is stored once.
 
     Args:
@@ -28,6 +28,7 @@ def build_tree(sequences: Sequence[Row], *, merge: bool = True) -> TokenTree:
             that are prefixes of other rows, empty rows and rows of one token are all welcome.
             Trajectories whose `key` differs never share a token, nor do tokens whose recorded `experts` differ.
         merge: False keeps every row as a tree of its own (what the linear baseline runs).
+        apart: int64 [K], from 0: rows of different numbers share no token.
 
     Raises:
         DataError: an id that is negative, above int32 or no integer; recorded experts of different shapes; the
@@ -38,7 +39,7 @@ def build_tree(sequences: Sequence[Row], *, merge: bool = True) -> TokenTree:
     """
     rows = sequences if isinstance(sequences, list | tuple) else list(sequences)
     given = _given(rows)
-    ranks = _key_ranks(given)
+    ranks = _key_ranks(given, apart)
     blobs = _row_bytes(rows)
     named = identities(given, blobs) if any(row is not None and row.experts is not None for row in given) else None
     blobs = blobs if named is None else named.rows
@@ -132,12 +133,13 @@ def _given(rows: Sequence[Row]) -> list[Trajectory | None]:
     return [row if isinstance(row, Trajectory) else None for row in rows]
 
 
-def _key_ranks(rows: Sequence[Trajectory | None]) -> Int64s | None:
+def _key_ranks(rows: Sequence[Trajectory | None], apart: Int64s | None) -> Int64s | None:
     """One number per distinct key, None when all are alike; bare rows have the key None."""
     if {row.key for row in rows if row is not None} <= {None}:
-        return None
+        return apart
     numbers: dict[Hashable, int] = {}
-    return np.array([numbers.setdefault(None if row is None else row.key, len(numbers)) for row in rows], np.int64)
+    keys = np.array([numbers.setdefault(None if row is None else row.key, len(numbers)) for row in rows], np.int64)
+    return keys if apart is None else apart * len(numbers) + keys
 
 
 def _row_bytes(rows: Sequence[Row]) -> list[bytes]:
