@@ -1,5 +1,7 @@
 """Models with recurrent layers: the numerics contract in every plan shape, and the shapes that recurrence is about."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from support.pure import PureFloat64, RoundsToFloat32
 from support.runs import runs
 from support.stand_in import StandIn
 from treetrain.attention.dispatch import Choice
+from treetrain.models import recurrence
 from treetrain.models.recurrence import delta_rule_of
 from treetrain.recurrent import carry, dispatch, paths
 from treetrain.recurrent.dispatch import KERNELS, TILES
@@ -193,3 +196,20 @@ def test_it_is_told_which_rule_runs_and_why(monkeypatch):
     assert delta_rule_of(make_hybrid("lfm2"), cuda) is delta_rule_of(make_hybrid("llama"), cuda) is None
     monkeypatch.setattr(dispatch, "_found", StandIn)
     assert delta_rule_of(model, cuda).name == TILES and delta_rule_of(model.bfloat16(), cuda).name == KERNELS
+
+
+def test_a_layer_is_tried_without_the_kernels_that_are_installed(monkeypatch):
+    """transformers takes flash-linear-attention's on any device once it is installed, and it has none for the CPU."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
+
+    def kernel(*_args, **_kwargs):
+        raise RuntimeError("no driver")
+
+    kernel.__wrapped__ = inspect.unwrap(theirs.torch_chunk_gated_delta_rule)
+    monkeypatch.setattr(theirs, "torch_chunk_gated_delta_rule", kernel)
+    monkeypatch.setattr(recurrence, "_TRUSTED", {})
+    model = make_hybrid("qwen3_5_text")
+    assert recurrence.check_recurrence(model, model.config) == 1
+    assert theirs.torch_chunk_gated_delta_rule is kernel
+    with pytest.raises(RuntimeError, match="no driver"):  # as rows run it
+        model(torch.tensor([[1, 2, 3]]))

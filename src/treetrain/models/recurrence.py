@@ -5,6 +5,8 @@ a tiny layer of its class is run once, by its own forward and by ours, before it
 """
 
 import copy
+import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -185,13 +187,29 @@ def _try_tiny(layer: Any, config: Any) -> str | None:
             if kind is None:
                 return "is built otherwise where it is small; it is not supported"
             paths = Paths(pack(build_tree([range(_TINY_ROWS)]), trim=False), torch.device("cpu"))
-            with torch.no_grad():
+            with torch.no_grad(), _torch_functions(type(layer)):
                 own, ours = tiny(hidden), kind.forward(tiny, hidden, paths)
     except Exception as error:  # whatever an unknown class does with such a configuration
         return f"looks known, but a small one of its class cannot be tried ({type(error).__name__}: {error})"
     if own.shape != ours.shape or not torch.allclose(own, ours, rtol=_TINY_TOLERANCE, atol=_TINY_TOLERANCE):
         return f"has the parts of a {kind.what}, but its own forward gives something else; it is not supported"
     return None
+
+
+@contextmanager
+def _torch_functions(kind: type) -> Iterator[None]:
+    """A class's module with the functions of torch that it wraps, not what takes their place where it is installed.
+
+    transformers puts the kernels of other packages there, whatever the device; those have no CPU form.
+    """
+    names = vars(sys.modules[kind.__module__])
+    wrapped = {key: value for key, value in names.items() if callable(value) and hasattr(value, "__wrapped__")}
+    plain = {key: inspect.unwrap(value) for key, value in wrapped.items()}
+    names.update({key: value for key, value in plain.items() if any(word in key for word in ("delta_rule", "conv1d"))})
+    try:
+        yield
+    finally:
+        names.update(wrapped)
 
 
 def delta_rule_of(model: nn.Module, device: torch.device) -> Choice | None:
