@@ -169,11 +169,11 @@ def test_a_run_in_which_nothing_is_trained_is_refused() -> None:
 
 def test_what_is_held_out_is_whole_groups_and_nothing_is_lost() -> None:
     rows = grouped([(3, 5)] * 10)
-    kept, held = split_units(rows, 0.2, seed=1)
+    kept, held = ([rows[number] for number in numbers] for numbers in split_units(rows, 0.2, seed=1))
     assert {row.group for row in kept} & {row.group for row in held} == set()
     assert len({row.group for row in held}) == 2 and len(kept) + len(held) == 30
     again = split_units(rows, 0.2, seed=1)[1]
-    assert [row.group for row in held] == [row.group for row in again]
+    assert [row.group for row in held] == [rows[number].group for number in again]
 
 
 def test_the_smallest_share_still_holds_out_one_group_and_the_largest_leaves_one() -> None:

@@ -1,7 +1,5 @@
 """Which rows every optimiser step has when a batch is updated several times, and where a run is in its batches."""
 
-import itertools
-
 import numpy as np
 import pytest
 from branching import branching_rows, write_rows
@@ -10,7 +8,7 @@ from hypothesis import strategies as st
 
 from support.runs import runs
 from treetrain.data.load import load
-from treetrain.train.batches import BatchPlan, plan_batches
+from treetrain.train.batches import BatchPlan, Units, plan_batches
 from treetrain.train.config import TrainConfig
 from treetrain.train.updates import UpdatePlan, Updates, total_steps
 
@@ -40,8 +38,7 @@ def walked(updates: Updates, kl=lambda step: 0.0) -> list[tuple[int, int, int, i
 @given(sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=12), minibatches=st.integers(1, 6))
 @runs(60)
 def test_every_pass_over_a_batch_has_each_of_its_units_once_whole_and_no_empty_part(sizes, minibatches) -> None:
-    ends = np.cumsum([0, *(1 + size % 3 for size in sizes)])
-    units = [np.arange(start, end) for start, end in itertools.pairwise(ends)]
+    units = Units.of_labels(np.repeat(np.arange(len(sizes)), [1 + size % 3 for size in sizes]))
     made = BatchPlan(units, np.array(sizes), 10**6, seed=1)
     [(epoch, rows)] = made.steps(1)
     steps = UpdatePlan(made, updates_per_batch=2, minibatches=minibatches).of_batch(0, epoch, rows)

@@ -1,9 +1,12 @@
 """Group rewards to GRPO advantages."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from treetrain.data.columns import RowColumns, columns_of
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 
@@ -41,15 +44,38 @@ def group_advantages(
         DataError: a row without reward or group; two rows of one episode with different rewards.
         ValueError: `leave_one_out` without `subtract_mean`, or a `clip` that is not above 0.
     """
+    rows = list(trajectories)
+    values = advantages_of_groups(
+        rows,
+        subtract_mean=subtract_mean,
+        divide_by_std=divide_by_std,
+        eps=eps,
+        leave_one_out=leave_one_out,
+        clip=clip,
+    )
+    return [row.replace(advantages=value) for row, value in zip(rows, values.tolist(), strict=True)]
+
+
+def advantages_of_groups(
+    rows: Sequence[Trajectory],
+    *,
+    subtract_mean: bool = True,
+    divide_by_std: bool = True,
+    eps: float = 1e-4,
+    leave_one_out: bool = False,
+    clip: float | None = None,
+) -> NDArray[np.float64]:
+    """[K]: the advantage of every row, from the columns of the rows alone; see `group_advantages`."""
     if leave_one_out and not subtract_mean:
         raise ValueError("leave_one_out says which mean is subtracted, but subtract_mean is False; give one of them")
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip!r}; allowed are numbers above 0, and None")
-    rows = list(trajectories)
-    rewards = _episode_rewards(rows)
-    advantage: dict[tuple[Hashable, Hashable], float] = {}
-    for group, episodes in rewards.items():
-        values = np.array(list(episodes.values()))
+    columns = columns_of(rows)
+    _check_rewards(rows, columns)
+    episodes = _episodes(rows, columns)
+    advantage = np.empty(len(episodes.reward))
+    for members in np.split(episodes.by_group, episodes.group_start[1:]):
+        values = episodes.reward[members]
         scaled = values - values.mean() if subtract_mean else values
         if leave_one_out and len(values) > 1:
             scaled = scaled * (len(values) / (len(values) - 1))  # r - mean of the others, from r - mean of all
@@ -57,29 +83,51 @@ def group_advantages(
             scaled = scaled / (values.std(ddof=1) + eps)
         elif subtract_mean and np.ptp(values) == 0:
             scaled = np.zeros_like(values)  # not the rounding error of the mean
-        scaled = scaled if clip is None else scaled.clip(-clip, clip)
-        advantage |= {(group, episode): float(value) for episode, value in zip(episodes, scaled)}
-    return [row.replace(advantages=advantage[row.group, _episode(row, number)]) for number, row in enumerate(rows)]
+        advantage[members] = scaled if clip is None else scaled.clip(-clip, clip)
+    return advantage[episodes.of_row]
 
 
-def _episode_rewards(rows: Sequence[Trajectory]) -> dict[Hashable, dict[Hashable, float]]:
-    """Reward of every episode of every group."""
-    rewards: dict[Hashable, dict[Hashable, float]] = {}
-    for number, row in enumerate(rows):
-        name = f"row {number}" + ("" if row.id is None else f" ({row.id})")
-        for fact in ("reward", "group"):
-            if getattr(row, fact) is None:
-                raise DataError(f"{name} has no {fact}; group advantages need reward and group in every row")
-        assert row.reward is not None
-        known = rewards.setdefault(row.group, {}).setdefault(_episode(row, number), row.reward)
-        if known != row.reward:
-            raise DataError(
-                f"{name} has reward {row.reward}, an earlier row of its episode {row.episode!r} has {known}; "
-                "an episode has one reward: give rows of different episodes different `episode`s"
-            )
-    return rewards
+class _Episodes(NamedTuple):
+    """E episodes of K rows."""
+
+    of_row: NDArray[np.int64]
+    """int64 [K]"""
+    reward: NDArray[np.float64]
+    """[E]"""
+    by_group: NDArray[np.int64]
+    """int64 [E]: episodes group by group, in the order of their first rows."""
+    group_start: NDArray[np.int64]
+    """int64 [groups]: where each group begins in that."""
 
 
-def _episode(row: Trajectory, number: int) -> Hashable:
-    """What tells episodes of a group apart; a row without one is an episode by itself."""
-    return ("row", number) if row.episode is None else ("episode", row.episode)
+def _check_rewards(rows: Sequence[Trajectory], columns: RowColumns) -> None:
+    lacking = {"reward": np.isnan(columns.reward), "group": columns.group < 0}
+    first = np.flatnonzero(lacking["reward"] | lacking["group"])
+    if len(first):
+        number = int(first[0])
+        fact = "reward" if lacking["reward"][number] else "group"
+        raise DataError(f"{_name(rows, number)} has no {fact}; group advantages need reward and group in every row")
+
+
+def _episodes(rows: Sequence[Trajectory], columns: RowColumns) -> _Episodes:
+    """A row without an episode is one by itself. Raises DataError for an episode of two rewards."""
+    numbers = np.arange(len(rows))
+    names = np.stack([columns.group, np.where(columns.episode < 0, -1 - numbers, columns.episode)], axis=1)
+    _, first, of_row = np.unique(names, axis=0, return_index=True, return_inverse=True)
+    of_row = of_row.reshape(-1)
+    reward = columns.reward[first]
+    differs = np.flatnonzero(columns.reward != reward[of_row])
+    if len(differs):
+        number = int(differs[0])
+        raise DataError(
+            f"{_name(rows, number)} has reward {columns.reward[number]}, an earlier row of its episode "
+            f"{rows[number].episode!r} has {reward[of_row[number]]}; "
+            "an episode has one reward: give rows of different episodes different `episode`s"
+        )
+    by_group = np.lexsort((first, columns.group[first]))
+    groups = columns.group[first][by_group]
+    return _Episodes(of_row, reward, by_group, np.flatnonzero(np.diff(groups, prepend=-1)))
+
+
+def _name(rows: Sequence[Trajectory], number: int) -> str:
+    return f"row {number}" + ("" if rows[number].id is None else f" ({rows[number].id})")

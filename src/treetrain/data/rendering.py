@@ -100,7 +100,7 @@ class Renderer:
     def encode(self, text: str) -> Encoded:
         """Token ids of a text, none added, with the characters [start, end) that each token covers.
 
-        Where added tokens cut the text anyway, the pieces between them are tokenised once, as far as they are remembered.
+        Where added tokens cut the text anyway, the tokens of the pieces between them are remembered for a while.
         """
         pieces = [text] if self._pieces is None else [piece for piece in self._pieces.split(text) if piece]
         parts, at = [], 0

@@ -82,6 +82,7 @@ def simulate(
     device: Device,
     *,
     cost: CostModel | None = None,
+    measured: CostModel | None = None,
     budget: Any = None,
     parallel: Parallel = "fsdp",
     sync: Sync = "part",
@@ -95,7 +96,9 @@ def simulate(
         shape: the model.
         ranks: processes, from 1.
         device: one rank's device, and the links.
-        cost: of the passes; None: by formula, with the device's speeds. A measured one predicts better.
+        cost: what plans are made with; None: by formula, with the device's speeds.
+        measured: how long their passes take; None: as by `cost`. Measured constants predict better than formulas, but
+            ranks that share weights plan by formula.
         budget: of every rank, as `make_plan` takes it; None: what the device's memory leaves beside the state.
         parallel: fsdp (weights, gradients and moments in shards) or ddp (whole on every rank).
         sync: fsdp: gradients are reduced after every part, or once per step, which keeps them whole meanwhile.
@@ -109,17 +112,19 @@ def simulate(
         raise ValueError(f"parallel={parallel!r}, sync={sync!r}: known are fsdp and ddp, part and step")
     prices = device.cost(shape, checkpointing=checkpointing) if cost is None else cost
     state = state_of(shape, ranks, device, parallel, sync)
+    times = prices if measured is None else measured
     plans = _plans(tree, prices, ranks, device, budget, state, aligned=parallel == "fsdp" and ranks > 1)
-    rates = Rates.of(prices)
-    spent = _spent([timed(passes_of(plan, rates)) for plan in plans.plans], shape, device, parallel, sync)
+    rates = Rates.of(times)
+    work = [timed(passes_of(plan, rates)) for plan in plans.plans]
+    spent = _spent(work, shape, device, parallel, sync)
     if alone is None:
-        alone = spent.step_seconds if ranks == 1 else _alone(tree, prices, shape, device)
-    peak = state.model + state.gathered + float(plans.peak_bytes.max())
+        alone = spent.step_seconds if ranks == 1 else _alone(tree, prices, times, shape, device)
+    peak = state.model + state.gathered + max(times.peak_bytes(plan) for plan in plans.plans)
     return Simulation(
         ranks=ranks,
         idle_ranks=plans.dispatch.idle,
         parallel=parallel,
-        imbalance=plans.imbalance,
+        imbalance=_imbalance([sum(own.seconds) for own in work]),
         duplicated=plans.duplicated,
         tokens=plans.tokens.tolist(),
         **spent._asdict(),
@@ -130,8 +135,11 @@ def simulate(
     )
 
 
-def collective_seconds(device: Device, ranks: int, whole_bytes: float) -> float:
+def collective_seconds(device: Device, ranks: int, whole_bytes: float, pieces: int = 1) -> float:
     """Of one all-gather, or one reduce-scatter, whose whole is so many bytes; an all-reduce takes two of these.
+
+    Args:
+        pieces: collectives that it is made of.
 
     Every rank receives all but its own share over the links of its node; a node receives what it lacks over its ranks'
     network connections together. The slower of both counts.
@@ -142,7 +150,7 @@ def collective_seconds(device: Device, ranks: int, whole_bytes: float) -> float:
     nodes = -(-ranks // device.node_ranks)
     network = device.network_bandwidth or device.link_bandwidth
     between = whole_bytes * (nodes - 1) / nodes / (network * min(device.node_ranks, ranks))
-    return device.collective_seconds + max(inside if device.node_ranks > 1 else 0.0, between)
+    return pieces * device.collective_seconds + max(inside if device.node_ranks > 1 else 0.0, between)
 
 
 def state_of(shape: ModelShape, ranks: int, device: Device, parallel: Parallel, sync: Sync) -> State:
@@ -188,7 +196,9 @@ def _spent(work: list[Timed], shape: ModelShape, device: Device, parallel: Paral
     shards = ranks if parallel == "fsdp" else 1
     optimiser = shape.parameters / shards * OPTIMISER_BYTES / device.memory_bandwidth
     sizes = np.array([device.dtype_bytes, wide]) * float(shape.parameters)
-    each = np.array([collective_seconds(device, ranks, size) for size in sizes])
+    # FSDP gathers layer by layer, and the embedding with the head; DDP sends a few buckets.
+    pieces = shape.layers + 1 if parallel == "fsdp" else 1
+    each = np.array([collective_seconds(device, ranks, size, pieces) for size in sizes])
     if parallel == "ddp":
         waiting, passes, needs = 0.0, max(len(own.kinds) for own in work), np.array([[0.0, 2.0]])
         exposed = float((needs @ each).sum())
@@ -197,6 +207,8 @@ def _spent(work: list[Timed], shape: ModelShape, device: Device, parallel: Paral
         hidden = np.array([slot.seconds for slot in slots])
         waiting, passes, needs = float(hidden.sum()) - slowest, len(slots), _collectives(slots, sync)
         times = needs @ each
+        if device.kind == "cpu":  # the cores that compute also send
+            hidden = np.zeros_like(hidden)
         # A layer's weights are gathered while the one before it computes: only the first has nothing to hide behind.
         exposed = float((np.maximum(times - hidden, 0) + np.minimum(times, hidden) / shape.layers).sum())
     return _Spent(
@@ -210,6 +222,12 @@ def _spent(work: list[Timed], shape: ModelShape, device: Device, parallel: Paral
     )
 
 
+def _imbalance(seconds: list[float]) -> float:
+    """The largest over the mean."""
+    mean = sum(seconds) / len(seconds)
+    return max(seconds) / mean if mean else 1.0
+
+
 def _collectives(slots: list[Slot], sync: Sync) -> Floats:
     """float64 [slots, 2]: all-gathers of the weights and reduce-scatters of the gradients of every slot."""
     found = np.zeros((len(slots), 2))
@@ -219,6 +237,6 @@ def _collectives(slots: list[Slot], sync: Sync) -> Floats:
     return found
 
 
-def _alone(tree: TokenTree, prices: CostModel, shape: ModelShape, device: Device) -> float:
+def _alone(tree: TokenTree, prices: CostModel, times: CostModel, shape: ModelShape, device: Device) -> float:
     """Seconds of one rank with room for everything: nothing recomputed, nothing communicated."""
-    return prices.seconds(make_plan(tree, prices)) + shape.parameters * OPTIMISER_BYTES / device.memory_bandwidth
+    return times.seconds(make_plan(tree, prices)) + shape.parameters * OPTIMISER_BYTES / device.memory_bandwidth

@@ -7,7 +7,9 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from treetrain import losses
-from treetrain.data.advantages import group_advantages
+from treetrain.data.advantages import advantages_of_groups
+from treetrain.data.columns import columns_of
+from treetrain.data.lazy_rows import LazyRows
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 from treetrain.losses import Loss
@@ -48,7 +50,7 @@ class Objective:
     """A loss and its rows."""
 
     loss: Loss
-    rows: list[Trajectory]
+    rows: Sequence[Trajectory]
     notes: tuple[str, ...] = ()
     """What was decided, in words."""
     computed: frozenset[str] = frozenset()
@@ -72,7 +74,7 @@ def make_objective(
     Args:
         name: of the loss.
         options: its keyword arguments.
-        rows: all rows of the run.
+        rows: all rows of the run; of those that are not in memory the loss has not checked any (`check_lazy_rows`).
         settings: see there.
 
     Raises:
@@ -80,12 +82,14 @@ def make_objective(
         DataError: nothing to train; a fact that the loss needs and a row lacks, or that only some rows have.
     """
     settings = settings or ObjectiveSettings()
-    loss, rows, notes = losses.by_name(name, **options), list(rows), []
+    lazy = isinstance(rows, LazyRows)
+    loss, rows, notes = losses.by_name(name, **options), rows if lazy else list(rows), []
     if loss.needs_values:
         raise ValueError(f"the loss {name}, as it is set, needs values, and a run trains no value head")
     _check_use(name, loss, settings)
-    without_advantages = "advantages" in loss.needs_facts and all(row.advantages is None for row in rows)
-    from_rewards = without_advantages and any(row.reward is not None for row in rows)
+    columns = columns_of(rows)
+    without_advantages = "advantages" in loss.needs_facts and not columns.given["advantages"].any()
+    from_rewards = without_advantages and not np.isnan(columns.reward).all()
     if from_rewards:
         rows = _with_advantages(rows, settings)
         notes += _advantage_notes(name, rows, settings)
@@ -111,7 +115,8 @@ def make_objective(
         added = ChosenSFTLoss(reduction="token") if preferences else losses.sft()
         loss = losses.mix({name: loss, "cross_entropy": added}, weights={"cross_entropy": settings.sft_weight})
         notes += ["sft_weight: the cross-entropy is that of the chosen rows"] if preferences else []
-    loss.normaliser(_filled(rows, computed))
+    if not lazy:  # the loss itself checks rows that are in memory; see `row_checks` for others
+        loss.normaliser(_filled(rows, computed))
     return Objective(
         loss=loss,
         rows=rows,
@@ -147,19 +152,22 @@ def check_advantages_used(settings: ObjectiveSettings, objective: Objective, nam
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if field.name.startswith("advantage_") and value != field.default:
-            given = any(row.advantages is not None for row in objective.rows)
+            given = columns_of(objective.rows).given["advantages"].any()
             why = "the rows have advantages of their own" if given else f"the loss {name} has none"
             raise ValueError(f"{field.name} is {value!r}, but no advantages are made of rewards: {why}")
 
 
-def _with_advantages(rows: list[Trajectory], settings: ObjectiveSettings) -> list[Trajectory]:
-    return group_advantages(
+def _with_advantages(rows: Sequence[Trajectory], settings: ObjectiveSettings) -> Sequence[Trajectory]:
+    advantages = advantages_of_groups(
         rows,
         subtract_mean=settings.advantage_mean,
         divide_by_std=settings.advantage_std,
         leave_one_out=settings.advantage_leave_one_out,
         clip=settings.advantage_clip,
     )
+    if isinstance(rows, LazyRows):
+        return rows.with_advantages(advantages)
+    return [row.replace(advantages=value) for row, value in zip(rows, advantages.tolist(), strict=True)]
 
 
 def _advantage_notes(name: str, rows: Sequence[Trajectory], settings: ObjectiveSettings) -> list[str]:
@@ -174,12 +182,12 @@ def _advantage_notes(name: str, rows: Sequence[Trajectory], settings: ObjectiveS
 
 def _groups_without_signal(rows: Sequence[Trajectory]) -> list[str]:
     """A note where groups have nothing to compare: a run on them alone would change nothing, silently."""
-    groups = {row.group for row in rows}
-    told = {row.group for row in rows if row.advantages is not None and row.advantages.any()}
-    if len(told) == len(groups):
+    columns = columns_of(rows)
+    groups, told = len(np.unique(columns.group)), len(np.unique(columns.group[columns.signal]))
+    if told == groups:
         return []
     return [
-        f"{len(groups) - len(told)} of {len(groups)} groups have one episode or equal rewards: their advantages are 0, "
+        f"{groups - told} of {groups} groups have one episode or equal rewards: their advantages are 0, "
         "so the policy term learns nothing from them"
     ]
 
@@ -206,30 +214,31 @@ def _uses_recorded_reference(rows: Sequence[Trajectory], settings: ObjectiveSett
 
 def _recorded(rows: Sequence[Trajectory], fact: str, remedy: str) -> bool:
     """Whether all trained rows have a fact. Raises DataError where only some have: they would be of two policies."""
-    trained = [(number, row) for number, row in enumerate(rows) if row.weights.any()]
-    with_it = [(number, row) for number, row in trained if getattr(row, fact) is not None]
-    if not with_it or len(with_it) == len(trained):
-        return bool(with_it)
-    number, row = next((number, row) for number, row in trained if getattr(row, fact) is None)
+    columns = columns_of(rows)
+    with_it = np.flatnonzero(columns.trained & columns.given[fact])
+    without = np.flatnonzero(columns.trained & ~columns.given[fact])
+    if not len(with_it) or not len(without):
+        return bool(len(with_it))
+    one, other = (describe(rows[number], number) for number in (int(with_it[0]), int(without[0])))
     raise DataError(
-        f"{describe(with_it[0][1], with_it[0][0])} has {fact}, {describe(row, number)} has none: {len(with_it)} of "
-        f"{len(trained)} rows have them, and computing the others would mix two policies. Give all rows theirs, or "
-        f"none; {remedy}"
+        f"{one} has {fact}, {other} has none: {len(with_it)} of {len(with_it) + len(without)} rows have them, and "
+        f"computing the others would mix two policies. Give all rows theirs, or none; {remedy}"
     )
 
 
 def _not_used(rows: Sequence[Trajectory], fact: str) -> str:
-    given = any(getattr(row, fact) is not None for row in rows)
+    given = columns_of(rows).given[fact].any()
     return f"the rows' {fact} are not used" if given else f"the rows have no {fact}"
 
 
 def _watched(loss: PolicyLoss, watch: Watch, rows: Sequence[Trajectory], settings: ObjectiveSettings) -> WatchedLoss:
+    columns = columns_of(rows)
     return WatchedLoss(
         reduction=loss.reduction,
         inner=loss,
         watch=watch,
         log_entropy=settings.log_entropy,
-        log_reference=all(row.ref_logprobs is not None for row in rows if row.weights.any()),
+        log_reference=bool(columns.given[REFERENCE][columns.trained].all()),
     )
 
 

@@ -1,12 +1,16 @@
 """Everything that can be wrong with a run before its model is loaded: files, rows, loss, steps, output folder."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from treetrain.data.columns import columns_of
+from treetrain.data.exchange import Alone, Exchange
+from treetrain.data.lazy_rows import LazyRows
 from treetrain.data.rendering import chat_template_text
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
@@ -17,7 +21,9 @@ from treetrain.train.batches import BatchPlan, plan_batches, split_units
 from treetrain.train.config import TrainConfig
 from treetrain.train.objective import OLD, Objective, ObjectiveSettings, check_advantages_used, make_objective
 from treetrain.train.optim import check_optimizer
+from treetrain.train.row_checks import check_lazy_rows
 from treetrain.train.rows import RowSource, read_config, read_rows
+from treetrain.train.run_rows import in_memory, read_rows_of_run, subset
 from treetrain.train.save import check_output
 from treetrain.train.updates import update_plan
 from treetrain.train.watch import Watch
@@ -27,7 +33,8 @@ from treetrain.train.watch import Watch
 class Prepared:
     """A run that can begin."""
 
-    rows: list[Trajectory]
+    rows: Sequence[Trajectory]
+    """In memory, or `LazyRows`."""
     plan: BatchPlan
     eval_rows: list[Trajectory]
     eval_steps: list[NDArray[np.int64]]
@@ -47,17 +54,31 @@ class Prepared:
     """What the user should know."""
 
 
-def prepare(config: TrainConfig) -> Prepared:
-    """Read and check all that the run needs besides the model's weights. Writes nothing.
+def prepare(config: TrainConfig, ranks: Exchange | None = None) -> Prepared:
+    """Read and check all that the run needs besides the model's weights.
+
+    Writes nothing but, where rows stay in their files, an index of them in the output folder.
+
+    Args:
+        config: of the run.
+        ranks: the processes that share the run, all of which call this; None: this one alone.
 
     Raises:
-        DataError, ValueError: what is wrong, where, and what to do.
+        DataError, ValueError: what is wrong, where, and what to do; RanksDisagree on the other processes.
     """
+    ranks = ranks or Alone()
+    source, _ = ranks.agree("checking the settings", lambda: (_checked(config), None))
+    read = _read(config, source, ranks)
+    return ranks.agree("preparing the run", lambda: (_prepared(config, read), None))[0]
+
+
+def _checked(config: TrainConfig) -> RowSource:
+    """How the files are to be read, when all is well that needs no rows."""
     # What a run that is resumed finds in its folder is looked at when its rows are known.
     check_output(Path(config.output), overwrite=config.overwrite or config.resume != "never")
     check_optimizer(config)
     check_adapter(config)
-    source = RowSource(
+    return RowSource(
         format=config.format,
         view=config.view,
         tools=config.tools,
@@ -65,23 +86,41 @@ def prepare(config: TrainConfig) -> Prepared:
         tokenizer=config.tokenizer,
         model=config.model,
     )
-    read = read_rows(config.data, source)
-    notes = list(read.notes)
+
+
+class _Read(NamedTuple):
+    rows: Sequence[Trajectory]
+    eval_rows: list[Trajectory]
+    tokenizer: Any
+    notes: tuple[str, ...]
+
+
+def _read(config: TrainConfig, source: RowSource, ranks: Exchange) -> _Read:
+    """All rows; the processes do this together."""
+    read = read_rows_of_run(config, source, ranks)
     if config.eval_data:
-        held = read_rows(config.eval_data, source)
-        rows, eval_rows = read.rows, held.rows
-        notes += [note for note in held.notes if note not in notes]
-    else:
-        rows, eval_rows = split_units(
-            read.rows, config.eval_fraction, seed=config.seed, tokens_per_step=config.tokens_per_step
-        )
-    objective = make_objective(config.loss, config.loss_options, rows, ObjectiveSettings.of(config))
-    held_objective, held_notes = _eval_objective(config, eval_rows)
-    rows, eval_rows = objective.rows, eval_rows if held_objective is None else held_objective.rows
+        held, _ = ranks.agree("reading the held-out rows", lambda: (read_rows(config.eval_data, source), None))
+        more = tuple(note for note in held.notes if note not in read.notes)
+        return _Read(read.rows, list(held.rows), read.tokenizer, read.notes + more)
+    kept, held_out = split_units(
+        read.rows, config.eval_fraction, seed=config.seed, tokens_per_step=config.tokens_per_step
+    )
+    eval_rows = in_memory(read.rows, held_out, ranks)
+    return _Read(subset(read.rows, kept), eval_rows, read.tokenizer, read.notes)
+
+
+def _prepared(config: TrainConfig, read: _Read) -> Prepared:
+    """What this process finds by itself, and every other one too."""
+    settings = ObjectiveSettings.of(config)
+    objective = make_objective(config.loss, config.loss_options, read.rows, settings)
+    held_objective, held_notes = _eval_objective(config, read.eval_rows)
+    rows, eval_rows = objective.rows, read.eval_rows if held_objective is None else list(held_objective.rows)
     if config.reference_model is not None:
         read_config(config.reference_model)
     plan = plan_batches(rows, tokens_per_step=config.tokens_per_step, seed=config.seed)
-    check_advantages_used(ObjectiveSettings.of(config), objective, config.loss)
+    if isinstance(rows, LazyRows):
+        check_lazy_rows(objective.loss, rows, plan, objective.computed)
+    check_advantages_used(settings, objective, config.loss)
     eval_steps = _eval_steps(eval_rows, config)
     _check_mismatched(config, rows, plan, eval_rows, eval_steps)
     tokenizer, missing = _tokenizer_to_save(config, read.tokenizer)
@@ -96,7 +135,7 @@ def prepare(config: TrainConfig) -> Prepared:
         eval_computed=frozenset() if held_objective is None else held_objective.computed,
         watch=objective.watch,
         tokenizer=tokenizer,
-        notes=(*notes, *objective.notes, *held_notes, *missing),
+        notes=(*read.notes, *objective.notes, *held_notes, *missing),
     )
 
 
@@ -150,7 +189,7 @@ def _eval_steps(rows: list[Trajectory], config: TrainConfig) -> list[NDArray[np.
 
 def _check_mismatched(
     config: TrainConfig,
-    rows: list[Trajectory],
+    rows: Sequence[Trajectory],
     plan: BatchPlan,
     eval_rows: list[Trajectory],
     eval_steps: list[NDArray[np.int64]],
@@ -165,9 +204,9 @@ def _check_mismatched(
         for number, (epoch, batch) in enumerate(plan.steps(batches))
         for each in steps.of_batch(number, epoch, batch)
     )
-    planned = ((members, numbers) for members, found in ((rows, updates), (eval_rows, eval_steps)) for numbers in found)
-    for members, numbers in planned:
-        labels = {members[number].chosen is None for number in numbers.tolist() if members[number].weights.any()}
+    kinds = ((columns_of(rows), updates), (columns_of(eval_rows), eval_steps))
+    for columns, numbers in ((columns, numbers) for columns, found in kinds for numbers in found):
+        labels = set((columns.chosen[numbers][columns.trained[numbers]] < 0).tolist())
         if labels != {True, False}:
             only = "none without `chosen`, which its reference point is made of" if labels == {False} else "no other"
             raise DataError(

@@ -32,7 +32,7 @@ class RowSource:
 class ReadRows:
     """Rows, what the user should know of them, and the tokenizer they were made with."""
 
-    rows: list[Trajectory]
+    rows: Sequence[Trajectory]
     notes: tuple[str, ...]
     format: Literal["tokens", "chat"]
     tokenizer: Any
@@ -45,21 +45,29 @@ def read_rows(files: Sequence[str], source: RowSource) -> ReadRows:
     Raises:
         DataError: naming file and line, the model, or the tokenizer that cannot be had.
     """
+    options = reading_options(files, source)
+    loaded: LoadedFile = load(list(files), **options)
+    return ReadRows(rows=loaded.trajectories, notes=loaded.notes, format=loaded.format, tokenizer=options["tokenizer"])
+
+
+def reading_options(files: Sequence[str], source: RowSource) -> dict[str, Any]:
+    """What `load` and `RowMaker` are to be given for some files.
+
+    Raises:
+        DataError: the first row of the first file cannot be read, or there is no such model or tokenizer.
+    """
     chat = _is_chat(files, source.format)
     name = source.tokenizer or source.model
-    tokenizer = load_tokenizer(name) if chat and name is not None else None
     config = {} if source.model is None else read_config(source.model)
-    loaded: LoadedFile = load(
-        list(files),
-        tokenizer=tokenizer,
-        format=source.format,
-        view=source.view,
-        tools=source.tools,
-        chat_template=source.chat_template,
-        vocab_size=config.get("vocab_size"),
-        max_positions=config.get("max_position_embeddings", config.get("n_positions")),
-    )
-    return ReadRows(rows=loaded.trajectories, notes=loaded.notes, format=loaded.format, tokenizer=tokenizer)
+    return {
+        "tokenizer": load_tokenizer(name) if chat and name is not None else None,
+        "format": source.format,
+        "view": source.view,
+        "tools": source.tools,
+        "chat_template": source.chat_template,
+        "vocab_size": config.get("vocab_size"),
+        "max_positions": config.get("max_position_embeddings", config.get("n_positions")),
+    }
 
 
 def read_config(model: str) -> dict[str, Any]:
