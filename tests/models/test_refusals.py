@@ -1,6 +1,7 @@
 """Whatever would be silently wrong on a tree is refused by name, before any work or at least before any gradient."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -64,6 +65,31 @@ def test_an_encoder_decoder_is_refused():
     model = transformers.T5ForConditionalGeneration(config)
     with pytest.raises(UnsupportedModel, match="encoder-decoder"):
         tt.TreeEngine(model)
+
+
+@pytest.mark.parametrize("prefix", ["Roberta", "RobertaPreLayerNorm", "XLMRoberta", "Camembert", "Data2VecText"])
+def test_a_decoder_that_numbers_positions_by_itself_is_refused(prefix):
+    # Its positions begin behind its padding id: with positions from 0 it computes something else, without complaint.
+    model = small(prefix, {"is_decoder": True, "pad_token_id": 1, "max_position_embeddings": 64})
+    ids = torch.tensor([ROWS[0]])
+    own = model(input_ids=ids, use_cache=False).logits
+    assert (model(input_ids=ids, position_ids=torch.arange(5)[None], use_cache=False).logits - own).abs().max() > 1e-3
+    with pytest.raises(UnsupportedModel, match=r"embeddings .* numbers the positions of a row by itself"):
+        tt.TreeEngine(model)
+
+
+class Drafter(transformers.LlamaForCausalLM):
+    """As Gemma 4's assistants, of which this transformers cannot make one."""
+
+    def forward(self, *args, shared_kv_states=None, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def test_a_model_that_drafts_for_another_one_is_refused():
+    with pytest.raises(UnsupportedModel, match="Drafter drafts tokens for another model"):
+        tt.TreeEngine(build(Drafter, transformers.LlamaConfig(**BASE)))
+    assistant = getattr(transformers, "Gemma4AssistantForCausalLM", None)
+    assert assistant is None or "shared_kv_states" in inspect.signature(assistant.forward).parameters
 
 
 def test_a_module_that_is_no_language_model_is_refused():

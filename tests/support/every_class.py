@@ -2,7 +2,9 @@
 
 import contextlib
 import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import transformers
@@ -12,7 +14,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import treetrain as tt
 from support import families, linear
+from support.models import as_dtype
 from support.pure import PureFloat64
+from treetrain.attention.rectangles import RectangleAttention
+from treetrain.attention.sight import PLAIN
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import check_model
 
@@ -21,6 +26,10 @@ EXACT = 1e-10
 """Relative error of the whole gradient in float64, the library's float32 casts lifted; rounding is 1e-15."""
 EXACT_WITH_CASTS = 1e-5
 """Where lifting the casts breaks the model's own code."""
+SINGLE = 1e-5
+"""The same in float32."""
+KEPT_CASTS = "the library's own float32 casts could not be lifted"
+ROUGH = "the rows' own float32 error is above 3e-6"
 LARGEST = 1_500_000
 """Parameters of a model that is run."""
 NAMES: dict[str, str] = dict(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()))
@@ -38,6 +47,7 @@ WIDTHS = {
     "bos_token_id": 0,
     "eos_token_id": 1,
     "initializer_range": 0.1,
+    "is_decoder": True,  # models that may be made either way
 }
 EXPERTS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
@@ -69,6 +79,32 @@ _SMALL_VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+_ROPE = {"rope_theta": 1e4, "rope_type": "default"}
+_INDEXER = {"indexer_budget": 8, "indexer_compress_ratio": 2, "indexer_head_dim": 8, "indexer_kv_heads": 1}
+_NGRAMS = {"ngram_vocab_size_base": 50, "split_ngram_parts": 1, "ple_embed_dim": 16, "hc_lowrank": 4}
+_SIGNS = {f"{kind}_{size}": 40 for kind in ("pronunciation", "shape") for size in ("vocab_size", "embed_dim")}
+_CODEBOOKS = {"num_codebooks": 2, "pad_token_id": 36, "bos_token_id": 36}
+PARTICULAR: dict[str, dict[str, Any]] = {  # what a class needs that no other does
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": families.WINDOW,
+        "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE},
+        "logit_scale": 0.5,
+    },
+    "dbrx": {
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+        "max_seq_len": 64,
+    },
+    "git": {"vision_config": _SMALL_VISION},
+    "musicgen": _CODEBOOKS,
+    "musicgen_melody": _CODEBOOKS,
+    "qwen4_exp": _INDEXER | _NGRAMS | {"indexer_n_heads": 2, "layer_types": ["linear_attention", "indexed_attention"]},
+    "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "local"]},
+    "roc_bert": _SIGNS,
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+}
+PARTICULAR["qwen4_exp_text"] = PARTICULAR["qwen4_exp"]
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
 
 
@@ -82,9 +118,11 @@ class Verdict(NamedTuple):
     reason: str = ""
     """The refusal, or why nothing was shown."""
     error: float | None = None
-    """Of the whole gradient, against every row by itself."""
+    """Of the whole gradient in float64, against every row by itself."""
+    single: float | None = None
+    """The same in float32."""
     layers: tuple[str, ...] = ()
-    """Kinds of layers of the model that was run, where the configuration names them."""
+    """Kinds of layers of the model that was run: as its attention was asked, and as its configuration names others."""
 
 
 def judge(model_type: str) -> Verdict:
@@ -108,21 +146,40 @@ def _run(found: Verdict, model: nn.Module) -> Verdict:
     for context, bound in ((PureFloat64, EXACT), (contextlib.nullcontext, EXACT_WITH_CASTS)):
         with context():
             try:
-                scores, _ = linear.score_rows(model, ROWS)
-                expected = linear.gradients(model, -torch.cat(scores).mean())
+                expected = _of_rows(model)
             except Exception as error:  # whatever its own forward says about fields that do not suit it
                 found = found._replace(reason=f"the small model's own forward fails: {_line(error)}")
                 continue
             try:
-                worst = max(_error(model, expected, budget) for budget in (None, 7))
+                with seen_by_attention() as asked:
+                    worst = max(_error(model, expected, budget) for budget in (None, 7))
             except UnsupportedModel as error:
                 assert all(p.grad is None for p in model.parameters()), "refused after gradients were made"
                 return found._replace(verdict="refused", reason=str(error))
             except Exception as error:
                 found = found._replace(verdict="wrong", reason=f"fails on a tree: {_line(error)}")
                 continue
-        return found._replace(verdict="exact" if worst <= bound else "wrong", reason="", error=worst)
+        found = found._replace(error=worst, layers=kinds_of(model, found.layers, asked))
+        reason = "" if context is PureFloat64 else KEPT_CASTS
+        return _in_float32(
+            found._replace(verdict="exact" if worst <= bound else "wrong", reason=reason), model, expected
+        )
     return found
+
+
+def _in_float32(found: Verdict, model: nn.Module, truth: torch.Tensor) -> Verdict:
+    single = as_dtype(model, torch.float32)
+    expected = _of_rows(single)
+    error = max(_error(single, expected, budget) for budget in (None, 7))
+    rounding = linear.relative_error(expected, truth)
+    close = error <= max(SINGLE, 3 * rounding)
+    reasons = [reason for reason in (found.reason, ROUGH if rounding > SINGLE / 3 else "") if reason]
+    return found._replace(single=error, reason="; ".join(reasons), verdict=found.verdict if close else "wrong")
+
+
+def _of_rows(model: nn.Module) -> torch.Tensor:
+    scores, _ = linear.score_rows(model, ROWS)
+    return linear.gradients(model, -torch.cat(scores).mean())
 
 
 def _error(model: nn.Module, expected: torch.Tensor, budget: int | None) -> float:
@@ -132,9 +189,38 @@ def _error(model: nn.Module, expected: torch.Tensor, budget: int | None) -> floa
     return linear.relative_error(linear.gradients(model), expected)
 
 
+Asked = set[str]
+
+
+@contextlib.contextmanager
+def seen_by_attention() -> Iterator[Asked]:
+    """What tree attention is asked for in the block."""
+    asked: Asked = set()
+    call = RectangleAttention.__call__
+
+    def noting(self, query, key, value, scale, layer=0, ask=PLAIN, sinks=None):
+        sight = ask.sight
+        asked.add("sliding_attention" if sight.window else "chunked_attention" if sight.chunk else "full_attention")
+        asked.update({"sinks"} if sinks is not None else (), {"soft-cap"} if ask.softcap else ())
+        asked.update({"value heads of another size"} if key.shape[-1] != value.shape[-1] else ())
+        return call(self, query, key, value, scale, layer, ask, sinks)
+
+    with mock.patch.object(RectangleAttention, "__call__", noting):
+        yield asked
+
+
+def kinds_of(model: nn.Module, named: tuple[str, ...], asked: Asked) -> tuple[str, ...]:
+    """Kinds of layers in the order that the configuration names them, then what it does not name."""
+    kinds = [kind for kind in named if kind in asked or "attention" not in kind or kind == "linear_attention"]
+    kinds += sorted(asked - set(kinds))
+    return (*kinds, *(["experts"] if check_model(model).experts else []))
+
+
 def _judge_unbuilt(found: Verdict) -> Verdict:
     """Too large, or too particular, to be run: the check alone, on a model without weights."""
     config = _default(found.model_type)
+    if config is None:
+        return found._replace(reason="its configuration cannot be made from its own defaults")
     try:
         with torch.device("meta"):
             model = getattr(transformers, found.model_class)(config).eval()
@@ -149,12 +235,16 @@ def _judge_unbuilt(found: Verdict) -> Verdict:
     return found._replace(reason="passes the check, but cannot be made small enough to be run here")
 
 
-def small_model(model_type: str) -> nn.Module | None:
-    """A small float64 model, or None where no variant of the fields gives one."""
+def small_model(model_type: str, **sizes: int) -> nn.Module | None:
+    """A small float64 model, or None where no variant of the fields gives one.
+
+    Args:
+        sizes: of the vocabulary or of positions, in place of those of `WIDTHS`.
+    """
     model_class = getattr(transformers, NAMES[model_type], None)
     if model_class is None:
         return None
-    for config in _small_configs(model_type):
+    for config in _small_configs(model_type, sizes):
         try:
             with torch.device("meta"):
                 size = sum(p.numel() for p in model_class(config).parameters())
@@ -165,47 +255,57 @@ def small_model(model_type: str) -> nn.Module | None:
     return None
 
 
-def _small_configs(model_type: str):
+def _small_configs(model_type: str, sizes: Mapping[str, int] | None = None) -> Iterator[Any]:
+    widths = WIDTHS | dict(sizes or {})
     for name, family in families.FAMILIES.items():
         if name == model_type and family.model == NAMES[model_type]:
-            yield families.make_config(name)
+            yield families.make_config(name, **(sizes or {}))
     default = _default(model_type)
     if default is None:
         return
     known, plain = dir(default), default.to_dict()
     kinds = list(dict.fromkeys(plain.get("layer_types") or ()))
     windows = {} if plain.get("sliding_window") is None else {"sliding_window": families.WINDOW}
-    fields = WIDTHS | EXPERTS | LOW_RANK | RECURRENT | PER_LAYER_INPUT | windows
+    fields = widths | EXPERTS | LOW_RANK | RECURRENT | PER_LAYER_INPUT | windows
     if "kv_lora_rank" in known:
         fields["num_key_value_heads"] = 4
     listed = {"layer_types": kinds} | dict.fromkeys(LAYERS, len(kinds)) if len(kinds) > 1 else {}
+    particular = PARTICULAR.get(model_type, {})
     for changes in (
+        *([fields | dict.fromkeys(LAYERS, 2) | particular] if particular else []),
         fields | dict.fromkeys(LAYERS, 2) | listed,
         fields | dict.fromkeys(LAYERS, 2) | listed | {"pad_token_id": 0},
-        WIDTHS | windows | dict.fromkeys(LAYERS, 2),
-        WIDTHS | dict.fromkeys(LAYERS, 2) | {"sliding_window": None, "layer_types": ["full_attention"] * 2},
-        WIDTHS | EXPERTS | {"num_key_value_heads": 4} | dict.fromkeys(LAYERS, 2),
-        {key: WIDTHS[key] for key in ("hidden_size", "vocab_size", "intermediate_size")} | dict.fromkeys(LAYERS, 2),
+        widths | windows | dict.fromkeys(LAYERS, 2),
+        widths | dict.fromkeys(LAYERS, 2) | {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+        widths | EXPERTS | {"num_key_value_heads": 4} | dict.fromkeys(LAYERS, 2),
+        {key: widths[key] for key in ("hidden_size", "vocab_size", "intermediate_size")} | dict.fromkeys(LAYERS, 2),
     ):
         with contextlib.suppress(Exception):
-            yield type(default)(**{key: value for key, value in changes.items() if key in known})
+            given = {key: value for key, value in changes.items() if key in known or key in particular}
+            yield type(default)(**given)
     if isinstance(plain.get("text_config"), dict):  # text beside images: the text part small, the others as they may be
-        text = CONFIG_MAPPING[plain["text_config"]["model_type"]]
-        small = {key: value for key, value in (fields | dict.fromkeys(LAYERS, 2)).items() if key in dir(text())}
-        others = {name: _SMALL_VISION for name in default.sub_configs if name != "text_config"}
-        with contextlib.suppress(Exception):
-            yield type(default)(text_config=small, **others)
+        text_type = plain["text_config"]["model_type"]
+        small = {key: value for key, value in (fields | dict.fromkeys(LAYERS, 2)).items()}
+        texts = [{key: value for key, value in small.items() if key in dir(CONFIG_MAPPING[text_type]())}]
+        if text_type in NAMES:
+            texts += [config.to_dict() for config in _small_configs(text_type, sizes)]
+        for text in texts:
+            others = [name for name in default.sub_configs if name != "text_config"]
+            for rest in (dict.fromkeys(others, _SMALL_VISION), dict.fromkeys(others)):
+                with contextlib.suppress(Exception):
+                    yield type(default)(text_config=text, **rest)
 
 
 def _default(model_type: str) -> Any:
     """The configuration that the class takes, of its own defaults."""
     config_class = CONFIG_MAPPING[model_type]
     model_class = getattr(transformers, NAMES[model_type], None)
-    text_class = getattr(config_class, "sub_configs", {}).get("text_config")
+    wanted = getattr(model_class, "config_class", None)
+    parts = [part for part in getattr(config_class, "sub_configs", {}).values() if part is wanted]
+    if isinstance(wanted, type) and "Decoder" in wanted.__name__:  # Musicgen's is part of no configuration
+        parts.append(wanted)
     with contextlib.suppress(Exception):
-        if text_class is not None and getattr(model_class, "config_class", None) is text_class:
-            return text_class()
-        return config_class()
+        return parts[0]() if parts else config_class()
     return None
 
 

@@ -57,10 +57,10 @@ def _list(options: ModelsOptions) -> None:
     if options.json:
         print_json({"transformers": found.transformers, "classes": [dataclasses.asdict(one) for one in wanted]})
         return
-    shown = [(one.model_type, one.verdict, ", ".join(one.layers) or one.reason) for one in wanted]
+    shown = [(one.model_type, one.verdict, *one.errors, _layers_or_reason(one)) for one in wanted]
     out = console()
-    made = table(("model_type", "verdict", "layers tested, or why not"), shown)
-    for column in made.columns[1:]:
+    made = table(("model_type", "verdict", "float64", "float32", "bfloat16", "layers tested, or why not"), shown)
+    for column in (made.columns[1], made.columns[-1]):
         column.justify = "left"
     out.print(made)
     counts = ", ".join(f"{len(found.of(verdict))} {verdict}" for verdict in VERDICTS)
@@ -68,6 +68,15 @@ def _list(options: ModelsOptions) -> None:
         f"causal LM classes of transformers {found.transformers}: {counts}. Layers decide, not names; --model asks for"
     )
     out.print(f"{said} one model.", markup=False)
+    out.print(
+        "Errors are of the gradient against every row by itself: relative in float64 and float32; in bfloat16 over "
+        "that of the bfloat16 rows.",
+        markup=False,
+    )
+
+
+def _layers_or_reason(one: Any) -> str:
+    return ", ".join(one.layers) if one.verdict == "exact" else one.reason
 
 
 def _one(name: str) -> dict[str, Any]:
@@ -101,10 +110,18 @@ def _tested(model_type: str) -> tuple[str, str]:
     if found is not None and found.verdict == "exact":
         return (
             "exact",
-            "its layers pass the check, and the gradients of a small model of its class are those of the rows",
+            "its layers pass the check, and the gradients of a small model of its class are those of the rows "
+            f"({_errors(found)})",
         )
     what = "is not among those tested" if found is None else f"was {found.verdict} in the tests: {found.reason}"
     return "untried", f"it passes the check, but its class {what}; treetrain verify proves it on your rows"
+
+
+def _errors(found: Any) -> str:
+    """What was measured, in words."""
+    double, single, ratio = found.errors
+    said = f"relative error {double} in float64, {single} in float32"
+    return f"{said}; in bfloat16 {ratio} times that of the rows" if ratio else said
 
 
 def _parameters(config: Any) -> int | None:

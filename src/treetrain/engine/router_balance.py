@@ -111,7 +111,7 @@ class OwnAuxiliary:
         """
         assert self._whole is not None, "no router was called"
         ours, theirs = float(self._whole.loss), None if own is None else float(own.detach())
-        if theirs is None or abs(ours - theirs) > FORMULA_TOLERANCE * abs(theirs):
+        if own is None or theirs is None or abs(ours - theirs) > FORMULA_TOLERANCE * abs(theirs):
             raise UnsupportedModel(
                 f"the model's own auxiliary loss of a pass is {theirs}, by the formula of the Switch Transformer it is "
                 f"{ours:.6g}; this one is not supported: set config.output_router_logits=False to train without it."
