@@ -137,6 +137,20 @@ def load_state(folder: Path, model: nn.Module, optimizer: Any) -> dict[str, Any]
     return state | {"loop": {**loop, "optimizer": by_number(loop["optimizer"], optimizer, model)}}
 
 
+def load_piece(folder: Path, name: str) -> Any:
+    """The state of one piece of the run, with whole tensors on the CPU; None where the run has none of this name."""
+    if not is_sharded(folder):
+        return torch.load(folder / TRAINING, map_location="cpu", weights_only=True, mmap=True)["loop"].get(name)
+    plain = torch.load(folder / STATE, map_location="cpu", weights_only=True)["loop"]
+    if name not in plain:
+        return None
+    under = f"{_LOOP}{SEPARATOR}{name}{SEPARATOR}"
+    kinds = {path: kind for path, kind in stored_kinds(folder).items() if path.startswith(under)}
+    tensors = {path: torch.empty(size, dtype=dtype) for path, (size, dtype) in kinds.items()}
+    read_into(folder, tensors)
+    return put_together(plain[name], tensors)
+
+
 def parts(model: nn.Module, optimizer: Any, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What several ranks write: tensors by path, not copied, and the rest of the state."""
     loop = {**state["loop"], "optimizer": by_name(state["loop"]["optimizer"], optimizer, model)}

@@ -175,6 +175,18 @@ def newest(folder: Path, *, contents: bool = True) -> tuple[Checkpoint | None, l
     return None, torn
 
 
+def at(path: Path, *, contents: bool = True) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint that is named by its folder, or by that of its run; see `newest`.
+
+    Raises:
+        TornCheckpoint: a checkpoint itself was named, and is not whole.
+    """
+    if step_of(path) is not None and path.is_dir():
+        return read(path, contents=contents), []
+    inner = path / FOLDER
+    return newest(inner if inner.is_dir() else path, contents=contents)
+
+
 def delete(paths: Iterable[Path]) -> None:
     """Remove checkpoints: each is renamed first, so that a kill in between leaves none that looks whole."""
     for path in paths:

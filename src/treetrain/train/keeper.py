@@ -1,5 +1,6 @@
 """The checkpoints of a run while it goes on: when one is due, which are kept, what a signal does."""
 
+import dataclasses
 import time
 import warnings
 from collections.abc import Callable
@@ -43,8 +44,11 @@ class CheckpointKeeper:
         ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._ranks = ranks or Ranks()
+        if not self._ranks.alone:
+            wanted = dataclasses.replace(wanted, environment={**wanted.environment, RANKS: self._ranks.size})
         self._wanted, self._loop, self._start, self._stop = wanted, loop, start, stop
-        self._console, self._clock, self._ranks = console, clock, ranks or Ranks()
+        self._console, self._clock = console, clock
         self._output = Path(wanted.config.output)
         self.folder = self._output / checkpoint_files.FOLDER
         self.last = start.checkpoint

@@ -14,7 +14,7 @@ from treetrain.train.checkpoint_files import Checkpoint
 from treetrain.train.config import TrainConfig
 from treetrain.train.metrics import METRICS_FILE
 from treetrain.train.result import TrainResult
-from treetrain.train.same_run import check_data, check_environment, check_length, check_settings
+from treetrain.train.same_run import RANKS, check_data, check_environment, check_length, check_settings
 from treetrain.train.save import MARK, check_output
 
 NEVER, AUTO = "never", "auto"
@@ -81,6 +81,7 @@ def find_start(wanted: Wanted, *, contents: bool = True, ranks: Ranks | None = N
     """
     if ranks is None or ranks.alone:
         return _found(wanted, contents)
+    wanted = dataclasses.replace(wanted, environment={**wanted.environment, RANKS: ranks.size})
     _, told = ranks.agree("going on", lambda: (None, None if ranks.rank else _found(wanted, contents)))
     return told[0]
 
@@ -131,14 +132,10 @@ def clear_leftovers(output: Path) -> list[str]:
 def _from_path(wanted: Wanted, path: Path, contents: bool) -> Start:
     """From a checkpoint, or the newest of a run, that is named."""
     output = Path(wanted.config.output)
-    if checkpoint_files.step_of(path) is not None and path.is_dir():
-        found, torn = checkpoint_files.read(path, contents=contents), []
-    else:
-        inner = path / checkpoint_files.FOLDER
-        found, torn = checkpoint_files.newest(inner if inner.is_dir() else path, contents=contents)
-        if found is None:
-            told = f": {'; '.join(torn)}" if torn else ""
-            raise ValueError(f"resume is {str(path)!r}, which holds no whole checkpoint{told}")
+    found, torn = checkpoint_files.at(path, contents=contents)
+    if found is None:
+        told = f": {'; '.join(torn)}" if torn else ""
+        raise ValueError(f"resume is {str(path)!r}, which holds no whole checkpoint{told}")
     own = output / checkpoint_files.FOLDER
     if not (own.is_dir() and os.path.samefile(found.path.parent, own)):
         check_output(output, overwrite=wanted.config.overwrite)

@@ -49,9 +49,7 @@ class ShardedWriter:
     def __init__(self, folder: Path, ranks: Ranks, *, keep: int) -> None:
         self._folder, self._ranks, self._keep = folder, ranks, keep
         # The collectives of the background must not meet those of the training that goes on meanwhile.
-        members = dist.get_process_group_ranks(ranks.group or dist.group.WORLD)
-        group = dist.new_group(members, backend="gloo", timeout=TIMEOUT, use_local_synchronization=True)
-        self._aside = Ranks(group)
+        self._aside = Ranks(_second_group(ranks))
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[Checkpoint] | None = None
 
@@ -144,6 +142,16 @@ class ShardedWriter:
             if self._ranks.rank == 0:
                 checkpoint_files.give_up(temporary)
             raise checkpoint_files.not_written(self._folder, step, error) from error
+
+
+def _second_group(ranks: Ranks) -> "dist.ProcessGroup":
+    """Another group of the same processes, for the CPU."""
+    members = dist.get_process_group_ranks(ranks.group or dist.group.WORLD)
+    # Local names are made of the number of groups that a process has, in which members may differ; global ones are not.
+    some = len(members) < dist.get_world_size()
+    group = dist.new_group(members, backend="gloo", timeout=TIMEOUT, use_local_synchronization=some)
+    assert group is not None
+    return group
 
 
 def share_of(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
