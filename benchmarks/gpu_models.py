@@ -13,6 +13,7 @@ from gpu_rows import device, forget, wait
 from treetrain.attention.dispatch import using
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
+from treetrain.engine.planning import formula_cost
 
 VOCABULARY = 151_936
 PACK_TOKENS = 16_384
@@ -112,18 +113,18 @@ def measure(
     cuda, results = device().type == "cuda", []
 
     def step(batch: list[tt.Trajectory]) -> Any:
-        model.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=False)  # kept, so that plans know what is free beside them
         done = engine.forward_backward(batch, loss)
         if optimiser is not None:
             optimiser.step()
         return done
 
     with using(backend) if backend else nullcontext():
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         step(rows if warm_up is None else warm_up)
-        model.zero_grad(set_to_none=True)
         wait()
-        gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        before = torch.cuda.memory_allocated() + gradients if cuda else 0
+        before = torch.cuda.memory_allocated() if cuda else 0
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         times = []
@@ -150,13 +151,26 @@ def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 def optimiser_of(model: nn.Module) -> torch.optim.Optimizer:
     """AdamW with its state in the weights' dtype."""
-    fused = device().type == "cuda"
-    return torch.optim.AdamW(model.parameters(), lr=1e-6, fused=fused)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device().type == "cuda")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimiser.step()  # makes its state, so that plans know what is free beside it
+    return optimiser
 
 
-def linear_engine(model: nn.Module) -> LinearEngine:
-    """Rows packed without padding: with varlen attention one stock flash call for each layer of a run."""
-    return LinearEngine(model, pack_tokens=PACK_TOKENS)
+def linear_engine(model: nn.Module, rows: list[tt.Trajectory]) -> LinearEngine:
+    """Rows packed without padding: with varlen attention one stock flash call for each layer of a run.
+
+    In runs as long as memory allows: of 16,384 tokens, or of the most that are predicted to fit.
+    """
+    size = PACK_TOKENS
+    cost = formula_cost(model)
+    if device().type == "cuda" and cost is not None and not model.is_gradient_checkpointing:
+        gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.grad is None)
+        room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - gradients
+        while size > 2048 and cost.peak_bytes(LinearEngine(model, pack_tokens=size).plan(rows)) > 0.85 * room:
+            size //= 2
+    return LinearEngine(model, pack_tokens=size)
 
 
 def checkpointing(model: nn.Module, on: bool) -> None:

@@ -111,8 +111,8 @@ class Case:
                 row |= {"speedup": speedup, "efficiency": speedup / self.ideal}
         except Exception as error:
             row["note"] = f"{type(error).__name__}: {str(error)[:160]}".replace(",", ";").replace("\n", " ")
-            self.model.zero_grad(set_to_none=True)
-            forget()
+        if found is None:
+            forget()  # here, where the error no longer holds on to what was made
         self.finish(row, engine)
         return found
 
@@ -133,7 +133,6 @@ class MemoryCase(Case):
     def finish(self, row: dict[str, Any], engine: TreeEngine) -> None:
         """See `Case.finish`."""
         try:
-            self.model.zero_grad(set_to_none=True)
             row["predicted_gb"] = engine.cost.peak_bytes(engine.plan(self._given)) / 1e9
         except Exception as error:
             row["note"] = f"{row['note']} {type(error).__name__}: {str(error)[:100]}".replace(",", ";").replace(
@@ -156,20 +155,21 @@ def steps(out: Out, smoke: bool) -> None:
     """Whole steps: tree, linear and rival."""
     load_tuned(out)
     best, varlen, flex = _backends(out)
-    model, made, optimiser = None, "", None
+    model, made, optimiser, case = None, "", None, None
     for name, rows, loss, modes in CASES[:1] + CASES[4:6] if smoke else CASES:
         if out.left < 12 and not smoke:
             out.write("gpu_steps", _skipped(name, rows, loss))
             continue
         if made != name:
-            model = optimiser = None
+            model = optimiser = case = None  # before the next one is made
             forget()
             model, made = make_model(name, smoke), name
             optimiser = optimiser_of(model)
         for checkpointed in modes:
             case = Case(out, "gpu_steps", model, name, rows, loss, smoke)
+            checkpointing(model, checkpointed)
             repeats = {"optimiser": optimiser, "repeats": 1 if smoke else 3, "most": 4.0}
-            case.run("linear", linear_engine(model), varlen, checkpointed, **repeats)
+            case.run("linear", linear_engine(model, case.rows), varlen, checkpointed, **repeats)
             case.run("tree", TreeEngine(model), best, checkpointed, **repeats)
             if checkpointed:
                 case.run("rival", TreeEngine(model), flex, True, **repeats)
@@ -192,7 +192,7 @@ def memory(out: Out, smoke: bool) -> None:
         case = MemoryCase(out, "gpu_memory", model, name, rows, "sft", smoke)
         longest = max(case.rows, key=len)
         once = {"repeats": 1}
-        case.run("linear", linear_engine(model), varlen, False, **once)
+        case.run("linear", linear_engine(model, case.rows), varlen, False, **once)
         case.run("longest row", LinearEngine(model), varlen, False, given=[longest], **once)
         for budget in (None, len(longest), len(longest) // 2, len(longest) // 4):
             case.run(f"tree, budget {budget or 'none'}", TreeEngine(model, budget=budget), best, False, **once)
@@ -215,7 +215,7 @@ def nothing_shared(out: Out, smoke: bool) -> None:
     case.shown["ideal"] = 1.0
     optimiser = optimiser_of(model)
     for backend in dict.fromkeys([best, varlen]):
-        case.run("linear", linear_engine(model), varlen, False, repeats=5, optimiser=optimiser)
+        case.run("linear", linear_engine(model, case.rows), varlen, False, repeats=5, optimiser=optimiser)
         case.run("tree", TreeEngine(model), backend, False, repeats=5, optimiser=optimiser)
 
 
@@ -227,7 +227,7 @@ def ablation(out: Out, smoke: bool) -> None:
     case = Case(out, "gpu_ablation", model, "qwen3-0.6b", "tau_airline 21", "sft", smoke)
     unique = case.shown["unique_tokens"]
     options = {"repeats": 1 if smoke else 3, "most": 2.0, "optimiser": optimiser_of(model)}
-    case.run("linear", linear_engine(model), varlen, False, **options)
+    case.run("linear", linear_engine(model, case.rows), varlen, False, **options)
     case.run("tree", TreeEngine(model), best, False, **options)
     case.run("tree, parts of a quarter", TreeEngine(model, budget=max(unique // 4, 1)), best, False, **options)
     case.run("tree, a part for each segment", SegmentBySegment(model), best, False, **options)

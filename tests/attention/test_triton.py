@@ -5,6 +5,9 @@ test_visits.py everywhere.
 """
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -248,3 +251,16 @@ def test_one_compilation_serves_all_lengths():
         if length == 1:
             first = compiled()
     assert compiled() == first
+
+
+@pytest.mark.skipif(GPU, reason="a GPU's own compiler says it there")
+def test_the_kernels_compile_for_hopper_within_its_shared_memory():
+    """Triton compiles for a GPU that is not here; in a process that does not interpret."""
+    script = Path(__file__).parents[2] / "benchmarks" / "triton_report.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, str(script), "--sizes", "128", "--dtypes", "bfloat16"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) == 3 and all("wgmma" in line for line in lines), lines

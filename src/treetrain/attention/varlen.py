@@ -213,10 +213,10 @@ def _against_path(count: int, path: int) -> Call:
 
 def _on_device(call: Call, in_order: bool, device: torch.device) -> DeviceCall:
     """Args: in_order: whether queries and keys are all there are, in order."""
-    offsets = to_device([x.astype(np.int32) for x in (call.query_offsets, call.key_offsets)], device)
+    query_offsets, key_offsets = to_device([x.astype(np.int32) for x in (call.query_offsets, call.key_offsets)], device)
     longest = int(np.diff(call.query_offsets).max()), int(np.diff(call.key_offsets).max())
     queries, keys = (None, None) if in_order else to_device([call.queries, call.keys], device)
-    return DeviceCall(queries, keys, *offsets, longest, call.causal)
+    return DeviceCall(queries, keys, query_offsets, key_offsets, longest, call.causal)
 
 
 class _VarlenFunction(torch.autograd.Function):
@@ -228,7 +228,9 @@ class _VarlenFunction(torch.autograd.Function):
         heads = _Filled(query, key, value)
         whole, *rectangles = attention.calls
         piece, piece_lse = attention.kernel.forward(*heads.inputs, whole, scale)
-        out, lse = piece.to(_wide(piece)), piece_lse.clone()
+        # Where nothing is merged, as in rows that share nothing, this is plain flash attention without a copy.
+        merges = bool(rectangles) or attention.above is not None or sinks is not None
+        out, lse = (piece.to(_wide(piece)), piece_lse.clone()) if merges else (piece, piece_lse)
         for call in rectangles:
             assert call.queries is not None and call.keys is not None
             q, k, v = heads.taken(call)
@@ -255,7 +257,9 @@ class _VarlenFunction(torch.autograd.Function):
         do, o = heads.filled(grad_out.to(query.dtype)), heads.filled(out)
         lse = lse.contiguous()
         whole, *rectangles = attention.calls
-        dq, dk, dv = (x.to(_wide(x)) for x in kernel.backward(do, *heads.inputs, o, lse, whole, scale))
+        dq, dk, dv = kernel.backward(do, *heads.inputs, o, lse, whole, scale)
+        if rectangles or carry is not None:  # more is to be added
+            dq, dk, dv = (x.to(_wide(x)) for x in (dq, dk, dv))
         for call in rectangles:
             at = call.queries
             taken = *heads.taken(call), o[at], lse[:, at].contiguous()
@@ -280,18 +284,19 @@ class _Filled:
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor):
         self._size = -(-max(query.shape[2], value.shape[2]) // 8) * 8
-        self.inputs = tuple(self.filled(x) for x in (query, key, value))
+        self.inputs = self.filled(query), self.filled(key), self.filled(value)
 
     def filled(self, x: Tensor) -> Tensor:
         return x.contiguous() if x.shape[2] == self._size else pad(x, (0, self._size - x.shape[2]))
 
-    def like(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.filled(x) for x in tensors)
+    def like(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return self.filled(key), self.filled(value)
 
-    def taken(self, call: DeviceCall) -> tuple[Tensor, ...]:
+    def taken(self, call: DeviceCall) -> tuple[Tensor, Tensor, Tensor]:
         assert call.queries is not None and call.keys is not None
         query, key, value = self.inputs
-        return tuple(x.index_select(0, i) for x, i in ((query, call.queries), (key, call.keys), (value, call.keys)))
+        keys = key.index_select(0, call.keys), value.index_select(0, call.keys)
+        return query.index_select(0, call.queries), *keys
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -65,9 +65,9 @@ def keys_of(ends: np.ndarray, depth: np.ndarray | None, path: int = 0, sight: Si
     """
     count, lowest = len(ends), None
     if sight != FULL and count:
-        assert depth is not None
+        assert depth is not None, "a bounded sight needs the tokens' depths"
         lowest = np.asarray(sight.lowest(depth))
-    if lowest is None or not lowest.any():  # no path is longer than it reaches
+    if depth is None or lowest is None or not lowest.any():  # no path is longer than it reaches
         return Keys(_ends_below(path, ends), None, None, path)
     tail = max(0, path - int(lowest.min()))
     depths = np.concatenate([np.arange(path - tail, path), depth]).astype(np.int32)
