@@ -29,6 +29,12 @@ def test_rows_may_be_split_in_any_way(run_on_ranks, parallel, split, size) -> No
     check(run_on_ranks, Job(parallel, "ppo entropy", split=split), size=size)
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_one_rank_is_a_process_alone(run_on_ranks, parallel) -> None:
+    for loss in ("sft", "ppo entropy", "dpo"):
+        check(run_on_ranks, Job(parallel, loss, budget=9), size=1)
+
+
 MIXED_PLANS = {
     "kept beside recomputed": (("one segment per part", "all"), ("one segment per part", "none")),
     "whole beside chunks": (("1 part", "none"), ("chunks of 2", "mixed")),

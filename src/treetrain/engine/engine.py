@@ -77,7 +77,7 @@ class TreeEngine:
             raise ValueError(f"reduce={reduce!r}: known are auto, part and step")
         model, group = unwrapped(model, group)
         self.ranks, self.reduce = ranks_of(model, group), reduce
-        self.in_lockstep = not self.ranks.alone and is_sharded(model)
+        self.in_lockstep = is_sharded(model)
         self.model, self.budget, self.temperature = model, parse_budget(budget), check_temperature(temperature)
         self.value_head = value_head
         self.capabilities = self._checked()
