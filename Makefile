@@ -46,10 +46,11 @@ test-full: lint
 bench: $(READY)
 	$(PY) benchmarks/run_all.py
 
-# Installs nothing: a machine with a GPU has its own torch, and may reach no registry. GPU_ARGS=--smoke tries it anywhere.
+# Installs nothing: a machine with a GPU has its own torch, and may reach no registry. GPU_SMOKE=1 tries it anywhere.
 GPU_PY ?= $(if $(wildcard $(VENV)/bin/python),$(abspath $(VENV))/bin/python,$(PYTHON))
 bench-gpu:
-	PYTHONPATH=src $(GPU_PY) benchmarks/gpu.py $(GPU_ARGS)
+	PYTHONPATH=src $(GPU_PY) benchmarks/gpu.py $(if $(GPU_OUT),--out $(GPU_OUT)) $(if $(GPU_STAGES),--stages $(GPU_STAGES)) \
+	  $(if $(GPU_MINUTES),--minutes $(GPU_MINUTES)) $(if $(GPU_SMOKE),--smoke)
 
 lint: $(READY)
 	$(PY) -m ruff check .
