@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 SIZE = 4
-TIMEOUT = float(os.environ.get("TT_T", 60.0))
+TIMEOUT = 60.0
 """Seconds that a function may take; a collective gives up somewhat earlier."""
 _PRELOADED = ["torch", "torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3", "support.rank_work"]
 
