@@ -183,7 +183,8 @@ class _Collected:
 
     def arrays(self) -> dict[str, NDArray]:
         numbers = {name: np.array(values) for name, values in self._numbers.items()}
-        digests = {name: np.frombuffer(bytes(values), np.uint8) for name, values in self._digests.items()}
+        digests = {name: np.frombuffer(values, np.uint8) for name, values in self._digests.items() if values}
+        digests = {name: digests.get(name, np.zeros(0, np.uint8)) for name in DIGESTS}
         return numbers | {name: values.reshape(-1, DIGEST_BYTES) for name, values in digests.items()}
 
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 FOLDER = ".rows"
 """Within the output folder: the index, and while it is made the sorted tokens."""
-GROWTH = {"transcript": 4, "calls": 16}
-"""Bytes in memory for a byte of a file, at most, by view: facts of 8 bytes per token; calls repeat what came before."""
+GROWTH = {"transcript": 3, "calls": 24}
+"""Bytes in memory for a byte of a file, by view: 12 bytes per token of 4 to 10; calls repeat what came before."""
 GZIP_RATIO = 5
 SHARE_OF_FREE = 0.5
 TOKEN_BYTES = 40
