@@ -9,7 +9,9 @@ CPU too.
 """
 
 import argparse
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -47,6 +49,18 @@ def stage(name: str, folder: Path, until: float, smoke: bool, group: str | None)
     run(out, smoke)
 
 
+def within(command: list[str], timeout: float) -> int | None:
+    """The exit code of a command; None where it took too long and was ended, with all that it had started."""
+    with subprocess.Popen(command, start_new_session=True) as process:
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
 def all_stages(names: list[str], folder: Path, minutes: float, smoke: bool) -> int:
     """Every stage in a process of its own; how many failed."""
     end, failed = time.time() + 60 * minutes, 0
@@ -60,11 +74,8 @@ def all_stages(names: list[str], folder: Path, minutes: float, smoke: bool) -> i
             continue
         command = [sys.executable, __file__, "--stage", name, "--until", str(time.time() + limit), "--out", str(folder)]
         start = time.time()
-        try:
-            code = subprocess.run(command + ["--smoke"] * smoke, timeout=limit + GRACE, check=False).returncode
-            said = "done" if code == 0 else f"failed with code {code}"
-        except subprocess.TimeoutExpired:
-            code, said = 1, "ended: it took too long"
+        code = within(command + ["--smoke"] * smoke, limit + GRACE)
+        said = "ended: it took too long" if code is None else f"failed with code {code}" if code else "done"
         failed += code != 0
         print(f"== {name}: {said} after {time.time() - start:.0f} s", flush=True)
     return failed

@@ -97,14 +97,12 @@ def test_a_stage_that_hangs_or_crashes_costs_the_others_nothing(tmp_path, monkey
 
     calls = []
 
-    def run(command, timeout, check):
+    def within(command, timeout):
         name = command[command.index("--stage") + 1]
         calls.append((name, timeout))
-        if name == "correctness":
-            raise subprocess.TimeoutExpired(command, timeout)
-        return subprocess.CompletedProcess(command, 1 if name == "attention" else 0)
+        return {"correctness": None, "attention": 1}.get(name, 0)
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(gpu, "within", within)
     assert gpu.all_stages(list(gpu.SHARES), tmp_path, 8.7, smoke=False) == 2
     assert [name for name, _ in calls] == list(gpu.SHARES)
     limits = [timeout - gpu.GRACE for _, timeout in calls]
@@ -115,6 +113,18 @@ def test_a_stage_that_hangs_or_crashes_costs_the_others_nothing(tmp_path, monkey
     said = capfd.readouterr().out
     assert "correctness: ended: it took too long" in said and "attention: failed with code 1" in said
     assert gpu.all_stages(["memory"], tmp_path, 0.01, smoke=False) == 0 and len(calls) == len(gpu.SHARES)
+
+
+def test_a_stage_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
+    import gpu
+
+    child = f"import time, pathlib; time.sleep(3); pathlib.Path({str(tmp_path / 'alive')!r}).touch()"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    start = time.time()
+    assert gpu.within([sys.executable, "-c", parent], 0.7) is None and time.time() - start < 3
+    time.sleep(max(0.0, start + 3.7 - time.time()))
+    assert not (tmp_path / "alive").exists()
+    assert gpu.within([sys.executable, "-c", "raise SystemExit(3)"], 60) == 3
 
 
 def test_a_case_that_fails_or_has_no_time_says_so_in_its_row(tmp_path, monkeypatch):
