@@ -142,6 +142,8 @@ class StepRun:
 
     def _linear(self) -> Step | None:
         """A loss that states its gradients beforehand; None for any other."""
+        if self._entropy:
+            return None  # a mixture that takes none of these rows could still say that it is linear
         board, rows = self._board, self._batch.everything()
         known = linear_coefficients(self._loss, rows, len(board.logprobs), board.device, board.logprobs.dtype)
         if known is None:
