@@ -57,14 +57,15 @@ def test_python_m_treetrain_is_the_command_line() -> None:
     assert done.returncode == 2 and done.stdout == ""
     assert (
         done.stderr
-        == "treetrain: error: unknown command 'inspekt'; there are inspect, verify, bench, train, simulate, report, "
-        "models\n"
+        == "treetrain: error: unknown command 'inspekt'; there are inspect, verify, bench, train, export, simulate, "
+        "report, models\n"
     )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_unknown_flag_is_an_error_of_one_line(treetrain, command) -> None:
-    more = {"train": ["--model", "tiny", "--output", "out"], "report": []}.get(command, ["--model", "tiny"])
+    needed = {"train": ["--model", "tiny", "--output", "out"], "report": [], "export": ["--output", "out"]}
+    more = needed.get(command, ["--model", "tiny"])
     files = [] if command == "models" else ["rows.jsonl"]
     error = treetrain(command, *files, *more, "--frobnicate", "3").error
     expected = f"Unrecognized options: --frobnicate, 3; treetrain {command} --help lists what there is"
