@@ -2,11 +2,12 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
 from support.more_cases import EVERY
-from support.rank_work import Job, step
+from support.rank_work import Job, bfloat16_errors, step
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -101,3 +102,11 @@ def test_kinds_of_models(run_on_ranks, kind) -> None:
     for parallel in ("fsdp", "ddp"):
         check(run_on_ranks, dataclasses.replace(job, parallel=parallel, budget=9, split="halves"))
     check(run_on_ranks, dataclasses.replace(job, budget=9, split="first has all"))
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_in_bfloat16_the_error_is_that_of_rows_alone(run_on_ranks, parallel) -> None:
+    for shape in ("1 part", "chunks of 2"):
+        errors = np.array(run_on_ranks(bfloat16_errors, parallel, 4, shape)[0])
+        pooled = np.sqrt((errors**2).mean(0))
+        assert pooled[0] <= 1.5 * pooled[1], (shape, pooled)

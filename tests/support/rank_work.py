@@ -20,6 +20,7 @@ from support.more_cases import EVERY
 from support.plans import planned
 from support.pure import PureFloat64
 from treetrain.data.trajectory import Trajectory
+from treetrain.engine.linear import LinearEngine
 
 Parallel = Literal["ddp", "fsdp"]
 Rows = list[Trajectory]
@@ -198,3 +199,23 @@ def _accumulated(engine: Any, own: Rows, rows: Rows, loss: Any, calls: int) -> l
 def _metric_error(found: dict[str, float], truth: dict[str, float]) -> float:
     assert found.keys() == truth.keys(), (found, truth)
     return max((abs(found[name] - value) / max(abs(value), 1.0) for name, value in truth.items()), default=0.0)
+
+
+def bfloat16_errors(group: Any, parallel: Parallel, seeds: int, shape: str) -> list[tuple[float, float]]:
+    """For so many batches: relative gradient errors of ranks in bfloat16, and of every row alone by one process."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    loss, found = tt.losses.sft(), []
+    truth_model = make_model("qwen3")
+    for seed in range(seeds):
+        rows = rows_of(seed, "sft")
+        model, alone = (make_model("qwen3", dtype=torch.bfloat16) for _ in range(2))
+        sharing: dict[str, Any] = {"group": group}
+        if parallel == "fsdp":
+            model, sharing = sharded(model, group), {"reduce": "part"}
+        planned(shape, "mixed")(model, **sharing).forward_backward(rows[rank::size], loss)
+        LinearEngine(alone).forward_backward(rows, loss)
+        truth_model.zero_grad()
+        tt.TreeEngine(truth_model).forward_backward(rows, loss)
+        truth = gradients(truth_model)
+        found.append((relative_error(gradients(model), truth), relative_error(gradients(alone), truth)))
+    return found
