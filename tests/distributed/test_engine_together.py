@@ -3,6 +3,7 @@
 import pytest
 
 from support import rank_errors
+from support.processes import RankFailed
 
 
 @pytest.mark.parametrize("case", rank_errors.DISAGREEMENTS)
@@ -27,6 +28,13 @@ def test_a_pass_that_breaks_off_is_said_to_need_a_new_start(run_on_ranks) -> Non
         assert "Oops: in the second layer" in first
         assert "in the middle of a pass: the other ranks wait there until this process ends" in first
         assert "start all processes again" in again
+
+
+def test_a_rank_whose_partner_is_gone_is_told_so(run_on_ranks) -> None:
+    with pytest.raises(RankFailed, match="rank 1: the process ended") as failed:
+        run_on_ranks(rank_errors.left_alone)
+    assert "rank 0: RuntimeError" in str(failed.value)
+    assert "another rank has left this pass" in str(failed.value)
 
 
 def test_uses_that_cannot_be_exact_on_shards_are_refused(run_on_ranks) -> None:

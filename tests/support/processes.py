@@ -67,10 +67,10 @@ class Processes:
                     found[rank] = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
                     found[rank] = (False, "the process ended")
-        failed = [f"rank {rank}: {found[rank][1]}" for rank in range(size) if not found[rank][0]]
+        failed = not all(went_well for went_well, _ in found.values())
         if failed:
             self.stop()  # one of them may still be within a collective
-            raise RankFailed("\n".join(failed))
+            raise RankFailed("\n".join(f"rank {rank}: {found[rank][1]}" for rank in range(size)))
         return [found[rank][1] for rank in range(size)]
 
     @property

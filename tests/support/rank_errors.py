@@ -1,6 +1,7 @@
 """What tests run on several ranks when something is wrong with one of them, or with how the model is wrapped."""
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -208,3 +209,12 @@ def wrapped(group: Any, kind: str) -> float:
     assert kind != "hooks on weights" or len(seen) == 1, seen
     found = {name.removeprefix("module."): grad for name, grad in gradients(model).items()}
     return relative_error(found, gradients(alone))
+
+
+def left_alone(group: Any) -> str:
+    """What a rank is told when the other one's process ends in the middle of a step."""
+    model, _ = _model("fsdp", group)
+    engine = tt.TreeEngine(model)
+    if dist.get_rank(group) == 1:
+        model.model.layers[1].register_forward_hook(lambda *_: os._exit(0))  # type: ignore[union-attr, index]
+    return told_by(lambda: engine.forward_backward([[1, 2, 3]], tt.losses.sft()))

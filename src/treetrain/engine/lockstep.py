@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from treetrain.engine.head import Scores
 from treetrain.engine.packed import PackedRun
-from treetrain.engine.ranks import Ranks
+from treetrain.engine.ranks import Ranks, was_left_by_others
 from treetrain.engine.routing import Routing
 from treetrain.models.capability import Capabilities
 from treetrain.plan.lockstep import Kind, Turn, common_order, spelled
@@ -112,7 +112,11 @@ class Lockstep:
         """Something went wrong here: meet the others in what is left, so that they are not kept waiting."""
         if self._within_pass:
             self._ranks.lost = True
-            error.add_note("it came in the middle of a pass: the other ranks wait there until this process ends")
+            error.add_note(
+                "another rank has left this pass, by an error of its own or because its process ended: see what it said"
+                if was_left_by_others(error)
+                else "it came in the middle of a pass: the other ranks wait there until this process ends"
+            )
             return
         self.finish()
 

@@ -125,6 +125,12 @@ def check_same(name: str, values: list[Any]) -> None:
         )
 
 
+def was_left_by_others(error: BaseException) -> bool:
+    """Whether a collective failed because of another rank, as torch's backends say it."""
+    told = ("closed by peer", "reset by peer", "Timed out waiting", "NCCL", "Broken pipe")
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in told))
+
+
 def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
@@ -182,6 +188,7 @@ def ranks_of(model: nn.Module, group: "dist.ProcessGroup | None") -> Ranks:
         UnsupportedModel: weights in shards of another group or of several, or shards by rows of matrices (tensor
             parallel).
     """
+    _refuse_tensor_parallel(model)
     if not dist.is_available() or not dist.is_initialized():
         return Ranks()
     meshes = _meshes(model)
@@ -210,6 +217,18 @@ def ranks_of(model: nn.Module, group: "dist.ProcessGroup | None") -> Ranks:
             "the group given is not that of the model's shards; leave it out, and the ranks of the mesh share a step."
         )
     return Ranks(whole)
+
+
+def _refuse_tensor_parallel(model: nn.Module) -> None:
+    """Models that transformers has cut by a `tp_plan`; some of them hold plain tensors, with hooks that communicate."""
+    cut = next((module for module in model.modules() if (getattr(module, "_tp_size", None) or 1) > 1), None)
+    if cut is not None:
+        raise UnsupportedModel(
+            f"{type(cut).__name__} is tensor parallel over {cut._tp_size} ranks (transformers' tp_plan): each of them "
+            "holds some heads of every layer and some rows of the LM head, and all would have to run the same rows by "
+            "the same plan, which is not supported; load the model without tp_plan, and use fully_shard or the same "
+            "whole model on every rank."
+        )
 
 
 def _divides(module: nn.Module) -> bool:
