@@ -135,19 +135,13 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="print, write nothing")
     arguments = parser.parse_args()
     for name, rows in batches().items():
-        report("dispatch_speed", timed(name, rows, arguments.repeats), arguments)
+        result_rows.report("dispatch_speed", timed(name, rows, arguments.repeats), dry_run=arguments.dry_run)
     if not DATA.is_dir():
         print(f"whole files are left out: {DATA} is not there; set TREETRAIN_SHARED_DATA")
         return
     for name in FILES:
         for row in balanced(name):
-            report("dispatch", row, arguments)
-
-
-def report(name: str, row: dict, arguments: argparse.Namespace) -> None:
-    print(*(f"{key}={value}" for key, value in row.items()), sep="  ", flush=True)
-    if not arguments.dry_run:
-        result_rows.append(name, row)
+            result_rows.report("dispatch", row, dry_run=arguments.dry_run)
 
 
 if __name__ == "__main__":

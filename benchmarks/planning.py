@@ -111,23 +111,14 @@ def main() -> None:
     arguments = parser.parse_args()
     for name, rows in batches().items():
         for budget in BUDGETS:
-            report(
-                "planning",
-                {"rows": name, "budget": budget or "none"} | timed(rows, budget, arguments.repeats),
-                arguments,
-            )
+            row = {"rows": name, "budget": budget or "none"} | timed(rows, budget, arguments.repeats)
+            result_rows.report("planning", row, dry_run=arguments.dry_run)
     if not DATA.is_dir():
         print(f"the tasks of workloads.py are left out: {DATA} is not there; set TREETRAIN_SHARED_DATA")
         return
     for name in WORKLOADS:
         for row in planned(name):
-            report("plans", row, arguments)
-
-
-def report(name: str, row: dict, arguments: argparse.Namespace) -> None:
-    print(*(f"{key}={value}" for key, value in row.items()), sep="  ", flush=True)
-    if not arguments.dry_run:
-        result_rows.append(name, row)
+            result_rows.report("plans", row, dry_run=arguments.dry_run)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,13 @@ def append(name: str, row: dict[str, Any]) -> None:
         writer.writerow(row)
 
 
+def report(name: str, row: dict[str, Any], *, dry_run: bool = False) -> None:
+    """Print a row, and append it to results/<name>.csv unless that is not wanted."""
+    print(*(f"{key}={value}" for key, value in row.items()), sep="  ", flush=True)
+    if not dry_run:
+        append(name, row)
+
+
 def of_bench(report: Any) -> dict[str, Any]:
     """The columns of a `treetrain.train.bench.BenchReport` that every benchmark of a speed-up has."""
     return {

@@ -294,9 +294,7 @@ def main() -> None:
         for parallel, budget in CASES:
             found = on_ranks("steps", size, parallel, budget, options.repeats)
             row = compared(size, parallel, budget, told, found)
-            print(*(f"{key}={value}" for key, value in row.items()), sep="  ", flush=True)
-            if not options.dry_run:
-                result_rows.append("simulate_check", row)
+            result_rows.report("simulate_check", row, dry_run=options.dry_run)
 
 
 if __name__ == "__main__":
