@@ -96,8 +96,11 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     timeout = datetime.timedelta(seconds=TIMEOUT * 0.75)
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
     # By all of them: the name of a group that is made by its members alone depends on what each has made before.
-    groups = {wanted: dist.new_group(list(range(wanted)), timeout=timeout) for wanted in range(1, size)}
-    groups[size] = dist.group.WORLD  # type: ignore[assignment]
+    groups: dict[int, Any] = {size: dist.group.WORLD}
+    for wanted in range(1, size):
+        groups[wanted] = dist.new_group(list(range(wanted)), timeout=timeout)
+        if rank >= wanted:  # all are to have as many groups as the others, see above
+            dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
     while True:
         try:
             function, args, wanted = pipe.recv()
