@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treetrain.attention.dispatch import make_attention
+from treetrain.attention.dispatch import choose_backend, make_attention
 from treetrain.attention.schedule import Forest
 from treetrain.engine import constants_cache
 from treetrain.engine.live_bytes import live_bytes
@@ -320,6 +320,7 @@ def _key(model: nn.Module, capabilities: Capabilities, shape: ModelShape) -> dic
         "dtype": str(model.dtype),
         "compute": str(_compute_dtype(model, device)),
         "device": _device_name(device),
+        "attention": choose_backend(device).name,
         "threads": torch.get_num_threads() if device.type == "cpu" else 0,
         "torch": torch.__version__,
         "checkpointing": _checkpoints(model),
