@@ -57,3 +57,11 @@ def test_ranks_that_run_their_rows_in_runs_are_exact(run_on_ranks) -> None:
     whole = sum(pack(build_tree([batch[row] for row in numbers])).num_tokens for numbers in own.trajectories)
     for told in run_on_ranks(counted_step, "fsdp", batch, budget, "own", size=size):  # whole rows
         assert told["computed"] > whole and told["error"] <= 1e-5
+
+
+@pytest.mark.parametrize("budget", [None, "1GB", "8.4MB"])
+def test_ranks_in_shards_are_exact_with_a_budget_in_bytes_or_none(run_on_ranks, budget) -> None:
+    batch = rows()
+    for told in run_on_ranks(counted_step, "fsdp", batch, budget, size=2):
+        assert told["error"] <= 1e-5
+        assert (told["forwards"] == 1) == (budget != "8.4MB"), "one pass where all fits"

@@ -14,7 +14,7 @@ from treetrain.tree.build import build_tree
 
 
 def counted_step(
-    group: Any, parallel: str, rows: list[tt.Trajectory], budget: int | None, loss: str = "sft"
+    group: Any, parallel: str, rows: list[tt.Trajectory], budget: int | str | None, loss: str = "sft"
 ) -> dict[str, Any]:
     """One step on rows that are dispatched over the ranks, as counted on this one."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -22,7 +22,7 @@ def counted_step(
     own = dispatch(build_tree(rows), formula_cost_of(alone), size)[rank]
     sharing: dict[str, Any] = {"group": group}
     if parallel == "fsdp":
-        model, sharing = sharded(model, group), {"reduce": "part"}
+        model, sharing = sharded(model, group), {"reduce": "part" if isinstance(budget, int) else "auto"}
     calls: list[tuple[bool, int]] = []
 
     def count(module: Any, arguments: Any, named: dict[str, Any]) -> None:

@@ -181,3 +181,13 @@ def test_memory_is_linear_in_flat_tokens():
     small, large = peak(2_000), peak(16_000)
     assert large < 1.3 * small
     assert large < 90  # bytes per flat token
+
+
+def test_rows_apart_share_nothing_whatever_their_keys():
+    rows = [Trajectory([1, 2, 3], key=key) for key in (None, "a", None, "a", None)]
+    apart = np.array([0, 0, 1, 1, 0])
+    tree = build_tree(rows, apart=apart)
+    assert tree.num_tokens == 4 * 3 and len({*tree.trajectory_last.tolist()}) == 4
+    assert tree.trajectory_last[0] == tree.trajectory_last[4]
+    bare = build_tree([[1, 2, 3]] * 5, apart=apart)
+    assert bare.num_tokens == 2 * 3 and (bare.trajectory_last[apart == 0] == bare.trajectory_last[0]).all()

@@ -60,7 +60,7 @@ def _reduces_once(engine: Any, plan: Plan) -> bool:
     if cost is None:
         return False
     whole = sum(p.numel() for p in engine.parameters if p.requires_grad) * wide_dtype(engine.model).itemsize
-    room = int(engine.budget) if isinstance(engine.budget, Bytes) else engine.free_bytes()
+    room = engine.budget.count if isinstance(engine.budget, Bytes) else engine.free_bytes()
     return room is not None and AMPLE * (cost.peak_bytes(plan) + whole) < room
 
 

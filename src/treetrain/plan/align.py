@@ -112,7 +112,7 @@ def choose(offers: Sequence[Sequence[Offer]]) -> list[int]:
 def largest_first(plan: Plan, prices: CostModel) -> Plan:
     """The same parts, siblings in the order of their seconds: ranks then meet in parts of about the same size."""
     rates = Rates.of(prices)
-    seconds = np.bincount(plan.part_of, rates.at(plan.layout.positions), plan.num_parts)
+    seconds = np.bincount(plan.part_of, rates.at(plan.layout.positions), plan.num_parts).astype(np.float64)
     order = _depth_first(plan.parent, seconds)
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
@@ -148,11 +148,13 @@ def _room(plan: Plan, made_for: Purpose, prices: CostModel, free_bytes: float | 
     if limit is None or prices.peak_bytes(plan) > limit:
         return plan.peak_tokens, prices.peak_bytes(plan)
     low, high = plan.peak_tokens, plan.layout.num_tokens
+    if prices.peak_bytes(_within(plan.layout, high, made_for)) <= limit:
+        return high, limit
     while high - low > low // 20:  # peaks grow with the budget
         middle = (low + high + 1) // 2
         fits = prices.peak_bytes(_within(plan.layout, middle, made_for)) <= limit
         low, high = (middle, high) if fits else (low, middle - 1)
-    return (high if high <= low else low), limit
+    return low, limit
 
 
 def _within(layout: PackedLayout, tokens: int, made_for: Purpose) -> Plan:

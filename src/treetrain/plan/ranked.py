@@ -105,7 +105,7 @@ class RankedPlan:
             f"ranks            {self.ranks:,}{idle}",
             f"balance          slowest over mean {facts['imbalance']:.3f} (predicted time)",
             f"tokens           {facts['unique_tokens']:,} unique; {again:,} more ({facts['duplicated']:.1%}) are "
-            "computed on several ranks",
+            "computed more than once",
             f"time of a step   {facts['seconds']:.3g} s on the slowest rank (predicted; communication excluded)",
             f"peak memory      {Bytes(round(facts['peak_bytes']))} on the fullest rank (predicted), above model, "
             "gradients and optimiser state",
