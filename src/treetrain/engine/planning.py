@@ -1,7 +1,7 @@
 """The plan of a batch on a model under a budget."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import nn
 
@@ -75,6 +75,12 @@ def device_free_bytes(model: nn.Module) -> int | None:
         return free_bytes(model_device(model))
     except OSError:
         return None
+
+
+def gradient_bytes_to_come(parameters: Iterable[nn.Parameter]) -> int:
+    """Of gradients that are not there yet (``zero_grad`` sets them to None), on this rank; a step makes them."""
+    absent = (p for p in parameters if p.requires_grad and p.grad is None)
+    return sum(local.numel() * local.element_size() for local in (getattr(p, "_local_tensor", p) for p in absent))
 
 
 def formula_cost(model: nn.Module) -> CostModel | None:

@@ -86,15 +86,19 @@ def logprobs(
 
     tree, batch = engine.together("treetrain.logprobs", prepared)
     board, aux = scored(engine, tree, batch.layout, entropy=return_entropy, balanced=return_aux)
-    rows = batch.everything()
     found = rows_of(batch, board, return_entropy)
     if return_values:
-        values = board.logprobs.new_zeros(len(batch.layout.rows)) if board.values is None else board.values
-        valued = rows.per_trajectory(rows.per_prediction_entropy(values))
-        found = (*found, valued) if return_entropy else (found, valued)
+        found = (*found, _values_of(batch, board)) if return_entropy else (found, _values_of(batch, board))
     if not return_aux:
         return found
     return (*found, aux) if return_entropy or return_values else (found, aux)
+
+
+def _values_of(batch: Batch, board: Board) -> list[Tensor]:
+    """The value of the state that makes each prediction, a tensor for every row."""
+    rows = batch.everything()
+    values = board.logprobs.new_zeros(len(batch.layout.rows)) if board.values is None else board.values
+    return rows.per_trajectory(rows.per_prediction_entropy(values))
 
 
 def is_live(engine: TreeEngine) -> bool:
