@@ -6,7 +6,6 @@ K = rows.
 import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,74 +20,14 @@ GIVEN = tuple(name for name in PER_TOKEN_FACTS if name != "loss_weights")
 """Facts of which the columns say who has them."""
 
 
-class RowColumns(Protocol):
-    """Facts of K rows."""
-
-    @property
-    def tokens(self) -> Int64s:
-        """int64 [K]: length of each row."""
-        ...
-
-    @property
-    def weight(self) -> Floats:
-        """[K]: sum of the loss weights, entry 0 excluded."""
-        ...
-
-    @property
-    def trained(self) -> Bools:
-        """[K]: whether any token has a loss weight."""
-        ...
-
-    @property
-    def negative(self) -> Bools:
-        """[K]: whether a loss weight is below 0."""
-        ...
-
-    @property
-    def signal(self) -> Bools:
-        """[K]: whether an advantage is not 0."""
-        ...
-
-    @property
-    def reward(self) -> Floats:
-        """[K]: NaN where there is none."""
-        ...
-
-    @property
-    def chosen(self) -> NDArray[np.int8]:
-        """[K]: 1, 0, or -1 where it is not said."""
-        ...
-
-    @property
-    def given(self) -> dict[str, Bools]:
-        """By the names of `GIVEN`, [K]: whether the row has the fact."""
-        ...
-
-    @property
-    def group(self) -> Int64s:
-        """[K]: equal numbers for equal groups, in the order of their first rows; -1 for none."""
-        ...
-
-    @property
-    def pair(self) -> Int64s:
-        """[K]: as `group`."""
-        ...
-
-    @property
-    def episode(self) -> Int64s:
-        """[K]: as `group`."""
-        ...
-
-
 class ListColumns:
-    """Of rows in memory; each column is made when it is first asked for."""
+    """Of rows in memory, as `StoredColumns` has them; each column is made when it is first asked for."""
 
     def __init__(self, rows: Sequence[Trajectory]) -> None:
         self._rows = rows
 
     @cached_property
     def tokens(self) -> Int64s:
-        """See `RowColumns`, as for all others."""
         return self._numbers(map(len, self._rows), np.int64)
 
     @cached_property
@@ -143,25 +82,39 @@ class ListColumns:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredColumns:
-    """Of rows that are not in memory; see `RowColumns`."""
+    """Of rows that are not in memory."""
 
     tokens: Int64s
+    """int64 [K]: length of each row."""
     weight: Floats
+    """[K]: sum of the loss weights, entry 0 excluded."""
     trained: Bools
+    """[K]: whether any token has a loss weight."""
     negative: Bools
+    """[K]: whether a loss weight is below 0."""
     signal: Bools
+    """[K]: whether an advantage is not 0."""
     reward: Floats
+    """[K]: NaN where there is none."""
     chosen: NDArray[np.int8]
+    """[K]: 1, 0, or -1 where it is not said."""
     given: dict[str, Bools]
+    """By the names of `GIVEN`, [K]: whether the row has the fact."""
     group: Int64s
+    """int64 [K]: equal numbers for equal groups, in the order of their first rows; -1 for none."""
     pair: Int64s
+    """As `group`."""
     episode: Int64s
+    """As `group`."""
 
     def of(self, numbers: Int64s) -> "StoredColumns":
         """Those of some rows."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         given = {name: values[numbers] for name, values in fields.pop("given").items()}
         return StoredColumns(given=given, **{name: values[numbers] for name, values in fields.items()})
+
+
+RowColumns = ListColumns | StoredColumns
 
 
 def columns_of(rows: Sequence[Trajectory]) -> RowColumns:

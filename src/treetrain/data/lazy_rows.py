@@ -120,7 +120,7 @@ class LazyRows(Sequence[Trajectory]):
     def __init__(self, store: RowStore, numbers: Int64s, advantages: Floats | None = None) -> None:
         self._store, self._numbers, self._advantages = store, numbers, advantages
         self.columns: StoredColumns = self._columns()
-        """See `treetrain.data.columns.RowColumns`."""
+        """Facts of all rows, one array each."""
 
     @classmethod
     def all_of(cls, store: RowStore) -> "LazyRows":

@@ -1,6 +1,7 @@
 """What a loss asks of all rows of a run, where they are not in memory: found from their columns."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +56,7 @@ def _check_step(loss: Loss, rows: LazyRows, numbers: Int64s, computed: set[str])
 def _sketch(rows: LazyRows, number: int, computed: set[str]) -> Trajectory:
     """A row of two tokens with the facts, the weight, the pair and the label of a row."""
     columns = rows.columns
-    given = {name: np.zeros(2) for name in GIVEN if columns.given[name][number] or name in computed}
+    given: dict[str, Any] = {name: np.zeros(2) for name in GIVEN if columns.given[name][number] or name in computed}
     chosen, pair = int(columns.chosen[number]), int(columns.pair[number])
     return Trajectory(
         [0, 0],
