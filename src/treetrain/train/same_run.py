@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from treetrain.data.trajectory import Trajectory
+from treetrain.data.digest import rows_digest
 from treetrain.train.config import TrainConfig
 from treetrain.train.prepare import Prepared
 from treetrain.train.schedules import make_schedule
 
 FREE = frozenset(
     {
+        "data_in_memory",
         "output",
         "overwrite",
         "report",
@@ -26,7 +27,7 @@ FREE = frozenset(
         "keep_checkpoints",
     }
 )
-"""Settings that say where and how often things are written; the steps do not depend on them."""
+"""Settings that say where and how often things are read and written; the steps do not depend on them."""
 BY_CONTENT = frozenset(
     {"data", "eval_data", "format", "view", "tools", "chat_template", "tokenizer", "eval_fraction", "model"}
 )
@@ -49,8 +50,8 @@ def data_digests(prepared: Prepared) -> dict[str, str]:
     """
     order = prepared.plan.epoch(0)
     return {
-        "rows": _rows_digest(prepared.rows),
-        "eval_rows": _rows_digest(prepared.eval_rows),
+        "rows": rows_digest(prepared.rows),
+        "eval_rows": rows_digest(prepared.eval_rows),
         "order": _digest(array for rows in (order, prepared.eval_steps) for array in _with_lengths(rows)),
     }
 
@@ -133,20 +134,6 @@ def check_environment(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
 def _lr_factors(config: TrainConfig, total: int, count: int) -> list[float]:
     schedule = make_schedule(torch.optim.SGD([torch.zeros(1)], lr=1.0), config, total)
     return [float(schedule.lr_lambdas[0](step)) for step in range(count)]
-
-
-def _rows_digest(rows: Sequence[Trajectory]) -> str:
-    """Of every fact of every row, column by column; not of its name, which tells the file that it is from."""
-    parts: list[Any] = [len(rows)]
-    for field in dataclasses.fields(Trajectory):
-        if field.name == "id":
-            continue
-        column = [getattr(row, field.name) for row in rows]
-        arrays = [value for value in column if isinstance(value, np.ndarray)]
-        parts += [field.name, [value.shape if isinstance(value, np.ndarray) else value for value in column]]
-        if arrays:
-            parts.append(np.concatenate([array.ravel() for array in arrays]))
-    return _digest(parts)
 
 
 def _with_lengths(arrays: Sequence[Any]) -> list[Any]:
