@@ -24,6 +24,8 @@ class Begun(NamedTuple):
     """Of the whole step, divided by the number of ranks: gradients are averaged over them."""
     rows: list[Trajectory]
     """Of all ranks, where the loss must see them."""
+    told: list[Any]
+    """What the ranks have told of their rows' scores, where the loss compares them; filled by the step."""
     reduces: Reduces = "each"
     """Which backward reduces sharded gradients."""
 
@@ -56,7 +58,7 @@ def begin(
         batch = Batch.of(tree, weighted=hasattr(loss, "packed"), every_token=every_token)
     else:
         batch = MergedBatch.of(tree, merged, every_token=every_token)
-    return Begun(tree, batch, loss, whole / ranks.size, every_row(shares))
+    return Begun(tree, batch, loss, whole / ranks.size, every_row(shares), [])
 
 
 def _settings(engine: Any) -> dict[str, Any]:

@@ -20,8 +20,14 @@ from treetrain.engine.feed import Board
 from treetrain.engine.lockstep import Reduces, lockstep_of
 from treetrain.engine.memory import Passes, StepOutOfMemory, cannot_start_over, why_not_again, within_memory
 from treetrain.engine.packed import PackedRun, model_device, wide_dtype
-from treetrain.engine.planning import device_free_bytes, formula_cost, formula_cost_of, plan_within
-from treetrain.engine.ranks import is_shard, is_sharded, ranks_of, unwrapped
+from treetrain.engine.planning import (
+    device_free_bytes,
+    formula_cost,
+    formula_cost_of,
+    gradient_bytes_to_come,
+    plan_within,
+)
+from treetrain.engine.ranks import drop_waiting_gradients, is_shard, is_sharded, ranks_of, unwrapped, waiting_gradients
 from treetrain.engine.router_balance import RouterBalance
 from treetrain.engine.routing import Routing
 from treetrain.engine.sharing import rows_if_faster
@@ -76,7 +82,9 @@ class TreeEngine:
         if reduce not in ("auto", "part", "step"):
             raise ValueError(f"reduce={reduce!r}: known are auto, part and step")
         model, group = unwrapped(model, group)
-        self.ranks, self.reduce = ranks_of(model, group), reduce
+        if value_head is not None:
+            value_head, group = unwrapped(value_head, group)
+        self.ranks, self.reduce = ranks_of(model, group, value_head), reduce
         self.in_lockstep = is_sharded(model)
         self.model, self.budget, self.temperature = model, parse_budget(budget), check_temperature(temperature)
         self.value_head = value_head
@@ -163,7 +171,7 @@ class TreeEngine:
         if self._balanced and balance is None and not self.ranks.alone:
             balance = self.router_balance(begun.tree)
         begun, plan = self._planned(begun, sync=sync)
-        never = why_not_again(self.parameters)
+        never = why_not_again(self.parameters, waiting_gradients(self.model, self.value_head))
 
         def step() -> tuple[None, StepResult]:
             done, _, passes = self._within_memory(begun, plan, never, balance)
@@ -204,15 +212,17 @@ class TreeEngine:
 
     def plan_of(self, layout: PackedLayout) -> Plan:
         """The plan of what is computed of a batch."""
-        free = self.free_bytes() if self.budget is None and not self.ranks.alone else None
+        free = self.free_bytes() if self.budget is None else None
         return plan_within(layout, self.budget, self.model, lambda: self.cost, free=free)
 
     def free_bytes(self) -> int | None:
-        """What plans may use of the device now; processes on one host share its memory."""
+        """What plans may use of the device now, less gradients to come; processes on one host share its memory."""
         free = device_free_bytes(self.model)
-        if free is None or self.ranks.alone or model_device(self.model).type != "cpu":
-            return free
-        return free // int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.size))
+        if free is None:
+            return None
+        if not self.ranks.alone and model_device(self.model).type == "cpu":
+            free //= int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.size))
+        return max(free - gradient_bytes_to_come(self.parameters), 0)
 
     def _row_by_row(self, tree: TokenTree, plan: Plan) -> tuple[TokenTree, Plan] | None:
         """The batch with nothing shared, and its plan, where sharing does not pay."""
@@ -253,8 +263,11 @@ class TreeEngine:
 
     def _take_back(self, never: str | None, error: BaseException) -> None:
         """Leave the gradients as they were before a step that failed, or say that they are not."""
+        drop_waiting_gradients(self.model, self.value_head)
         if never is not None:
-            error.add_note(f"{never}; what this step has added to them is incomplete")
+            note = f"{never}; what this step has added to them is incomplete"
+            if note not in getattr(error, "__notes__", []):
+                error.add_note(note)
             return
         for parameter in self.parameters:
             parameter.grad = None
@@ -275,6 +288,7 @@ class TreeEngine:
             self.ranks,
             in_lockstep=self.in_lockstep,
             rows=begun.rows,
+            told=begun.told,
         ).run()
 
     def routing(self, tree: TokenTree, *, balanced: bool, **options: Any) -> Routing | None:

@@ -10,11 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from treetrain.engine.head import Scores
 from treetrain.engine.packed import PackedRun
-from treetrain.engine.ranks import Ranks, was_left_by_others
+from treetrain.engine.ranks import Ranks, sharded_modules, waiting_gradients, was_left_by_others
 from treetrain.engine.routing import Routing
 from treetrain.models.capability import Capabilities
 from treetrain.plan.lockstep import Kind, Turn, common_order, spelled
@@ -65,21 +64,23 @@ class Lockstep:
         turns: of all ranks.
         ranks: that share the walk.
         stand_in: what runs in the slots of others.
-        model: in the hands of FSDP2.
+        shards: the modules in the hands of FSDP2.
         reduces: which backward reduces gradients.
     """
 
-    def __init__(self, turns: Sequence[Turn], ranks: Ranks, stand_in: StandIn, model: Any, reduces: Reduces = "each"):
+    def __init__(
+        self, turns: Sequence[Turn], ranks: Ranks, stand_in: StandIn, shards: Sequence[Any], reduces: Reduces = "each"
+    ):
         self._slots = [_Slot(turn.kind, ranks.rank in turn.takers) for turn in turns]
         self._ranks = ranks
         self._stand_in, self._at = stand_in, 0
         self._waiting: list[Sequence[Tensor]] = []
         self._own: list[Sequence[Tensor]] = []
-        self._model, self._reduces = model, reduces
+        self._shards, self._reduces = shards, reduces
         self._last_backward = max((n for n, slot in enumerate(self._slots) if slot.kind == "backward"), default=-1)
         self._within_pass = False
         if reduces != "each":
-            model.set_requires_gradient_sync(False)
+            self._reduce(False)
 
     def before(self, kind: Kind) -> None:
         """Go through the slots of others up to the next one of one's own, which must be of this kind."""
@@ -123,15 +124,19 @@ class Lockstep:
     def close(self) -> None:
         """Leave the model as it was found."""
         if self._reduces != "each":
-            self._model.set_requires_gradient_sync(True)
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # a forward that no backward followed leaves its weights whole
+            self._reduce(True)
+        for module in self._shards:
+            module.reshard()  # a forward that no backward followed leaves its weights whole
+
+    def _reduce(self, wanted: bool) -> None:
+        """Whether the backwards that follow reduce gradients."""
+        for module in self._shards:
+            module.set_requires_gradient_sync(wanted, recurse=False)
 
     def _begin(self) -> None:
         """A slot begins."""
         if self._reduces == "last" and self._at == self._last_backward:
-            self._model.set_requires_gradient_sync(True)
+            self._reduce(True)
         self._at += 1
         self._within_pass = True
 
@@ -159,9 +164,14 @@ def lockstep_of(
     if not engine.in_lockstep:
         return None
     own = spelled(event.kind for event in plan.events()) if gradients else "P" * plan.num_parts
-    _, orders = engine.ranks.agree("a walk", lambda: (None, own))
+    modules = engine.model, engine.value_head
+    waits = gradients and reduces != "never" and bool(waiting_gradients(*modules))
+    _, told = engine.ranks.agree("a walk", lambda: (None, (own, waits)))
+    turns = common_order([order for order, _ in told])
+    if not turns and any(waits for _, waits in told):
+        turns = [Turn("forward", ()), Turn("backward", ())]  # nobody's, for what earlier calls have left to reduce
     stand_in = StandIn(engine.model, engine.capabilities, engine.temperature, routing, engine.run_type)
-    return Lockstep(common_order(orders), engine.ranks, stand_in, engine.model, reduces)
+    return Lockstep(turns, engine.ranks, stand_in, sharded_modules(*modules), reduces)
 
 
 @contextmanager

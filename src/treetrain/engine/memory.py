@@ -7,7 +7,7 @@ notes what fitted, so that the budget that is named is one whose every pass is n
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -187,8 +187,14 @@ def _users_level() -> int:
     return level
 
 
-def why_not_again(parameters: Iterable[nn.Parameter]) -> str | None:
-    """Why a step could not start over after a part of these gradients was added; None where it can."""
+def why_not_again(parameters: Iterable[nn.Parameter], waiting: Sized = ()) -> str | None:
+    """Why a step could not start over after a part of these gradients was added; None where it can.
+
+    Args:
+        waiting: gradients of sharded weights that are not reduced yet.
+    """
+    if len(waiting):
+        return "gradients of earlier calls waited to be reduced (sync=False) and are dropped: begin the step again"
     if any(p.grad is not None for p in parameters):
         return "gradients of earlier calls lay in .grad"
     return None

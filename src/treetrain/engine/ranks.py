@@ -169,20 +169,50 @@ def is_shard(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "device_mesh")
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether some of a model's modules are in the hands of FSDP2 (`fully_shard`)."""
+def sharded_modules(*modules: nn.Module | None) -> list[Any]:
+    """Those within some modules that are in the hands of FSDP2 (`fully_shard`), each once."""
     if not dist.is_available():
-        return False
+        return []
     from torch.distributed.fsdp import FSDPModule
 
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+    within = dict.fromkeys(inner for module in modules if module is not None for inner in module.modules())
+    return [module for module in within if isinstance(module, FSDPModule)]
 
 
-def ranks_of(model: nn.Module, group: "dist.ProcessGroup | None") -> Ranks:
+def is_sharded(model: nn.Module) -> bool:
+    """Whether some of a model's modules are in the hands of FSDP2."""
+    return bool(sharded_modules(model))
+
+
+def waiting_gradients(*modules: nn.Module | None) -> list[Any]:
+    """FSDP2's own records of the weights whose gradients have not been reduced yet: no ``.grad`` shows them."""
+    groups = (group for module in sharded_modules(*modules) for group in _parameter_groups(module))
+    return [
+        held
+        for group in groups
+        for held in group.fsdp_params
+        if held.unsharded_accumulated_grad is not None or getattr(_whole(held), "grad", None) is not None
+    ]
+
+
+def drop_waiting_gradients(*modules: nn.Module | None) -> None:
+    """Forget them: the next reduction would add them to another step."""
+    for held in waiting_gradients(*modules):
+        held.unsharded_accumulated_grad = None
+        if (whole := _whole(held)) is not None:
+            whole.grad = None
+
+
+def _whole(held: Any) -> Any:
+    return getattr(held, "_unsharded_param", None)
+
+
+def ranks_of(model: nn.Module, group: "dist.ProcessGroup | None", value_head: nn.Module | None = None) -> Ranks:
     """The ranks that share a model's steps.
 
     Args:
         group: whose gradients are to be one; None: those that a sharded model is spread over, else this process alone.
+        value_head: beside the model; whole, or in shards over the same ranks as the model.
 
     Raises:
         UnsupportedModel: weights in shards of another group or of several, or shards by rows of matrices (tensor
@@ -191,7 +221,14 @@ def ranks_of(model: nn.Module, group: "dist.ProcessGroup | None") -> Ranks:
     _refuse_tensor_parallel(model)
     if not dist.is_available() or not dist.is_initialized():
         return Ranks()
-    meshes = _meshes(model)
+    if group is not None and dist.get_rank(group) < 0:
+        raise UnsupportedModel(f"rank {dist.get_rank()} is none of the group given; give it one that it belongs to.")
+    if value_head is not None and is_sharded(value_head) and not is_sharded(model):
+        raise UnsupportedModel(
+            "the value head is in shards (fully_shard), the model is not: every pass would have to be one of all "
+            "ranks; shard the model too, or leave the value head whole."
+        )
+    meshes = _meshes(model, value_head)
     if not is_sharded(model):
         if meshes:
             raise UnsupportedModel(
@@ -206,7 +243,7 @@ def ranks_of(model: nn.Module, group: "dist.ProcessGroup | None") -> Ranks:
             "or layers left out of fully_shard): every rank would hold another part of the model; call fully_shard "
             "with one mesh on its layers and then on the model itself."
         )
-    if any(_divides(module) for module in model.modules()):
+    if any(_divides(module) for module in sharded_modules(model, value_head)):
         raise UnsupportedModel(
             "set_gradient_divide_factor was called on the model: its gradients would not be those of the step, which "
             "is scaled for FSDP2's own average over ranks; leave it as it is."
@@ -231,19 +268,24 @@ def _refuse_tensor_parallel(model: nn.Module) -> None:
         )
 
 
-def _divides(module: nn.Module) -> bool:
+def _divides(module: Any) -> bool:
     """Whether FSDP2 was told to divide a module's gradients by something else than the number of ranks."""
-    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
+    return any(getattr(group, "gradient_divide_factor", None) is not None for group in _parameter_groups(module))
+
+
+def _parameter_groups(module: Any) -> list[Any]:
+    """What FSDP2 gathers and reduces at once, of one of its modules; none where that has no weights of its own."""
+    state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    return any(getattr(group, "gradient_divide_factor", None) is not None for group in groups)
+    return [group for group in groups if group is not None]
 
 
-def _meshes(model: nn.Module) -> list[Any]:
+def _meshes(*modules: nn.Module | None) -> list[Any]:
     """The device meshes that weights lie on, each once."""
     from torch.distributed.tensor import DTensor
 
     meshes: list[Any] = []
-    for p in model.parameters():
+    for p in (p for module in modules if module is not None for p in module.parameters()):
         mesh = p.device_mesh if isinstance(p, DTensor) else None
         if mesh is not None and mesh not in meshes:
             meshes.append(mesh)

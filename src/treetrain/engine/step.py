@@ -100,6 +100,7 @@ class StepRun:
         ranks: that share the step.
         in_lockstep: whether ranks without anything to compute take part in the walks of the others.
         rows: of all ranks, in their order, where the loss compares rows and there are several ranks.
+        told: what the ranks have told of their rows in an earlier try, or nothing yet: a list that is filled.
     """
 
     def __init__(
@@ -115,10 +116,12 @@ class StepRun:
         *,
         in_lockstep: bool = False,
         rows: Sequence[Trajectory] = (),
+        told: list[Any] | None = None,
     ):
         self._plan, self._batch, self._loss, self._normaliser = plan, batch, loss, normaliser
         self._board, self._walk, self._routing, self._ranks = board, walk, routing, ranks
         self._in_lockstep, self._rows = in_lockstep, rows
+        self._told = [] if told is None else told
         self._entropy = board.entropies is not None
 
     def run(self) -> Step:
@@ -180,9 +183,10 @@ class StepRun:
         given = own.per_prediction(board.logprobs)
         entropies = None if board.entropies is None else own.per_prediction_entropy(board.entropies)
         values = None if board.values is None else own.per_prediction_entropy(board.values)
-        told = self._ranks.gather(
-            (batch.used, *(None if x is None else x.detach().cpu() for x in (given, entropies, values)))
-        )
+        if not self._told:  # else this rank starts over, by itself: the others have gone on with what it told
+            mine_told = (batch.used, *(None if x is None else x.detach().cpu() for x in (given, entropies, values)))
+            self._told += self._ranks.agree("comparing rows", lambda: (None, mine_told))[1]
+        told = self._told
         used, *columns = zip(*told)
         logprobs, entropies, values = (_joined(column, board.device) for column in columns)
         everything = np.arange(0 if logprobs is None else len(logprobs))

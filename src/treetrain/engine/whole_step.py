@@ -4,6 +4,7 @@ A step over several ranks is one step: what each rank tells of its own rows is p
 so that all of them come to the same numbers.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ from treetrain.engine.checks import check_normaliser, step_loss, step_normaliser
 from treetrain.engine.ranks import Ranks, check_same
 from treetrain.errors import DataError
 from treetrain.tree.token_tree import TokenTree
+
+SAID = "scope", "mergeable", "needs_entropy", "needs_values", "needs_logprobs", "needs_step"
+"""What a loss says of itself."""
 
 
 class Share(NamedTuple):
@@ -37,10 +41,11 @@ def share_of(
         merged: rows put together by prediction, or None.
     """
     settings |= {"treetrain": __version__, "torch": torch.__version__, "loss": _named(loss)}
+    settings |= {"what the loss needs": {name: _says(loss, name) for name in SAID}}
     settings |= {"a normaliser": None if normaliser is None else float(normaliser)}
     if ranks.alone:
         return Share(settings, None, None)
-    if _sees_all_rows(loss):
+    if _sees_all_rows(loss, normaliser):
         return Share(settings, None, list(tree.trajectories))
     if merged is not None:
         loss.check_merged(merged)
@@ -48,8 +53,10 @@ def share_of(
         loss.check(list(tree.trajectories))
     if normaliser is not None:
         return Share(settings, None, None)
-    weight = loss.total_weight(list(tree.trajectories)) if merged is None else loss.merged_weight(merged)
-    return Share(settings, weight, None)
+    if merged is None:
+        return Share(settings, loss.total_weight(list(tree.trajectories)), None)
+    loss.check_signs(merged)
+    return Share(settings, loss.merged_weight(merged), None)
 
 
 def whole_step(
@@ -93,21 +100,34 @@ def _some(weight: float, ranks: Ranks) -> float:
 
 
 def _named(loss: Any) -> str:
-    """A loss of ours with its options (ranks must not differ in them), or the type of another."""
-    return repr(loss) if _is_ours(loss) else type(loss).__qualname__
+    """A loss of ours with its options (ranks must not differ in them), or the name of another."""
+    if _is_ours(loss):
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(loss))  # every process has a function at another address
+    named = loss if hasattr(loss, "__qualname__") else type(loss)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
-def _sees_all_rows(loss: Any) -> bool:
+def _says(loss: Any, name: str) -> Any:
+    found = getattr(loss, name, None)
+    return found if isinstance(found, str) else bool(found)
+
+
+def _sees_all_rows(loss: Any, normaliser: float | None) -> bool:
     """Whether a loss, or its normaliser, is of the whole step's rows and no sum over those of the ranks.
 
     Of a loss of the user's own nothing is known.
     """
-    if getattr(loss, "scope", "trajectory") == "batch" or getattr(loss, "needs_step", False):
+    if getattr(loss, "scope", "trajectory") == "batch" or getattr(loss, "needs_step", False) or not _is_ours(loss):
         return True
-    return not _is_ours(loss)
+    return normaliser is None and type(_within(loss)).for_step.__qualname__ != "Loss.for_step"
 
 
 def _is_ours(loss: Any) -> bool:
     """Whether a loss counts its rows as the losses of this library do: the normaliser is a sum over rows."""
-    own = getattr(type(loss), "normaliser", None)
-    return own is not None and own.__module__.startswith("treetrain.losses")
+    found = [getattr(type(one), "normaliser", None) for one in (loss, _within(loss))]
+    return all(own is not None and own.__module__.startswith("treetrain.losses") for own in found)
+
+
+def _within(loss: Any) -> Any:
+    """The loss whose normaliser is taken: that of the policy, where a critic's is beside it."""
+    return getattr(loss, "policy", loss)

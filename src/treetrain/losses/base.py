@@ -134,8 +134,13 @@ class Loss(abc.ABC):
     def merged_normaliser(self, merged: MergedRows) -> float:
         """As `normaliser`, of rows that are merged; errors name nodes."""
         self.check_merged(merged)
-        require_nonnegative_merged(merged)
+        self.check_signs(merged)
         return _some(self.merged_weight(merged), "nodes")
+
+    @staticmethod
+    def check_signs(merged: MergedRows) -> None:
+        """Raise DataError for a negative weight, which a normaliser cannot be made of."""
+        require_nonnegative_merged(merged)
 
     def merged_weight(self, merged: MergedRows) -> float:
         """As `total_weight`, of rows that are merged."""

@@ -1,0 +1,182 @@
+"""What tests run on several ranks where gradients or rows could go astray between calls, tries and walks of a step."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import treetrain as tt
+from support.models import make_model
+from support.pure import PureFloat64
+from support.rank_errors import Oops, told_by
+from support.rank_work import LOSSES, gradients, relative_error, rows_of, sharded
+from treetrain.engine.feed import Board
+from treetrain.engine.walk import Walk
+from treetrain.engine.whole_step import share_of
+
+
+def _models(parallel: str, group: Any, **changes: Any) -> tuple[nn.Module, nn.Module, dict[str, Any]]:
+    """A model on several ranks, the same alone, and what an engine must be told of the first."""
+    model = make_model("qwen3", dtype=torch.float64, **changes)
+    alone = copy.deepcopy(model)
+    return (sharded(model, group), alone, {}) if parallel == "fsdp" else (model, alone, {"group": group})
+
+
+def _instead_once(owner: Any, name: str, error: Exception) -> None:
+    """Let a method raise the next time, and be itself again."""
+    original = getattr(owner, name)
+
+    def raises(*_: Any, **__: Any) -> None:
+        setattr(owner, name, original)
+        raise error
+
+    setattr(owner, name, raises)
+
+
+def last_call_without_rows(group: Any, parallel: str, reduce: str) -> float:
+    """The gradients' error of a step whose last call has rows on no rank."""
+    model, alone, sharing = _models(parallel, group)
+    rows, loss = rows_of(2, "sft"), tt.losses.sft()
+    whole = loss.normaliser(rows)
+    engine = tt.TreeEngine(model, budget=9, reduce=reduce, **sharing)  # type: ignore[arg-type]
+    with PureFloat64():
+        engine.forward_backward(rows[dist.get_rank(group) :: 2], loss, whole, sync=False)
+        engine.forward_backward([], loss, whole)
+        tt.TreeEngine(alone).forward_backward(rows, loss, whole)
+    return relative_error(gradients(model), gradients(alone))
+
+
+def failing_before_gradients_are_reduced(group: Any, calls: int) -> tuple[str, float]:
+    """What a rank is told when a call with sync=False fails after others, and the error of a new step after that."""
+    rank = dist.get_rank(group)
+    model, alone, _ = _models("fsdp", group)
+    rows, loss = rows_of(2, "sft"), tt.losses.sft()
+    engine = tt.TreeEngine(model, budget=7)
+    seen: list[int] = []
+
+    def bad(logprobs: Any, entropies: Any, row: Any) -> Any:
+        seen.append(1)
+        if rank == 1 and len(seen) == 3:
+            raise Oops("in row 2")
+        return -logprobs.sum(), {}
+
+    own = rows[rank::2]
+    with PureFloat64():
+        for _ in range(calls):
+            engine.forward_backward(own, loss, 1.0, sync=False)
+        told = told_by(lambda: engine.forward_backward(own, bad, 1.0, sync=False))
+        model.zero_grad()
+        engine.forward_backward(own, loss)
+        tt.TreeEngine(alone).forward_backward(rows, loss)
+    return told, relative_error(gradients(model), gradients(alone))
+
+
+def comparing_rows_while_one_fails(group: Any, parallel: str) -> tuple[str, float]:
+    """What a rank is told when one cannot score its rows for a loss over all rows, and the error of the step after."""
+    rank = dist.get_rank(group)
+    model, alone, sharing = _models(parallel, group)
+    rows, loss = rows_of(2, "dpo"), LOSSES["dpo"]
+    engine = tt.TreeEngine(model, **sharing)
+    if rank == 1:
+        _instead_once(Board, "write", Oops("while scoring"))
+    told = told_by(lambda: engine.forward_backward(rows[rank::2], loss))
+    with PureFloat64():
+        engine.forward_backward(rows[rank::2], loss)
+        tt.TreeEngine(alone).forward_backward(rows, loss)
+    return told, relative_error(gradients(model), gradients(alone))
+
+
+def comparing_rows_while_one_starts_over(group: Any) -> float:
+    """The same where memory runs out in a backward of one rank."""
+    rank = dist.get_rank(group)
+    model, alone, sharing = _models("ddp", group)
+    rows, loss = rows_of(2, "dpo"), LOSSES["dpo"]
+    if rank == 1:
+        _instead_once(Walk, "_backward", torch.OutOfMemoryError("CUDA out of memory"))
+    with PureFloat64(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tt.TreeEngine(model, **sharing).forward_backward(rows[rank::2], loss)
+        tt.TreeEngine(alone).forward_backward(rows, loss)
+    assert any("started over" in str(one.message) for one in caught) == (rank == 1)
+    return relative_error(gradients(model), gradients(alone))
+
+
+def mixture_that_knows_its_step(group: Any, parallel: str) -> tuple[float, float]:
+    """The errors of loss and gradients where the caller has told a mixture of the step, and gives no normaliser."""
+    model, alone, sharing = _models(parallel, group)
+    rows = rows_of(2, "grpo and sft")
+    loss = LOSSES["grpo and sft"].for_step(rows)
+    with PureFloat64():
+        found = tt.TreeEngine(model, **sharing).forward_backward(rows[dist.get_rank(group) :: 2], loss)
+        truth = tt.TreeEngine(alone).forward_backward(rows, loss)
+    return abs(found.loss - truth.loss), relative_error(gradients(model), gradients(alone))
+
+
+def _one(logprobs: Any, entropies: Any, row: Any) -> Any:
+    return -logprobs.sum(), {}
+
+
+def _two(logprobs: Any, entropies: Any, row: Any) -> Any:
+    return -2 * logprobs.sum(), {}
+
+
+def different_losses_of_ones_own(group: Any) -> tuple[str, str]:
+    """What a rank is told where the ranks' functions differ, or what a loss says of itself."""
+    rank = dist.get_rank(group)
+    model, _, sharing = _models("ddp", group)
+    engine = tt.TreeEngine(model, **sharing)
+    rows = [[1, 2, 3 + rank]]
+    other = told_by(lambda: engine.forward_backward(rows, (_one, _two)[rank], 1.0))
+    _one.needs_entropy = rank == 1  # type: ignore[attr-defined]
+    return other, told_by(lambda: engine.forward_backward(rows, _one, 1.0))
+
+
+def told_of_a_loss_with_a_function(group: Any) -> Any:
+    """What a rank tells of a loss whose options hold a function that every process has at another address."""
+    rank, held = dist.get_rank(group), []
+    held.extend(object() for _ in range(rank * 100))
+
+    def make() -> Callable[[Any], str]:
+        return lambda row: ("policy", "sft")[row.group]
+
+    functions = [make() for _ in range(1 + 7 * rank)]
+    losses = {"policy": tt.losses.ppo(), "sft": tt.losses.sft()}
+    loss = tt.losses.mix(losses, select=functions[-1])
+    tree = tt.build_tree([[1, 2]])
+    ranks = tt.TreeEngine(make_model("qwen3"), group=group).ranks
+    return share_of(tree, None, loss, None, {}, ranks).settings["loss"]
+
+
+def value_head_in_other_hands(group: Any, kind: str) -> float:
+    """The error of the second of two steps, an update and values between them, with a value head that is wrapped."""
+    rank = dist.get_rank(group)
+    parallel = "ddp" if kind == "DistributedDataParallel" else "fsdp"
+    model, alone, sharing = _models(parallel, group)
+    torch.manual_seed(3)
+    head: nn.Module = nn.Linear(24, 1, dtype=torch.float64)
+    other = copy.deepcopy(head)
+    if kind == "DistributedDataParallel":
+        head, sharing = DistributedDataParallel(head, process_group=group), {}
+    else:
+        fully_shard(head, mesh=DeviceMesh.from_group(group, "cpu"))
+    rows = rows_of(4, "value")
+    with PureFloat64():
+        for trained, beside, own, options in ((model, head, rows[rank::2], sharing), (alone, other, rows, {})):
+            engine = tt.TreeEngine(trained, value_head=beside, budget=9, **options)
+            engine.forward_backward(own, LOSSES["value"])
+            with torch.no_grad():
+                tt.values(trained, [row.ids for row in own], head=beside)
+                for p in engine.parameters:
+                    if p.grad is not None:
+                        p -= p.grad
+                        p.grad = None
+            engine.forward_backward(own, LOSSES["value"])
+    found = {name.removeprefix("module."): grad for name, grad in gradients(head).items()}
+    return max(relative_error(gradients(model), gradients(alone)), relative_error(found, gradients(other)))
