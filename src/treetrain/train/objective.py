@@ -111,10 +111,8 @@ def make_objective(
     if isinstance(loss, PolicyLoss) and watch is not None:
         loss = _watched(loss, watch, rows, settings)
     if settings.sft_weight is not None:
-        preferences = isinstance(loss, PairLoss | KTOLoss)
-        added = ChosenSFTLoss(reduction="token") if preferences else losses.sft()
-        loss = losses.mix({name: loss, "cross_entropy": added}, weights={"cross_entropy": settings.sft_weight})
-        notes += ["sft_weight: the cross-entropy is that of the chosen rows"] if preferences else []
+        loss, added_notes = _with_cross_entropy(name, loss, settings.sft_weight)
+        notes += added_notes
     if not lazy:  # the loss itself checks rows that are in memory; see `row_checks` for others
         loss.normaliser(_filled(rows, computed))
     return Objective(
@@ -125,6 +123,14 @@ def make_objective(
         watch=watch,
         from_rewards=from_rewards,
     )
+
+
+def _with_cross_entropy(name: str, loss: Loss, weight: float) -> tuple[Loss, list[str]]:
+    """A loss with so much cross-entropy beside it, and what is to be said of that."""
+    preferences = isinstance(loss, PairLoss | KTOLoss)
+    added = ChosenSFTLoss(reduction="token") if preferences else losses.sft()
+    mixed = losses.mix({name: loss, "cross_entropy": added}, weights={"cross_entropy": weight})
+    return mixed, ["sft_weight: the cross-entropy is that of the chosen rows"] if preferences else []
 
 
 def _check_use(name: str, loss: Loss, settings: ObjectiveSettings) -> None:
