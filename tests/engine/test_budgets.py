@@ -211,3 +211,16 @@ def test_a_copy_of_the_model_may_be_the_reference_policy_under_its_own_budget(mo
     for row, other in zip(rows, scores):
         assert not row.requires_grad
         torch.testing.assert_close(row, other.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_that_are_still_to_come_are_not_free_memory(monkeypatch):
+    model = make_model("qwen3")
+    engine = tt.TreeEngine(model)
+    monkeypatch.setattr("treetrain.engine.engine.device_free_bytes", lambda model: 10_000_000)
+    whole = sum(p.numel() * 4 for p in model.parameters())
+    assert engine.free_bytes() == 10_000_000 - whole
+    next(model.parameters()).requires_grad_(False)
+    some = next(model.parameters()).numel() * 4
+    assert engine.free_bytes() == 10_000_000 - whole + some
+    engine.forward_backward([[1, 2, 3]], tt.losses.sft())
+    assert engine.free_bytes() == 10_000_000
