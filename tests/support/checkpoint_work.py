@@ -10,6 +10,7 @@ import io
 import random
 import resource
 import signal
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from support.models import make_model
 from support.rank_work import sharded
 from treetrain.engine.ranks import Ranks
-from treetrain.train import checkpoint_files
+from treetrain.train import checkpoint_files, sharded_checkpoint
 from treetrain.train.average import WeightAverage
 from treetrain.train.best import Best
 from treetrain.train.checkpoint import frozen_digest, seed_all
@@ -250,25 +251,22 @@ def digest(group: Any, job: Job) -> str:
 
 
 def slow_disk(group: Any, job: Job) -> dict[str, Any]:
-    """A run whose disk takes a checkpoint only two steps after it was begun."""
-    import threading
+    """A run whose disk takes the first byte of a checkpoint only two steps after it was begun."""
+    free, file, step = threading.Event(), sharded_checkpoint.NotedFile, TinyLoop.train_step
 
-    free, original, steps = threading.Event(), checkpoint_files.described, []
-    after = TinyLoop.train_step
-
-    def described(files: Any) -> Any:
-        assert free.wait(30), "training waits for the disk"
-        return original(files)
+    class Slow(file):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any) -> None:
+            assert free.wait(30), "training waits for the disk"
+            super().__init__(*args)
 
     def train_step(self: TinyLoop) -> None:
-        after(self)
-        steps.append(self.step)
+        step(self)
         if self.step == job.every + 2:
             dist.barrier(group)
             free.set()
 
-    checkpoint_files.described, TinyLoop.train_step = described, train_step  # type: ignore[method-assign]
+    sharded_checkpoint.NotedFile, TinyLoop.train_step = Slow, train_step  # type: ignore[misc, method-assign]
     try:
         return run(group, job)
     finally:
-        checkpoint_files.described, TinyLoop.train_step = original, after  # type: ignore[method-assign]
+        sharded_checkpoint.NotedFile, TinyLoop.train_step = file, step  # type: ignore[misc, method-assign]

@@ -95,9 +95,10 @@ def export(
 
 def _config_of(found: Checkpoint, model: str | None, tokenizer: str | None) -> TrainConfig:
     known = {field.name for field in dataclasses.fields(TrainConfig)}
-    settings = {name: value for name, value in found.facts["config"].items() if name in known}
+    settings: dict[str, Any] = {name: value for name, value in found.facts["config"].items() if name in known}
+    settings["model"] = model or settings["model"]
     settings["tokenizer"] = tokenizer or settings.get("tokenizer") or settings["model"]
-    return TrainConfig(**settings | ({} if model is None else {"model": model}))
+    return TrainConfig(**settings)
 
 
 def _loaded(found: Checkpoint, config: TrainConfig, weights: Weights) -> nn.Module:

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 
 from treetrain.engine.ranks import Ranks
@@ -85,7 +86,7 @@ class ShardedWriter:
             self._ranks.agree("writing a checkpoint", prepare)
         share = share_of(tensors, self._ranks)
         with _quiet():
-            saved = dcp.async_save(share, storage_writer=_writer(temporary), process_group=self._aside.group)
+            saved = async_save(share, storage_writer=_writer(temporary), process_group=self._aside.group)
         self._pending = self._pool.submit(self._finish, temporary, step, saved, dict(facts))  # type: ignore[arg-type]
 
     def wait(self) -> Checkpoint | None:
@@ -150,7 +151,7 @@ def _second_group(ranks: Ranks) -> "dist.ProcessGroup":
     # Local names are made of the number of groups that a process has, in which members may differ; global ones are not.
     some = len(members) < dist.get_world_size()
     group = dist.new_group(members, backend="gloo", timeout=TIMEOUT, use_local_synchronization=some)
-    assert group is not None
+    assert isinstance(group, dist.ProcessGroup)
     return group
 
 
@@ -171,7 +172,7 @@ def is_sharded(folder: Path) -> bool:
 
 def stored_kinds(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Size and dtype of all tensors of a checkpoint, by path."""
-    found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    found = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {
         path: (entry.size, entry.properties.dtype)
         for path, entry in found.items()
@@ -183,11 +184,11 @@ def read_into(folder: Path, places: dict[str, Tensor]) -> None:
     """Fill tensors, sharded or not, with what a checkpoint has for their paths. No collective: each rank by itself."""
     if places:
         with _quiet():
-            dcp.load(places, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+            load(places, storage_reader=FileSystemReader(folder), no_dist=True)
 
 
-def _writer(folder: Path) -> dcp.FileSystemWriter:
-    writer = dcp.FileSystemWriter(folder)
+def _writer(folder: Path) -> FileSystemWriter:
+    writer = FileSystemWriter(folder)
     writer.fs = _NotingFileSystem()
     return writer
 
