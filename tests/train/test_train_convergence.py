@@ -72,7 +72,9 @@ class Outcome:
 def converge(monkeypatch, config: TrainConfig) -> Outcome:
     """A run in float64."""
     trained: list[torch.nn.Module] = []
-    monkeypatch.setattr(trainer_module, "load_model", lambda *args, **kwargs: load_model(*args, **kwargs).double())
+    monkeypatch.setattr(
+        "treetrain.train.model.load_model", lambda *args, **kwargs: load_model(*args, **kwargs).double()
+    )
 
     def keep(folder, model, *rest, **more) -> None:
         trained.append(model)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from treetrain.data.advantages import group_advantages
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
+from treetrain.engine.ranks import Ranks
 from treetrain.errors import DataError
 from treetrain.losses import by_name
 from treetrain.models.loading import load_model
@@ -277,7 +278,9 @@ def test_tokens_count_by_their_weights_in_an_evaluation(make_config, model_folde
 
 def test_an_untrained_token_may_be_impossible_in_an_evaluation() -> None:
     class Scored:
-        def logprobs(self, rows):
+        ranks = Ranks()
+
+        def logprobs(self, rows, **_):
             return [torch.tensor([-torch.inf, -2.0]) for _ in rows]
 
     row = Trajectory([1, 2, 3], loss_weights=[0, 0, 1])

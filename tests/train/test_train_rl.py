@@ -85,7 +85,9 @@ def by_the_trainer(monkeypatch, config: TrainConfig) -> list[Step]:
         return update(self, loss)
 
     with monkeypatch.context() as patched, PureFloat64():
-        patched.setattr(trainer_module, "load_model", lambda *args, **kwargs: load_model(*args, **kwargs).double())
+        patched.setattr(
+            "treetrain.train.model.load_model", lambda *args, **kwargs: load_model(*args, **kwargs).double()
+        )
         patched.setattr(TrainLoop, "_update", spy)
         train(config)
     return [
@@ -278,11 +280,11 @@ def test_the_reference_of_weights_that_have_moved_is_the_model_without_the_adapt
     engine, rows = trainer._engine(model), trainer.prepared.rows
     loaded: list[str] = []
     monkeypatch.setattr(
-        "treetrain.train.references.load_model", lambda name, **more: loaded.append(name) or load_model(name, **more)
+        "treetrain.train.model.load_model", lambda name, **more: loaded.append(name) or load_model(name, **more)
     )
     before = [score.clone() for score in engine.logprobs(rows)]
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    policy = ReferencePolicy(trainer.config, model, engine, torch.device("cpu"))
+    policy = ReferencePolicy(trainer.config, model, engine, trainer.world)
     with policy.engine(untouched=False) as reference:
         scores = reference.logprobs(rows)
     plain = AutoModelForCausalLM.from_pretrained(model_folder)

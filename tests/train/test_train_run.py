@@ -15,7 +15,6 @@ from treetrain.data.load import load
 from treetrain.engine.engine import TreeEngine
 from treetrain.errors import DataError, UnsupportedModel
 from treetrain.models.loading import load_model
-from treetrain.train import trainer as trainer_module
 from treetrain.train.config import TrainConfig
 from treetrain.train.objective import ObjectiveSettings, make_objective
 from treetrain.train.signals import Interrupted
@@ -350,7 +349,7 @@ def test_nothing_is_loaded_or_written_for_a_run_that_cannot_be(
     if changes.get("device") == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     loaded: list[str] = []
-    monkeypatch.setattr(trainer_module, "load_model", lambda *args, **kwargs: loaded.append("model"))
+    monkeypatch.setattr("treetrain.train.model.load_model", lambda *args, **kwargs: loaded.append("model"))
     with pytest.raises(ValueError, match=message):
         train(make_config(**changes))
     assert not loaded and not (tmp_path / "out").exists()

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from treetrain import __version__
+from treetrain.errors import RanksDisagree
 
 COMMANDS = {
     "inspect": "how much the rows of a file share, and what computing it once is worth",
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _wants_traceback() or (error.name or "").startswith("treetrain"):
             raise
         return _fail(f"{error}; install what is missing, e.g. pip install 'treetrain[train]'", BAD_INPUT)
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError, RanksDisagree) as error:
         if _wants_traceback():
             raise
         return _fail(str(error), BAD_INPUT)

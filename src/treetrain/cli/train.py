@@ -1,7 +1,11 @@
 """`treetrain train`: from files of trajectories to a trained model folder."""
 
 import dataclasses
+import gc
+import os
 import shlex
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,7 +16,8 @@ from treetrain.train.config import NO_SETTINGS, TrainConfig, refuse_no_setting
 from treetrain.train.settings import SECTIONS, DataSettings
 
 if TYPE_CHECKING:
-    from treetrain.train.trainer import TrainResult
+    from treetrain.train.signals import Interrupted
+    from treetrain.train.trainer import Trainer, TrainResult
 
 SUMMARY = "Train a model on branching trajectories, every shared prefix computed once, gradients exact."
 EXAMPLES = (
@@ -20,7 +25,10 @@ EXAMPLES = (
     "chats.jsonl --model tiny --output out --eval-fraction 0.1 --lr 1e-3 --epochs 3",
     "rollouts.jsonl --model ./policy --output out --loss grpo --clip 0.2 --lr 1e-6",
     "--config run.toml --lr 1e-5 --output out",
+    "rollouts.jsonl --model ./policy --output out --parallel fsdp  (after torchrun --nproc-per-node 8 -m treetrain)",
 )
+SECONDS_TO_SPEAK = 10.0
+"""For the first process of several to say why all of them stop; it is the first to end then, and they with it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,8 +76,20 @@ class TrainOptions(TrainConfig, CommandOptions):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Parse, train, say where the model is."""
-    options = parse(TrainOptions, argv, command="train", summary=SUMMARY, examples=EXAMPLES)
+    """Parse, train, say where the model is; of several processes the first one speaks for all."""
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        options = parse(TrainOptions, argv, command="train", summary=SUMMARY, examples=EXAMPLES)
+        code = _run(options, argv)
+        gc.collect()  # a process group that is held until the interpreter ends may abort there
+        return code
+    except (ValueError, OSError, RuntimeError, FloatingPointError, KeyboardInterrupt) as error:
+        if rank == 0:
+            raise
+        return _quietly(error, rank)
+
+
+def _run(options: TrainOptions, argv: Sequence[str]) -> int:
     from treetrain.cli.output import console, print_json, print_notes
     from treetrain.cli.quiet import quiet_transformers
     from treetrain.train.signals import Interrupted
@@ -82,17 +102,48 @@ def run(argv: Sequence[str]) -> int:
 
         observers.append(LivePage())
     trainer = Trainer(options, console=None if options.json else console(stderr=True), observers=observers)
-    if options.json:
+    if options.json and trainer.world.main:
         print_notes(trainer.prepared.notes)
     try:
         result = trainer.run()
     except Interrupted as stopped:
-        raise stopped.with_advice(_resuming(argv, overwrite=options.overwrite)) from None
-    if options.json:
+        told = stopped.with_advice(_resuming(argv, overwrite=options.overwrite))
+        if trainer.ranks.alone:
+            raise told from None
+        return _stopped(told, trainer)
+    if options.json and trainer.world.main:
         print_json(result.as_dict())
-    else:
+    elif trainer.world.main:
         _print(options, result)
+    trainer.leave()
     return 0
+
+
+def _stopped(told: "Interrupted", trainer: "Trainer") -> int:
+    """All processes of a run were stopped together; none ends before the first one has said so.
+
+    The launcher ends the others as soon as one has.
+    """
+    if trainer.world.main:
+        print(f"treetrain: {told}", file=sys.stderr, flush=True)
+    trainer.ranks.gather(None)
+    trainer.leave()
+    return told.exit_code
+
+
+def _quietly(error: BaseException, rank: int) -> int:
+    """The exit code of another process than the first one, which tells only what that one cannot know."""
+    from treetrain.errors import RanksDisagree
+
+    if isinstance(error, KeyboardInterrupt):
+        return getattr(error, "exit_code", 130)
+    if isinstance(error, RanksDisagree | FloatingPointError):
+        time.sleep(SECONDS_TO_SPEAK)  # the launcher ends all processes when the first of them has gone
+        return 2
+    if isinstance(error, RuntimeError):
+        raise error
+    print(f"treetrain: rank {rank}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    return 2
 
 
 def _resuming(argv: Sequence[str], *, overwrite: bool) -> str:
@@ -103,7 +154,17 @@ def _resuming(argv: Sequence[str], *, overwrite: bool) -> str:
             kept.append(word)
         skip = word == "--resume"
     from_file = ["--no-overwrite"] if overwrite and "--overwrite" not in argv else []
-    return shlex.join(["treetrain", "train", *kept, *from_file, "--resume", "auto"])
+    return shlex.join([*_launch(), "train", *kept, *from_file, "--resume", "auto"])
+
+
+def _launch() -> list[str]:
+    """How this process was started: by torchrun, with so many others, or by itself."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return ["treetrain"]
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    several = ["--nnodes", str(nodes)] if nodes > 1 else []
+    here = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+    return ["torchrun", *several, "--nproc-per-node", here, "-m", "treetrain"]
 
 
 def _print(options: TrainOptions, result: "TrainResult") -> None:

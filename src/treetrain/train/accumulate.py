@@ -1,5 +1,6 @@
 """One step in several calls of forward and backward: the gradients of one call, in the memory of a smaller one."""
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from treetrain.engine.engine import TreeEngine
 from treetrain.engine.router_balance import RouterBalance
 from treetrain.engine.step import StepResult, summed
 from treetrain.train.batches import BatchPlan, Int64s
+from treetrain.train.spread import own_rows
 
 
 class StepSplitter:
@@ -43,15 +45,26 @@ class StepSplitter:
 
 
 def forward_backward(engine: TreeEngine, calls: Sequence[Sequence[Trajectory]], loss: Any) -> StepResult:
-    """Accumulate the gradients of a step, call by call, all divided by the normaliser of the whole step."""
-    if len(calls) == 1:
+    """Accumulate the gradients of a step, call by call, all divided by the normaliser of the whole step.
+
+    Args:
+        engine: of one rank or of several, each of which computes a share of every call.
+        calls: the rows of all ranks.
+    """
+    if len(calls) == 1 and engine.ranks.alone:
         return engine.forward_backward(calls[0], loss)
     rows = [row for call in calls for row in call]
     loss = loss.for_step(rows)
     normaliser = loss.normaliser(rows)
-    balance = _balance(engine, calls)
-    results = [engine.forward_backward(call, loss, normaliser, balance) for call in calls]
-    return summed(results, loss=sum(result.loss for result in results))
+    shares = [own_rows(engine, call) for call in calls]
+    balance = _balance(engine, [share.rows for share in shares])
+    results = [
+        engine.forward_backward(share.rows, loss, normaliser, balance, sync=number == len(calls))
+        for number, share in enumerate(shares, start=1)
+    ]
+    result = summed(results, loss=sum(result.loss for result in results))
+    # What several ranks compute of one path is one token of the batch.
+    return dataclasses.replace(result, unique_tokens=sum(share.unique_tokens for share in shares))
 
 
 def _balance(engine: TreeEngine, calls: Sequence[Sequence[Trajectory]]) -> RouterBalance | None:

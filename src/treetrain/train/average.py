@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from treetrain.train.sharding import local
+
 
 class WeightAverage:
     """After every step: average <- decay * average + (1 - decay) * weights. It begins as the weights are.
@@ -26,8 +28,10 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Take in the weights as they are now."""
-        current = [parameter.detach().float() for parameter in self._parameters.values()]
-        torch._foreach_lerp_(list(self.values.values()), current, 1 - self.decay)  # type: ignore[attr-defined]
+        # Of shards every rank averages its own; float32 is the least that the average has.
+        current = [local(parameter.detach()).float() for parameter in self._parameters.values()]
+        own = [local(value) for value in self.values.values()]
+        torch._foreach_lerp_(own, current, 1 - self.decay)  # type: ignore[attr-defined]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -94,6 +94,7 @@ COUNTS = {
     "checkpoint_every_steps": 0,
     "keep_checkpoints": 1,
     "threads": 1,
+    "replicas": 1,
     "seed": 0,
 }
 """The smallest value of a whole number."""

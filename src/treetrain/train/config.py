@@ -17,6 +17,7 @@ from treetrain.train.settings import (
     ModelSettings,
     OptimiserSettings,
     OutputSettings,
+    ParallelSettings,
     StepSettings,
     UpdateSettings,
 )
@@ -74,6 +75,10 @@ ONLY_WITH: dict[str, tuple[str, Callable[["TrainConfig"], bool]]] = {
     "early_stop_patience": ("eval_every_steps: nothing would be compared", lambda c: c.eval_every_steps > 0),
     "target_kl": ("updates_per_batch or minibatches above 1", lambda c: c.several_updates),
     "advantage_leave_one_out": ("advantage_mean", lambda c: c.advantage_mean),
+    "reduce": ("parallel fsdp", lambda c: c.parallel == "fsdp"),
+    "replicas": ("parallel fsdp", lambda c: c.parallel == "fsdp"),
+    "cpu_offload": ("parallel fsdp", lambda c: c.parallel == "fsdp"),
+    "meta_init": ("parallel fsdp", lambda c: c.parallel == "fsdp"),
     "keep_best": ("something held out: eval_data or eval_fraction", lambda c: c.holds_out),
 }
 """Settings that would do nothing unless something else is set; saying nothing about that would hide a mistake."""
@@ -83,6 +88,7 @@ ONLY_WITH: dict[str, tuple[str, Callable[["TrainConfig"], bool]]] = {
 class TrainConfig(
     CheckpointSettings,
     OutputSettings,
+    ParallelSettings,
     ExecutionSettings,
     EvaluationSettings,
     OptimiserSettings,

@@ -11,6 +11,7 @@ from torch import Tensor
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.evaluate import MetricSums, add_sums, means
+from treetrain.train.spread import logprobs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +43,7 @@ def evaluate(
     """Log-likelihood and loss of held-out rows.
 
     Args:
-        engine: tree or linear; it is what decides the numerics.
+        engine: tree or linear; it is what decides the numerics. Its ranks share every call.
         rows: the held-out rows.
         steps: row numbers of every call, whole units, so that memory does not grow with the rows.
         loss: the one that is trained; it is divided by its normaliser over all rows. None: the likelihood alone.
@@ -52,15 +53,15 @@ def evaluate(
     loss = loss if loss is None else loss.for_step(rows)
     for numbers in steps:
         members = [rows[number] for number in numbers.tolist()]
-        logprobs, entropies = _scores(engine, members, loss)
-        for row, scores in zip(members, logprobs, strict=True):
+        scored, entropies = _scores(engine, members, loss)
+        for row, scores in zip(members, scored, strict=True):
             weights = row.weights[1:]
             # An untrained token may be impossible, and 0 times infinity is no number.
             nll -= float(weights @ np.where(weights != 0, scores.double().cpu().numpy(), 0.0))
             weight += float(weights.sum())
             tokens += int(np.count_nonzero(weights))
         if loss is not None:
-            part, found = _loss(loss, logprobs, entropies, members)
+            part, found = _loss(loss, scored, entropies, members)
             total += part
             sums = add_sums(sums, found)
     return Evaluation(
@@ -73,21 +74,21 @@ def evaluate(
 
 def _scores(engine: TreeEngine, rows: list[Trajectory], loss: Any) -> tuple[list[Tensor], list[Tensor] | None]:
     if loss is not None and loss.needs_entropy:
-        return engine.logprobs(rows, return_entropy=True)
-    return engine.logprobs(rows), None
+        return logprobs(engine, rows, return_entropy=True)
+    return logprobs(engine, rows), None
 
 
 def _loss(
-    loss: Any, logprobs: list[Tensor], entropies: list[Tensor] | None, rows: list[Trajectory]
+    loss: Any, scored: list[Tensor], entropies: list[Tensor] | None, rows: list[Trajectory]
 ) -> tuple[float, MetricSums]:
     """The unnormalised sum of a call, and its metrics."""
     if loss.scope == "batch":
-        total, sums = loss(logprobs, entropies, rows)
+        total, sums = loss(scored, entropies, rows)
         return float(total), sums
     total, sums = 0.0, {}
     for number, row in enumerate(rows):
         if row.weights[1:].any():
-            part, found = loss(logprobs[number], None if entropies is None else entropies[number], row)
+            part, found = loss(scored[number], None if entropies is None else entropies[number], row)
             total += float(part)
             sums = add_sums(sums, found)
     return total, sums

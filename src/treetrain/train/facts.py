@@ -12,11 +12,14 @@ import torch
 from torch import nn
 
 from treetrain import __version__
+from treetrain.data.columns import columns_of
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.calibrate import model_shape
 from treetrain.engine.engine import TreeEngine
 from treetrain.errors import UnsupportedModel
 from treetrain.plan.cost import ModelShape
+from treetrain.train.sharding import local
+from treetrain.train.spread import own_rows
 from treetrain.tree.build import build_tree
 from treetrain.tree.stats import linear_work, tree_work
 
@@ -43,7 +46,7 @@ class Facts:
         """For the record that a run starts with; `first` are the rows of its first step.
 
         `bytes_at_rest` is what gradients and AdamW add to `bytes_loaded`; `plan` is that of the first step in words,
-        None where there is none (a linear run, an unknown architecture).
+        None where there is none (a linear run, an unknown architecture). Over several ranks both are of one of them.
         """
         parameters = list(self._model.parameters())
         trained = [p for p in parameters if p.requires_grad]
@@ -55,11 +58,11 @@ class Facts:
             "parameters": sum(p.numel() for p in parameters),
             "trained_parameters": sum(p.numel() for p in trained),
             "rows": len(rows),
-            "row_tokens": sum(len(row.ids) for row in rows),
+            "row_tokens": int(columns_of(rows).tokens.sum()),
             "eval_rows": len(eval_rows),
             "bytes_loaded": memory_bytes(self._device),
             "plan": self._plan(first),
-            "bytes_at_rest": (1 + ADAM_STATES) * sum(p.numel() * p.element_size() for p in trained),
+            "bytes_at_rest": (1 + ADAM_STATES) * sum(local(p).numel() * p.element_size() for p in trained),
         }
 
     def of_step(self, rows: Sequence[Trajectory]) -> dict[str, float]:
@@ -81,7 +84,7 @@ class Facts:
         return found
 
     def _plan(self, rows: Sequence[Trajectory]) -> str | None:
-        plan = self._engine.plan(rows)
+        plan = self._engine.plan(own_rows(self._engine, rows).rows)
         try:
             return plan.explain()
         except ValueError:

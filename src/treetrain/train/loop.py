@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from treetrain.data.lazy_rows import take
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.step import StepResult
@@ -20,14 +21,16 @@ from treetrain.train.best import Best
 from treetrain.train.config import TrainConfig
 from treetrain.train.evaluation import Evaluation, evaluate
 from treetrain.train.facts import Facts
-from treetrain.train.metrics import MetricsFile, peak_memory_bytes
+from treetrain.train.metrics import MetricsFile, NoMetrics, peak_memory_bytes
 from treetrain.train.optim import make_optimizer
+from treetrain.train.parallel import World
 from treetrain.train.prepare import Prepared
 from treetrain.train.progress import RunDisplay
 from treetrain.train.references import ReferencePolicy
 from treetrain.train.result import Progress, TrainResult
 from treetrain.train.rollouts import Rollouts
 from treetrain.train.schedules import make_schedule
+from treetrain.train.sharding import is_dtensor
 from treetrain.train.updates import Update, Updates
 
 
@@ -48,7 +51,7 @@ class TrainLoop:
         metrics: where records go.
         console: where progress is shown.
         total: steps of the whole run.
-        device: of the model.
+        world: the processes that share every step; each of them has such a loop over the same steps.
     """
 
     def __init__(
@@ -57,16 +60,17 @@ class TrainLoop:
         prepared: Prepared,
         model: nn.Module,
         engine: TreeEngine,
-        metrics: MetricsFile,
+        metrics: MetricsFile | NoMetrics,
         *,
         console: Console,
         total: int,
-        device: torch.device,
+        world: World,
     ) -> None:
-        self.config, self.prepared, self.device, self.total = config, prepared, device, total
+        self.config, self.prepared, self.world, self.total = config, prepared, world, total
+        self.ranks, self.device = world.ranks, world.device
         self.model, self.engine, self.metrics = model, engine, metrics
         self.display = RunDisplay(console, total)
-        self.facts = Facts(model, engine, device)
+        self.facts = Facts(model, engine, world.device)
         self.optimizer = make_optimizer(model, config)
         self.schedule = make_schedule(self.optimizer, config, total)
         self.progress = Progress()
@@ -75,7 +79,8 @@ class TrainLoop:
         self.after_step: Callable[[], None] | None = None
         """Called between two steps, when the state is whole; what it raises ends the run."""
         self.stop_asked: Callable[[], bool] = lambda: False
-        """An evaluation that goes on while this becomes true is left, and made when the run goes on."""
+        """An evaluation that goes on while this becomes true is left, and made when the run goes on. Asked by all ranks
+        at the same places."""
         self.pieces: dict[str, Piece] = {
             "progress": self.progress,
             "optimizer": self.optimizer,
@@ -87,7 +92,7 @@ class TrainLoop:
         self.pieces |= {} if self.best is None else {"best": self.best}
         self._split = StepSplitter(prepared.plan, config.tokens_per_call)
         self.updates = Updates(config, prepared.plan, total)
-        self.rollouts = Rollouts(prepared, self.updates, ReferencePolicy(config, model, engine, device), self._split)
+        self.rollouts = Rollouts(prepared, self.updates, ReferencePolicy(config, model, engine, world), self._split)
         self.pieces |= {"updates": self.updates, **self.rollouts.pieces}
         self._since, self._other = time.perf_counter(), 0.0
 
@@ -166,8 +171,8 @@ class TrainLoop:
         rows = self.prepared.rows
         first = next(iter(self.updates)).rows
         with self._precision():
-            facts = self.facts.of_run(rows, self.prepared.eval_rows, [rows[number] for number in first.tolist()])
-        record = {"kind": "start", "steps": self.total, "config": self.config.as_dict()}
+            facts = self.facts.of_run(rows, self.prepared.eval_rows, take(rows, first.tolist()))
+        record = {"kind": "start", "steps": self.total, "config": self.config.as_dict(), "ranks": self.ranks.size}
         self.metrics.write(record | facts | self.about)
 
     def _train_step(self, update: Update) -> None:
@@ -208,7 +213,7 @@ class TrainLoop:
         if self.config.several_updates:
             record |= {"batch": update.batch + 1, "update": update.number, "minibatch": update.minibatch}
             record |= {} if self.config.target_kl is None else {"steps_left_out": left_out}
-        return record | more | self.facts.of_step(rows) | self.rollouts.watched(rows)
+        return record | more | self.facts.of_step(rows) | self.rollouts.watched(rows, self.ranks)
 
     def _update(self, loss: float) -> float:
         """Move the weights along the gradients; returns the gradients' norm."""
@@ -222,8 +227,9 @@ class TrainLoop:
     def _clip(self, loss: float) -> float:
         """Global gradient norm before clipping; nothing is updated by a step that went wrong."""
         limit = math.inf if self.config.max_grad_norm is None else self.config.max_grad_norm
-        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
-        if not (math.isfinite(norm) and math.isfinite(loss)):
+        found = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        norm = float(found.full_tensor() if is_dtensor(found) else found)  # type: ignore[attr-defined]
+        if not all(self.ranks.gather(math.isfinite(norm) and math.isfinite(loss))):
             raise FloatingPointError(
                 f"step {self.step + 1}: the loss is {loss} and the gradient norm {norm}; the weights were not "
                 f"updated, no model is saved, metrics and checkpoints up to here are kept. "
@@ -244,7 +250,7 @@ class TrainLoop:
             "overlap": 1 - result.unique_tokens / result.flat_tokens,
             "seconds": seconds,
             "flat_tokens_per_second": result.flat_tokens / seconds,
-            "peak_memory_bytes": peak_memory_bytes(self.device),
+            "peak_memory_bytes": max(self.ranks.gather(peak_memory_bytes(self.device))),
         }
         self.metrics.write(record)
         self.display.step(record)
@@ -290,7 +296,8 @@ class TrainLoop:
 
     def _evaluated(self) -> Evaluation:
         with self._precision():
-            return evaluate(self.engine, self.rollouts.eval_rows(), self._eval_steps(), self.prepared.eval_loss)
+            found = evaluate(self.engine, self.rollouts.eval_rows(), self._eval_steps(), self.prepared.eval_loss)
+        return self.ranks.gather(found)[0]  # ranks must agree on what is best to the last bit
 
     def _eval_steps(self) -> Iterator[Int64s]:
         for numbers in self.prepared.eval_steps:
@@ -299,13 +306,15 @@ class TrainLoop:
             yield numbers
 
     def _precision(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
+        # FSDP2 casts by itself.
+        narrow = self.config.dtype == "bfloat16" and self.config.parallel != "fsdp"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=narrow)
 
     def result(self, folder: str) -> TrainResult:
         """What was done so far."""
         return self.progress.result(
             folder,
-            peak_memory_bytes=peak_memory_bytes(self.device),
+            peak_memory_bytes=max(self.ranks.gather(peak_memory_bytes(self.device))),
             best_step=self.best.step if self.best is not None and self.config.keep_best else None,
             stopped_early=self.stopped_early,
         )

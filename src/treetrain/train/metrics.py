@@ -89,6 +89,27 @@ class MetricsFile:
             self._observers.close()
 
 
+class NoMetrics:
+    """In place of a `MetricsFile` on the ranks that write nothing down."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def flush(self) -> None:
+        """Nothing."""
+
+    @property
+    def path(self) -> Path:
+        """Raises: there is no file."""
+        raise AssertionError("the first rank alone has a metrics file")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 def peak_memory_bytes(device: "torch.device") -> int:
     """Most memory the process has held so far: resident on a CPU, allocated by torch on a GPU."""
     if device.type == "cuda":

@@ -15,9 +15,10 @@ from torch import nn
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.batch import check_batch
 from treetrain.engine.engine import TreeEngine
-from treetrain.models.loading import load_model
 from treetrain.train.batches import Int64s
 from treetrain.train.config import TrainConfig
+from treetrain.train.model import placed_model
+from treetrain.train.parallel import World
 from treetrain.train.run_engine import RunEngine, engine_of
 from treetrain.train.scores import RowScores
 from treetrain.tree.build import build_tree
@@ -29,11 +30,11 @@ class ReferencePolicy:
     Args:
         config: of the run.
         model, engine: of the run.
-        device: of the model.
+        world: whose ranks share what is scored.
     """
 
-    def __init__(self, config: TrainConfig, model: nn.Module, engine: TreeEngine, device: torch.device) -> None:
-        self._config, self._model, self._engine, self._device = config, model, engine, device
+    def __init__(self, config: TrainConfig, model: nn.Module, engine: TreeEngine, world: World) -> None:
+        self._config, self._model, self._engine, self._world = config, model, engine, world
 
     @contextlib.contextmanager
     def engine(self, *, untouched: bool) -> Iterator[TreeEngine]:
@@ -51,14 +52,12 @@ class ReferencePolicy:
         else:
             yield self._load(named or self._config.model)
             gc.collect()
-            if self._device.type == "cuda":
+            if self._world.device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def _load(self, name: str) -> TreeEngine:
-        model = load_model(name, seed=self._config.seed, dtype=torch.float32)
-        model.requires_grad_(False)
-        nn.Module.to(model, self._device)
-        engine = engine_of(model.eval(), self._config)
+        model = placed_model(name, self._config, self._world, trained=False)
+        engine = engine_of(model.eval(), self._config, self._world)
         if isinstance(engine, RunEngine):
             engine.settle()
         return engine

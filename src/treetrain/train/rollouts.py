@@ -4,8 +4,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from treetrain.data.lazy_rows import take
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
+from treetrain.engine.ranks import Ranks
 from treetrain.train.accumulate import StepSplitter
 from treetrain.train.batches import Int64s
 from treetrain.train.objective import OLD, REFERENCE
@@ -72,8 +74,7 @@ class Rollouts:
     def rows(self, numbers: Int64s) -> list[Trajectory]:
         """Rows of a step, with all that the loss needs."""
         rows = []
-        for number in numbers.tolist():
-            row = self._prepared.rows[number]
+        for number, row in zip(numbers.tolist(), take(self._prepared.rows, numbers.tolist()), strict=True):
             if OLD in self._prepared.computed:
                 row = self._updates.old.attached(row, number)
             rows.append(row if self._reference is None else self._reference.attached(row, number))
@@ -88,6 +89,6 @@ class Rollouts:
         """How far the policy was from the old one, as a step's loss measured it; a mixture names its losses."""
         return next((value for name, value in metrics.items() if name.rpartition("/")[2] == "approx_kl"), None)
 
-    def watched(self, rows: list[Trajectory]) -> dict[str, float]:
-        """What to watch of a step of a policy loss, besides the metrics of the loss."""
-        return {} if self._prepared.watch is None else self._prepared.watch.read() | facts_of_step(rows)
+    def watched(self, rows: list[Trajectory], ranks: Ranks) -> dict[str, float]:
+        """What to watch of a step of a policy loss, besides the metrics of the loss; `rows` are those of all ranks."""
+        return {} if self._prepared.watch is None else self._prepared.watch.read(ranks) | facts_of_step(rows)

@@ -7,11 +7,14 @@ from torch import nn
 from treetrain.engine.calibrate import model_shape
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
-from treetrain.engine.planning import device_free_bytes, plan_within
+from treetrain.engine.planning import formula_cost, plan_within
+from treetrain.plan.budget import Bytes
 from treetrain.plan.constants import Constants
 from treetrain.plan.plan import Plan
 from treetrain.plan.price import CostModel
 from treetrain.train.config import TrainConfig
+from treetrain.train.parallel import World, from_main
+from treetrain.train.sharding import local
 from treetrain.tree.layout import PackedLayout
 
 LINEAR_PACK_TOKENS = 8_192  # beyond this, larger packs cost memory and gain no speed
@@ -32,10 +35,25 @@ class RunEngine(TreeEngine):
         self._constants: Constants | None = None
 
     def settle(self) -> None:
-        """Find what the device has free for plans now, with gradients and optimiser still to come."""
-        free = device_free_bytes(self.model) if self.budget is None else None
-        trained = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
-        self._free_bytes = None if free is None else max(free - (1 + ADAM_STATES) * trained, 0)
+        """Find what the device has free for plans now, with gradients and optimiser still to come.
+
+        A collective call over several ranks: the memory is that of the rank with the least. What passes cost is
+        measured by rank 0 for a budget of bytes, and taken from the model's shape where there is no budget.
+        """
+        free = super().free_bytes() if self.budget is None or self.in_lockstep else None
+        trained = sum(local(p).numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        own = None if free is None else max(free - ADAM_STATES * trained, 0)
+        found = self.ranks.gather(own)
+        self._free_bytes = min((each for each in found if each is not None), default=None)
+        if not (self.ranks.alone or self.in_lockstep):
+            self._constants = self._agreed_constants()
+
+    def _agreed_constants(self) -> Constants | None:
+        """The same on all ranks; None where none are needed."""
+        formula = formula_cost(self.model)
+        if isinstance(self.budget, Bytes):
+            return from_main(self.ranks, "measuring what passes cost", lambda: super(RunEngine, self).cost.constants)
+        return None if formula is None or self.budget is not None else formula.constants
 
     @property
     def cost(self) -> CostModel:
@@ -43,6 +61,10 @@ class RunEngine(TreeEngine):
         if self._constants is None:
             self._constants = super().cost.constants
         return CostModel(shape=model_shape(self.model), constants=self._constants)
+
+    def free_bytes(self) -> int | None:
+        """See `TreeEngine.free_bytes`; as it was found at the beginning."""
+        return super().free_bytes() if self._free_bytes is None else self._free_bytes
 
     def plan_of(self, layout: PackedLayout) -> Plan:
         """See `TreeEngine.plan_of`."""
@@ -59,9 +81,15 @@ class RunEngine(TreeEngine):
         self._constants = None if constants is None else Constants.from_dict(constants)
 
 
-def engine_of(model: nn.Module, config: TrainConfig) -> TreeEngine:
-    """The engine that a run's settings ask for."""
+def engine_of(model: nn.Module, config: TrainConfig, world: World | None = None) -> TreeEngine:
+    """The engine that a run's settings ask for.
+
+    Args:
+        world: whose ranks share every step; a sharded model's are those of its mesh. None: this process is alone.
+    """
+    group = world.ranks.group if world is not None and config.parallel == "ddp" else None
+    options: dict[str, Any] = {"temperature": config.temperature, "group": group, "reduce": config.reduce}
     if config.execution == "tree":
-        return RunEngine(model, budget=config.budget, temperature=config.temperature)
+        return RunEngine(model, budget=config.budget, **options)
     pack_tokens = LINEAR_PACK_TOKENS if config.budget is None else int(config.budget)
-    return LinearEngine(model, pack_tokens=pack_tokens, temperature=config.temperature)
+    return LinearEngine(model, pack_tokens=pack_tokens, **options)

@@ -32,7 +32,10 @@ BY_CONTENT = frozenset(
     {"data", "eval_data", "format", "view", "tools", "chat_template", "tokenizer", "eval_fraction", "model"}
 )
 """Settings that may be said in another way (a file that was moved) as long as the same rows and weights come of it."""
-ROUNDING = frozenset({"execution", "budget", "tokens_per_call", "gradient_checkpointing", "device", "threads"})
+ROUNDING = frozenset(
+    {"execution", "budget", "tokens_per_call", "gradient_checkpointing", "device", "threads"}
+    | {"parallel", "reduce", "replicas", "cpu_offload", "meta_init"}
+)
 """Settings that change the order of sums and nothing else."""
 LENGTH = frozenset({"epochs", "steps"})
 """Settings that may change as long as the steps that are done would have been the same."""

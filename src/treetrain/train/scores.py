@@ -7,9 +7,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from treetrain.data.lazy_rows import take
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
 from treetrain.train.batches import Int64s
+from treetrain.train.spread import logprobs
 
 
 class RowScores:
@@ -36,10 +38,10 @@ class RowScores:
 
         Args:
             rows: all rows of the run.
-            numbers: of those to score, in one call.
+            numbers: of those to score, in one call, shared by the engine's ranks.
         """
-        members = [rows[number] for number in numbers.tolist()]
-        for number, scores in zip(numbers.tolist(), engine.logprobs(members), strict=True):
+        members = take(rows, numbers.tolist())
+        for number, scores in zip(numbers.tolist(), logprobs(engine, members), strict=True):
             self._scores[number] = scores.cpu().numpy()
 
     def attached(self, row: Trajectory, number: int) -> Trajectory:

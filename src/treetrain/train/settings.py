@@ -223,13 +223,33 @@ class ExecutionSettings:
     """Tokens whose graph is alive at once (4096), or for a tree bytes above model, gradients and optimiser
     state (8GiB). None: a tree takes what the device has free, linear packs of 8192 tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """float32, or bfloat16 by autocast over float32 weights."""
+    """float32, or bfloat16 over float32 weights: by autocast; under parallel fsdp by casting every layer's weights."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, about a third more time."""
     device: str = "auto"
     """auto (cuda if there is one), cpu or cuda."""
     threads: int | None = None
     """CPU threads; None leaves torch's choice."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelSettings:
+    """Over several processes, started by torchrun: each step is that of one process on the same rows."""
+
+    parallel: Literal["none", "ddp", "fsdp"] = "none"
+    """none: one process. ddp: every process has the whole model. fsdp: weights, gradients and optimiser state are cut
+    over the processes, layer by layer (FSDP2). `torchrun --nproc-per-node 8 -m treetrain train ... --parallel fsdp`"""
+    reduce: Literal["auto", "part", "step"] = "auto"
+    """fsdp: gradients are summed over processes after every part, or once per step and are whole until then; auto:
+    once where there is ample memory for that."""
+    replicas: int = 1
+    """fsdp: copies of the model, each cut over so many times fewer processes (8 processes and 2 replicas: shards over
+    4); as many as there are nodes keeps gathering within a node."""
+    cpu_offload: bool = False
+    """fsdp on GPUs: weights, gradients and optimiser state stay in CPU memory and come over layer by layer."""
+    meta_init: bool = False
+    """fsdp: no process but the first holds the whole model while it is loaded; safetensors are read shard by shard
+    where their names are the model's, and then not even the first does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,6 +295,7 @@ SECTIONS: dict[str, type] = {
     "optimiser": OptimiserSettings,
     "evaluation": EvaluationSettings,
     "execution": ExecutionSettings,
+    "parallel": ParallelSettings,
     "output": OutputSettings,
     "checkpoints": CheckpointSettings,
 }

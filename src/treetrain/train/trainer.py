@@ -1,8 +1,10 @@
 """The trainer: checked data and settings first, then the model, then steps, then one folder with the result."""
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -10,11 +12,11 @@ from safetensors import SafetensorError
 from torch import nn
 
 from treetrain import __version__
+from treetrain.data.lazy_rows import LazyRows
 from treetrain.engine.batch import check_batch
 from treetrain.engine.engine import TreeEngine
-from treetrain.models.loading import load_model
+from treetrain.engine.ranks import check_same
 from treetrain.models.recurrence import delta_rule_of
-from treetrain.train.adapters import add_adapter
 from treetrain.train.allocator import keep_memory
 from treetrain.train.checkpoint import seed_all
 from treetrain.train.config import TrainConfig
@@ -22,8 +24,10 @@ from treetrain.train.config_file import settings_as_toml
 from treetrain.train.facts import machine, versions
 from treetrain.train.keeper import CheckpointKeeper
 from treetrain.train.loop import TrainLoop
-from treetrain.train.metrics import METRICS_FILE, MetricsFile
+from treetrain.train.metrics import METRICS_FILE, MetricsFile, NoMetrics
+from treetrain.train.model import placed_model
 from treetrain.train.output_lock import output_lock
+from treetrain.train.parallel import alike, from_main, join
 from treetrain.train.prepare import Prepared, prepare
 from treetrain.train.result import TrainResult
 from treetrain.train.resume import Start, Wanted, clear_leftovers, find_start
@@ -43,6 +47,8 @@ class Trainer:
         config: the run.
         console: where progress is shown; None shows nothing.
         observers: are given every record of the run (see `treetrain.train.sinks.Observer`).
+        group: of torch.distributed: the processes of a run over several; None: all of them. The first one alone writes,
+            shows progress and calls observers.
 
     Raises:
         DataError: bad data, naming file and line or row.
@@ -50,17 +56,25 @@ class Trainer:
     """
 
     def __init__(
-        self, config: TrainConfig, *, console: Console | None = None, observers: Sequence[Observer] = ()
+        self,
+        config: TrainConfig,
+        *,
+        console: Console | None = None,
+        observers: Sequence[Observer] = (),
+        group: Any = None,
     ) -> None:
-        self.config, self.console = config, console or Console(quiet=True)
-        self.observers = (*make_sinks(config), *observers)
-        self.device = _device(config.device)
-        self.prepared: Prepared = prepare(config)
+        self.config, self.world = config, join(config, group)
+        self.ranks, self.device = self.world.ranks, self.world.device
+        self.console = console if console is not None and self.world.main else Console(quiet=True)
+        self.observers = (*make_sinks(config), *observers) if self.world.main else ()
+        self.prepared: Prepared = alike(self.ranks, "reading the data", lambda: prepare(config, self.ranks))
         for note in self.prepared.notes:
             self.console.print(f"note: {note}", highlight=False, soft_wrap=True)
         self.total_steps = total_steps(config, self.prepared.plan)
         self.data = data_digests(self.prepared)
-        find_start(self._wanted(), contents=False)  # refuses early; what is found is looked for again under the lock
+        check_same("the rows that they have read", self.ranks.gather(self.data))
+        # Refuses early; what is found is looked for again under the lock.
+        find_start(self._wanted(), contents=False, ranks=self.ranks)
 
     def run(self) -> TrainResult:
         """Train, evaluate and save.
@@ -71,16 +85,26 @@ class Trainer:
             FloatingPointError: a loss or gradient that is no finite number; no model is saved.
             Interrupted: Ctrl-C or SIGTERM; its message says what is saved. A second Ctrl-C saves nothing more.
             OSError: the disk does not take the result.
+            RanksDisagree: another process of the run has stopped; it says why.
         """
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         folder = Path(self.config.output)
-        with output_lock(folder):
-            clear_leftovers(folder)
-            start = find_start(self._wanted())
+        with contextlib.ExitStack() as lock:
+
+            def take() -> None:
+                lock.enter_context(output_lock(folder))
+                clear_leftovers(folder)
+
+            from_main(self.ranks, "taking the output folder", take)
+            start = find_start(self._wanted(), ranks=self.ranks)
             for note in start.notes:
                 self.console.print(f"note: {note}", highlight=False, soft_wrap=True)
             return start.finished or self._run(folder, start)
+
+    def leave(self) -> None:
+        """Take the process out of the group that was made for the run; for runs over several that came to an end."""
+        self.world.leave()
 
     def _run(self, folder: Path, start: Start) -> TrainResult:
         seed_all(self.config.seed)
@@ -92,24 +116,27 @@ class Trainer:
         if rule := delta_rule_of(model, self.device):
             self.console.print(f"recurrence: {rule}", highlight=False, soft_wrap=True)
         for rows in (self.prepared.rows, self.prepared.eval_rows):
-            check_batch(build_tree(rows), engine.capabilities)
+            if not isinstance(rows, LazyRows):  # those are checked step by step
+                check_batch(build_tree(rows), engine.capabilities)
         before = start.checkpoint and start.checkpoint.path / METRICS_FILE
         with (
-            MetricsFile(folder, self.observers, before=before) as metrics,
+            MetricsFile(folder, self.observers, before=before) if self.world.main else NoMetrics() as metrics,
             stop_requests(say=not self.console.quiet) as stop,
         ):
             loop = self._loop(model, engine, metrics)
-            keeper = CheckpointKeeper(self._wanted(), loop, start, stop, console=self.console)
+            keeper = CheckpointKeeper(self._wanted(), loop, start, stop, console=self.console, ranks=self.ranks)
             keeper.begin()
             try:
                 loop.run()
             except KeyboardInterrupt as stopped:
                 metrics.write({"kind": "interrupted", "step": loop.step})
                 raise keeper.told(stopped) from None
+            keeper.finish()
             if loop.best is not None:
                 loop.best.restore()
             try:
-                save_result(folder, model, self.prepared.tokenizer, self._description(), average=loop.average)
+                text, average = self._description(), loop.average
+                save_result(folder, model, self.prepared.tokenizer, text, average=average, ranks=self.ranks)
             except (OSError, SafetensorError) as error:
                 raise keeper.not_saved(error) from error
             result = loop.result(str(folder))
@@ -121,9 +148,7 @@ class Trainer:
         return Wanted(config=self.config, total=self.total_steps, data=self.data, environment=environment)
 
     def _load(self) -> nn.Module:
-        model = load_model(self.config.model, seed=self.config.seed, dtype=torch.float32)
-        model = add_adapter(model, self.config)
-        nn.Module.to(model, self.device)
+        model: Any = placed_model(self.config.model, self.config, self.world)
         if self.config.gradient_checkpointing:
             # The name of transformers 5.0, and the one that replaced it.
             later = getattr(model, "activation_checkpointing_enable", None)
@@ -134,9 +159,9 @@ class Trainer:
         return model
 
     def _engine(self, model: nn.Module) -> TreeEngine:
-        return engine_of(model, self.config)
+        return engine_of(model, self.config, self.world)
 
-    def _loop(self, model: nn.Module, engine: TreeEngine, metrics: MetricsFile) -> TrainLoop:
+    def _loop(self, model: nn.Module, engine: TreeEngine, metrics: MetricsFile | NoMetrics) -> TrainLoop:
         return TrainLoop(
             self.config,
             self.prepared,
@@ -145,7 +170,7 @@ class Trainer:
             metrics,
             console=self.console,
             total=self.total_steps,
-            device=self.device,
+            world=self.world,
         )
 
     def _description(self) -> dict[str, str]:
@@ -157,12 +182,7 @@ class Trainer:
 
 def train(config: TrainConfig, *, console: Console | None = None) -> TrainResult:
     """Train as `config` says; see `Trainer`."""
-    return Trainer(config, console=console).run()
-
-
-def _device(name: str) -> torch.device:
-    """Raises ValueError for a GPU that is not there."""
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise ValueError("device is 'cuda', but torch sees no GPU; use device cpu or auto")
-    return torch.device("cuda" if available and name == "auto" else "cpu" if name == "auto" else name)
+    trainer = Trainer(config, console=console)
+    result = trainer.run()
+    trainer.leave()
+    return result

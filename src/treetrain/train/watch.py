@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
+from treetrain.engine.ranks import Ranks
 from treetrain.losses import KL_ESTIMATORS, Loss, Metrics
 from treetrain.losses.facts import Facts, PackedFacts
 from treetrain.losses.importance import per_sequence
@@ -38,10 +39,18 @@ class Watch:
             found = found.max() if kept is self._largest else found.min()
             kept[name] = better(kept[name], found) if name in kept else found
 
-    def read(self) -> dict[str, float]:
-        """Of the step so far."""
-        found = {f"{name}_max": float(value) for name, value in self._largest.items()}
-        return found | {f"{name}_min": float(value) for name, value in self._smallest.items()}
+    def read(self, ranks: Ranks | None = None) -> dict[str, float]:
+        """Of the step so far; of these ranks together, or of this one alone."""
+        found, ranks = {}, ranks or Ranks()
+        for kept, ending, better in ((self._largest, "max", max), (self._smallest, "min", min)):
+            for told in ranks.gather({name: float(value) for name, value in kept.items()}):
+                for name, value in told.items():
+                    name = f"{name}_{ending}"
+                    found[name] = better(found[name], value) if name in found else value
+        return found
+
+    def __repr__(self) -> str:
+        return "Watch()"  # a loss is known by its repr to be that of the other ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
