@@ -20,6 +20,7 @@ from treetrain.engine.ranks import Ranks
 from treetrain.errors import DataError
 from treetrain.losses import by_name
 from treetrain.models.loading import load_model
+from treetrain.train import parallel
 from treetrain.train.accumulate import StepSplitter, forward_backward
 from treetrain.train.average import WeightAverage
 from treetrain.train.best import Best
@@ -478,3 +479,10 @@ def test_what_is_between_the_steps_counts_and_evaluations_do_not(make_config, mo
     result = train(make_config(steps=3, eval_fraction=0.3, eval_every_steps=1))
     first, *rest = [step["other_seconds"] for step in records(result)]
     assert first < 0.1 and all(0.1 <= seconds < 0.5 for seconds in rest)
+
+
+@pytest.mark.parametrize("optimizer", parallel.WHOLE_WEIGHTS)
+def test_optimisers_that_need_whole_weights_are_refused_for_shards(make_config, optimizer):
+    config = make_config(parallel="fsdp", optimizer=optimizer)
+    with pytest.raises(ValueError, match=f"optimizer is {optimizer}, whose arithmetic does not know weights"):
+        parallel._check_settings(config, parallel.World(ranks=Ranks(), device=torch.device("cpu")))

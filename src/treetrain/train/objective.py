@@ -108,8 +108,7 @@ def make_objective(
         policy = settings.reference_model or "the weights that the run begins with"
         notes.append(f"{_not_used(rows, REFERENCE)}: the reference policy is {policy}")
     watch = Watch() if isinstance(loss, PolicyLoss) else None
-    if isinstance(loss, PolicyLoss) and watch is not None:
-        loss = _watched(loss, watch, rows, settings)
+    loss = _watched(loss, watch, rows, settings) if isinstance(loss, PolicyLoss) and watch is not None else loss
     if settings.sft_weight is not None:
         loss, added_notes = _with_cross_entropy(name, loss, settings.sft_weight)
         notes += added_notes

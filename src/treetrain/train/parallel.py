@@ -16,6 +16,9 @@ T = TypeVar("T")
 LAUNCH = "torchrun --nproc-per-node {} -m treetrain train"
 """How a run over several processes is started; `{}` is their number on a host."""
 
+WHOLE_WEIGHTS = ("adafactor", "adamw8bit")
+"""Optimisers that fail on DTensors: torch's Adafactor in an operation of its norms, bitsandbytes in its kernels."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
@@ -86,10 +89,10 @@ def _check_settings(config: TrainConfig, world: World) -> None:
         raise ValueError(f"replicas is {config.replicas}, which does not divide the {size} processes of the run")
     if config.cpu_offload and world.device.type == "cpu":
         raise ValueError("cpu_offload keeps weights in CPU memory, and on a CPU they are there anyway: leave it out")
-    if config.parallel == "fsdp" and config.optimizer == "adamw8bit":
+    if config.parallel == "fsdp" and config.optimizer in WHOLE_WEIGHTS:
         raise ValueError(
-            "optimizer is adamw8bit, whose kernels do not know weights that are cut over processes (parallel fsdp): "
-            "use adamw, or parallel ddp"
+            f"optimizer is {config.optimizer}, whose arithmetic does not know weights that are cut over processes "
+            "(parallel fsdp): use adamw, or parallel ddp"
         )
 
 

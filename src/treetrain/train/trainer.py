@@ -131,7 +131,8 @@ class Trainer:
             except KeyboardInterrupt as stopped:
                 metrics.write({"kind": "interrupted", "step": loop.step})
                 raise keeper.told(stopped) from None
-            keeper.finish()
+            finally:
+                keeper.finish()  # a write under way is waited for, whatever ended the run
             if loop.best is not None:
                 loop.best.restore()
             try:
