@@ -54,3 +54,33 @@ def test_a_function_among_the_options_of_a_loss_is_no_disagreement(run_on_ranks)
 def test_a_value_head_may_be_wrapped_as_the_model_is(run_on_ranks, kind) -> None:
     for error in run_on_ranks(rank_traps.value_head_in_other_hands, kind):
         assert error <= EXACT
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_fsdp_may_cast_the_outputs_of_the_model(run_on_ranks, family) -> None:
+    for left, cast in run_on_ranks(rank_traps.outputs_cast_by_fsdp, family):
+        assert left == cast < 0.05
+
+
+def test_a_negative_weight_in_a_tree_of_nodes_is_refused_on_all_ranks(run_on_ranks) -> None:
+    first, second = run_on_ranks(rank_traps.negative_weights_of_nodes)
+    assert first.startswith("DataError: node 1: loss_weights[1] = -0.5, but a mean needs weights of 0 or more")
+    assert "because of rank 0 of 2: DataError: node 1" in second
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_calls_that_differ_in_what_is_known_late_stop_on_all_ranks(run_on_ranks, parallel) -> None:
+    for told in run_on_ranks(rank_traps.calls_that_differ, parallel):
+        assert "the ranks differ in sync: rank 0 has True, rank 1 False" in told["sync"]
+        assert "the normaliser that the loss gives: rank 0 has 1.0, rank 1 2.0" in told["normaliser"]
+        assert "the ranks differ in the balance of the routers" in told["balance"]
+
+
+def test_hooks_that_update_weights_see_the_gradients_of_all_ranks_or_are_refused(run_on_ranks) -> None:
+    for told in run_on_ranks(rank_traps.optimiser_in_backward, "ddp"):
+        assert told.startswith("UnsupportedModel: weights that every rank holds as a whole have hooks")
+    assert run_on_ranks(rank_traps.optimiser_in_backward, "fsdp") == ["no error"] * 2
+
+
+def test_engines_on_one_group_talk_over_one_group(run_on_ranks) -> None:
+    assert run_on_ranks(rank_traps.groups_made) == [1, 1]

@@ -4,22 +4,25 @@ import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import treetrain as tt
 from support.models import make_model
 from support.pure import PureFloat64
 from support.rank_errors import Oops, told_by
-from support.rank_work import LOSSES, gradients, relative_error, rows_of, sharded
+from support.rank_work import LOSSES, OwnLoss, gradients, relative_error, rows_of, sharded
+from treetrain.engine import ranks as ranks_module
 from treetrain.engine.feed import Board
 from treetrain.engine.walk import Walk
 from treetrain.engine.whole_step import share_of
+from treetrain.tree import Node, NodeTrajectory, TokenTree
 
 
 def _models(parallel: str, group: Any, **changes: Any) -> tuple[nn.Module, nn.Module, dict[str, Any]]:
@@ -180,3 +183,98 @@ def value_head_in_other_hands(group: Any, kind: str) -> float:
             engine.forward_backward(own, LOSSES["value"])
     found = {name.removeprefix("module."): grad for name, grad in gradients(head).items()}
     return max(relative_error(gradients(model), gradients(alone)), relative_error(found, gradients(other)))
+
+
+def outputs_cast_by_fsdp(group: Any, family: str) -> tuple[float, float]:
+    """The gradients' errors of a step with passes in bfloat16, with outputs left as they are and cast to that too."""
+    rank, mesh = dist.get_rank(group), DeviceMesh.from_group(group, "cpu")
+    rows, loss = rows_of(4, "sft"), tt.losses.sft()
+    found = []
+    for output in (None, torch.bfloat16):
+        model = make_model(family)
+        alone = copy.deepcopy(model)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=output)
+        for layer in model.base_model.layers:  # type: ignore[union-attr]
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        tt.TreeEngine(model, budget=7).forward_backward(rows[rank::2], loss)
+        tt.TreeEngine(alone).forward_backward(rows, loss)
+        found.append(relative_error(gradients(model), gradients(alone)))
+    return found[0], found[1]
+
+
+def negative_weights_of_nodes(group: Any) -> str:
+    """What a rank is told when a tree of nodes on rank 0 has a weight below 0."""
+    nodes = [Node(None, [1, 2, 3]), Node(0, [4, 5], loss_weights=[1.0, -0.5])]
+    tree = TokenTree.from_nodes(nodes, [NodeTrajectory(node=1)])
+    model, _, sharing = _models("ddp", group)
+    engine = tt.TreeEngine(model, **sharing)
+    return told_by(lambda: engine.forward_backward([[1, 2]] if dist.get_rank(group) else tree, tt.losses.sft()))
+
+
+class _OtherNormaliser(OwnLoss):
+    def __init__(self, rank: int):
+        self._rank = rank
+
+    def normaliser(self, rows: Any) -> float:
+        return 1.0 + self._rank
+
+
+def calls_that_differ(group: Any, parallel: str) -> dict[str, str]:
+    """What a rank is told where calls differ in what is known late, or could go wrong in silence."""
+    rank = dist.get_rank(group)
+    model, _, sharing = _models(parallel, group)
+    rows, loss = rows_of(4, "sft")[rank::2], tt.losses.sft()
+    engine = tt.TreeEngine(model, **sharing)
+    told = {
+        "sync": told_by(lambda: engine.forward_backward(rows, loss, sync=rank == 0)),
+        "normaliser": told_by(lambda: engine.forward_backward(rows, _OtherNormaliser(rank))),
+    }
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    experts = make_model("qwen3_moe", **changes)
+    balance = tt.TreeEngine(experts).router_balance(rows)
+    if parallel == "fsdp":
+        sharded(experts, group)
+    balanced = tt.TreeEngine(experts, **sharing)
+    told["balance"] = told_by(lambda: balanced.forward_backward(rows, loss, balance=balance))
+    return told
+
+
+def optimiser_in_backward(group: Any, parallel: str) -> str:
+    """What a rank is told where hooks of the weights make the update, or how far the weights are from one process's."""
+    model, alone, sharing = _models(parallel, group)
+
+    def update(p: Any) -> None:
+        with torch.no_grad():
+            p -= 0.1 * p.grad
+        p.grad = None
+
+    for p in (*model.parameters(), *alone.parameters()):
+        p.register_post_accumulate_grad_hook(update)
+    rows, loss = rows_of(4, "sft"), tt.losses.sft()
+    engine = tt.TreeEngine(model, budget=7, **sharing)
+    with PureFloat64():
+        told = told_by(lambda: engine.forward_backward(rows[dist.get_rank(group) :: 2], loss))
+        tt.TreeEngine(alone).forward_backward(rows, loss)
+    if parallel == "ddp":
+        return told
+    pairs = zip(model.parameters(), alone.parameters())
+    far = max(float((own.full_tensor() - other).detach().abs().max()) for own, other in pairs)  # type: ignore[operator]
+    return told if far <= 1e-12 else f"{far} away"
+
+
+def groups_made(group: Any) -> int:
+    """How many groups for CPU tensors several engines make beside one that has none of those."""
+    made: list[int] = []
+    new_group = dist.new_group
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(1)
+        return new_group(*args, **options)
+
+    told = patch.object(dist, "get_backend_config", lambda *_: "cuda:nccl")
+    with told, patch.object(dist, "new_group", counted), patch.dict(ranks_module._MADE, clear=True):
+        for _ in range(3):
+            model = make_model("qwen3")
+            tt.TreeEngine(model, group=group).forward_backward([[1, 2, 3]], tt.losses.sft())
+    return len(made)

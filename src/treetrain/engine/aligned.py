@@ -8,7 +8,8 @@ from treetrain.engine.batch import Batch
 from treetrain.engine.begin import Begun
 from treetrain.engine.packed import wide_dtype
 from treetrain.engine.planning import AMPLE, formula_cost
-from treetrain.engine.ranks import Ranks
+from treetrain.engine.ranks import Ranks, check_same
+from treetrain.engine.router_balance import RouterBalance
 from treetrain.plan.align import Way, choose, offers_of, ways_of
 from treetrain.plan.budget import Bytes
 from treetrain.plan.plan import Plan
@@ -26,7 +27,12 @@ class Alignment(NamedTuple):
 
 
 def agreed_plan(
-    engine: Any, planned: Callable[[], tuple[Begun, Plan]], aligned: Alignment | None, *, sync: bool
+    engine: Any,
+    planned: Callable[[], tuple[Begun, Plan]],
+    aligned: Alignment | None,
+    *,
+    sync: bool,
+    balance: RouterBalance | None = None,
 ) -> tuple[Begun, Plan]:
     """What this rank runs, and when sharded gradients are reduced; a collective call.
 
@@ -34,6 +40,10 @@ def agreed_plan(
         planned: finds what it would run by itself.
         aligned: None where the ranks' passes have nothing to do with one another.
         sync: whether the step ends with this call.
+        balance: of the routers, as the caller gave it.
+
+    Raises:
+        RanksDisagree: another rank ends the step elsewhere, or divides it by another normaliser.
     """
 
     ranks: Ranks = engine.ranks
@@ -41,15 +51,34 @@ def agreed_plan(
     def ways() -> tuple[tuple[Begun, list[Way]], Any]:
         begun, plan = planned()
         own = [Way(plan, begun.batch.tree, "")] if aligned is None else _ways(begun, plan, aligned)
-        return (begun, own), ([_reduces_once(engine, way.plan) for way in own], offers_of(own) if aligned else [])
+        offers = offers_of(own) if aligned else []
+        return (begun, own), (
+            _same(ranks, begun, sync, balance),
+            [_reduces_once(engine, way.plan) for way in own],
+            offers,
+        )
 
-    (begun, own), told = ranks.agree("planning", ways)
+    (begun, own), found = ranks.agree("planning", ways)
+    for name in found[0][0]:
+        check_same(name, [same[name] for same, *_ in found])
+    told = [(room, offers) for _, room, offers in found]
     chosen = choose([offers for _, offers in told]) if aligned else [0] * ranks.size
     way = own[chosen[ranks.rank]]
     if isinstance(begun.batch, Batch) and way.tree is not begun.batch.tree:
         begun = begun._replace(batch=Batch.of(way.tree, weighted=begun.batch.weighted))
     at_last = all(room[number] for (room, _), number in zip(told, chosen))
     return begun._replace(reduces="never" if not sync else "last" if at_last else "each"), way.plan
+
+
+def _same(ranks: Ranks, begun: Begun, sync: bool, balance: RouterBalance | None) -> dict[str, Any]:
+    """What the ranks of a step must not differ in, now that it is known."""
+    if ranks.alone:
+        return {}
+    return {
+        "sync": sync,
+        "the normaliser that the loss gives": begun.normaliser * ranks.size,
+        "the balance of the routers": None if balance is None else (balance.tokens, balance.choices.tolist()),
+    }
 
 
 def _reduces_once(engine: Any, plan: Plan) -> bool:

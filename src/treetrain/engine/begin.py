@@ -9,8 +9,9 @@ from treetrain.engine.batch import Batch, as_tree, check_batch
 from treetrain.engine.checks import check_trainable
 from treetrain.engine.lockstep import Reduces
 from treetrain.engine.merged import MergedBatch
-from treetrain.engine.ranks import Ranks
+from treetrain.engine.ranks import Ranks, is_shard
 from treetrain.engine.whole_step import Share, every_row, share_of, whole_step
+from treetrain.errors import UnsupportedModel
 from treetrain.tree.token_tree import TokenTree
 
 
@@ -45,6 +46,7 @@ def begin(
         values, entropy = bool(getattr(loss, "needs_values", False)), bool(getattr(loss, "needs_entropy", False))
         engine.prepare(logprobs=entropy or getattr(loss, "needs_logprobs", True), values=values)
         check_trainable(engine.parameters)
+        _check_hooks(engine)
         tree = as_tree(trajectories, merge=merge)
         check_batch(tree, engine.capabilities)
         # A tree of nodes stays unflattened where the loss can bear it.
@@ -59,6 +61,17 @@ def begin(
     else:
         batch = MergedBatch.of(tree, merged, every_token=every_token)
     return Begun(tree, batch, loss, whole / ranks.size, every_row(shares), [])
+
+
+def _check_hooks(engine: Any) -> None:
+    """Raise UnsupportedModel where hooks would act on what a rank has of gradients that are averaged after them."""
+    whole = [] if engine.ranks.alone else [p for p in engine.parameters if not is_shard(p)]
+    if any(p._post_accumulate_grad_hooks for p in whole):
+        raise UnsupportedModel(
+            "weights that every rank holds as a whole have hooks that run after their gradients are accumulated (an "
+            "optimiser step within backward?): they would see this rank's gradients before those are averaged. Remove "
+            "the hooks and step the optimiser after forward_backward, or shard the model with fully_shard."
+        )
 
 
 def _settings(engine: Any) -> dict[str, Any]:

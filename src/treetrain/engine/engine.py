@@ -170,7 +170,7 @@ class TreeEngine:
         begun = begin(self, trajectories, loss, normaliser, merge=self._merge)
         if self._balanced and balance is None and not self.ranks.alone:
             balance = self.router_balance(begun.tree)
-        begun, plan = self._planned(begun, sync=sync)
+        begun, plan = self._planned(begun, sync=sync, balance=balance)
         never = why_not_again(self.parameters, waiting_gradients(self.model, self.value_head))
 
         def step() -> tuple[None, StepResult]:
@@ -186,7 +186,7 @@ class TreeEngine:
             self.ranks.average_gradients([p for p in self.parameters if not is_shard(p)])
         return over_ranks(results)
 
-    def _planned(self, begun: Begun, *, sync: bool) -> tuple[Begun, Plan]:
+    def _planned(self, begun: Begun, *, sync: bool, balance: RouterBalance | None) -> tuple[Begun, Plan]:
         """The plan of this rank's part of a step, and when sharded gradients are reduced."""
 
         def planned() -> tuple[Begun, Plan]:
@@ -197,7 +197,7 @@ class TreeEngine:
 
         free = self.free_bytes if self.budget is None else None
         aligned = Alignment(free, apart=self._merge and not self._balanced) if self.in_lockstep else None
-        return agreed_plan(self, planned, aligned, sync=sync)
+        return agreed_plan(self, planned, aligned, sync=sync, balance=balance)
 
     def _within_memory(
         self, begun: Begun, plan: Plan, never: str | None, balance: RouterBalance | None

@@ -14,6 +14,7 @@ from treetrain.attention.device_arrays import to_device
 from treetrain.attention.dispatch import make_attention
 from treetrain.attention.schedule import Forest
 from treetrain.engine.head import Edges, Scores
+from treetrain.engine.ranks import output_dtype
 from treetrain.engine.routing import RouterPass
 from treetrain.engine.scoring import scoring_head
 from treetrain.engine.sinks import Sinks
@@ -103,6 +104,7 @@ class PackedRun:
             coefficients=coefficients,
             sinks=sinks,
             meets_all=meets_all,
+            handed_on_as=output_dtype(self.model) if meets_all else None,
         ) as calls:
             outputs = self._forward(run)
         self._check_layers(run)

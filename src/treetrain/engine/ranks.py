@@ -18,6 +18,8 @@ from treetrain.errors import RanksDisagree, UnsupportedModel
 T = TypeVar("T")
 BUCKET_NUMBERS = 1 << 24
 """Gradients that one all-reduce takes at once."""
+_MADE: dict[Any, Any] = {}
+"""Groups made here for others: every engine on the same ones talks over the same."""
 CONTROL_TIMEOUT = datetime.timedelta(minutes=30)
 """A rank may read, plan and evaluate for so long while the others wait for it."""
 
@@ -48,7 +50,7 @@ class Ranks:
         if "cpu" in str(dist.get_backend_config(self.group)):
             return self.group
         members = dist.get_process_group_ranks(self.group)
-        return dist.new_group(members, backend="gloo", timeout=CONTROL_TIMEOUT, use_local_synchronization=True)
+        return _made_once(self.group, members, backend="gloo", timeout=CONTROL_TIMEOUT)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank; a collective call."""
@@ -139,6 +141,12 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
+def _made_once(key: Any, members: list[int], **options: Any) -> Any:
+    if key not in _MADE:
+        _MADE[key] = dist.new_group(members, use_local_synchronization=True, **options)
+    return _MADE[key]
+
+
 def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters of one kind whose gradients go together."""
     kinds: dict[Any, list[list[nn.Parameter]]] = {}
@@ -182,6 +190,14 @@ def sharded_modules(*modules: nn.Module | None) -> list[Any]:
 def is_sharded(model: nn.Module) -> bool:
     """Whether some of a model's modules are in the hands of FSDP2."""
     return bool(sharded_modules(model))
+
+
+def output_dtype(model: nn.Module) -> torch.dtype | None:
+    """What FSDP2 casts a model's output to, by its mixed precision policy; None: it leaves it."""
+    if model not in sharded_modules(model):
+        return None
+    policy = getattr(model._get_fsdp_state(), "_mp_policy", None)  # type: ignore[operator]
+    return getattr(policy, "output_dtype", None)
 
 
 def waiting_gradients(*modules: nn.Module | None) -> list[Any]:
@@ -300,4 +316,4 @@ def _group_of(mesh: Any) -> "dist.ProcessGroup":
     assert everyone is not None
     if mesh.size() == dist.get_world_size():
         return everyone
-    return dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+    return _made_once(tuple(mesh.get_all_groups()), mesh.mesh.flatten().tolist())

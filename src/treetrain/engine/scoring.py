@@ -50,6 +50,12 @@ def _numbered(scores: Scores, tokens: int, *, meets_all: bool) -> Tensor:
     return carrier + zero_of(scores.values) if meets_all and scores.values is not None else carrier
 
 
+def _handed_on(carrier: Tensor, logit_map: LogitMap, dtype: torch.dtype | None) -> Tensor:
+    if logit_map is not IDENTITY:
+        carrier = torch.cat([carrier, carrier.new_tensor(PROBES).view(1, -1, 1)], dim=1)
+    return carrier if dtype is None else carrier.to(dtype)
+
+
 @contextmanager
 def scoring_head(
     capabilities: Capabilities,
@@ -60,11 +66,13 @@ def scoring_head(
     coefficients: Tensor | None,
     sinks: Sinks | None = None,
     meets_all: bool = False,
+    handed_on_as: torch.dtype | None = None,
 ) -> Iterator[list[HeadCall]]:
     """Calls of the head inside the block are collected in the list given; see `score_edges` for the arguments.
 
     The scores are those of the logits as the declared map leaves them. What the model then does to the carrier, which
-    it takes for its logits, shows whether it does what was declared.
+    it takes for its logits, shows whether it does what was declared. `handed_on_as` is the carrier's dtype where whoever
+    holds the model would cast it behind it.
     """
     calls: list[HeadCall] = []
     original, logit_map, scalar = capabilities.head.forward, capabilities.logit_map, capabilities.scalar
@@ -101,8 +109,7 @@ def scoring_head(
             carrier = carrier.clone() if meets_all else carrier  # FSDP's hook would not follow a view
         else:
             carrier = _numbered(scores, len(flat), meets_all=meets_all)
-        if logit_map is not IDENTITY:
-            carrier = torch.cat([carrier, carrier.new_tensor(PROBES).view(1, -1, 1)], dim=1)
+        carrier = _handed_on(carrier, logit_map, handed_on_as)
         version = 0 if carrier.is_inference() else carrier._version
         calls.append(HeadCall(scores, carrier, version, logit_map, scalar is not None and scalar.pooled))
         return carrier
