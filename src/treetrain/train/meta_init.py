@@ -54,8 +54,8 @@ def _folder(name: str) -> str | None:
 
 def _read_by_shards(folder: Path, name: str, config: TrainConfig, world: World) -> nn.Module | None:
     """None where the stored names are not the model's, or a buffer cannot be computed without the weights."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     model = _on_meta(str(folder))
     if not (_stored_names(folder) >= _own_names(model) and _computable(model)):
@@ -68,7 +68,7 @@ def _read_by_shards(folder: Path, name: str, config: TrainConfig, world: World) 
         if not _compute_buffers(model):
             return None
         state = {key: value for key, value in model.state_dict().items() if key in _stored_names(folder)}
-        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+        load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
     _like_loaded(model, folder, name)
     return model
 
@@ -77,19 +77,19 @@ def _handed_out(name: str, config: TrainConfig, world: World, *, adapter: bool) 
     """Loaded by the first rank."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    state: dict[str, Tensor] = {}
+    state: dict[str, Any] = {}
 
     def make() -> tuple[nn.Module, dict[str, Tensor] | None]:
         if not world.main:
             made = _on_meta(name)
-            return (add_adapter(made, config) if adapter else made).to("meta"), None
-        made: nn.Module = load_model(name, seed=config.seed, dtype=torch.float32)
-        made = add_adapter(made, config) if adapter else made
+            return nn.Module.to(add_adapter(made, config) if adapter else made, "meta"), None
+        loaded: nn.Module = load_model(name, seed=config.seed, dtype=torch.float32)
+        made = add_adapter(loaded, config) if adapter else loaded
         state.update(made.state_dict())
         kept = set(state)
         buffers = {key: value.clone() for key, value in made.named_buffers() if key not in kept}
         tied = _ties(made)
-        _tie_again(made.to("meta"), tied)
+        _tie_again(nn.Module.to(made, "meta"), tied)
         return made, buffers
 
     model, told = world.ranks.agree("loading the model", make)

@@ -7,7 +7,7 @@ an adapter, which is switched off. Only another model is loaded, and dropped aga
 import contextlib
 import gc
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -65,7 +65,7 @@ class ReferencePolicy:
 
 def score_references(
     policy: ReferencePolicy,
-    parts: Iterable[tuple[RowScores, list[Trajectory], Int64s]],
+    parts: Iterable[tuple[RowScores, Sequence[Trajectory], Int64s]],
     *,
     untouched: bool,
     between: Callable[[], None],

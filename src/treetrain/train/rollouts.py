@@ -1,7 +1,7 @@
 """The rows of a run with the log-probabilities that it computes itself: under the old policy and the reference."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from treetrain.data.lazy_rows import take
@@ -44,7 +44,7 @@ class Rollouts:
         """
         return score_references(self._policy, self._to_score(), untouched=untouched, between=between)
 
-    def _to_score(self) -> Iterator[tuple[RowScores, list[Trajectory], Int64s]]:
+    def _to_score(self) -> Iterator[tuple[RowScores, Sequence[Trajectory], Int64s]]:
         if self._reference is not None:
             for batch in self._updates.visited():
                 if len(self._reference) == len(self._prepared.rows):

@@ -1,6 +1,5 @@
 """A model in the hands of FSDP2: which of its modules gather their weights together, and its weights as a whole."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,7 +38,8 @@ def shard(model: nn.Module, config: TrainConfig, world: World) -> nn.Module:
     }
     for layer in sharded_layers(model):
         fully_shard(layer, **options)
-    return fully_shard(model, **options)
+    fully_shard(model, **options)  # in place
+    return model
 
 
 def sharded_layers(model: nn.Module) -> list[nn.Module]:
@@ -123,7 +123,7 @@ def whole_state(model: nn.Module) -> dict[str, Tensor] | None:
     options = StateDictOptions(
         full_state_dict=True, cpu_offload=True, ignore_frozen_params=hasattr(model, "peft_config")
     )
-    state: Mapping[str, Any] = get_model_state_dict(model, options=options)
+    state: dict[str, Any] = dict(get_model_state_dict(model, options=options))
     if not state:
         return None
     first: dict[nn.Parameter, str] = {}
