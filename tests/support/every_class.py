@@ -71,6 +71,12 @@ RECURRENT = {
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "mamba_head_dim", "mamba_d_head", "chunk_size"), 8),
     **dict.fromkeys(("mamba_n_groups", "n_groups"), 1),
 }
+WINDOWS: dict[str, Any] = {
+    "sliding_window": families.WINDOW,
+    "use_sliding_window": True,
+    "max_window_layers": 1,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 _SMALL_VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -235,11 +241,11 @@ def _judge_unbuilt(found: Verdict) -> Verdict:
     return found._replace(reason="passes the check, but cannot be made small enough to be run here")
 
 
-def small_model(model_type: str, **sizes: int) -> nn.Module | None:
+def small_model(model_type: str, **sizes: Any) -> nn.Module | None:
     """A small float64 model, or None where no variant of the fields gives one.
 
     Args:
-        sizes: of the vocabulary or of positions, in place of those of `WIDTHS`.
+        sizes: of the vocabulary or of positions, or other fields of the configuration, beside those of `WIDTHS`.
     """
     model_class = getattr(transformers, NAMES[model_type], None)
     if model_class is None:
@@ -253,6 +259,18 @@ def small_model(model_type: str, **sizes: int) -> nn.Module | None:
         except Exception:  # whatever a class says about fields that do not suit it
             continue
     return None
+
+
+def windowed(model_type: str) -> nn.Module | None:
+    """A small float64 model with windows in every other layer; None for a class that knows no windows.
+
+    What `small_model` makes has them only where the class has them by default.
+    """
+    default = _default(model_type)
+    if default is None or not hasattr(default, "sliding_window"):
+        return None
+    known = dir(default)
+    return small_model(model_type, **{name: value for name, value in WINDOWS.items() if name in known})
 
 
 def _small_configs(model_type: str, sizes: Mapping[str, int] | None = None) -> Iterator[Any]:
