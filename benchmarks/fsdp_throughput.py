@@ -1,0 +1,107 @@
+"""Two processes that share every step under FSDP2, against two that each train half of the batch by themselves.
+
+Run: python benchmarks/fsdp_throughput.py. Two processes of one thread each, gloo, the 30M-parameter model of the
+other benchmarks in float32, steps of sampled answers, no optimiser. Rounds alternate between the two ways, so that a
+machine that slows down slows both; medians are compared. Independent processes start each step together and the slower
+one counts. The bar is 0.9 of their throughput. A row goes to results/fsdp_throughput.csv.
+"""
+
+import argparse
+import os
+import socket
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+import rows as result_rows
+import treetrain as tt
+from treetrain.losses import sft
+from treetrain.train.config import TrainConfig
+from treetrain.train.parallel import join
+from treetrain.train.sharding import shard
+from treetrain.train.spread import own_rows
+from workloads import load_workload, model_30m
+
+SIZE, WARMUP = 2, 1
+BAR = 0.9
+
+
+def batch(count: int) -> list[tt.Trajectory]:
+    """So many of the sampled answers of the CPU benchmarks, of both puzzles."""
+    rows = load_workload("codet_humaneval")
+    return rows[:: max(len(rows) // count, 1)]
+
+
+def measure(rank: int, port: int, options: argparse.Namespace, told: Any) -> None:
+    """Both ways in turns, in one process of the two."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(SIZE))
+    config = TrainConfig(data=("none",), model="none", output="none", parallel="fsdp", device="cpu")
+    world = join(config)
+    rows = batch(options.rows)
+    together = tt.TreeEngine(shard(model_30m(), config, world), budget=options.budget)
+    by_itself = tt.TreeEngine(model_30m(), budget=options.budget)
+    own = own_rows(together, rows).rows
+    seconds: dict[str, list[float]] = {"together": [], "apart": []}
+    for number in range(WARMUP + options.repeats):
+        for name, engine in (("together", together), ("apart", by_itself)):
+            engine.model.zero_grad(set_to_none=True)
+            dist.barrier()
+            started = time.perf_counter()
+            result = engine.forward_backward(own, sft())
+            took = max(world.ranks.gather(time.perf_counter() - started))
+            if number >= WARMUP:
+                seconds[name].append(took)
+            if name == "together":
+                computed = result.computed_tokens
+    if rank == 0:
+        told.put((seconds, computed, len(rows), sum(map(len, rows))))
+    dist.barrier()
+    world.leave()
+
+
+def main() -> None:
+    """Measure, print and append a row."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=100)
+    parser.add_argument("--budget", type=int, default=4096, help="tokens of a part")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dry", action="store_true", help="append no row")
+    options = parser.parse_args()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    told = multiprocessing.get_context("spawn").SimpleQueue()
+    processes = multiprocessing.spawn(measure, (port, options, told), nprocs=SIZE, join=False)
+    assert processes is not None
+    while not processes.join():
+        pass
+    seconds, computed, count, flat = told.get()
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    ratio = statistics.median(apart / one for one, apart in zip(seconds["together"], seconds["apart"]))
+    print(f"together {medians['together']:.3f} s, apart {medians['apart']:.3f} s: {ratio:.3f} of the throughput")
+    if not options.dry:
+        result_rows.append(
+            "fsdp_throughput",
+            {
+                "model": "model_30m",
+                "processes": SIZE,
+                "trajectories": count,
+                "flat_tokens": flat,
+                "computed_tokens": computed,
+                "budget": options.budget,
+                "together_seconds": f"{medians['together']:.3f}",
+                "apart_seconds": f"{medians['apart']:.3f}",
+                "repeats": options.repeats,
+                "throughput_ratio": f"{ratio:.3f}",
+                "bar": BAR,
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()
