@@ -71,8 +71,8 @@ def scoring_head(
     """Calls of the head inside the block are collected in the list given; see `score_edges` for the arguments.
 
     The scores are those of the logits as the declared map leaves them. What the model then does to the carrier, which
-    it takes for its logits, shows whether it does what was declared. `handed_on_as` is the carrier's dtype where whoever
-    holds the model would cast it behind it.
+    it takes for its logits, shows whether it does what was declared. `handed_on_as` is the carrier's dtype, where the
+    model's output is cast behind it.
     """
     calls: list[HeadCall] = []
     original, logit_map, scalar = capabilities.head.forward, capabilities.logit_map, capabilities.scalar
