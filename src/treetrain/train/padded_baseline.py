@@ -68,6 +68,7 @@ class PaddedRun:
         need_entropy: bool = False,
         coefficients: Tensor | None = None,
         sinks: Sinks | None = None,
+        meets_all: bool = False,
     ) -> Scores:
         """See `PackedRun.scores`."""
         with scoring_head(
@@ -77,6 +78,7 @@ class PaddedRun:
             need_entropy=need_entropy,
             coefficients=coefficients,
             sinks=sinks,
+            meets_all=meets_all,
         ) as calls:
             self.model(input_ids=self.input_ids, attention_mask=None, use_cache=False)
         return calls[0].scores
