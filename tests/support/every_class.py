@@ -58,7 +58,6 @@ EXPERTS = {
 }
 LOW_RANK = {"q_lora_rank": 14, "kv_lora_rank": 10, "qk_rope_head_dim": 8, "qk_nope_head_dim": 4, "v_head_dim": 8}
 PER_LAYER_INPUT = {  # Gemma 3n and 4
-    "vocab_size_per_layer_input": 37,
     "hidden_size_per_layer_input": 8,
     "num_kv_shared_layers": 0,
     "laurel_rank": 8,
@@ -285,6 +284,7 @@ def _small_configs(model_type: str, sizes: Mapping[str, int] | None = None) -> I
     kinds = list(dict.fromkeys(plain.get("layer_types") or ()))
     windows = {} if plain.get("sliding_window") is None else {"sliding_window": families.WINDOW}
     fields = widths | EXPERTS | LOW_RANK | RECURRENT | PER_LAYER_INPUT | windows
+    fields["vocab_size_per_layer_input"] = widths["vocab_size"]
     if "kv_lora_rank" in known:
         fields["num_key_value_heads"] = 4
     listed = {"layer_types": kinds} | dict.fromkeys(LAYERS, len(kinds)) if len(kinds) > 1 else {}
