@@ -98,7 +98,8 @@ def test_more_ranks_than_rows(compared) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "size"), [("fsdp", 2), ("fsdp", 4), ("ddp", 2), ("ddp", 4)])
 def test_more_runs_over_ranks_are_those_of_one_process(compared, parallel, size) -> None:
-    check(compared(list(LONG), parallel, size=size), 1e-11)
+    # torch's Adafactor fails on shards: refused by name.
+    check(compared([name for name in LONG if (name, parallel) != ("adafactor", "fsdp")], parallel, size=size), 1e-11)
 
 
 def test_runs_that_cannot_be_are_refused_on_every_rank(run_on_ranks, folder, tmp_path) -> None:
