@@ -98,8 +98,11 @@ def test_more_ranks_than_rows(compared) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "size"), [("fsdp", 2), ("fsdp", 4), ("ddp", 2), ("ddp", 4)])
 def test_more_runs_over_ranks_are_those_of_one_process(compared, parallel, size) -> None:
-    # torch's Adafactor fails on shards: refused by name.
-    check(compared([name for name in LONG if (name, parallel) != ("adafactor", "fsdp")], parallel, size=size), 1e-11)
+    # torch's Adafactor fails on shards: refused by name. Its Muon makes its matrices orthogonal in bfloat16.
+    left_out = {"adafactor", "muon"} if parallel == "fsdp" else set()
+    check(compared([name for name in LONG if name not in left_out], parallel, size=size), 1e-11)
+    if parallel == "fsdp":
+        check(compared(["muon"], parallel, size=size), 1e-2)
 
 
 def test_runs_that_cannot_be_are_refused_on_every_rank(run_on_ranks, folder, tmp_path) -> None:
