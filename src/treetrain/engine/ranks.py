@@ -143,7 +143,9 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def _made_once(key: Any, members: list[int], **options: Any) -> Any:
     if key not in _MADE:
-        _MADE[key] = dist.new_group(members, use_local_synchronization=True, **options)
+        # A group that its members make by themselves is named by how many each has made: of all, where that can be.
+        some = len(members) != dist.get_world_size()
+        _MADE[key] = dist.new_group(members, use_local_synchronization=some, **options)
     return _MADE[key]
 
 
