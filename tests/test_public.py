@@ -16,7 +16,7 @@ import treetrain as tt
 ROOT = Path(__file__).parents[1]
 
 SIGNATURES = {
-    "build_tree": "(sequences, *, merge=True)",
+    "build_tree": "(sequences, *, merge=True, apart=None)",
     "from_padded": "(input_ids, attention_mask, **facts)",
     "group_advantages": (
         "(trajectories, *, subtract_mean=True, divide_by_std=True, eps=0.0001, leave_one_out=False, clip=None)"
@@ -30,7 +30,7 @@ SIGNATURES = {
         "(model, sequences, budget=None, temperature=1.0, *, return_entropy=False, return_aux=False, "
         "return_values=False, value_head=None)"
     ),
-    "make_plan": "(tree, cost, *, budget=None, ranks=1, free_bytes=None)",
+    "make_plan": "(tree, cost, *, budget=None, ranks=1, free_bytes=None, aligned=False)",
     "rewards": "(model, sequences, budget=None, *, head=None)",
     "values": "(model, sequences, budget=None, *, head=None)",
     "to_padded": "(rows, attention_mask, fill=0.0)",
