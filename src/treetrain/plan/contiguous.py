@@ -29,6 +29,8 @@ class Loads(NamedTuple):
     """int64 [U + 1]: what ends before each unit."""
     unit: float = 1.0
     """What one step is worth."""
+    slack: int = 0
+    """Steps by which ranges that cost the same may differ, since each unit's share was rounded."""
 
     @classmethod
     def of_counts(cls, opened: Int64s, closed: Int64s) -> Self:
@@ -41,7 +43,7 @@ class Loads(NamedTuple):
         total = float(opened.sum())
         unit = total / _RESOLUTION if total > 0 else 1.0
         whole = [np.rint(part / unit).astype(np.int64) for part in (opened, closed)]
-        return cls(_sums(whole[0]), _sums(whole[1]), unit)
+        return cls(_sums(whole[0]), _sums(whole[1]), unit, slack=2 * len(opened))
 
     @property
     def units(self) -> int:
@@ -61,7 +63,7 @@ def cut_evenly(loads: Loads, ranges: int) -> Int64s:
     """
     if ranges == 1 or loads.units == 0:
         return np.array([0] + [loads.units] * ranges, np.int64)
-    limit = _least_limit(loads, ranges)
+    limit = _least_limit(loads, ranges) + loads.slack
     if loads.units * ranges > _MOST_STATES:
         greedy = _filled(loads, limit, ranges)
         assert greedy is not None
