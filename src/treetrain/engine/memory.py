@@ -8,8 +8,7 @@ notes what fitted, so that the budget that is named is one whose every pass is n
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -48,15 +47,22 @@ class StepOutOfMemory(RuntimeError):
         self.tokens, self.begun = tokens, begun
 
 
-@contextmanager
-def out_of_memory_in(plan: Plan) -> Iterator[None]:
-    """Memory that runs out in the block means that a plan of one part did not fit."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise StepOutOfMemory(plan.layout.num_tokens, begun=False) from error
+class out_of_memory_in:
+    """Memory that runs out in the block means that a plan of one part did not fit.
+
+    No generator: from Python 3.12 on, one that raises another error leaves the first in a cycle with its frames, and
+    so the graph that did not fit is alive beside the next try until garbage is collected.
+    """
+
+    def __init__(self, plan: Plan):
+        self._plan = plan
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: type | None, error: BaseException | None, _traceback: Any) -> None:
+        if error is not None and is_out_of_memory(error):
+            raise StepOutOfMemory(self._plan.layout.num_tokens, begun=False) from error
 
 
 class Passes:
