@@ -1,11 +1,13 @@
 """What the compiler makes of the Triton kernels for Hopper: shared memory, registers, spills. Needs no GPU.
 
-Run: python benchmarks/triton_report.py [--sizes 64,128,256] [--dtypes bfloat16,float32] [--all]. Needs Triton, whose
-wheel carries the assembler. Prints one line for each kernel in each block size that `triton_shapes.candidates` lists
-(without --all: in the default one); a kernel that asks for more shared memory than a multiprocessor has is an error.
+Run: python benchmarks/triton_report.py [--kernels attention,head] [--sizes 64,128,256] [--dtypes bfloat16,float32]
+[--all]. Needs Triton, whose wheel carries the assembler. Prints one line for each kernel of attention in each block
+size that `triton_shapes.candidates` lists (without --all: in the default one), and for those of the LM head; a kernel
+that asks for more shared memory than a multiprocessor has is an error.
 """
 
 import argparse
+import itertools
 import os
 import re
 import subprocess
@@ -17,6 +19,7 @@ from typing import Any
 SHARED_BYTES = 227 << 10
 """Of one block on sm_90."""
 INTEGERS = ("end_ptr", "depth_ptr", "lowest_ptr", "order_ptr", "bounds_ptr", "list_ptr")
+SHORT = {"bfloat16": "bf16", "float32": "fp32"}
 FLOATS = ("lse_ptr", "delta_ptr", "dk_ptr", "dv_ptr")
 
 
@@ -28,10 +31,6 @@ def compiled(kernel: Any, dtype: str, size: int, shape: Any, **flags: bool) -> A
         shape: `triton_shapes.Shape`.
         flags: CAPPED, LOCAL, SINKS.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     power = max(16, 1 << (size - 1).bit_length())
     values: dict[str, Any] = {"HEADS": 16, "GROUPS": 8, "SIZE": size, "VALUE_SIZE": size, "BLOCK_D": power}
     values |= {"BLOCK_V": power, "TILE": 128, "BLOCK_M": shape.queries, "BLOCK_N": shape.keys}
@@ -47,9 +46,30 @@ def compiled(kernel: Any, dtype: str, size: int, shape: Any, **flags: bool) -> A
         else:
             signature[name] = "fp32" if name in ("scale", "cap") else "i32"
     constants = {name: values[name] for name in kernel.arg_names if name in values}
+    return _for_hopper(kernel, signature, constants, attributes, num_warps=shape.warps, num_stages=shape.stages)
+
+
+def _for_hopper(kernel: Any, signature: Any, constants: Any, attributes: Any, **options: int) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": shape.warps, "num_stages": shape.stages}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def compiled_head(kernel: Any, dtype: str, *, entropy: bool) -> Any:
+    """A kernel of the LM head as Triton compiles it for sm_90, for a vocabulary that is a multiple of 16."""
+    from treetrain.engine.head_kernels import BLOCK, WARPS
+
+    types = {"logits_ptr": f"*{dtype}", "first_ptr": "*i64", "target_ptr": "*i64", "factor": "fp32"}
+    types |= {"stride": "i32", "vocabulary": "i32"}
+    constants = {"BLOCK": BLOCK, "ENTROPY": entropy}
+    signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in kernel.arg_names}
+    whole = [place for place, name in enumerate(kernel.arg_names) if name not in (*constants, "factor")]
+    return _for_hopper(
+        kernel, signature, constants, {(place,): [["tt.divisibility", 16]] for place in whole}, num_warps=WARPS
+    )
 
 
 def assembled(binary: Any) -> tuple[int, int]:
@@ -68,30 +88,55 @@ def assembled(binary: Any) -> tuple[int, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", default="attention,head")
     parser.add_argument("--sizes", default="64,128,256")
     parser.add_argument("--dtypes", default="bfloat16,float32")
     parser.add_argument("--all", action="store_true", help="every candidate")
     options = parser.parse_args()
+    dtypes, too_large = options.dtypes.split(","), 0
+    if "attention" in options.kernels.split(","):
+        too_large += report_attention([int(size) for size in options.sizes.split(",")], dtypes, every=options.all)
+    if "head" in options.kernels.split(","):
+        too_large += report_head(dtypes)
+    return min(too_large, 1)
+
+
+def report_attention(sizes: list[int], dtypes: list[str], *, every: bool) -> int:
+    """A line for each kernel; how many ask for too much shared memory."""
     import torch
 
     from treetrain.attention import triton_kernels
     from treetrain.attention.triton_shapes import candidates
 
     too_large = 0
-    for name in options.dtypes.split(","):
-        for size in map(int, options.sizes.split(",")):
-            listed = candidates(size, getattr(torch, name))
-            for shapes in listed if options.all else listed[:1]:
-                for kernel_name, shape in zip(shapes._fields, shapes):
-                    kernel = getattr(triton_kernels, f"{kernel_name}_kernel")
-                    binary = compiled(kernel, "fp32" if name == "float32" else "bf16", size, shape)
-                    shared = binary.metadata.shared
-                    registers, spilled = assembled(binary)
-                    products = "wgmma" if "wgmma" in binary.asm["ptx"] else "no tensor cores"
-                    print(f"{name} {size} {kernel_name} {shape}: {shared} bytes shared, {registers} registers, "
-                          f"{spilled} bytes spilled, {products}", flush=True)  # fmt: skip
-                    too_large += shared > SHARED_BYTES
-    return min(too_large, 1)
+    for name, size in itertools.product(dtypes, sizes):
+        listed = candidates(size, getattr(torch, name))
+        for shapes in listed if every else listed[:1]:
+            for kernel_name, shape in zip(shapes._fields, shapes):
+                kernel = getattr(triton_kernels, f"{kernel_name}_kernel")
+                binary = compiled(kernel, SHORT[name], size, shape)
+                too_large += say(f"{name} {size} {kernel_name} {shape}", binary)
+    return too_large
+
+
+def report_head(dtypes: list[str]) -> int:
+    """See `report_attention`."""
+    from treetrain.engine import head_kernels
+
+    too_large = 0
+    for name, kernel_name, entropy in itertools.product(dtypes, ("statistics", "gradient"), (False, True)):
+        binary = compiled_head(getattr(head_kernels, f"{kernel_name}_kernel"), SHORT[name], entropy=entropy)
+        too_large += say(f"{name} head {kernel_name}{', entropy' if entropy else ''}", binary)
+    return too_large
+
+
+def say(what: str, binary: Any) -> bool:
+    """Print what a kernel takes; whether that is too much shared memory."""
+    shared, (registers, spilled), code = binary.metadata.shared, assembled(binary), binary.asm["ptx"]
+    units = "wgmma" if "wgmma" in code else "mma" if "mma.sync" in code else "no tensor cores"
+    numbers = f"{shared} bytes shared, {registers} registers, {spilled} bytes spilled"
+    print(f"{what}: {numbers}, {units}", flush=True)
+    return shared > SHARED_BYTES
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from support.plans import planned
 from support.pure import PureFloat64
 from support.shortage import ERRORS, IDS, Shortage, freed_at_once, named_budget
 from treetrain.engine import head
+from treetrain.engine.head_chunk import PlainChunk
 from treetrain.plan.plan import Plan
 
 ROWS = dress(IDS, 4)
@@ -195,13 +196,15 @@ def test_a_fused_head_that_fails_is_run_again_only_if_it_has_added_no_gradient(
     def fail():
         raise ERRORS["cuda"]()
 
-    def logits(rows, *args, **options):
-        chunks.append(len(rows))
-        return fail() if len(chunks) - 1 == at else original(rows, *args, **options)
+    class Failing(PlainChunk):
+        def __init__(self, rows, *args, **options):
+            chunks.append(len(rows))
+            if len(chunks) - 1 == at:
+                fail()
+            super().__init__(rows, *args, **options)
 
-    original = head._logits
-    monkeypatch.setattr(head, "_logits", logits)
-    monkeypatch.setattr(head, "chunk_rows", lambda vocabulary: 4)
+    monkeypatch.setattr(head, "chunk_type", lambda *_: Failing)
+    monkeypatch.setattr(head, "head_chunk_rows", lambda vocabulary, device: 4)
     done = model.lm_head.register_forward_hook(lambda *_: fail() if at == "done" and done.remove() is None else None)
     with pytest.warns(RuntimeWarning, match="started over" if starts_over else "in a forward over"):
         _, gradient = step(tt.TreeEngine(model), "sft")

@@ -255,10 +255,8 @@ def test_many_head_chunks_give_the_same_as_one(model, monkeypatch):
 
     results = [run(model, ROWS, loss) for loss in LOSSES.values()]
     rows = tt.logprobs(model, IDS)
-    monkeypatch.setattr(head, "MIN_CHUNK_ROWS", 1)
-    for logits in (1, 2 * 37, 5 * 37):
-        monkeypatch.setattr(head, "CHUNK_LOGITS", logits)
-        assert head.chunk_rows(37) == max(1, logits // 37)
+    for size in (1, 2, 5):
+        monkeypatch.setattr(head, "head_chunk_rows", lambda vocabulary, device, size=size: size)
         for (whole, gradient), loss in zip(results, LOSSES.values()):
             result, got = run(model, ROWS, loss)
             assert linear.relative_error(got, gradient) <= 1e-12

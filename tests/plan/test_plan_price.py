@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.forests import forests
-from treetrain.plan.constants import Constants, head_chunk_rows
+from treetrain.plan.constants import HEAD_CHUNK_LOGITS, HEAD_CHUNK_ROWS, Constants, head_chunk_rows
 from treetrain.plan.cost import ModelShape, step_flops
 from treetrain.plan.plan import Plan
 from treetrain.plan.price import CostModel
@@ -194,9 +194,13 @@ def test_checkpointing_trades_saved_bytes_for_a_second_forward():
     assert checkpointed.backward_ratio == plain.backward_ratio + 1
 
 
-@pytest.mark.parametrize("vocab", [1, 100, 2048, 16_384, 151_936, 10**6])
-def test_the_head_s_chunk_is_the_engine_s(vocab):
-    pytest.importorskip("torch")
-    from treetrain.engine.head import chunk_rows
-
-    assert head_chunk_rows(vocab) == chunk_rows(vocab)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_chunks_of_the_head_stay_within_their_bounds(device):
+    least, most = HEAD_CHUNK_ROWS[device]
+    for vocab in (1, 100, 2048, 16_384, 151_936, 10**6, 10**9):
+        rows = head_chunk_rows(vocab, device)
+        assert least <= rows <= most
+        assert rows in (least, most) or rows == HEAD_CHUNK_LOGITS[device] // vocab
+        assert Constants.from_shape(dataclasses.replace(SHAPE, vocab=vocab), device).chunk_rows == rows
+    # On a GPU the head's matrix is read once for each chunk: not for every few rows.
+    assert head_chunk_rows(151_936, "cuda") > 1500 and head_chunk_rows(151_936, "cpu") == 64

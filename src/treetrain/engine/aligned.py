@@ -1,8 +1,8 @@
 """The plans of a step over several ranks: each rank's own, or under FSDP the ones whose passes line up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from treetrain.engine.batch import Batch
 from treetrain.engine.begin import Begun
@@ -17,20 +17,11 @@ from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree
 
 
-class Alignment(NamedTuple):
-    """What the ways of a rank depend on, where every pass is one of all ranks."""
-
-    free_bytes: Callable[[], int | None] | None
-    """Of the device; None where there is a budget."""
-    apart: bool
-    """Whether tokens may be computed twice: not where all tokens of a step are counted."""
-
-
 def agreed_plan(
     engine: Any,
     planned: Callable[[], tuple[Begun, Plan]],
-    aligned: Alignment | None,
     *,
+    apart: bool,
     sync: bool,
     balance: RouterBalance | None = None,
 ) -> tuple[Begun, Plan]:
@@ -38,25 +29,21 @@ def agreed_plan(
 
     Args:
         planned: finds what it would run by itself.
-        aligned: None where the ranks' passes have nothing to do with one another.
+        apart: whether tokens may be computed twice, so that the ranks' passes line up.
         sync: whether the step ends with this call.
         balance: of the routers, as the caller gave it.
 
     Raises:
         RanksDisagree: another rank ends the step elsewhere, or divides it by another normaliser.
     """
-
     ranks: Ranks = engine.ranks
+    aligned: bool = engine.in_lockstep
 
     def ways() -> tuple[tuple[Begun, list[Way]], Any]:
         begun, plan = planned()
-        own = [Way(plan, begun.batch.tree, "")] if aligned is None else _ways(begun, plan, aligned)
+        own = _ways(engine, begun, plan, apart=apart) if aligned else [Way(plan, begun.batch.tree, "")]
         offers = offers_of(own) if aligned else []
-        return (begun, own), (
-            _same(ranks, begun, sync, balance),
-            [_reduces_once(engine, way.plan) for way in own],
-            offers,
-        )
+        return (begun, own), (_same(ranks, begun, sync, balance), _have_room(engine, own), offers)
 
     (begun, own), found = ranks.agree("planning", ways)
     for name in found[0][0]:
@@ -81,21 +68,21 @@ def _same(ranks: Ranks, begun: Begun, sync: bool, balance: RouterBalance | None)
     }
 
 
-def _reduces_once(engine: Any, plan: Plan) -> bool:
-    """Whether there is room for all gradients as a whole until the last backward."""
+def _have_room(engine: Any, ways: Sequence[Way]) -> list[bool]:
+    """Of each way, whether there is room for all gradients as a whole until the last backward."""
     if not engine.in_lockstep or engine.reduce != "auto":
-        return engine.reduce == "step"
+        return [engine.reduce == "step"] * len(ways)
     cost = formula_cost(engine.model)
-    if cost is None:
-        return False
-    whole = sum(p.numel() for p in engine.parameters if p.requires_grad) * wide_dtype(engine.model).itemsize
     room = engine.budget.count if isinstance(engine.budget, Bytes) else engine.free_bytes()
-    return room is not None and AMPLE * (cost.peak_bytes(plan) + whole) < room
+    if cost is None or room is None:
+        return [False] * len(ways)
+    whole = sum(p.numel() for p in engine.parameters if p.requires_grad) * wide_dtype(engine.model).itemsize
+    return [AMPLE * (cost.peak_bytes(way.plan) + whole) < room for way in ways]
 
 
-def _ways(begun: Begun, plan: Plan, aligned: Alignment) -> list[Way]:
+def _ways(engine: Any, begun: Begun, plan: Plan, *, apart: bool) -> list[Way]:
     """How a rank's rows can be run; the plan given is the first."""
-    batch, free = begun.batch, aligned.free_bytes() if aligned.free_bytes else None
+    batch, free = begun.batch, engine.free_bytes() if engine.budget is None else None
     weighted = not isinstance(batch, Batch) or batch.weighted
     return ways_of(
         batch.tree,
@@ -103,7 +90,7 @@ def _ways(begun: Begun, plan: Plan, aligned: Alignment) -> list[Way]:
         partial(_laid_out, weighted=weighted),
         whole_rows=not weighted,
         # A tree of nodes stays as it is: its rows are not to be written out.
-        apart=aligned.apart and isinstance(batch, Batch),
+        apart=apart and isinstance(batch, Batch),
         free_bytes=None if free is None else free / AMPLE,
     )
 

@@ -55,7 +55,7 @@ def begin(
 
     (tree, merged), shares = ranks.agree("forward_backward", checked)
     loss, whole = whole_step(tree, merged, loss, normaliser, shares, ranks)
-    every_token = bool(engine.capabilities.experts is not None and engine.capabilities.experts.auxiliary)
+    every_token = engine.capabilities.auxiliary != 0
     if merged is None:
         batch = Batch.of(tree, weighted=hasattr(loss, "packed"), every_token=every_token)
     else:
@@ -79,12 +79,11 @@ def _settings(engine: Any) -> dict[str, Any]:
     if engine.ranks.alone:
         return {}
     weights = [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in engine.parameters]
-    experts = engine.capabilities.experts
     return {
         "the temperature": engine.temperature,
         "the kind of engine": type(engine).__name__,
         "the model": f"{type(engine.model).__name__} of {len(weights)} weights",
         # A hash that is the same in every process.
         "the weights' shapes and kinds": hashlib.sha256(repr(weights).encode()).hexdigest()[:16],
-        "the auxiliary loss": experts.auxiliary if experts is not None else 0.0,
+        "the auxiliary loss": engine.capabilities.auxiliary,
     }

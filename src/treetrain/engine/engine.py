@@ -11,7 +11,7 @@ from torch import nn
 
 from treetrain.attention.dispatch import Choice, choose_backend
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.aligned import Alignment, agreed_plan
+from treetrain.engine.aligned import agreed_plan
 from treetrain.engine.batch import Batch, as_tree, check_batch
 from treetrain.engine.begin import Begun, begin
 from treetrain.engine.calibrate import cost_model
@@ -130,7 +130,7 @@ class TreeEngine:
     @property
     def _balanced(self) -> bool:
         """Whether the model adds an auxiliary loss, of all tokens of a step."""
-        return self.capabilities.experts is not None and self.capabilities.experts.auxiliary != 0
+        return self.capabilities.auxiliary != 0
 
     def forward_backward(
         self,
@@ -195,9 +195,9 @@ class TreeEngine:
                 return begun._replace(batch=Batch.of(rows[0], weighted=True)), rows[1]
             return begun, plan
 
-        free = self.free_bytes if self.budget is None else None
-        aligned = Alignment(free, apart=self._merge and not self._balanced) if self.in_lockstep else None
-        return agreed_plan(self, planned, aligned, sync=sync, balance=balance)
+        # Not where all tokens of a step are counted: apart, some are computed twice.
+        apart = self._merge and not self._balanced
+        return agreed_plan(self, planned, apart=apart, sync=sync, balance=balance)
 
     def _within_memory(
         self, begun: Begun, plan: Plan, never: str | None, balance: RouterBalance | None
@@ -249,7 +249,7 @@ class TreeEngine:
             never: why gradients cannot be put back.
         """
         try:
-            scale = (self.capabilities.experts.auxiliary if self.capabilities.experts else 0.0) * self.ranks.size
+            scale = self.capabilities.auxiliary * self.ranks.size
             routing = self.routing(begun.batch.tree, balanced=self._balanced, whole=balance, scale=scale)
             step = self._step(begun, plan, passes, routing)
             return step if routing is None else Step(*routing.added_to(*step))
@@ -273,22 +273,17 @@ class TreeEngine:
             parameter.grad = None
 
     def _step(self, begun: Begun, plan: Plan, passes: Passes, routing: Routing | None) -> Step:
-        batch, loss = begun.batch, begun.loss
-        entropy = bool(getattr(loss, "needs_entropy", False))
-        sizes = batch.layout.num_edges, len(batch.layout.rows)
+        entropy, layout = bool(getattr(begun.loss, "needs_entropy", False)), begun.batch.layout
+        sizes = layout.num_edges, len(layout.rows)
         board = Board(*sizes, device=model_device(self.model), dtype=wide_dtype(self.model), entropy=entropy)
         return StepRun(
+            begun,
             plan,
-            batch,
-            loss,
-            begun.normaliser,
             board,
             lambda gradients: self._walk(plan, passes, routing, gradients=gradients, reduces=begun.reduces),
             routing,
             self.ranks,
             in_lockstep=self.in_lockstep,
-            rows=begun.rows,
-            told=begun.told,
         ).run()
 
     def routing(self, tree: TokenTree, *, balanced: bool, **options: Any) -> Routing | None:

@@ -18,12 +18,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from treetrain.engine.head_chunk import Chunk, EdgesOfChunk, Entropies, Scaling, chunk_type
 from treetrain.engine.sinks import Sink
 from treetrain.models.logit_map import IDENTITY, LogitMap
-
-CHUNK_LOGITS = 1 << 23
-"""Logits alive at once (rows of a chunk times vocabulary), within the bounds below."""
-MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 64, 2048
+from treetrain.plan.constants import head_chunk_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,11 +84,6 @@ def zero_of(given: Tensor) -> Tensor:
     return _Zero.apply(given)  # type: ignore[return-value]
 
 
-def chunk_rows(vocab_size: int) -> int:
-    """Rows scored at once."""
-    return max(MIN_CHUNK_ROWS, min(MAX_CHUNK_ROWS, CHUNK_LOGITS // vocab_size))
-
-
 def score_edges(
     hidden: Tensor,
     head: nn.Module,
@@ -125,22 +118,21 @@ def score_edges(
         if meets_all:
             nothing = nothing + zero_of(head_forward(hidden[:1]))
         return Scores(nothing, nothing.detach() if need_entropy else None, None)
+    scaling = Scaling(logit_map, temperature)
     if fused:
         assert isinstance(head, nn.Linear)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         if coefficients is not None and torch.is_grad_enabled():
             compute = _compute_dtype(hidden)
             loss, logprobs = _LinearLoss.apply(  # type: ignore[misc]
-                rows, head.weight, head.bias, edges, (logit_map, temperature), coefficients.to(wide), compute, sink
+                rows, head.weight, head.bias, edges, scaling, coefficients.to(wide), compute, sink
             )
             return Scores(logprobs, None, loss)
         logprobs, entropies = _LinearScores.apply(  # type: ignore[misc]
-            rows, head.weight, head.bias, edges, (logit_map, temperature), need_entropy, _compute_dtype(hidden), sink
+            rows, head.weight, head.bias, edges, scaling, need_entropy, _compute_dtype(hidden), sink
         )
     else:
-        logprobs, entropies = _scores_through_module(
-            rows, head_forward, edges, vocab_size, (logit_map, temperature), need_entropy
-        )
+        logprobs, entropies = _scores_through_module(rows, head_forward, edges, vocab_size, scaling, need_entropy)
     loss = None if coefficients is None else (logprobs * coefficients.to(logprobs.dtype)).sum()
     return Scores(logprobs, entropies if need_entropy else None, loss)
 
@@ -150,41 +142,15 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
-def _chunks(edges: Edges, vocab_size: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(rows, edges, row of each edge within the chunk) of every chunk."""
-    step = chunk_rows(vocab_size)
+def _chunks(edges: Edges, vocab_size: int, device: torch.device) -> Iterator[tuple[slice, slice, EdgesOfChunk]]:
+    """(rows, edges, edges as the chunk numbers its rows) of every chunk."""
+    step = head_chunk_rows(vocab_size, device.type)
     bounds = list(range(0, len(edges.rows), step))
     edge_row = edges.edge_row.cpu().numpy() if edges.host_edge_row is None else edges.host_edge_row
     edge_cuts = np.searchsorted(edge_row, [*bounds, len(edges.rows)]).tolist()
     for number, start in enumerate(bounds):
         taken = slice(edge_cuts[number], edge_cuts[number + 1])
-        yield slice(start, start + step), taken, edges.edge_row[taken] - start
-
-
-_Scaling = tuple[LogitMap, float]
-"""What the model does to its logits, and the temperature."""
-
-
-def _logits(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scaling: _Scaling,
-    wide: torch.dtype,
-    *,
-    want_slope: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """[r, V] scaled logits in the wide dtype, a fresh tensor that may be overwritten, and the slope of their map."""
-    logit_map, temperature = scaling
-    logits = nn.functional.linear(rows, weight, bias).to(wide)
-    slope = logit_map.apply_(logits, want_slope=want_slope)
-    return logits if temperature == 1.0 else logits.div_(temperature), slope
-
-
-def _unscaled_(grad: Tensor, slope: Tensor | None, scaling: _Scaling) -> Tensor:
-    """The gradient of what `_logits` gives as one of the head's own logits, in place."""
-    logit_map, temperature = scaling
-    return logit_map.pull_back_(grad.div_(temperature), slope)
+        yield slice(start, start + step), taken, EdgesOfChunk(edges.edge_row[taken] - start, edges.targets[taken])
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -209,7 +175,7 @@ class _HeadGradients:
         self.bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
 
     def add(self, chunk: slice, grad_logits: Tensor, rows: Tensor, weight: Tensor) -> None:
-        """grad_logits: [r, V] in the wide dtype."""
+        """grad_logits: [r, V] in the wide dtype, or already in that of the rows."""
         narrow = grad_logits.to(rows.dtype)
         if self.rows is not None:
             torch.matmul(narrow, weight, out=self.rows[chunk])
@@ -223,20 +189,19 @@ class _LinearScores(torch.autograd.Function):
     """Log-probabilities of edges and entropies of rows; logits are recomputed in backward."""
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, edges: Edges, scaling: _Scaling, need_entropy, compute, sink: Sink | None):
+    def forward(ctx, rows, weight, bias, edges: Edges, scaling: Scaling, need_entropy, compute, sink: Sink | None):
         wide = torch.promote_types(compute, torch.float32)
         logprobs = rows.new_empty(len(edges.targets), dtype=wide)
         lse = rows.new_empty(len(rows), dtype=wide)
         entropies = rows.new_zeros(len(rows) if need_entropy else 0, dtype=wide)
         with torch.autocast(rows.device.type, enabled=False):
-            narrow_weight, narrow_bias = _cast(weight, bias, compute)
-            for chunk, taken, edge_row in _chunks(edges, len(weight)):
-                z, _ = _logits(rows[chunk].to(compute), narrow_weight, narrow_bias, scaling, wide)
-                lse[chunk] = z.logsumexp(-1)
-                logprobs[taken] = z[edge_row, edges.targets[taken]] - lse[chunk][edge_row]
+            made = _Maker(rows, weight, bias, compute, scaling, entropy=need_entropy, backward=False)
+            for chunk, taken, own in _chunks(edges, len(weight), rows.device):
+                _, logits = made.chunk(chunk)
+                lse[chunk] = logits.log_sum_exp()
+                logprobs[taken] = logits.at(own) - lse[chunk][own.row]
                 if need_entropy:
-                    log_p = z.sub_(lse[chunk, None])
-                    entropies[chunk] = -log_p.exp().mul_(log_p).sum(-1)
+                    entropies[chunk] = logits.entropies(lse[chunk])
         ctx.save_for_backward(rows, weight, bias, lse, entropies)
         ctx.settings = edges, scaling, need_entropy, compute, sink
         return logprobs, entropies
@@ -246,24 +211,15 @@ class _LinearScores(torch.autograd.Function):
     def backward(ctx, grad_logprobs, grad_entropies):
         rows, weight, bias, lse, entropies = ctx.saved_tensors
         edges, scaling, need_entropy, compute, sink = ctx.settings
-        wide = lse.dtype
         with torch.autocast(rows.device.type, enabled=False):
-            narrow_weight, narrow_bias = _cast(weight, bias, compute)
+            made = _Maker(rows, weight, bias, compute, scaling, entropy=need_entropy, backward=True)
             grads = _HeadGradients(rows.to(compute), weight, bias, ctx.needs_input_grad[:3], sink)
-            for chunk, taken, edge_row in _chunks(edges, len(weight)):
-                x = rows[chunk].to(compute)
-                z, slope = _logits(x, narrow_weight, narrow_bias, scaling, wide, want_slope=True)
-                log_p = z.sub_(lse[chunk, None])
-                grad = grad_logprobs[taken]
-                row_grad = torch.zeros_like(lse[chunk]).index_add_(0, edge_row, grad)
-                if need_entropy:
-                    # d H / d z_v = -p_v (log p_v + H)
-                    weightings = (log_p + entropies[chunk, None]).mul_(grad_entropies[chunk, None])
-                    grad_z = log_p.exp_().mul_(weightings.add_(row_grad[:, None]).neg_())
-                else:
-                    grad_z = log_p.exp_().mul_(-row_grad[:, None])
-                grad_z.index_put_((edge_row, edges.targets[taken]), grad, accumulate=True)
-                grads.add(chunk, _unscaled_(grad_z, slope, scaling), x, narrow_weight)
+            for chunk, taken, own in _chunks(edges, len(weight), rows.device):
+                x, logits = made.chunk(chunk)
+                by_edge = grad_logprobs[taken]
+                by_row = torch.zeros_like(lse[chunk]).index_add_(0, own.row, by_edge)
+                spread = Entropies(entropies[chunk], grad_entropies[chunk]) if need_entropy else None
+                grads.add(chunk, logits.gradient(lse[chunk], own, by_edge, by_row, spread), x, made.weight)
         return (*_outgoing(grads, rows, weight, bias, sink), None, None, None, None, None)
 
 
@@ -271,24 +227,21 @@ class _LinearLoss(torch.autograd.Function):
     """sum of coefficients * log-probabilities, with the gradients made in the same pass over the logits."""
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, edges: Edges, scaling: _Scaling, coefficients, compute, sink: Sink | None):
+    def forward(ctx, rows, weight, bias, edges: Edges, scaling: Scaling, coefficients, compute, sink: Sink | None):
         wide = torch.promote_types(compute, torch.float32)
         logprobs = rows.new_empty(len(edges.targets), dtype=wide)
         with torch.autocast(rows.device.type, enabled=False):
-            narrow_weight, narrow_bias = _cast(weight, bias, compute)
+            made = _Maker(rows, weight, bias, compute, scaling, entropy=False, backward=True)
             grads = _HeadGradients(rows.to(compute), weight, bias, ctx.needs_input_grad[:3], sink)
-            for chunk, taken, edge_row in _chunks(edges, len(weight)):
-                x = rows[chunk].to(compute)
-                z, slope = _logits(x, narrow_weight, narrow_bias, scaling, wide, want_slope=True)
-                lse = z.logsumexp(-1)
-                place = (edge_row, edges.targets[taken])
-                logprobs[taken] = z[place] - lse[edge_row]
-                row_grad = torch.zeros_like(lse).index_add_(0, edge_row, coefficients[taken])
-                grad_z = z.sub_(lse[:, None]).exp_().mul_(-row_grad[:, None])
-                grad_z.index_put_(place, coefficients[taken], accumulate=True)
+            for chunk, taken, own in _chunks(edges, len(weight), rows.device):
+                x, logits = made.chunk(chunk)
+                lse = logits.log_sum_exp()
+                logprobs[taken] = logits.at(own) - lse[own.row]
+                by_row = torch.zeros_like(lse).index_add_(0, own.row, coefficients[taken])
+                grad = logits.gradient(lse, own, coefficients[taken], by_row, None)
                 if sink is not None:
                     sink.uncertain = True
-                grads.add(chunk, _unscaled_(grad_z, slope, scaling), x, narrow_weight)
+                grads.add(chunk, grad, x, made.weight)
         ctx.grads = _outgoing(grads, rows, weight, bias, sink)
         ctx.mark_non_differentiable(logprobs)
         return (logprobs * coefficients).sum(), logprobs
@@ -304,8 +257,29 @@ class _LinearLoss(torch.autograd.Function):
         return (*scaled, None, None, None, None, None)
 
 
-def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    return weight.to(dtype), None if bias is None else bias.to(dtype)
+class _Maker:
+    """Makes the chunks of a call, in the dtype that it computes in."""
+
+    def __init__(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        compute: torch.dtype,
+        scaling: Scaling,
+        *,
+        entropy: bool,
+        backward: bool,
+    ):
+        self.weight, self._bias = weight.to(compute), None if bias is None else bias.to(compute)
+        self._rows, self._compute, self._scaling = rows, compute, scaling
+        self._options = {"entropy": entropy, "backward": backward}
+        self._type = chunk_type(self.weight, bias, scaling)
+
+    def chunk(self, chunk: slice) -> tuple[Tensor, Chunk]:
+        """([r, D] its rows, its logits)."""
+        x = self._rows[chunk].to(self._compute)
+        return x, self._type(x, self.weight, self._bias, self._scaling, **self._options)
 
 
 def _outgoing(grads: _HeadGradients, rows: Tensor, weight: Tensor, bias: Tensor | None, sink: Sink | None):
@@ -314,7 +288,7 @@ def _outgoing(grads: _HeadGradients, rows: Tensor, weight: Tensor, bias: Tensor 
     return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in pairs)
 
 
-def _scores_through_module(rows, head_forward, edges: Edges, vocab_size: int, scaling: _Scaling, need_entropy):
+def _scores_through_module(rows, head_forward, edges: Edges, vocab_size: int, scaling: Scaling, need_entropy):
     """The same for a head that is more than a matrix (an adapter around it): autograd, one chunk at a time."""
 
     logit_map, temperature = scaling
@@ -327,8 +301,8 @@ def _scores_through_module(rows, head_forward, edges: Edges, vocab_size: int, sc
         return log_p[edge_row, targets], entropies
 
     pieces = [
-        checkpoint(score, rows[chunk], edge_row, edges.targets[taken], use_reentrant=False)
-        for chunk, taken, edge_row in _chunks(edges, vocab_size)
+        checkpoint(score, rows[chunk], own.row, own.target, use_reentrant=False)
+        for chunk, _, own in _chunks(edges, vocab_size, rows.device)
     ]
     if not pieces:
         wide = torch.promote_types(rows.dtype, torch.float32)

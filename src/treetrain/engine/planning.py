@@ -39,7 +39,7 @@ def plan_within(
     Args:
         budget: tokens, bytes, or None for what the device has free.
         cost: what passes cost on this model, measured; asked for only where bytes must be predicted.
-        free: bytes to plan with where there is no budget; None asks the device.
+        free: bytes of the device, where there is no budget; None: nobody knows.
 
     Raises:
         ValueError: bytes that no plan fits into.
@@ -53,10 +53,8 @@ def plan_within(
         tokens, target = (max(layout.num_tokens, 1), PART_TOKENS) if budget is None else (budget, None)
         return partition(layout, tokens, _seconds_of_any_model, part_tokens=target)
     plan = make_plan(layout, formula, budget=budget)
-    if budget is None:
-        free = device_free_bytes(model) if free is None else free
-        if free is not None and AMPLE * formula.peak_bytes(plan) > free:
-            return _within_free(layout, cost(), free)
+    if budget is None and free is not None and AMPLE * formula.peak_bytes(plan) > free:
+        return _within_free(layout, cost(), free)
     return plan
 
 

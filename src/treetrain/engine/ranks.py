@@ -95,10 +95,6 @@ class Ranks:
         check_same("the call", [call for call, _, _ in found])
         return made, [told for _, _, told in found]
 
-    def sum(self, numbers: list[float]) -> list[float]:
-        """Sums over ranks, in float64 and in the order of ranks, so that every rank has the same bits."""
-        return [sum(column) for column in zip(*self.gather(numbers))]
-
     def average_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Replace every gradient by its mean over the ranks; one that no rank has stays away.
 
@@ -174,9 +170,9 @@ def unwrapped(model: nn.Module, group: "dist.ProcessGroup | None") -> "tuple[nn.
     return model.module, model.process_group if group is None else group
 
 
-def is_shard(parameter: nn.Parameter) -> bool:
-    """Whether a rank holds a part of it only."""
-    return hasattr(parameter, "device_mesh")
+def is_shard(tensor: Any) -> bool:
+    """Whether a tensor is one rank's part of a larger one."""
+    return hasattr(tensor, "device_mesh")
 
 
 def sharded_modules(*modules: nn.Module | None) -> list[Any]:

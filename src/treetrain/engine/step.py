@@ -7,13 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from treetrain.data.trajectory import Trajectory
 from treetrain.engine.batch import Batch, Selection
 from treetrain.engine.begin import Begun
 from treetrain.engine.evaluate import MetricSums, add_sums, evaluate, evaluate_gradients, linear_coefficients, means
 from treetrain.engine.feed import Board, Known, Stream
 from treetrain.engine.memory import Passes
-from treetrain.engine.merged import MergedBatch
 from treetrain.engine.ranks import Ranks
 from treetrain.engine.routing import METRIC as ROUTER_METRIC
 from treetrain.engine.routing import Routing
@@ -99,30 +97,23 @@ class StepRun:
         walk: makes a walk over the plan, with gradients or without.
         ranks: that share the step.
         in_lockstep: whether ranks without anything to compute take part in the walks of the others.
-        rows: of all ranks, in their order, where the loss compares rows and there are several ranks.
-        told: what the ranks have told of their rows in an earlier try, or nothing yet: a list that is filled.
     """
 
     def __init__(
         self,
+        begun: Begun,
         plan: Plan,
-        batch: Batch | MergedBatch,
-        loss: Any,
-        normaliser: float,
         board: Board,
         walk: Callable[[bool], Walk],
         routing: Routing | None,
         ranks: Ranks,
         *,
-        in_lockstep: bool = False,
-        rows: Sequence[Trajectory] = (),
-        told: list[Any] | None = None,
+        in_lockstep: bool,
     ):
-        self._plan, self._batch, self._loss, self._normaliser = plan, batch, loss, normaliser
-        self._board, self._walk, self._routing, self._ranks = board, walk, routing, ranks
-        self._in_lockstep, self._rows = in_lockstep, rows
-        self._told = [] if told is None else told
-        self._entropy = board.entropies is not None
+        self._batch, self._loss, self._normaliser = begun.batch, begun.loss, begun.normaliser
+        self._rows, self._told = begun.rows, begun.told
+        self._plan, self._board, self._walk, self._routing, self._ranks = plan, board, walk, routing, ranks
+        self._in_lockstep, self._entropy = in_lockstep, board.entropies is not None
 
     def run(self) -> Step:
         """Accumulate the gradients."""

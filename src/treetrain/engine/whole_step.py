@@ -40,11 +40,11 @@ def share_of(
     Args:
         merged: rows put together by prediction, or None.
     """
+    if ranks.alone:
+        return Share({}, None, None)
     settings |= {"treetrain": __version__, "torch": torch.__version__, "loss": _named(loss)}
     settings |= {"what the loss needs": {name: _says(loss, name) for name in SAID}}
     settings |= {"a normaliser": None if normaliser is None else float(normaliser)}
-    if ranks.alone:
-        return Share(settings, None, None)
     if _sees_all_rows(loss, normaliser):
         return Share(settings, None, list(tree.trajectories))
     if merged is not None:

@@ -62,6 +62,11 @@ class Capabilities:
     scalar: ScalarHead | None = None
     """What gives hidden states values; None where nothing does, or nobody asks."""
 
+    @property
+    def auxiliary(self) -> float:
+        """The coefficient of the routers' auxiliary loss, of all tokens of a step; 0 without."""
+        return 0.0 if self.experts is None else self.experts.auxiliary
+
     def asked(self, *, logprobs: bool, values: bool) -> "Capabilities":
         """The same for a call that wants these.
 

@@ -17,8 +17,8 @@ from treetrain.plan.dispatch import Cutter
 from treetrain.plan.explain import Purpose
 from treetrain.plan.lockstep import Pass, Timed, lockstep_seconds, passes_of, timed
 from treetrain.plan.partition import partition
-from treetrain.plan.plan import Plan
-from treetrain.plan.price import CostModel, Floats
+from treetrain.plan.plan import Plan, depth_first
+from treetrain.plan.price import CostModel
 from treetrain.plan.rates import Rates
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.build import build_tree
@@ -76,10 +76,10 @@ def ways_of(
         apart: whether rows may be cut into runs that share nothing.
         free_bytes: where the plan has no budget, what the device has free; None: as much as the plan needs.
     """
-    made_for = plan.made_for
-    if not isinstance(made_for, Purpose) or not isinstance(made_for.prices, CostModel) or not plan.num_parts:
+    purpose = _purpose(plan)
+    if purpose is None or not plan.num_parts:
         return [Way(plan, tree, "as planned")]
-    prices, layout = made_for.prices, plan.layout
+    (made_for, prices), layout = purpose, plan.layout
     ways = [Way(largest_first(plan, prices), tree, "as planned")]
     if plan.num_parts == 1 or plan.num_parts > MOST_PARTS:
         return ways
@@ -91,7 +91,7 @@ def ways_of(
     for share in SMALLER:
         small = _within(layout, max(1, int(room * share)), made_for)
         ways.append(Way(largest_first(small, prices), tree, f"{share} of the budget"))
-    ways += _in_runs(tree, room, lay_out, made_for, whole_rows=whole_rows) if apart else []
+    ways += _in_runs(tree, room, lay_out, made_for, prices, whole_rows=whole_rows) if apart else []
     return [way for way in ways if limit is None or way is ways[0] or prices.peak_bytes(way.plan) <= limit]
 
 
@@ -113,7 +113,7 @@ def largest_first(plan: Plan, prices: CostModel) -> Plan:
     """The same parts, siblings in the order of their seconds: ranks then meet in parts of about the same size."""
     rates = Rates.of(prices)
     seconds = np.bincount(plan.part_of, rates.at(plan.layout.positions), plan.num_parts).astype(np.float64)
-    order = _depth_first(plan.parent, seconds)
+    order = depth_first(plan.parent, -seconds)
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
     parent, publish = plan.parent[order], plan.publish[order]
@@ -132,10 +132,18 @@ def largest_first(plan: Plan, prices: CostModel) -> Plan:
 
 
 def _passes(plan: Plan) -> list[Pass]:
+    purpose = _purpose(plan)
+    if purpose is None:
+        return [Pass(event.kind, 1.0) for event in plan.events()]
+    return passes_of(plan, Rates.of(purpose[1]))
+
+
+def _purpose(plan: Plan) -> tuple[Purpose, CostModel] | None:
+    """What a plan of `make_plan` was made for, and what passes cost; None for one that was made otherwise."""
     made_for = plan.made_for
     if isinstance(made_for, Purpose) and isinstance(made_for.prices, CostModel):
-        return passes_of(plan, Rates.of(made_for.prices))
-    return [Pass(event.kind, 1.0) for event in plan.events()]
+        return made_for, made_for.prices
+    return None
 
 
 def _room(plan: Plan, made_for: Purpose, prices: CostModel, free_bytes: float | None) -> tuple[int, float | None]:
@@ -167,21 +175,21 @@ def _in_runs(
     room: int,
     lay_out: Callable[[TokenTree], PackedLayout],
     made_for: Purpose,
+    prices: CostModel,
     *,
     whole_rows: bool,
 ) -> Iterator[Way]:
     """The rows in the fewest runs that fit, and in some more: each run is a part of its own."""
-    prices = made_for.prices
-    assert isinstance(prices, CostModel)
     fewest = max(2, math.ceil(lay_out(tree).num_tokens / room))
     cutter, found = Cutter(tree, prices, whole_rows=whole_rows), 0
     for runs in range(fewest, math.ceil(RUNS_WITHIN * fewest) + RUNS_TRIED):
         cut = cutter.over(runs)
         if cut.tokens.max() > room:
             continue
-        apart = build_tree(list(tree.trajectories), apart=cut.rank_of())
+        run_of_row = cut.rank_of()
+        apart = build_tree(list(tree.trajectories), apart=run_of_row)
         layout = lay_out(apart)
-        run_of = cut.rank_of()[_owners(apart)][layout.tree_index]
+        run_of = run_of_row[_owners(apart)][layout.tree_index]
         _, part_of = np.unique(run_of, return_inverse=True)
         plan = replace(Plan.of_parts(layout, part_of), made_for=made_for)
         yield Way(largest_first(plan, prices), apart, f"{runs} runs")
@@ -217,17 +225,3 @@ def _improved(offers: Sequence[Sequence[Offer]], chosen: Sequence[int]) -> list[
             if idle >= len(offers) or steps > _STEPS:
                 return found
     return found
-
-
-def _depth_first(parent: Int64s, seconds: Floats) -> Int64s:
-    """Part numbers depth first, siblings by their seconds, most first."""
-    children: list[list[int]] = [[] for _ in range(len(parent) + 1)]
-    above = parent.tolist()
-    for part in np.argsort(seconds, kind="stable").tolist():  # the last of a list is taken first
-        children[above[part]].append(part)
-    order, pending = [], children[-1]
-    while pending:
-        part = pending.pop()
-        order.append(part)
-        pending += children[part]
-    return np.array(order, np.int64)

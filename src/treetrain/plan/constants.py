@@ -15,8 +15,12 @@ from typing import Any, Literal, NamedTuple, Self
 from treetrain.plan.blocks import DELTA_CHUNK, Attention, Experts, GatedDelta, Layers, Mixer, Mlp, ShortConvolution
 from treetrain.plan.cost import ModelShape
 
-HEAD_CHUNK_LOGITS = 1 << 23
-"""Logits that the head makes at once, within the bounds of `head_chunk_rows`."""
+HEAD_CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
+"""Logits that the head makes at once, within the bounds of `HEAD_CHUNK_ROWS`: what a CPU's cache can do something with;
+on a GPU so many that reading the head's matrix and adding to its gradient, once for each chunk, are small beside the
+products (1,766 rows of a vocabulary of 151,936)."""
+HEAD_CHUNK_ROWS = {"cpu": (64, 2048), "cuda": (64, 8192)}
+"""Fewest and most rows of a chunk."""
 WIDE = 4
 """Bytes of float32, in which log-probabilities, entropies and accumulators are kept."""
 
@@ -149,7 +153,7 @@ class Constants:
             forward_pass_bytes=layers,
             graph_pass_seconds=shape.layers * speed.layer_pass,
             forward_pass_seconds=shape.layers * speed.layer_pass * 0.7,
-            chunk_rows=head_chunk_rows(shape.vocab),
+            chunk_rows=head_chunk_rows(shape.vocab, device),
             **memory,
             **_SLACK[device],
             source=f"formula, {speed.name}",
@@ -187,9 +191,11 @@ before 2.38 a freed aligned block is not found again for a request of its own si
 The tensors themselves are predicted within a tenth (a test counts them). cuda: not measured."""
 
 
-def head_chunk_rows(vocab: int) -> int:
-    """Rows whose logits the head makes at once (the engine's head takes the same)."""
-    return max(64, min(2048, HEAD_CHUNK_LOGITS // vocab))
+def head_chunk_rows(vocab: int, device: str = "cpu") -> int:
+    """Rows whose logits the head makes at once on a kind of device; on one that is not listed, as on a CPU."""
+    device = device if device in HEAD_CHUNK_LOGITS else "cpu"
+    least, most = HEAD_CHUNK_ROWS[device]
+    return max(least, min(most, HEAD_CHUNK_LOGITS[device] // vocab))
 
 
 def saved_layer_token(kind: Layers, hidden: int, b: int) -> int:

@@ -93,7 +93,7 @@ class Plan:
         if (attach == -2).any():
             raise ValueError(f"part {int(np.argmax(attach == -2))} of {count} has no tokens")
         parent = np.where(attach >= 0, part_of[attach], -1)
-        order = _depth_first(parent, _first_tokens(part_of, count))
+        order = depth_first(parent, _first_tokens(part_of, count))
         rank = np.empty(count, np.int64)
         rank[order] = np.arange(count)
         part_of, attach = rank[part_of], attach[order]
@@ -284,11 +284,11 @@ def _first_tokens(part_of: Int64s, count: int) -> Int64s:
     return first
 
 
-def _depth_first(parent: Int64s, first: Int64s) -> Int64s:
-    """Part numbers depth first, siblings by their first token."""
+def depth_first(parent: Int64s, key: NDArray[Any]) -> Int64s:
+    """Part numbers depth first, siblings by a key of theirs, the smallest first."""
     children: list[list[int]] = [[] for _ in range(len(parent) + 1)]
     above = parent.tolist()
-    for part in np.argsort(-first, kind="stable").tolist():  # the last of a list is taken first
+    for part in np.argsort(-key, kind="stable").tolist():  # the last of a list is taken first
         children[above[part]].append(part)
     order, pending = [], children[-1]
     while pending:

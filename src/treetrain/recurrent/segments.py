@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from treetrain.recurrent.tiles import levels_of
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.layout import PackedLayout
 
@@ -73,7 +74,7 @@ def make_segments(layout: PackedLayout, exported: Int64s) -> Segments:
     run_of = np.cumsum(begins) - 1
     above = np.where(layout.parent[start] >= 0, run_of[layout.parent[start]], -1)
     end = start + length - 1
-    level = _depths(above)
+    level = levels_of(above)
     goes_on = (children[end] > 0) | wanted[end]
 
     inner = np.flatnonzero(goes_on)[np.argsort(level[goes_on], kind="stable")]
@@ -107,12 +108,3 @@ def _tokens_of(runs: Int64s, start: Int64s, length: Int64s) -> Int64s:
 
 def _offsets(length: Int64s) -> Int64s:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(length)])
-
-
-def _depths(above: Int64s) -> Int64s:
-    """int64 [S]: how many runs lie above each; `above` [S] is the run before it, which stands earlier, or -1."""
-    depth = [0] * len(above)
-    for run, before in enumerate(above.tolist()):
-        if before >= 0:
-            depth[run] = depth[before] + 1
-    return np.array(depth, np.int64)

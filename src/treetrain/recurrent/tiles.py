@@ -71,7 +71,7 @@ def make_tiles(layout: PackedLayout, exported: Int64s, *, tile: int = TILE) -> T
         tile: most tokens of a tile.
     """
     plan = uniform(layout, tile)
-    level = _levels(plan.parent)
+    level = levels_of(plan.parent)
     exits = np.unique(np.concatenate([plan.attach[plan.attach >= 0], exported]))
     exit_level = level[plan.part_of[exits]]
     exits = exits[np.argsort(exit_level, kind="stable")]
@@ -124,7 +124,8 @@ def make_tiles(layout: PackedLayout, exported: Int64s, *, tile: int = TILE) -> T
     )
 
 
-def _levels(parent: Int64s) -> Int64s:
+def levels_of(parent: Int64s) -> Int64s:
+    """int64 [P]: how many lie above each; `parent` [P] is the one right above, which stands earlier, or -1."""
     level = [0] * len(parent)
     for part, above in enumerate(parent.tolist()):
         if above >= 0:

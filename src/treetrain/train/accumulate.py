@@ -69,7 +69,6 @@ def forward_backward(engine: TreeEngine, calls: Sequence[Sequence[Trajectory]], 
 
 def _balance(engine: TreeEngine, calls: Sequence[Sequence[Trajectory]]) -> RouterBalance | None:
     """How the routers spread all tokens of the step; None where no auxiliary loss asks for it."""
-    experts = engine.capabilities.experts
-    if experts is None or not experts.auxiliary:
+    if not engine.capabilities.auxiliary:
         return None
     return functools.reduce(operator.add, [engine.router_balance(call) for call in calls])

@@ -13,6 +13,7 @@ from torch import nn
 from treetrain.data.lazy_rows import take
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
+from treetrain.engine.ranks import is_shard
 from treetrain.engine.step import StepResult
 from treetrain.train.accumulate import StepSplitter, forward_backward
 from treetrain.train.average import WeightAverage
@@ -30,7 +31,6 @@ from treetrain.train.references import ReferencePolicy
 from treetrain.train.result import Progress, TrainResult
 from treetrain.train.rollouts import Rollouts
 from treetrain.train.schedules import make_schedule
-from treetrain.train.sharding import is_dtensor
 from treetrain.train.updates import Update, Updates
 
 
@@ -228,7 +228,7 @@ class TrainLoop:
         """Global gradient norm before clipping; nothing is updated by a step that went wrong."""
         limit = math.inf if self.config.max_grad_norm is None else self.config.max_grad_norm
         found = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        norm = float(found.full_tensor() if is_dtensor(found) else found)  # type: ignore[attr-defined]
+        norm = float(found.full_tensor() if is_shard(found) else found)  # type: ignore[attr-defined]
         if not all(self.ranks.gather(math.isfinite(norm) and math.isfinite(loss))):
             raise FloatingPointError(
                 f"step {self.step + 1}: the loss is {loss} and the gradient norm {norm}; the weights were not "

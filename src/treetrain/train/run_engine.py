@@ -7,15 +7,13 @@ from torch import nn
 from treetrain.engine.calibrate import model_shape
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
-from treetrain.engine.planning import formula_cost, plan_within
+from treetrain.engine.planning import formula_cost
 from treetrain.plan.budget import Bytes
 from treetrain.plan.constants import Constants
-from treetrain.plan.plan import Plan
 from treetrain.plan.price import CostModel
 from treetrain.train.config import TrainConfig
 from treetrain.train.parallel import World, from_main
 from treetrain.train.sharding import local
-from treetrain.tree.layout import PackedLayout
 
 LINEAR_PACK_TOKENS = 8_192  # beyond this, larger packs cost memory and gain no speed
 ADAM_STATES = 2
@@ -65,10 +63,6 @@ class RunEngine(TreeEngine):
     def free_bytes(self) -> int | None:
         """See `TreeEngine.free_bytes`; as it was found at the beginning."""
         return super().free_bytes() if self._free_bytes is None else self._free_bytes
-
-    def plan_of(self, layout: PackedLayout) -> Plan:
-        """See `TreeEngine.plan_of`."""
-        return plan_within(layout, self.budget, self.model, lambda: self.cost, free=self._free_bytes)
 
     def state_dict(self) -> dict[str, Any]:
         """What was found."""

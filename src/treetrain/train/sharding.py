@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from treetrain.engine.ranks import is_shard
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
 from treetrain.train.config import TrainConfig
@@ -100,14 +101,9 @@ def _mesh(config: TrainConfig, world: World) -> Any:
     return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def is_dtensor(tensor: Any) -> bool:
-    """Whether a tensor is one rank's part of a larger one."""
-    return hasattr(tensor, "device_mesh")
-
-
 def local(tensor: Any) -> Tensor:
     """What this rank holds of a tensor; it shares memory with it."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
+    return tensor.to_local() if is_shard(tensor) else tensor
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor] | None:

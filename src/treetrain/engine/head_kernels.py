@@ -1,0 +1,132 @@
+"""Triton kernels of the LM head's softmax: log-sum-exps and entropies in one reading, the gradient in one writing.
+
+Logits are kept as the matrix product gives them; all arithmetic is in float32. A row's edges are met one after the
+other by the program that owns the place they point at, so that nothing is added by two programs at once and the same
+input gives the same bits. The gradient is rounded once, after everything has been added.
+"""
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+BLOCK = 4096
+"""Logits of a program at once."""
+WARPS = 8
+
+
+@triton.jit
+def statistics_kernel(
+    logits_ptr, lse_ptr, entropy_ptr, stride, vocabulary, factor, BLOCK: tl.constexpr, ENTROPY: tl.constexpr
+):
+    """logits [r, V] -> lse [r], entropy [r]; grid (r,). Every lane has a running maximum of its own."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    high = tl.zeros([BLOCK], tl.float32) - float("inf")
+    total = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)  # sum of exp(z - high) (z - high)
+    for start in range(0, vocabulary, BLOCK):
+        column = start + lane
+        z = tl.load(logits_ptr + row * stride + column, mask=column < vocabulary, other=float("-inf"))
+        z = z.to(tl.float32) * factor
+        highest = tl.maximum(high, z)
+        base = tl.where(highest == float("-inf"), 0.0, highest)  # of a lane that has seen nothing yet
+        shrink, weight = tl.exp(high - base), tl.exp(z - base)
+        if ENTROPY:
+            fallen = tl.where(high == float("-inf"), 0.0, high - base)
+            below = tl.where(z == float("-inf"), 0.0, z - base)
+            weighted = shrink * (weighted + total * fallen) + weight * below
+        total = total * shrink + weight
+        high = highest
+    top = tl.max(high, 0)
+    share = tl.exp(high - top)
+    whole = tl.sum(total * share, 0)
+    tl.store(lse_ptr + row, top + tl.log(whole))
+    if ENTROPY:  # both terms are at least 0: nothing cancels
+        fallen = tl.where(high == float("-inf"), 0.0, high - top)
+        tl.store(entropy_ptr + row, tl.log(whole) - tl.sum(share * (weighted + total * fallen), 0) / whole)
+
+
+@triton.jit
+def gradient_kernel(
+    logits_ptr, lse_ptr, by_row_ptr, entropy_ptr, by_entropy_ptr, first_ptr, target_ptr, by_edge_ptr, stride,
+    vocabulary, factor, BLOCK: tl.constexpr, ENTROPY: tl.constexpr,
+):  # fmt: skip
+    """logits [r, V] become the gradient by them; first [r + 1]: each row's edges; grid (r, blocks of V)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = logits_ptr + row * stride + column
+    z = tl.load(at, mask=column < vocabulary, other=float("-inf")).to(tl.float32) * factor
+    log_p = z - tl.load(lse_ptr + row)
+    p = tl.exp(log_p)
+    weight = tl.load(by_row_ptr + row) + tl.zeros([BLOCK], tl.float32)
+    if ENTROPY:  # d H / d z_v = -p_v (log p_v + H)
+        surprise = tl.where(p > 0, log_p, 0.0) + tl.load(entropy_ptr + row)
+        weight += tl.load(by_entropy_ptr + row) * surprise
+    grad = -p * weight
+    for edge in range(tl.load(first_ptr + row), tl.load(first_ptr + row + 1)):
+        grad += tl.where(column == tl.load(target_ptr + edge), tl.load(by_edge_ptr + edge), 0.0)
+    tl.store(at, (grad * factor).to(logits_ptr.dtype.element_ty), mask=column < vocabulary)
+
+
+def statistics(logits: Tensor, factor: float, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """float32 [r] log-sum-exps and entropies (or None) of logits [r, V] times a factor above 0."""
+    count, vocabulary = logits.shape
+    lse = logits.new_empty(count, dtype=torch.float32)
+    entropies = torch.empty_like(lse) if entropy else None
+    statistics_kernel[(count,)](  # pyright: ignore[reportIndexIssue]
+        logits,
+        lse,
+        lse if entropies is None else entropies,
+        logits.stride(0),
+        vocabulary,
+        factor,
+        BLOCK=_block(vocabulary),
+        ENTROPY=entropy,
+        num_warps=WARPS,
+    )
+    return lse, entropies
+
+
+def to_gradient_(
+    logits: Tensor,
+    factor: float,
+    lse: Tensor,
+    edges: tuple[Tensor, Tensor],
+    by_edge: Tensor,
+    by_row: Tensor,
+    entropies: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Turn logits [r, V] into the gradient by them.
+
+    Args:
+        lse: [r], as `statistics` gives them.
+        edges: int64 [e] row of each, ascending, and [e] the predicted token.
+        by_edge: [e] gradient of the loss by the log-probabilities.
+        by_row: [r] their sums over each row's edges.
+        entropies: [r] entropies and [r] the gradient of the loss by them, or None.
+    """
+    (row, target), (count, vocabulary) = edges, logits.shape
+    entropy, by_entropy = (lse, lse) if entropies is None else entropies
+    first = torch.searchsorted(row, torch.arange(count + 1, device=logits.device))
+    block = _block(vocabulary)
+    gradient_kernel[(count, triton.cdiv(vocabulary, block))](  # pyright: ignore[reportIndexIssue]
+        logits,
+        lse.contiguous(),
+        by_row.contiguous(),
+        entropy.contiguous(),
+        by_entropy.contiguous(),
+        first,
+        target.contiguous(),
+        by_edge.contiguous(),
+        logits.stride(0),
+        vocabulary,
+        factor,
+        BLOCK=block,
+        ENTROPY=entropies is not None,
+        num_warps=WARPS,
+    )
+
+
+def _block(vocabulary: int) -> int:
+    return min(BLOCK, triton.next_power_of_2(vocabulary))

@@ -1,0 +1,187 @@
+"""The head's softmax: PyTorch's operations and the Triton kernels against autograd in float64, and within whole steps.
+
+The kernels run on a GPU where there is one, else by Triton's interpreter; without Triton their tests are skipped.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+
+import treetrain as tt  # noqa: E402
+from support.linear import gradients, relative_error  # noqa: E402
+from support.models import make_model  # noqa: E402
+from treetrain.engine.head_chunk import Chunk, EdgesOfChunk, Entropies, PlainChunk, Scaling, chunk_type  # noqa: E402
+from treetrain.models.logit_map import LogitMap  # noqa: E402
+
+SCALINGS = {
+    "plain": Scaling(),
+    "temperature": Scaling(LogitMap(), 0.7),
+    "factor, divisor, temperature": Scaling(LogitMap(factor=3.0, divisor=2.0), 1.3),
+}
+EDGES = ([0, 1, 1, 1, 3, 4, 4], [5, 0, 36, 17, 36, 2, 2])
+"""Forks, a row of which nothing is predicted, and one token predicted twice from one row."""
+
+
+def chunk_of(kind: type[Chunk], dtype: torch.dtype, scaling: Scaling, vocabulary: int, *, entropy: bool):
+    """What a kind of chunk gives for some rows; (log-sum-exps, logits at edges, entropies or None, gradient)."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    rows, weight = (torch.randn(n, 8, generator=generator).to(DEVICE, dtype) for n in (5, vocabulary))
+    weight = weight * 3
+    numbers = torch.tensor([[r % 5, t % vocabulary] for r, t in zip(*EDGES)], device=DEVICE)
+    edges = EdgesOfChunk(numbers[:, 0].contiguous(), numbers[:, 1].contiguous())
+    wide = torch.promote_types(dtype, torch.float32)
+    by_edge, by_entropy = (torch.randn(n, generator=generator).to(DEVICE, wide) for n in (len(edges.row), 5))
+    by_row = torch.zeros(5, device=DEVICE, dtype=wide).index_add_(0, edges.row, by_edge)
+    first = kind(rows, weight, None, scaling, entropy=entropy, backward=False)
+    lse = first.log_sum_exp()
+    at = first.at(edges)
+    entropies = first.entropies(lse) if entropy else None
+    second = kind(rows, weight, None, scaling, entropy=entropy, backward=True)
+    spread = None if entropies is None else Entropies(entropies, by_entropy)
+    grad = second.gradient(lse, edges, by_edge, by_row, spread)
+    # The truth, of the logits as their dtype has them.
+    raw = nn.functional.linear(rows, weight).double().requires_grad_()
+    z = scaling.logit_map(raw) / scaling.temperature
+    log_p = z.log_softmax(-1)
+    h = -(log_p.exp() * log_p).sum(-1)
+    loss = (log_p[edges] * by_edge.double()).sum()
+    if entropy:
+        loss = loss + (h * by_entropy.double()).sum()
+    loss.backward()
+    expected = z.logsumexp(-1), z[edges], h if entropy else None, raw.grad
+    return (lse, at, entropies, grad), expected
+
+
+def check_chunk(kind, dtype, scaling, vocabulary, *, entropy) -> None:
+    got, expected = chunk_of(kind, dtype, scaling, vocabulary, entropy=entropy)
+    narrow = torch.finfo(dtype).eps
+    for name, bound, a, b in zip(("lse", "at", "entropy", "gradient"), (2e-6, 2e-6, 2e-5, 2 * narrow), got, expected):
+        if b is None:
+            continue
+        assert a.shape == b.shape and torch.isfinite(a).all(), name
+        error = float((a.detach().double() - b.detach()).norm() / b.detach().norm())
+        assert error <= max(bound, 2e-6), f"{name}: {error}"
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("scaling", list(SCALINGS.values()), ids=list(SCALINGS))
+def test_the_softmax_of_a_chunk_by_pytorch_is_exact(scaling, entropy):
+    check_chunk(PlainChunk, torch.float32, scaling, 37, entropy=entropy)
+    check_chunk(PlainChunk, torch.float64, scaling, 37, entropy=entropy)
+
+
+def triton_chunk():
+    """The kernels' chunk; the test is skipped where they cannot run."""
+    if not GPU:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and the kernels are defined
+    pytest.importorskip("triton", reason="Triton is not installed: its kernels cannot run here")
+    import triton.language as tl
+
+    from treetrain.engine.head_chunk import TritonChunk
+
+    if not GPU and type(tl.sum).__name__ == "JITFunction":
+        pytest.skip("Triton was imported for a GPU that is not here; run this file alone, with TRITON_INTERPRET=1")
+    return TritonChunk
+
+
+@pytest.mark.parametrize("vocabulary", [37, 64, 300])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scaling", list(SCALINGS.values()), ids=list(SCALINGS))
+def test_the_softmax_of_a_chunk_by_triton_is_exact(monkeypatch, scaling, dtype, entropy, vocabulary):
+    kind = triton_chunk()
+    from treetrain.engine import head_kernels
+
+    monkeypatch.setattr(head_kernels, "BLOCK", 64)  # several blocks, the last one not full
+    # The interpreter truncates where a GPU rounds to 16 bits.
+    check_chunk(kind, dtype, scaling, vocabulary, entropy=entropy)
+
+
+def test_a_logit_that_is_minus_infinity_has_no_share_and_no_gradient():
+    triton_chunk()
+    from treetrain.engine.head_kernels import statistics, to_gradient_
+
+    logits = torch.tensor([[float("-inf"), 0.5, -1.0, float("-inf")]], device=DEVICE)
+    expected = logits[:, 1:3].double()
+    lse, entropies = statistics(logits, 2.0, entropy=True)
+    p = (2 * expected).softmax(-1)
+    torch.testing.assert_close(lse.double(), (2 * expected).logsumexp(-1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(entropies.double(), -(p * p.log()).sum(-1), rtol=1e-6, atol=0)
+    edges = EdgesOfChunk(*torch.tensor([[0], [1]], device=DEVICE))
+    ones = torch.ones(1, device=DEVICE)
+    to_gradient_(logits, 2.0, lse, edges, ones, ones, Entropies(entropies, ones))
+    by_entropy = -p * (p.log() + entropies.double())
+    truth = 2 * (torch.tensor([[1.0, 0.0]], device=DEVICE) - p + by_entropy)
+    torch.testing.assert_close(logits[:, 1:3].double(), truth, rtol=1e-5, atol=1e-7)
+    assert logits[0, 0] == 0 and logits[0, 3] == 0
+
+
+LOSSES = {"sft": tt.losses.sft(), "ppo with entropy": tt.losses.ppo(entropy=0.1)}
+
+
+@pytest.mark.parametrize("loss", list(LOSSES.values()), ids=list(LOSSES))
+@pytest.mark.parametrize("budget", [None, 6])
+def test_whole_steps_by_triton_are_those_by_pytorch(monkeypatch, loss, budget):
+    triton_chunk()
+    trunk = [3, 1, 4, 1, 5]
+    ids = [[*trunk, 9, 2], [*trunk, 9, 2, 6], [*trunk, 8], [7, 7], trunk[:3]]
+    rows = [tt.Trajectory(x, advantages=k - 1.5, old_logprobs=[-3.0] * len(x)) for k, x in enumerate(ids)]
+    model = make_model("qwen3").to(DEVICE)
+    found = []
+    for kernels in ("torch", "triton"):
+        monkeypatch.setenv("TREETRAIN_HEAD", kernels)
+        model.zero_grad()
+        result = tt.TreeEngine(model, budget=budget, temperature=0.8).forward_backward(rows, loss)
+        found.append((result.loss, gradients(model)))
+    (plain, gradient), (got, other) = found
+    assert got == pytest.approx(plain, rel=1e-5)
+    assert 0 < relative_error(other, gradient) <= 1e-5  # not the same bits: the kernels ran
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bias", "scaling"),
+    [
+        (torch.float64, None, Scaling()),
+        (torch.float32, torch.zeros(3), Scaling()),
+        (torch.float32, None, Scaling(LogitMap(cap=30.0))),
+        (torch.float32, None, Scaling(LogitMap(factor=-1.0))),
+    ],
+    ids=["float64", "a bias", "a cap", "a negative factor"],
+)
+def test_what_the_kernels_lack_is_done_by_pytorch(monkeypatch, dtype, bias, scaling):
+    kind = triton_chunk()
+    monkeypatch.setenv("TREETRAIN_HEAD", "triton")
+    assert chunk_type(torch.zeros(1, dtype=dtype, device=DEVICE), bias, scaling) is PlainChunk
+    assert chunk_type(torch.zeros(1, dtype=torch.bfloat16, device=DEVICE), None, Scaling()) is kind
+
+
+def test_a_name_that_there_is_none_of_is_refused(monkeypatch):
+    monkeypatch.setenv("TREETRAIN_HEAD", "cuda")
+    with pytest.raises(ValueError, match="TREETRAIN_HEAD=cuda: no kernels have that name; there are torch, triton"):
+        chunk_type(torch.zeros(1), None, Scaling())
+
+
+def test_kernels_that_cannot_run_here_are_refused(monkeypatch):
+    monkeypatch.setenv("TREETRAIN_HEAD", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=r"TREETRAIN_HEAD=triton cannot run here: Triton .*; unset it, or name torch"):
+        chunk_type(torch.zeros(1), None, Scaling())
+
+
+def test_they_compile_for_hopper():
+    pytest.importorskip("triton", reason="Triton is not installed: nothing can be compiled")
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(root / "benchmarks" / "triton_report.py"), "--kernels", "head"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 8 and all(" 0 bytes spilled" in line for line in lines), done.stdout
