@@ -17,6 +17,7 @@ from treetrain.engine.batch import Batch
 from treetrain.engine.calibrate import calibrate, cost_model, model_shape, remember
 from treetrain.engine.feed import Board, Known
 from treetrain.engine.live_bytes import live_bytes
+from treetrain.engine.planning import formula_cost
 from treetrain.engine.walk import Walk
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import check_model
@@ -140,6 +141,22 @@ def test_autocast_saves_less_per_token_and_its_cast_weights_per_pass():
         cast = measured(model)
     assert cast.saved_token < 0.8 * plain.saved_token
     assert cast.carry_token < plain.carry_token
+
+
+def test_the_formula_of_a_model_knows_its_dtype_its_autocast_and_its_checkpointing():
+    dtypes = torch.float32, torch.bfloat16, torch.float64
+    plain, narrow, double = (formula_cost(make_model(dtype=d)) for d in dtypes)
+    assert plain is not None and narrow is not None and double is not None
+    assert narrow.constants.carry_token < plain.constants.carry_token < double.constants.carry_token
+    model = make_model("qwen3")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert formula_cost(model) == narrow
+    assert formula_cost(model) == plain
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpointed = formula_cost(model)
+    assert checkpointed is not None and checkpointed.constants.backward_ratio == plain.constants.backward_ratio + 1
+    assert checkpointed.constants.saved_token < plain.constants.saved_token
 
 
 def test_adapters_have_no_gradient_of_the_head():

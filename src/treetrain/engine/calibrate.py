@@ -253,7 +253,7 @@ def _pair_speed(bench: _Bench, shape: ModelShape, tokens: int) -> float:
         ends=np.full(count, count), depth=chain, segment_start=np.array([0, count]), segment_parent=np.array([-1])
     )
     attention = make_attention(forest, bench.device, heads.heads * heads.key_size)
-    dtype = _compute_dtype(bench.model, bench.device)
+    dtype = compute_dtype(bench.model, bench.device)
     generator = torch.Generator(device=bench.device).manual_seed(0)
     inputs = [  # values are as long as keys here: where they are shorter, they are padded
         torch.randn(count, number, heads.key_size, dtype=dtype, device=bench.device, generator=generator)
@@ -281,12 +281,12 @@ def _bandwidth(bench: _Bench, size: int = 1 << 23) -> float:
 def _formula(model: nn.Module, capabilities: Capabilities, shape: ModelShape) -> Constants:
     """What the shape says, corrected by what is known without running: trained weights, dtypes, adapters."""
     device = model_device(model)
-    compute = _compute_dtype(model, device)
+    compute = compute_dtype(model, device)
     found = Constants.from_shape(
         shape,
         "cuda" if device.type == "cuda" else "cpu",
         dtype_bytes=compute.itemsize,
-        checkpointing=_checkpoints(model),
+        checkpointing=is_checkpointed(model),
     )
     share, added = _trained_share(model), _added_up(model, capabilities)
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) - added * compute.itemsize
@@ -318,24 +318,26 @@ def _key(model: nn.Module, capabilities: Capabilities, shape: ModelShape) -> dic
         "model": type(causal_lm(model)).__name__,
         "shape": json.loads(json.dumps(dataclasses.asdict(shape))),  # as a file gives it back: lists, no tuples
         "dtype": str(model.dtype),
-        "compute": str(_compute_dtype(model, device)),
+        "compute": str(compute_dtype(model, device)),
         "device": _device_name(device),
         "attention": choose_backend(device).name,
         "threads": torch.get_num_threads() if device.type == "cpu" else 0,
         "torch": torch.__version__,
-        "checkpointing": _checkpoints(model),
+        "checkpointing": is_checkpointed(model),
         "trained": round(_trained_share(model), 4),
         "plain_head": capabilities.head_is_linear,
     }
 
 
-def _compute_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
+def compute_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
+    """Of the arithmetic: that of the autocast which is on now, or the weights' own."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return model.dtype  # type: ignore[return-value]
 
 
-def _checkpoints(model: nn.Module) -> bool:
+def is_checkpointed(model: nn.Module) -> bool:
+    """Whether a step runs every layer's forward again in its backward."""
     lm = causal_lm(model)
     # transformers 5 renamed it, and warns where the old name is read.
     name = "is_activation_checkpointing" if hasattr(lm, "is_activation_checkpointing") else "is_gradient_checkpointing"

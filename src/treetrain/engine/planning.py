@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
+from treetrain.engine.calibrate import compute_dtype, is_checkpointed
 from treetrain.engine.free_bytes import free_bytes
 from treetrain.engine.packed import model_device
 from treetrain.errors import UnsupportedModel
@@ -82,12 +83,18 @@ def gradient_bytes_to_come(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def formula_cost(model: nn.Module) -> CostModel | None:
-    """What passes cost by the model's shape; None for an architecture that is not known."""
+    """What passes cost by the model's shape, dtype and checkpointing; None for an architecture that is not known."""
     try:
         shape = ModelShape.from_config(causal_lm(model).config.to_dict())  # type: ignore[operator, union-attr]
     except UnsupportedModel:
         return None
-    return CostModel.from_shape(shape, device="cuda" if model_device(model).type == "cuda" else "cpu")
+    device = model_device(model)
+    return CostModel.from_shape(
+        shape,
+        device="cuda" if device.type == "cuda" else "cpu",
+        dtype_bytes=compute_dtype(model, device).itemsize,
+        checkpointing=is_checkpointed(model),
+    )
 
 
 def formula_cost_of(model: nn.Module) -> CostModel:
