@@ -21,7 +21,7 @@ from treetrain.errors import DataError
 from treetrain.losses import by_name
 from treetrain.models.loading import load_model
 from treetrain.train import parallel
-from treetrain.train.accumulate import StepSplitter, forward_backward
+from treetrain.train.accumulate import StepSplitter, forward_backward, prepare
 from treetrain.train.average import WeightAverage
 from treetrain.train.best import Best
 from treetrain.train.evaluation import evaluate
@@ -75,7 +75,8 @@ def test_accumulated_gradients_keep_the_numerics_contract(name) -> None:
         gradients, losses = [], []
         for calls in ([rows], [rows[:2], rows[2:]], [rows[4:], rows[:2], rows[2:4]]):
             model.zero_grad()
-            losses.append(forward_backward(TreeEngine(model), calls, loss).loss)
+            engine = TreeEngine(model)
+            losses.append(forward_backward(engine, prepare(engine, calls), loss).loss)
             gradients.append(linear.gradients(model))
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)
     assert all(linear.relative_error(gradient, gradients[0]) <= 1e-12 for gradient in gradients[1:])
@@ -91,7 +92,8 @@ def test_the_routers_auxiliary_loss_is_that_of_the_whole_step_in_any_number_of_c
     results, gradients = [], []
     for calls in ([rows], [rows[:2], rows[2:]], [rows[4:], rows[:2], rows[2:4]]):
         model.zero_grad()
-        results.append(forward_backward(TreeEngine(model), calls, by_name("sft")))
+        engine = TreeEngine(model)
+        results.append(forward_backward(engine, prepare(engine, calls), by_name("sft")))
         gradients.append(linear.gradients(model))
     for result, gradient in zip(results[1:], gradients[1:]):
         assert result.loss == pytest.approx(results[0].loss, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Small integer arrays of the host, sent to a device in one copy that nothing waits for."""
+"""Arrays of the host, sent to a device in copies that nothing waits for."""
 
 from collections.abc import Sequence
 
@@ -24,3 +24,17 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
         whole[start : start + array.size] = torch.from_numpy(np.ascontiguousarray(array)).reshape(-1)
     there = whole.to(device, non_blocking=True)
     return [there[start : start + a.size].view(a.shape) for start, a in zip(starts, arrays)]
+
+
+def on_device(array: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """One array as a tensor of its shape; on a CPU of the same dtype the array itself.
+
+    To a GPU it goes from pinned memory, so that the host does not wait for what the device is doing.
+
+    Args:
+        dtype: None keeps the array's own.
+    """
+    tensor = torch.as_tensor(array, dtype=dtype)
+    if device.type == "cpu":
+        return tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

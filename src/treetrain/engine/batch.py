@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treetrain.attention.device_arrays import on_device
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 from treetrain.models.capability import Capabilities
@@ -110,11 +111,11 @@ class Reads:
 
     def per_prediction(self, per_edge: Tensor) -> Tensor:
         """[E] -> [T]."""
-        return per_edge.index_select(0, torch.from_numpy(self.edges).to(per_edge.device))
+        return per_edge.index_select(0, on_device(self.edges, per_edge.device))
 
     def per_prediction_entropy(self, per_row: Tensor) -> Tensor:
         """[R] entropies (or [R, c] values) of predicting rows -> [T] (or [T, c])."""
-        return per_row.index_select(0, torch.from_numpy(self.rows).to(per_row.device))
+        return per_row.index_select(0, on_device(self.rows, per_row.device))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,7 +135,7 @@ class Selection(Reads):
         if self.used.all():
             flat = per_prediction
         else:
-            place = torch.from_numpy(np.flatnonzero(self.used)).to(per_prediction.device)
+            place = on_device(np.flatnonzero(self.used), per_prediction.device)
             shape = (len(self.used), *per_prediction.shape[1:])
             flat = per_prediction.new_zeros(shape).index_copy(0, place, per_prediction)
         return list(flat.split([max(len(t) - 1, 0) for t in self.trajectories]))

@@ -157,7 +157,8 @@ class TreeEngine:
                 of a step but the last.
 
         Returns:
-            loss, metrics and counts of the rows of all ranks.
+            loss, metrics and counts of the rows of all ranks. On a GPU without other ranks this returns when the work
+            is queued, so that the next batch can be prepared meanwhile; reading loss or metrics waits for it.
 
         Raises:
             RanksDisagree: another rank makes another step, or could not make its own.

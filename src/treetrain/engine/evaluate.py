@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from treetrain.attention.device_arrays import on_device
 from treetrain.engine.batch import Reads, Selection
 
 MetricSums = dict[str, tuple[Any, Any]]
@@ -23,7 +24,7 @@ def linear_coefficients(
         return None
     # Float64 on the way: a shared edge may collect thousands of rows.
     total = torch.zeros(num_edges, dtype=torch.float64, device=device)
-    return total.index_add_(0, torch.from_numpy(rows.edges).to(device), per_prediction.double()).to(dtype)
+    return total.index_add_(0, on_device(rows.edges, device), per_prediction.double()).to(dtype)
 
 
 def evaluate(

@@ -67,6 +67,7 @@ class LinearEngine(TreeEngine):
         return whole_trees(layout, self.pack_tokens or max(layout.num_tokens, 1))
 
 
-def _rows(batch: Sequence[Trajectory] | TokenTree) -> list[Trajectory]:
-    """A tree that is given is taken apart."""
-    return list(batch.trajectories if isinstance(batch, TokenTree) else batch)
+def _rows(batch: Sequence[Trajectory] | TokenTree) -> Sequence[Trajectory] | TokenTree:
+    """A tree whose rows share tokens is taken apart."""
+    shares = isinstance(batch, TokenTree) and batch.num_tokens != batch.num_flat_tokens
+    return list(batch.trajectories) if shares else batch

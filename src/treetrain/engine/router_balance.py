@@ -54,13 +54,17 @@ class RouterBalance:
         return spread * len(self.choices)
 
     @classmethod
-    def of(cls, probabilities: Tensor, top_k: int, weights: Tensor | None = None) -> "RouterBalance":
+    def of(
+        cls, probabilities: Tensor, top_k: int, weights: Tensor | None = None, tokens: float | None = None
+    ) -> "RouterBalance":
         """Of one router's pass.
 
         Args:
             probabilities: [n, E].
             weights: [n]: how often each token counts; None: once.
+            tokens: the sum of the weights: asking a GPU for it would wait for all that it has to do.
         """
+        assert (weights is None) == (tokens is None)
         chosen = probabilities.topk(top_k, dim=-1).indices
         weights = probabilities.new_ones(len(probabilities)) if weights is None else weights
         weights = weights.double()
@@ -69,7 +73,7 @@ class RouterBalance:
                 0, chosen.flatten(), weights.repeat_interleave(top_k)
             ),
             probabilities=weights @ probabilities.double(),
-            tokens=float(weights.sum()),
+            tokens=float(len(probabilities)) if tokens is None else tokens,
         )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from treetrain.attention.device_arrays import on_device
 from treetrain.engine.evaluate import MetricSums, add_sums
 from treetrain.engine.router_balance import OwnAuxiliary, RouterBalance
 from treetrain.errors import UnsupportedModel
@@ -81,10 +82,12 @@ class Routing:
             tree_index: int64 [n]: its tokens.
             final: whether these tokens are counted by no other pass of the same kind.
         """
-        recorded = None if self._recorded is None else torch.from_numpy(self._recorded[tree_index]).to(self._device)
-        counts = None if self._counts is None else torch.from_numpy(self._counts[tree_index]).to(self._device)
+        recorded = None if self._recorded is None else on_device(self._recorded[tree_index], self._device)
+        own = None if self._counts is None else self._counts[tree_index]
+        counts = None if own is None else on_device(own, self._device)
         collects = final and self._collects and counts is not None
-        return RouterPass(self, self._experts, recorded, counts, collects=collects)
+        tokens = 0.0 if own is None else float(own.sum())
+        return RouterPass(self, self._experts, recorded, counts, tokens=tokens, collects=collects)
 
     def own_auxiliary(self, *, collects: bool) -> OwnAuxiliary | None:
         """What compares the model's own auxiliary loss of a pass that begins now; None where there is nothing left
@@ -100,7 +103,7 @@ class Routing:
     def idle_run(self, tokens: int) -> "RouterPass":
         """What is done with the routers of a pass over so many tokens that count for nothing."""
         counts = None if self._counts is None else torch.zeros(tokens, dtype=torch.int64, device=self._device)
-        return RouterPass(self, self._experts, None, counts, collects=False)
+        return RouterPass(self, self._experts, None, counts, tokens=0.0, collects=False)
 
     def add(self, found: RouterBalance | None) -> None:
         """Take note of a pass that fitted."""
@@ -179,10 +182,11 @@ class RouterPass:
         recorded: Tensor | None,
         counts: Tensor | None,
         *,
+        tokens: float,
         collects: bool,
     ):
         self._routing, self._experts, self._recorded, self._counts = routing, experts, recorded, counts
-        self._collects = collects
+        self._tokens, self._collects = tokens, collects
         self._found: RouterBalance | None = None
         self._own: OwnAuxiliary | None = None
         self._seen: set[int] = set()
@@ -208,7 +212,7 @@ class RouterPass:
         top_k = routed.chosen.shape[-1]
         logits = routed.logits if self._own is None else self._own.note(routed.logits, probabilities, top_k)
         if self._collects:
-            found = RouterBalance.of(probabilities.detach(), top_k, self._counts)
+            found = RouterBalance.of(probabilities.detach(), top_k, self._counts, self._tokens)
             self._found = found if self._found is None else self._found + found
         if not (torch.is_grad_enabled() and probabilities.requires_grad):
             return output

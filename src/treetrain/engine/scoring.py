@@ -6,9 +6,11 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from treetrain.attention.device_arrays import on_device
 from treetrain.engine.head import Edges, Scores, score_edges, without_logprobs, zero_of
 from treetrain.engine.sinks import Sinks
 from treetrain.models.capability import Capabilities
@@ -52,7 +54,8 @@ def _numbered(scores: Scores, tokens: int, *, meets_all: bool) -> Tensor:
 
 def _handed_on(carrier: Tensor, logit_map: LogitMap, dtype: torch.dtype | None) -> Tensor:
     if logit_map is not IDENTITY:
-        carrier = torch.cat([carrier, carrier.new_tensor(PROBES).view(1, -1, 1)], dim=1)
+        probes = on_device(np.array(PROBES), carrier.device, carrier.dtype)
+        carrier = torch.cat([carrier, probes.view(1, -1, 1)], dim=1)
     return carrier if dtype is None else carrier.to(dtype)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
+from treetrain.losses.arrays import on_device
 
 Reduction = Literal["token", "trajectory"]
 REDUCTIONS: tuple[Reduction, ...] = ("token", "trajectory")
@@ -169,7 +170,7 @@ class Facts(abc.ABC):
         return self._fact("returns")
 
     def _tensor(self, array: NDArray[np.float64]) -> Tensor:
-        return torch.as_tensor(array, dtype=self.dtype, device=self.device)
+        return on_device(array, self.device, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -231,9 +232,9 @@ class PackedFacts(Facts):
         device = torch.device(device)
         return cls(
             trajectories=trajectories,
-            lengths=torch.as_tensor(lengths, device=device),
-            rows=torch.as_tensor(rows, device=device),
-            weights=torch.as_tensor(weights, dtype=dtype, device=device),
+            lengths=on_device(lengths, device),
+            rows=on_device(rows, device),
+            weights=on_device(weights, device, dtype),
             dtype=dtype,
             device=device,
             all_weighted=bool(weights.all()),

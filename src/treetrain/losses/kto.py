@@ -12,6 +12,7 @@ from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
+from treetrain.losses.arrays import on_device
 from treetrain.losses.base import LARGEST, Metrics, check_number, check_positive
 from treetrain.losses.batch import BatchLoss, log_likelihoods
 from treetrain.losses.facts import Facts, PackedFacts, describe, require_nonnegative_weights
@@ -83,7 +84,7 @@ class KTOLoss(BatchLoss):
     def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts) -> tuple[Tensor, Metrics]:
         assert isinstance(facts, PackedFacts)
         kinds = self._kinds(facts.trajectories)
-        desirable, undesirable, mismatched = (torch.as_tensor(rows, device=logprobs.device) for rows in kinds)
+        desirable, undesirable, mismatched = (on_device(rows, logprobs.device) for rows in kinds)
         likelihood, score = log_likelihoods(logprobs, facts, average=False, reference=True)
         z = self._reference(score.detach(), torch.cat([desirable, undesirable]), mismatched)
         gain, loss = self.beta * (score[desirable] - z), self.beta * (z - score[undesirable])
@@ -102,7 +103,7 @@ class KTOLoss(BatchLoss):
     def _reference(self, score: Tensor, labelled: Tensor, mismatched: Tensor) -> Tensor:
         """z, a scalar without gradient, 0 or more."""
         if not isinstance(self.reference_point, str):
-            return score.new_tensor(float(self.reference_point))
+            return score.new_full((), float(self.reference_point))
         rows = labelled if self.reference_point == "rows" else mismatched
         return score[rows].sum().div(max(len(rows), 1)).clamp(min=0)
 
@@ -130,7 +131,7 @@ class KTOLoss(BatchLoss):
 
 
 def _mean_of(values: Tensor) -> tuple[Tensor, Tensor]:
-    return values.sum(), values.new_tensor(float(len(values)))
+    return values.sum(), values.new_full((), float(len(values)))
 
 
 def _is_nonnegative(value: object) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
+from treetrain.losses.arrays import on_device
 from treetrain.losses.base import LARGEST, Loss, Metrics, check_number
 from treetrain.losses.facts import Facts, PackedFacts, Reduction, describe
 
@@ -174,7 +175,7 @@ def _own(facts: PackedFacts, numbers: Int64s) -> tuple[PackedFacts, Tensor | Non
     if len(numbers) == len(facts.trajectories):
         return facts, None
     own, places = facts.of_rows(numbers)
-    return own, torch.as_tensor(places, device=facts.device)
+    return own, on_device(places, facts.device)
 
 
 def _at(values: Any, places: Tensor | None) -> Any:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
+from treetrain.losses.arrays import on_device
 from treetrain.losses.base import LARGEST, Metrics, check_flag, check_number, check_positive
 from treetrain.losses.batch import BatchLoss, log_likelihoods
 from treetrain.losses.facts import Facts, PackedFacts, require_nonnegative_weights
@@ -65,7 +66,7 @@ class PairLoss(BatchLoss):
     def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts) -> tuple[Tensor, Metrics]:
         assert isinstance(facts, PackedFacts)
         pairs = find_pairs(facts.trajectories)
-        chosen, rejected = (torch.as_tensor(rows, device=logprobs.device) for rows in pairs)
+        chosen, rejected = (on_device(rows, logprobs.device) for rows in pairs)
         likelihood, score = log_likelihoods(logprobs, facts, average=self.average, reference=self.has_reference)
         losses = self.pair_losses(score[chosen] - score[rejected])
         with torch.no_grad():
@@ -78,7 +79,7 @@ class PairLoss(BatchLoss):
                 "chosen_logps": likelihood[chosen],
                 "rejected_logps": likelihood[rejected],
             }
-            count = losses.new_tensor(float(len(pairs.chosen)))
+            count = losses.new_full((), float(len(pairs.chosen)))
             metrics: Metrics = {name: (x.sum(), count) for name, x in watched.items()}
         return losses.sum(), metrics
 

@@ -4,10 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
+from treetrain.losses.arrays import on_device
 from treetrain.losses.base import Loss, Metrics
 from treetrain.losses.facts import Facts, PackedFacts, Reduction
 
@@ -45,7 +47,7 @@ class ChosenSFTLoss(SFTLoss):
 
     def coefficients(self, facts: Facts) -> Tensor:
         assert isinstance(facts, PackedFacts)
-        chosen = torch.tensor([bool(row.chosen) for row in facts.trajectories], device=facts.device)
+        chosen = on_device(np.array([bool(row.chosen) for row in facts.trajectories], bool), facts.device)
         return -torch.where(chosen[facts.rows], facts.shares(self.reduction), 0)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from treetrain.attention.device_arrays import on_device
 from treetrain.plan.plan import Plan
 from treetrain.tree.assemble import Int64s
 
@@ -106,7 +107,14 @@ class StateView:
         """int64 [x]: the pass's tokens whose states are handed on."""
         self.continues = entry >= 0
         """Whether the pass starts from a state of the carry."""
-        self._carry, self._entry, self._slots = carry, entry, torch.from_numpy(slots)
+        self._carry, self._entry, self._slots = carry, entry, slots
+        self._slot_index: Tensor | None = None
+
+    def _slots_on(self, device: torch.device) -> Tensor:
+        """int64 [x]: the exported tokens' slots, sent to the device once for all layers."""
+        if self._slot_index is None or self._slot_index.device != device:
+            self._slot_index = on_device(self._slots, device)
+        return self._slot_index
 
     def enter(self, key: Key, *depends: Tensor) -> Tensor:
         """The state that the pass starts from, in the shape of one slot.
@@ -129,7 +137,7 @@ class StateView:
 
     def publish(self, key: Key, states: Tensor) -> None:
         """Write the exported tokens' states."""
-        self._carry.buffer(key, states).value.index_copy_(0, self._slots.to(states.device), states)
+        self._carry.buffer(key, states).value.index_copy_(0, self._slots_on(states.device), states)
 
     def add_entry_gradient(self, key: Key, grad: Tensor) -> None:
         """Hand a gradient up to the part that the entry belongs to."""
@@ -141,7 +149,7 @@ class StateView:
         """What the parts below have handed up to the exported tokens' states, [x, ...]."""
         buffer = self._carry._buffers[key]
         assert buffer.grad is not None
-        return buffer.grad.index_select(0, self._slots.to(buffer.grad.device))
+        return buffer.grad.index_select(0, self._slots_on(buffer.grad.device))
 
 
 class _Enter(torch.autograd.Function):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from treetrain.attention.device_arrays import on_device
 from treetrain.tree.assemble import Int64s
 
 
@@ -47,9 +48,9 @@ def make_taps(parent: Int64s, exported: Int64s, width: int, device: torch.device
     apart = np.flatnonzero((places != np.arange(count)[:, None] + np.arange(width)).any(1))
     return Taps(
         width=width,
-        elsewhere=torch.from_numpy(apart).to(device) if len(apart) else None,
-        index=torch.from_numpy(places[apart]).to(device),
-        tails=torch.from_numpy(places[exported, 1:]).to(device),
+        elsewhere=on_device(apart, device) if len(apart) else None,
+        index=on_device(places[apart], device),
+        tails=on_device(places[exported, 1:], device),
     )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treetrain.attention.device_arrays import on_device
 from treetrain.recurrent.tiles import TileClass, Tiles
 
 KEY_EPSILON = 1e-6
@@ -49,10 +50,10 @@ class DeltaTiles:
         self.tiles = tiles
         device = ends.device
         self.classes = [_on_device(c, ends) for c in tiles.classes]
-        self.slot = torch.from_numpy(tiles.slot).to(device)
-        self.exit_order = torch.from_numpy(tiles.exit_order).to(device)
-        self.exit_entry = torch.from_numpy(tiles.exit_entry).to(device)
-        self.exported = torch.from_numpy(tiles.exported).to(device)
+        self.slot = on_device(tiles.slot, device)
+        self.exit_order = on_device(tiles.exit_order, device)
+        self.exit_entry = on_device(tiles.exit_entry, device)
+        self.exported = on_device(tiles.exported, device)
         self.straight = _straight(tiles)
 
 
@@ -68,16 +69,16 @@ def _straight(tiles: Tiles) -> list[bool]:
 def _on_device(tiles: TileClass, ends: Tensor) -> _Class:
     device = ends.device
     count, size = tiles.index.shape
-    index = torch.from_numpy(tiles.index).to(device)
-    filled = torch.arange(size, device=device) < torch.from_numpy(tiles.length).to(device)[:, None]
+    index = on_device(tiles.index, device)
+    filled = torch.arange(size, device=device) < on_device(tiles.length, device)[:, None]
     seen = (index[:, None, :] <= index[:, :, None]) & (index[:, :, None] < ends[index][:, None, :])
     seen &= filled[:, None, :] & filled[:, :, None]
-    tile, slot = torch.from_numpy(tiles.exit_tile).to(device), torch.from_numpy(tiles.exit_slot).to(device)
+    tile, slot = on_device(tiles.exit_tile, device), on_device(tiles.exit_slot, device)
     return _Class(
         index=index.flatten(),
         shape=(count, size),
         hidden=~seen,
-        entry=torch.from_numpy(tiles.entry).to(device),
+        entry=on_device(tiles.entry, device),
         exit_tile=tile,
         exit_slot=slot,
         exit_hidden=~seen[tile, slot],

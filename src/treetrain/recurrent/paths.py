@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treetrain.attention.device_arrays import on_device
 from treetrain.attention.dispatch import Choice
 from treetrain.recurrent.carry import StateView
 from treetrain.recurrent.convolution import Taps, convolve, make_taps
@@ -95,6 +96,6 @@ class Paths:
 
     def _delta_tiles(self) -> DeltaTiles:
         if self._tiles is None:
-            ends = torch.from_numpy(self._layout.ends).to(self._device)
+            ends = on_device(self._layout.ends, self._device)
             self._tiles = DeltaTiles(make_tiles(self._layout, self._exported), ends)
         return self._tiles

@@ -1,10 +1,9 @@
 """One step in several calls of forward and backward: the gradients of one call, in the memory of a smaller one."""
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from treetrain.engine.router_balance import RouterBalance
 from treetrain.engine.step import StepResult, summed
 from treetrain.train.batches import BatchPlan, Int64s
 from treetrain.train.spread import own_rows
+from treetrain.tree.token_tree import TokenTree
 
 
 class StepSplitter:
@@ -44,30 +44,50 @@ class StepSplitter:
         return [np.sort(np.concatenate(call)) for call in calls]
 
 
-def forward_backward(engine: TreeEngine, calls: Sequence[Sequence[Trajectory]], loss: Any) -> StepResult:
-    """Accumulate the gradients of a step, call by call, all divided by the normaliser of the whole step.
+class Call(NamedTuple):
+    """One call of forward and backward that can be made: all of it that weights do not change."""
+
+    rows: Sequence[Trajectory]
+    """Of all ranks."""
+    own: TokenTree | list[Trajectory]
+    """What this rank computes of them."""
+    tree: TokenTree | None
+    """Of all rows, where this rank has them all; in it nothing is shared if the engine shares nothing."""
+    unique_tokens: int
+    """Of the tree of all rows."""
+
+
+def prepare(engine: TreeEngine, calls: Sequence[Sequence[Trajectory]]) -> list[Call]:
+    """Build the trees of a step.
 
     Args:
         engine: of one rank or of several, each of which computes a share of every call.
         calls: the rows of all ranks.
     """
+    shares = [own_rows(engine, call) for call in calls]
+    return [
+        Call(call, share.rows if share.tree is None else share.tree, share.tree, share.unique_tokens)
+        for call, share in zip(calls, shares, strict=True)
+    ]
+
+
+def forward_backward(engine: TreeEngine, calls: Sequence[Call], loss: Any) -> StepResult:
+    """Accumulate the gradients of a step, call by call, all divided by the normaliser of the whole step."""
     if len(calls) == 1 and engine.ranks.alone:
-        return engine.forward_backward(calls[0], loss)
-    rows = [row for call in calls for row in call]
+        return engine.forward_backward(calls[0].own, loss)
+    rows = [row for call in calls for row in call.rows]
     loss = loss.for_step(rows)
     normaliser = loss.normaliser(rows)
-    shares = [own_rows(engine, call) for call in calls]
-    balance = _balance(engine, [share.rows for share in shares])
+    balance = _balance(engine, [call.own for call in calls])
     results = [
-        engine.forward_backward(share.rows, loss, normaliser, balance, sync=number == len(calls))
-        for number, share in enumerate(shares, start=1)
+        engine.forward_backward(call.own, loss, normaliser, balance, sync=number == len(calls))
+        for number, call in enumerate(calls, start=1)
     ]
-    result = summed(results, loss=sum(result.loss for result in results))
     # What several ranks compute of one path is one token of the batch.
-    return dataclasses.replace(result, unique_tokens=sum(share.unique_tokens for share in shares))
+    return summed(results, unique_tokens=sum(call.unique_tokens for call in calls))
 
 
-def _balance(engine: TreeEngine, calls: Sequence[Sequence[Trajectory]]) -> RouterBalance | None:
+def _balance(engine: TreeEngine, calls: Sequence[TokenTree | list[Trajectory]]) -> RouterBalance | None:
     """How the routers spread all tokens of the step; None where no auxiliary loss asks for it."""
     if not engine.capabilities.auxiliary:
         return None

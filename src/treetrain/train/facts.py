@@ -22,6 +22,7 @@ from treetrain.train.sharding import local
 from treetrain.train.spread import own_rows
 from treetrain.tree.build import build_tree
 from treetrain.tree.stats import linear_work, tree_work
+from treetrain.tree.token_tree import TokenTree
 
 ADAM_STATES = 2
 """Numbers that AdamW keeps for every trained weight."""
@@ -65,10 +66,13 @@ class Facts:
             "bytes_at_rest": (1 + ADAM_STATES) * sum(local(p).numel() * p.element_size() for p in trained),
         }
 
-    def of_step(self, rows: Sequence[Trajectory]) -> dict[str, float]:
+    def of_step(self, rows: Sequence[Trajectory], tree: TokenTree | None = None) -> dict[str, float]:
         """Rewards, lengths, and what the step costs as a tree and row by row, in FLOPs.
 
         A reward that several calls of one episode share counts once.
+
+        Args:
+            tree: of the rows, merged, where it has been built.
         """
         lengths = [len(row.ids) for row in rows]
         found = {"row_tokens_mean": float(np.mean(lengths)), "row_tokens_max": float(max(lengths))}
@@ -78,7 +82,7 @@ class Facts:
         if rewards:
             found |= {"reward_mean": float(np.mean(rewards)), "reward_std": float(np.std(rewards))}
         if self._shape is not None:
-            tree = build_tree(rows)
+            tree = build_tree(rows) if tree is None else tree
             found["tree_flops"] = self._shape.flops(*tree_work(tree))
             found["linear_flops"] = self._shape.flops(*linear_work(tree))
         return found

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,8 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.ranks import is_shard
 from treetrain.engine.step import StepResult
-from treetrain.train.accumulate import StepSplitter, forward_backward
+from treetrain.train.accumulate import Call, StepSplitter, forward_backward, prepare
+from treetrain.train.ahead import Ahead
 from treetrain.train.average import WeightAverage
 from treetrain.train.batches import Int64s
 from treetrain.train.best import Best
@@ -94,6 +95,7 @@ class TrainLoop:
         self.updates = Updates(config, prepared.plan, total)
         self.rollouts = Rollouts(prepared, self.updates, ReferencePolicy(config, model, engine, world), self._split)
         self.pieces |= {"updates": self.updates, **self.rollouts.pieces}
+        self.ahead = Ahead(lambda update: prepare(engine, self._rows_of(update)))
         self._since, self._other = time.perf_counter(), 0.0
 
     @property
@@ -118,6 +120,7 @@ class TrainLoop:
             )
         for name, piece in self.pieces.items():
             piece.load_state_dict(state[name])
+        self.ahead.drop()
 
     def run(self) -> None:
         """The steps that are left, and their evaluations."""
@@ -178,11 +181,15 @@ class TrainLoop:
     def _train_step(self, update: Update) -> None:
         with self._precision():
             scored = self.rollouts.begin(self.engine, update)
-        calls = [self.rollouts.rows(call) for call in self._split(update.rows)]
+        calls = self.ahead.take(update)
+        rows_of_calls = self._rows_of(update) if calls is None else []
         self.optimizer.zero_grad(set_to_none=True)
         started = time.perf_counter()
+        if calls is None:
+            calls = prepare(self.engine, rows_of_calls)
         with self._precision():
             result = forward_backward(self.engine, calls, self.prepared.loss)
+        facts = self._meanwhile(calls)
         _synchronise(self.device)
         computed = time.perf_counter()
         lr = float(self.schedule.get_last_lr()[0])
@@ -196,9 +203,9 @@ class TrainLoop:
         }
         self._since, self._other = updated, 0.0
         self.progress.add(result, **times)
-        rows = [row for call in calls for row in call]
+        rows = [row for call in calls for row in call.rows]
         self._record(
-            self._about(update, rows, result, calls=len(calls), **scored),
+            self._about(update, rows, result, calls=len(calls), **scored, **facts),
             result,
             lr=lr,
             grad_norm=norm,
@@ -213,7 +220,24 @@ class TrainLoop:
         if self.config.several_updates:
             record |= {"batch": update.batch + 1, "update": update.number, "minibatch": update.minibatch}
             record |= {} if self.config.target_kl is None else {"steps_left_out": left_out}
-        return record | more | self.facts.of_step(rows) | self.rollouts.watched(rows, self.ranks)
+        return record | more | self.rollouts.watched(rows, self.ranks)
+
+    def _rows_of(self, update: Update) -> list[list[Trajectory]]:
+        """The rows of all calls of a step."""
+        return [self.rollouts.rows(call) for call in self._split(update.rows)]
+
+    def _meanwhile(self, calls: Sequence[Call]) -> dict[str, float]:
+        """What the host does while a GPU works on a step: facts of its rows, and the rows and trees of the next step.
+
+        Over several ranks the step is over when its numbers have been exchanged, so nothing is made beforehand.
+        """
+        rows, own = [row for call in calls for row in call.rows], calls[0].tree
+        merged = own is not None and len(calls) == 1 and self.config.execution == "tree"
+        facts = self.facts.of_step(rows, own if merged else None)
+        coming = self.updates.following() if self.ranks.alone and self.step + 1 < self.total else None
+        if coming is not None and self.rollouts.known_beforehand(coming):
+            self.ahead.build(coming)
+        return facts
 
     def _update(self, loss: float) -> float:
         """Move the weights along the gradients; returns the gradients' norm."""

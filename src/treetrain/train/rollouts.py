@@ -80,6 +80,11 @@ class Rollouts:
             rows.append(row if self._reference is None else self._reference.attached(row, number))
         return rows
 
+    def known_beforehand(self, update: Update) -> bool:
+        """Whether the rows of a step that has not begun are known: its batch's old policy may be yet to come."""
+        scored = update.batch == self._updates.batch and len(self._updates.old) > 0
+        return OLD not in self._prepared.computed or scored
+
     def eval_rows(self) -> list[Trajectory]:
         """The held-out rows, with all that their loss needs."""
         rows, scores = self._prepared.eval_rows, self._eval_reference

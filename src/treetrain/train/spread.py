@@ -12,6 +12,7 @@ from treetrain.engine.engine import TreeEngine
 from treetrain.engine.planning import formula_cost
 from treetrain.engine.ranks import is_sharded
 from treetrain.plan.dispatch import Dispatch, balance
+from treetrain.tree.token_tree import TokenTree
 
 
 class OwnRows(NamedTuple):
@@ -20,6 +21,8 @@ class OwnRows(NamedTuple):
     rows: list[Trajectory]
     unique_tokens: int
     """Of the tree of all rows, wherever they are."""
+    tree: TokenTree | None = None
+    """Of these rows, as the engine would build it; None where it has not been built."""
 
 
 def spread(engine: TreeEngine, rows: Sequence[Trajectory], *, whole_rows: bool = False) -> Dispatch:
@@ -36,7 +39,7 @@ def own_rows(engine: TreeEngine, rows: Sequence[Trajectory]) -> OwnRows:
     """This rank's rows to train on, out of those of all ranks."""
     tree = as_tree(rows, merge=engine._merge)
     if engine.ranks.alone:
-        return OwnRows(list(rows), tree.num_tokens)
+        return OwnRows(list(rows), tree.num_tokens, tree)
     numbers = balance(tree, formula_cost(engine.model), engine.ranks.size).trajectories[engine.ranks.rank]
     return OwnRows([rows[number] for number in numbers.tolist()], tree.num_tokens)
 

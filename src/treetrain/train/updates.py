@@ -95,6 +95,9 @@ class Updates:
         self.batches = total if config.steps else plan.total_steps(config.epochs or 1)
         """At most so many batches are begun."""
         self.batch = self.done = 0
+        self._steps: list[Update] = []
+        self._coming: list[Update] = []
+        """Of the batch after that."""
         self.old = RowScores("old_logprobs")
         """Of the rows of the running batch, as the policy was before its first step."""
 
@@ -105,11 +108,25 @@ class Updates:
 
     def __iter__(self) -> Iterator[Update]:
         """The steps that are left. `advance` must be called after each."""
-        for epoch, rows in self.plan.plan.steps(self.batches, skip=self.batch):
-            number = self.batch
-            steps = self.plan.of_batch(number, epoch, rows)
+        batches = enumerate(self.plan.plan.steps(self.batches, skip=self.batch), self.batch)
+        steps = self._of_next(batches)
+        while steps:
+            self._steps, self._coming = steps, self._of_next(batches)
+            number, coming = self.batch, self._coming
             while self.batch == number:
                 yield steps[self.done]
+            steps = coming
+
+    def _of_next(self, batches: Iterator[tuple[int, tuple[int, Int64s]]]) -> list[Update]:
+        """The steps of the next batch; none behind the last."""
+        return next((self.plan.of_batch(number, epoch, rows) for number, (epoch, rows) in batches), [])
+
+    def following(self) -> Update | None:
+        """The step after the running one; None where that depends on how this one goes, or there is none."""
+        rest = self._steps[self.done + 1 :]
+        if rest:
+            return None if self.target_kl is not None else rest[0]
+        return self._coming[0] if self._coming else None
 
     def advance(self, update: Update, approx_kl: float | None) -> int:
         """A step is done.

@@ -1,0 +1,203 @@
+"""Nothing in a step on one device waits for it: shown on meta, where there is nothing to wait for.
+
+What is put out of the way for that is named in `support/host_waits.py`; what waits in truth has a test at the end.
+"""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import transformers.masking_utils
+
+import treetrain as tt
+from support.forests import dress, whole_pairs
+from support.host_waits import META, noticed, on_meta
+from support.models import make_model
+from support.plans import planned
+from treetrain.attention.device_arrays import on_device, to_device
+from treetrain.attention.flex import FlexTreeAttention
+from treetrain.attention.schedule import Forest
+from treetrain.attention.sight import FULL, Sight
+from treetrain.attention.varlen import VarlenAttention
+from treetrain.engine.linear import LinearEngine
+from treetrain.engine.scoring import HeadCall
+from treetrain.losses import arrays as losses_arrays
+from treetrain.losses import dpo, gspo, kto, mix, ppo, reinforce, sft
+from treetrain.tree.build import build_tree
+from treetrain.tree.layout import pack
+
+IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2], [5, 5, 5]]
+ROWS = whole_pairs(dress(IDS, 5))
+CHUNKS, SEGMENTS = planned("chunks of 2", "mixed"), planned("one segment per part", "none")
+ENGINES = {"one part": tt.TreeEngine, "parts": CHUNKS, "parts, none kept": SEGMENTS}
+LOSSES = {
+    "sft": sft(),
+    "sft by trajectory": sft(reduction="trajectory"),
+    "reinforce": reinforce(),
+    "ppo": ppo(),
+    "ppo, entropy and kl": ppo(entropy=0.05, kl=0.1),
+    "ppo, corrected": ppo(importance_cap=2.0, importance_mode="sequence_mask"),
+    "gspo": gspo(),
+    "dpo": dpo(),
+    "kto": kto(),
+    "a mixture": mix({"sft": sft(), "ppo": ppo()}),
+}
+
+
+def no_wait(model, loss, engine=tt.TreeEngine, rows=ROWS, **options) -> tt.StepResult:
+    """A step in which a wait raises, and after which the numbers are still to come."""
+    with on_meta():
+        result = engine(model, **options).forward_backward(rows, loss)
+    assert any(p.grad is not None for p in model.parameters())
+    with pytest.raises(NotImplementedError, match="no data"):
+        _ = result.loss
+    return result
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("qwen3").to(META)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_part_of_a_step_waits_for_the_device(model, loss, engine):
+    result = no_wait(model, LOSSES[loss], ENGINES[engine])
+    assert (result.parts > 3) == (engine != "one part")
+
+
+def test_a_budget_and_the_linear_baseline_make_no_wait(model):
+    assert no_wait(model, sft(), budget=4).parts > 1
+    assert no_wait(model, sft(), LinearEngine, pack_tokens=6).parts > 1
+
+
+def test_a_loss_of_the_users_own_and_a_tree_of_nodes_make_no_wait(model):
+    def own(logprobs, entropies, trajectory):
+        return -logprobs.sum(), {"mean": (logprobs.sum(), float(len(logprobs))), "rows": 1.0}
+
+    own.normaliser = lambda rows: 3.0  # type: ignore[attr-defined]
+    no_wait(model, own, CHUNKS)
+    nodes = [tt.Node(None, [1, 2, 3]), tt.Node(0, [4, 5]), tt.Node(0, [6])]
+    no_wait(model, sft(), CHUNKS, rows=tt.TokenTree.from_nodes(nodes, [1, 2]))
+
+
+def test_values_adapters_and_checkpointed_layers_make_no_wait():
+    from peft import LoraConfig, get_peft_model
+
+    critic = [row.replace(values=np.zeros(len(row)), returns=np.ones(len(row))) for row in ROWS]
+    plain = make_model("qwen3").to(META)
+    head = torch.nn.Linear(plain.config.hidden_size, 1, device=META)
+    no_wait(plain, ppo(value_coefficient=0.5), CHUNKS, rows=critic, value_head=head)
+    plain.gradient_checkpointing_enable({"use_reentrant": False})
+    no_wait(plain.train(), sft(), CHUNKS)
+    adapted = get_peft_model(make_model("qwen3"), LoraConfig(r=2, target_modules=["q_proj", "lm_head"])).to(META)
+    no_wait(adapted, sft(), CHUNKS)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral_window", "gemma3_text", "gpt_oss", "qwen3_moe", "qwen3_next", "qwen3_5_text"]
+)
+def test_windows_sinks_experts_and_recurrent_layers_make_no_wait(family):
+    made = make_model(family)
+    if getattr(made.config, "num_experts", None) or getattr(made.config, "num_local_experts", None):
+        made.set_experts_implementation("batched_mm")  # the eager one asks which experts were hit
+    assert no_wait(made.to(META), sft(), CHUNKS).parts > 3
+
+
+def test_the_balance_of_routers_makes_no_wait_but_where_the_models_own_loss_is_held_against_it(monkeypatch):
+    made = make_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.1)
+    made.set_experts_implementation("batched_mm")
+    with pytest.raises(RuntimeError, match=r"(?i)meta"):
+        no_wait(made.to(META), sft(), CHUNKS)
+    monkeypatch.setattr("treetrain.engine.routing.Routing.own_auxiliary", lambda self, collects: None)
+    no_wait(made, sft(), CHUNKS)
+
+
+@pytest.mark.parametrize("path", [0, 300])
+def test_tables_of_the_backends_of_a_gpu_make_no_wait(path):
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(0, 9, 200).tolist()
+    layout = pack(build_tree([[*trunk[:n], 10 + n, *trunk] for n in (0, 50, 120, 150)]))
+    forest = Forest(
+        ends=layout.ends,
+        depth=layout.positions + path,
+        segment_start=layout.segment_start,
+        segment_parent=layout.segment_parent,
+    )
+    carry = mock.Mock(path_tokens=path) if path else None
+    with noticed():
+        ends, depth = to_device([forest.ends, forest.depth], META)
+        attention = FlexTreeAttention(ends, carry=carry, depth=depth, deepest=int(forest.depth.max()))
+        for sight in (FULL, Sight(window=70), Sight(chunk=90)):
+            assert attention.mask(sight).kv_indices.device == META
+        VarlenAttention(forest, META, otherwise=lambda: None, carry=carry)
+
+
+# The tools themselves
+
+
+def test_waits_are_noticed():
+    there, here = torch.zeros(3, device=META), torch.zeros(3)
+    blocking = {
+        "a plain copy": lambda: here.to(META),
+        "a copy in place": lambda: there.copy_(here),
+        "an array": lambda: torch.as_tensor(np.zeros(3), device=META),
+        "numbers": lambda: torch.tensor([1.0, 2.0], device=META),
+        "numbers like": lambda: there.new_tensor(2.0),
+        "an index of the host": lambda: there[torch.tensor([0, 1])],
+        "a mask": lambda: there[there > 0],
+        "one number": lambda: float(there.sum()),
+        "a truth": lambda: bool(there.any()),
+        "a list": lambda: there.tolist(),
+        "the way back": lambda: there.cpu(),
+        "a comparison": lambda: torch.equal(there, there),
+    }
+    for name, waits in blocking.items():
+        with noticed(), pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
+            waits()
+            pytest.fail(f"{name} was not noticed")
+    with noticed():
+        on_device(np.arange(3), META, torch.float64)
+        assert (there * 2.0 + torch.full((), 3.0, device=META)).shape == (3,)
+
+
+@pytest.mark.parametrize("send", [on_device, losses_arrays.on_device])
+def test_what_goes_to_a_gpu_is_pinned_and_not_waited_for(monkeypatch, send):
+    cuda, sent = torch.device("cuda"), []
+
+    class Pinned(torch.Tensor):
+        pass
+
+    def to(self, device, non_blocking=False):
+        sent.append((device, non_blocking, type(self)))
+        return self.as_subclass(torch.Tensor)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.as_subclass(Pinned))
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    found = send(np.array([1.5, 2.5]), cuda, torch.float32)
+    assert sent == [(cuda, True, Pinned)] and found.dtype == torch.float32 and found.tolist() == [1.5, 2.5]
+
+
+# What waits in truth
+
+
+def test_the_look_at_packed_positions_is_transformers_own_wait(model):
+    look = transformers.masking_utils.find_packed_sequence_indices
+    back = mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", look)
+    with on_meta(), back, pytest.raises(RuntimeError, match="meta"):
+        tt.TreeEngine(model).forward_backward(ROWS, sft())
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite", "cohere"])
+def test_logits_that_a_model_scales_or_caps_are_compared_bit_by_bit_which_waits(family, monkeypatch):
+    made = make_model(family).to(META)
+    with pytest.raises(NotImplementedError, match="aten::equal"):
+        no_wait(made, sft())
+    monkeypatch.setattr(HeadCall, "is_as_declared", lambda self, logits: True)
+    no_wait(made, sft(), CHUNKS)
+
+
+def test_eager_experts_wait_to_know_which_of_them_were_chosen():
+    with pytest.raises(NotImplementedError, match="nonzero"):
+        no_wait(make_model("qwen3_moe").to(META), sft())
