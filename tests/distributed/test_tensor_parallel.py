@@ -11,7 +11,7 @@ pytest.importorskip("transformers.distributed.tensor_parallel", reason="this tra
 
 
 def test_a_model_loaded_by_its_tp_plan_is_refused_on_every_rank(run_on_ranks, tmp_path) -> None:
-    make_model("qwen3", num_attention_heads=4, num_key_value_heads=4).save_pretrained(tmp_path)
+    make_model("qwen3", vocab_size=40, num_attention_heads=4, num_key_value_heads=4).save_pretrained(tmp_path)
     for said in run_on_ranks(refusals, str(tmp_path), 4, size=4):
         assert said.keys() == {"engine", "logprobs", "verify"}
         for message in said.values():

@@ -1,11 +1,13 @@
 """Recurrent layers under checkpointing, adapters, frozen parts, autocast and too little memory: all stays exact."""
 
 import gc
+import inspect
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 import treetrain as tt
 from support import linear
@@ -18,6 +20,7 @@ from support.plans import planned
 from support.pure import PureFloat64
 from support.shortage import Shortage
 from treetrain.errors import UnsupportedModel
+from treetrain.models.recurrence import kind_of
 
 peft = pytest.importorskip("peft")
 warnings.filterwarnings("ignore", module="peft")
@@ -146,6 +149,46 @@ def test_out_of_memory_splits_stay_exact(limits, case, plan):
         gc.enable()
     assert shortage.leaks == 0
     assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("family", ["qwen3_5_deep", "lfm2"])
+def test_recurrent_layers_that_are_handed_no_keywords_are_told_the_run_by_what_is_around_them(
+    family, reentrant, monkeypatch
+):
+    model = make_hybrid(family, dtype=torch.float64)
+    for mixer in [module for module in model.modules() if kind_of(module)]:
+        hand_no_keywords(mixer, monkeypatch)
+    with PureFloat64():
+        truth = expected(model)
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        for plan in [("1 part", "none"), ("chunks of 2", "all"), ("one segment per part", "mixed")]:
+            assert linear.relative_error(by_engine(model.train(), planned(*plan)), truth) <= 1e-12
+
+
+def hand_no_keywords(mixer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in releases of transformers whose layers hand their mixers the hidden states, a cache and a mask."""
+    kind = type(mixer)
+    own = kind.forward
+
+    def forward(self, hidden_states, past_key_values=None, attention_mask=None):
+        return own(self, hidden_states)
+
+    if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(own).parameters.values()):
+        monkeypatch.setattr(kind, "forward", forward)
+    mixer.register_forward_pre_hook(
+        lambda _mixer, args, given: (args or (given["hidden_states"],), {}), with_kwargs=True
+    )
+
+
+def test_checkpointing_around_a_recurrent_layer_alone_is_refused_where_it_is_handed_no_keywords(monkeypatch):
+    model = make_hybrid("lfm2", dtype=torch.float64)
+    layer = model.model.layers[0]
+    hand_no_keywords(layer.conv, monkeypatch)
+    layer.conv = CheckpointWrapper(layer.conv)
+    with pytest.raises(UnsupportedModel, match=r"Lfm2ShortConv was called without the tree run: .* around it alone"):
+        by_engine(model)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from treetrain.errors import UnsupportedModel
-from treetrain.models.switch import RUN_KEYWORD, replaced_forward
+from treetrain.models.runs_around import runs_around
+from treetrain.models.switch import TreeRun, replaced_forward
 
 _LOSS = "load_balancing_loss_func"
 """What transformers calls the function of a model's auxiliary loss, in the model's own file."""
@@ -72,7 +73,8 @@ def check_experts(lm: nn.Module, config: Any) -> MixtureOfExperts | None:
         if expert_modules:
             raise UnsupportedModel(
                 f"{expert_modules[0]} belongs to a mixture of experts whose router {type(lm).__name__} does not name "
-                "(no `router_logits` among the outputs it records); such experts are not supported."
+                "(no `router_logits` among the outputs it records, and no router beside the experts); such experts "
+                "are not supported."
             )
         return None
     for name, module in lm.named_modules():
@@ -96,7 +98,10 @@ def check_experts(lm: nn.Module, config: Any) -> MixtureOfExperts | None:
 
 
 def _routers(lm: nn.Module) -> list[Router]:
-    """The modules whose output the model calls router logits, in the order of its layers."""
+    """The modules whose output the model calls router logits, in the order of its layers.
+
+    Not every release of transformers names them for every family; then those that stand beside experts.
+    """
     specs: list[Any] = []
     for module in lm.modules():
         recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
@@ -105,6 +110,7 @@ def _routers(lm: nn.Module) -> list[Router]:
     for name, module in lm.named_modules():
         if any(_is_recorded(spec, name, module) for spec in specs):
             found.append((_WRAPPED.sub("", name), module))
+    found = found or _beside_experts(lm)
     places = {name: place for place, name in enumerate(dict.fromkeys(name for name, _ in found))}
     return [Router(module, name, places[name]) for name, module in found]
 
@@ -116,6 +122,17 @@ def _is_recorded(spec: Any, name: str, module: nn.Module) -> bool:
         return False
     within = getattr(spec, "layer_name", None)
     return within is None or f".{within.strip('.')}." in f".{_WRAPPED.sub('', name)}."
+
+
+def _beside_experts(lm: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The routers that share a parent with experts, by what their classes are called."""
+    named = [(_WRAPPED.sub("", name), module) for name, module in lm.named_modules()]
+    parents = {name.rpartition(".")[0] for name, module in named if _holds_experts(module)}
+    return [
+        (name, module)
+        for name, module in named
+        if name.rpartition(".")[0] in parents and "router" in type(module).__name__.lower()
+    ]
 
 
 def _holds_experts(module: nn.Module) -> bool:
@@ -170,30 +187,27 @@ def _auxiliary(lm: nn.Module, config: Any) -> float:
 def routers_switched(model: nn.Module, experts: MixtureOfExperts) -> Iterator[None]:
     """Hand every call of a router to the run that is under way, for the length of the block.
 
-    Routers are not told which run they are in, but the layers around them are, by keyword: a layer that activation
-    checkpointing runs a second time in backward is run with the same keywords.
+    Raises:
+        UnsupportedModel: in the block, by a router that is called outside of any run.
     """
-    current: list[Any] = [None]
-
-    def note(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-        if RUN_KEYWORD in kwargs:
-            current[0] = kwargs[RUN_KEYWORD]
-
-    inside = {id(router.module) for router in experts.routers}
-    with ExitStack() as stack:
-        for module in model.modules():
-            if id(module) not in inside and any(id(child) in inside for child in module.modules()):
-                stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+    with runs_around(model, [router.module for router in experts.routers]) as run_around, ExitStack() as stack:
         for router in experts.routers:
-            stack.enter_context(replaced_forward(router.module, _routing(router, current)))
+            stack.enter_context(replaced_forward(router.module, _routing(router, run_around)))
         yield
 
 
-def _routing(router: Router, current: list[Any]) -> Callable[..., Any]:
+def _routing(router: Router, run_around: Callable[[], TreeRun | None]) -> Callable[..., Any]:
     original = router.module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        run: RouterRun | None = None if current[0] is None else current[0].routers
+        tree_run = run_around()
+        if tree_run is None:
+            raise UnsupportedModel(
+                f"{router.name} was called outside of a layer that is told the tree run (by activation checkpointing "
+                "of a part of a layer?), so its recorded experts and auxiliary loss are not known; put the "
+                "checkpointing around whole layers."
+            )
+        run: RouterRun | None = tree_run.routers
         return original(*args, **kwargs) if run is None else run.route(router, original, *args, **kwargs)
 
     return forward

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from treetrain.attention.dispatch import Choice
 from treetrain.errors import UnsupportedModel
 from treetrain.models import deltanet
+from treetrain.models.runs_around import runs_around
 from treetrain.models.switch import TreeRun, replaced_forward
 from treetrain.recurrent.dispatch import choose_rule
 from treetrain.recurrent.paths import Paths
@@ -227,17 +228,26 @@ def delta_rule_of(model: nn.Module, device: torch.device) -> Choice | None:
 @contextmanager
 def tree_recurrence(model: nn.Module) -> Iterator[None]:
     """Let recurrent layers follow the paths of the tree run for the length of the block; restored on any exit."""
-    with ExitStack() as stack:
-        for module in model.modules():
-            kind = kind_of(module)
-            if kind is not None:
-                stack.enter_context(replaced_forward(module, partial(_tree_forward, module, kind)))
+    layers = [(module, kind) for module in model.modules() if (kind := kind_of(module)) is not None]
+    with (
+        runs_around(model, [layer for layer, _ in layers if not _takes_keywords(layer)]) as run_around,
+        ExitStack() as stack,
+    ):
+        for layer, kind in layers:
+            stack.enter_context(replaced_forward(layer, partial(_tree_forward, layer, kind, run_around)))
         yield
+
+
+def _takes_keywords(layer: nn.Module) -> bool:
+    """Whether what is around a layer could hand it the run; some releases of transformers hand it no keywords."""
+    taken = inspect.signature(type(layer).forward).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
 
 
 def _tree_forward(
     layer: Any,
     kind: Kind,
+    run_around: Callable[[], TreeRun | None],
     hidden_states: Tensor,
     cache_params: Any = None,
     attention_mask: Tensor | None = None,
@@ -246,10 +256,12 @@ def _tree_forward(
 ) -> Tensor:
     """In the place of a recurrent layer's forward. [1, N, D] -> [1, N, D]."""
     name = type(layer).__name__
+    treetrain_run = treetrain_run or run_around()
     if treetrain_run is None or treetrain_run.paths is None:
         raise UnsupportedModel(
-            f"{name} was called without the tree run: the model does not pass keyword arguments on to it, so it "
-            "cannot be told which token follows which. It cannot be trained on a tree."
+            f"{name} was called without the tree run: the model does not pass keyword arguments on to it, or "
+            "activation checkpointing is around it alone (put it around whole layers), so it cannot be told which "
+            "token follows which."
         )
     if attention_mask is not None or cache_params is not None or kwargs.get("past_key_values") is not None:
         raise UnsupportedModel(f"{name} is given a mask or a cache, which a tree has no place for.")
