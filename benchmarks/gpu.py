@@ -19,8 +19,9 @@ from pathlib import Path
 
 SHARES = {
     "correctness": 0.2,
-    "attention": 0.24,
-    "steps": 0.36,
+    "attention": 0.22,
+    "head": 0.04,
+    "steps": 0.34,
     "nothing_shared": 0.05,
     "memory": 0.08,
     "ablation": 0.07,
@@ -42,6 +43,8 @@ def stage(name: str, folder: Path, until: float, smoke: bool, group: str | None)
             sys.exit(0 if run_group(out, group, smoke) else 3)
     elif name == "attention":
         from gpu_attention import run
+    elif name == "head":
+        from gpu_head import run
     else:
         import gpu_steps
 

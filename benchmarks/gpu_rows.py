@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import rows
+from treetrain.engine.head_chunk import ENVIRONMENT as HEAD
 
 TUNED = "gpu_tuned.json"
 
@@ -115,12 +116,14 @@ def seconds(call: Any, repeats: int, most: float = 4.0) -> list[float]:
 
 
 def load_tuned(out: Out) -> None:
-    """Take the block sizes that the attention stage found."""
-    found = out.tuned().get("shapes", {})
-    if not found:
+    """Take the block sizes that the attention stage found, and the kernels of the head that were faster."""
+    tuned = out.tuned()
+    if "head" in tuned:
+        os.environ[HEAD] = tuned["head"]
+    if not tuned.get("shapes"):
         return
     from treetrain.attention.triton_shapes import Shape, Shapes, use
 
-    for name, shapes in found.items():
+    for name, shapes in tuned["shapes"].items():
         size, dtype = name.split(" ")
         use(int(size), getattr(torch, dtype), Shapes(*(Shape(*shape) for shape in shapes)))

@@ -4,6 +4,7 @@ The linear side packs rows without padding and runs the same fused head and loss
 flash call for each layer of a run. The rival is the whole tree packed, FlexAttention, every layer checkpointed.
 """
 
+import os
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from tree_shapes import load, rows_of, synthetic
 from treetrain.attention.dispatch import DEFAULTS
 from treetrain.engine.calibrate import model_shape
 from treetrain.engine.engine import TreeEngine
+from treetrain.engine.head_chunk import ENVIRONMENT as HEAD
 from treetrain.engine.linear import LinearEngine
 from treetrain.plan.ideal import ideal_speedup
 from treetrain.tree.build import build_tree
@@ -232,6 +234,10 @@ def ablation(out: Out, smoke: bool) -> None:
     case.run("tree, parts of a quarter", TreeEngine(model, budget=max(unique // 4, 1)), best, False, **options)
     case.run("tree, a part for each segment", SegmentBySegment(model), best, False, **options)
     case.run("tree, head not fused", OneHead(model), best, False, **options)
+    if (kernels := os.environ.get(HEAD, "torch")) != "torch":
+        os.environ[HEAD] = "torch"
+        case.run("tree, softmax of the head by PyTorch", TreeEngine(model), best, False, **options)
+        os.environ[HEAD] = kernels
     case.run("tree, layers checkpointed", TreeEngine(model), best, True, **options)
     for backend in out.tuned().get("right", []):
         if backend not in (best, None) and device().type == "cuda":

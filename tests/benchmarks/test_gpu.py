@@ -151,14 +151,15 @@ def test_the_whole_benchmark_runs_with_tiny_sizes(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--smoke", "--minutes", "10", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    names = ["correctness", "attention", "steps", "memory", "nothing_shared", "ablation"]
+    names = ["correctness", "attention", "head", "steps", "memory", "nothing_shared", "ablation"]
     found = {}
     for name in names:
         with (tmp_path / f"gpu_{name}.csv").open() as file:
             found[name] = list(csv.DictReader(file))
     assert {row["verdict"] for row in found["correctness"]} == {"right"}
     assert all(float(row["of_plain"]) > 0 for row in found["attention"])
-    for name in names[2:]:
+    assert {row["verdict"] for row in found["head"]} == {"right"} and {row["note"] for row in found["head"]} == {""}
+    for name in names[3:]:
         assert all(float(row["seconds"]) > 0 and not row["note"] for row in found[name]), name
     assert {row["engine"] for row in found["steps"]} == {"linear", "tree", "rival"}
     assert all(float(row["predicted_gb"]) > 0 for row in found["memory"])

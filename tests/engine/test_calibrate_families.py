@@ -10,7 +10,8 @@ import treetrain as tt
 from support.families import FAMILIES, MAMBA
 from support.hybrids import make_hybrid
 from treetrain.engine.batch import Batch
-from treetrain.engine.calibrate import _Bench, _formula, _gradients_aside, _memory, model_shape
+from treetrain.engine.calibrate import _Bench, _gradients_aside, _memory, model_shape
+from treetrain.engine.formula import formula_constants
 from treetrain.engine.feed import Board, Known
 from treetrain.engine.live_bytes import live_bytes
 from treetrain.engine.sinks import gradient_sinks
@@ -38,7 +39,7 @@ def sized(name: str, dtype: torch.dtype = torch.float32):
 def test_the_formula_knows_about_what_a_family_saves_for_backward(name, dtype):
     model = sized(name, dtype)
     capabilities, shape = check_model(model), model_shape(model)
-    formula = _formula(model, capabilities, shape)
+    formula = formula_constants(model, capabilities, shape)
     with _gradients_aside(model), gradient_sinks(model) as sinks:
         bench = _Bench(model, capabilities, sinks)
         bench.graph(64, 1)
@@ -55,7 +56,7 @@ def test_what_the_carry_takes_is_known_exactly_and_the_peak_within_a_fifth(name,
     trunk = rng.integers(0, 37, 100).tolist()
     rows = [tt.Trajectory(trunk[: 30 * (1 + k % 3)] + rng.integers(0, 37, 50).tolist()) for k in range(4)]
     layout = Batch.of(tt.build_tree(rows), weighted=True).layout
-    formula = _formula(model, capabilities, shape)
+    formula = formula_constants(model, capabilities, shape)
     with _gradients_aside(model), gradient_sinks(model) as sinks:
         bench = _Bench(model, capabilities, sinks)
         bench.graph(64, 1)

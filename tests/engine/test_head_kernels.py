@@ -18,7 +18,9 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 import treetrain as tt  # noqa: E402
 from support.linear import gradients, relative_error  # noqa: E402
 from support.models import make_model  # noqa: E402
+from treetrain.engine.calibrate import _key, calibrate, model_shape  # noqa: E402
 from treetrain.engine.head_chunk import Chunk, EdgesOfChunk, Entropies, PlainChunk, Scaling, chunk_type  # noqa: E402
+from treetrain.models.capability import check_model  # noqa: E402
 from treetrain.models.logit_map import LogitMap  # noqa: E402
 
 SCALINGS = {
@@ -144,6 +146,18 @@ def test_whole_steps_by_triton_are_those_by_pytorch(monkeypatch, loss, budget):
     (plain, gradient), (got, other) = found
     assert got == pytest.approx(plain, rel=1e-5)
     assert 0 < relative_error(other, gradient) <= 1e-5  # not the same bits: the kernels ran
+
+
+def test_the_memory_of_a_chunk_by_triton_is_that_of_its_logits(monkeypatch):
+    triton_chunk()
+    model = make_model("qwen3").to(DEVICE)
+    found = []
+    for kernels in ("torch", "triton"):
+        monkeypatch.setenv("TREETRAIN_HEAD", kernels)
+        constants = calibrate(model, check_model(model))
+        found.append((constants.head_chunk_row, _key(model, check_model(model), model_shape(model))))
+    (plain, first), (kernels, second) = found
+    assert kernels == model.config.vocab_size * 4 and plain == 2 * kernels and first != second
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from treetrain.attention.dispatch import choose_backend, make_attention
 from treetrain.attention.schedule import Forest
 from treetrain.engine import constants_cache
+from treetrain.engine.formula import compute_dtype, formula_constants, head_softmax, is_checkpointed, trained_share
 from treetrain.engine.live_bytes import live_bytes
 from treetrain.engine.packed import PackedRun, model_device
 from treetrain.engine.sinks import Sinks, gradient_sinks
@@ -103,7 +104,7 @@ def calibrate(
         UnsupportedModel: a family whose cost is not known.
     """
     shape = model_shape(model) if shape is None else shape
-    formula = _formula(model, capabilities, shape)
+    formula = formula_constants(model, capabilities, shape)
     if not any(p.requires_grad for p in model.parameters()) or _has_hooks(model):
         return formula
     with _gradients_aside(model), gradient_sinks(model) as sinks:
@@ -278,42 +279,8 @@ def _bandwidth(bench: _Bench, size: int = 1 << 23) -> float:
     return 3.0 * 4 * size / bench.seconds(lambda: one.add_(two), 5)
 
 
-def _formula(model: nn.Module, capabilities: Capabilities, shape: ModelShape) -> Constants:
-    """What the shape says, corrected by what is known without running: trained weights, dtypes, adapters."""
-    device = model_device(model)
-    compute = compute_dtype(model, device)
-    found = Constants.from_shape(
-        shape,
-        "cuda" if device.type == "cuda" else "cpu",
-        dtype_bytes=compute.itemsize,
-        checkpointing=is_checkpointed(model),
-    )
-    share, added = _trained_share(model), _added_up(model, capabilities)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters()) - added * compute.itemsize
-    reads = found.backward_ratio  # one read in forward, one or two (checkpointing) in backward
-    changes: dict[str, float] = {
-        "graph_pass_bytes": weights * (reads + 4 * share) + 4.0 * compute.itemsize * shape.vocab * shape.hidden,
-        "step_bytes": float(added * max(4, compute.itemsize)),
-    }
-    if not any(p.requires_grad for p in capabilities.head.parameters()):
-        changes["head_pass"] = 0.0
-    elif compute.itemsize == 2 and model.dtype == torch.float32:  # autocast: a 16-bit copy of the head's matrix
-        changes["head_pass"] = found.head_pass + 2.0 * shape.vocab * shape.hidden
-    if not capabilities.head_is_linear:
-        # Every chunk goes through autograd: logits, the same in float32, log-softmax, its exp, their product.
-        changes["head_chunk_row"] = float(shape.vocab * (5 * max(4, compute.itemsize) + compute.itemsize))
-    return dataclasses.replace(found, **changes)
-
-
-def _added_up(model: nn.Module, capabilities: Capabilities) -> int:
-    """Entries of the matrices whose gradients are added up over a step: embedding and head, once where tied."""
-    modules = [model.get_input_embeddings(), capabilities.head]  # type: ignore[operator]
-    weights = {id(w): w.numel() for m in modules if (w := getattr(m, "weight", None)) is not None and w.requires_grad}
-    return sum(weights.values())
-
-
 def _key(model: nn.Module, capabilities: Capabilities, shape: ModelShape) -> dict[str, Any]:
-    device = model_device(model)
+    device, plain = model_device(model), capabilities.head_is_linear
     return {
         "model": type(causal_lm(model)).__name__,
         "shape": json.loads(json.dumps(dataclasses.asdict(shape))),  # as a file gives it back: lists, no tuples
@@ -324,29 +291,11 @@ def _key(model: nn.Module, capabilities: Capabilities, shape: ModelShape) -> dic
         "threads": torch.get_num_threads() if device.type == "cpu" else 0,
         "torch": torch.__version__,
         "checkpointing": is_checkpointed(model),
-        "trained": round(_trained_share(model), 4),
-        "plain_head": capabilities.head_is_linear,
+        "trained": round(trained_share(model), 4),
+        "head": head_softmax(capabilities, device, compute_dtype(model, device)).__name__
+        if plain
+        else "its own forward",
     }
-
-
-def compute_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
-    """Of the arithmetic: that of the autocast which is on now, or the weights' own."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return model.dtype  # type: ignore[return-value]
-
-
-def is_checkpointed(model: nn.Module) -> bool:
-    """Whether a step runs every layer's forward again in its backward."""
-    lm = causal_lm(model)
-    # transformers 5 renamed it, and warns where the old name is read.
-    name = "is_activation_checkpointing" if hasattr(lm, "is_activation_checkpointing") else "is_gradient_checkpointing"
-    return model.training and bool(getattr(lm, name, False))
-
-
-def _trained_share(model: nn.Module) -> float:
-    total = sum(p.numel() for p in model.parameters())
-    return sum(p.numel() for p in model.parameters() if p.requires_grad) / max(total, 1)
 
 
 def _device_name(device: torch.device) -> str:

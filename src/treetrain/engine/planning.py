@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from treetrain.engine.calibrate import compute_dtype, is_checkpointed
+from treetrain.engine.formula import compute_dtype, is_checkpointed
 from treetrain.engine.free_bytes import free_bytes
 from treetrain.engine.packed import model_device
 from treetrain.errors import UnsupportedModel
