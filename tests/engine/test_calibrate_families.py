@@ -11,8 +11,8 @@ from support.families import FAMILIES, MAMBA
 from support.hybrids import make_hybrid
 from treetrain.engine.batch import Batch
 from treetrain.engine.calibrate import _Bench, _gradients_aside, _memory, model_shape
-from treetrain.engine.formula import formula_constants
 from treetrain.engine.feed import Board, Known
+from treetrain.engine.formula import formula_constants
 from treetrain.engine.live_bytes import live_bytes
 from treetrain.engine.sinks import gradient_sinks
 from treetrain.engine.walk import Walk
