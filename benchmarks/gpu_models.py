@@ -1,6 +1,8 @@
 """Models of real shapes with random weights, made on the device itself, and the steps that are timed on them."""
 
 import statistics
+import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -11,6 +13,7 @@ from torch import nn
 import treetrain as tt
 from gpu_rows import device, forget, wait
 from treetrain.attention.dispatch import using
+from treetrain.engine.batch import as_tree
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.planning import formula_cost
@@ -89,6 +92,8 @@ class Measured(NamedTuple):
     total_bytes: int
     parts: int
     recomputed: int
+    host_waits: int | str
+    """See `count_waits`."""
 
 
 def measure(
@@ -102,21 +107,30 @@ def measure(
     repeats: int = 3,
     most: float = 6.0,
     warm_up: list[tt.Trajectory] | None = None,
+    waits: bool = False,
 ) -> Measured:
-    """Median seconds of forward, backward and optimiser, and the peak of memory.
+    """Median seconds of forward, backward and optimiser as a training loop runs them, and the peak of memory.
+
+    A step is given the tree of its rows, and builds that of the next step while the GPU works; for an engine that
+    shares nothing it is a tree in which nothing is shared.
 
     Args:
         backend: tree attention to run; None takes the device's own.
         most: seconds after which no further repeat begins.
         warm_up: what runs first, not counted; None runs the batch itself.
+        waits: run one more step, in which the host's waits are counted.
     """
-    cuda, results = device().type == "cuda", []
+    cuda, results, given = device().type == "cuda", [], []
 
-    def step(batch: list[tt.Trajectory]) -> Any:
+    def build() -> None:
+        given.append(as_tree(rows, merge=engine._merge))
+
+    def step(batch: list[tt.Trajectory] | tt.TokenTree) -> Any:
         model.zero_grad(set_to_none=False)  # kept, so that plans know what is free beside them
         done = engine.forward_backward(batch, loss)
         if optimiser is not None:
             optimiser.step()
+        build()
         return done
 
     with using(backend) if backend else nullcontext():
@@ -129,19 +143,39 @@ def measure(
             torch.cuda.reset_peak_memory_stats()
         times = []
         while len(times) < repeats and sum(times) < most:
-            seconds, done = _timed(lambda: step(rows))
+            seconds, done = _timed(lambda: step(given.pop()))
             times.append(seconds)
             results.append(done)
-    total = torch.cuda.max_memory_allocated() if cuda else 0
+        total = torch.cuda.max_memory_allocated() if cuda else 0
+        counted = count_waits(lambda: step(given.pop())) if waits else ""
     done = results[-1]
     spread = min(times), max(times)
     peak = max(total - before, 0)
-    return Measured(statistics.median(times), spread, peak, total, done.parts, done.recomputed_tokens)
+    return Measured(statistics.median(times), spread, peak, total, done.parts, done.recomputed_tokens, counted)
+
+
+def count_waits(step: Callable[[], Any]) -> int | str:
+    """How often the host waits for the GPU in a step, as PyTorch's debug mode counts it.
+
+    Nothing without a GPU, and where the step fails.
+    """
+    if device().type != "cuda":
+        return ""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+            wait()  # what fails on the GPU fails here
+        except Exception:
+            return ""
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum("synchronizing CUDA operation" in str(warning.message) for warning in told)
 
 
 def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    import time
-
     wait()
     start = time.perf_counter()
     done = call()

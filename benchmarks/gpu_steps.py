@@ -55,8 +55,8 @@ CASES = [
 """Model, rows, loss, with and without activation checkpointing; the most telling first."""
 COLUMNS = (
     "model", "rows", "loss", "checkpointing", "engine", "attention", "flat_tokens", "unique_tokens", "ideal", "seconds",
-    "least", "most", "parts", "recomputed_tokens", "above_gb", "peak_gb", "predicted_gb", "speedup", "efficiency",
-    "note",
+    "least", "most", "parts", "recomputed_tokens", "host_waits", "above_gb", "peak_gb", "predicted_gb", "speedup",
+    "efficiency", "note",
 )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ class Case:
             found = measure(self.model, optimiser, engine, given, self.loss, backend=backend, **options)
             row |= {"seconds": found.seconds, "least": found.spread[0], "most": found.spread[1], "parts": found.parts}
             row |= {"recomputed_tokens": found.recomputed, "above_gb": found.peak_bytes / 1e9}
-            row |= {"peak_gb": found.total_bytes / 1e9}
+            row |= {"peak_gb": found.total_bytes / 1e9, "host_waits": found.host_waits}
             if linear and given is self.rows:
                 self.reference = found.seconds
             elif self.reference is not None:
@@ -170,7 +170,7 @@ def steps(out: Out, smoke: bool) -> None:
         for checkpointed in modes:
             case = Case(out, "gpu_steps", model, name, rows, loss, smoke)
             checkpointing(model, checkpointed)
-            repeats = {"optimiser": optimiser, "repeats": 1 if smoke else 3, "most": 4.0}
+            repeats = {"optimiser": optimiser, "repeats": 1 if smoke else 3, "most": 4.0, "waits": True}
             case.run("linear", linear_engine(model, case.rows), varlen, checkpointed, **repeats)
             case.run("tree", TreeEngine(model), best, checkpointed, **repeats)
             if checkpointed:

@@ -165,3 +165,62 @@ def test_the_whole_benchmark_runs_with_tiny_sizes(tmp_path):
     assert all(float(row["predicted_gb"]) > 0 for row in found["memory"])
     engines = {row["engine"] for row in found["ablation"]}
     assert {"tree, head not fused", "tree, a part for each segment", "tree, parts of a quarter"} <= engines
+
+
+def test_the_waits_of_a_step_are_counted_and_the_mode_is_put_back_whatever_happens(monkeypatch):
+    import warnings
+
+    import torch
+
+    import gpu_models
+
+    modes = ["default"]
+    monkeypatch.setattr(gpu_models, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(gpu_models, "wait", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def step():
+        assert modes[-1] == "warn"
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", UserWarning, stacklevel=2)
+        warnings.warn("something else", UserWarning, stacklevel=2)
+
+    assert gpu_models.count_waits(step) == 3 and modes == ["default", "warn", "default"]
+    assert gpu_models.count_waits(lambda: 1 / 0) == "" and modes[-1] == "default"
+    monkeypatch.undo()
+    assert gpu_models.count_waits(lambda: 1 / 0) == "", "nothing is run without a GPU"
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_a_step_is_timed_with_the_tree_of_the_next_one_built_after_it(monkeypatch, linear):
+    import gpu_models
+    import gpu_steps
+
+    model = gpu_models.make_model("qwen3-0.6b", smoke=True)
+    rows = gpu_steps.batch("synthetic", smoke=True)
+    kind = gpu_models.LinearEngine if linear else tt.TreeEngine
+    events, original, build, timed = [], tt.TreeEngine.forward_backward, gpu_models.as_tree, gpu_models._timed
+
+    def forward_backward(self, batch, *arguments, **options):
+        shares = isinstance(batch, tt.TokenTree) and batch.num_tokens < batch.num_flat_tokens
+        events.append(("step", type(batch).__name__, shares))
+        return original(self, batch, *arguments, **options)
+
+    def built(*arguments, **options):
+        events.append(("tree",))
+        return build(*arguments, **options)
+
+    def noted(call):
+        events.append(("begin",))
+        found = timed(call)
+        events.append(("end",))
+        return found
+
+    monkeypatch.setattr(tt.TreeEngine, "forward_backward", forward_backward)
+    monkeypatch.setattr(gpu_models, "as_tree", built)
+    monkeypatch.setattr(gpu_models, "_timed", noted)
+    found = gpu_models.measure(model, None, kind(model), rows, tt.losses.sft(), repeats=2, waits=True)
+    step = [("begin",), ("step", "TokenTree", not linear), ("tree",), ("end",)]
+    assert events == [("step", "list", False), ("tree",), *step, *step]
+    assert found.host_waits == "" and found.seconds > 0
