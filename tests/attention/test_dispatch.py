@@ -2,17 +2,21 @@
 
 import importlib.util
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.attention.flex_attention as flex_module
 
 from support.forests import attention_forest
 from treetrain.attention import dispatch, flex
+from treetrain.attention.carry import Carry
 from treetrain.attention.dispatch import BACKENDS, ENVIRONMENT, choose_backend, make_attention, runnable, using, why_not
 from treetrain.attention.flex import FlexTreeAttention
 from treetrain.attention.sight import PLAIN, Ask, Sight
 from treetrain.engine.engine import TreeEngine
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+_traced = torch.compile
 
 
 @pytest.fixture(autouse=True)
@@ -96,24 +100,30 @@ def test_every_name_is_described_and_made():
     assert make_attention(forest, CPU, 64).name == "rectangles"
     assert dispatch._flex(forest, CPU, None, None).name == "flex"
     flash = dispatch._flex(forest, CPU, None, "FLASH")
-    assert flash.name == "flex-flash" and flash._options == {"kernel_options": {"BACKEND": "FLASH"}}
+    assert flash.name == "flex-flash" and flash._kernels == "FLASH"
 
 
-@pytest.mark.parametrize("ask", [PLAIN, Ask(Sight(window=9))], ids=str)
-def test_flexattention_is_compiled_once_for_all_lengths(ask, monkeypatch):
+@pytest.mark.parametrize("ask", [PLAIN, Ask(Sight(window=9)), Ask(softcap=5.0)], ids=str)
+def test_flexattention_is_compiled_once_for_all_lengths_and_paths(ask, monkeypatch):
     """By the tracer alone: what it would hand to the compiler is counted, and run as it is."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(flex.flex_attention, backend=counter, dynamic=True)
-    for count in (300, 301, 128 * 3, 1000):
+    flex._compiled.cache_clear()
+    monkeypatch.setattr(
+        flex.torch, "compile", lambda f, dynamic: _traced(f, backend=counter, dynamic=dynamic, fullgraph=True)
+    )
+    monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)  # no backward is run
+    attend = flex._compiled()
+    for count, path in ((300, 0), (301, 0), (128 * 3, 0), (1000, 0), (40, 0), (300, 7), (40, 300), (126, 254), (9, 2)):
         forest = attention_forest([list(range(count)), [0, 5]])
-        ends, depth = torch.from_numpy(forest.ends), torch.from_numpy(forest.depth)
-        attention = FlexTreeAttention(ends, depth=depth)
-        attention._attend = compiled
-        q, kv = torch.randn(len(ends), 4, 16), torch.randn(len(ends), 2, 16)
-        with torch.no_grad():
-            attention(q, kv, kv, 0.25, 0, ask)
-        assert counter.frame_count == 1, f"compiled again for {count} tokens"
+        ends, depth = torch.from_numpy(forest.ends), torch.from_numpy(forest.depth) + path
+        carry = Carry(path + 1, CPU, gradients=False)
+        attention = FlexTreeAttention(ends, depth=depth, carry=carry.view(np.arange(path), np.full(len(ends), -1)))
+        attention._attend = attend
+        q, kv = torch.randn(len(ends), 4, 16, requires_grad=True), torch.randn(len(ends), 2, 16)
+        attention(q, kv, kv, 0.25, 0, ask)
+        assert (counter.frame_count, counter.op_count > 0) == (1, True), f"compiled again for {count} below {path}"
+    flex._compiled.cache_clear()
     torch._dynamo.reset()

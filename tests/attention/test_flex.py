@@ -7,13 +7,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import FlexKernelOptions
 
 from support.forests import attention_forest, bushy_rows, forest_of, forests
 from support.linear import relative_error
 from support.runs import runs
 from treetrain.attention import flex
 from treetrain.attention.carry import Carry
-from treetrain.attention.flex import BLOCK, FlexTreeAttention, block_mask, local_block_mask
+from treetrain.attention.flex import BLOCK, FlexTreeAttention, block_mask, kernel_options, local_block_mask
 from treetrain.attention.reference import reference_attention, visible
 from treetrain.attention.sight import PLAIN, Ask, Sight
 from treetrain.plan.partition import uniform
@@ -33,14 +34,27 @@ def chosen(count: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return grid
 
 
+def without_filling(grid: torch.Tensor, n: int, path: int, block: int) -> torch.Tensor:
+    """bool [A, B] of blocks that hold tokens; lists have at least two blocks, and those without tokens are in none."""
+    blocks = -(-n // block), -(-(path + n) // block)
+    assert grid.shape == tuple(max(size, 2) for size in blocks)
+    kept = grid[: blocks[0], : blocks[1]]
+    assert kept.sum() == grid.sum()
+    return kept
+
+
 def check_blocks(ends: torch.Tensor, block: int, path: int = 0) -> None:
     """The mask of a forest below `path` tokens that all of it sees, against the dense mask, tile by tile."""
     mask = block_mask(ends, block, path)
     n = len(ends)
     truth = torch.cat([torch.ones(n, path, dtype=torch.bool), visible(ends)], dim=1)
-    partial = chosen(mask.kv_num_blocks, mask.kv_indices)
-    full = chosen(mask.full_kv_num_blocks, mask.full_kv_indices)
-    assert partial.shape == full.shape == (-(-n // block), -(-(path + n) // block))
+    partial = without_filling(chosen(mask.kv_num_blocks, mask.kv_indices), n, path, block)
+    full = without_filling(chosen(mask.full_kv_num_blocks, mask.full_kv_indices), n, path, block)
+    for forward, back in (
+        (partial, (mask.q_num_blocks, mask.q_indices)),
+        (full, (mask.full_q_num_blocks, mask.full_q_indices)),
+    ):
+        assert torch.equal(without_filling(chosen(*back).T, n, path, block), forward)
     assert not (partial & full).any()
     assert torch.equal(partial | full, tiles(truth, block).any(-1)), "a missing or a useless block"
     assert not tiles(~truth, block)[full].any(), "a full block that is not full"
@@ -60,8 +74,8 @@ def check_local_blocks(forest, sight: Sight, block: int, path: int = 0) -> None:
     above = torch.full((path,), path + n)
     everything = torch.cat([above, ends + path]), torch.cat([torch.arange(path), depth])
     truth = visible(*everything, sight.window, sight.chunk)[path:]
-    partial = chosen(mask.kv_num_blocks, mask.kv_indices)
-    full = chosen(mask.full_kv_num_blocks, mask.full_kv_indices)
+    partial = without_filling(chosen(mask.kv_num_blocks, mask.kv_indices), n, path, block)
+    full = without_filling(chosen(mask.full_kv_num_blocks, mask.full_kv_indices), n, path, block)
     assert not (partial & full).any()
     assert not (tiles(truth, block).any(-1) & ~(partial | full)).any(), "a missing block"
     assert not tiles(~truth, block)[full].any(), "a full block that is not full"
@@ -189,6 +203,29 @@ def test_the_eager_forward_of_parts_equals_the_reference_over_the_whole_tree(gro
             attention = FlexTreeAttention(torch.from_numpy(cut(layout, tokens).layout.ends), carry=view)
             got[tokens] = attention(q[tokens], k[tokens], v[tokens], 0.3)
     assert relative_error(got, reference_attention(q, k, v, torch.from_numpy(layout.ends), 0.3)) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [16, 64, 80, 128, 160, 192, 256, 320, 512])
+def test_flexattention_is_told_which_kernels_and_blocks_to_take(size, dtype):
+    options = kernel_options(dtype, size)
+    assert options["BACKEND"] == "TRITON", "left to itself it fails below 128 queries where a group has several heads"
+    blocks = options.get("fwd_BLOCK_M"), options.get("fwd_BLOCK_N")
+    if dtype == torch.float32 or (size > 128 and size != 256):
+        assert all(BLOCK % b == 0 for b in blocks), "blocks must divide those of the mask"
+        # Queries, and as many keys and values as are loaded ahead: what one multiprocessor of a Hopper GPU has.
+        filled = 1 << (size - 1).bit_length()
+        held = options["fwd_BLOCK_M"] + 2 * options["fwd_num_stages"] * options["fwd_BLOCK_N"]
+        assert held * filled * dtype.itemsize <= 232_448
+    else:
+        assert blocks == (None, None), "FlexAttention's own are known to do"
+    assert set(options) <= _known_options()
+    assert kernel_options(dtype, size, "FLASH") == {"BACKEND": "FLASH"}
+
+
+def _known_options() -> set[str]:
+    names = FlexKernelOptions.__annotations__
+    return set(names) | {f"{side}_{name}" for side in ("fwd", "bwd") for name in names}
 
 
 @pytest.mark.slow

@@ -9,9 +9,12 @@ length would be compiled anew.
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
+import torch.fx.experimental._config as symbolic_shapes_config
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
@@ -78,7 +81,13 @@ def _block_mask_after_path(ends: Tensor, block: int, path: int) -> BlockMask:
 
 
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """bool [B, B] -> (count [1, 1, B], chosen column numbers first [1, 1, B, B]) as int32."""
+    """bool [A, B] -> (count [1, 1, A], chosen column numbers first [1, 1, A, B]) as int32; A and B are at least 2.
+
+    Lists of one would be compiled apart. Nobody looks at a block behind the last token, and it is in no list.
+    """
+    rows, columns = (max(2 - size, 0) for size in chosen.shape)
+    if rows or columns:
+        chosen = torch.nn.functional.pad(chosen, (0, columns, 0, rows))
     count = chosen.sum(1, dtype=torch.int32)
     order = chosen.to(torch.int8).argsort(dim=1, descending=True, stable=True).to(torch.int32)
     return count[None, None], order[None, None]
@@ -113,9 +122,9 @@ def local_block_mask(ends: Tensor, depth: Tensor, sight: Sight, block: int = BLO
     key_least, key_most = _block_bounds(depths, block)
     reached = key_most[None, :] >= low_least[:, None]
     inside = key_least[None, :] >= low_most[:, None]
-    partial = _chosen(wide.kv_num_blocks, wide.kv_indices)
+    partial = _chosen(wide.kv_num_blocks, wide.kv_indices, reached)
     assert wide.full_kv_num_blocks is not None and wide.full_kv_indices is not None
-    full = _chosen(wide.full_kv_num_blocks, wide.full_kv_indices)
+    full = _chosen(wide.full_kv_num_blocks, wide.full_kv_indices, reached)
     key_depth, query_lowest, wide_rule = _filled(depths, block), _filled(lowest, block), wide.mask_mod
 
     def rule(batch, head, query, key):
@@ -137,10 +146,11 @@ def _block_bounds(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return by_block.amin(1), by_block.amax(1)
 
 
-def _chosen(count: Tensor, order: Tensor) -> Tensor:
-    """What `_ordered` was given."""
+def _chosen(count: Tensor, order: Tensor, like: Tensor) -> Tensor:
+    """What `_ordered` was given, of the shape of `like`."""
     among_first = torch.arange(order.shape[-1], device=order.device) < count[0, 0, :, None]
-    return torch.zeros_like(among_first).scatter_(1, order[0, 0].long(), among_first)
+    found = torch.zeros_like(among_first).scatter_(1, order[0, 0].long(), among_first)
+    return found[: like.shape[0], : like.shape[1]]
 
 
 @functools.cache
@@ -154,8 +164,8 @@ def _capped(cap: float):
 
 
 COMPILATIONS = 64
-"""At most. Lengths do not count; asks, sinks, heads, dtypes, with or without graph or path do, and PyTorch's own bound
-is met by a model of two kinds of layers: behind it FlexAttention would run uncompiled, with all scores in memory."""
+"""At most. Lengths do not count; asks, sinks, heads, dtypes, with or without graph do, and PyTorch's own bound is met
+by a model of two kinds of layers: behind it FlexAttention would run uncompiled, with all scores in memory."""
 
 
 @functools.cache
@@ -163,10 +173,53 @@ def _compiled():
     call = torch.compile(flex_attention, dynamic=True)
 
     def attend(*args, **options):
-        with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
+        with _tracing():
             return call(*args, **options)
 
     return attend
+
+
+@contextmanager
+def _tracing() -> Iterator[None]:
+    """How FlexAttention is traced.
+
+    A cap is a number that a score function holds: the tracer would take it for a variable, and refuse it. And it would
+    take lengths that are equal in the first call for the same length, and trace anew when they differ.
+    """
+    with (
+        torch._dynamo.config.patch(recompile_limit=COMPILATIONS, specialize_float=True),
+        symbolic_shapes_config.patch(use_duck_shape=False),
+    ):
+        yield
+
+
+def kernel_options(dtype: torch.dtype, size: int, kernels: str | None = None) -> dict[str, object]:
+    """Which of FlexAttention's kernels runs on a GPU, and in which blocks where its own would not do.
+
+    FlexAttention's own choice for float32, and for heads of more than 128 entries but 256, asks for more shared memory
+    than a multiprocessor has, or spills most of what it computes: so the compiler's report for sm_90 says.
+
+    Args:
+        size: of a head, the larger of query's and value's.
+        kernels: what FlexAttention calls its backend; None is its Triton kernels for any length. By itself it takes
+            those for decoding below 128 queries, and cannot cut them up where a group has several query heads.
+    """
+    options: dict[str, object] = {"BACKEND": kernels or "TRITON"}
+    if options["BACKEND"] != "TRITON":
+        return options
+    if dtype == torch.float32:
+        queries, keys, stages = (64, 32, 2) if size <= 64 else (32, 32, 2) if size <= 128 else (32, 16, 1)
+        options |= _forward_blocks(queries, keys, stages, warps=8)
+        return options | ({"bwd_num_warps": 8} if size > 64 else {})
+    if size > 256:
+        return options | _forward_blocks(64, 16, 3, warps=8)
+    if 128 < size < 256:
+        options |= _forward_blocks(64, 32, 3, warps=4)  # those of 256, which heads are filled up to
+    return options | ({"bwd_num_warps": 8} if size > 128 else {})
+
+
+def _forward_blocks(queries: int, keys: int, stages: int, *, warps: int) -> dict[str, object]:
+    return {"fwd_BLOCK_M": queries, "fwd_BLOCK_N": keys, "fwd_num_stages": stages, "fwd_num_warps": warps}
 
 
 class FlexTreeAttention:
@@ -191,7 +244,7 @@ class FlexTreeAttention:
         self.name = "flex-flash" if kernels == "FLASH" else "flex"
         self.carry = carry
         self._ends, self._depth, self._deepest = ends, depth, deepest
-        self._options = {} if kernels is None else {"kernel_options": {"BACKEND": kernels}}
+        self._kernels = kernels
         self._masks: dict[Sight, BlockMask] = {}
         self._attend = _compiled() if ends.device.type == "cuda" else flex_attention
 
@@ -227,7 +280,7 @@ class FlexTreeAttention:
             key, value = carried_keys(key, value, self.carry, layer)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         options = {"block_mask": self.mask(ask.sight), "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-        options |= self._options
+        options["kernel_options"] = kernel_options(q.dtype, max(q.shape[3], v.shape[3]), self._kernels)
         if ask.softcap is not None:
             options["score_mod"] = _capped(ask.softcap)
         if sinks is None:
