@@ -1,5 +1,6 @@
 """Windows, chunks, sinks, soft-caps, unequal head sizes and scaled heads: the numerics contract on real classes."""
 
+import contextlib
 import copy
 
 import numpy as np
@@ -15,6 +16,8 @@ from support.models import as_dtype, build
 from support.plans import planned
 from support.pure import PureFloat64
 from treetrain.errors import DataError, UnsupportedModel
+from treetrain.models.config_check import check_config
+from treetrain.models.loading import load_model
 
 FAMILIES = ["gemma2", "gemma3_text", "mistral_window", "qwen2_window", "cohere2", "granite", "cohere"]
 if hasattr(transformers, "GraniteSWAConfig"):
@@ -227,3 +230,23 @@ def test_the_model_is_left_as_it_was_found():
     assert model.config._attn_implementation == "sdpa"
     expected = linear.score_rows(model, ROWS)[0]
     torch.testing.assert_close(torch.cat(tt.logprobs(model, ROWS)), torch.cat(expected), rtol=1e-5, atol=2e-6)
+
+
+def test_attention_without_a_soft_cap_is_refused_and_never_what_the_loader_chooses(tmp_path):
+    model = make_family("gemma2", torch.float64)
+    capped = linear.score_rows(model, ROWS)[0]
+    model.save_pretrained(tmp_path)
+    model.config._attn_implementation_internal = "sdpa"  # some releases of transformers choose it by themselves
+    with contextlib.suppress(ValueError):  # others refuse it too
+        uncapped = linear.score_rows(model, ROWS)[0]
+        assert linear.relative_error(torch.cat(uncapped), torch.cat(capped)) > 0.01
+    with pytest.raises(UnsupportedModel, match=r"attn_logit_softcapping=1\.5, but its own attention \(sdpa\) has no"):
+        tt.TreeEngine(model)
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(tt.logprobs(model, ROWS), capped, rtol=1e-6, atol=1e-6)
+
+    loaded = load_model(tmp_path, dtype="float64")
+    assert loaded.config._attn_implementation == "eager" and check_config(loaded.config) is not None
+    torch.testing.assert_close(linear.score_rows(loaded, ROWS)[0], capped, rtol=1e-6, atol=1e-6)
+    with pytest.raises(UnsupportedModel, match='attn_implementation="eager"'):
+        load_model(tmp_path, attn_implementation="sdpa")

@@ -230,6 +230,8 @@ def build(model_class: Any, config: Any, *, dtype: torch.dtype = torch.float32, 
     model = model_class(config).eval()
     if getattr(model, "_can_set_experts_implementation", bool)():
         model.set_experts_implementation("eager")  # torch's grouped products know no float64
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # some releases of transformers choose sdpa, which has no soft-cap
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _stir(name, parameter)

@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from treetrain.errors import UnsupportedModel
 from treetrain.models.logit_map import IDENTITY, LogitMap
 from treetrain.models.moe import MixtureOfExperts, check_experts
+from treetrain.models.own_attention import check_own_attention
 from treetrain.models.recurrence import check_recurrence
 from treetrain.models.rotary import check_rotary
 from treetrain.models.scalar_head import ScalarHead, inner_linear, is_plain_linear, models_own_head, users_head
@@ -113,6 +114,7 @@ def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Modul
         )
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     _check_kind(lm, text)
+    check_own_attention(lm)
     recurrent_layers = check_recurrence(lm, text)
     _check_layers(text)
     _check_modules(model)

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from treetrain.errors import UnsupportedModel
+from treetrain.models.own_attention import with_softcap
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,7 +76,8 @@ def _check_masks(model: "nn.Module") -> None:
 
 
 def model_without_weights(config: Any, **options: Any) -> "nn.Module | None":
-    """A model on the meta device; None where its class computes with its weights while it is made.
+    """A model on the meta device, as `load_model` would give it; None where its class computes with its weights while
+    it is made.
 
     Raises:
         UnsupportedModel: transformers has no causal language model of this configuration.
@@ -85,7 +87,7 @@ def model_without_weights(config: Any, **options: Any) -> "nn.Module | None":
 
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, **options).eval()
+            model = AutoModelForCausalLM.from_config(config, **options).eval()
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             return None
@@ -94,6 +96,7 @@ def model_without_weights(config: Any, **options: Any) -> "nn.Module | None":
         ) from error
     except (RuntimeError, NotImplementedError, TypeError):
         return None
+    return model if "attn_implementation" in options else with_softcap(model)
 
 
 def check_named(name: str, source: str, options: dict[str, Any]) -> None:
@@ -110,9 +113,11 @@ def check_named(name: str, source: str, options: dict[str, Any]) -> None:
         config = options.get("config") or AutoConfig.from_pretrained(source, **passed)
     except (OSError, ValueError, KeyError):
         return
-    trusted = {key: options[key] for key in ("trust_remote_code",) if key in options}
+    passed = {key: options[key] for key in ("trust_remote_code", "attn_implementation") if key in options}
     try:
-        check_config(config, **trusted)
+        check_config(config, **passed)
+    except ImportError:  # what this attention needs is not installed
+        return
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {error}") from error
 

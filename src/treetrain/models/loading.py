@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from treetrain.errors import DataError, UnsupportedModel
 from treetrain.models.config_check import check_named
+from treetrain.models.own_attention import with_softcap
 from treetrain.models.presets import PRESETS, is_preset, load_preset_model, preset_config, preset_tokenizer
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ def load_model(
     """A causal language model, on the CPU unless `options` say otherwise, in evaluation mode.
 
     A model that would not be exact on a tree is refused from its configuration, before a weight is read or fetched.
+    One whose attention scores are soft-capped gets its family's own attention where transformers would choose one that
+    leaves the cap out.
 
     Args:
         name_or_path: a preset's name, else a local folder, else a hub id ("Qwen/Qwen3-0.6B").
@@ -45,6 +48,7 @@ def load_model(
 
     try:
         model = AutoModelForCausalLM.from_pretrained(str(folder or name), dtype=dtype, **options)
+        model = model if "attn_implementation" in options else with_softcap(model)
         return model if "experts_implementation" in options else _experts_in_float64(model)
     except ValueError as error:
         raise UnsupportedModel(f"{name} is no causal language model that transformers can load: {error}") from error
