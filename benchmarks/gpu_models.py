@@ -3,8 +3,8 @@
 import statistics
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +80,19 @@ class SegmentBySegment(TreeEngine):
         from treetrain.plan.partition import one_segment_per_part
 
         return one_segment_per_part(layout)
+
+
+@contextmanager
+def blocks_compiled(model: nn.Module) -> Iterator[None]:
+    """Norms and MLPs compiled for any length, for as long as the block."""
+    blocks = [m for m in model.modules() if type(m).__name__.endswith(("RMSNorm", "MLP"))]
+    try:
+        for block in blocks:
+            block.compile(dynamic=True)
+        yield
+    finally:
+        for block in blocks:
+            block._compiled_call_impl = None
 
 
 class Measured(NamedTuple):

@@ -14,6 +14,7 @@ from gpu_models import (
     MOE,
     OneHead,
     SegmentBySegment,
+    blocks_compiled,
     checkpointing,
     linear_engine,
     make_model,
@@ -242,3 +243,7 @@ def ablation(out: Out, smoke: bool) -> None:
     for backend in out.tuned().get("right", []):
         if backend not in (best, None) and device().type == "cuda":
             case.run("tree", TreeEngine(model), backend, False, **options)
+    # Last, since what it compares with is compiled too.
+    with blocks_compiled(model):
+        case.run("linear, norms and MLPs compiled", linear_engine(model, case.rows), varlen, False, **options)
+        case.run("tree, norms and MLPs compiled", TreeEngine(model), best, False, **options)
