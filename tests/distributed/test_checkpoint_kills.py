@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.kills import differences, records, steps_done
+from support.kills import differences, records, steps_done, survive
 from support.ranked_runs import RankedRun, what_must_agree
 from support.saved import save_small_model
 from treetrain.train import checkpoint_files
@@ -90,13 +90,12 @@ def test_a_run_of_which_ranks_are_killed_ends_as_if_they_had_not_been(base, undi
 
 @pytest.mark.slow
 def test_fifty_kills_at_random_moments_change_nothing(base, undisturbed, tmp_path) -> None:
-    draw, killed, number = random.Random(50), 0, 0
-    while killed < 50:
-        number += 1
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        killed += kill_until_done(base, folder, 50 - killed, draw, 1.5)
-        assert differences(what_must_agree(folder / "out"), undisturbed) == []
+    draw = random.Random(50)
+
+    def check(out: Path) -> None:
+        assert differences(what_must_agree(out), undisturbed) == []
+
+    survive(50, tmp_path, lambda folder, kills: kill_until_done(base, folder, kills, draw, 1.5), check)
 
 
 @pytest.mark.slow

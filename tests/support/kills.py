@@ -144,3 +144,18 @@ def _timeless(value: Any) -> Any:
 
 def _loaded(path: Path) -> Any:
     return _timeless(torch.load(path, weights_only=True))
+
+
+def survive(kills: int, folder: Path, once: Callable[[Path, int], int], check: Callable[[Path], None]) -> None:
+    """Runs, one after the other, until so many kills have been survived; each is checked when it has come to its end.
+
+    Args:
+        once: makes a run in a folder and kills it so often at most; says how often it did.
+    """
+    killed, number = 0, 0
+    while killed < kills:
+        number += 1
+        own = folder / str(number)
+        own.mkdir()
+        killed += once(own, kills - killed)
+        check(own / "out")

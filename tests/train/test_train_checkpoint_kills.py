@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from branching import branching_rows, write_rows
 
-from support.kills import Run, differences, records, steps_done, what_must_agree
+from support.kills import Run, differences, records, steps_done, survive, what_must_agree
 from treetrain.train import checkpoint_files
 
 EVERY = 2
@@ -86,13 +86,12 @@ def test_a_run_that_is_killed_twice_ends_as_if_it_had_not_been(base, undisturbed
 
 @pytest.mark.slow
 def test_twenty_kills_at_random_moments_change_nothing(base, undisturbed, tmp_path) -> None:
-    draw, killed, number = random.Random(20), 0, 0
-    while killed < 20:
-        number += 1
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        killed += kill_until_done(base, folder, 20 - killed, draw, 1.0)
-        assert differences(what_must_agree(folder / "out"), undisturbed) == []
+    draw = random.Random(20)
+
+    def check(out: Path) -> None:
+        assert differences(what_must_agree(out), undisturbed) == []
+
+    survive(20, tmp_path, lambda folder, kills: kill_until_done(base, folder, kills, draw, 1.0), check)
 
 
 @pytest.mark.slow
