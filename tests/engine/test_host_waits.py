@@ -24,6 +24,8 @@ from treetrain.engine.linear import LinearEngine
 from treetrain.engine.scoring import HeadCall
 from treetrain.losses import arrays as losses_arrays
 from treetrain.losses import dpo, gspo, kto, mix, ppo, reinforce, sft
+from treetrain.recurrent.scans import Scans
+from treetrain.recurrent.segments import make_segments
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
 
@@ -105,6 +107,12 @@ def test_windows_sinks_experts_and_recurrent_layers_make_no_wait(family):
     assert no_wait(made.to(META), sft(), CHUNKS).parts > 3
 
 
+def test_grouped_products_of_experts_make_no_wait():
+    made = make_model("qwen3_moe", dtype=torch.bfloat16, hidden_size=32)
+    made.set_experts_implementation("grouped_mm")  # what transformers takes where nothing is asked for
+    no_wait(made.to(META), sft(), CHUNKS)
+
+
 def test_the_balance_of_routers_makes_no_wait_but_where_the_models_own_loss_is_held_against_it(monkeypatch):
     made = make_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.1)
     made.set_experts_implementation("batched_mm")
@@ -132,6 +140,7 @@ def test_tables_of_the_backends_of_a_gpu_make_no_wait(path):
         for sight in (FULL, Sight(window=70), Sight(chunk=90)):
             assert attention.mask(sight).kv_indices.device == META
         VarlenAttention(forest, META, otherwise=lambda: None, carry=carry)
+        Scans(make_segments(layout, np.array([3, 60])), META)
 
 
 # The tools themselves

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from support.pure import PureFloat64
+from treetrain.engine.ranks import is_shard
 from treetrain.models.loading import load_model
 from treetrain.train import model as run_model
 from treetrain.train.config import TrainConfig
 from treetrain.train.loop import TrainLoop
 from treetrain.train.save import save_result
-from treetrain.train.sharding import is_dtensor, whole_state
+from treetrain.train.sharding import whole_state
 from treetrain.train.signals import Interrupted
 from treetrain.train.trainer import Trainer
 
@@ -38,7 +39,7 @@ class _Watched(Trainer):
     def weights(self) -> dict[str, np.ndarray] | None:
         """By name, whole; on the first rank."""
         model = self.loop.model
-        if any(is_dtensor(p) for p in model.parameters()):
+        if any(is_shard(p) for p in model.parameters()):
             state = whole_state(model)
         else:
             frozen = {name for name, p in model.named_parameters() if not p.requires_grad}

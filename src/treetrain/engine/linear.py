@@ -69,5 +69,6 @@ class LinearEngine(TreeEngine):
 
 def _rows(batch: Sequence[Trajectory] | TokenTree) -> Sequence[Trajectory] | TokenTree:
     """A tree whose rows share tokens is taken apart."""
-    shares = isinstance(batch, TokenTree) and batch.num_tokens != batch.num_flat_tokens
-    return list(batch.trajectories) if shares else batch
+    if isinstance(batch, TokenTree) and batch.num_tokens != batch.num_flat_tokens:
+        return list(batch.trajectories)
+    return batch

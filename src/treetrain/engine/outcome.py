@@ -82,7 +82,8 @@ def on_host(values: Sequence[Any]) -> Numbers:
 
     The copy is taken and set off now. A later change of the tensors does not reach it.
     """
-    fixed = [float(x) if not isinstance(x, Tensor) or x.device.type == "cpu" else None for x in values]
+    values = [x.detach() if isinstance(x, Tensor) else x for x in values]
+    fixed = [None if isinstance(x, Tensor) and x.device.type != "cpu" else float(x) for x in values]
     there: dict[torch.device, list[int]] = {}
     for place, (x, known) in enumerate(zip(values, fixed)):
         if known is None:
@@ -106,7 +107,7 @@ def _set_off(tensors: Sequence[Tensor], device: torch.device) -> Numbers:
         kinds.setdefault(x.dtype, []).append(place)
     # One stack for each dtype, so that the number of kernels does not grow with that of metrics.
     order = [place for places in kinds.values() for place in places]
-    stacks = [torch.stack([tensors[n].detach().reshape(()) for n in places]).double() for places in kinds.values()]
+    stacks = [torch.stack([tensors[n].reshape(()) for n in places]).double() for places in kinds.values()]
     together = torch.cat(stacks)
     if device.type == "cuda":
         host = torch.empty(len(together), dtype=together.dtype, pin_memory=True).copy_(together, non_blocking=True)

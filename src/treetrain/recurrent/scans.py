@@ -10,9 +10,11 @@ tokens in a call.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from treetrain.attention.device_arrays import on_device
 from treetrain.recurrent.segments import Call, Segments
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
@@ -38,15 +40,14 @@ class Scans:
         self.segments = segments
         self.levels = [_on_device(call, device) for call in segments.levels]
         self.last = None if segments.last is None else _on_device(segments.last, device)
-        order = torch.from_numpy(segments.order)
-        self.order = order.to(device)
-        self.place = torch.argsort(order).to(device)
-        self.exported = torch.from_numpy(segments.exported).to(device)
+        self.order = on_device(segments.order, device)
+        self.place = on_device(np.argsort(segments.order, kind="stable"), device)
+        self.exported = on_device(segments.exported, device)
 
 
 def _on_device(call: Call, device: torch.device) -> _Call:
     offsets = torch.from_numpy(call.offsets)
-    return _Call(int(call.offsets[-1]), offsets.to(device), offsets, torch.from_numpy(call.entry).to(device))
+    return _Call(int(call.offsets[-1]), on_device(call.offsets, device), offsets, on_device(call.entry, device))
 
 
 def scanned_gated_delta(
