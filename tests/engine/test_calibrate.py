@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import numpy as np
 import pytest
@@ -185,6 +186,46 @@ def test_a_model_that_takes_far_too_long_is_priced_by_formula_and_that_is_said()
     model = make_model("qwen3")
     found = calibrate(model, check_model(model), limit_seconds=1e-6)
     assert "too slow here to be measured" in found.source and all(p.grad is None for p in model.parameters())
+
+
+def test_passes_are_no_longer_than_memory_allows(monkeypatch):
+    model = make_model("qwen3")
+    shape, capabilities = model_shape(model), check_model(model)
+    bench = calibration._Bench(model, capabilities, None)
+    formula = calibration.formula_constants(model, capabilities, shape)
+    short, long = (calibration._peak(bench, formula, shape, n) for n in (32, 64))
+    assert short < long
+    monkeypatch.setattr(calibration, "free_bytes", lambda device: int(long + 1))
+    assert "passes of 16 and 64 tokens" in calibrate(model, capabilities, limit_seconds=100.0).source
+    monkeypatch.setattr(calibration, "free_bytes", lambda device: int(short + 1))
+    assert "passes of 8 and 32 tokens" in calibrate(model, capabilities, limit_seconds=100.0).source
+
+
+def test_a_model_for_which_there_is_no_memory_is_priced_by_formula_and_that_is_said(monkeypatch):
+    model = make_model("qwen3")
+
+    def out_of_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(calibration, "_memory", out_of_memory)
+    found = calibrate(model, check_model(model))
+    assert "too little memory here to be measured" in found.source and all(p.grad is None for p in model.parameters())
+
+
+def test_what_is_compiled_at_first_use_is_no_part_of_a_pass(monkeypatch):
+    """Of any length, and without graph too: a first call that takes long would make the model too slow to measure."""
+    real, seen = calibration._Bench.graph, set()
+
+    def graph(self, tokens, rows, meter=None):
+        if tokens not in seen and rows == 1:
+            seen.add(tokens)
+            time.sleep(0.3 if tokens in (2, 32) else 0.0)
+        return real(self, tokens, rows, meter)
+
+    monkeypatch.setattr(calibration._Bench, "graph", graph)
+    model = make_model("qwen3")
+    assert "measured" in calibrate(model, check_model(model), limit_seconds=0.2).source
+    assert calibrate(model, check_model(model), limit_seconds=1e-6).source.endswith("(too slow here to be measured)")
 
 
 def test_an_unknown_architecture_is_an_error_that_names_it_and_the_cure():

@@ -18,6 +18,7 @@ from support.pure import PureFloat64
 from support.shortage import ERRORS, IDS, Shortage, freed_at_once, named_budget
 from treetrain.engine import head
 from treetrain.engine.head_chunk import PlainChunk
+from treetrain.engine.memory import is_out_of_memory
 from treetrain.plan.plan import Plan
 
 ROWS = dress(IDS, 4)
@@ -346,3 +347,23 @@ def test_an_error_of_another_kind_is_not_taken_for_a_lack_of_memory(model):
         with pytest.raises(RuntimeError, match="mat1"):
             run()
     handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA driver error: out of memory"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("out of resource: shared memory, Required: 263168, Hardware limit: 232448"), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("CUDA out of memory"), False),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_devices_say_when_memory_runs_out_is_known(error, expected):
+    assert is_out_of_memory(error) is expected

@@ -26,7 +26,7 @@ from treetrain.attention.triton_kernels import (
     key_gradient_kernel,
     query_gradient_kernel,
 )
-from treetrain.attention.triton_shapes import Shape, shapes_for
+from treetrain.attention.triton_shapes import Shape, shapes_for, tf32_is_allowed
 from treetrain.attention.visits import TILE, Visits, keys_of, visits_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -193,8 +193,7 @@ def _precision(query: Tensor) -> str:
     """How float32 is multiplied: exactly, unless the program allows less everywhere; see `triton_kernels._dot`."""
     if query.device.type == "cpu":
         return "widened"
-    allowed = query.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
-    return "tf32" if allowed else "ieee"
+    return "tf32" if query.dtype != torch.float32 or tf32_is_allowed() else "ieee"
 
 
 def _cut(shape: Shape, tile: int) -> dict[str, int]:

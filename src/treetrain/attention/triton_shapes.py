@@ -48,6 +48,13 @@ def candidates(size: int, dtype: torch.dtype) -> list[Shapes]:
     return _WIDE[_bucket(size)] if dtype.itemsize == 4 else _NARROW[_bucket(size)]
 
 
+def tf32_is_allowed() -> bool:
+    """Whether the program lets float32 be multiplied with less than its precision, by either of PyTorch's settings."""
+    chosen = torch.backends.cuda.matmul.fp32_precision
+    # Asking the older setting where the newer one says something else is an error.
+    return torch.get_float32_matmul_precision() != "highest" if chosen == "none" else chosen != "ieee"
+
+
 def _bucket(size: int) -> int:
     return next(bucket for bucket in (64, 128, 256) if size <= bucket)
 

@@ -9,6 +9,7 @@ The model's gradients are set aside while it is measured; its weights, mode and 
 
 import dataclasses
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -23,12 +24,15 @@ from treetrain.attention.dispatch import choose_backend, make_attention
 from treetrain.attention.schedule import Forest
 from treetrain.engine import constants_cache
 from treetrain.engine.formula import compute_dtype, formula_constants, head_softmax, is_checkpointed, trained_share
+from treetrain.engine.free_bytes import free_bytes
 from treetrain.engine.live_bytes import live_bytes
+from treetrain.engine.memory import is_out_of_memory
 from treetrain.engine.packed import PackedRun, model_device
 from treetrain.engine.sinks import Sinks, gradient_sinks
 from treetrain.models.capability import Capabilities, causal_lm
 from treetrain.plan.constants import Constants
 from treetrain.plan.cost import ModelShape
+from treetrain.plan.partition import uniform
 from treetrain.plan.price import CostModel
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
@@ -98,7 +102,8 @@ def calibrate(
         capabilities: of `check_model`.
         shape: None reads it from the model's configuration.
         limit_seconds: about how long it may take; the lengths are scaled down to it, to 32 tokens on a CPU and 512
-            on a GPU at the least. A model that needs ten times as long for these gets constants by formula.
+            on a GPU at the least. A model that needs ten times as long for these gets constants by formula, and so
+            does one for which there is no memory. What is compiled at first use comes on top.
 
     Raises:
         UnsupportedModel: a family whose cost is not known.
@@ -107,15 +112,34 @@ def calibrate(
     formula = formula_constants(model, capabilities, shape)
     if not any(p.requires_grad for p in model.parameters()) or _has_hooks(model):
         return formula
-    with _gradients_aside(model), gradient_sinks(model) as sinks:
-        bench = _Bench(model, capabilities, sinks)
-        long = bench.longest(limit_seconds)
-        if long is None:
-            return dataclasses.replace(formula, source=f"{formula.source} (too slow here to be measured)")
-        short = max(long // 4, 2)
-        measured = _memory(bench, formula, shape, short, long) | _speeds(bench, formula, shape, short, long)
+    try:
+        with _gradients_aside(model), gradient_sinks(model) as sinks:
+            bench = _Bench(model, capabilities, sinks)
+            room = _room(bench.device)
+            long = bench.longest(limit_seconds, lambda n: _peak(bench, formula, shape, n) <= room)
+            if long is None:
+                return dataclasses.replace(formula, source=f"{formula.source} (too slow here to be measured)")
+            short = max(long // 4, 2)
+            measured = _memory(bench, formula, shape, short, long) | _speeds(bench, formula, shape, short, long)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return dataclasses.replace(formula, source=f"{formula.source} (too little memory here to be measured)")
     name = f"measured on {_device_name(bench.device)} with passes of {short} and {long} tokens"
     return dataclasses.replace(formula, **measured, source=name)
+
+
+def _room(device: torch.device) -> float:
+    try:
+        return free_bytes(device)
+    except OSError:  # a system that does not tell
+        return math.inf
+
+
+def _peak(bench: "_Bench", formula: Constants, shape: ModelShape, tokens: int) -> float:
+    """Bytes that the measurement with passes of so many tokens is expected to take."""
+    layout = bench.layout(tokens, tokens)
+    return CostModel(shape=shape, constants=formula).peak_bytes(uniform(layout, max(layout.num_tokens, 1)))
 
 
 class _Marks(NamedTuple):
@@ -134,19 +158,26 @@ class _Bench:
         self.model, self.capabilities, self.sinks = model, capabilities, sinks
         self.device = model_device(model)
 
-    def longest(self, limit_seconds: float) -> int | None:
+    def longest(self, limit_seconds: float, fits: Callable[[int], bool]) -> int | None:
         """The longest length whose whole measurement (the time of about eight such passes) stays within the limit.
 
         The shortest where none does; None where even that takes many times as long.
+
+        Args:
+            fits: whether a length's passes are expected to fit into memory.
         """
         lengths = [n for n in LENGTHS[self.device.type] if n <= (self.capabilities.max_positions or n)]
         least = lengths[-1] if lengths else int(self.capabilities.max_positions or 2)
-        self.graph(least, 1)
+        # Kernels are compiled at first use, for some at that of a length: no part of what a pass takes, nor is the
+        # memory in which the compiler tries what it has made.
+        for tokens in (least, 2):
+            self.graph(tokens, 1)
+            self.forward(tokens)
         fixed = self.seconds(lambda: self.graph(2, 1), 1)
         token = max(self.seconds(lambda: self.graph(least, 1), 1) - fixed, 0.0) / least
         if 8 * (fixed + token * least) > TOO_SLOW * limit_seconds:
             return None
-        return next((n for n in lengths if 8 * (fixed + token * n) <= limit_seconds), least)
+        return next((n for n in lengths if 8 * (fixed + token * n) <= limit_seconds and fits(n)), least)
 
     def layout(self, tokens: int, rows: int) -> PackedLayout:
         """A chain whose last `rows` tokens predict something."""

@@ -24,8 +24,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on a GPU or on the CPU (whose allocator raises a plain RuntimeError)."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    told = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in told)
+    if not isinstance(error, RuntimeError):
+        return False
+    told = str(error)
+    if any(
+        words in told for words in ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+    ):
+        return True
+    # The driver's own words, as PyTorch and Triton pass them on; a kernel that asks for too much shared memory is
+    # "out of resource".
+    return "out of memory" in told and "CUDA" in told
 
 
 def release_cached(model: nn.Module) -> None:
