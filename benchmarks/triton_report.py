@@ -135,8 +135,16 @@ def say(what: str, binary: Any) -> bool:
     shared, (registers, spilled), code = binary.metadata.shared, assembled(binary), binary.asm["ptx"]
     units = "wgmma" if "wgmma" in code else "mma" if "mma.sync" in code else "no tensor cores"
     numbers = f"{shared} bytes shared, {registers} registers, {spilled} bytes spilled"
-    print(f"{what}: {numbers}, {units}", flush=True)
+    ahead = fetches_ahead(binary.asm["ttgir"])
+    print(f"{what}: {numbers}, {units}{'' if ahead is None else ', fetches ahead' if ahead else ', waits'}", flush=True)
     return shared > SHARED_BYTES
+
+
+def fetches_ahead(code: str) -> bool | None:
+    """Whether the copies that a loop's step asks for are not those that the next one begins with; None without any."""
+    innermost = re.findall(r"scf\.for((?:(?!scf\.for).)*?)scf\.yield", code, re.DOTALL)
+    left = [int(number) for body in innermost for number in re.findall(r"async_wait[^\n]*\{num = (\d+)", body)]
+    return all(left) if left else None
 
 
 if __name__ == "__main__":

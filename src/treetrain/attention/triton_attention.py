@@ -27,7 +27,7 @@ from treetrain.attention.triton_kernels import (
     query_gradient_kernel,
 )
 from treetrain.attention.triton_shapes import Shape, shapes_for, tf32_is_allowed
-from treetrain.attention.visits import TILE, Visits, keys_of, visits_of
+from treetrain.attention.visits import TILE, Lists, Visits, keys_of, visits_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
@@ -52,6 +52,11 @@ class _Tables(NamedTuple):
     by_key: _Lists
     path: int
     local: bool
+
+
+def _padded(lists: Lists) -> Lists:
+    """With one more entry, which the kernels read and do not use."""
+    return lists._replace(tiles=np.append(lists.tiles, np.int32(0)))
 
 
 class TritonTreeAttention:
@@ -107,7 +112,7 @@ class TritonTreeAttention:
         keys = keys_of(self._forest.ends, self._forest.depth, path, sight)
         visits: Visits = visits_of(keys, self.tile)
         local = keys.depth is not None and keys.lowest is not None
-        arrays = [keys.ends, *visits.by_query, *visits.by_key]
+        arrays = [keys.ends, *_padded(visits.by_query), *_padded(visits.by_key)]
         ends, *rest = to_device(arrays + ([keys.depth, keys.lowest] if local else []), self._device)  # type: ignore[list-item]
         (bounds, tiles, order), (key_bounds, key_tiles, key_order) = rest[:3], rest[3:6]
         depth, lowest = rest[6:] if local else (ends, ends)

@@ -4,6 +4,9 @@ One program owns one block of queries (or of keys) and walks the list of tiles t
 that it sees in full, without a mask, then the others, whose pairs are decided by the interval rule. Nobody else writes
 what a program writes, so there are no atomics and the same input gives the same bits.
 
+Every step of a walk reads which tile the next one meets. If it read its own, the compiler would fetch that number ahead
+in place of the keys and values themselves, and wait for these in every step. So a list has one more entry at its end.
+
 Keys are numbered with the path above first; query i is key ``path + i``. Lengths are plain arguments that the compiler
 does not look at: one compilation serves all of them. Log-sum-exps are to base 2 inside.
 
@@ -94,8 +97,10 @@ def _forward_tiles(
 ):  # fmt: skip
     """Attend to the tiles [begin, stop) of a list."""
     steps: tl.constexpr = TILE // BLOCK_N
+    tile = tl.load(list_ptr + begin)
     for step in range(begin * steps, stop * steps):
-        key = tl.load(list_ptr + step // steps) * TILE + (step % steps) * BLOCK_N + tl.arange(0, BLOCK_N)
+        key = tile * TILE + (step % steps) * BLOCK_N + tl.arange(0, BLOCK_N)
+        tile = tl.load(list_ptr + (step + 1) // steps)
         k = _rows(k_ptr, key, keys, KEY_STRIDE, SIZE, BLOCK_D, MASKED)
         scores, _ = _scores(_product(q, tl.trans(k), PRECISION), scale, cap, CAPPED)
         if MASKED:
@@ -184,8 +189,10 @@ def _query_tiles(
 ):  # fmt: skip
     """Add to the gradient of a block of queries what comes from the tiles [begin, stop) of keys."""
     steps: tl.constexpr = TILE // BLOCK_N
+    tile = tl.load(list_ptr + begin)
     for step in range(begin * steps, stop * steps):
-        key = tl.load(list_ptr + step // steps) * TILE + (step % steps) * BLOCK_N + tl.arange(0, BLOCK_N)
+        key = tile * TILE + (step % steps) * BLOCK_N + tl.arange(0, BLOCK_N)
+        tile = tl.load(list_ptr + (step + 1) // steps)
         k = _rows(k_ptr, key, keys, KEY_STRIDE, SIZE, BLOCK_D, MASKED)
         v = _rows(v_ptr, key, keys, VALUE_STRIDE, VALUE_SIZE, BLOCK_V, MASKED)
         scores, slope = _scores(_product(q, tl.trans(k), PRECISION), scale, cap, CAPPED)
@@ -255,8 +262,10 @@ def _key_tiles(
     Rows beyond the last query are zeros, and so is what comes from them.
     """
     steps: tl.constexpr = TILE // BLOCK_M
+    tile = tl.load(list_ptr + begin)
     for step in range(begin * steps, stop * steps):
-        row = tl.load(list_ptr + step // steps) * TILE + (step % steps) * BLOCK_M + tl.arange(0, BLOCK_M)
+        row = tile * TILE + (step % steps) * BLOCK_M + tl.arange(0, BLOCK_M)
+        tile = tl.load(list_ptr + (step + 1) // steps)
         q = _rows(q_ptr, row, queries, QUERY_STRIDE, SIZE, BLOCK_D, True)
         grad = _rows(grad_ptr, row, queries, GRAD_STRIDE, VALUE_SIZE, BLOCK_V, True)
         lse = tl.load(lse_ptr + row, mask=row < queries, other=0.0)

@@ -59,23 +59,24 @@ def _bucket(size: int) -> int:
     return next(bucket for bucket in (64, 128, 256) if size <= bucket)
 
 
-# Registers and shared memory of each were read off the compiler's report for sm_90: the first of every list spills
-# next to nothing (80 bytes at most), and with 16 bits all its products are Hopper's own (wgmma).
+# Registers and shared memory of each were read off the compiler's report for sm_90 (benchmarks/triton_report.py). With
+# 16 bits the first of every list spills next to nothing (52 bytes at most), has Hopper's own products (wgmma), and what
+# a step needs is on its way while the one before is computed: with two stages it would be asked for at that one's end.
 _NARROW = {
     64: [
         Shapes(Shape(128, 128, 8, 3), Shape(128, 64, 8, 3), Shape(64, 128, 8, 3)),
-        Shapes(Shape(128, 64, 4, 3), Shape(128, 128, 8, 2), Shape(64, 128, 8, 2)),
-        Shapes(Shape(128, 128, 4, 3), Shape(64, 64, 4, 3), Shape(64, 64, 4, 3)),
+        Shapes(Shape(128, 64, 4, 3), Shape(64, 64, 4, 3), Shape(32, 64, 4, 3)),
+        Shapes(Shape(128, 64, 8, 3), Shape(128, 128, 8, 3), Shape(32, 128, 8, 3)),
     ],
     128: [
-        Shapes(Shape(128, 64, 8, 3), Shape(128, 64, 8, 2), Shape(64, 128, 8, 2)),
-        Shapes(Shape(128, 128, 8, 2), Shape(128, 64, 8, 3), Shape(64, 128, 8, 3)),
-        Shapes(Shape(64, 64, 4, 3), Shape(64, 64, 4, 2), Shape(64, 64, 4, 2)),
+        Shapes(Shape(128, 64, 8, 3), Shape(128, 64, 8, 3), Shape(32, 128, 8, 3)),
+        Shapes(Shape(128, 128, 8, 2), Shape(128, 32, 8, 3), Shape(64, 128, 8, 3)),
+        Shapes(Shape(64, 64, 4, 3), Shape(64, 64, 4, 3), Shape(64, 128, 8, 2)),
     ],
     256: [
+        Shapes(Shape(128, 32, 8, 3), Shape(64, 32, 8, 3), Shape(32, 64, 8, 3)),
         Shapes(Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 64, 8, 2)),
-        Shapes(Shape(64, 32, 4, 2), Shape(64, 32, 4, 2), Shape(32, 32, 4, 1)),
-        Shapes(Shape(64, 64, 4, 2), Shape(32, 32, 4, 2), Shape(64, 64, 8, 1)),
+        Shapes(Shape(64, 32, 4, 3), Shape(128, 32, 8, 2), Shape(32, 64, 8, 2)),
     ],
 }
 """16-bit inputs."""
@@ -85,7 +86,7 @@ _WIDE = {
         Shapes(Shape(32, 32, 4, 2), Shape(64, 32, 4, 2), Shape(32, 64, 8, 2)),
     ],
     128: [
-        Shapes(Shape(32, 32, 8, 2), Shape(32, 16, 8, 2), Shape(16, 32, 8, 2)),
+        Shapes(Shape(32, 16, 8, 2), Shape(32, 16, 8, 2), Shape(16, 32, 8, 2)),
         Shapes(Shape(32, 16, 4, 2), Shape(32, 32, 8, 1), Shape(32, 32, 8, 1)),
     ],
     256: [
