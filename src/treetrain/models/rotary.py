@@ -8,6 +8,8 @@ from treetrain.errors import UnsupportedModel
 
 _STATIC = {"default", "linear", "llama3", "yarn", "proportional"}
 """Rotary scalings whose frequencies do not depend on the length of the call."""
+_LONGEST = "max_seq_len_cached"
+"""Where rotary embeddings keep how long a call their frequencies were made for."""
 
 
 def check_rotary(model: nn.Module, config: Any) -> int | None:
@@ -23,11 +25,14 @@ def check_rotary(model: nn.Module, config: Any) -> int | None:
     nested = [v for v in scaling.values() if isinstance(v, dict)]
     borders = [border for entry in nested or [scaling] if (border := _border(entry, config)) is not None]
     for name, module in model.named_modules():
-        cached, original = (getattr(module, f, None) for f in ("max_seq_len_cached", "original_max_seq_len"))
-        if borders and isinstance(original, int) and cached is not None and int(cached) > original:
+        original = getattr(module, "original_max_seq_len", None)
+        # Kinds of layers may have frequencies of their own, each under its name.
+        cached = max((int(value) for field, value in vars(module).items() if field.endswith(_LONGEST)), default=0)
+        if borders and isinstance(original, int) and cached > original:
             raise UnsupportedModel(
-                f"{name}: an earlier call of {int(cached)} tokens has stretched its rotary frequencies beyond "
-                f"{original} positions; run a row of less than that through the model, or load it anew."
+                f"{name}: an earlier call of {cached} tokens has stretched its rotary frequencies beyond "
+                f"{original} positions; run a row of less than that through the model (which sets them back in newer "
+                "releases of transformers), or load it anew."
             )
     return min(borders, default=None)
 
