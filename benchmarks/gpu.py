@@ -84,6 +84,17 @@ def all_stages(names: list[str], folder: Path, minutes: float, smoke: bool) -> i
     return failed
 
 
+def one_memory_pool() -> None:
+    """Let the allocator grow what it has rather than take new blocks, where this system's driver can do that."""
+    if "PYTORCH_ALLOC_CONF" in os.environ or "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
+        return
+    trial = "import torch; assert torch.ones(1 << 28, device='cuda').sum() > 0"
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if within([sys.executable, "-c", trial], 60) != 0:
+        del os.environ["PYTORCH_ALLOC_CONF"]
+        print("expandable segments do not work here: the allocator is left as it is", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8.7, help="for everything")
@@ -109,7 +120,10 @@ def main() -> int:
     # Compilations of one stage are found by the next, and by the next run.
     for variable, name in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
         os.environ.setdefault(variable, str(Path.home() / ".cache" / "treetrain" / name))
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # Each stage compiles a few small graphs: processes that help with that take longer to start, and to end.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    if torch.cuda.is_available():
+        one_memory_pool()
     return min(all_stages(names, options.out, options.minutes, options.smoke), 1)
 
 

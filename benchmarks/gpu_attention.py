@@ -120,6 +120,21 @@ def tune(out: Out, smoke: bool) -> None:
     out.tune(shapes=chosen)
 
 
+def warm(backend: str, model: str) -> None:
+    """Compile what this stage measures of a backend, for these heads; compilations are found on disk later."""
+    from treetrain.attention.triton_shapes import candidates, use
+
+    heads = HEADS[model]
+    layout = _layout(synthetic(0.6, 512, leaves=3))
+    for shapes in candidates(heads[2], torch.bfloat16) if backend == "triton" else [None]:
+        try:
+            if shapes is not None:
+                use(heads[2], torch.bfloat16, shapes)
+            _tree_times(backend, layout, heads, 1)
+        except Exception as error:
+            print(f"{backend}, heads of {model}, {shapes}: {type(error).__name__}: {error}", flush=True)
+
+
 def _layout(shape: list) -> PackedLayout:
     return pack(build_tree(rows_of(shape, 30_000)), trim=False)
 
@@ -136,7 +151,8 @@ def run(out: Out, smoke: bool) -> None:
     """The stage; hands on which backend is fastest over the trees."""
     load_tuned(out)
     right = out.tuned().get("right")
-    backends = [name for name in runnable(device()) if right is None or name in right]
+    # Where none was right, rows of all of them still say more than none.
+    backends = [name for name in runnable(device()) if right is None or name in right] or runnable(device())
     if "triton" in backends:
         tune(out, smoke)
     repeats, sums = (1 if smoke else 7), {name: [] for name in backends}

@@ -24,7 +24,7 @@ from gpu_models import (
 )
 from gpu_rows import Out, device, forget, load_tuned
 from tree_shapes import load, rows_of, synthetic
-from treetrain.attention.dispatch import DEFAULTS
+from treetrain.attention.dispatch import DEFAULTS, using
 from treetrain.engine.calibrate import model_shape
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.head_chunk import ENVIRONMENT as HEAD
@@ -130,13 +130,14 @@ class MemoryCase(Case):
     def run(self, engine_name: str, engine: TreeEngine, backend: str | None, checkpointed: bool, **options: Any) -> Any:
         """See `Case.run`."""
         checkpointing(self.model, checkpointed)
-        self._given = options.get("given", self.rows)
+        self._given, self._backend = options.get("given", self.rows), backend
         return super().run(engine_name, engine, backend, checkpointed, **options)
 
     def finish(self, row: dict[str, Any], engine: TreeEngine) -> None:
         """See `Case.finish`."""
         try:
-            row["predicted_gb"] = engine.cost.peak_bytes(engine.plan(self._given)) / 1e9
+            with using(self._backend):  # what passes cost was measured with it
+                row["predicted_gb"] = engine.cost.peak_bytes(engine.plan(self._given)) / 1e9
         except Exception as error:
             row["note"] = f"{row['note']} {type(error).__name__}: {str(error)[:100]}".replace(",", ";").replace(
                 "\n", " "

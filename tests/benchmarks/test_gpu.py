@@ -1,6 +1,7 @@
 """The GPU benchmark without a GPU: shapes of trees, rows that are kept, and a trial run of everything."""
 
 import csv
+import os
 import subprocess
 import sys
 import time
@@ -125,6 +126,46 @@ def test_a_stage_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
     time.sleep(max(0.0, start + 3.7 - time.time()))
     assert not (tmp_path / "alive").exists()
     assert gpu.within([sys.executable, "-c", "raise SystemExit(3)"], 60) == 3
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_the_allocator_s_setting_is_taken_where_a_trial_of_it_works(monkeypatch, capfd, works):
+    import gpu
+
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(gpu, "within", lambda command, timeout: 0 if works else 1)
+    gpu.one_memory_pool()
+    assert os.environ.pop("PYTORCH_ALLOC_CONF", None) == ("expandable_segments:True" if works else None)
+    assert ("do not work here" in capfd.readouterr().out) != works
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    gpu.one_memory_pool()
+    assert "PYTORCH_ALLOC_CONF" not in os.environ, "what somebody chose is left alone"
+
+
+def test_correctness_is_looked_at_side_by_side_and_no_group_is_lost(tmp_path, monkeypatch):
+    import gpu_correctness
+    from gpu_rows import Out
+
+    monkeypatch.setattr(gpu_correctness, "runnable", lambda device: ["flex", "triton", "varlen"])
+    names = gpu_correctness.groups(smoke=False)
+    assert len(names) == len(set(names)) and [n for n in names if "warm" in n] == names[-9:]
+    for backend in ("flex", "triton", "varlen"):
+        cases = gpu_correctness.attention_cases(backend, smoke=False)
+        assert {f"{backend}/{ask} {size}" for _, ask, _, size in cases} <= set(names) and f"{backend}/steps" in names
+    ended = []
+
+    class Process:
+        def __init__(self, command, **options):
+            ended.append(command[command.index("--group") + 1])
+            if ended[-1] == "varlen/steps":
+                raise subprocess.TimeoutExpired(command, 1)
+            self.returncode = int(ended[-1] == "triton/full 64")
+
+    monkeypatch.setattr(gpu_correctness.subprocess, "run", Process)
+    out = Out(tmp_path, time.time() + 60)
+    gpu_correctness.run(out, smoke=False)
+    assert sorted(ended) == sorted(names) and out.tuned()["right"] == ["flex", "varlen"]
 
 
 def test_a_case_that_fails_or_has_no_time_says_so_in_its_row(tmp_path, monkeypatch):
