@@ -12,6 +12,7 @@ from support.linear import relative_error
 from support.parts import PartsByHand, Tensors
 from support.plans import KEEPS
 from support.runs import runs
+from treetrain.attention import varlen
 from treetrain.attention.kernels import StockKernel
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.reference import reference_attention, visible
@@ -180,6 +181,16 @@ def test_a_chain_that_forks_everywhere_is_not_copied_for_every_fork():
     check(nested, inputs(len(nested.ends)))
     assert SequenceBySequence.calls == before
     assert attention_of(forest_of(star(300, 40))).suits
+
+
+def test_more_sequences_than_a_call_takes_go_to_another_backend(monkeypatch):
+    forest = forest_of(star(300, 40))
+    most = max(len(call.query_offsets) - 1 for call in varlen_calls(forest))
+    monkeypatch.setattr(varlen, "MOST_SEQUENCES", most)
+    assert attention_of(forest).suits
+    monkeypatch.setattr(varlen, "MOST_SEQUENCES", most - 1)
+    assert not attention_of(forest).suits
+    check(forest, inputs(len(forest.ends)))
 
 
 def test_the_stock_calls_are_what_pytorch_offers():

@@ -31,6 +31,8 @@ from treetrain.tree.layout import ranges
 
 MOST_COPIES = 8
 """Keys gathered for rectangles, at most, in those of the forest."""
+MOST_SEQUENCES = 65_535
+"""Of a call: flash attention numbers them along a side of its grid of blocks that is no longer."""
 
 
 class Call(NamedTuple):
@@ -172,8 +174,10 @@ class VarlenAttention:
         self.carry, self.kernel, self._dtypes = carry, kernel or StockVarlen(), dtypes
         self._otherwise, self._other = otherwise, None
         calls = varlen_calls(forest)
-        self.suits = sum(len(call.keys) for call in calls[1:]) <= MOST_COPIES * len(forest.ends)
-        """Whether the forest's chains are not copied too often."""
+        copies = sum(len(call.keys) for call in calls[1:])
+        sequences = max((len(call.query_offsets) - 1 for call in calls), default=0)
+        self.suits = copies <= MOST_COPIES * len(forest.ends) and sequences <= MOST_SEQUENCES
+        """Whether the forest's chains are not copied too often, and not too many for a call."""
         path = 0 if carry is None else carry.path_tokens
         self.calls = [_on_device(call, number == 0, device) for number, call in enumerate(calls)] if self.suits else []
         self.above = _on_device(_against_path(len(forest.ends), path), True, device) if path else None
