@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _BACKWARDS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _LIFTED = (torch.float64, torch.int64, torch.int32)
 _SOFTMAX = {torch.nn.functional.softmax, torch.softmax, torch.Tensor.softmax}
+_PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
 _LOG_SOFTMAX = {torch.nn.functional.log_softmax, torch.log_softmax, torch.Tensor.log_softmax}
 
 
@@ -27,6 +28,9 @@ class PureFloat64(TorchFunctionMode):
                 args = tuple(torch.float64 if a is torch.float32 else a for a in args)
             if func in (_SOFTMAX | _LOG_SOFTMAX | {torch.Tensor.to}) and kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
+        if func in _PRODUCTS and {x.dtype for x in args} == {torch.float32, torch.float64}:
+            # Positions were lifted; frequencies that were loaded in float32 were not. Sums and the like promote.
+            args = tuple(x.double() for x in args)
         return func(*args, **kwargs)
 
     def _lifted_backward(self, func, args, kwargs):
