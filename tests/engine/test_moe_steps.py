@@ -24,8 +24,6 @@ from treetrain.train.padded_baseline import PaddedEngine
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2], [1, 2, 3, 4]]
 ROWS = dress(IDS, 3)
 ROUTED = moe.at_random(ROWS, 2)
-ROUTED_ONCE = moe.at_random(ROWS, 1)
-"""For models with experts in one layer."""
 LOSS = SFT.loss
 
 
@@ -146,37 +144,6 @@ def test_checkpointing_of_a_part_of_a_layer_is_refused_where_it_matters_which_to
     model.zero_grad()
     result = planned("chunks of 2", "all")(model).forward_backward(ROWS, LOSS)
     check(model, result.loss, reference(model, coefficient=0.0))
-
-
-def unnamed(model, monkeypatch):
-    """The model, as releases of transformers have it that do not say whose output is router logits."""
-    for kind in {type(module) for module in model.modules() if getattr(module, "_can_record_outputs", None)}:
-        recorded = {name: spec for name, spec in kind._can_record_outputs.items() if name != "router_logits"}
-        monkeypatch.setattr(kind, "_can_record_outputs", recorded)
-    return model
-
-
-def test_routers_that_the_model_does_not_name_are_found_beside_its_experts(monkeypatch):
-    model = unnamed(model_with("glm4_moe", auxiliary=False), monkeypatch)
-    assert [router.name for router in tt.TreeEngine(model).capabilities.experts.routers] == ["model.layers.1.mlp.gate"]
-    expected = reference(model, ROUTED_ONCE, 0.0)
-    model.zero_grad()
-    result = planned("chunks of 2", "mixed")(model).forward_backward(ROUTED_ONCE, LOSS)
-    check(model, result.loss, expected)
-
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["gate"])
-    wrapped = peft.get_peft_model(model, config)
-    routers = tt.TreeEngine(wrapped).capabilities.experts
-    assert {router.name for router in routers.routers} == {"model.layers.1.mlp.gate"} and routers.places == 1
-
-
-def test_experts_without_a_router_that_can_be_told_are_refused(monkeypatch):
-    model = unnamed(model_with("glm4_moe", auxiliary=False), monkeypatch)
-    router = model.model.layers[1].mlp.gate
-    router.__class__ = type("Gate", (type(router),), {})
-    with pytest.raises(UnsupportedModel, match=r"layers\.1\.mlp\.experts belongs to .* no router beside the experts"):
-        tt.TreeEngine(model)
 
 
 def test_a_step_that_runs_out_of_memory_starts_over_with_the_choices_of_all_tokens_first():

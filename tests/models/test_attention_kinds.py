@@ -226,6 +226,14 @@ def test_rotary_frequencies_that_an_earlier_call_has_stretched_are_refused():
             tt.TreeEngine(model)
 
 
+def test_stretched_frequencies_of_one_kind_of_layer_are_seen_too():
+    config = transformers.LlamaConfig(**(BASE | {"rope_parameters": DYNAMIC, "max_position_embeddings": 40}))
+    model = build(transformers.LlamaForCausalLM, config)
+    model.model.rotary_emb.sliding_attention_max_seq_len_cached = torch.tensor(50)  # as it keeps it for each kind
+    with pytest.raises(UnsupportedModel, match="an earlier call of 50 tokens has stretched"):
+        tt.TreeEngine(model)
+
+
 def test_the_model_is_left_as_it_was_found():
     model = make_family("llama4_tuned")
     attention = model.model.layers[1].self_attn
