@@ -188,7 +188,7 @@ def _tracing() -> Iterator[None]:
     """
     with (
         torch._dynamo.config.patch(recompile_limit=COMPILATIONS, specialize_float=True),
-        symbolic_shapes_config.patch(use_duck_shape=False),
+        symbolic_shapes_config.patch(use_duck_shape=False),  # pyright: ignore[reportAttributeAccessIssue]
     ):
         yield
 
