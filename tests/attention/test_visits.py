@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from support.forests import attention_forest, bushy_rows, forests
 from support.layouts import nested_forks, star
 from support.runs import runs
-from treetrain.attention.device_arrays import to_device
 from treetrain.attention.reference import visible
 from treetrain.attention.sight import FULL, Sight
 from treetrain.attention.visits import Keys, Lists, keys_of, visits_of
+from treetrain.device_arrays import to_device
 
 SIGHTS = st.one_of(
     st.just(FULL), st.builds(Sight, window=st.integers(1, 40)), st.builds(Sight, chunk=st.integers(1, 40))

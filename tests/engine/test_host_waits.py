@@ -15,14 +15,13 @@ from support.forests import dress, whole_pairs
 from support.host_waits import META, noticed, on_meta
 from support.models import make_model
 from support.plans import planned
-from treetrain.attention.device_arrays import on_device, to_device
 from treetrain.attention.flex import FlexTreeAttention
 from treetrain.attention.schedule import Forest
 from treetrain.attention.sight import FULL, Sight
 from treetrain.attention.varlen import VarlenAttention
+from treetrain.device_arrays import on_device, to_device
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.scoring import HeadCall
-from treetrain.losses import arrays as losses_arrays
 from treetrain.losses import dpo, gspo, kto, mix, ppo, reinforce, sft
 from treetrain.recurrent.scans import Scans
 from treetrain.recurrent.segments import make_segments
@@ -171,8 +170,7 @@ def test_waits_are_noticed():
         assert (there * 2.0 + torch.full((), 3.0, device=META)).shape == (3,)
 
 
-@pytest.mark.parametrize("send", [on_device, losses_arrays.on_device])
-def test_what_goes_to_a_gpu_is_pinned_and_not_waited_for(monkeypatch, send):
+def test_what_goes_to_a_gpu_is_pinned_and_not_waited_for(monkeypatch):
     cuda, sent = torch.device("cuda"), []
 
     class Pinned(torch.Tensor):
@@ -184,7 +182,7 @@ def test_what_goes_to_a_gpu_is_pinned_and_not_waited_for(monkeypatch, send):
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.as_subclass(Pinned))
     monkeypatch.setattr(torch.Tensor, "to", to)
-    found = send(np.array([1.5, 2.5]), cuda, torch.float32)
+    found = on_device(np.array([1.5, 2.5]), cuda, torch.float32)
     assert sent == [(cuda, True, Pinned)] and found.dtype == torch.float32 and found.tolist() == [1.5, 2.5]
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treetrain.attention.device_arrays import to_device
+from treetrain.device_arrays import to_device
 
 Rows = slice | Tensor
 """Rows of a buffer: a slice where they are consecutive, else int64 indices."""

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from treetrain.attention.carry import CarryView
-from treetrain.attention.device_arrays import to_device
 from treetrain.attention.flex import FlexTreeAttention
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.schedule import Forest
 from treetrain.attention.varlen import VarlenAttention
+from treetrain.device_arrays import to_device
 
 ENVIRONMENT = "TREETRAIN_ATTENTION"
 BACKENDS = {

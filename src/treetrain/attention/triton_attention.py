@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from treetrain.attention.carry import CarryView
-from treetrain.attention.device_arrays import to_device
 from treetrain.attention.schedule import Forest
 from treetrain.attention.sight import FULL, PLAIN, Ask, Sight
 from treetrain.attention.triton_kernels import (
@@ -28,6 +27,7 @@ from treetrain.attention.triton_kernels import (
 )
 from treetrain.attention.triton_shapes import Shape, shapes_for, tf32_is_allowed
 from treetrain.attention.visits import TILE, Lists, Visits, keys_of, visits_of
+from treetrain.device_arrays import to_device
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256

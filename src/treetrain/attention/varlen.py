@@ -23,10 +23,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from treetrain.attention.carry import CarryView
-from treetrain.attention.device_arrays import to_device
 from treetrain.attention.forks import path_tops
 from treetrain.attention.schedule import Forest
 from treetrain.attention.sight import PLAIN, Ask
+from treetrain.device_arrays import to_device
 from treetrain.tree.layout import ranges
 
 MOST_COPIES = 8

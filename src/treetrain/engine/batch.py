@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treetrain.attention.device_arrays import on_device
 from treetrain.data.trajectory import Trajectory
+from treetrain.device_arrays import on_device
 from treetrain.errors import DataError
 from treetrain.models.capability import Capabilities
 from treetrain.models.moe import MixtureOfExperts

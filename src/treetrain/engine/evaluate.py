@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from treetrain.attention.device_arrays import on_device
+from treetrain.device_arrays import on_device
 from treetrain.engine.batch import Reads, Selection
 
 MetricSums = dict[str, tuple[Any, Any]]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treetrain.attention.device_arrays import to_device
+from treetrain.device_arrays import to_device
 from treetrain.engine.batch import Batch, Reads
 from treetrain.engine.evaluate import MetricSums, add_sums, evaluate_gradients
 from treetrain.engine.head import Scores

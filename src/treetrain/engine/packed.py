@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from treetrain.attention.carry import CarryView
-from treetrain.attention.device_arrays import to_device
 from treetrain.attention.dispatch import make_attention
 from treetrain.attention.schedule import Forest
+from treetrain.device_arrays import to_device
 from treetrain.engine.head import Edges, Scores
 from treetrain.engine.ranks import output_dtype
 from treetrain.engine.routing import RouterPass

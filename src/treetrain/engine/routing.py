@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from treetrain.attention.device_arrays import on_device
+from treetrain.device_arrays import on_device
 from treetrain.engine.evaluate import MetricSums, add_sums
 from treetrain.engine.router_balance import OwnAuxiliary, RouterBalance
 from treetrain.errors import UnsupportedModel

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treetrain.attention.device_arrays import on_device
+from treetrain.device_arrays import on_device
 from treetrain.engine.head import Edges, Scores, score_edges, without_logprobs, zero_of
 from treetrain.engine.sinks import Sinks
 from treetrain.models.capability import Capabilities

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
+from treetrain.device_arrays import on_device
 from treetrain.errors import DataError
-from treetrain.losses.arrays import on_device
 
 Reduction = Literal["token", "trajectory"]
 REDUCTIONS: tuple[Reduction, ...] = ("token", "trajectory")

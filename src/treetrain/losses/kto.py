@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
+from treetrain.device_arrays import on_device
 from treetrain.errors import DataError
-from treetrain.losses.arrays import on_device
 from treetrain.losses.base import LARGEST, Metrics, check_number, check_positive
 from treetrain.losses.batch import BatchLoss, log_likelihoods
 from treetrain.losses.facts import Facts, PackedFacts, describe, require_nonnegative_weights

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
+from treetrain.device_arrays import on_device
 from treetrain.errors import DataError
-from treetrain.losses.arrays import on_device
 from treetrain.losses.base import LARGEST, Loss, Metrics, check_number
 from treetrain.losses.facts import Facts, PackedFacts, Reduction, describe
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.losses.arrays import on_device
+from treetrain.device_arrays import on_device
 from treetrain.losses.base import LARGEST, Metrics, check_flag, check_number, check_positive
 from treetrain.losses.batch import BatchLoss, log_likelihoods
 from treetrain.losses.facts import Facts, PackedFacts, require_nonnegative_weights

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.losses.arrays import on_device
+from treetrain.device_arrays import on_device
 from treetrain.losses.base import Loss, Metrics
 from treetrain.losses.facts import Facts, PackedFacts, Reduction
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treetrain.attention.device_arrays import on_device
+from treetrain.device_arrays import on_device
 from treetrain.tree.assemble import Int64s
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treetrain.attention.device_arrays import on_device
+from treetrain.device_arrays import on_device
 from treetrain.recurrent.tiles import TileClass, Tiles
 
 KEY_EPSILON = 1e-6

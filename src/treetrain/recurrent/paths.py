@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treetrain.attention.device_arrays import on_device
 from treetrain.attention.dispatch import Choice
+from treetrain.device_arrays import on_device
 from treetrain.recurrent.carry import StateView
 from treetrain.recurrent.convolution import Taps, convolve, make_taps
 from treetrain.recurrent.delta_rule import DeltaTiles, gated_delta

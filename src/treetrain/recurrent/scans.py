@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treetrain.attention.device_arrays import on_device
+from treetrain.device_arrays import on_device
 from treetrain.recurrent.segments import Call, Segments
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
