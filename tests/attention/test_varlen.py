@@ -184,7 +184,7 @@ def test_a_chain_that_forks_everywhere_is_not_copied_for_every_fork():
 
 
 def test_more_sequences_than_a_call_takes_go_to_another_backend(monkeypatch):
-    forest = forest_of(star(300, 40))
+    forest = forest_of(star(12, 3))
     most = max(len(call.query_offsets) - 1 for call in varlen_calls(forest))
     monkeypatch.setattr(varlen, "MOST_SEQUENCES", most)
     assert attention_of(forest).suits
