@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from gpu_rows import Out, device, forget, seconds, wait
+from treetrain.attention.dispatch import why_not
 from treetrain.engine.head import Edges, score_edges
-from treetrain.engine.head_chunk import ENVIRONMENT, KERNELS, why_no_kernels
+from treetrain.engine.head_chunk import ENVIRONMENT, KERNELS
 
 HEADS = {"0.6b": (1024, 151_936), "8b": (4096, 151_936)}
 """Hidden size and vocabulary."""
@@ -96,7 +97,7 @@ def product_seconds(hidden: int, vocabulary: int, rows: int, repeats: int) -> fl
 def run(out: Out, smoke: bool) -> None:
     """The stage; hands on which is faster."""
     known = os.environ.get(ENVIRONMENT)
-    names = [name for name in KERNELS if name == "torch" or why_no_kernels(device()) is None]
+    names = [name for name in KERNELS if name == "torch" or why_not("triton", device()) is None]
     ratios: dict[str, list[float]] = {name: [] for name in names}
     try:
         for model, (hidden, vocabulary) in {"smoke": (16, 300)}.items() if smoke else HEADS.items():

@@ -13,15 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and the kernels are defined
-pytest.importorskip("triton", reason="Triton is not installed: its kernels cannot run here")
-import triton.language as tl  # noqa: E402
+from support.triton_here import GPU, triton_or_skip
 
-if not GPU and type(tl.sum).__name__ == "JITFunction":
-    reason = "Triton was imported for a GPU that is not here; run this file alone, with TRITON_INTERPRET=1"
-    pytest.skip(reason, allow_module_level=True)
+triton_or_skip()
 
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402

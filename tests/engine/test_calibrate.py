@@ -195,9 +195,9 @@ def test_passes_are_no_longer_than_memory_allows(monkeypatch):
     formula = calibration.formula_constants(model, capabilities, shape)
     short, long = (calibration._peak(bench, formula, shape, n) for n in (32, 64))
     assert short < long
-    monkeypatch.setattr(calibration, "free_bytes", lambda device: int(long + 1))
+    monkeypatch.setattr(calibration, "device_free_bytes", lambda model: int(long + 1))
     assert "passes of 16 and 64 tokens" in calibrate(model, capabilities, limit_seconds=100.0).source
-    monkeypatch.setattr(calibration, "free_bytes", lambda device: int(short + 1))
+    monkeypatch.setattr(calibration, "device_free_bytes", lambda model: int(short + 1))
     assert "passes of 8 and 32 tokens" in calibrate(model, capabilities, limit_seconds=100.0).source
 
 

@@ -12,17 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-GPU = torch.cuda.is_available()
+import treetrain as tt
+from support.linear import gradients, relative_error
+from support.models import make_model
+from support.triton_here import GPU, triton_or_skip
+from treetrain.engine.calibrate import _key, calibrate, model_shape
+from treetrain.engine.head_chunk import Chunk, EdgesOfChunk, Entropies, PlainChunk, Scaling, chunk_type
+from treetrain.models.capability import check_model
+from treetrain.models.logit_map import LogitMap
+
 DEVICE = torch.device("cuda" if GPU else "cpu")
-
-import treetrain as tt  # noqa: E402
-from support.linear import gradients, relative_error  # noqa: E402
-from support.models import make_model  # noqa: E402
-from treetrain.engine.calibrate import _key, calibrate, model_shape  # noqa: E402
-from treetrain.engine.head_chunk import Chunk, EdgesOfChunk, Entropies, PlainChunk, Scaling, chunk_type  # noqa: E402
-from treetrain.models.capability import check_model  # noqa: E402
-from treetrain.models.logit_map import LogitMap  # noqa: E402
-
 SCALINGS = {
     "plain": Scaling(),
     "temperature": Scaling(LogitMap(), 0.7),
@@ -82,15 +81,9 @@ def test_the_softmax_of_a_chunk_by_pytorch_is_exact(scaling, entropy):
 
 def triton_chunk():
     """The kernels' chunk; the test is skipped where they cannot run."""
-    if not GPU:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and the kernels are defined
-    pytest.importorskip("triton", reason="Triton is not installed: its kernels cannot run here")
-    import triton.language as tl
-
+    triton_or_skip()
     from treetrain.engine.head_chunk import TritonChunk
 
-    if not GPU and type(tl.sum).__name__ == "JITFunction":
-        pytest.skip("Triton was imported for a GPU that is not here; run this file alone, with TRITON_INTERPRET=1")
     return TritonChunk
 
 

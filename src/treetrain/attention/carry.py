@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treetrain.device_arrays import to_device
+from treetrain.device_arrays import on_device
 
 Rows = slice | Tensor
 """Rows of a buffer: a slice where they are consecutive, else int64 indices."""
@@ -96,7 +96,7 @@ class Carry:
             return slice(0, 0)
         if len(rows) == rows[-1] - rows[0] + 1 and (np.diff(rows) == 1).all():
             return slice(int(rows[0]), int(rows[-1]) + 1)
-        return to_device([rows], self._device)[0]
+        return on_device(rows, self._device)
 
 
 class CarryView:

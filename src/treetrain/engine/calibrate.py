@@ -9,7 +9,6 @@ The model's gradients are set aside while it is measured; its weights, mode and 
 
 import dataclasses
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -24,10 +23,10 @@ from treetrain.attention.dispatch import choose_backend, make_attention
 from treetrain.attention.schedule import Forest
 from treetrain.engine import constants_cache
 from treetrain.engine.formula import compute_dtype, formula_constants, head_softmax, is_checkpointed, trained_share
-from treetrain.engine.free_bytes import free_bytes
 from treetrain.engine.live_bytes import live_bytes
 from treetrain.engine.memory import is_out_of_memory
 from treetrain.engine.packed import PackedRun, model_device
+from treetrain.engine.planning import device_free_bytes
 from treetrain.engine.sinks import Sinks, gradient_sinks
 from treetrain.models.capability import Capabilities, causal_lm
 from treetrain.plan.constants import Constants
@@ -115,8 +114,8 @@ def calibrate(
     try:
         with _gradients_aside(model), gradient_sinks(model) as sinks:
             bench = _Bench(model, capabilities, sinks)
-            room = _room(bench.device)
-            long = bench.longest(limit_seconds, lambda n: _peak(bench, formula, shape, n) <= room)
+            room = device_free_bytes(model)
+            long = bench.longest(limit_seconds, lambda n: room is None or _peak(bench, formula, shape, n) <= room)
             if long is None:
                 return dataclasses.replace(formula, source=f"{formula.source} (too slow here to be measured)")
             short = max(long // 4, 2)
@@ -127,13 +126,6 @@ def calibrate(
         return dataclasses.replace(formula, source=f"{formula.source} (too little memory here to be measured)")
     name = f"measured on {_device_name(bench.device)} with passes of {short} and {long} tokens"
     return dataclasses.replace(formula, **measured, source=name)
-
-
-def _room(device: torch.device) -> float:
-    try:
-        return free_bytes(device)
-    except OSError:  # a system that does not tell
-        return math.inf
 
 
 def _peak(bench: "_Bench", formula: Constants, shape: ModelShape, tokens: int) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treetrain.device_arrays import to_device
+from treetrain.device_arrays import on_device
 from treetrain.engine.batch import Batch, Reads
 from treetrain.engine.evaluate import MetricSums, add_sums, evaluate_gradients
 from treetrain.engine.head import Scores
@@ -77,7 +77,7 @@ class Board:
         """Places on the device; a slice where they are consecutive."""
         if len(numbers) and numbers[-1] - numbers[0] + 1 == len(numbers):
             return slice(int(numbers[0]), int(numbers[-1]) + 1)
-        return to_device([numbers], self.device)[0]
+        return on_device(numbers, self.device)
 
 
 class Known:
@@ -186,10 +186,10 @@ class Stream:
         self.total = self.total + found.total
         self.sums = add_sums(self.sums, found.sums)
         if found.edges is not None:
-            self._edges.index_add_(0, to_device([rows.edges], self.board.device)[0], found.edges.double())
+            self._edges.index_add_(0, on_device(rows.edges, self.board.device), found.edges.double())
         if self._rows is not None and found.rows is not None:
-            self._rows.index_add_(0, to_device([rows.rows], self.board.device)[0], found.rows.double())
+            self._rows.index_add_(0, on_device(rows.rows, self.board.device), found.rows.double())
         if found.values is not None and board.values is not None:
             if self._values is None:
                 self._values = torch.zeros_like(board.values, dtype=torch.float64)
-            self._values.index_add_(0, to_device([rows.rows], board.device)[0], found.values.double())
+            self._values.index_add_(0, on_device(rows.rows, board.device), found.values.double())

@@ -10,13 +10,13 @@ more to write the gradient in their place.
 Shape letters: r rows of a chunk, e edges of these rows, D hidden size, V vocabulary.
 """
 
-import importlib.util
 import os
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from treetrain.attention.dispatch import why_not
 from treetrain.models.logit_map import IDENTITY, LogitMap
 
 ENVIRONMENT = "TREETRAIN_HEAD"
@@ -175,16 +175,8 @@ def chunk_type(logits: Tensor, bias: Tensor | None, scaling: Scaling) -> type[An
         raise ValueError(f"{ENVIRONMENT}={named}: no kernels have that name; there are {', '.join(KERNELS)}")
     if named == "torch":
         return PlainChunk
-    hindrance = why_no_kernels(logits.device)
+    hindrance = why_not("triton", logits.device)
     if hindrance is not None:
-        raise ValueError(f"{ENVIRONMENT}={named} cannot run here: {hindrance}; unset it, or name torch")
+        raise ValueError(f"{ENVIRONMENT}={named} cannot run here: Triton kernels: {hindrance}; unset it, or name torch")
     suits = logits.dtype in (torch.bfloat16, torch.float16, torch.float32) and scaling.factor > 0
     return TritonChunk if suits and bias is None and scaling.logit_map.cap is None else PlainChunk
-
-
-def why_no_kernels(device: torch.device) -> str | None:
-    """What the Triton kernels lack on a device; None where they run."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
-    return None if device.type == "cuda" or interpreted else "Triton needs a CUDA device (or TRITON_INTERPRET=1)"

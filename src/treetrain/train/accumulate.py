@@ -50,9 +50,8 @@ class Call(NamedTuple):
     rows: Sequence[Trajectory]
     """Of all ranks."""
     own: TokenTree | list[Trajectory]
-    """What this rank computes of them."""
-    tree: TokenTree | None
-    """Of all rows, where this rank has them all; in it nothing is shared if the engine shares nothing."""
+    """What this rank computes of them: a tree where it has all of them, in which nothing is shared if the engine shares
+    nothing."""
     unique_tokens: int
     """Of the tree of all rows."""
 
@@ -66,7 +65,7 @@ def prepare(engine: TreeEngine, calls: Sequence[Sequence[Trajectory]]) -> list[C
     """
     shares = [own_rows(engine, call) for call in calls]
     return [
-        Call(call, share.rows if share.tree is None else share.tree, share.tree, share.unique_tokens)
+        Call(call, share.rows if share.tree is None else share.tree, share.unique_tokens)
         for call, share in zip(calls, shares, strict=True)
     ]
 

@@ -33,6 +33,7 @@ from treetrain.train.result import Progress, TrainResult
 from treetrain.train.rollouts import Rollouts
 from treetrain.train.schedules import make_schedule
 from treetrain.train.updates import Update, Updates
+from treetrain.tree.token_tree import TokenTree
 
 
 class Piece(Protocol):
@@ -231,9 +232,9 @@ class TrainLoop:
 
         Over several ranks the step is over when its numbers have been exchanged, so nothing is made beforehand.
         """
-        rows, own = [row for call in calls for row in call.rows], calls[0].tree
-        merged = own is not None and len(calls) == 1 and self.config.execution == "tree"
-        facts = self.facts.of_step(rows, own if merged else None)
+        rows, own = [row for call in calls for row in call.rows], calls[0].own
+        merged = len(calls) == 1 and self.config.execution == "tree"
+        facts = self.facts.of_step(rows, own if merged and isinstance(own, TokenTree) else None)
         coming = self.updates.following() if self.ranks.alone and self.step + 1 < self.total else None
         if coming is not None and self.rollouts.known_beforehand(coming):
             self.ahead.build(coming)
