@@ -28,10 +28,10 @@ def measure(name: str, repeats: int, baselines: list[str]) -> None:
     import torch
 
     import treetrain as tt
+    from treetrain.engine.allocator import keep_memory
     from treetrain.engine.linear import LinearEngine
     from treetrain.plan.plan import least_recomputed
-    from treetrain.train.allocator import keep_memory
-    from treetrain.train.padded_baseline import PaddedEngine
+    from treetrain.verification.padded_baseline import PaddedEngine
 
     keep_memory()
     torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -19,7 +19,7 @@ def measure(name: str, repeats: int, memory: bool) -> None:
     """Benchmark one workload in this process and append its row."""
     import torch
 
-    from treetrain.train.bench import bench
+    from treetrain.verification.bench import bench
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     report = bench(model_30m(), load_workload(name), repeats=repeats, memory=memory, progress=_say)

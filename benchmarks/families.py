@@ -71,7 +71,7 @@ def measure(name: str, workload: str, repeats: int, trial: int) -> None:
     """Benchmark one model in this process and append its row."""
     import torch
 
-    from treetrain.train.bench import bench, fastest_baseline
+    from treetrain.verification.bench import bench, fastest_baseline
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)

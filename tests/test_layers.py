@@ -11,6 +11,7 @@ LAYERS = (
     "integrations",
     "report",
     "train",
+    "verification",
     "losses",
     "engine",
     "models",

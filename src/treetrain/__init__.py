@@ -29,7 +29,7 @@ _PUBLIC = {
     "values": "treetrain.engine.values",
     "from_padded": "treetrain.engine.padded",
     "to_padded": "treetrain.engine.padded",
-    "verify": "treetrain.train.verify",
+    "verify": "treetrain.verification.verify",
 }
 _MODULES = {"losses"}
 
@@ -81,11 +81,11 @@ if TYPE_CHECKING:
     from treetrain.plan.make import make_plan as make_plan
     from treetrain.plan.plan import Plan as Plan
     from treetrain.plan.price import CostModel as CostModel
-    from treetrain.train.verify import verify as verify
     from treetrain.tree.build import build_tree as build_tree
     from treetrain.tree.nodes import Node as Node
     from treetrain.tree.nodes import NodeTrajectory as NodeTrajectory
     from treetrain.tree.token_tree import TokenTree as TokenTree
+    from treetrain.verification.verify import verify as verify
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ from support.shortage import Shortage
 from treetrain.engine.linear import LinearEngine
 from treetrain.errors import DataError, UnsupportedModel
 from treetrain.models.moe import check_experts
-from treetrain.train.padded_baseline import PaddedEngine
+from treetrain.verification.padded_baseline import PaddedEngine
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2], [1, 2, 3, 4]]
 ROWS = dress(IDS, 3)

@@ -8,7 +8,7 @@ from treetrain.cli.options import SampleOptions
 from treetrain.cli.parse import parse
 
 if TYPE_CHECKING:
-    from treetrain.train.bench import BenchReport
+    from treetrain.verification.bench import BenchReport
 
 SUMMARY = (
     "A training step as a tree against the best linear baseline, on your model and a sample of your rows: alternating "
@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
     options = parse(BenchOptions, argv, command="bench", summary=SUMMARY, examples=EXAMPLES)
     from treetrain.cli.output import console, print_json, print_notes
     from treetrain.cli.sample import sample_model, sample_rows
-    from treetrain.train.bench import bench
+    from treetrain.verification.bench import bench
 
     rows, notes = sample_rows(options)
     print_notes(notes)

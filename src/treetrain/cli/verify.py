@@ -8,7 +8,7 @@ from treetrain.cli.options import SampleOptions
 from treetrain.cli.parse import parse
 
 if TYPE_CHECKING:
-    from treetrain.train.verify import VerifyReport
+    from treetrain.verification.verify import VerifyReport
 
 SUMMARY = (
     "Loss and every parameter's gradient, tree against linear, on your model and a sample of your rows. Exit code 0 if "
@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
 
     rows, notes = sample_rows(options)
     print_notes(notes)
-    from treetrain.train.verify import verify
+    from treetrain.verification.verify import verify
 
     model = sample_model(options, options.dtype)
     report = verify(

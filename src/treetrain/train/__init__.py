@@ -1,1 +1,1 @@
-"""The trainer, and the proofs: verify (exact?) and bench (faster?)."""
+"""The trainer."""

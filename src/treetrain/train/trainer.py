@@ -13,11 +13,11 @@ from torch import nn
 
 from treetrain import __version__
 from treetrain.data.lazy_rows import LazyRows
+from treetrain.engine.allocator import keep_memory
 from treetrain.engine.batch import check_batch
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.ranks import check_same
 from treetrain.models.recurrence import delta_rule_of
-from treetrain.train.allocator import keep_memory
 from treetrain.train.checkpoint import seed_all
 from treetrain.train.config import TrainConfig
 from treetrain.train.config_file import settings_as_toml

@@ -17,8 +17,7 @@ from treetrain.engine.engine import TreeEngine
 from treetrain.losses.sft import sft
 from treetrain.models.capability import check_model
 from treetrain.plan.budget import Bytes
-from treetrain.train.verify_experts import PlainExperts
-from treetrain.train.verify_rows import RowScorer
+from treetrain.verification.plain_model import PlainExperts, linear_gradients
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
 """Largest global gradient error by model dtype. Library layers compute parts of a float64 model in float32."""
@@ -137,49 +136,6 @@ def _of_step(loss: Any, trajectories: Sequence[Trajectory]) -> Any:
 
 def _limit(dtype: torch.dtype, linear_error: float | None) -> float:
     return TOLERANCE[dtype] if linear_error is None else LOW_PRECISION_FACTOR * linear_error
-
-
-def linear_gradients(
-    model: nn.Module,
-    trajectories: Sequence[Trajectory],
-    loss: Any,
-    normaliser: float,
-    temperature: float,
-    value_head: nn.Module | None = None,
-) -> float:
-    """Accumulate gradients row by row with the plain model; returns the loss."""
-    experts = PlainExperts(model)
-    scorer = RowScorer(model, value_head, loss, temperature)
-    return experts.add_auxiliary_gradients(trajectories) + _loss_gradients(
-        scorer, trajectories, loss, normaliser, experts
-    )
-
-
-def _loss_gradients(
-    scorer: RowScorer, trajectories: Sequence[Trajectory], loss: Any, normaliser: float, experts: PlainExperts
-) -> float:
-    if getattr(loss, "scope", "trajectory") == "batch":
-        scored = []
-        for row in trajectories:
-            with experts.of(row):
-                scored.append(scorer(row))
-        entropies = [row.entropies for row in scored] if scorer.needs_entropy else None
-        values = {"values": [row.values for row in scored]} if scorer.needs_values else {}
-        total, _ = loss([row.logprobs for row in scored], entropies, list(trajectories), **values)
-        (total / normaliser).backward()
-        return float(total.detach()) / normaliser
-    summed = 0.0
-    for row in trajectories:
-        if hasattr(loss, "packed") and not row.weights.any():
-            continue
-        with experts.of(row):
-            scores = scorer(row)
-            values = {"values": scores.values} if scorer.needs_values else {}
-            total, _ = loss(scores.logprobs, scores.entropies, row, **values)
-            if total.requires_grad:
-                (total / normaliser).backward()
-        summed += float(total.detach())
-    return summed / normaliser
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from treetrain.data.trajectory import Trajectory
+from treetrain.engine.allocator import keep_memory
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.packed import model_device
@@ -24,11 +25,10 @@ from treetrain.models.capability import causal_lm
 from treetrain.plan.budget import Bytes
 from treetrain.plan.cost import ModelShape
 from treetrain.plan.ideal import budget_share, ideal_speedup
-from treetrain.train.allocator import keep_memory
-from treetrain.train.memory import peak_step_bytes
-from treetrain.train.padded_baseline import PaddedEngine
 from treetrain.tree.build import build_tree
 from treetrain.tree.stats import distinct_rows
+from treetrain.verification.padded_baseline import PaddedEngine
+from treetrain.verification.peak_memory import peak_step_bytes
 
 PACK_TOKENS = (4096, 8192)
 """Sizes of a linear run that are tried; the fastest is the baseline."""

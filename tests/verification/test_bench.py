@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM
 import treetrain as tt
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
-from treetrain.train.bench import bench, fastest_baseline
-from treetrain.train.memory import peak_step_bytes
-from treetrain.train.padded_baseline import PaddedEngine
-from treetrain.train.verify import gradient_error, linear_gradients
+from treetrain.verification.bench import bench, fastest_baseline
+from treetrain.verification.padded_baseline import PaddedEngine
+from treetrain.verification.peak_memory import peak_step_bytes
+from treetrain.verification.plain_model import linear_gradients
+from treetrain.verification.verify import gradient_error
 
 LOSSES = {"sft": tt.losses.sft(), "ppo": tt.losses.ppo(entropy=0.01)}
 
