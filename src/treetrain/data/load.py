@@ -20,7 +20,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 class LoadedFile:
     """What was read, and what the user should know about it."""
 
-    trajectories: list[Trajectory]
+    trajectories: Sequence[Trajectory]
     """In the order of the file; in the calls view each conversation's calls in their order."""
     notes: tuple[str, ...]
     """What was ignored or looks odd, each once with a count and the first place."""
@@ -39,11 +39,12 @@ def load(
     vocab_size: int | None = None,
     max_positions: int | None = None,
     limit: int | None = None,
+    memory_map: str | os.PathLike[str] | None = None,
 ) -> LoadedFile:
-    """Read JSONL files of token rows or of conversations. Every row is read or refused, none is dropped.
+    """Read files of token rows or of conversations. Every row is read or refused, none is dropped.
 
     Args:
-        path: one file or several of one format, plain or gzipped.
+        path: one file or several of one format: JSONL, plain or gzipped, Parquet (`.parquet`) or Arrow (`.arrow`).
         tokenizer: a transformers tokenizer; needed for conversations only.
         format: "tokens" (`input_ids`), "chat" (`messages`), or "auto": what the first row has.
         view: conversations as whole transcripts or one row per LLM call ("calls").
@@ -52,6 +53,10 @@ def load(
         vocab_size: refuse token ids from here on.
         max_positions: refuse rows of more tokens.
         limit: read only the first so many rows (conversations) over all files.
+        memory_map: an Arrow file to keep the rows in, for more rows than fit in memory. The rows are converted once,
+            and again only when a file, the tokenizer, its template or a setting has changed; the trajectories are then
+            read from the mapped file one by one (`MappedTrajectories`). Needs pyarrow. Of several processes let one
+            call this first (`with args.main_process_first()` in transformers).
 
     Raises:
         DataError: naming file and line, what is wrong, both values and what to do.
@@ -69,18 +74,33 @@ def load(
     if not paths:
         raise no_file()
     notes = Notes()
-    trajectories: list[Trajectory] = []
-    for place, row in _rows(paths, limit, notes):
-        trajectories += maker.make(row, place, notes)
-    if maker.format is None:
-        raise DataError(f"no rows were read (limit {limit}); give a limit of at least 1 or none")
-    notes.add_all(maker.remarks())
-    return LoadedFile(trajectories=trajectories, notes=notes.lines(), format=maker.format)
+    rows = _trajectories(paths, maker, limit, notes)
+    if memory_map is None:
+        trajectories = list(rows)
+        assert maker.format is not None
+        return LoadedFile(trajectories=trajectories, notes=notes.lines(), format=maker.format)
+    from treetrain.data.arrow import MappedTrajectories, files_key, read_about, write_trajectories
+
+    key = files_key(paths, limit=limit, **maker.settings())
+    if (read_about(memory_map) or {}).get("key") != key:
+        write_trajectories(memory_map, rows, lambda: {"key": key, "notes": notes.lines(), "format": maker.format})
+    mapped = MappedTrajectories(memory_map)
+    return LoadedFile(trajectories=mapped, notes=tuple(mapped.about["notes"]), format=mapped.about["format"])
 
 
 def no_file() -> DataError:
     """What is raised where no file is named."""
-    return DataError("no file given; pass at least one JSONL file")
+    return DataError("no file given; pass at least one file")
+
+
+def _trajectories(
+    paths: Sequence[str | os.PathLike[str]], maker: RowMaker, limit: int | None, notes: Notes
+) -> Iterator[Trajectory]:
+    for place, row in _rows(paths, limit, notes):
+        yield from maker.make(row, place, notes)
+    if maker.format is None:
+        raise DataError(f"no rows were read (limit {limit}); give a limit of at least 1 or none")
+    notes.add_all(maker.remarks())
 
 
 def _rows(
@@ -88,9 +108,33 @@ def _rows(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     rows = 0
     for path in paths:
-        for number, row in read_jsonl(Path(path)):
+        for place, row in read_rows_of_file(path):
             if limit is not None and rows >= limit:
                 notes.add(f"only the first {limit} rows are read; there are more")
                 return
             rows += 1
+            yield place, row
+
+
+def read_rows_of_file(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place in words, object) of every row of a JSONL, Parquet or Arrow file."""
+    path = Path(path)
+    if path.suffix not in (".parquet", ".arrow"):
+        for number, row in read_jsonl(path):
             yield f"{path} line {number}", row
+        return
+    import pyarrow.dataset
+
+    number = 0
+    try:
+        table = pyarrow.dataset.dataset(path, format=path.suffix[1:])
+        for batch in table.to_batches(batch_size=64):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path} row {number}", row
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: there is no such file") from error
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read as {path.suffix[1:]} ({error})") from error
+    if number == 0:
+        raise DataError(f"{path}: the file has no rows")

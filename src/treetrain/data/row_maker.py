@@ -8,7 +8,7 @@ from typing import Any, Literal
 from treetrain.data.chat import View, trajectories_from_chat_row
 from treetrain.data.messages import clean_tools, read_tools
 from treetrain.data.notes import Notes
-from treetrain.data.rendering import Renderer
+from treetrain.data.rendering import Renderer, chat_template_text
 from treetrain.data.spans import Tools
 from treetrain.data.token_rows import trajectory_from_token_row
 from treetrain.data.trajectory import Trajectory
@@ -79,6 +79,18 @@ class RowMaker:
                 raise DataError(f"{place}: conversations need a tokenizer; pass --model or --tokenizer")
             self._renderer = Renderer(self.tokenizer, self.chat_template)
         return self._renderer
+
+    def settings(self) -> dict[str, Any]:
+        """All that decides what rows become, as plain data: to tell whether they must be read again."""
+        tokenizer = self.tokenizer
+        if tokenizer is not None:
+            backend = getattr(tokenizer, "backend_tokenizer", None)
+            vocabulary = repr(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
+            template = chat_template_text(self.chat_template) or getattr(tokenizer, "chat_template", None)
+            tokenizer = [type(tokenizer).__name__, vocabulary, template, tokenizer.special_tokens_map]
+        limits = [self.vocab_size, self.max_positions]
+        about = {"format": self.format, "view": self.view, "tools": self.schemas}
+        return about | {"limits": limits, "tokenizer": tokenizer}
 
     def remarks(self) -> tuple[str, ...]:
         """What of the settings had no effect."""

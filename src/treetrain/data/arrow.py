@@ -1,0 +1,224 @@
+"""Trajectories in an Arrow file that is memory-mapped: rows of which there are more than fit in memory.
+
+The file is written once, from rows that have been read and checked. It has a column per fact and is not compressed, so
+a row's arrays are views of the mapped file, and the operating system decides which pages are in memory.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from treetrain.data.columns import GIVEN, StoredColumns, codes_of, weight_facts
+from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
+from treetrain.errors import DataError
+
+BATCH_TOKENS = 1 << 18
+"""A record batch ends after so many tokens: what is held in memory while the file is written."""
+LABELS = ("group", "pair", "episode", "key", "id")
+_VERSION = 1
+_ABOUT = b"treetrain"
+_SCHEMA = pa.schema(
+    [("input_ids", pa.list_(pa.int32()))]
+    + [(name, pa.list_(pa.float64())) for name in PER_TOKEN_FACTS]
+    + [("experts", pa.list_(pa.int16())), ("experts_shape", pa.list_(pa.int32()))]
+    + [("reward", pa.float64()), ("chosen", pa.bool_())]
+    + [(name, pa.string()) for name in LABELS]  # JSON: a label may be a string, a number or a boolean
+    # What batches are planned from without reading rows.
+    + [("tokens", pa.int64()), ("weight", pa.float64())]
+    + [(name, pa.bool_()) for name in ("trained", "negative", "signal")]
+)
+
+
+class MappedTrajectories(Sequence[Trajectory]):
+    """The trajectories of a file that `write_trajectories` wrote, each read when it is asked for.
+
+    Can be pickled: a worker process of a DataLoader maps the file itself.
+
+    Args:
+        path: the Arrow file.
+
+    Raises:
+        DataError: there is no such file, it is torn, or another program wrote it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        about = read_about(self.path)
+        if about is None:
+            raise DataError(f"{path} is no Arrow file of trajectories; give one that tt.load(..., memory_map=) wrote")
+        self.about: dict[str, Any] = about
+        """What the writer recorded: `key`, `notes` and `format`."""
+        reader = pa.ipc.open_file(pa.memory_map(str(self.path)))
+        self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @overload
+    def __getitem__(self, number: int) -> Trajectory: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[Trajectory]: ...
+
+    def __getitem__(self, number: int | slice) -> Trajectory | list[Trajectory]:
+        if isinstance(number, slice):
+            return [self[place] for place in range(*number.indices(len(self)))]
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"row {number} of {len(self)}")
+        number %= len(self)
+        batch = int(np.searchsorted(self._starts, number, side="right")) - 1
+        return _trajectory(self._batches[batch], number - int(self._starts[batch]))
+
+    def __reduce__(self) -> tuple[type["MappedTrajectories"], tuple[Path]]:
+        return MappedTrajectories, (self.path,)
+
+    @cached_property
+    def columns(self) -> StoredColumns:
+        """Lengths, weights, groups and so on of all rows, one array each; no row is read for them."""
+        table = pa.Table.from_batches(self._batches, _SCHEMA)
+
+        def numbers(name: str, missing: Any, dtype: type) -> NDArray:
+            return pc.fill_null(table[name], missing).to_numpy().astype(dtype)
+
+        return StoredColumns(
+            tokens=numbers("tokens", 0, np.int64),
+            weight=numbers("weight", 0.0, np.float64),
+            trained=numbers("trained", False, np.bool_),
+            negative=numbers("negative", False, np.bool_),
+            signal=numbers("signal", False, np.bool_),
+            reward=numbers("reward", np.nan, np.float64),
+            chosen=pc.fill_null(pc.cast(table["chosen"], pa.int8()), -1).to_numpy(),
+            given={name: table[name].is_valid().to_numpy() for name in GIVEN},
+            group=_codes(table["group"]),
+            pair=_codes(table["pair"]),
+            episode=_codes(table["episode"]),
+        )
+
+
+def write_trajectories(
+    path: str | os.PathLike[str], rows: Iterable[Trajectory], about: Callable[[], dict[str, Any]]
+) -> None:
+    """Write an Arrow file beside `path` and move it there when it is whole.
+
+    Args:
+        path: where to; its folder is made if need be. A file of trajectories there is replaced.
+        rows: taken one by one.
+        about: plain JSON data to keep with them, asked for after the last row.
+
+    Raises:
+        DataError: the disk does not take the file, or `path` is a file that is not one of trajectories.
+    """
+    path = Path(path)
+    if path.exists() and read_about(path) is None:
+        raise DataError(f"{path} exists and is no Arrow file of trajectories; it is not overwritten: name another file")
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".tmp")
+        with os.fdopen(handle, "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
+            for batch in _batches(rows):
+                writer.write_batch(batch)
+            # An empty batch comes last: notes are complete only now.
+            writer.write_batch(_batch([]), {_ABOUT: json.dumps(about()).encode()})
+        os.replace(temporary, path)
+    except OSError as error:
+        raise DataError(f"{path}: the rows cannot be written there ({error.strerror or error}); make room") from error
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """What `write_trajectories` recorded; None where there is no whole file of its kind."""
+    try:
+        with pa.memory_map(str(path)) as file:
+            reader = pa.ipc.open_file(file)
+            if reader.num_record_batches == 0 or reader.schema != _SCHEMA:
+                return None
+            _, recorded = reader.get_batch_with_custom_metadata(reader.num_record_batches - 1)
+            return json.loads(recorded[_ABOUT]) if recorded is not None and _ABOUT in recorded else None
+    except (OSError, ValueError):  # pyarrow's ArrowInvalid is a ValueError
+        return None
+
+
+def files_key(paths: Sequence[str | os.PathLike[str]], **settings: Any) -> str:
+    """A digest of files as they are now (name, size, time of change) and of how they are read.
+
+    Raises:
+        DataError: a file that cannot be read.
+    """
+    states = []
+    for path in paths:
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+        states.append([str(path), os.path.abspath(path), found.st_size, found.st_mtime_ns])
+    text = json.dumps([_VERSION, states, settings], sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _batches(rows: Iterable[Trajectory]) -> Iterator[Any]:
+    pending: list[Trajectory] = []
+    tokens = 0
+    for row in rows:
+        pending.append(row)
+        tokens += len(row) + 1
+        if tokens >= BATCH_TOKENS:
+            yield _batch(pending)
+            pending, tokens = [], 0
+    if pending:
+        yield _batch(pending)
+
+
+def _batch(rows: list[Trajectory]) -> Any:
+    weights = [weight_facts(row) for row in rows]
+    columns: dict[str, list[Any]] = {"input_ids": [row.ids for row in rows]}
+    columns |= {name: [getattr(row, name) for row in rows] for name in (*PER_TOKEN_FACTS, "reward", "chosen")}
+    columns["experts"] = [None if row.experts is None else row.experts.ravel() for row in rows]
+    columns["experts_shape"] = [None if row.experts is None else row.experts.shape[1:] for row in rows]
+    columns |= {name: [_label_text(getattr(row, name)) for row in rows] for name in LABELS}
+    columns["tokens"] = [len(row) for row in rows]
+    for place, name in enumerate(("weight", "trained", "negative")):
+        columns[name] = [found[place] for found in weights]
+    columns["signal"] = [row.advantages is not None and bool(row.advantages.any()) for row in rows]
+    return pa.record_batch([pa.array(columns[field.name], field.type) for field in _SCHEMA], schema=_SCHEMA)
+
+
+def _trajectory(batch: Any, number: int) -> Trajectory:
+    facts: dict[str, Any] = {}
+    for name in (*PER_TOKEN_FACTS, "experts", "experts_shape", "input_ids"):
+        value = batch.column(name)[number]
+        facts[name] = value.values.to_numpy() if value.is_valid else None
+    ids, shape = facts.pop("input_ids"), facts.pop("experts_shape")
+    if shape is not None:
+        facts["experts"] = facts["experts"].reshape(len(ids), *shape)
+    facts |= {name: batch.column(name)[number].as_py() for name in ("reward", "chosen")}
+    for name in LABELS:
+        text = batch.column(name)[number].as_py()
+        facts[name] = None if text is None else json.loads(text)
+    return Trajectory(ids, **facts)
+
+
+def _label_text(label: Hashable) -> str | None:
+    return None if label is None else json.dumps(label)
+
+
+def _codes(column: Any) -> NDArray[np.int64]:
+    """Equal numbers for labels that are equal in Python (1, 1.0 and True are), in the order of their first rows."""
+    encoded = column.combine_chunks().dictionary_encode()
+    encoded = encoded.combine_chunks() if isinstance(encoded, pa.ChunkedArray) else encoded
+    codes = codes_of(json.loads(text) for text in encoded.dictionary.to_pylist())
+    found = pc.fill_null(encoded.indices, -1).to_numpy().astype(np.int64)
+    return np.append(codes, -1)[found]
