@@ -24,7 +24,7 @@ SIGNATURES = {
     "gae": "(rewards, values, gamma=1.0, lam=0.95, *, actions=None, last_value=0.0)",
     "load": (
         "(path, *, tokenizer=None, format='auto', view='transcript', tools=None, chat_template=None, "
-        "vocab_size=None, max_positions=None, limit=None)"
+        "vocab_size=None, max_positions=None, limit=None, memory_map=None)"
     ),
     "logprobs": (
         "(model, sequences, budget=None, temperature=1.0, *, return_entropy=False, return_aux=False, "
