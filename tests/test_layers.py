@@ -11,6 +11,7 @@ LAYERS = (
     "integrations",
     "report",
     "train",
+    "trainers",
     "verification",
     "losses",
     "engine",

@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[1]
 SIGNATURES = {
     "build_tree": "(sequences, *, merge=True, apart=None)",
     "from_padded": "(input_ids, attention_mask, **facts)",
+    "group_batches": "(trainer, key='input_ids')",
+    "PrefixGroupSampler": "(dataset, batch_size, *, key='input_ids', accumulation=1, processes=1, seed=0)",
     "group_advantages": (
         "(trajectories, *, subtract_mean=True, divide_by_std=True, eps=0.0001, leave_one_out=False, clip=None)"
     ),

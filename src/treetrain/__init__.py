@@ -29,6 +29,8 @@ _PUBLIC = {
     "values": "treetrain.engine.values",
     "from_padded": "treetrain.engine.padded",
     "to_padded": "treetrain.engine.padded",
+    "PrefixGroupSampler": "treetrain.trainers.grouping",
+    "group_batches": "treetrain.trainers.grouping",
     "verify": "treetrain.verification.verify",
 }
 _MODULES = {"losses"}
@@ -40,6 +42,7 @@ __all__ = [
     "Node",
     "NodeTrajectory",
     "Plan",
+    "PrefixGroupSampler",
     "RanksDisagree",
     "StepResult",
     "TokenTree",
@@ -51,6 +54,7 @@ __all__ = [
     "from_padded",
     "gae",
     "group_advantages",
+    "group_batches",
     "load",
     "logprobs",
     "losses",
@@ -81,6 +85,8 @@ if TYPE_CHECKING:
     from treetrain.plan.make import make_plan as make_plan
     from treetrain.plan.plan import Plan as Plan
     from treetrain.plan.price import CostModel as CostModel
+    from treetrain.trainers.grouping import PrefixGroupSampler as PrefixGroupSampler
+    from treetrain.trainers.grouping import group_batches as group_batches
     from treetrain.tree.build import build_tree as build_tree
     from treetrain.tree.nodes import Node as Node
     from treetrain.tree.nodes import NodeTrajectory as NodeTrajectory

@@ -1,0 +1,1 @@
+"""Shared prefixes inside the trainers people use."""

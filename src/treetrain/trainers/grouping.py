@@ -1,0 +1,242 @@
+"""Batches in which rows that share a prefix meet, for the train dataloader of transformers and TRL trainers."""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable, Iterator, Sequence, Sized
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+from treetrain.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+Int64s = NDArray[np.int64]
+TrainerT = TypeVar("TrainerT", bound="Trainer")
+Key = str | Callable[[Any], Hashable | Sequence[int]]
+WORTH_KEEPING = 0.1
+"""Rows stay together where that saves this share of the tokens they have below what all rows share."""
+
+
+class PrefixGroupSampler(Sampler[int]):
+    """Orders a data set so that rows which share a prefix meet in one optimizer step on one process.
+
+    A prefix is computed once for the rows of one optimizer step on one process. A random order spreads the rows of a
+    prompt over many steps, and nothing is shared. This sampler draws whole groups instead: a group stays within one
+    step of one process wherever it fits, and groups are drawn anew in every epoch.
+
+    `batch_size * accumulation` should be a multiple of the group size, and large enough for one group. How the product
+    is divided between the two does not matter under `share_prefixes` where it scores the micro-batches of a step
+    together; elsewhere a group should fit one micro-batch. Memory is bounded by the engine's budget, not by these.
+
+    The order depends on the seed and the epoch alone, so that training resumes in the same place. Every process draws
+    the same order, and accelerate gives batch i to process i modulo `processes`; the sampler lays the rows out for it.
+
+    Args:
+        dataset: rows; a `datasets.Dataset`, or any sequence of mappings.
+        batch_size: rows of a micro-batch on one process, `per_device_train_batch_size`.
+        key: a column, or a function of a row. Token ids (a list of integers) group rows by their longest common
+            prefixes; anything else groups rows of equal value, such as the name of a task.
+        accumulation: micro-batches of an optimizer step, `gradient_accumulation_steps`.
+        processes: how many processes share a step.
+        seed: of the order.
+
+    Raises:
+        DataError: the data set has no such column, or no rows.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        *,
+        key: Key = "input_ids",
+        accumulation: int = 1,
+        processes: int = 1,
+        seed: int = 0,
+    ) -> None:
+        if min(batch_size, accumulation, processes) < 1:
+            raise DataError(
+                f"batch_size is {batch_size}, accumulation {accumulation}, processes {processes}; the least is 1"
+            )
+        self.batch_size, self.accumulation, self.processes = batch_size, accumulation, processes
+        self.seed, self.epoch = seed, 0
+        self.groups = group_rows(_values(dataset, key), batch_size * accumulation)
+        self._count = len(dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of this epoch, counted from 0, from now on."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        draws = np.random.default_rng([self.seed, self.epoch])
+        blocks = self._blocks(draws)
+        for first in range(0, len(blocks), self.processes):
+            yield from self._across_processes(np.concatenate(blocks[first : first + self.processes]))
+
+    def _blocks(self, draws: np.random.Generator) -> list[Int64s]:
+        """Rows of an optimizer step on one process, one array for each; all but the last are full."""
+        size = self.batch_size * self.accumulation
+        open_blocks: list[tuple[int, list[Int64s]]] = []  # (free places, groups so far), ascending by the places
+        full: list[list[Int64s]] = []
+        for number in draws.permutation(len(self.groups)).tolist():
+            rows = self.groups[number]
+            if len(rows) > size:
+                rows = np.roll(rows, draws.integers(len(rows)))  # cut elsewhere in every epoch
+            for piece in np.split(rows, range(size, len(rows), size)):
+                # The block that the piece fills best, so that few groups are cut in the end.
+                place = bisect_left(open_blocks, len(piece), key=lambda block: block[0])
+                free, block = open_blocks.pop(place) if place < len(open_blocks) else (size, [])
+                block.append(piece)
+                if free == len(piece):
+                    full.append(block)
+                else:
+                    insort(open_blocks, (free - len(piece), block), key=lambda block: block[0])
+        blocks = [np.concatenate(block) for block in full]
+        if open_blocks:
+            rest = np.concatenate([piece for _, block in open_blocks for piece in block])
+            blocks += np.split(rest, range(size, len(rest), size))
+        last = blocks.pop() if len(blocks[-1]) < size else None
+        shuffled = [blocks[number] for number in draws.permutation(len(blocks)).tolist()]
+        return shuffled if last is None else [*shuffled, last]
+
+    def _across_processes(self, rows: Int64s) -> list[int]:
+        """The rows of a step, process after process, in the order in which micro-batches are dealt to processes."""
+        batches = -(-len(rows) // self.batch_size)
+        # Micro-batch i goes to process i % processes, so a process has every processes-th of them.
+        owner_first = sorted(range(batches), key=lambda batch: (batch % self.processes, batch))
+        sizes = np.full(batches, self.batch_size)
+        sizes[-1] = len(rows) - self.batch_size * (batches - 1)
+        pieces = np.split(rows, np.cumsum(sizes[owner_first])[:-1])
+        dealt = dict(zip(owner_first, pieces, strict=True))
+        return np.concatenate([dealt[batch] for batch in range(batches)]).tolist()
+
+
+def group_rows(values: Sequence[Any], most: int) -> list[Int64s]:
+    """Row numbers of every group.
+
+    Args:
+        values: one for each row: token ids, or anything hashable.
+        most: rows of an optimizer step; a tree of more rows is cut at its forks.
+    """
+    if len(values) == 0:
+        raise DataError("the data set has no rows")
+    if not _is_token_ids(values[0]):
+        labels: dict[Hashable, list[int]] = {}
+        for number, value in enumerate(values):
+            labels.setdefault(value, []).append(number)
+        return [np.array(rows, np.int64) for rows in labels.values()]
+    # Big-endian, so that bytes sort as the ids do.
+    entries = [np.asarray(value, dtype=">u4").tobytes() for value in values]
+    order = np.array(sorted(range(len(entries)), key=entries.__getitem__), np.int64)
+    length = np.array([len(entries[number]) // 4 for number in order], np.int64)
+    shared = np.zeros(len(order), np.int64)
+    for place in range(1, len(order)):
+        shared[place] = _shared_tokens(entries[order[place - 1]], entries[order[place]])
+    return [order[low:high] for low, high in _cut(shared, length, most)]
+
+
+def _cut(shared: Int64s, length: Int64s, most: int) -> Iterator[tuple[int, int]]:
+    """Ranges of sorted rows that stay together: subtrees of at most `most` rows that save enough.
+
+    Args:
+        shared: int64 [K]: leading tokens that each row shares with the one before it; 0 for the first.
+        length: int64 [K]: tokens of each row.
+        most: rows of a group.
+    """
+    pending = [(0, len(length), -1)]
+    while pending:
+        low, high, above = pending.pop()
+        rows, inner = high - low, shared[low + 1 : high]
+        if rows == 1:
+            yield low, high
+            continue
+        fork = int(inner.min())
+        above = fork if above < 0 else above  # what all rows share, every batch shares
+        tokens = int(length[low:high].sum()) - above * rows
+        if rows <= most and int(inner.sum()) - above * (rows - 1) >= WORTH_KEEPING * tokens:
+            yield low, high
+            continue
+        borders = [low, *(low + 1 + np.flatnonzero(inner == fork)).tolist(), high]
+        if (fork - above) * (rows - 1) >= WORTH_KEEPING * tokens:
+            borders, large = _joined(borders, most)
+            yield from (pair for pair in pairwise(borders) if pair not in large)
+            pending += [(*pair, fork) for pair in large]
+        else:
+            pending += [(*pair, fork) for pair in pairwise(borders)]
+
+
+def _joined(borders: list[int], most: int) -> tuple[list[int], set[tuple[int, int]]]:
+    """Neighbouring ranges joined up to `most` rows; and those ranges that alone have more."""
+    kept, large = [borders[0]], set()
+    for begin, end in pairwise(borders):
+        if end - begin > most:
+            large.add((begin, end))
+        if end - kept[-1] > most and begin > kept[-1]:
+            kept.append(begin)
+    return [*kept, borders[-1]], large
+
+
+def _shared_tokens(one: bytes, other: bytes) -> int:
+    """Leading tokens that two rows have in common."""
+    size = min(len(one), len(other)) // 4
+    differ = np.frombuffer(one, np.uint32, size) != np.frombuffer(other, np.uint32, size)
+    return int(differ.argmax()) if differ.any() else size
+
+
+def _values(dataset: Any, key: Key) -> Sequence[Any]:
+    """One value for each row."""
+    if callable(key):
+        return [key(dataset[number]) for number in range(len(dataset))]
+    columns = getattr(dataset, "column_names", None)
+    if columns is None:
+        columns = list(dataset[0]) if len(dataset) else [key]
+    if key not in columns:
+        raise DataError(
+            f"the data set has no column {key!r}, only {', '.join(map(repr, columns))}; "
+            "name the one that says what belongs together with key="
+        )
+    if hasattr(dataset, "column_names"):
+        return dataset[key][:]
+    return [dataset[number][key] for number in range(len(dataset))]
+
+
+def _is_token_ids(value: Any) -> bool:
+    return np.ndim(value) == 1 and np.issubdtype(np.asarray(value).dtype, np.integer)
+
+
+def group_batches(trainer: "TrainerT", key: Key = "input_ids") -> "TrainerT":
+    """Give a trainer batches in which rows that share a prefix meet; returns the trainer.
+
+    The rows of an optimizer step change, so that losses are not those of the trainer's own random order. Trainers that
+    generate (GRPO, RLOO) draw whole groups themselves and need no sampler.
+
+    Args:
+        trainer: a constructed `transformers.Trainer`, or one of TRL's on top of it.
+        key: a column of its training data, or a function of a row; see `PrefixGroupSampler`.
+
+    Raises:
+        DataError: the training data has no length, no such column, or no rows.
+    """
+    dataset, args = trainer.train_dataset, trainer.args
+    if not isinstance(dataset, Sized):
+        raise DataError("the training data is a stream without a length, so that its rows cannot be grouped; load it")
+    processes = args.world_size
+    batch_size = args.train_batch_size // (processes if trainer.accelerator.split_batches else 1)
+    sampler = PrefixGroupSampler(
+        dataset,
+        batch_size,
+        key=key,
+        accumulation=args.gradient_accumulation_steps,
+        processes=processes,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+    )
+    # No public method of Trainer takes a sampler; the data sets that it passes here lack the columns that no model has.
+    trainer._get_train_sampler = lambda train_dataset=None: sampler
+    return trainer
