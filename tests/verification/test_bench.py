@@ -97,6 +97,12 @@ def test_only_the_baselines_asked_for_run(model, rows, monkeypatch):
     assert set(ran) == {("PaddedEngine", 4096)}
 
 
+def test_lists_of_ids_and_trees_are_timed_as_trajectories_are(model, rows):
+    for given in ([row.ids.tolist() for row in rows], tt.build_tree([row.ids for row in rows])):
+        report = bench(model, given, repeats=1, memory=False, baselines=[fastest_baseline(model, given)])
+        assert (report.trajectories, report.flat_tokens) == (7, sum(len(row) for row in rows))
+
+
 @pytest.mark.parametrize("wanted", [["packed 4096", "packed 5000"], []], ids=str)
 def test_a_baseline_that_there_is_not_is_an_error(model, rows, wanted):
     with pytest.raises(ValueError, match="give one or more of packed 4096, padded 4096, packed 8192"):

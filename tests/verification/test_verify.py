@@ -113,3 +113,23 @@ def test_a_loss_over_the_batch_is_verified_at_once(model, rows):
 
     report = tt.verify(model, [row.replace(loss_weights=None) for row in rows], loss=Margin())
     assert report.passed and report.gradient_error > 0
+
+
+def test_it_takes_rows_as_the_engine_does(model, rows):
+    plain = [row.replace(loss_weights=None, advantages=None, old_logprobs=None) for row in rows]
+    ids = [row.ids for row in plain]
+    expected = tt.verify(model, plain)
+    for given in (ids, [row.tolist() for row in ids], torch.from_numpy(np.stack(ids)), tt.build_tree(plain)):
+        report = tt.verify(model, given)
+        assert report.passed and report.loss_tree == expected.loss_tree
+        assert (report.trajectories, report.flat_tokens) == (4, 44)
+
+
+def test_a_tree_of_nodes_is_verified_as_it_is(model, monkeypatch):
+    prompt = tt.Node(None, [1, 2, 3], loss_weights=0.0)
+    nodes = [prompt, tt.Node(0, [4, 5], advantages=0.5), tt.Node(0, [6, 7, 8], advantages=-1.0)]
+    tree = tt.TokenTree.from_nodes(nodes, [1, 2])
+    assert tt.verify(model, tree, loss=tt.losses.reinforce()).passed
+    monkeypatch.setattr(type(tree), "merged", lambda self, reduction: pytest.fail("merged"))
+    with pytest.raises(pytest.fail.Exception, match="merged"):
+        tt.verify(model, tree, loss=tt.losses.reinforce())

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.batch import Batch, as_tree, check_batch
-from treetrain.engine.checks import check_trainable
+from treetrain.engine.checks import check_loss, check_trainable
 from treetrain.engine.lockstep import Reduces
 from treetrain.engine.merged import MergedBatch
 from treetrain.engine.ranks import Ranks, is_shard
@@ -43,6 +43,7 @@ def begin(
     ranks: Ranks = engine.ranks
 
     def checked() -> tuple[tuple[TokenTree, Any], Share]:
+        check_loss(loss, normaliser)
         values, entropy = bool(getattr(loss, "needs_values", False)), bool(getattr(loss, "needs_entropy", False))
         engine.prepare(logprobs=entropy or getattr(loss, "needs_logprobs", True), values=values)
         check_trainable(engine.parameters)

@@ -165,6 +165,7 @@ class TreeEngine:
             DataError: an id outside the vocabulary, a row longer than the model's positions, nothing to train,
                 a fact that the loss needs and a row lacks.
             ValueError: no parameter to train, gradients switched off, a normaliser that is not above 0.
+            TypeError: the loss is no loss, or does not return a scalar and metrics.
             UnsupportedModel: see the class.
             RuntimeError: memory ran out in a backward while gradients of earlier calls lay in ``.grad``.
         """

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from treetrain.device_arrays import on_device
 from treetrain.engine.batch import Reads, Selection
+from treetrain.engine.checks import checked_sum
 
 MetricSums = dict[str, tuple[Any, Any]]
 """Name -> (weighted sum, weight), so that parts, micro-batches and ranks add up."""
@@ -40,7 +41,7 @@ def evaluate(
     if hasattr(loss, "packed"):
         facts = rows.facts(loss, logprobs.device, logprobs.dtype)
         given = {} if values is None else {"values": values}
-        return loss.packed(logprobs, entropies, facts, **given)
+        return checked_sum(loss, loss.packed(logprobs, entropies, facts, **given))
     assert isinstance(rows, Selection)
     return _evaluate_rows(loss, logprobs, entropies, rows, values)
 
@@ -106,14 +107,13 @@ def _evaluate_rows(loss: Any, logprobs: Tensor, entropies: Tensor | None, rows: 
         value_rows = [row.clone() for row in rows.per_trajectory(values)]
     if getattr(loss, "scope", "trajectory") == "batch":
         given = {} if values is None else {"values": value_rows}
-        total, metrics = loss(
-            logprob_rows, None if entropies is None else entropy_rows, list(rows.trajectories), **given
-        )
+        returned = loss(logprob_rows, None if entropies is None else entropy_rows, list(rows.trajectories), **given)
+        total, metrics = checked_sum(loss, returned)
         return torch.as_tensor(total), _as_sums(metrics)
     total, sums = logprobs.new_zeros(()), {}
     options = [{}] * len(logprob_rows) if values is None else [{"values": row} for row in value_rows]
     for row, entropy_row, trajectory, given in zip(logprob_rows, entropy_rows, rows.trajectories, options):
-        row_sum, metrics = loss(row, entropy_row, trajectory, **given)
+        row_sum, metrics = checked_sum(loss, loss(row, entropy_row, trajectory, **given))
         total = total + row_sum
         sums = add_sums(sums, _as_sums(metrics))
     return total, sums

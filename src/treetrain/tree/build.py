@@ -24,7 +24,7 @@ def build_tree(sequences: Sequence[Row], *, merge: bool = True, apart: Int64s | 
     """Merge rows that begin alike into one forest: each shared prefix is stored once.
 
     Args:
-        sequences: K rows, each a Trajectory or a list or 1-D integer array of token ids; duplicates, rows
+        sequences: K rows, each a Trajectory or a list, 1-D integer array or tensor of token ids; duplicates, rows
             that are prefixes of other rows, empty rows and rows of one token are all welcome.
             Trajectories whose `key` differs never share a token, nor do tokens whose recorded `experts` differ.
         merge: False keeps every row as a tree of its own (what the linear baseline runs).
@@ -192,7 +192,7 @@ def _list_bytes(number: int, row: Sequence[int]) -> bytes:
 
 
 def _integer_array(number: int, row: Any) -> NDArray[Any]:
-    ids = np.asarray(row)
+    ids = np.asarray(row.cpu() if hasattr(row, "cpu") else row)  # a tensor may lie on another device
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise DataError(
             f"row {number}: token ids must be a 1-D array of integers, found shape {ids.shape} of "

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from treetrain.data.trajectory import Trajectory
 from treetrain.engine.allocator import keep_memory
+from treetrain.engine.batch import as_tree
+from treetrain.engine.checks import check_loss
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.packed import model_device
@@ -25,8 +26,9 @@ from treetrain.models.capability import causal_lm
 from treetrain.plan.budget import Bytes
 from treetrain.plan.cost import ModelShape
 from treetrain.plan.ideal import budget_share, ideal_speedup
-from treetrain.tree.build import build_tree
+from treetrain.tree.build import Row, build_tree
 from treetrain.tree.stats import distinct_rows
+from treetrain.tree.token_tree import TokenTree
 from treetrain.verification.padded_baseline import PaddedEngine
 from treetrain.verification.peak_memory import peak_step_bytes
 
@@ -81,7 +83,7 @@ class BenchReport:
 
 def bench(
     model: nn.Module,
-    trajectories: Sequence[Trajectory],
+    trajectories: Sequence[Row] | TokenTree,
     *,
     loss: Any = None,
     temperature: float = 1.0,
@@ -96,7 +98,7 @@ def bench(
 
     Args:
         model: a causal LM; its gradients are overwritten with zeros.
-        trajectories: one step's rows.
+        trajectories: one step's rows, as `TreeEngine.forward_backward` takes them.
         loss: any loss of the protocol; None is `losses.sft()`.
         budget: of the tree's side; see `TreeEngine`.
         repeats: measured rounds; every engine runs once in each.
@@ -112,10 +114,11 @@ def bench(
     if repeats < 1 or warmup < 1:
         raise ValueError(f"repeats={repeats}, warmup={warmup}: both must be at least 1")
     loss = sft() if loss is None else loss
+    check_loss(loss)
     if model_device(model).type == "cpu":
         keep_memory()
     say = progress or (lambda _line: None)
-    rows = list(trajectories)
+    rows = list(as_tree(trajectories, merge=True).trajectories)
     distinct = [rows[k] for k in np.flatnonzero(distinct_rows(build_tree(rows)))]
     engines = {"tree": TreeEngine(model, budget=budget, temperature=temperature)}
     engines |= _baselines(model, temperature, baselines)
@@ -140,7 +143,7 @@ def bench(
 
 def fastest_baseline(
     model: nn.Module,
-    trajectories: Sequence[Trajectory],
+    trajectories: Sequence[Row] | TokenTree,
     *,
     loss: Any = None,
     temperature: float = 1.0,
@@ -151,9 +154,10 @@ def fastest_baseline(
     Each runs once, the first one once more before, which is not counted. Arguments are those of `bench`.
     """
     loss, say = sft() if loss is None else loss, progress or (lambda _line: None)
+    rows = list(as_tree(trajectories, merge=True).trajectories)
     if model_device(model).type == "cpu":
         keep_memory()
-    runs = {name: (engine, list(trajectories)) for name, engine in _baselines(model, temperature, None).items()}
+    runs = {name: (engine, rows) for name, engine in _baselines(model, temperature, None).items()}
     _take_turns(dict([next(iter(runs.items()))]), loss, 1, say, "warm-up")
     seconds = _take_turns(runs, loss, 1, say, "trial")
     return min(seconds, key=lambda name: seconds[name][0])

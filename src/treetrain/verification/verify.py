@@ -12,11 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treetrain.data.trajectory import Trajectory
+from treetrain.engine.batch import as_tree
+from treetrain.engine.checks import check_loss, step_loss
 from treetrain.engine.engine import TreeEngine
+from treetrain.engine.step import StepResult
 from treetrain.losses.sft import sft
 from treetrain.models.capability import check_model
 from treetrain.plan.budget import Bytes
+from treetrain.tree.build import Row, build_tree
+from treetrain.tree.token_tree import TokenTree
 from treetrain.verification.plain_model import PlainExperts, linear_gradients
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
@@ -70,7 +74,7 @@ class VerifyReport:
 
 def verify(
     model: nn.Module,
-    trajectories: Sequence[Trajectory],
+    trajectories: Sequence[Row] | TokenTree,
     *,
     loss: Any = None,
     temperature: float = 1.0,
@@ -82,37 +86,59 @@ def verify(
 
     Args:
         model: a causal LM, or a critic; its gradients and mode are left as they were.
-        trajectories: a sample; the linear side holds one row's logits at a time.
+        trajectories: a sample, K rows as `TreeEngine.forward_backward` takes them: trajectories, lists or arrays of
+            token ids, or a tree. The plain side holds one row's logits, [L, V], at a time.
         loss: any loss of the protocol; None is `losses.sft()`.
+        temperature: divides the logits before the softmax, on both sides.
         tolerance: largest global gradient error; None takes that of the model's dtype. In bf16 and fp16 both runs
             are measured against a float32 copy of the model, and the tree may err 1.5 times as much as linear.
         budget, value_head: of the tree's side, see `TreeEngine`; the head's gradients are compared, too.
 
     Raises:
-        UnsupportedModel, DataError: as `TreeEngine.forward_backward`.
+        UnsupportedModel, DataError, ValueError, TypeError: as `TreeEngine.forward_backward`.
     """
-    loss = _of_step(sft() if loss is None else loss, trajectories)
+    loss = sft() if loss is None else loss
+    check_loss(loss)
+    tree = as_tree(trajectories, merge=True)
+    rows = list(tree.trajectories)
+    loss = step_loss(loss, rows, None)
     dtype: torch.dtype = model.dtype  # type: ignore[assignment]
     if dtype not in TOLERANCE and check_model(model, critics=True).experts is not None:
         # A choice of experts that rounding turns over is no error of the tree's: all sides take the float32 model's.
-        trajectories = PlainExperts(copy.deepcopy(model).float()).recorded(trajectories)
-    normaliser = float(loss.normaliser(trajectories))
+        rows = PlainExperts(copy.deepcopy(model).float()).recorded(rows)
+        tree = build_tree(rows)
+    normaliser = float(loss.normaliser(rows))
     with _own_gradients(model, value_head):
         engine = TreeEngine(model, budget=budget, temperature=temperature, value_head=value_head)
-        result, tree = engine.forward_backward(trajectories, loss, normaliser), _gradients(model, value_head)
+        result = engine.forward_backward(tree, loss, normaliser)
+        gradients = _gradients(model, value_head)
     with _own_gradients(model, value_head):
-        loss_linear = linear_gradients(model, trajectories, loss, normaliser, temperature, value_head)
+        loss_linear = linear_gradients(model, rows, loss, normaliser, temperature, value_head)
         linear = _gradients(model, value_head)
     reference, linear_error = linear, None
     if dtype not in TOLERANCE:
-        reference = _float32_gradients(model, trajectories, loss, normaliser, temperature, value_head)
+        reference = _float32_gradients(model, rows, loss, normaliser, temperature, value_head)
         linear_error = gradient_error(linear, reference)
     limit = _limit(dtype, linear_error) if tolerance is None else tolerance
-    error = gradient_error(tree, reference)
+    return _report(len(rows), engine, result, loss_linear, gradients, reference, linear_error, limit)
+
+
+def _report(
+    rows: int,
+    engine: TreeEngine,
+    result: StepResult,
+    loss_linear: float,
+    gradients: dict[str, Tensor],
+    reference: dict[str, Tensor],
+    linear_error: float | None,
+    limit: float,
+) -> VerifyReport:
+    """Both sides compared; `reference` holds the float32 gradients where the model's dtype is a lower one."""
+    dtype: torch.dtype = engine.model.dtype  # type: ignore[assignment]
+    error = gradient_error(gradients, reference)
     same_loss = _close(result.loss, loss_linear, dtype)
-    passed = error <= limit and same_loss
     return VerifyReport(
-        passed=passed,
+        passed=error <= limit and same_loss,
         verdict=_verdict(error, limit, linear_error) if same_loss else _loss_verdict(result.loss, loss_linear),
         loss_tree=result.loss,
         loss_linear=loss_linear,
@@ -121,17 +147,13 @@ def verify(
         tolerance=limit,
         dtype=str(dtype).removeprefix("torch."),
         attention=str(engine.attention),
-        trajectories=len(trajectories),
+        trajectories=rows,
         flat_tokens=result.flat_tokens,
         unique_tokens=result.unique_tokens,
         parts=result.parts,
         recomputed_tokens=result.recomputed_tokens,
-        parameters=_by_parameter(tree, reference),
+        parameters=_by_parameter(gradients, reference),
     )
-
-
-def _of_step(loss: Any, trajectories: Sequence[Trajectory]) -> Any:
-    return loss.for_step(trajectories) if hasattr(loss, "for_step") else loss
 
 
 def _limit(dtype: torch.dtype, linear_error: float | None) -> float:
