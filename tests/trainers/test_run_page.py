@@ -1,0 +1,176 @@
+"""The page of a run, and of a run beside its linear twin: right numbers, nothing loaded, readable everywhere."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from treetrain.errors import DataError
+from treetrain.trainers.run_page import COLOURS, RunPageCallback, compare_runs, read_run, write_page
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def write_state(folder: Path, *, linear: bool = False, steps: int = 8, **changes) -> Path:
+    """The state of a Trainer that has logged plausible numbers."""
+    logs: list[dict] = [{"step": 0, "epoch": 0, "eval_loss": 3.0, "eval_runtime": 1.0}]
+    for step in range(1, steps + 1):
+        flat = 1000 + 100 * (step % 3)
+        entry = {"step": step, "epoch": step / steps, "loss": 2 + math.exp(-step), "grad_norm": 1.0 + step % 2}
+        entry |= {"tree/flat_tokens": flat, "tree/computed_tokens": flat if linear else flat // 4}
+        entry |= {"tree/unique_tokens": flat // 4, "tree/seconds": 2.0 if linear else 0.5}
+        entry |= {"tree/tree_flops": 2e9, "tree/linear_flops": 1e10, "tree/peak_memory_bytes": 9e8 + 8e8 * linear}
+        logs.append(entry | changes)
+    logs.append({"step": steps, "epoch": 1, "train_runtime": 80.0 if linear else 20.0, "train_loss": 2.2})
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {"global_step": steps, "max_steps": 8, "log_history": logs}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    return folder
+
+
+class Page(HTMLParser):
+    """What is in a page; elements that close in another order than they opened fail."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(text)
+        assert not self.open, f"never closed: {self.open}"
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        links = [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "xlink:href")]
+        self.loaded += [link for link in links if link != "data:," and not link.startswith("#")]
+        if tag not in ("meta", "link"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-1:]} in line {self.getpos()[0]}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+
+def test_any_trainer_leaves_its_page_when_training_ends(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    rows = [{"input_ids": torch.arange(6), "labels": torch.arange(6)}] * 4
+    asked = {"max_steps": 3, "logging_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    arguments = TrainingArguments(str(tmp_path / "run"), per_device_train_batch_size=2, save_strategy="no", **asked)
+    Trainer(model, arguments, train_dataset=rows, callbacks=[RunPageCallback()]).train()
+    page = Page((tmp_path / "run" / "report.html").read_text())
+    loss = list(read_run(tmp_path / "run")["loss"].values())
+    assert len(loss) == 3 and f"loss {loss[-1]:.4g} from {loss[0]:.4g} at the first step" in page.text
+    assert "Finished 3 steps" in page.text and page.loaded == []
+    assert "grad_norm" in page.text and "overlap" not in page.text
+
+
+def test_a_comparison_says_how_far_the_losses_are_apart_and_what_of_the_ideal_was_reached(tmp_path):
+    tree, linear = write_state(tmp_path / "a", loss=2.0), write_state(tmp_path / "b", linear=True, loss=2.0)
+    found = compare_runs(read_run(tree), read_run(linear))
+    assert found == {
+        "common_steps": 8,
+        "same_work": True,
+        "largest_difference": 0.0,
+        "speedup": 4.0,
+        "ideal": 5.0,
+        "efficiency": 0.8,
+    }
+    assert write_page(tree, linear, tmp_path / "page.html") == tmp_path / "page.html"
+    page = Page((tmp_path / "page.html").read_text())
+    for words in (
+        "measured speed-up 4.00×",
+        "FLOP-ideal 5.00×",
+        "efficiency 0.800",
+        "0.0e+00 over 8 steps of the same",
+    ):
+        assert words in page.text
+    for words in ("tree 500 ms", "linear 2 s", "tree 900 MB", "linear 1.7 GB", "linear 8,900"):
+        assert words in page.text, words
+    assert page.loaded == []
+
+
+def test_runs_of_other_rows_have_no_speed_up(tmp_path):
+    tree, linear = write_state(tmp_path / "a"), write_state(tmp_path / "b", linear=True, **{"tree/flat_tokens": 999})
+    found = compare_runs(read_run(tree), read_run(linear))
+    assert (found["same_work"], found["speedup"], found["efficiency"]) == (False, None, None)
+    write_page(tree, linear)
+    assert "of the whole training, tree against linear" in Page((tree / "report.html").read_text()).text
+
+
+def test_losses_that_are_no_numbers_and_names_that_are_html_do_no_harm(tmp_path):
+    run = write_state(tmp_path / "run<", loss=math.nan, **{"<script>": 1.0, "reward": math.inf})
+    page = (write_page(run)).read_text()
+    assert "<script>" not in page and "&lt;script&gt;" in page and "run&lt;" in page
+    assert "forward and backward" not in Page(page).text
+
+
+def test_a_run_that_was_stopped_is_read_from_its_newest_checkpoint(tmp_path):
+    for steps in (2, 10, 4):
+        write_state(tmp_path / f"checkpoint-{steps}", steps=steps)
+    assert read_run(tmp_path).step == 10
+    shutil.rmtree(tmp_path / "checkpoint-10")
+    assert "Stopped 4 of 8 steps" in Page(write_page(tmp_path).read_text()).text
+    with pytest.raises(DataError, match=r"has no trainer_state\.json; give the output folder"):
+        write_page(tmp_path / "nothing")
+
+
+def test_figures_take_their_colours_and_letters_from_the_page(tmp_path):
+    text = write_page(write_state(tmp_path / "run", steps=100)).read_text()
+    figures = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(figures) >= 5
+    for figure in figures:
+        assert "<text" in figure and "var(--soft)" in figure and "font:" not in figure
+        assert not any(colour in figure for colour in COLOURS.values())
+
+
+LOOK = """<script>
+var shown = [...document.querySelectorAll("svg")].filter(function (s) { return s.getBoundingClientRect().width > 0; });
+parent.postMessage(JSON.stringify({
+  width: document.documentElement.scrollWidth,
+  back: getComputedStyle(document.body).backgroundColor,
+  stroke: getComputedStyle(shown[0].querySelector('path[style*="--c0"]')).stroke,
+  letters: Math.min(...shown.map(function (s) { return s.querySelector("text").getBoundingClientRect().height; }))
+}), "*");
+</script></body>"""
+FRAME = """<!DOCTYPE html><iframe src="page.html" width="WIDTH" height="900"></iframe><script>
+addEventListener("message", function (said) { document.body.setAttribute("data-found", said.data); });
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on this machine")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1240])
+def test_a_browser_shows_it_on_a_phone_and_on_a_desk_in_light_and_dark(tmp_path, width, scheme):
+    tree, linear = write_state(tmp_path / "a"), write_state(tmp_path / "b", linear=True)
+    page = write_page(tree, linear, tmp_path / "page.html")
+    page.write_text(page.read_text().replace("</body>", LOOK))
+    (tmp_path / "frame.html").write_text(FRAME.replace("WIDTH", str(width)))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=3000"]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,1000"]
+    flags += ["--blink-settings=preferredColorScheme=0"] * (scheme == "dark")
+    command = [str(BROWSER), *flags, "--dump-dom", (tmp_path / "frame.html").as_uri()]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    found = json.loads(re.search(r'data-found="([^"]*)"', done.stdout)[1].replace("&quot;", '"'))
+    assert found["width"] <= width, "nothing is wider than the window"
+    assert found["letters"] >= 9, "pixels; the letters of figures can be read"
+    light = scheme == "light"
+    assert found["back"] == ("rgb(246, 247, 249)" if light else "rgb(18, 22, 27)")
+    assert found["stroke"] == ("rgb(11, 111, 184)" if light else "rgb(92, 179, 242)")
