@@ -98,7 +98,7 @@ def test_a_comparison_says_how_far_the_losses_are_apart_and_what_of_the_ideal_wa
         "measured speed-up 4.00×",
         "FLOP-ideal 5.00×",
         "efficiency 0.800",
-        "0.0e+00 over 8 steps of the same",
+        "losses 0 over 8 steps of the same",
     ):
         assert words in page.text
     for words in ("tree 500 ms", "linear 2 s", "tree 900 MB", "linear 1.7 GB", "linear 8,900"):

@@ -224,7 +224,7 @@ def _tiles(run: Run, linear: Run | None) -> Iterator[tuple[str, str, str]]:
             yield "efficiency", f"{found['efficiency']:.3f}", "measured speed-up over the FLOP-ideal one"
         if found["largest_difference"] is not None:
             same = " of the same rows" if found["same_work"] else ""
-            value = f"{found['largest_difference']:.1e}"
+            value = f"{found['largest_difference']:.2g}"
             yield "largest distance of the losses", value, f"over {found['common_steps']} steps{same}"
     for name, label in (("loss", "loss"), ("eval_loss", "held-out loss"), ("reward", "reward")):
         if len(values := run.values(name)):
@@ -286,7 +286,7 @@ def _sections(run: Run, linear: Run | None) -> Iterator[tuple[str, list[Chart]]]
         apart = {
             step: max(value, SMALLEST_DIFFERENCE) for step, value in _differences(run["loss"], linear["loss"]).items()
         }
-        said = f"at most {found['largest_difference'] or 0:.1e}"
+        said = f"at most {found['largest_difference'] or 0:.2g}"
         distance = Chart("Distance of the losses", [Line("|tree − linear|", apart, "c3", said=said)], log=True)
         times = Line("measured", _ratio(linear["seconds"], run["seconds"]), said=f"median {found['speedup'] or 0:.2f}×")
         ideal = Line("FLOP-ideal", _ratio(linear.flops, run.flops), "c2", "dashed", f"{found['ideal'] or 0:.2f}×")
