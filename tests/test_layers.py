@@ -26,8 +26,6 @@ LAYERS = (
 )
 """From the top down; a layer may import itself and what stands after it."""
 WITHOUT_TORCH = ("plan", "tree", "data", "errors")
-MOST_FILE_LINES, MOST_FUNCTION_LINES = 400, 60
-
 FILES = sorted(path for path in SOURCE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
@@ -136,13 +134,3 @@ def test_no_module_imports_its_own_package():
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         if path.name != "__init__.py" and package != "treetrain":
             assert package not in imports(path, typing_too=False), f"{path} imports its own __init__"
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_a_file_and_its_functions_can_be_read_at_once(path):
-    lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= MOST_FILE_LINES, f"{path} has {lines} lines; split it"
-    for node in ast.walk(TREES[path]):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= MOST_FUNCTION_LINES, f"{path.name}: {node.name} has {length} lines"

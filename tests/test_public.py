@@ -30,7 +30,7 @@ SIGNATURES = {
     ),
     "logprobs": (
         "(model, sequences, budget=None, temperature=1.0, *, return_entropy=False, return_aux=False, "
-        "return_values=False, value_head=None)"
+        "return_values=False, value_head=None, mask=None)"
     ),
     "make_plan": "(tree, cost, *, budget=None, ranks=1, free_bytes=None, aligned=False)",
     "rewards": "(model, sequences, budget=None, *, head=None)",
@@ -51,15 +51,17 @@ SIGNATURES = {
     ),
     "ModelShape": ("(*, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied, blocks=(), positions=0)"),
     "CostModel": "(*, shape, constants)",
-    "Plan": "(*, layout, part_of, parent, attach, kept, exported, publish, made_for=None)",
+    "Plan": "(*, layout, part_of, parent, attach, kept, exported, publish, scores_first='no', made_for=None)",
     "TreeEngine": "(model, *, budget=None, temperature=1.0, value_head=None, group=None, reduce='auto')",
     "StepResult": "(*, loss, metrics, metric_sums, flat_tokens, unique_tokens, computed_tokens, recomputed_tokens, "
     "parts)",
 }
 METHODS = {
-    "TreeEngine.forward_backward": "(self, trajectories, loss, normaliser=None, balance=None, *, sync=True)",
+    "TreeEngine.forward_backward": "(self, trajectories, loss, normaliser=None, balance=None, *, sync=True, mask=None)",
+    "TreeEngine.score": ("(self, rows, *, entropies=False, values=False, rewards=False, statistics=False, mask=None)"),
+    "Scored.backward": "(self, *, sync=True)",
     "TreeEngine.router_balance": "(self, trajectories)",
-    "TreeEngine.logprobs": "(self, trajectories, *, return_entropy=False)",
+    "TreeEngine.logprobs": "(self, trajectories, *, return_entropy=False, mask=None)",
     "TreeEngine.plan": "(self, trajectories)",
     "Plan.events": "(self)",
     "Plan.explain": "(self)",
@@ -109,7 +111,7 @@ METHODS = {
     "losses.actor_critic": "(policy, *, value_coefficient=0.5, value_clip=0.2)",
     "losses.value_loss": "(predicted, facts, *, clip=0.2, reduction='token')",
 }
-OTHERS = {"DataError", "RanksDisagree", "UnsupportedModel", "TokenTree", "losses", "__version__"}
+OTHERS = {"Scored", "DataError", "RanksDisagree", "UnsupportedModel", "TokenTree", "losses", "__version__"}
 
 
 def plain_signature(function) -> str:

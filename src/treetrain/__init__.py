@@ -24,6 +24,7 @@ _PUBLIC = {
     "make_plan": "treetrain.plan.make",
     "StepResult": "treetrain.engine.step",
     "TreeEngine": "treetrain.engine.engine",
+    "Scored": "treetrain.engine.score",
     "logprobs": "treetrain.engine.primitive",
     "rewards": "treetrain.engine.values",
     "values": "treetrain.engine.values",
@@ -44,6 +45,7 @@ __all__ = [
     "Plan",
     "PrefixGroupSampler",
     "RanksDisagree",
+    "Scored",
     "StepResult",
     "TokenTree",
     "Trajectory",
@@ -75,6 +77,7 @@ if TYPE_CHECKING:
     from treetrain.engine.padded import from_padded as from_padded
     from treetrain.engine.padded import to_padded as to_padded
     from treetrain.engine.primitive import logprobs as logprobs
+    from treetrain.engine.score import Scored as Scored
     from treetrain.engine.step import StepResult as StepResult
     from treetrain.engine.values import rewards as rewards
     from treetrain.engine.values import values as values

@@ -15,7 +15,7 @@ from treetrain.errors import DataError
 from treetrain.models.capability import Capabilities
 from treetrain.models.moe import MixtureOfExperts
 from treetrain.tree.build import Row, build_tree
-from treetrain.tree.layout import FlatReads, PackedLayout, flat_reads, pack, ranges, trained_predictions
+from treetrain.tree.layout import FlatReads, PackedLayout, flat_reads, pack, pack_states, ranges, trained_predictions
 from treetrain.tree.token_tree import TokenTree
 
 
@@ -33,19 +33,27 @@ class Batch:
     """Whether only predictions with a loss weight are computed."""
 
     @classmethod
-    def of(cls, tree: TokenTree, *, weighted: bool, every_token: bool = False) -> "Batch":
+    def of(
+        cls, tree: TokenTree, *, weighted: bool, every_token: bool = False, mask: np.ndarray | None = None
+    ) -> "Batch":
         """Args:
         weighted: compute only predictions whose loss weight is not 0; otherwise all of them.
         every_token: compute tokens that no such prediction depends on, too.
+        mask: bool [sum of L_k], entry by predicted token: compute only these; see `predictions_of`.
         """
         rows = list(tree.trajectories)
-        if weighted:
+        offsets, index = tree.paths()
+        if mask is not None:
+            wanted = mask & trained_predictions(rows) if weighted else mask
+            predicted = np.zeros(tree.num_tokens, bool)
+            predicted[index[wanted]] = True
+            layout = pack(tree, predicted, trim=not every_token)
+        elif weighted:
             layout = pack(tree, tree.trained_edges()[0] > 0, trim=not every_token)
             wanted = trained_predictions(rows)
         else:
             layout = pack(tree, trim=not every_token)
             wanted = np.ones(tree.num_flat_tokens, dtype=bool)
-        offsets, _ = tree.paths()
         used = np.delete(wanted, offsets[:-1][tree.trajectory_length > 0])
         return cls(
             tree=tree,
@@ -139,6 +147,61 @@ class Selection(Reads):
             shape = (len(self.used), *per_prediction.shape[1:])
             flat = per_prediction.new_zeros(shape).index_copy(0, place, per_prediction)
         return list(flat.split([max(len(t) - 1, 0) for t in self.trajectories]))
+
+
+def predictions_of(tree: TokenTree, mask: Sequence[Any] | None) -> np.ndarray | None:
+    """bool [sum of L_k]: which predictions a mask wants, by predicted token; False at first tokens.
+
+    Args:
+        mask: for every trajectory [L_k - 1] bools or weights, as arrays, tensors or lists; None wants all.
+
+    Raises:
+        DataError: another number of rows, or a row of another length.
+    """
+    if mask is None:
+        return None
+    if len(mask) != tree.num_trajectories:
+        raise DataError(f"mask has {len(mask)} rows, the batch {tree.num_trajectories}; give one row for each")
+    pieces = [np.zeros(0, bool)]
+    for number, (row, length) in enumerate(zip(mask, tree.trajectory_length.tolist())):
+        wanted = row.detach().cpu().numpy() if isinstance(row, Tensor) else np.asarray(row)
+        if wanted.shape != (max(length - 1, 0),):
+            raise DataError(
+                f"{_name(tree, number)} has {length} tokens, its mask the shape {wanted.shape}; give "
+                f"{max(length - 1, 0)} entries, one for the prediction of every token but the first"
+            )
+        pieces += [np.zeros(min(length, 1), bool), wanted != 0]
+    return np.concatenate(pieces)
+
+
+def rewards_layout(tree: TokenTree, capabilities: Capabilities) -> tuple[PackedLayout, np.ndarray]:
+    """The layout that reads one token's state for each trajectory, and the row of it that is each one's, int64 [K].
+
+    That is the last token; for a model of sequence classification the last that is not its padding, as it does itself.
+
+    Raises:
+        DataError: a trajectory without tokens.
+    """
+    if tree.num_trajectories and int(tree.trajectory_length.min()) == 0:
+        number = int(tree.trajectory_length.argmin())
+        raise DataError(f"sequence number {number} (from 0) has no tokens, so no last one; leave it out")
+    scalar, last = capabilities.scalar, tree.trajectory_last.astype(np.int64)
+    if scalar is not None and scalar.pooled and scalar.pad_token is not None:
+        last = _before_padding(tree, last, scalar.pad_token)
+    wanted = np.zeros(tree.num_tokens, bool)
+    wanted[last] = True
+    return pack_states(tree, wanted), (np.cumsum(wanted) - 1)[last]
+
+
+def _before_padding(tree: TokenTree, last: np.ndarray, pad_token: int) -> np.ndarray:
+    """int64 [K]: the last token at or above each that is no padding; the root where there is none."""
+    last = last.copy()
+    while True:
+        padded = tree.tokens[last] == pad_token
+        above = tree.parent[last]
+        if not (padded & (above >= 0)).any():
+            return last
+        last = np.where(padded & (above >= 0), above, last)
 
 
 def as_tree(batch: Sequence[Row] | TokenTree, *, merge: bool) -> TokenTree:

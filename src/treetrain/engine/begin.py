@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.batch import Batch, as_tree, check_batch
+from treetrain.engine.batch import Batch, as_tree, check_batch, predictions_of
 from treetrain.engine.checks import check_loss, check_trainable
 from treetrain.engine.lockstep import Reduces
 from treetrain.engine.merged import MergedBatch
@@ -32,7 +32,13 @@ class Begun(NamedTuple):
 
 
 def begin(
-    engine: Any, trajectories: Sequence[Trajectory] | TokenTree, loss: Any, normaliser: float | None, *, merge: bool
+    engine: Any,
+    trajectories: Sequence[Trajectory] | TokenTree,
+    loss: Any,
+    normaliser: float | None,
+    *,
+    merge: bool,
+    mask: Sequence[Any] | None = None,
 ) -> Begun:
     """Check a step of an engine, and find what it is divided by.
 
@@ -42,29 +48,31 @@ def begin(
     """
     ranks: Ranks = engine.ranks
 
-    def checked() -> tuple[tuple[TokenTree, Any], Share]:
+    def checked() -> tuple[tuple[TokenTree, Any, Any], Share]:
         check_loss(loss, normaliser)
         values, entropy = bool(getattr(loss, "needs_values", False)), bool(getattr(loss, "needs_entropy", False))
         engine.prepare(logprobs=entropy or getattr(loss, "needs_logprobs", True), values=values)
         check_trainable(engine.parameters)
-        _check_hooks(engine)
+        check_hooks(engine)
         tree = as_tree(trajectories, merge=merge)
         check_batch(tree, engine.capabilities)
         # A tree of nodes stays unflattened where the loss can bear it.
-        merged = tree.merged(loss.reduction) if getattr(loss, "mergeable", False) else None
-        return (tree, merged), share_of(tree, merged, loss, normaliser, _settings(engine), ranks)
+        mergeable = mask is None and getattr(loss, "mergeable", False)
+        merged = tree.merged(loss.reduction) if mergeable else None
+        predicted = predictions_of(tree, mask)
+        return (tree, merged, predicted), share_of(tree, merged, loss, normaliser, _settings(engine), ranks)
 
-    (tree, merged), shares = ranks.agree("forward_backward", checked)
+    (tree, merged, predicted), shares = ranks.agree("forward_backward", checked)
     loss, whole = whole_step(tree, merged, loss, normaliser, shares, ranks)
     every_token = engine.capabilities.auxiliary != 0
     if merged is None:
-        batch = Batch.of(tree, weighted=hasattr(loss, "packed"), every_token=every_token)
+        batch = Batch.of(tree, weighted=hasattr(loss, "packed"), every_token=every_token, mask=predicted)
     else:
         batch = MergedBatch.of(tree, merged, every_token=every_token)
     return Begun(tree, batch, loss, whole / ranks.size, every_row(shares), [])
 
 
-def _check_hooks(engine: Any) -> None:
+def check_hooks(engine: Any) -> None:
     """Raise UnsupportedModel where hooks would act on what a rank has of gradients that are averaged after them."""
     whole = [] if engine.ranks.alone else [p for p in engine.parameters if not is_shard(p)]
     if any(p._post_accumulate_grad_hooks for p in whole):

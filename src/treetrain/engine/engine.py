@@ -4,16 +4,18 @@ import functools
 import operator
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 
 from treetrain.attention.dispatch import Choice, choose_backend
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.aligned import agreed_plan
-from treetrain.engine.batch import Batch, as_tree, check_batch
-from treetrain.engine.begin import Begun, begin
+from treetrain.engine.batch import Batch, as_tree, check_batch, predictions_of, rewards_layout
+from treetrain.engine.begin import Begun, begin, check_hooks
 from treetrain.engine.calibrate import cost_model
 from treetrain.engine.checks import check_temperature
 from treetrain.engine.feed import Board
@@ -21,6 +23,7 @@ from treetrain.engine.lockstep import Reduces, lockstep_of
 from treetrain.engine.memory import Passes, StepOutOfMemory, cannot_start_over, why_not_again, within_memory
 from treetrain.engine.packed import PackedRun, model_device, wide_dtype
 from treetrain.engine.planning import (
+    AMPLE,
     device_free_bytes,
     formula_cost,
     formula_cost_of,
@@ -30,6 +33,7 @@ from treetrain.engine.planning import (
 from treetrain.engine.ranks import drop_waiting_gradients, is_shard, is_sharded, ranks_of, unwrapped, waiting_gradients
 from treetrain.engine.router_balance import RouterBalance
 from treetrain.engine.routing import Routing
+from treetrain.engine.score import Scored, Scoring, is_live
 from treetrain.engine.sharing import rows_if_faster
 from treetrain.engine.step import Step, StepResult, StepRun, over_ranks, result_of
 from treetrain.engine.walk import Walk
@@ -38,6 +42,7 @@ from treetrain.models.capability import Capabilities, check_model
 from treetrain.plan.budget import Bytes, parse_budget
 from treetrain.plan.plan import Plan
 from treetrain.plan.price import CostModel
+from treetrain.tree.build import Row
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree
 
@@ -140,6 +145,7 @@ class TreeEngine:
         balance: RouterBalance | None = None,
         *,
         sync: bool = True,
+        mask: Sequence[Any] | None = None,
     ) -> StepResult:
         """Accumulate d loss / d parameters into ``.grad``, exactly as if every row were trained by itself.
 
@@ -155,6 +161,8 @@ class TreeEngine:
                 (``output_router_logits`` and ``router_aux_loss_coef``), it is that of all tokens of all rows.
             sync: over several ranks: False leaves every rank its own gradients (sharded ones: unreduced), for all calls
                 of a step but the last.
+            mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; a loss of your own
+                sees 0 there. None: losses of this library compute what has a loss weight, others everything.
 
         Returns:
             loss, metrics and counts of the rows of all ranks. On a GPU without other ranks this returns when the work
@@ -169,7 +177,7 @@ class TreeEngine:
             UnsupportedModel: see the class.
             RuntimeError: memory ran out in a backward while gradients of earlier calls lay in ``.grad``.
         """
-        begun = begin(self, trajectories, loss, normaliser, merge=self._merge)
+        begun = begin(self, trajectories, loss, normaliser, merge=self._merge, mask=mask)
         if self._balanced and balance is None and not self.ranks.alone:
             balance = self.router_balance(begun.tree)
         begun, plan = self._planned(begun, sync=sync, balance=balance)
@@ -182,7 +190,7 @@ class TreeEngine:
         try:
             _, results = self.ranks.agree("the step", step)
         except RanksDisagree as error:
-            self._take_back(never, error)
+            self.take_back(never, error)
             raise
         if sync:
             self.ranks.average_gradients([p for p in self.parameters if not is_shard(p)])
@@ -250,20 +258,32 @@ class TreeEngine:
         Args:
             never: why gradients cannot be put back.
         """
-        try:
+
+        def run() -> Step:
             scale = self.capabilities.auxiliary * self.ranks.size
             routing = self.routing(begun.batch.tree, balanced=self._balanced, whole=balance, scale=scale)
             step = self._step(begun, plan, passes, routing)
             return step if routing is None else Step(*routing.added_to(*step))
+
+        return self.undone_if_it_fails(never, run)
+
+    def undone_if_it_fails(self, never: str | None, run: Callable[[], T]) -> T:
+        """Call something whose failure leaves gradients as they were, or says that it does not.
+
+        Args:
+            never: why gradients cannot be put back.
+        """
+        try:
+            return run()
         except BaseException as error:
             if isinstance(error, StepOutOfMemory) and not error.begun:
                 raise
             if never is not None and isinstance(error, StepOutOfMemory):
                 raise cannot_start_over(error, never) from error
-            self._take_back(never, error)
+            self.take_back(never, error)
             raise
 
-    def _take_back(self, never: str | None, error: BaseException) -> None:
+    def take_back(self, never: str | None, error: BaseException) -> None:
         """Leave the gradients as they were before a step that failed, or say that they are not."""
         drop_waiting_gradients(self.model, self.value_head)
         if never is not None:
@@ -282,7 +302,7 @@ class TreeEngine:
             begun,
             plan,
             board,
-            lambda gradients: self._walk(plan, passes, routing, gradients=gradients, reduces=begun.reduces),
+            lambda gradients: self.walk(plan, passes, routing, gradients=gradients, reduces=begun.reduces),
             routing,
             self.ranks,
             in_lockstep=self.in_lockstep,
@@ -316,7 +336,7 @@ class TreeEngine:
 
         def route(plan: Plan, passes: Passes) -> None:
             routing.begin()
-            self._walk(plan, passes, routing, gradients=False).route()
+            self.walk(plan, passes, routing, gradients=False).route()
 
         def balance() -> tuple[None, RouterBalance]:
             self._without_gradients(plan, layout, route)
@@ -332,9 +352,17 @@ class TreeEngine:
         else:
             within_memory(self.model, plan, run, partial(self.smaller_plan, layout), trains=False)
 
-    def _walk(
-        self, plan: Plan, passes: Passes, routing: Routing | None, *, gradients: bool, reduces: Reduces = "each"
+    def walk(
+        self,
+        plan: Plan,
+        passes: Passes,
+        routing: Routing | None,
+        *,
+        gradients: bool,
+        reduces: Reduces = "each",
+        statistics: bool = False,
     ) -> Walk:
+        """What runs a plan on the model; under FSDP2 a collective call. See `Walk`."""
         return Walk(
             self.model,
             self.capabilities,
@@ -345,50 +373,117 @@ class TreeEngine:
             passes=passes,
             routing=routing,
             lockstep=lockstep_of(self, plan, routing, gradients=gradients, reduces=reduces),
+            statistics=statistics,
         )
 
-    def logprobs(self, trajectories: Sequence[Trajectory] | TokenTree, *, return_entropy: bool = False) -> Any:
+    def score(
+        self,
+        rows: Sequence[Row] | TokenTree,
+        *,
+        entropies: bool = False,
+        values: bool = False,
+        rewards: bool = False,
+        statistics: bool = False,
+        mask: Sequence[Any] | None = None,
+    ) -> Scored:
+        """Run the batch as a tree and hand out leaf tensors, one per row, for a loss of anybody's own.
+
+        Call ``backward`` on a loss that is computed from the leaves, then ``backward`` on what this returns. Where the
+        graphs of all parts fit into the budget they are kept in between; else the parts run again (``.plan`` says so).
+        Under ``torch.no_grad`` nothing is kept. Under FSDP2 every rank must make the call, be it without rows.
+
+        Args:
+            rows: K lists, arrays or tensors of token ids, trajectories, or a tree.
+            entropies: also give the entropies of the distributions that tokens were drawn from.
+            values: also give the value of the state before each token (see ``value_head``).
+            rewards: give what a reward model says of every row, and nothing else.
+            statistics: also give what trainers log, without gradient: is_top1, mean_logits, log_sum_sq_probs.
+            mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; they hold 0 and get
+                no gradient. None computes all.
+
+        Raises:
+            DataError: an id outside the vocabulary, a row longer than the model's positions, a mask of another shape.
+            UnsupportedModel: see the class; values or rewards of a model that has no head for them.
+        """
+
+        def prepared() -> tuple[TokenTree, Any]:
+            found = self._checked()
+            logprobs = not rewards and (found.scores_tokens or not values)
+            self.capabilities = found.asked(logprobs=logprobs, values=values or rewards)
+            if is_live(self):
+                check_hooks(self)
+            tree = as_tree(rows, merge=self._merge)
+            check_batch(tree, self.capabilities)
+            if rewards:
+                return tree, rewards_layout(tree, self.capabilities)
+            predicted = predictions_of(tree, mask)
+            return tree, Batch.of(tree, weighted=False, every_token=self._balanced, mask=predicted)
+
+        tree, batch = self.together("score", prepared)
+        if rewards:
+            layout, last = batch
+            scoring = Scoring(self, tree, layout)
+            scoring.forward()
+            return Scored.of_rewards(scoring, tree, last)
+        scoring = Scoring(
+            self,
+            tree,
+            batch.layout,
+            entropy=entropies,
+            statistics=statistics,
+            balanced=self._balanced,
+        )
+        scoring.forward()
+        return Scored(scoring, tree, batch, values=values, aux=self._balanced)
+
+    def plan_to_score(self, layout: PackedLayout, *, keep: bool = True) -> Plan:
+        """The plan of a batch whose loss is known when all of it has been scored.
+
+        Args:
+            keep: False: parts are recomputed, also where their graphs fit beside each other.
+        """
+        plan = self.plan_of(layout)
+        kept = plan.keeping_all()
+        if keep and (plan.num_parts <= 1 or self._fits(kept)):
+            return kept
+        return replace(plan, scores_first="recomputed")
+
+    def _fits(self, plan: Plan) -> bool:
+        """Whether a plan stays within the budget, or without one within what the device has free."""
+        if isinstance(self.budget, int):
+            return plan.peak_tokens <= self.budget
+        formula = formula_cost(self.model)
+        if formula is None:
+            return False
+        if isinstance(self.budget, Bytes):
+            return self.cost.peak_bytes(plan) <= self.budget.count
+        free = self.free_bytes()
+        return free is None or AMPLE * formula.peak_bytes(plan) <= free or self.cost.peak_bytes(plan) <= free
+
+    def smaller_plan_to_score(self, layout: PackedLayout, tokens: int, *, live: bool) -> Plan:
+        """As `smaller_plan`, where memory ran out."""
+        plan = self.smaller_plan(layout, tokens)
+        return replace(plan, scores_first="recomputed") if live else plan
+
+    def logprobs(
+        self,
+        trajectories: Sequence[Row] | TokenTree,
+        *,
+        return_entropy: bool = False,
+        mask: Sequence[Any] | None = None,
+    ) -> Any:
         """Log-probabilities of every token but the first of every row, without gradient, with training's numerics.
+
+        Args:
+            trajectories, mask: as `score`.
 
         Returns:
             K tensors [L_k - 1], in nats; with ``return_entropy`` a second list of K tensors of entropies.
         """
-
-        def prepared() -> tuple[TokenTree, Batch, Plan]:
-            self.prepare(logprobs=True, values=False)
-            tree = as_tree(trajectories, merge=self._merge)
-            check_batch(tree, self.capabilities)
-            batch = Batch.of(tree, weighted=False)
-            return tree, batch, self.plan_of(batch.layout)
-
-        tree, batch, plan = self.together("logprobs", prepared)
-        return rows_of(batch, self._board(tree, batch.layout, plan, return_entropy), return_entropy)
+        with torch.no_grad():
+            scored = self.score(trajectories, entropies=return_entropy, mask=mask)
+        return (scored.logprobs, scored.entropies) if return_entropy else scored.logprobs
 
     def together(self, what: str, make: Callable[[], T]) -> T:
         """Prepare a call, on every rank where ranks make it together; see `Ranks.agree`."""
         return self.ranks.agree(what, lambda: (make(), None))[0] if self.in_lockstep else make()
-
-    def board(self, tree: TokenTree, layout: PackedLayout, need_entropy: bool) -> Board:
-        """All scores of a layout (those that `prepare` was told), without gradient, in the memory of one path."""
-        return self._board(tree, layout, self.plan_of(layout), need_entropy)
-
-    def _board(self, tree: TokenTree, layout: PackedLayout, plan: Plan, need_entropy: bool) -> Board:
-        sizes = layout.num_edges, len(layout.rows)
-        board = Board(*sizes, wide_dtype(self.model), model_device(self.model), entropy=need_entropy)
-        routing = self.routing(tree, balanced=False)
-
-        def score(plan: Plan, passes: Passes) -> None:
-            self._walk(plan, passes, routing, gradients=False).score(board, need_entropy=need_entropy)
-
-        self._without_gradients(plan, layout, score)
-        return board
-
-
-def rows_of(batch: Batch, board: Board, entropies: bool) -> Any:
-    """Scores as one tensor per trajectory, and the entropies as a second list if asked for."""
-    rows = batch.everything()
-    logprobs = rows.per_trajectory(rows.per_prediction(board.logprobs))
-    if not entropies:
-        return logprobs
-    assert board.entropies is not None
-    return logprobs, rows.per_trajectory(rows.per_prediction_entropy(board.entropies))

@@ -14,7 +14,7 @@ from torch import Tensor
 from treetrain.device_arrays import on_device
 from treetrain.engine.batch import Batch, Reads
 from treetrain.engine.evaluate import MetricSums, add_sums, evaluate_gradients
-from treetrain.engine.head import Scores
+from treetrain.engine.head import Scores, Statistics
 from treetrain.engine.merged import MergedBatch
 from treetrain.tree.layout import Piece, ranges
 
@@ -55,18 +55,31 @@ class Feed(Protocol):
 class Board:
     """Log-probabilities of the E edges, entropies and values of the R rows of a batch, as far as they are scored."""
 
-    def __init__(self, num_edges: int, num_rows: int, dtype: torch.dtype, device: torch.device, *, entropy: bool):
+    def __init__(
+        self,
+        num_edges: int,
+        num_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        entropy: bool,
+        statistics: bool = False,
+    ):
         self.device, self.num_rows = device, num_rows
         self.logprobs = torch.zeros(num_edges, dtype=dtype, device=device)
         self.entropies = torch.zeros(num_rows, dtype=dtype, device=device) if entropy else None
         self.values: Tensor | None = None
         """[R] or [R, c]; None until a value is written, since only a value head knows c."""
+        self.statistics = Statistics.empty(num_edges, num_rows, dtype, device) if statistics else None
 
     def write(self, piece: Piece, scores: Scores) -> None:
         """Put a piece's scores in their places."""
         self.logprobs[self.index(piece.edges)] = scores.logprobs.detach()
         if self.entropies is not None and scores.entropies is not None:
             self.entropies[self.index(piece.rows)] = scores.entropies.detach()
+        if self.statistics is not None and scores.statistics is not None:
+            for whole, part in zip(self.statistics, scores.statistics):
+                whole[self.index(piece.edges if whole is self.statistics.is_top1 else piece.rows)] = part
         if scores.values is not None:
             if self.values is None:
                 shape = (self.num_rows, *scores.values.shape[1:])

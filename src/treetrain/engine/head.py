@@ -11,6 +11,7 @@ Shape letters: R rows, E edges (sorted by row), D hidden size, V vocabulary.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +39,23 @@ class Edges:
     """`edge_row` on the host, where it is known there: asking a GPU for it would wait for all that it has to do."""
 
 
+class Statistics(NamedTuple):
+    """What trainers log of the distributions that tokens were drawn from, without gradient."""
+
+    is_top1: Tensor
+    """bool [E]: whether the predicted token is the most likely one."""
+    mean_logits: Tensor
+    """[R]: mean over the vocabulary, of logits divided by the temperature."""
+    log_sum_sq_probs: Tensor
+    """[R]: log of the sum of squared probabilities."""
+
+    @classmethod
+    def empty(cls, edges: int, rows: int, dtype: torch.dtype, device: torch.device) -> "Statistics":
+        """Zeros, to be written to."""
+        two = [torch.zeros(rows, dtype=dtype, device=device) for _ in range(2)]
+        return cls(torch.zeros(edges, dtype=torch.bool, device=device), *two)
+
+
 @dataclass(frozen=True, slots=True)
 class Scores:
     """What the heads give: [E] log-probabilities, [R] entropies (or None), the fused loss (or None), and [R] or [R, c]
@@ -49,6 +67,7 @@ class Scores:
     values: Tensor | None = None
     carrier: Tensor | None = None
     """What the model's own output holds, where every backward must begin there too (FSDP listens to it)."""
+    statistics: "Statistics | None" = None
 
     @property
     def live(self) -> list[Tensor]:
@@ -98,6 +117,7 @@ def score_edges(
     sink: Sink | None = None,
     logit_map: LogitMap = IDENTITY,
     meets_all: bool = False,
+    need_statistics: bool = False,
 ) -> Scores:
     """Score the wanted edges of a packed run.
 
@@ -110,14 +130,19 @@ def score_edges(
         sink: takes the gradient of a fused head's matrix; None gives it to autograd.
         logit_map: what the model does to its logits after the head.
         meets_all: the head's weights get a gradient, be it zero, also where no row is scored.
+        need_statistics: also give `Statistics`; not beside `coefficients`.
     """
+    found = None
+    if need_statistics:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        found = Statistics.empty(len(edges.targets), len(edges.rows), wide, hidden.device)
     rows = hidden.index_select(0, edges.rows)
     if len(edges.rows) == 0:
         # Still a part of the graph: gradients that come back through the carry need a backward to ride on.
         nothing = rows.sum(-1, dtype=torch.promote_types(hidden.dtype, torch.float32))
         if meets_all:
             nothing = nothing + zero_of(head_forward(hidden[:1]))
-        return Scores(nothing, nothing.detach() if need_entropy else None, None)
+        return Scores(nothing, nothing.detach() if need_entropy else None, None, statistics=found)
     scaling = Scaling(logit_map, temperature)
     if fused:
         assert isinstance(head, nn.Linear)
@@ -129,12 +154,14 @@ def score_edges(
             )
             return Scores(logprobs, None, loss)
         logprobs, entropies = _LinearScores.apply(  # type: ignore[misc]
-            rows, head.weight, head.bias, edges, scaling, need_entropy, _compute_dtype(hidden), sink
+            rows, head.weight, head.bias, edges, scaling, need_entropy, _compute_dtype(hidden), sink, found
         )
     else:
-        logprobs, entropies = _scores_through_module(rows, head_forward, edges, vocab_size, scaling, need_entropy)
+        logprobs, entropies = _scores_through_module(
+            rows, head_forward, edges, vocab_size, scaling, need_entropy, found
+        )
     loss = None if coefficients is None else (logprobs * coefficients.to(logprobs.dtype)).sum()
-    return Scores(logprobs, entropies if need_entropy else None, loss)
+    return Scores(logprobs, entropies if need_entropy else None, loss, statistics=found)
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -189,7 +216,7 @@ class _LinearScores(torch.autograd.Function):
     """Log-probabilities of edges and entropies of rows; logits are recomputed in backward."""
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, edges: Edges, scaling: Scaling, need_entropy, compute, sink: Sink | None):
+    def forward(ctx, rows, weight, bias, edges: Edges, scaling: Scaling, need_entropy, compute, sink, found):
         wide = torch.promote_types(compute, torch.float32)
         logprobs = rows.new_empty(len(edges.targets), dtype=wide)
         lse = rows.new_empty(len(rows), dtype=wide)
@@ -200,6 +227,9 @@ class _LinearScores(torch.autograd.Function):
                 _, logits = made.chunk(chunk)
                 lse[chunk] = logits.log_sum_exp()
                 logprobs[taken] = logits.at(own) - lse[chunk][own.row]
+                if found is not None:
+                    for whole, part in zip(found, logits.statistics(lse[chunk], own)):
+                        whole[taken if whole is found.is_top1 else chunk] = part
                 if need_entropy:
                     entropies[chunk] = logits.entropies(lse[chunk])
         ctx.save_for_backward(rows, weight, bias, lse, entropies)
@@ -220,7 +250,7 @@ class _LinearScores(torch.autograd.Function):
                 by_row = torch.zeros_like(lse[chunk]).index_add_(0, own.row, by_edge)
                 spread = Entropies(entropies[chunk], grad_entropies[chunk]) if need_entropy else None
                 grads.add(chunk, logits.gradient(lse[chunk], own, by_edge, by_row, spread), x, made.weight)
-        return (*_outgoing(grads, rows, weight, bias, sink), None, None, None, None, None)
+        return (*_outgoing(grads, rows, weight, bias, sink), None, None, None, None, None, None)
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -288,21 +318,25 @@ def _outgoing(grads: _HeadGradients, rows: Tensor, weight: Tensor, bias: Tensor 
     return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in pairs)
 
 
-def _scores_through_module(rows, head_forward, edges: Edges, vocab_size: int, scaling: Scaling, need_entropy):
+def _scores_through_module(rows, head_forward, edges: Edges, vocab_size: int, scaling: Scaling, need_entropy, found):
     """The same for a head that is more than a matrix (an adapter around it): autograd, one chunk at a time."""
 
     logit_map, temperature = scaling
 
-    def score(x: Tensor, edge_row: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def score(x: Tensor, edge_row: Tensor, targets: Tensor, chunk: slice, taken: slice) -> tuple[Tensor, Tensor]:
         logits = head_forward(x)
         z = logit_map(logits.to(torch.promote_types(logits.dtype, torch.float32))) / temperature
         log_p = z.log_softmax(-1)
         entropies = -(log_p.exp() * log_p).sum(-1) if need_entropy else log_p.new_zeros(0)
+        if found is not None:
+            with torch.no_grad():
+                found.is_top1[taken] = z.argmax(-1)[edge_row] == targets
+                found.mean_logits[chunk], found.log_sum_sq_probs[chunk] = z.mean(-1), (2 * log_p).logsumexp(-1)
         return log_p[edge_row, targets], entropies
 
     pieces = [
-        checkpoint(score, rows[chunk], own.row, own.target, use_reentrant=False)
-        for chunk, _, own in _chunks(edges, vocab_size, rows.device)
+        checkpoint(score, rows[chunk], own.row, own.target, chunk, taken, use_reentrant=False)
+        for chunk, taken, own in _chunks(edges, vocab_size, rows.device)
     ]
     if not pieces:
         wide = torch.promote_types(rows.dtype, torch.float32)

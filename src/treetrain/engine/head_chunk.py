@@ -71,6 +71,11 @@ class Chunk(Protocol):
         """[e] scaled logits of the predicted tokens, in the wide dtype."""
         ...
 
+    def statistics(self, lse: Tensor, edges: EdgesOfChunk) -> tuple[Tensor, Tensor, Tensor]:
+        """[e] whether each target is the most likely token, [r] mean scaled logits, [r] log of the sum of squared
+        probabilities; leaves the logits as they are."""
+        ...
+
     def entropies(self, lse: Tensor) -> Tensor:
         """[r], in nats; may overwrite the logits."""
         ...
@@ -105,6 +110,10 @@ class PlainChunk:
     def at(self, edges: EdgesOfChunk) -> Tensor:
         """See `Chunk`."""
         return self._logits[edges]
+
+    def statistics(self, lse: Tensor, edges: EdgesOfChunk) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Chunk`."""
+        return _statistics(self._logits, lse, edges)
 
     def entropies(self, lse: Tensor) -> Tensor:
         """See `Chunk`."""
@@ -148,6 +157,10 @@ class TritonChunk:
         """See `Chunk`."""
         return self._logits[edges].float().mul_(self._factor)
 
+    def statistics(self, lse: Tensor, edges: EdgesOfChunk) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Chunk`."""
+        return _statistics(self._logits.float() * self._factor, lse, edges)
+
     def entropies(self, lse: Tensor) -> Tensor:
         """See `Chunk`."""
         assert self._entropies is not None, "entropies are found with the log-sum-exps"
@@ -159,6 +172,12 @@ class TritonChunk:
         """See `Chunk`."""
         self._kernels.to_gradient_(self._logits, self._factor, lse, edges, by_edge, by_row, entropies)
         return self._logits
+
+
+def _statistics(logits: Tensor, lse: Tensor, edges: EdgesOfChunk) -> tuple[Tensor, Tensor, Tensor]:
+    """See `Chunk.statistics`; of scaled logits [r, V]."""
+    top = logits.argmax(-1)
+    return top[edges.row] == edges.target, logits.mean(-1), (2 * logits).logsumexp(-1) - 2 * lse
 
 
 def chunk_type(logits: Tensor, bias: Tensor | None, scaling: Scaling) -> type[Any]:

@@ -109,7 +109,18 @@ class Lockstep:
         self._waiting.clear()
         self._own.clear()
 
-    def abandon(self, error: BaseException) -> None:
+    def finish_forwards(self) -> None:
+        """Go through the others' slots up to the next backward."""
+        while self._at < len(self._slots) and self._slots[self._at].kind != "backward":
+            self._meet()
+
+    def begin_backwards(self, reduces: Reduces) -> None:
+        """The loss is known; only backwards are left. Says which of them reduces gradients."""
+        self._reduces = reduces
+        if reduces != "each":
+            self._reduce(False)
+
+    def abandon(self, error: BaseException, *, forwards: bool = False) -> None:
         """Something went wrong here: meet the others in what is left, so that they are not kept waiting."""
         if self._within_pass:
             self._ranks.lost = True
@@ -119,7 +130,10 @@ class Lockstep:
                 else "it came in the middle of a pass: the other ranks wait there until this process ends"
             )
             return
-        self.finish()
+        if forwards:
+            self.finish_forwards()
+        else:
+            self.finish()
 
     def close(self) -> None:
         """Leave the model as it was found."""
@@ -164,6 +178,7 @@ def lockstep_of(
     if not engine.in_lockstep:
         return None
     own = spelled(event.kind for event in plan.events()) if gradients else "P" * plan.num_parts
+    # Backwards that wait for a loss follow all forwards, on every rank: `common_order` takes forwards first.
     modules = engine.model, engine.value_head
     waits = gradients and reduces != "never" and bool(waiting_gradients(*modules))
     _, told = engine.ranks.agree("a walk", lambda: (None, (own, waits)))
@@ -175,16 +190,23 @@ def lockstep_of(
 
 
 @contextmanager
-def in_step(lockstep: Lockstep | None) -> Iterator[None]:
-    """A walk whose passes are met by those of the other ranks to the end, also where this rank's own went wrong."""
+def in_step(lockstep: Lockstep | None, *, forwards: bool = False) -> Iterator[None]:
+    """A walk whose passes are met by those of the other ranks to the end, also where this rank's own went wrong.
+
+    Args:
+        forwards: only up to the backwards, which come later.
+    """
     if lockstep is None:
         yield
         return
     try:
         yield
-        lockstep.finish()
+        if forwards:
+            lockstep.finish_forwards()
+        else:
+            lockstep.finish()
     except BaseException as error:
-        lockstep.abandon(error)
+        lockstep.abandon(error, forwards=forwards)
         raise
     finally:
         lockstep.close()

@@ -1,7 +1,7 @@
 """One forward of a model over a part: hidden states at its tokens, scores at its edges."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities
 from treetrain.models.masks import windowless
 from treetrain.models.recurrence import tree_recurrence
-from treetrain.models.switch import RUN_KEYWORD, TreeRun, tree_attention
+from treetrain.models.switch import RUN_KEYWORD, TreeRun, replaced_forward, tree_attention
 from treetrain.recurrent.carry import StateView
 from treetrain.recurrent.paths import Paths
 from treetrain.tree.layout import PackedLayout
@@ -83,6 +83,7 @@ class PackedRun:
         coefficients: Tensor | None = None,
         sinks: Sinks | None = None,
         meets_all: bool = False,
+        need_statistics: bool = False,
     ) -> Scores:
         """Run the model's own top-level forward with its head scoring edges. Call inside `mode`.
 
@@ -90,6 +91,7 @@ class PackedRun:
             coefficients: see `score_edges`.
             sinks: where gradients of the head's matrix are added up; None gives them to autograd.
             meets_all: whether the backward must reach all that any other one reaches (see `Lockstep`).
+            need_statistics: see `score_edges`.
 
         Raises:
             UnsupportedModel: a layer that did not go through tree attention, or logits changed after the head.
@@ -104,6 +106,7 @@ class PackedRun:
             coefficients=coefficients,
             sinks=sinks,
             meets_all=meets_all,
+            need_statistics=need_statistics,
             handed_on_as=output_dtype(self.model) if meets_all else None,
         ) as calls:
             outputs = self._forward(run)
@@ -121,14 +124,15 @@ class PackedRun:
     def _forward(self, run: TreeRun) -> Any:
         before = _random_state(self.input_ids.device)
         try:
-            outputs = self.model(
-                input_ids=self.input_ids,
-                position_ids=self.positions,
-                attention_mask=None,
-                use_cache=False,
-                **{RUN_KEYWORD: run},
-                **({} if self.routers is None else self.routers.begin()),
-            )
+            with _within_autocast(self.model):
+                outputs = self.model(
+                    input_ids=self.input_ids,
+                    position_ids=self.positions,
+                    attention_mask=None,
+                    use_cache=False,
+                    **{RUN_KEYWORD: run},
+                    **({} if self.routers is None else self.routers.begin()),
+                )
         except ValueError as error:
             refusal = windowless(type(self.model).__name__, error)
             if refusal is None:
@@ -164,6 +168,18 @@ class PackedRun:
                 f"{len(run.layers_seen)} of {self.capabilities.layers} layers went through tree attention; the "
                 "others mix tokens in a way that is unknown here and would be silently wrong on a tree."
             )
+
+
+def _within_autocast(model: nn.Module) -> AbstractContextManager[None]:
+    """Where autocast is on, a forward that Accelerate has wrapped in it is replaced by the one within.
+
+    Accelerate wraps a model's forward in one autocast object, which stores the state to go back to in itself: entered
+    while it is active, by a call of the engine within a call of the model, it would leave autocast on for good.
+    """
+    inner = vars(model).get("_original_forward")
+    if inner is None or not torch.is_autocast_enabled(model_device(model).type):
+        return nullcontext()
+    return replaced_forward(model, inner)
 
 
 def _random_state(device: torch.device) -> Tensor:

@@ -69,6 +69,7 @@ def scoring_head(
     coefficients: Tensor | None,
     sinks: Sinks | None = None,
     meets_all: bool = False,
+    need_statistics: bool = False,
     handed_on_as: torch.dtype | None = None,
 ) -> Iterator[list[HeadCall]]:
     """Calls of the head inside the block are collected in the list given; see `score_edges` for the arguments.
@@ -96,6 +97,7 @@ def scoring_head(
             sink=sinks.of(capabilities.head.weight) if fused and sinks is not None else None,  # type: ignore[arg-type]
             logit_map=logit_map,
             meets_all=meets_all,
+            need_statistics=need_statistics,
         )
 
     def forward(hidden: Tensor) -> Tensor:

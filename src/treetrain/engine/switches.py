@@ -4,9 +4,10 @@ A forward that is run again in backward would be another one after such a switch
 another model, or would land elsewhere.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from treetrain.engine.engine import TreeEngine
+if TYPE_CHECKING:
+    from treetrain.engine.engine import TreeEngine
 
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """Fields of peft's layers; `scaling` is set by adapter, at any time."""
@@ -15,7 +16,7 @@ Switches = dict[str, tuple[Any, ...]]
 """Of every module with adapters these fields, by its name; under a parameter's name, whether it is trained."""
 
 
-def switches_of(engine: TreeEngine) -> Switches:
+def switches_of(engine: "TreeEngine") -> Switches:
     """How everything is switched now."""
     found: Switches = {}
     for name, module in engine.model.named_modules():
@@ -29,23 +30,27 @@ def switches_of(engine: TreeEngine) -> Switches:
     return found
 
 
-def check_switches(before: Switches, now: Switches) -> None:
-    """Raise RuntimeError, naming the first thing that was switched and how, unless both are the same."""
+def check_switches(before: Switches, now: Switches, what: str) -> None:
+    """Raise RuntimeError, naming the first thing that was switched and how, unless both are the same.
+
+    Args:
+        what: the call that scored.
+    """
     for name in [*before, *now]:
         then, after = before.get(name), now.get(name)
         if then == after:
             continue
         if then is None or after is None:
-            what = f"{name} was {'added' if then is None else 'taken away'}"
+            changed = f"{name} was {'added' if then is None else 'taken away'}"
         elif len(then) == 1:
-            what = f"requires_grad of {name} was {then[0]} and is {after[0]}"
+            changed = f"requires_grad of {name} was {then[0]} and is {after[0]}"
         else:
             field = next(field for field, a, b in zip(_ADAPTERS, then, after, strict=True) if a != b)
             at = _ADAPTERS.index(field)
-            what = f"{field.lstrip('_')} of {name} was {then[at]} and is {after[at]}"
+            changed = f"{field.lstrip('_')} of {name} was {then[at]} and is {after[at]}"
         raise RuntimeError(
-            f"the model was switched between treetrain.logprobs and its backward ({what}); gradients would be those of "
-            "another model: call backward first, or switch back, or call logprobs again"
+            f"the model was switched between {what} and its backward ({changed}); gradients would be those of another "
+            "model: call backward first, or switch back, or score again"
         )
 
 

@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-from treetrain.engine.batch import as_tree, check_batch
+from treetrain.device_arrays import on_device
+from treetrain.engine.batch import as_tree, check_batch, rewards_layout
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.primitive import check_whole_where_live, is_live, scored
+from treetrain.engine.primitive import check_alone_where_live, scored
 from treetrain.engine.routing import check_auxiliary
-from treetrain.errors import DataError
+from treetrain.engine.score import is_live
 from treetrain.plan.budget import Bytes
 from treetrain.tree.build import Row
-from treetrain.tree.layout import pack_states
+from treetrain.tree.layout import PackedLayout, pack_states
 from treetrain.tree.token_tree import TokenTree
 
 
@@ -45,7 +45,7 @@ def values(
     """
     engine, tree = _prepared(model, sequences, budget, head)
     offsets, index = tree.paths()
-    found = _values_at(engine, tree, np.ones(tree.num_tokens, bool), index)
+    found = _values_at(engine, tree, pack_states(tree), index)
     return list(found.split(np.diff(offsets).tolist()))
 
 
@@ -71,16 +71,8 @@ def rewards(
         DataError: a sequence without tokens; otherwise as `values`.
     """
     engine, tree = _prepared(model, sequences, budget, head)
-    if tree.num_trajectories and int(tree.trajectory_length.min()) == 0:
-        number = int(tree.trajectory_length.argmin())
-        raise DataError(f"sequence number {number} (from 0) has no tokens, so no last one; leave it out")
-    scalar = engine.capabilities.scalar
-    last = tree.trajectory_last.astype(np.int64)
-    if scalar is not None and scalar.pooled and scalar.pad_token is not None:
-        last = _before_padding(tree, last, scalar.pad_token)
-    wanted = np.zeros(tree.num_tokens, bool)
-    wanted[last] = True
-    return _values_at(engine, tree, wanted, last)
+    layout, last = rewards_layout(tree, engine.capabilities)
+    return _values_at(engine, tree, layout, last)
 
 
 def _prepared(
@@ -90,7 +82,7 @@ def _prepared(
 
     def prepared() -> TokenTree:
         engine.prepare(logprobs=False, values=True)
-        check_whole_where_live(engine)
+        check_alone_where_live(engine, "treetrain.values")
         if is_live(engine):
             check_auxiliary(engine.capabilities.experts, False)
         tree = as_tree(sequences, merge=True)
@@ -100,27 +92,13 @@ def _prepared(
     return engine, engine.together("treetrain.values", prepared)
 
 
-def _values_at(engine: TreeEngine, tree: TokenTree, wanted: np.ndarray, index: np.ndarray) -> Tensor:
-    """[T] or [T, c] values of tokens.
+def _values_at(engine: TreeEngine, tree: TokenTree, layout: PackedLayout, index: np.ndarray) -> Tensor:
+    """[T] or [T, c] values at rows of a layout.
 
     Args:
-        wanted: bool [N]: tokens whose value is computed.
-        index: int64 [T]: those that are read, in order.
+        index: int64 [T]: the rows that are read, in order.
     """
-    layout = pack_states(tree, wanted)
-    board, _ = scored(engine, tree, layout)
+    board, _ = scored(engine, tree, layout, "treetrain.values")
     if board.values is None:
         return board.logprobs.new_zeros(0)
-    row_of = np.cumsum(wanted) - 1
-    return board.values.index_select(0, torch.from_numpy(row_of[index]).to(board.values.device))
-
-
-def _before_padding(tree: TokenTree, last: np.ndarray, pad_token: int) -> np.ndarray:
-    """int64 [K]: the last token at or above each that is no padding; the root where there is none."""
-    last = last.copy()
-    while True:
-        padded = tree.tokens[last] == pad_token
-        above = tree.parent[last]
-        if not (padded & (above >= 0)).any():
-            return last
-        last = np.where(padded & (above >= 0), above, last)
+    return board.values.index_select(0, on_device(index, board.values.device))

@@ -17,7 +17,7 @@ from treetrain.attention.carry import Carry
 from treetrain.engine.feed import Board, Feed, Seeds
 from treetrain.engine.head import Scores
 from treetrain.engine.hooks import hooks_once
-from treetrain.engine.lockstep import Lockstep, in_step
+from treetrain.engine.lockstep import Lockstep, Reduces, in_step
 from treetrain.engine.memory import Passes, StepOutOfMemory, is_out_of_memory, release_cached
 from treetrain.engine.packed import PackedRun, model_device
 from treetrain.engine.routing import Routing, switched
@@ -95,6 +95,7 @@ class Walk:
         passes: takes note of what fitted.
         routing: what the step does with the routers of experts.
         lockstep: the common order of passes, where every pass is one of all ranks.
+        statistics: whether scores that are written to a board come with `Statistics`.
     """
 
     def __init__(
@@ -109,8 +110,10 @@ class Walk:
         passes: Passes | None = None,
         routing: Routing | None = None,
         lockstep: Lockstep | None = None,
+        statistics: bool = False,
     ):
-        self._lockstep = lockstep
+        self._lockstep, self._statistics = lockstep, statistics
+        self._waiting: list[_Pass] = []
         self._routing, self._gradients = routing, gradients
         self._model, self._capabilities, self._temperature, self._run_type = model, capabilities, temperature, run_type
         self._layout = plan.layout
@@ -155,6 +158,69 @@ class Walk:
                 self._score(self._halves(tokens, attach), board, need_entropy)
             elif board is not None:
                 board.write(*done)
+
+    # ---- forward now, backward later
+
+    def forward_all(self, board: Board, *, need_entropy: bool) -> None:
+        """Fill a board, keeping the graphs of all parts for `backward_all`. The plan must keep all.
+
+        Raises:
+            StepOutOfMemory: the graphs do not fit beside each other.
+        """
+        plan = self._outer.plan
+        try:
+            with (
+                torch.enable_grad(),
+                self._run_type.mode(self._model),
+                self._routers(),
+                self._gradient_sinks() as self._sinks,
+                in_step(self._lockstep, forwards=True),
+            ):
+                # Parts are numbered depth first, so what a part continues has run. Nothing of the carry is released.
+                for part in range(plan.num_parts):
+                    tokens, attach = plan.tokens(part), int(plan.attach[part])
+                    self._allocate(plan.exported_tokens(part))
+                    if self._lockstep is not None:
+                        self._lockstep.before("forward")
+                    done = self._forward(tokens, attach, need_entropy=need_entropy)
+                    if self._lockstep is not None:
+                        self._lockstep.after("forward", done.scores.live)
+                    self._passes.graph.append((self._alive, len(tokens)))
+                    self._alive += len(tokens)
+                    self._waiting.append(done)
+                    board.write(*done)
+        except Exception as error:
+            self._waiting.clear()
+            if not is_out_of_memory(error):
+                raise
+            raise StepOutOfMemory(plan.peak_tokens, begun=False) from error
+
+    def backward_all(self, feed: Feed, reduces: Reduces = "each") -> None:
+        """The backwards of `forward_all`, the last part first: all below a part stands after it.
+
+        Raises:
+            StepOutOfMemory: gradients so far are incomplete.
+        """
+        if self._lockstep is not None:
+            self._lockstep.begin_backwards(reduces)
+        try:
+            with (
+                torch.enable_grad(),
+                self._run_type.mode(self._model),
+                self._routers(),
+                hooks_once(*self._modules()),
+                in_step(self._lockstep),
+            ):
+                while self._waiting:
+                    self._backward(self._waiting.pop(), feed)
+                if self._sinks is not None:
+                    self._sinks.deliver()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise StepOutOfMemory(self._alive or self._outer.plan.peak_tokens, begun=self._begun) from error
+        finally:
+            self._waiting.clear()
 
     # ---- with gradients
 
@@ -316,6 +382,7 @@ class Walk:
             coefficients=coefficients,
             sinks=self._sinks,
             meets_all=self._lockstep is not None,
+            need_statistics=self._statistics and score,
         )
         return _Pass(piece, scores)
 

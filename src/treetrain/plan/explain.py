@@ -62,6 +62,7 @@ class Purpose:
             "recomputed_tokens": plan.recomputed_tokens,
             "least_recomputed_tokens": least_recomputed(plan.layout, longest if self.tokens is None else self.tokens),
             "passes_without_graph": _passes_without_graph(plan),
+            "scores_first": plan.scores_first,
             "peak_tokens": plan.peak_tokens,
             "peak_bytes": self.prices.peak_bytes(plan),
             "peak_bytes_by": self.prices.bytes_by(plan),
@@ -109,8 +110,16 @@ class Purpose:
         return rows
 
 
+SCORED_FIRST = {
+    "kept": "all parts run forward once; their graphs are kept until the loss is known",
+    "recomputed": "all parts run forward without graph, and again with graph when the loss is known (4/3 of the work)",
+}
+"""What a plan does where the loss is known only when everything has been scored."""
+
+
 def _passes_without_graph(plan: Plan) -> int:
-    return int(plan.publish.max(initial=-1)) + 1
+    scored = plan.num_parts if plan.scores_first == "recomputed" else 0
+    return int(plan.publish.max(initial=-1)) + 1 + scored
 
 
 def _sentences(facts: dict[str, Any], budget: int | Bytes | None) -> list[tuple[str, str]]:
@@ -129,6 +138,7 @@ def _sentences(facts: dict[str, Any], budget: int | Bytes | None) -> list[tuple[
         ("tokens", f"{computed}; {longest}"),
         ("recomputed", f"{again:,} tokens forward; {least:,} is the least possible at this budget"),
         ("passes", passes),
+        *([] if facts["scores_first"] == "no" else [("scored first", SCORED_FIRST[facts["scores_first"]])]),
         ("alive at once", f"{facts['peak_tokens']:,} tokens"),
         ("peak memory", f"{Bytes(round(facts['peak_bytes']))} above model, gradients and optimiser state (predicted)"),
         (

@@ -7,7 +7,7 @@ made when everything below has run). Tokens that have descendants in other parts
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
@@ -60,6 +60,10 @@ class Plan:
     """bool [M]: tokens with descendants in another part."""
     publish: Int64s
     """int64 [P]: the pass without graph that publishes a late part's exported tokens; -1 for kept and closed parts."""
+    scores_first: Literal["no", "kept", "recomputed"] = "no"
+    """When the loss is evaluated. no: while the parts run, each trajectory when its last prediction is scored. kept:
+    when all parts have run forward, and the graphs of all are kept for that long. recomputed: when all parts have run
+    once without graph; then they run as this plan says."""
     made_for: Explainer | None = None
     """What `make_plan` made it for; None for a plan made otherwise."""
 
@@ -177,8 +181,17 @@ class Plan:
         while stack:
             yield "close", stack.pop()
 
+    def keeping_all(self) -> Self:
+        """The same parts, all run forward before the first goes backward."""
+        late = np.full_like(self.publish, -1)
+        return replace(self, kept=self.is_open, publish=late, scores_first="kept")
+
     def events(self) -> Iterator[Event]:
-        """The passes of a training step, in order."""
+        """The passes of a training step, in order; those that score parts beforehand without graph are left out."""
+        if self.scores_first == "kept":
+            yield from (Event("forward", part) for part in range(self.num_parts))
+            yield from (Event("backward", part) for part in reversed(range(self.num_parts)))
+            return
         for visit, part in self.visits():
             if visit == "open":
                 if self.kept[part]:
@@ -213,6 +226,8 @@ class Plan:
 
     def _most_held(self, handed_on: Bools) -> int:
         """Most of these tokens, bool [M], in parts whose carry is held at once."""
+        if self.scores_first == "kept":
+            return int(handed_on.sum())
         exports = np.bincount(self.part_of[handed_on], minlength=self.num_parts).tolist()
         top, most = [0] * (self.num_parts + 1), 0  # the last entry is read at roots, whose parent is -1
         for part, parent in enumerate(self.parent.tolist()):
@@ -225,12 +240,17 @@ class Plan:
 
     @cached_property
     def recomputed_tokens(self) -> int:
-        """Tokens whose forward runs twice: the exported ones of late parts."""
-        return int(self.exported[(self.publish >= 0)[self.part_of]].sum()) if self.num_parts else 0
+        """Tokens of passes without graph: the exported ones of late parts, and all where all are scored beforehand."""
+        if not self.num_parts:
+            return 0
+        late = int(self.exported[(self.publish >= 0)[self.part_of]].sum())
+        return late + (self.layout.num_tokens if self.scores_first == "recomputed" else 0)
 
     @cached_property
     def alive(self) -> Int64s:
-        """int64 [P]: tokens whose graph is alive while each part runs, kept ancestors included."""
+        """int64 [P]: tokens whose graph is alive while each part runs, kept ones included."""
+        if self.scores_first == "kept":
+            return np.cumsum(self.sizes)
         alive = np.zeros(self.num_parts, np.int64)
         held = np.zeros(self.num_parts + 1, np.int64)  # by kept parts, down to and including each
         sizes, kept, parent = self.sizes.tolist(), self.kept.tolist(), self.parent.tolist()

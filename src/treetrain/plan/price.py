@@ -68,6 +68,9 @@ class CostModel:
         again = self._layer_seconds(plan.recomputed_tokens)
         again += self._pair_seconds(layout.positions[late])
         publishing = int(plan.publish.max(initial=-1)) + 1
+        if plan.scores_first == "recomputed":
+            again += pairs + 2.0 * len(layout.rows) * self.shape.hidden * self.shape.vocab / c.head_flops
+            publishing += plan.num_parts
         moved = plan.num_parts * c.graph_pass_bytes + publishing * c.forward_pass_bytes
         return {
             "layers": forward * (1 + c.backward_ratio),
@@ -158,7 +161,9 @@ def _count(plan: Plan) -> _Counts:
 
 
 def _held(plan: Plan, graph: Floats) -> Floats:
-    """float64 [P]: bytes of the graphs of each part's kept ancestors."""
+    """float64 [P]: bytes of the graphs alive beside each part's: those of its kept ancestors, or of all before it."""
+    if plan.scores_first == "kept":
+        return np.cumsum(graph) - graph
     kept, sizes = plan.kept.tolist(), graph.tolist()
     above = np.zeros(plan.num_parts)
     through = [0.0] * (plan.num_parts + 1)  # the last entry is read at roots, whose parent is -1

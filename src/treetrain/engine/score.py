@@ -1,0 +1,380 @@
+"""Score now, backward later: the primitive that frameworks stand on.
+
+`Scored` is what `TreeEngine.score` hands out: leaf tensors that any code may compute a loss from. When that loss's
+backward has ended in the leaves, `Scored.backward` takes the gradients that lie there through the tree, once.
+
+`Scoring` does the work for it, and for `treetrain.logprobs`, `values` and `rewards`, which are the same within
+autograd. Where the graphs of all parts fit into the budget they are kept between the two, and nothing runs twice. Else
+the parts are scored without graph, and run again when the gradients are known.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from treetrain.device_arrays import on_device
+from treetrain.engine.batch import Batch
+from treetrain.engine.feed import Board, Known
+from treetrain.engine.hooks import hooks_aside
+from treetrain.engine.lockstep import Reduces
+from treetrain.engine.memory import Passes, Sizes, why_not_again, within_memory
+from treetrain.engine.packed import model_device, wide_dtype
+from treetrain.engine.ranks import is_shard, waiting_gradients
+from treetrain.engine.routing import Routing
+from treetrain.engine.switches import check_switches, switches_of
+from treetrain.engine.walk import Walk
+from treetrain.errors import RanksDisagree
+from treetrain.plan.plan import Plan
+from treetrain.tree.layout import PackedLayout
+from treetrain.tree.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from treetrain.engine.engine import TreeEngine
+
+
+def is_live(engine: "TreeEngine") -> bool:
+    """Whether anybody could ask for gradients of what is scored now."""
+    return torch.is_grad_enabled() and any(p.requires_grad for p in engine.parameters)
+
+
+class Scoring:
+    """A batch that is scored now and may go backward later, once.
+
+    Args:
+        engine: prepared for the call.
+        layout: what is computed of the tree.
+        entropy, statistics: what is asked for beside log-probabilities.
+        balanced: whether the routers' auxiliary loss is asked for.
+    """
+
+    def __init__(
+        self,
+        engine: "TreeEngine",
+        tree: TokenTree,
+        layout: PackedLayout,
+        *,
+        entropy: bool = False,
+        statistics: bool = False,
+        balanced: bool = False,
+    ):
+        self.engine, self.layout, self.live = engine, layout, is_live(engine)
+        self.routing: Routing | None = engine.routing(tree, balanced=balanced)
+        self.plan = self._planned()
+        self.passes = Passes(trains=self.live)
+        device, wide = model_device(engine.model), wide_dtype(engine.model)
+        sizes = layout.num_edges, len(layout.rows)
+        self.board = Board(*sizes, wide, device, entropy=entropy, statistics=statistics)
+        self._entropy, self._spent = entropy, False
+        self._kept: Walk | None = None
+        self._scored: Sizes = []
+        if self.live:
+            self._weights, self._switches = self._fingerprint(), switches_of(engine)
+        # Backward usually happens outside the caller's autocast; what is run again there needs it back.
+        self._autocast: Callable[[], AbstractContextManager[Any]] = partial(
+            torch.autocast,
+            device.type,
+            dtype=torch.get_autocast_dtype(device.type),
+            enabled=torch.is_autocast_enabled(device.type),
+            cache_enabled=torch.is_autocast_cache_enabled(),
+        )
+
+    def _planned(self) -> Plan:
+        """The engine's plan, and what becomes of the graphs; ranks in lockstep do the same."""
+        if not self.live:
+            return self.engine.plan_of(self.layout)
+        plan = self.engine.plan_to_score(self.layout)
+        if self.engine.in_lockstep:
+            _, keeps = self.engine.ranks.agree("planning a score", lambda: (None, plan.scores_first == "kept"))
+            if not all(keeps):
+                plan = self.engine.plan_to_score(self.layout, keep=False)
+        return plan
+
+    def _fingerprint(self) -> Tensor:
+        """[P] sums of the weights, frozen ones too (a part that is run again would see their new values).
+
+        Version counters do not do: fused optimisers and writes through ``.data`` leave them as they are.
+        """
+        with torch.no_grad():
+            weights = [getattr(p, "_local_tensor", p) for p in self.engine.parameters]
+            sums = [p.sum(dtype=torch.float64) for p in weights]
+        return torch.stack([total.to(sums[0].device) for total in sums])
+
+    @property
+    def aux(self) -> Tensor:
+        """The auxiliary loss of the routers, before its coefficient; 0 where it was not asked for."""
+        nothing = self.board.logprobs.new_zeros(())
+        return nothing if self.routing is None or not self.routing.balanced else self.routing.loss.to(nothing)
+
+    def forward(self) -> Board:
+        """Score everything; returns the board, whose tensors are in no graph."""
+        if self.layout.num_tokens or self.engine.in_lockstep:
+            _, self.plan, self.passes = self._within_memory(self._forward)
+            self._scored = self.passes.scored
+        if self.routing is not None:
+            self.routing.settle()
+        return self.board
+
+    def _forward(self, plan: Plan, passes: Passes) -> None:
+        if self.routing is not None:
+            self.routing.begin()
+        keeps = plan.scores_first == "kept"
+        walk = self.engine.walk(
+            plan, passes, self.routing, gradients=keeps, statistics=self.board.statistics is not None
+        )
+        if keeps:
+            walk.forward_all(self.board, need_entropy=self._entropy)
+            self._kept = walk
+        else:
+            walk.score(self.board, need_entropy=self._entropy)
+
+    def check_backward(self, what: str) -> None:
+        """Raise RuntimeError where a backward now would not be that of what was scored.
+
+        Args:
+            what: the call that scored, for the message.
+        """
+        if not self.live:
+            raise RuntimeError(
+                f"{what} ran under torch.no_grad (or nothing is trained): there is no graph to go through"
+            )
+        if self._spent:
+            raise RuntimeError(f"a second backward through {what}: its graph is freed by the first; call it again")
+        if not torch.equal(self._weights, self._fingerprint()):
+            raise RuntimeError(
+                f"the model's weights have changed between {what} and its backward (an optimiser step?); gradients "
+                "would be those of other weights: call backward first, or score again"
+            )
+        check_switches(self._switches, switches_of(self.engine), what)
+
+    def backward(
+        self,
+        edges: Tensor,
+        rows: Tensor | None,
+        values: Tensor | None,
+        aux: Tensor | float = 0.0,
+        *,
+        reduces: Reduces = "each",
+        attempt: Callable[[Callable[[], None]], Any] = lambda run: run(),
+    ) -> Any:
+        """Add gradients to ``.grad``. Call `check_backward` first.
+
+        Args:
+            edges: [E] d loss / d log-probability.
+            rows: [R] d loss / d entropy, or None.
+            values: [R] or [R, c] d loss / d value, or None.
+            aux: d loss / d auxiliary loss.
+            reduces: which backwards reduce sharded gradients.
+            attempt: calls what it is given, and leaves gradients as they were if that fails. Where memory runs out it
+                is asked again, with smaller parts. What it returns is returned.
+        """
+        self._spent = True
+        if self.routing is not None:
+            self.routing.scale = torch.as_tensor(aux).double()
+        if not self.layout.num_tokens and not self.engine.in_lockstep:
+            return attempt(lambda: None)
+
+        def run(plan: Plan, passes: Passes) -> Any:
+            return attempt(lambda: self._backward(plan, passes, edges, rows, values, reduces))
+
+        found, self.plan, self.passes = self._within_memory(run)
+        return found
+
+    def _backward(
+        self, plan: Plan, passes: Passes, edges: Tensor, rows: Tensor | None, values: Tensor | None, reduces: Reduces
+    ) -> None:
+        walk, self._kept = self._kept, None
+        if walk is not None:
+            walk.backward_all(Known(self.board, edges, rows, values), reduces)
+            return
+        board = Board(len(edges), len(plan.layout.rows), edges.dtype, edges.device, entropy=self._entropy)
+        again = self.engine.walk(plan, passes, self.routing, gradients=True, reduces=reduces)
+        with self._autocast():
+            again.train(Known(board, edges, rows, values))
+
+    def _within_memory(self, run: Callable[[Plan, Passes], Any]) -> tuple[Any, Plan, Passes]:
+        if self.engine.in_lockstep:
+            passes = Passes(None, self._scored, trains=self.live)
+            return run(self.plan, passes), self.plan, passes
+        smaller = partial(self.engine.smaller_plan_to_score, self.layout, live=self.live)
+        return within_memory(self.engine.model, self.plan, run, smaller, scored=self._scored, trains=self.live)
+
+
+class Scored:
+    """Scores of a batch, to compute a loss from; made by `TreeEngine.score`.
+
+    The tensors are leaves. Call ``backward`` on a loss that is computed from them, then `backward` here.
+    """
+
+    logprobs: list[Tensor]
+    """K tensors [L_k - 1], in nats: entry t is the log-probability of token t + 1 of a trajectory."""
+    entropies: list[Tensor] | None
+    """K tensors [L_k - 1], in nats: entropy of the distribution that token t + 1 was drawn from; None if not asked."""
+    values: list[Tensor] | None
+    """K tensors [L_k - 1] or [L_k - 1, c]: value of the state before token t + 1; None if not asked for."""
+    rewards: Tensor | None
+    """[K] or [K, c]: what a reward model says of every trajectory; None if not asked for."""
+    is_top1: list[Tensor] | None
+    """K tensors bool [L_k - 1]: whether token t + 1 is the most likely one; None without statistics."""
+    mean_logits: list[Tensor] | None
+    """K tensors [L_k - 1]: mean logit over the vocabulary, divided by the temperature; None without statistics."""
+    log_sum_sq_probs: list[Tensor] | None
+    """K tensors [L_k - 1]: log of the sum of squared probabilities; None without statistics."""
+    aux_loss: Tensor | None
+    """The routers' auxiliary loss over all tokens of all trajectories, before its coefficient; None for a model whose
+    configuration does not ask for it."""
+    flat_tokens: int
+    """Tokens summed over the trajectories."""
+    unique_tokens: int
+    """Tokens of the tree."""
+    computed_tokens: int
+    """Tokens that went through the model: the tree's, less what no wanted prediction depends on."""
+
+    def __init__(self, scoring: Scoring, tree: TokenTree, batch: Batch, *, values: bool, aux: bool):
+        self._scoring, self._batch = scoring, batch
+        self._last: np.ndarray | None = None
+        board, every = scoring.board, batch.everything()
+        per_edge = lambda x: every.per_trajectory(every.per_prediction(x))  # noqa: E731
+        per_row = lambda x: every.per_trajectory(every.per_prediction_entropy(x))  # noqa: E731
+        self.logprobs = self._leaves(per_edge(board.logprobs))
+        self.entropies = None if board.entropies is None else self._leaves(per_row(board.entropies))
+        self.values = self.rewards = None
+        if values:
+            found = board.logprobs.new_zeros(len(batch.layout.rows)) if board.values is None else board.values
+            self.values = self._leaves(per_row(found))
+        self.is_top1 = self.mean_logits = self.log_sum_sq_probs = None
+        if board.statistics is not None:
+            self.is_top1 = per_edge(board.statistics.is_top1)
+            self.mean_logits = per_row(board.statistics.mean_logits)
+            self.log_sum_sq_probs = per_row(board.statistics.log_sum_sq_probs)
+        self.aux_loss = self._leaves([scoring.aux])[0] if aux else None
+        self._count(tree)
+
+    @classmethod
+    def of_rewards(cls, scoring: Scoring, tree: TokenTree, last: np.ndarray) -> "Scored":
+        """Rewards alone.
+
+        Args:
+            last: int64 [K]: the row that holds the value of each trajectory's last token.
+        """
+        self = cls.__new__(cls)
+        self._scoring, self._last, self.logprobs = scoring, last, []
+        self.entropies = self.values = self.is_top1 = self.mean_logits = self.log_sum_sq_probs = self.aux_loss = None
+        values = scoring.board.values
+        found = scoring.board.logprobs.new_zeros(0) if values is None else values[on_device(last, values.device)]
+        self.rewards = self._leaves([found])[0]
+        self._count(tree)
+        return self
+
+    def _count(self, tree: TokenTree) -> None:
+        self.flat_tokens, self.unique_tokens = tree.num_flat_tokens, tree.num_tokens
+        self.computed_tokens = self._scoring.layout.num_tokens
+
+    def _leaves(self, found: list[Tensor]) -> list[Tensor]:
+        return [x.detach().clone().requires_grad_(self._scoring.live) for x in found]
+
+    @property
+    def plan(self) -> Plan:
+        """The parts that are run; ``plan.scores_first`` says whether their graphs are kept or they run again."""
+        return self._scoring.plan
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens run forward without graph so far, beside those of passes with graph."""
+        passes = self._scoring.passes
+        return sum(tokens for _, tokens in passes.published + passes.scored)
+
+    @property
+    def parts(self) -> int:
+        """Parts of the plan."""
+        return self._scoring.plan.num_parts
+
+    def backward(self, *, sync: bool = True) -> None:
+        """Take the gradients that have arrived in the leaves through the tree, and add to the parameters' ``.grad``.
+
+        Args:
+            sync: over several ranks: replace gradients by their mean over the ranks (sharded ones: reduce them), as
+                `DistributedDataParallel` does. False leaves every rank its own: for all calls of an accumulation but
+                the last.
+
+        Raises:
+            RuntimeError: a second call; weights, adapters or what is trained changed since `score`; no gradient has
+                arrived; a score under ``torch.no_grad``; memory ran out while gradients of earlier calls lay in
+                ``.grad``.
+            RanksDisagree: another rank could not make its own.
+        """
+        engine = self._scoring.engine
+        never = why_not_again(engine.parameters, waiting_gradients(engine.model, engine.value_head))
+
+        def run() -> tuple[None, Any]:
+            self._scoring.check_backward("TreeEngine.score")
+            attempt = partial(engine.undone_if_it_fails, never)
+            self._scoring.backward(*self._gradients(), reduces="each" if sync else "never", attempt=attempt)
+            return None, sync
+
+        if not (sync or engine.in_lockstep):
+            run()
+            return
+        try:
+            engine.ranks.agree("Scored.backward", run)
+        except RanksDisagree as error:
+            engine.take_back(never, error)
+            raise
+        if sync:
+            engine.ranks.average_gradients([p for p in engine.parameters if not is_shard(p)])
+
+    def _gradients(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | float]:
+        """What has arrived, by edge and row of the layout."""
+        board, values = self._scoring.board, self._scoring.board.values
+        leaves = [*self.logprobs, *(self.entropies or []), *(self.values or [])]
+        leaves += [x for x in (self.rewards, self.aux_loss) if x is not None]
+        if any(x.numel() for x in leaves) and all(x.grad is None for x in leaves):
+            raise RuntimeError(
+                "no gradient has arrived in what TreeEngine.score gave: call backward on a loss that is computed from "
+                "it first"
+            )
+        nothing = torch.zeros_like(board.logprobs)
+        if self._last is not None:
+            reward = None if self.rewards is None else self.rewards.grad
+            spread = None if values is None or reward is None else _added_up(values, self._last, reward)
+            return nothing, None, torch.zeros_like(values) if values is not None and spread is None else spread, 0.0
+        every = self._batch.everything()
+        used = on_device(np.flatnonzero(self._batch.used), board.device)
+
+        def per_place(like: Tensor | None, leaves: list[Tensor] | None, places: np.ndarray) -> Tensor | None:
+            if like is None or leaves is None:
+                return None
+            grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+            flat = torch.cat([like.new_zeros(0, *like.shape[1:]), *(g.to(like.dtype) for g in grads)])
+            return _added_up(like, places, flat.index_select(0, used))
+
+        edges = per_place(board.logprobs, self.logprobs, every.edges)
+        assert edges is not None
+        aux = 0.0 if self.aux_loss is None or self.aux_loss.grad is None else self.aux_loss.grad
+        rows = per_place(board.entropies, self.entropies, every.rows)
+        return edges, rows, per_place(values, self.values, every.rows), aux
+
+
+def _added_up(like: Tensor, places: np.ndarray, found: Tensor) -> Tensor:
+    """Gradients [T] added up where they were read from, in the shape and dtype of `like`; in float64 on the way, since
+    thousands of trajectories may share a place."""
+    total = torch.zeros_like(like, dtype=torch.float64)
+    return total.index_add_(0, on_device(places, like.device), found.double()).to(like.dtype)
+
+
+def collected(parameters: Sequence[nn.Parameter], run: Callable[[], None]) -> tuple[Tensor | None, ...]:
+    """What a call leaves in ``.grad``, which is put back as it was; no hook of the parameters runs."""
+    before = [p.grad for p in parameters]
+    try:
+        for p in parameters:
+            p.grad = None
+        with hooks_aside(parameters):
+            run()
+        return tuple(p.grad for p in parameters)
+    finally:
+        for p, grad in zip(parameters, before):
+            p.grad = grad

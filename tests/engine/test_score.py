@@ -1,0 +1,425 @@
+"""`TreeEngine.score` hands out leaves; what arrives in them goes through the tree once, in every plan."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import treetrain as tt
+from support import linear
+from support.forests import VOCAB, dress, forests
+from support.hybrids import make_hybrid
+from support.models import make_model
+from support.passes import unique_ids
+from support.plans import planned
+from support.pure import PureFloat64
+from treetrain.engine.memory import StepOutOfMemory
+from treetrain.engine.walk import Walk
+from treetrain.plan.price import CostModel
+
+TRUNK = list(range(9))
+ROWS = [
+    [*TRUNK, 20, 21, 22],
+    [*TRUNK, 20, 21, 23, 24],
+    [*TRUNK, 20, 21, 23, 24],
+    [*TRUNK[:4], 25, 26],
+    TRUNK[:4],
+    [30, 31, 32],
+    [30, 33],
+    [34],
+    [],
+]
+SHAPES = [("1 part", "none"), ("N/4", "mixed"), ("one segment per part", "none"), ("chunks of 2", "all")]
+every_plan = pytest.mark.parametrize(("shape", "keep"), SHAPES)
+every_way = pytest.mark.parametrize("graphs", ["kept", "recomputed"])
+
+
+@pytest.fixture(autouse=True)
+def pure_float64():
+    """Norms of transformers that compute in float32 do not."""
+    with PureFloat64():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("qwen3", dtype=torch.float64)
+
+
+def engine_with(model, shape, keep, graphs, **options):
+    """An engine whose plans have one shape, and whose graphs are kept or not."""
+
+    class Forced(planned(shape, keep)):
+        def plan_to_score(self, layout, *, keep=True):
+            return super().plan_to_score(layout, keep=graphs == "kept")
+
+        def _fits(self, plan):
+            return True
+
+    return Forced(model, **options)
+
+
+def some_loss(logprobs, entropies):
+    """Not linear, other weights for every row and token, and nothing of the third row."""
+    total = torch.zeros((), dtype=torch.float64)
+    for number, (row, entropy) in enumerate(zip(logprobs, entropies)):
+        if number != 2 and len(row):
+            weights = torch.linspace(0.3, 1.7, len(row), dtype=row.dtype) * (number + 1)
+            total = total + (weights * (row.exp() + 0.2 * row.square() + 0.5 * entropy)).sum() + row.sum() ** 2 / 9
+    return total
+
+
+def linear_gradients(model, rows, temperature=1.0):
+    scores = linear.score_rows(model, rows, temperature)
+    loss = some_loss(*scores)
+    return loss.detach(), linear.gradients(model, loss), scores
+
+
+@every_way
+@every_plan
+def test_a_loss_of_ones_own_has_the_gradients_of_rows_alone(model, shape, keep, graphs):
+    loss, truth, scores = linear_gradients(model, ROWS, 1.3)
+    engine = engine_with(model, shape, keep, graphs, temperature=1.3)
+    model.zero_grad()
+    for times in (1, 2):  # gradients add up
+        scored = engine.score(ROWS, entropies=True)
+        for own, expected in zip(scored.logprobs, scores[0], strict=True):
+            assert own.is_leaf and own.requires_grad and torch.allclose(own, expected, atol=1e-12)
+        found = some_loss(scored.logprobs, scored.entropies)
+        found.backward()
+        scored.backward()
+        assert abs(found.item() - loss.item()) <= 1e-12 * abs(loss.item())
+        assert linear.relative_error(linear.gradients(model), times * truth) <= 1e-12
+    assert scored.plan.scores_first == graphs and scored.parts == scored.plan.num_parts
+    assert (scored.recomputed_tokens == 0) == (graphs == "kept")
+
+
+@settings(max_examples=15, deadline=None)
+@given(forests(), st.sampled_from(SHAPES), st.sampled_from(["kept", "recomputed"]), st.integers(0, 99))
+def test_random_forests(rows, plan, graphs, seed):
+    model = make_model("llama", dtype=torch.float64, seed=seed % 3)
+    if not any(len(row) > 1 for number, row in enumerate(rows) if number != 2):
+        rows = [[1, 2], *rows]
+    _, truth, _ = linear_gradients(model, rows)
+    scored = engine_with(model, *plan, graphs).score(rows, entropies=True)
+    some_loss(scored.logprobs, scored.entropies).backward()
+    scored.backward()
+    assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+
+
+@every_way
+def test_a_mask_says_what_is_computed(model, graphs):
+    rng = np.random.default_rng(1)
+    mask = [rng.random(max(len(row) - 1, 0)) < 0.4 for row in ROWS]
+    logprobs, _ = linear.score_rows(model, ROWS)
+    wanted = [torch.from_numpy(m) for m in mask]
+    truth_scores = [torch.where(m, x, 0.0) for m, x in zip(wanted, logprobs)]
+    truth = linear.gradients(model, sum(row.square().sum() for row in truth_scores))
+    for given_mask in (mask, [m * 0.5 for m in mask], [m.tolist() for m in mask]):
+        model.zero_grad()
+        scored = engine_with(model, "N/4", "mixed", graphs).score(ROWS, entropies=True, mask=given_mask)
+        for own, expected in zip(scored.logprobs, truth_scores, strict=True):
+            assert torch.allclose(own, expected, atol=1e-12)
+        # What is not wanted gets no gradient, whatever the loss says.
+        sum((row - 1e3 * (row == 0)).square().sum() for row in scored.logprobs).backward()
+        scored.backward()
+        assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+    assert scored.computed_tokens < scored.unique_tokens
+    live = tt.logprobs(model, ROWS, mask=mask)
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(live, truth_scores))
+    model.zero_grad()
+    sum(row.square().sum() for row in live).backward()
+    assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+    assert all(
+        torch.allclose(a, b, atol=1e-12) for a, b in zip(tt.TreeEngine(model).logprobs(ROWS, mask=mask), truth_scores)
+    )
+
+
+def test_a_mask_of_another_shape_is_refused(model):
+    engine = tt.TreeEngine(model)
+    with pytest.raises(tt.DataError, match=r"mask has 1 rows, the batch 2"):
+        engine.score([[1, 2], [1, 3]], mask=[[1]])
+    with pytest.raises(tt.DataError, match=r"trajectory number 1 has 2 tokens, its mask the shape \(2,\); give 1"):
+        engine.score([[1, 2], [1, 3]], mask=[[1], [1, 1]])
+
+
+def test_forward_backward_computes_what_a_mask_wants(model):
+    rows = dress([row for row in ROWS if len(row) > 1], 3)
+    mask = [np.arange(len(row) - 1) % 2 for row in rows]
+
+    class Sum:
+        def __call__(self, logprobs, entropies, row):
+            return logprobs.square().sum(), {}
+
+        def normaliser(self, rows):
+            return 1.0
+
+    logprobs, _ = linear.score_rows(model, [row.ids.tolist() for row in rows])
+    truth = linear.gradients(model, sum((torch.from_numpy(m) * x).square().sum() for m, x in zip(mask, logprobs)))
+    model.zero_grad()
+    result = tt.TreeEngine(model).forward_backward(rows, Sum(), mask=mask)
+    assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+    assert result.computed_tokens < result.unique_tokens
+
+
+@every_way
+def test_statistics_are_those_of_the_logits(model, graphs):
+    scored = engine_with(model, "chunks of 2", "all", graphs, temperature=0.7).score(ROWS, statistics=True)
+    for number, row in enumerate(ROWS):
+        if len(row) < 2:
+            continue
+        ids = torch.tensor([row])
+        logits = model(input_ids=ids).logits[0, :-1] / 0.7
+        assert torch.equal(scored.is_top1[number], logits.argmax(-1) == ids[0, 1:])
+        assert torch.allclose(scored.mean_logits[number], logits.mean(-1))
+        assert torch.allclose(scored.log_sum_sq_probs[number], logits.softmax(-1).square().sum(-1).log())
+    assert not scored.mean_logits[0].requires_grad
+
+
+def test_a_head_with_an_adapter_gives_the_same_statistics(model):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["lm_head", "q_proj"], init_lora_weights=False)
+    adapted = get_peft_model(copy.deepcopy(model), config).eval()
+    _, truth, _ = linear_gradients(adapted, ROWS)
+    scored = tt.TreeEngine(adapted).score(ROWS, entropies=True, statistics=True)
+    ids = torch.tensor([ROWS[0]])
+    logits = adapted(input_ids=ids).logits[0, :-1]
+    assert torch.allclose(scored.mean_logits[0], logits.mean(-1))
+    assert torch.equal(scored.is_top1[0], logits.argmax(-1) == ids[0, 1:])
+    assert torch.allclose(scored.log_sum_sq_probs[0], logits.softmax(-1).square().sum(-1).log())
+    some_loss(scored.logprobs, scored.entropies).backward()
+    scored.backward()
+    assert linear.relative_error(linear.gradients(adapted), truth) <= 1e-12
+
+
+@every_way
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers_run_again_in_the_tree(graphs, reentrant):
+    model = make_model("qwen3", dtype=torch.float64).train()
+    _, truth, _ = linear_gradients(model, ROWS)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    scored = engine_with(model, "N/4", "mixed", graphs).score(ROWS, entropies=True)
+    some_loss(scored.logprobs, scored.entropies).backward()
+    scored.backward()
+    assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+
+
+@every_way
+@pytest.mark.parametrize("family", ["qwen3_5_text", "gemma3_text", "gpt_oss"])
+def test_states_windows_and_sinks_are_handed_on(family, graphs):
+    model = make_hybrid(family) if family == "qwen3_5_text" else make_model(family)
+    model = model.double()
+    _, truth, _ = linear_gradients(model, ROWS)
+    scored = engine_with(model, "chunks of 2", "all", graphs).score(ROWS, entropies=True)
+    some_loss(scored.logprobs, scored.entropies).backward()
+    scored.backward()
+    assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+
+
+@every_way
+@every_plan
+def test_the_routers_auxiliary_loss_is_a_leaf(shape, keep, graphs):
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = make_model("qwen3_moe", dtype=torch.float64, **changes)
+    rows = [row for row in ROWS if len(row) > 1]
+
+    def whole(logprobs, aux):
+        return sum(row.square().sum() for row in logprobs) + aux**2
+
+    live = tt.logprobs(model, rows, return_aux=True)
+    truth = linear.gradients(model, whole(*live))
+    scored = engine_with(model, shape, keep, graphs).score(rows)
+    assert torch.allclose(scored.aux_loss, live[1], atol=1e-12)
+    whole(scored.logprobs, scored.aux_loss).backward()
+    scored.backward()
+    assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+
+
+@every_way
+def test_values_of_a_head_are_leaves(model, graphs):
+    head = nn.Linear(model.config.hidden_size, 1).double()
+    head.forward = lambda x: nn.functional.linear(x, head.weight, head.bias).squeeze(-1)
+    live, values = tt.logprobs(model, ROWS, return_values=True, value_head=head)
+    both = [*model.parameters(), *head.parameters()]
+
+    def whole(logprobs, values):
+        return sum((a * b).sum() for a, b in zip(logprobs, values))
+
+    truth = torch.cat([g.flatten() for g in torch.autograd.grad(whole(live, values), both)])
+    model.zero_grad()
+    scored = engine_with(model, "N/4", "mixed", graphs, value_head=head).score(ROWS, values=True)
+    whole(scored.logprobs, scored.values).backward()
+    scored.backward()
+    found = torch.cat([p.grad.flatten() for p in both])
+    assert linear.relative_error(found, truth) <= 1e-12
+
+
+@every_way
+def test_rewards_are_one_leaf(graphs):
+    from transformers import Qwen3ForSequenceClassification
+
+    config = make_model("qwen3").config
+    config.num_labels, config.pad_token_id = 1, 36
+    torch.manual_seed(0)
+    model = Qwen3ForSequenceClassification(config).double().eval()
+    rows = [row for row in ROWS if row]
+    alone = torch.stack([model(input_ids=torch.tensor([row])).logits[0] for row in rows])
+    truth = linear.gradients(model, alone.square().sum())
+    scored = engine_with(model, "one segment per part", "mixed", graphs).score(rows, rewards=True)
+    assert torch.allclose(scored.rewards.view(-1), alone.view(-1), atol=1e-12) and scored.logprobs == []
+    scored.rewards.square().sum().backward()
+    scored.backward()
+    assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+
+
+def test_graphs_are_kept_where_they_fit_into_the_budget(model, monkeypatch):
+    rows = unique_ids(ROWS[:6])
+    tokens = tt.build_tree(rows).num_tokens
+
+    def scores_first(budget):
+        engine = tt.TreeEngine(model, budget=budget)
+        scored = engine.score(rows)
+        sum(row.sum() for row in scored.logprobs).backward()
+        scored.backward()
+        return scored.plan.scores_first
+
+    assert scores_first(tokens) == scores_first(None) == scores_first("1GiB") == "kept"
+    assert scores_first(tokens // 2) == "recomputed"
+    # Without a budget parts may be made for speed alone: then all of them are kept.
+    monkeypatch.setattr("treetrain.plan.make.PART_TOKENS", 8)
+    engine = tt.TreeEngine(model)
+    scored = engine.score(rows)
+    assert scored.parts > 1 and scored.plan.scores_first == "kept"
+    engine = tt.TreeEngine(model, budget="1GiB")
+    kept = scored.plan
+    monkeypatch.setattr(CostModel, "peak_bytes", lambda self, plan: (1 + (plan.scores_first == "kept")) * 1e8)
+    assert engine._fits(kept) and not tt.TreeEngine(model, budget="150MB")._fits(kept)
+    monkeypatch.setattr(tt.TreeEngine, "free_bytes", lambda self: 150e6)
+    assert not tt.TreeEngine(model)._fits(kept)
+    assert "again with graph when the loss is known" in tt.TreeEngine(model, budget=9).score(rows).plan.explain()
+    assert "graphs are kept until the loss is known" in scored.plan.explain()
+
+
+def test_memory_that_runs_out_costs_time_and_nothing_else(model, monkeypatch):
+    _, truth, _ = linear_gradients(model, ROWS)
+    forward_all, backward_all, failed = Walk.forward_all, Walk.backward_all, []
+
+    def fails_once(phase, run):
+        def wrapped(self, *args, **options):
+            if phase not in failed:
+                failed.append(phase)
+                if phase == "backward":
+                    self._begun = True
+                raise StepOutOfMemory(30, begun=phase == "backward")
+            return run(self, *args, **options)
+
+        return wrapped
+
+    for phase in ("forward", "backward"):
+        failed.clear()
+        monkeypatch.setattr(
+            Walk, "forward_all", fails_once("forward", forward_all) if phase == "forward" else forward_all
+        )
+        monkeypatch.setattr(Walk, "backward_all", fails_once("backward", backward_all))
+        failed += ["backward"] if phase == "forward" else ["forward"]
+        model.zero_grad()
+        with pytest.warns(RuntimeWarning, match="out of memory"):
+            scored = tt.TreeEngine(model).score(ROWS, entropies=True)
+            some_loss(scored.logprobs, scored.entropies).backward()
+            scored.backward()
+        assert scored.plan.scores_first == "recomputed"
+        assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+    # Gradients of an earlier call cannot be put back.
+    failed[:] = ["forward"]
+    scored = tt.TreeEngine(model).score(ROWS)
+    sum(row.sum() for row in scored.logprobs).backward()
+    with pytest.raises(RuntimeError, match=r"gradients of earlier calls lay in .grad, so the step cannot start over"):
+        scored.backward()
+
+
+def test_a_backward_that_would_be_wrong_is_an_error(model):
+    engine = tt.TreeEngine(model)
+    scored = engine.score(ROWS)
+    with pytest.raises(RuntimeError, match="no gradient has arrived"):
+        scored.backward()
+    sum(row.sum() for row in scored.logprobs).backward()
+    scored.backward()
+    with pytest.raises(RuntimeError, match=r"a second backward through TreeEngine.score"):
+        scored.backward()
+    scored = engine.score(ROWS)
+    sum(row.sum() for row in scored.logprobs).backward()
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)
+    with pytest.raises(RuntimeError, match=r"weights have changed between TreeEngine.score and its backward"):
+        scored.backward()
+    with torch.no_grad():
+        model.model.norm.weight.div_(1.5)
+    with torch.no_grad():
+        scored = engine.score(ROWS)
+    assert not scored.logprobs[0].requires_grad
+    with pytest.raises(RuntimeError, match=r"ran under torch.no_grad"):
+        scored.backward()
+    scored = engine.score(ROWS)
+    model.model.norm.weight.requires_grad_(False)
+    sum(row.sum() for row in scored.logprobs).backward()
+    with pytest.raises(RuntimeError, match=r"requires_grad of model.norm.weight was True and is False"):
+        scored.backward()
+    model.model.norm.weight.requires_grad_(True)
+
+
+def test_hooks_of_parameters_see_one_gradient(model):
+    model.zero_grad()
+    seen = []
+    weight = model.model.layers[0].mlp.up_proj.weight
+    handle = weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    scored = engine_with(model, "chunks of 2", "all", "kept").score(ROWS)
+    sum(row.sum() for row in scored.logprobs).backward()
+    scored.backward()
+    handle.remove()
+    assert len(seen) == 1 and torch.equal(seen[0], weight.grad)
+
+
+def test_a_forward_within_an_autocast_that_accelerate_wrapped_leaves_autocast_as_it_was():
+    from accelerate import Accelerator
+
+    model = make_model("qwen3")
+    prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
+
+    class Within(nn.Module):
+        """What a stand-in does whose forward is the model's, wrapped by Accelerate."""
+
+        def forward(self, *args, **kwargs):
+            return tt.TreeEngine(prepared).score(ROWS)
+
+    inner = prepared._original_forward
+    prepared._original_forward = inner
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+    wrapped = autocast(inner)  # one object for all calls, as Accelerate does it
+    prepared.forward = wrapped
+
+    def called(*args, **kwargs):
+        return tt.TreeEngine(prepared).score(ROWS)
+
+    scored = autocast(called)()
+    assert not torch.is_autocast_enabled("cpu")
+    assert scored.logprobs[0].dtype == torch.float32
+    sum(row.sum() for row in scored.logprobs).backward()
+    scored.backward()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_batch_without_predictions_is_no_error(model):
+    for rows in ([], [[1], []]):
+        scored = tt.TreeEngine(model).score(rows, entropies=True, statistics=True)
+        assert [len(row) for row in scored.logprobs] == [0] * len(rows)
+        scored.backward()
+
+
+def test_the_vocabulary_of_the_tests_is_that_of_the_model(model):
+    assert max(max(row, default=0) for row in ROWS) < VOCAB <= model.config.vocab_size
