@@ -21,11 +21,7 @@ _PUBLIC = {
     "ModelShape": "treetrain.plan.cost",
     "CostModel": "treetrain.plan.price",
     "Plan": "treetrain.plan.plan",
-    "dispatch": "treetrain.plan.dispatch",
     "make_plan": "treetrain.plan.make",
-    "stats": "treetrain.plan.ideal",
-    "load_model": "treetrain.models.loading",
-    "load_tokenizer": "treetrain.models.loading",
     "StepResult": "treetrain.engine.step",
     "TreeEngine": "treetrain.engine.engine",
     "Scored": "treetrain.engine.score",
@@ -33,7 +29,11 @@ _PUBLIC = {
     "rewards": "treetrain.engine.values",
     "values": "treetrain.engine.values",
     "from_padded": "treetrain.engine.padded",
+    "from_packed": "treetrain.engine.padded",
     "to_padded": "treetrain.engine.padded",
+    "to_packed": "treetrain.engine.padded",
+    "share_prefixes": "treetrain.trainers.share_prefixes",
+    "SharePrefixesMixin": "treetrain.trainers.share_prefixes",
     "PrefixGroupSampler": "treetrain.trainers.grouping",
     "group_batches": "treetrain.trainers.grouping",
     "verify": "treetrain.verification.verify",
@@ -50,6 +50,7 @@ __all__ = [
     "PrefixGroupSampler",
     "RanksDisagree",
     "Scored",
+    "SharePrefixesMixin",
     "StepResult",
     "TokenTree",
     "Trajectory",
@@ -57,19 +58,18 @@ __all__ = [
     "UnsupportedModel",
     "__version__",
     "build_tree",
-    "dispatch",
+    "from_packed",
     "from_padded",
     "gae",
     "group_advantages",
     "group_batches",
     "load",
-    "load_model",
-    "load_tokenizer",
     "logprobs",
     "losses",
     "make_plan",
     "rewards",
-    "stats",
+    "share_prefixes",
+    "to_packed",
     "to_padded",
     "values",
     "verify",
@@ -82,7 +82,9 @@ if TYPE_CHECKING:
     from treetrain.data.load import load as load
     from treetrain.data.trajectory import Trajectory as Trajectory
     from treetrain.engine.engine import TreeEngine as TreeEngine
+    from treetrain.engine.padded import from_packed as from_packed
     from treetrain.engine.padded import from_padded as from_padded
+    from treetrain.engine.padded import to_packed as to_packed
     from treetrain.engine.padded import to_padded as to_padded
     from treetrain.engine.primitive import logprobs as logprobs
     from treetrain.engine.score import Scored as Scored
@@ -92,16 +94,14 @@ if TYPE_CHECKING:
     from treetrain.errors import DataError as DataError
     from treetrain.errors import RanksDisagree as RanksDisagree
     from treetrain.errors import UnsupportedModel as UnsupportedModel
-    from treetrain.models.loading import load_model as load_model
-    from treetrain.models.loading import load_tokenizer as load_tokenizer
     from treetrain.plan.cost import ModelShape as ModelShape
-    from treetrain.plan.dispatch import dispatch as dispatch
-    from treetrain.plan.ideal import stats as stats
     from treetrain.plan.make import make_plan as make_plan
     from treetrain.plan.plan import Plan as Plan
     from treetrain.plan.price import CostModel as CostModel
     from treetrain.trainers.grouping import PrefixGroupSampler as PrefixGroupSampler
     from treetrain.trainers.grouping import group_batches as group_batches
+    from treetrain.trainers.share_prefixes import SharePrefixesMixin as SharePrefixesMixin
+    from treetrain.trainers.share_prefixes import share_prefixes as share_prefixes
     from treetrain.tree.build import build_tree as build_tree
     from treetrain.tree.nodes import Node as Node
     from treetrain.tree.nodes import NodeTrajectory as NodeTrajectory
