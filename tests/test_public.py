@@ -17,11 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 SIGNATURES = {
     "build_tree": "(sequences, *, merge=True, apart=None)",
-    "from_packed": "(input_ids, position_ids, **facts)",
     "from_padded": "(input_ids, attention_mask, **facts)",
-    "share_prefixes": "(trainer, budget=None, *, check=True)",
-    "SharePrefixesMixin": "(*args, budget=None, check=True, **kwargs)",
-    "to_packed": "(rows, position_ids, fill=0.0)",
     "group_batches": "(trainer, key='input_ids')",
     "PrefixGroupSampler": "(dataset, batch_size, *, key='input_ids', accumulation=1, processes=1, seed=0)",
     "group_advantages": (
@@ -38,6 +34,7 @@ SIGNATURES = {
     ),
     "make_plan": "(tree, cost, *, budget=None, ranks=1, free_bytes=None, aligned=False)",
     "rewards": "(model, sequences, budget=None, *, head=None)",
+    "SafeCheckpointsMixin": "(*args, **kwargs)",
     "values": "(model, sequences, budget=None, *, head=None)",
     "to_padded": "(rows, attention_mask, fill=0.0)",
     "verify": "(model, trajectories, *, loss=None, temperature=1.0, tolerance=None, budget=None, value_head=None)",

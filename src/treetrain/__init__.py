@@ -29,13 +29,10 @@ _PUBLIC = {
     "rewards": "treetrain.engine.values",
     "values": "treetrain.engine.values",
     "from_padded": "treetrain.engine.padded",
-    "from_packed": "treetrain.engine.padded",
     "to_padded": "treetrain.engine.padded",
-    "to_packed": "treetrain.engine.padded",
-    "share_prefixes": "treetrain.trainers.share_prefixes",
-    "SharePrefixesMixin": "treetrain.trainers.share_prefixes",
     "PrefixGroupSampler": "treetrain.trainers.grouping",
     "group_batches": "treetrain.trainers.grouping",
+    "SafeCheckpointsMixin": "treetrain.trainers.checkpoints",
     "verify": "treetrain.verification.verify",
 }
 _MODULES = {"losses"}
@@ -49,8 +46,8 @@ __all__ = [
     "Plan",
     "PrefixGroupSampler",
     "RanksDisagree",
+    "SafeCheckpointsMixin",
     "Scored",
-    "SharePrefixesMixin",
     "StepResult",
     "TokenTree",
     "Trajectory",
@@ -58,7 +55,6 @@ __all__ = [
     "UnsupportedModel",
     "__version__",
     "build_tree",
-    "from_packed",
     "from_padded",
     "gae",
     "group_advantages",
@@ -68,8 +64,6 @@ __all__ = [
     "losses",
     "make_plan",
     "rewards",
-    "share_prefixes",
-    "to_packed",
     "to_padded",
     "values",
     "verify",
@@ -82,9 +76,7 @@ if TYPE_CHECKING:
     from treetrain.data.load import load as load
     from treetrain.data.trajectory import Trajectory as Trajectory
     from treetrain.engine.engine import TreeEngine as TreeEngine
-    from treetrain.engine.padded import from_packed as from_packed
     from treetrain.engine.padded import from_padded as from_padded
-    from treetrain.engine.padded import to_packed as to_packed
     from treetrain.engine.padded import to_padded as to_padded
     from treetrain.engine.primitive import logprobs as logprobs
     from treetrain.engine.score import Scored as Scored
@@ -98,10 +90,9 @@ if TYPE_CHECKING:
     from treetrain.plan.make import make_plan as make_plan
     from treetrain.plan.plan import Plan as Plan
     from treetrain.plan.price import CostModel as CostModel
+    from treetrain.trainers.checkpoints import SafeCheckpointsMixin as SafeCheckpointsMixin
     from treetrain.trainers.grouping import PrefixGroupSampler as PrefixGroupSampler
     from treetrain.trainers.grouping import group_batches as group_batches
-    from treetrain.trainers.share_prefixes import SharePrefixesMixin as SharePrefixesMixin
-    from treetrain.trainers.share_prefixes import share_prefixes as share_prefixes
     from treetrain.tree.build import build_tree as build_tree
     from treetrain.tree.nodes import Node as Node
     from treetrain.tree.nodes import NodeTrajectory as NodeTrajectory

@@ -1,0 +1,243 @@
+"""Checkpoints as folders on disk: whole or not there at all, and recognised when something has changed them.
+
+A checkpoint is written in a temporary folder beside its place. When every file is on the disk, a manifest with the
+sizes and SHA-256 of all files (and of itself) is added, and one rename gives the folder its name. So a kill at any
+moment leaves the whole checkpoint or none, and what a disk, a copy or an editor did later is seen before loading.
+
+Nothing here needs torch.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+WRITING = ".writing"
+"""The folder, beside the checkpoints, in which one is written."""
+DELETING = ".deleting-"
+"""Prefix of checkpoints that are being deleted."""
+LOCK = ".lock"
+
+
+class TornCheckpoint(ValueError):
+    """A checkpoint that is not what was written. The message names the file, what was expected and what is there."""
+
+
+class CheckpointNotWritten(OSError):
+    """A checkpoint that could not be written. Nothing of it is left, and older ones are as they were."""
+
+
+def describe(folder: Path, rank: int = 0, ranks: int = 1) -> dict[str, dict[str, Any]]:
+    """Bring the files of a folder to the disk and compute their sizes and SHA-256.
+
+    Args:
+        folder: searched with all its subfolders.
+        rank, ranks: only every `ranks`-th file is described, so that several processes share the work.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    found = {}
+    for path in files[rank::ranks]:
+        sync(path)
+        found[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return found
+
+
+def publish(temporary: Path, files: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> Path:
+    """Write the manifest of a checkpoint whose files are on the disk, and give the folder its place.
+
+    Args:
+        temporary: `<folder>/.writing/<name>`; it becomes `<folder>/<name>`.
+        files: from `describe`.
+        facts: plain JSON data that the manifest holds too.
+
+    Returns:
+        The checkpoint's place.
+    """
+    folder = temporary.parents[1]
+    place = folder / temporary.name
+    order = 1 + max((manifest["order"] for _, manifest in manifests(folder)), default=0)
+    contents = {"order": order, "files": dict(sorted(files.items())), **facts}
+    text = json.dumps({"contents": contents, "sha256": _digest(contents)}, indent=1)
+    (temporary / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    sync(temporary / MANIFEST)
+    for path in [*temporary.rglob("*"), temporary, temporary.parent]:
+        if path.is_dir():
+            sync(path)
+    replaced = place.with_name(f"{DELETING}{place.name}")
+    if place.exists():  # torn, or of a run that was left behind; see `recover` for a kill between the two renames
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.rename(place, replaced)
+    os.rename(temporary, place)
+    temporary.parent.rmdir()
+    sync(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return place
+
+
+def not_written(place: Path, error: Exception, last_good: Path | None) -> CheckpointNotWritten:
+    """The error that says why a checkpoint could not be written, what is left of the run, and how to go on."""
+    try:
+        room = f"{shutil.disk_usage(place.parent).free / 1e6:,.1f} MB are free there"
+    except OSError:
+        room = "its free space is unknown"
+    last = f"the last good checkpoint is {last_good}" if last_good else "the run has no checkpoint yet"
+    return CheckpointNotWritten(
+        f"{place} could not be written ({error}; {room}); {last}. Make room or make the folder writable, and go on "
+        "with trainer.train(resume_from_checkpoint=True)"
+    )
+
+
+def recover(folder: Path) -> None:
+    """Clear away what killed runs left half written; a whole checkpoint that only lacked its name gets it."""
+    for path in (folder / WRITING).glob("*"):
+        if not (folder / path.name).exists() and _is_whole(path):
+            os.rename(path, folder / path.name)
+            sync(folder)
+    for path in [folder / WRITING, *folder.glob(f"{DELETING}*")]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The contents of a checkpoint's manifest. Raises TornCheckpoint where it is missing or altered."""
+    try:
+        stored = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        contents, expected = stored["contents"], stored["sha256"]
+    except FileNotFoundError:
+        raise TornCheckpoint(
+            f"{checkpoint}: {MANIFEST} is missing, so this is not a checkpoint of SafeCheckpointsMixin or a torn one"
+        ) from None
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise TornCheckpoint(f"{checkpoint}: {MANIFEST} cannot be read ({error})") from None
+    if (found := _digest(contents)) != expected:
+        raise TornCheckpoint(f"{checkpoint}: {MANIFEST} has SHA-256 {found[:16]}, {expected[:16]} was written")
+    return contents
+
+
+def check_files(checkpoint: Path, rank: int = 0, ranks: int = 1) -> None:
+    """Compare every file of a checkpoint with its manifest; of several processes each takes a part.
+
+    Raises:
+        TornCheckpoint: the manifest or a file is missing, has another size or other contents.
+    """
+    files = sorted(read_manifest(checkpoint)["files"].items())
+    for name, written in files[rank::ranks]:
+        path = checkpoint / name
+        if not path.is_file():
+            raise TornCheckpoint(f"{checkpoint}: {name} is missing, {written['bytes']:,} bytes were written")
+        if (size := path.stat().st_size) != written["bytes"]:
+            raise TornCheckpoint(f"{checkpoint}: {name} has {size:,} bytes, {written['bytes']:,} were written")
+        if (digest := _sha256(path)) != written["sha256"]:
+            raise TornCheckpoint(
+                f"{checkpoint}: {name} has SHA-256 {digest[:16]}, {written['sha256'][:16]} was written"
+            )
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """All folders named as checkpoints, in the order in which resuming tries them.
+
+    The newest is the last one written, which is not always that of the highest step: a run that goes on from an older
+    checkpoint, or begins again in the same folder, passes lower steps later. Those without a legible manifest come
+    first, so that resuming warns of them.
+    """
+    orders = {path: manifest["order"] for path, manifest in manifests(folder)}
+    illegible = 1 + max(orders.values(), default=0)
+    return sorted(
+        (path for path in folder.glob("checkpoint-*") if path.is_dir()),
+        key=lambda path: (orders.get(path, illegible), path.name),
+        reverse=True,
+    )
+
+
+def manifests(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The checkpoints of a folder whose manifests are legible, with them; their files are not looked at."""
+    for path in folder.glob("checkpoint-*"):
+        try:
+            yield path, read_manifest(path)
+        except TornCheckpoint:
+            continue
+
+
+def rotate(folder: Path, limit: int | None, best: str | None) -> None:
+    """Delete the oldest checkpoints beyond `limit`, but never the newest one nor the best one.
+
+    Folders without a legible manifest are left alone: nobody knows what they are.
+    """
+    newest = sorted(manifests(folder), key=lambda found: found[1]["order"], reverse=True)
+    if not limit or limit < 1 or not newest:
+        return
+    kept = {newest[0][0].resolve(), *([Path(best).resolve()] if best else [])}
+    others = [path for path, _ in newest if path.resolve() not in kept]
+    for path in others[max(0, limit - len(kept)) :]:
+        # Renamed first: a kill while the files go leaves nothing that looks like a checkpoint.
+        doomed = path.with_name(f"{DELETING}{path.name}")
+        os.rename(path, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+@contextmanager
+def one_run_at_a_time(folder: Path) -> Iterator[None]:
+    """Hold a folder for this process. The kernel frees it when the process ends, however it ends.
+
+    Raises:
+        CheckpointNotWritten: the folder cannot be written to.
+        ValueError: another process holds it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise CheckpointNotWritten(f"checkpoints cannot be written to {folder}: {error.strerror}") from error
+    try:
+        try:
+            # Not flock: workers of a data loader would inherit it and hold it after a kill.
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                holder = os.read(handle, 200).decode("utf-8", "replace") or "an unknown process"
+                raise ValueError(
+                    f"{folder} is in use by another run ({holder}): wait for its end, or give another output_dir"
+                ) from None
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # a file system without locks
+                raise
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        os.close(handle)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot sync folders
+            raise
+    finally:
+        os.close(handle)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        check_files(checkpoint)
+    except TornCheckpoint:
+        return False
+    return True
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(contents: Any) -> str:
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()

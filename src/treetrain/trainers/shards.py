@@ -1,0 +1,73 @@
+"""The state of a model that was given to `fully_shard`, written and read by torch.distributed.checkpoint.
+
+Every rank writes and reads only its shards, and any number of ranks can read what any other number wrote.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+MODEL, OPTIMIZER, CALLBACKS = "model_shards", "optimizer_shards", "callbacks_shards"
+"""Folders inside a checkpoint."""
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether any parameter is held in shards."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def save_model(model: nn.Module, checkpoint: Path, group: dist.ProcessGroup | None) -> None:
+    """Write the weights; of a model with an adapter only those of the adapter."""
+    save(get_model_state_dict(model, options=_options(model)), checkpoint_id=checkpoint / MODEL, process_group=group)
+
+
+def load_model(model: nn.Module, checkpoint: Path, group: dist.ProcessGroup | None) -> None:
+    """Read what `save_model` wrote into a model that may be sharded in another way, or not at all."""
+    state = get_model_state_dict(model, options=_options(model))
+    load(state, checkpoint_id=checkpoint / MODEL, process_group=group)
+    set_model_state_dict(model, state, options=_options(model))
+
+
+def save_optimizer(model: nn.Module, optimizer: Any, checkpoint: Path, group: dist.ProcessGroup | None) -> None:
+    """Write the optimiser's state, by the names of the weights."""
+    state = get_optimizer_state_dict(model, _torch_optimizer(optimizer), options=_options(model))
+    save(state, checkpoint_id=checkpoint / OPTIMIZER, process_group=group)
+
+
+def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: Path, group: dist.ProcessGroup | None) -> None:
+    """Read what `save_optimizer` wrote."""
+    state = get_optimizer_state_dict(model, _torch_optimizer(optimizer), options=_options(model))
+    load(state, checkpoint_id=checkpoint / OPTIMIZER, process_group=group)
+    set_optimizer_state_dict(model, _torch_optimizer(optimizer), state, options=_options(model))
+
+
+def save_callbacks(states: dict[str, Any], checkpoint: Path, group: dist.ProcessGroup | None) -> None:
+    """Write the states of callbacks, whose tensors may be in shards."""
+    save(states, checkpoint_id=checkpoint / CALLBACKS, process_group=group)
+
+
+def load_callbacks(states: dict[str, Any], checkpoint: Path, group: dist.ProcessGroup | None) -> None:
+    """Read what `save_callbacks` wrote into states of the same form, in place."""
+    load(states, checkpoint_id=checkpoint / CALLBACKS, process_group=group)
+
+
+def _options(model: nn.Module) -> StateDictOptions:
+    adapter = hasattr(model, "peft_config")
+    return StateDictOptions(ignore_frozen_params=adapter, strict=not adapter)
+
+
+def _torch_optimizer(optimizer: Any) -> Any:
+    """The optimiser inside accelerate's."""
+    return getattr(optimizer, "optimizer", optimizer)

@@ -1,0 +1,450 @@
+"""SafeCheckpointsMixin in one process: what is written, what is resumed, what is refused."""
+
+import ast
+import gc
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import Trainer, TrainerCallback
+
+from support.safe_runs import (
+    Run,
+    SafeTrainer,
+    StopAt,
+    differences,
+    kill_before_call,
+    make_trainer,
+    outcome,
+    saved_steps,
+)
+from treetrain.trainers import checkpoint_folders, checkpoints
+from treetrain.trainers.checkpoint_folders import CheckpointNotWritten, TornCheckpoint
+from treetrain.trainers.checkpoints import SafeCheckpointsMixin
+from treetrain.trainers.signals import Interrupted
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    trainer = make_trainer(tmp_path_factory.mktemp("undisturbed") / "out")
+    trainer.train()
+    return outcome(trainer)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped after step 7 of 12, with checkpoints 6 and 7."""
+    folder = tmp_path_factory.mktemp("stopped") / "out"
+    with pytest.raises(Interrupted):
+        make_trainer(folder, callbacks=(StopAt(7),)).train()
+    return folder
+
+
+@pytest.fixture
+def copied(stopped: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(stopped, tmp_path / "out")
+
+
+def resume(folder: Path, which: Any = True, **settings: Any) -> dict[str, Any]:
+    trainer = make_trainer(folder, **settings)
+    trainer.train(resume_from_checkpoint=which)
+    return outcome(trainer)
+
+
+def damage(file: Path, kind: str) -> None:
+    if kind == "missing":
+        file.unlink()
+    elif kind == "torn":
+        os.truncate(file, file.stat().st_size // 2)
+    else:
+        bits = bytearray(file.read_bytes())
+        bits[len(bits) // 2] ^= 1
+        file.write_bytes(bits)
+
+
+# ---- Resuming
+
+
+@pytest.mark.parametrize("step", [1, 4, 5, 7])
+def test_a_stopped_run_ends_bit_for_bit_as_one_that_was_not(step: int, undisturbed, tmp_path) -> None:
+    # Steps 5 and 10 end epochs; 1, 4 and 7 are within one, and within the three steps between two logs.
+    folder = tmp_path / "out"
+    with pytest.raises(Interrupted, match=rf"SIGTERM: stopped after step {step} of 12; .*checkpoint-{step}\. Go on"):
+        make_trainer(folder, callbacks=(StopAt(step),)).train()
+    assert max(saved_steps(folder)) == step
+    assert differences(resume(folder), undisturbed) == []
+
+
+gc.freeze()  # accelerate collects garbage before every run, and all that was imported is none
+SETTINGS: dict[str, dict[str, Any]] = {
+    "evaluation": {"eval_strategy": "epoch", "metric_for_best_model": "loss", "early": True, "save_strategy": "epoch"},
+    "best": {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "save_total_limit": 1,
+    },
+    "cosine": {"lr_scheduler_type": "cosine", "optim": "adamw_torch", "gradient_accumulation_steps": 3, "max_steps": 8},
+    "workers": {"dataloader_num_workers": 1, "gradient_accumulation_steps": 1, "optim": "sgd"},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_same_holds_for_other_settings(name: str, tmp_path) -> None:
+    settings = SETTINGS[name]
+    whole = make_trainer(tmp_path / "whole", **settings)
+    whole.train()
+    with pytest.raises(Interrupted):
+        make_trainer(tmp_path / "out", callbacks=(StopAt(5),), **settings).train()
+    found, expected = resume(tmp_path / "out", **settings), outcome(whole)
+    assert differences(found, expected) == []
+
+
+def test_what_transformers_itself_forgets_is_what_the_test_above_sees(tmp_path) -> None:
+    # The comparison can fail: plain transformers loses the averages and the loss since the last log.
+    make_trainer(tmp_path / "whole", kind=Trainer, save_steps=4).train()
+    whole = make_trainer(tmp_path / "out", kind=Trainer, save_steps=4)
+    whole.train()
+    shutil.rmtree(tmp_path / "out" / "checkpoint-12")
+    again = make_trainer(tmp_path / "out", kind=Trainer, save_steps=4)
+    again.train(resume_from_checkpoint=True)
+    found = differences(outcome(again), outcome(whole))
+    assert any("/averages/" in each for each in found) and any("/history/" in each for each in found)
+    assert not any("/weights/" in each for each in found)
+
+
+def test_true_begins_at_step_0_where_there_is_no_checkpoint_and_says_so(undisturbed, tmp_path) -> None:
+    with pytest.warns(RuntimeWarning, match="no checkpoint in .*out yet: the run begins at step 0"):
+        assert differences(resume(tmp_path / "out"), undisturbed) == []
+
+
+def test_a_run_that_is_complete_is_resumed_to_nothing(tmp_path) -> None:
+    make_trainer(tmp_path / "out", max_steps=2).train()
+    assert resume(tmp_path / "out", max_steps=2)["progress"][0] == 2
+
+
+def test_the_newest_checkpoint_is_the_last_one_written_not_the_one_with_the_highest_number(copied) -> None:
+    make_trainer(copied, max_steps=2).train()  # another run in the same folder
+    assert saved_steps(copied) == {2: 5, 7: 4}
+    assert checkpoint_folders.newest_first(copied)[0].name == "checkpoint-2"
+
+
+def test_an_older_checkpoint_can_be_named(copied, undisturbed) -> None:
+    assert differences(resume(copied, str(copied / "checkpoint-6")), undisturbed) == []
+
+
+# ---- Torn and altered files
+
+
+@pytest.mark.parametrize("kind", ["missing", "torn", "flipped"])
+def test_every_damaged_file_is_recognised(kind: str, stopped, tmp_path) -> None:
+    names = [path.name for path in (stopped / "checkpoint-7").iterdir()]
+    assert {"model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json", "manifest.json"} < {*names}
+    for name in names:
+        copy = shutil.copytree(stopped / "checkpoint-7", tmp_path / name / "checkpoint-7")
+        checkpoint_folders.check_files(copy)
+        damage(copy / name, kind)
+        with pytest.raises(TornCheckpoint, match=name.replace(".", r"\.")):
+            checkpoint_folders.check_files(copy)
+
+
+def test_a_damaged_checkpoint_is_skipped_with_a_warning_and_the_one_before_it_resumed(copied, undisturbed) -> None:
+    damage(copied / "checkpoint-7" / "optimizer.pt", "torn")
+    size = (copied / "checkpoint-7" / "optimizer.pt").stat().st_size
+    with pytest.warns(RuntimeWarning, match=rf"checkpoint-7: optimizer\.pt has {size:,} bytes, [\d,]+ were written"):
+        assert differences(resume(copied), undisturbed) == []
+
+
+def test_a_damaged_checkpoint_that_is_named_is_an_error(copied) -> None:
+    damage(copied / "checkpoint-7" / "model.safetensors", "flipped")
+    with pytest.raises(TornCheckpoint, match=r"model\.safetensors has SHA-256 [0-9a-f]{16}, [0-9a-f]{16} was written"):
+        resume(copied, str(copied / "checkpoint-7"))
+
+
+def test_a_checkpoint_of_plain_transformers_is_not_trusted(tmp_path) -> None:
+    make_trainer(tmp_path / "out", kind=Trainer, max_steps=2).train()
+    with pytest.raises(TornCheckpoint, match=r"manifest\.json is missing, so this is not a checkpoint of Safe"):
+        resume(tmp_path / "out", str(tmp_path / "out" / "checkpoint-2"))
+
+
+def test_where_no_checkpoint_is_whole_the_run_does_not_begin(copied) -> None:
+    for name in ("checkpoint-6", "checkpoint-7"):
+        damage(copied / name / "scheduler.pt", "missing")
+    with pytest.warns(RuntimeWarning), pytest.raises(TornCheckpoint, match=r"no checkpoint in .* is whole.*-7.*-6"):
+        resume(copied)
+
+
+def test_a_damaged_best_checkpoint_is_not_loaded_at_the_end(tmp_path) -> None:
+    class Damage(TrainerCallback):
+        def on_save(self, args, state, control, **_):
+            damage(Path(state.best_model_checkpoint) / "model.safetensors", "flipped")
+
+    trainer = make_trainer(tmp_path / "out", callbacks=(Damage(),), **SETTINGS["best"] | {"max_steps": 2})
+    with pytest.raises(TornCheckpoint, match=r"model\.safetensors"):
+        trainer.train()
+
+
+# ---- Which checkpoints are kept
+
+
+def test_the_newest_ones_are_kept_and_nothing_half_written(tmp_path) -> None:
+    make_trainer(tmp_path / "out", save_total_limit=3, save_steps=1, max_steps=6).train()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        ".lock",
+        "checkpoint-4",
+        "checkpoint-5",
+        "checkpoint-6",
+    ]
+
+
+def test_the_newest_one_stays_beside_the_best_one(tmp_path) -> None:
+    trainer = make_trainer(tmp_path / "out", **SETTINGS["best"] | {"learning_rate": 10.0})
+    trainer.train()
+    best = trainer.state.best_global_step
+    assert best != 12 and {*saved_steps(tmp_path / "out")} == {best, 12}
+    stored = json.loads((tmp_path / "out" / "checkpoint-12" / "trainer_state.json").read_text())
+    assert Path(stored["best_model_checkpoint"]).name == f"checkpoint-{best}" and stored["best_global_step"] == best
+
+
+def test_older_ones_are_deleted_only_when_the_new_one_is_whole(tmp_path, monkeypatch) -> None:
+    seen = []
+
+    def watched(folder: Path, *args: Any) -> None:
+        seen.append(sorted(saved_steps(folder)))
+        for path in folder.glob("checkpoint-*"):
+            checkpoint_folders.check_files(path)
+        rotate(folder, *args)
+
+    rotate = checkpoint_folders.rotate
+    monkeypatch.setattr(checkpoint_folders, "rotate", watched)
+    make_trainer(tmp_path / "out", save_total_limit=1, max_steps=6).train()
+    assert seen == [[2], [2, 4], [4, 6]] and [*saved_steps(tmp_path / "out")] == [6]
+
+
+# ---- Kills within a save
+
+
+def test_a_kill_before_any_file_operation_of_a_save_leaves_a_whole_checkpoint(copied, tmp_path) -> None:
+    trainer = make_trainer(copied, save_total_limit=1)
+    trainer.train(resume_from_checkpoint=True)  # to step 12
+    shutil.copytree(copied, tmp_path / "before")
+    trainer.state.global_step = 13
+    found = set()
+    for number in range(1, 1000):
+        shutil.rmtree(copied)
+        shutil.copytree(tmp_path / "before", copied)
+        child = os.fork()
+        if child == 0:
+            kill_before_call(number)
+            trainer._save_checkpoint(trainer.model, None)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        whole = []
+        for path in checkpoint_folders.newest_first(copied):
+            checkpoint_folders.check_files(path)  # nothing that is named as a checkpoint is torn
+            whole.append(path.name)
+        checkpoint_folders.recover(copied)
+        newest = checkpoint_folders.newest_first(copied)[0]
+        checkpoint_folders.check_files(newest)
+        assert not (copied / ".writing").exists() and not [*copied.glob(".deleting-*")]
+        found.add(newest.name)
+        if status == 0:
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL and (not whole or whole[0] in ("checkpoint-12", "checkpoint-13"))
+    assert found == {"checkpoint-12", "checkpoint-13"} and number > 20
+
+
+def test_a_save_over_a_checkpoint_of_the_same_step_survives_a_kill_before_any_file_operation(copied, tmp_path) -> None:
+    trainer = make_trainer(copied, max_steps=7)
+    trainer.train(resume_from_checkpoint=True)
+    shutil.copytree(copied, tmp_path / "before")
+    for number in range(1, 1000):
+        shutil.rmtree(copied)
+        shutil.copytree(tmp_path / "before", copied)
+        child = os.fork()
+        if child == 0:
+            kill_before_call(number)
+            trainer._save_checkpoint(trainer.model, None)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        checkpoint_folders.recover(copied)
+        assert {*saved_steps(copied)} == {6, 7}, number
+        for path in copied.glob("checkpoint-*"):
+            checkpoint_folders.check_files(path)
+        if status == 0:
+            break
+    assert number > 20
+
+
+# ---- Disks
+
+
+class Room:
+    """Files of this process may not grow beyond so many bytes: what a full disk does, without one."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __enter__(self) -> None:
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.before[1]))
+
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+class Ballast:
+    """A small disk, filled up to its last byte."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __enter__(self) -> None:
+        with self.file.open("wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                pass
+
+    def __exit__(self, *_: object) -> None:
+        self.file.unlink()
+
+
+class FullAt(TrainerCallback):
+    def __init__(self, step: int, room: Any) -> None:
+        self.step, self.room = step, room
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step + 1 == self.step:
+            self.room.__enter__()
+
+
+def check_full_disk(folder: Path, room: Any, undisturbed: dict[str, Any]) -> None:
+    try:
+        with pytest.raises(CheckpointNotWritten) as told:
+            make_trainer(folder, callbacks=(FullAt(5, room),)).train()
+    finally:
+        room.__exit__()
+    text = str(told.value)
+    assert "checkpoint-6 could not be written" in text and "MB are free there" in text
+    assert f"the last good checkpoint is {folder / 'checkpoint-4'}" in text and "resume_from_checkpoint=True" in text
+    assert {*saved_steps(folder)} == {2, 4} and not (folder / ".writing").exists()
+    assert differences(resume(folder), undisturbed) == []
+
+
+@pytest.mark.parametrize("size", [1000, 10_000, 40_000])
+def test_a_full_disk_is_an_error_that_names_the_last_good_checkpoint(size: int, undisturbed, tmp_path) -> None:
+    check_full_disk(tmp_path / "out", Room(size), undisturbed)
+
+
+def test_a_real_full_disk_is_the_same(undisturbed, tmp_path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk takes rights that this process does not have")
+    try:
+        check_full_disk(disk / "out", Ballast(disk / "ballast"), undisturbed)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_folder_that_becomes_unwritable_is_such_an_error_too(tmp_path) -> None:
+    class Blocks(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 3:
+                (tmp_path / "out" / ".writing").write_text("a file where the folder should be")
+
+    with pytest.raises(
+        CheckpointNotWritten, match=r"checkpoint-4 could not be written .* is .*checkpoint-2\. Make room"
+    ):
+        make_trainer(tmp_path / "out", callbacks=(Blocks(),)).train()
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_first_step(tmp_path) -> None:
+    trainer = make_trainer(tmp_path / "out")
+    (tmp_path / "out" / ".lock").mkdir()
+    with pytest.raises(CheckpointNotWritten, match=r"checkpoints cannot be written to .*out: Is a directory"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+# ---- Signals, and what is refused
+
+
+def test_a_signal_that_comes_after_the_last_step_is_delivered_after_training(tmp_path) -> None:
+    class Late(TrainerCallback):
+        def on_train_end(self, args, state, control, **_):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = make_trainer(tmp_path / "out", max_steps=2, callbacks=(Late(),))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert {*saved_steps(tmp_path / "out")} == {2} and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupted_script_ends_with_the_exit_code_of_its_signal(tmp_path) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        make_trainer(tmp_path / "out", callbacks=(StopAt(1, signal.SIGINT),), save_strategy="no").train()
+    assert stopped.value.code == 130 and stopped.value.checkpoint == tmp_path / "out" / "checkpoint-1"
+
+
+def test_a_second_run_in_the_folder_is_refused_while_the_first_one_lives(tmp_path) -> None:
+    first = Run(tmp_path / "out", resume=None, slow=0.5)
+    first.wait_for_step(1)
+    with pytest.raises(ValueError, match=rf"out is in use by another run \(process {first.processes[0].pid} on"):
+        make_trainer(tmp_path / "out").train()
+    first.send(signal.SIGKILL)
+    first.wait()
+    make_trainer(tmp_path / "out", max_steps=1).train()
+
+
+def test_another_number_of_samples_in_a_step_is_refused_with_both(copied) -> None:
+    with pytest.raises(ValueError, match="a step had 4 samples on 1 ranks and now has 6"):
+        resume(copied, gradient_accumulation_steps=3)
+
+
+def test_a_checkpoint_without_the_optimizer_is_not_resumed(tmp_path) -> None:
+    make_trainer(tmp_path / "out", max_steps=2, save_only_model=True).train()
+    with pytest.raises(ValueError, match="with save_only_model=True it holds no optimiser state"):
+        resume(tmp_path / "out")
+
+
+def test_a_mixin_that_stands_after_the_trainer_is_refused() -> None:
+    with pytest.raises(TypeError, match="must stand before the Trainer"):
+        type("Wrong", (Trainer, SafeCheckpointsMixin), {})
+
+
+def test_another_version_of_transformers_is_refused_by_name(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(checkpoints.transformers, "__version__", "5.99.0")
+    with pytest.raises(RuntimeError, match=r"tested with transformers 5\.23\.\*, and 5\.99\.0 is installed"):
+        make_trainer(tmp_path / "out")
+
+
+def test_settings_that_cannot_be_made_safe_are_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="save_on_each_node=True"):
+        make_trainer(tmp_path / "out", save_on_each_node=True)
+
+
+def test_the_mixin_needs_nothing_else_of_treetrain() -> None:
+    folder = Path(checkpoints.__file__).parent
+    for name in ("all_ranks", "checkpoint_folders", "checkpoints", "shards", "signals"):
+        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("treetrain"):
+                assert node.module.startswith("treetrain.trainers")
+
+
+def test_the_saved_model_loads_with_from_pretrained(stopped) -> None:
+    model = transformers.Qwen3ForCausalLM.from_pretrained(stopped / "checkpoint-7")
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    assert issubclass(SafeTrainer, Trainer)
