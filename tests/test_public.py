@@ -17,7 +17,11 @@ ROOT = Path(__file__).parents[1]
 
 SIGNATURES = {
     "build_tree": "(sequences, *, merge=True, apart=None)",
+    "from_packed": "(input_ids, position_ids, **facts)",
     "from_padded": "(input_ids, attention_mask, **facts)",
+    "share_prefixes": "(trainer, budget=None, *, check=True)",
+    "SharePrefixesMixin": "(*args, budget=None, check=True, **kwargs)",
+    "to_packed": "(rows, position_ids, fill=0.0)",
     "group_batches": "(trainer, key='input_ids')",
     "PrefixGroupSampler": "(dataset, batch_size, *, key='input_ids', accumulation=1, processes=1, seed=0)",
     "group_advantages": (

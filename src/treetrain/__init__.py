@@ -29,7 +29,11 @@ _PUBLIC = {
     "rewards": "treetrain.engine.values",
     "values": "treetrain.engine.values",
     "from_padded": "treetrain.engine.padded",
+    "from_packed": "treetrain.engine.padded",
     "to_padded": "treetrain.engine.padded",
+    "to_packed": "treetrain.engine.padded",
+    "share_prefixes": "treetrain.trainers.share_prefixes",
+    "SharePrefixesMixin": "treetrain.trainers.share_prefixes",
     "PrefixGroupSampler": "treetrain.trainers.grouping",
     "group_batches": "treetrain.trainers.grouping",
     "SafeCheckpointsMixin": "treetrain.trainers.checkpoints",
@@ -48,6 +52,7 @@ __all__ = [
     "RanksDisagree",
     "SafeCheckpointsMixin",
     "Scored",
+    "SharePrefixesMixin",
     "StepResult",
     "TokenTree",
     "Trajectory",
@@ -55,6 +60,7 @@ __all__ = [
     "UnsupportedModel",
     "__version__",
     "build_tree",
+    "from_packed",
     "from_padded",
     "gae",
     "group_advantages",
@@ -64,6 +70,8 @@ __all__ = [
     "losses",
     "make_plan",
     "rewards",
+    "share_prefixes",
+    "to_packed",
     "to_padded",
     "values",
     "verify",
@@ -76,7 +84,9 @@ if TYPE_CHECKING:
     from treetrain.data.load import load as load
     from treetrain.data.trajectory import Trajectory as Trajectory
     from treetrain.engine.engine import TreeEngine as TreeEngine
+    from treetrain.engine.padded import from_packed as from_packed
     from treetrain.engine.padded import from_padded as from_padded
+    from treetrain.engine.padded import to_packed as to_packed
     from treetrain.engine.padded import to_padded as to_padded
     from treetrain.engine.primitive import logprobs as logprobs
     from treetrain.engine.score import Scored as Scored
@@ -93,6 +103,8 @@ if TYPE_CHECKING:
     from treetrain.trainers.checkpoints import SafeCheckpointsMixin as SafeCheckpointsMixin
     from treetrain.trainers.grouping import PrefixGroupSampler as PrefixGroupSampler
     from treetrain.trainers.grouping import group_batches as group_batches
+    from treetrain.trainers.share_prefixes import SharePrefixesMixin as SharePrefixesMixin
+    from treetrain.trainers.share_prefixes import share_prefixes as share_prefixes
     from treetrain.tree.build import build_tree as build_tree
     from treetrain.tree.nodes import Node as Node
     from treetrain.tree.nodes import NodeTrajectory as NodeTrajectory
