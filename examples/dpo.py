@@ -16,7 +16,6 @@ import torch
 import treetrain as tt
 from examples import sft
 from examples.countdown.agent import RECORDED, TASKS, TEMPLATE
-from treetrain.models.loading import load_model, load_tokenizer
 
 
 def pairs_of(rows: list[tt.Trajectory], draws: random.Random) -> list[list[tt.Trajectory]]:
@@ -50,11 +49,11 @@ def main(
         seed: of everything that is drawn.
         model: a trained model, or its folder.
     """
-    tokenizer = load_tokenizer("tiny")
+    tokenizer = tt.load_tokenizer("tiny")
     if model is None:
         model, _ = sft.main(steps=warm_steps)
     elif isinstance(model, str):
-        model = load_model(model)
+        model = tt.load_model(model)
     rows = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE).trajectories  # one row is one game
     draws = random.Random(seed)
     pairs = [

@@ -16,13 +16,11 @@ from torch.distributed.fsdp import fully_shard
 
 import treetrain as tt
 from examples.countdown.agent import RECORDED, TASKS, TEMPLATE
-from treetrain.models.loading import load_model, load_tokenizer
-from treetrain.plan.dispatch import dispatch
 
 
 def main(mesh: DeviceMesh, steps: int = 20, rows_per_step: int = 10, lr: float = 3e-3, seed: int = 0) -> list[float]:
     """Train the built-in model for so many steps; returns the loss of every step, in nats."""
-    model, tokenizer = load_model("tiny", seed=seed), load_tokenizer("tiny")
+    model, tokenizer = tt.load_model("tiny", seed=seed), tt.load_tokenizer("tiny")
     model.to(mesh.device_type)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -38,7 +36,7 @@ def main(mesh: DeviceMesh, steps: int = 20, rows_per_step: int = 10, lr: float =
     losses = []
     for step in range(steps):
         batch = drawn.sample(rows, min(rows_per_step, len(rows)))
-        mine = dispatch(tt.build_tree(batch), shape, mesh.size())[mesh.get_rank()]
+        mine = tt.dispatch(batch, shape, mesh.size())[mesh.get_rank()]
         result = engine.forward_backward([batch[number] for number in mine], loss_fn)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

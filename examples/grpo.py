@@ -15,7 +15,6 @@ import torch
 import treetrain as tt
 from examples import sft
 from examples.countdown.agent import TASKS, Game, play, recorded_puzzle
-from treetrain.models.loading import load_model, load_tokenizer
 
 
 def rows_of(game: Game, number: int, task: str) -> list[tt.Trajectory]:
@@ -52,11 +51,11 @@ def main(
         seed: of everything that is drawn.
         model: a trained model, or its folder.
     """
-    tokenizer = load_tokenizer("tiny")
+    tokenizer = tt.load_tokenizer("tiny")
     if model is None:
         model, _ = sft.main(steps=warm_steps)
     elif isinstance(model, str):
-        model = load_model(model)
+        model = tt.load_model(model)
     engine = tt.TreeEngine(model, budget=8192)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
     loss_fn = tt.losses.grpo(clip_low=0.2, clip_high=0.28)

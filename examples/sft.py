@@ -14,7 +14,6 @@ import torch
 
 import treetrain as tt
 from examples.countdown.agent import RECORDED, TASKS, TEMPLATE
-from treetrain.models.loading import load_model, load_tokenizer
 
 STEPS, ROWS_PER_STEP = 110, 10
 
@@ -24,7 +23,7 @@ def main(
 ):
     """Train the built-in model for so many steps; returns the model and the loss of every step, in nats."""
     # The model is a plain Hugging Face one; any other causal LM and its tokenizer do as well.
-    model, tokenizer = load_model("tiny", seed=seed), load_tokenizer("tiny")
+    model, tokenizer = tt.load_model("tiny", seed=seed), tt.load_tokenizer("tiny")
     loaded = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE)
     rows = [row for row in loaded.trajectories if row.group in TASKS]
 

@@ -16,6 +16,10 @@ import treetrain as tt
 ROOT = Path(__file__).parents[1]
 
 SIGNATURES = {
+    "dispatch": "(rows, cost, ranks, *, together=None, whole_rows=False)",
+    "load_model": "(name_or_path, *, dtype='float32', seed=0, **options)",
+    "load_tokenizer": "(name_or_path, **options)",
+    "stats": "(rows, shape=None)",
     "build_tree": "(sequences, *, merge=True, apart=None)",
     "from_packed": "(input_ids, position_ids, **facts)",
     "from_padded": "(input_ids, attention_mask, **facts)",
@@ -36,7 +40,7 @@ SIGNATURES = {
         "(model, sequences, budget=None, temperature=1.0, *, return_entropy=False, return_aux=False, "
         "return_values=False, value_head=None, mask=None)"
     ),
-    "make_plan": "(tree, cost, *, budget=None, ranks=1, free_bytes=None, aligned=False)",
+    "make_plan": "(rows, cost, *, budget=None, ranks=1, free_bytes=None, aligned=False)",
     "rewards": "(model, sequences, budget=None, *, head=None)",
     "SafeCheckpointsMixin": "(*args, **kwargs)",
     "values": "(model, sequences, budget=None, *, head=None)",
@@ -166,7 +170,8 @@ def test_importing_the_package_loads_nothing_heavy():
 def test_data_trees_and_plans_work_without_torch():
     code = (
         "import treetrain as tt; tree = tt.build_tree([[1, 2], [1, 3]]); shape = tt.ModelShape.named('qwen3-8b'); "
-        "tree.stats(shape); tt.make_plan(tree, tt.CostModel.from_shape(shape), budget='8GiB').explain()"
+        "tree.stats(shape); tt.make_plan(tree, tt.CostModel.from_shape(shape), budget='8GiB').explain(); "
+        "tt.dispatch(tree, 'qwen3-8b', 2); tt.stats([[1, 2], [1, 3]], 'qwen3-8b')"
     )
     assert imported_by(code) == {"numpy"}
 

@@ -21,7 +21,11 @@ _PUBLIC = {
     "ModelShape": "treetrain.plan.cost",
     "CostModel": "treetrain.plan.price",
     "Plan": "treetrain.plan.plan",
+    "dispatch": "treetrain.plan.dispatch",
     "make_plan": "treetrain.plan.make",
+    "stats": "treetrain.plan.ideal",
+    "load_model": "treetrain.models.loading",
+    "load_tokenizer": "treetrain.models.loading",
     "StepResult": "treetrain.engine.step",
     "TreeEngine": "treetrain.engine.engine",
     "Scored": "treetrain.engine.score",
@@ -60,17 +64,21 @@ __all__ = [
     "UnsupportedModel",
     "__version__",
     "build_tree",
+    "dispatch",
     "from_packed",
     "from_padded",
     "gae",
     "group_advantages",
     "group_batches",
     "load",
+    "load_model",
+    "load_tokenizer",
     "logprobs",
     "losses",
     "make_plan",
     "rewards",
     "share_prefixes",
+    "stats",
     "to_packed",
     "to_padded",
     "values",
@@ -96,7 +104,11 @@ if TYPE_CHECKING:
     from treetrain.errors import DataError as DataError
     from treetrain.errors import RanksDisagree as RanksDisagree
     from treetrain.errors import UnsupportedModel as UnsupportedModel
+    from treetrain.models.loading import load_model as load_model
+    from treetrain.models.loading import load_tokenizer as load_tokenizer
     from treetrain.plan.cost import ModelShape as ModelShape
+    from treetrain.plan.dispatch import dispatch as dispatch
+    from treetrain.plan.ideal import stats as stats
     from treetrain.plan.make import make_plan as make_plan
     from treetrain.plan.plan import Plan as Plan
     from treetrain.plan.price import CostModel as CostModel

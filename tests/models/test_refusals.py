@@ -315,3 +315,25 @@ def test_a_static_rotary_scaling_is_accepted():
     logits = model(input_ids=torch.tensor([row])).logits[0, :-1].log_softmax(-1)
     expected = logits.gather(1, torch.tensor(row[1:])[:, None])[:, 0]
     torch.testing.assert_close(tt.logprobs(model, [row, [1, 2, 6]])[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("where", ["wrapped", "in place", "a layer"])
+def test_a_compiled_model_is_refused_by_that_name_with_what_to_do(where):
+    model = make_model("qwen3")
+    model.model.layers[1].mlp.compile(dynamic=True)
+    tt.TreeEngine(model)  # such a module knows nothing of trees
+    if where == "wrapped":
+        model, message = torch.compile(model), r"the model is an OptimizedModule \(torch.compile\).*model._orig_mod"
+    elif where == "in place":
+        model.compile()
+        message = r"the model is a Qwen3ForCausalLM after .compile\(\)"
+    else:
+        model.model.layers[0] = torch.compile(model.model.layers[0])
+        message = r"model.layers.0 is an OptimizedModule.*layer.mlp.compile\(dynamic=True\)"
+    for call in (
+        lambda: tt.TreeEngine(model),
+        lambda: tt.logprobs(model, ROWS),
+        lambda: tt.verify(model, ROWS),
+    ):
+        with pytest.raises(UnsupportedModel, match=message):
+            call()

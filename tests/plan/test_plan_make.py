@@ -9,6 +9,8 @@ from support.layouts import LinearPrices, check_plan, layout_of, nested_forks
 from treetrain.data.trajectory import Trajectory
 from treetrain.plan.budget import Bytes
 from treetrain.plan.cost import ModelShape
+from treetrain.plan.dispatch import dispatch
+from treetrain.plan.ideal import stats
 from treetrain.plan.make import PART_TOKENS, make_plan
 from treetrain.plan.partition import partition
 from treetrain.plan.price import CostModel
@@ -124,3 +126,22 @@ def test_an_empty_batch_has_an_empty_plan(budget):
     plan = make_plan(build_tree([]), SHAPE, budget=budget)
     assert plan.num_parts == 0
     assert plan.explain()
+
+
+def test_rows_are_planned_and_counted_as_their_tree_is_and_shapes_go_by_their_names():
+    rows, shape = deep_rows(3), ModelShape.named("qwen3-8b")
+    tree = build_tree(rows)
+    expected = make_plan(tree, CostModel.from_shape(shape), budget="8GiB")
+    for batch in (rows, [np.array(row) for row in rows], [Trajectory(row) for row in rows], tree):
+        for cost in ("qwen3-8b", "Qwen3-8B", shape):
+            plan = make_plan(batch, cost, budget="8GiB")
+            assert (plan.part_of == expected.part_of).all()
+        over = make_plan(batch, "qwen3-8b", ranks=3)
+        assert [own.tolist() for own in over.trajectories] == [o.tolist() for o in dispatch(batch, "qwen3-8b", 3)]
+        assert stats(batch, "qwen3-8b") == tree.stats(shape) and stats(batch) == tree.stats()
+
+
+@pytest.mark.parametrize("call", [make_plan, lambda rows, cost: dispatch(rows, cost, 2), stats])
+def test_an_unknown_name_of_a_shape_is_refused_with_those_that_there_are(call):
+    with pytest.raises(ValueError, match=r"no model shape is named 'qwen9'; there are qwen3-0\.6b, "):
+        call([[1, 2], [1, 3]], "qwen9")

@@ -14,7 +14,7 @@ from treetrain.device_arrays import on_device
 from treetrain.errors import DataError
 from treetrain.models.capability import Capabilities
 from treetrain.models.moe import MixtureOfExperts
-from treetrain.tree.build import Row, build_tree
+from treetrain.tree.build import as_tree as as_tree
 from treetrain.tree.layout import FlatReads, PackedLayout, flat_reads, pack, pack_states, ranges, trained_predictions
 from treetrain.tree.token_tree import TokenTree
 
@@ -202,11 +202,6 @@ def _before_padding(tree: TokenTree, last: np.ndarray, pad_token: int) -> np.nda
         if not (padded & (above >= 0)).any():
             return last
         last = np.where(padded & (above >= 0), above, last)
-
-
-def as_tree(batch: Sequence[Row] | TokenTree, *, merge: bool) -> TokenTree:
-    """The batch as a tree; one that is given is taken as it is."""
-    return batch if isinstance(batch, TokenTree) else build_tree(batch, merge=merge)
 
 
 def check_batch(tree: TokenTree, capabilities: Capabilities) -> None:

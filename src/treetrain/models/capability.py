@@ -105,6 +105,7 @@ def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Modul
     Raises:
         UnsupportedModel: naming the layer or setting, its value, and what would be accepted.
     """
+    _check_compiled(model)
     lm = causal_lm(model)
     config = getattr(lm, "config", None)
     if config is None or not hasattr(lm, "get_output_embeddings"):
@@ -214,6 +215,22 @@ def _check_layers(config: Any) -> None:
             )
     if getattr(config, "alibi", None):
         raise UnsupportedModel(f"alibi={config.alibi}: biases of attention by distance are not supported.")
+
+
+def _check_compiled(model: nn.Module) -> None:
+    """Refuse compiled modules that hold attention: a traced graph keeps the mask that it was traced with."""
+    for name, module in model.named_modules():
+        wrapped = type(module).__name__ == "OptimizedModule"
+        compiled = wrapped or getattr(module, "_compiled_call_impl", None) is not None
+        # Attention and recurrent layers of transformers know the number of their layer; norms and MLPs do not.
+        if compiled and any(hasattr(inner, "layer_idx") for inner in module.modules()):
+            what = f"{name} is" if name else "the model is"
+            how = "an OptimizedModule (torch.compile)" if wrapped else f"a {type(module).__name__} after .compile()"
+            plain = "the model without it" if name or not wrapped else "the model within, model._orig_mod"
+            raise UnsupportedModel(
+                f"{what} {how}; a graph that was traced once does not follow a tree. Pass {plain}; norms and MLPs may "
+                "be compiled by themselves: layer.mlp.compile(dynamic=True)."
+            )
 
 
 def _check_modules(model: nn.Module) -> None:

@@ -80,6 +80,11 @@ class ModelShape:
             tied=tied,
         )
 
+    @classmethod
+    def of(cls, shape: "ModelShape | str") -> "ModelShape":
+        """A shape as it is, or by its name."""
+        return cls.named(shape) if isinstance(shape, str) else shape
+
     @property
     def layer_parameters(self) -> int:
         """Entries of a plain layer's matrices: query, key, value, output, and the MLP's three."""

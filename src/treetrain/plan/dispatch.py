@@ -15,6 +15,7 @@ from treetrain.plan.cost import ModelShape
 from treetrain.plan.price import CostModel, Floats
 from treetrain.plan.rates import Rates
 from treetrain.tree.assemble import Int64s
+from treetrain.tree.build import Row, as_tree
 from treetrain.tree.token_tree import TokenTree
 from treetrain.tree.users import NOBODY, Users, last_computed, row_users, token_users
 
@@ -67,20 +68,39 @@ class Dispatch:
 
 
 def dispatch(
-    tree: TokenTree,
-    cost: CostModel | ModelShape | None,
+    rows: Sequence[Row] | TokenTree,
+    cost: CostModel | ModelShape | str | None,
     ranks: int,
     *,
     together: Sequence[Hashable] | None = None,
     whole_rows: bool = False,
 ) -> list[Int64s]:
-    """The numbers of every rank's trajectories, ascending; a rank may have none. See `balance`."""
-    return balance(tree, cost, ranks, together=together, whole_rows=whole_rows).trajectories
+    """Cut a batch over processes so that the slowest has as little to do as possible.
+
+    The cut is into ranges of the tree's pre-order, whole trajectories each: rows that share prefixes stay together, and
+    every process comes to the same cut from the same arguments.
+
+    Args:
+        rows: the batch, K rows (trajectories, or lists or arrays of token ids) or their tree.
+        cost: a cost model, a model's shape, or the name of one ("qwen3-8b"). None counts unique tokens alone.
+        ranks: number of processes, from 1; more than rows leaves some idle.
+        together: K names: rows of one name stay on one rank (the two of a preference pair); None is no name.
+        whole_rows: all predictions of all rows are wanted (log-probabilities of whole rows), instead of those that have
+            a loss weight.
+
+    Returns:
+        For each rank an int64 array of its row numbers, ascending; it may be empty.
+
+    Raises:
+        ValueError: no rank, another number of names than rows, or no shape's name.
+        DataError: rows that are none.
+    """
+    return balance(as_tree(rows), cost, ranks, together=together, whole_rows=whole_rows).trajectories
 
 
 def balance(
     tree: TokenTree,
-    cost: CostModel | ModelShape | None,
+    cost: CostModel | ModelShape | str | None,
     ranks: int,
     *,
     together: Sequence[Hashable] | None = None,
@@ -112,7 +132,7 @@ class Cutter:
     def __init__(
         self,
         tree: TokenTree,
-        cost: CostModel | ModelShape | None,
+        cost: CostModel | ModelShape | str | None,
         *,
         together: Sequence[Hashable] | None = None,
         whole_rows: bool = False,
@@ -148,10 +168,10 @@ class Cutter:
         )
 
 
-def _rates(cost: CostModel | ModelShape | None) -> Rates:
+def _rates(cost: CostModel | ModelShape | str | None) -> Rates:
     if cost is None:
         return Rates.unique_tokens()
-    return Rates.of(CostModel.from_shape(cost) if isinstance(cost, ModelShape) else cost)
+    return Rates.of(cost if isinstance(cost, CostModel) else CostModel.from_shape(ModelShape.of(cost)))
 
 
 def _units(order: Int64s, count: int, together: Sequence[Hashable] | None) -> tuple[int, Int64s]:

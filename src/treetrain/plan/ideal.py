@@ -1,9 +1,29 @@
 """How much faster a tree could be at best: the ratio of what rows and tree compute."""
 
+from collections.abc import Sequence
+
 from treetrain.plan.cost import ModelShape, step_flops
 from treetrain.plan.plan import Plan, heights
-from treetrain.tree.stats import flop_speedup
+from treetrain.tree.build import Row, as_tree
+from treetrain.tree.stats import TreeStats, flop_speedup
 from treetrain.tree.token_tree import TokenTree
+
+
+def stats(rows: Sequence[Row] | TokenTree, shape: ModelShape | str | None = None) -> TreeStats:
+    """How much a batch shares, where, and what that is worth at best.
+
+    Args:
+        rows: the batch, K rows (trajectories, or lists or arrays of token ids) or their tree.
+        shape: a model's shape or the name of one ("qwen3-8b"), for the speed-ups in FLOPs; None leaves them out.
+
+    Returns:
+        Flat and unique tokens, overlap, forks, repeats, trained tokens and, with a shape, the FLOP-ideal speed-up.
+
+    Raises:
+        DataError: rows that are none.
+        ValueError: no shape's name.
+    """
+    return as_tree(rows).stats(None if shape is None else ModelShape.of(shape))
 
 
 def ideal_speedup(tree: TokenTree, shape: ModelShape, *, dedup: bool = False) -> float:

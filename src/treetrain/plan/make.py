@@ -1,6 +1,7 @@
 """A plan for a budget in tokens or bytes."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -15,7 +16,7 @@ from treetrain.plan.partition import partition
 from treetrain.plan.plan import Plan
 from treetrain.plan.price import CostModel
 from treetrain.plan.ranked import RankedPlan
-from treetrain.tree.build import build_tree
+from treetrain.tree.build import Row, as_tree, build_tree
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree
 
@@ -29,8 +30,8 @@ _TRIES, _CLOSE = 40, 0.97
 
 @overload
 def make_plan(
-    tree: TokenTree | PackedLayout,
-    cost: Prices | ModelShape,
+    rows: Sequence[Row] | TokenTree | PackedLayout,
+    cost: Prices | ModelShape | str,
     *,
     budget: Any = ...,
     ranks: Literal[1] = ...,
@@ -38,8 +39,8 @@ def make_plan(
 ) -> Plan: ...
 @overload
 def make_plan(
-    tree: TokenTree | PackedLayout,
-    cost: Prices | ModelShape,
+    rows: Sequence[Row] | TokenTree | PackedLayout,
+    cost: Prices | ModelShape | str,
     *,
     budget: Any = ...,
     ranks: int,
@@ -47,8 +48,8 @@ def make_plan(
     aligned: bool = ...,
 ) -> Plan | RankedPlan: ...
 def make_plan(
-    tree: TokenTree | PackedLayout,
-    cost: Prices | ModelShape,
+    rows: Sequence[Row] | TokenTree | PackedLayout,
+    cost: Prices | ModelShape | str,
     *,
     budget: Any = None,
     ranks: int = 1,
@@ -58,27 +59,31 @@ def make_plan(
     """The fastest plan found for a batch within a budget; `plan.explain()` says what it does and why.
 
     Args:
-        tree: the batch; of a TokenTree, what its trained predictions need.
-        cost: a cost model, or a model's shape for one by formula.
+        rows: the batch: K rows (trajectories, or lists or arrays of token ids), their tree, or a packed layout. Of rows
+            and trees it plans what their trained predictions need.
+        cost: a cost model, or a model's shape for one by formula; a shape may be named ("qwen3-8b", see
+            `ModelShape.named`).
         budget: tokens whose graph may be alive at once (int), or bytes above model, gradients and optimiser state
             ("8GiB"; see `parse_budget`). None: parts of about PART_TOKENS where nothing is recomputed for it, and no
             bound but `free_bytes`.
         ranks: processes that share the batch. Above 1: a `RankedPlan`, which says who runs which trajectories, with a
-            plan for each rank; `tree` must be a TokenTree.
+            plan for each rank; not of a packed layout.
         free_bytes: without a budget, what the device has free.
         aligned: plans of ranks that run every pass together, as under FSDP (see `plan.align`). A rank's tree is then
             that of its rows in runs that share nothing, where that is faster.
 
     Raises:
-        ValueError: no budget, one below the smallest that this batch needs, or no number of ranks.
+        ValueError: no budget, one below the smallest that this batch needs, no number of ranks, or no shape's name.
+        DataError: rows that are none.
     """
+    tree = rows if isinstance(rows, PackedLayout) else as_tree(rows)
     if ranks is not True and isinstance(ranks, int | np.integer) and ranks > 1:
         return over_ranks(tree, cost, int(ranks), budget=budget, free_bytes=free_bytes, aligned=aligned)
     if isinstance(ranks, bool) or ranks != 1:
         raise ValueError(f"ranks={ranks!r}: give the number of processes, from 1")
     given = parse_budget(budget)
     layout = _trained(tree) if isinstance(tree, TokenTree) else tree
-    prices = CostModel.from_shape(cost) if isinstance(cost, ModelShape) else cost
+    prices = _prices(cost)
     if isinstance(given, Bytes):
         plan, tokens = _within_bytes(layout, prices, given)
     elif given is not None:
@@ -92,7 +97,7 @@ def make_plan(
 
 def over_ranks(
     tree: TokenTree | PackedLayout,
-    cost: Prices | ModelShape,
+    cost: Prices | ModelShape | str,
     ranks: int,
     *,
     budget: Any = None,
@@ -102,7 +107,7 @@ def over_ranks(
     """`make_plan` over any number of ranks, 1 included; arguments and errors are the same."""
     if not isinstance(tree, TokenTree):
         raise ValueError(f"ranks={ranks}: a layout no longer knows its trajectories; give the token tree")
-    prices = CostModel.from_shape(cost) if isinstance(cost, ModelShape) else cost
+    prices = _prices(cost)
     found = balance(tree, prices if isinstance(prices, CostModel) else None, ranks)
     trees = [build_tree([tree.trajectories[number] for number in own.tolist()]) for own in found.trajectories]
     plans = []
@@ -116,6 +121,10 @@ def over_ranks(
         chosen = choose([offers_of(own) for own in ways])
         plans = [own[number].plan for own, number in zip(ways, chosen)]
     return RankedPlan(plans=plans, dispatch=found, prices=prices)
+
+
+def _prices(cost: Prices | ModelShape | str) -> Prices:
+    return CostModel.from_shape(ModelShape.of(cost)) if isinstance(cost, ModelShape | str) else cost
 
 
 def _trained(tree: TokenTree) -> PackedLayout:

@@ -75,6 +75,11 @@ def build_tree(sequences: Sequence[Row], *, merge: bool = True, apart: Int64s | 
     )
 
 
+def as_tree(rows: Sequence[Row] | TokenTree, *, merge: bool = True) -> TokenTree:
+    """Rows as their tree; a tree that is given is taken as it is."""
+    return rows if isinstance(rows, TokenTree) else build_tree(rows, merge=merge)
+
+
 def shared_prefixes(flat: Int32s, length: Int64s) -> Int64s:
     """How many leading tokens each row has in common with the row before it.
 

@@ -258,8 +258,8 @@ class TokenTree:
         """How much is shared, where, and what it is worth.
 
         Args:
-            shape: the model's shape (plan.ModelShape, or anything that counts FLOPs); None leaves the FLOP
-                speed-ups out.
+            shape: the model's shape (`ModelShape`, or anything that counts FLOPs); None leaves the FLOP speed-ups
+                out. `treetrain.stats(tree, "qwen3-8b")` takes a shape's name.
         """
         return tree_stats(self, shape)
 
