@@ -4,6 +4,8 @@ import gzip
 import json
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from treetrain.data.columns import GIVEN, ListColumns, columns_of
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 
-NAMES = ("tokens", "weight", "trained", "negative", "signal", "reward", "chosen", "group", "pair", "episode")
+NAMES = ("tokens", "weight", "trained", "negative", "signal", "reward", "chosen", "group", "pair", "episode", "key")
 FULL = {
     "input_ids": [5, 6, 7, 8],
     "loss_mask": [0, 0, 1, 1],
@@ -169,3 +171,33 @@ def test_token_rows_of_parquet_and_arrow_files_are_those_of_jsonl(write_rows, tm
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(DataError, match=r"torn\.parquet: cannot be read as parquet"):
         load(tmp_path / "torn.parquet")
+
+
+SMALL_MEMORY = """
+import resource, sys
+import numpy as np
+from treetrain.data.arrow import MappedTrajectories, write_trajectories
+from treetrain.data.prefix_order import prefix_order
+from treetrain.data.trajectory import Trajectory
+
+def rows():
+    for number in range(10_000):
+        ids = np.arange(1_000) + number // 2
+        yield Trajectory(ids, loss_weights=np.ones(1_000), old_logprobs=np.zeros(1_000), id=f"row {number}")
+
+held = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (held + (100 << 20),) * 2)
+write_trajectories(sys.argv[1], rows(), dict)
+mapped = MappedTrajectories(sys.argv[1])
+assert mapped.path.stat().st_size > 2 * (100 << 20) - (10 << 20)
+assert mapped.columns.tokens.sum() == 10_000_000
+assert (prefix_order(mapped).shared == 1_000).sum() == 5_000
+assert all(row.id == f"row {number}" for number, row in enumerate(mapped))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux how much memory is allocated")
+def test_files_are_written_planned_and_read_in_less_memory_than_they_have_bytes(tmp_path):
+    done = subprocess.run([sys.executable, "-c", SMALL_MEMORY, str(tmp_path / "rows.arrow")], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]

@@ -1,4 +1,6 @@
-"""Rows sorted on disk are those sorted in memory, and give the tree of all rows."""
+"""Sorted rows and what neighbours share give the tree of all rows."""
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -6,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treetrain.data import prefix_order as module
-from treetrain.data.prefix_order import PrefixSorter, merge_runs, prefix_order
+from treetrain.data.arrow import MappedTrajectories, write_trajectories
+from treetrain.data.prefix_order import prefix_order
 from treetrain.data.trajectory import Trajectory
 from treetrain.tree.build import build_tree
 
@@ -25,33 +28,23 @@ def as_lists(order) -> list[list[int]]:
     return [array.tolist() for array in order]
 
 
-@pytest.mark.parametrize(("run_bytes", "most"), [(1, 2), (60, 2), (200, 100)])
-def test_many_runs_merged_in_several_rounds_are_one_sort(run_bytes, most, monkeypatch, tmp_path_factory) -> None:
-    monkeypatch.setattr(module, "RUN_BYTES", run_bytes)
-    monkeypatch.setattr(module, "MOST_RUNS", most)
+@pytest.mark.parametrize("tokens", [1, 6, 25, 1024])
+def test_neighbours_share_what_they_have_in_common_whatever_is_read_at_once(tokens, monkeypatch):
+    monkeypatch.setattr(module, "TOKENS_AT_ONCE", tokens)
 
-    @settings(max_examples=40, deadline=None)
-    @given(rows=rows_of_files, cut=st.integers(0, 25))
-    def check(rows, cut) -> None:
-        folder = tmp_path_factory.mktemp("runs")
-        runs = []
-        for base, share in ((0, rows[:cut]), (cut, rows[cut:])):  # two processes, each with its own numbers
-            sorter = PrefixSorter(folder)
-            for number, row in enumerate(share):
-                if row.group is None:
-                    sorter.add(row, number)
-            runs += [(path, base) for path in sorter.close()]
-        assert as_lists(merge_runs(runs, folder)) == as_lists(prefix_order(rows))
+    @settings(max_examples=60, deadline=None)
+    @given(rows=rows_of_files)
+    def check(rows) -> None:
+        order = prefix_order(rows)
+        loose = [number for number, row in enumerate(rows) if row.group is None and len(row)]
+        assert sorted(order.rows.tolist()) == loose
+        entries = [(repr(rows[number].key), rows[number].ids.tolist()) for number in order.rows.tolist()]
+        assert order.shared.tolist()[:1] == [0] * bool(loose)
+        for (before, after), shared in zip(pairwise(entries), order.shared.tolist()[1:], strict=True):
+            common = np.cumprod([a == b for a, b in zip(before[1], after[1])]).sum() if before[0] == after[0] else 0
+            assert shared == common
 
     check()
-
-
-@settings(max_examples=150, deadline=None)
-@given(rows=rows_of_files, keep=st.lists(st.booleans(), min_size=25, max_size=25))
-def test_the_order_of_some_rows_follows_from_that_of_all(rows, keep) -> None:
-    numbers = np.flatnonzero(keep[: len(rows)])
-    found = prefix_order(rows).of(numbers, len(rows))
-    assert as_lists(found) == as_lists(prefix_order([rows[number] for number in numbers.tolist()]))
 
 
 @settings(max_examples=150, deadline=None)
@@ -62,3 +55,13 @@ def test_what_neighbours_share_counts_the_tokens_of_the_tree(rows) -> None:
     lengths = np.array([len(row) for row in loose], np.int64)
     assert sorted(order.rows.tolist()) == np.flatnonzero(lengths).tolist()
     assert int((lengths[order.rows] - order.shared).sum()) == build_tree(loose).num_tokens
+
+
+def test_rows_of_a_mapped_file_are_sorted_without_making_trajectories_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "TOKENS_AT_ONCE", 300)
+    drawn = np.random.default_rng(0)
+    rows = [Trajectory(drawn.integers(0, 2, drawn.integers(0, 20)), key=k) for k in [None, "a"] * 40]
+    write_trajectories(tmp_path / "rows.arrow", rows, dict)
+    mapped, expected = MappedTrajectories(tmp_path / "rows.arrow"), as_lists(prefix_order(rows))
+    monkeypatch.setattr(MappedTrajectories, "__getitem__", None)
+    assert as_lists(prefix_order(mapped)) == expected

@@ -76,9 +76,16 @@ class MappedTrajectories(Sequence[Trajectory]):
             return [self[place] for place in range(*number.indices(len(self)))]
         if not -len(self) <= number < len(self):
             raise IndexError(f"row {number} of {len(self)}")
-        number %= len(self)
+        return _trajectory(*self._place(number % len(self)))
+
+    def ids(self, number: int) -> NDArray[np.int32]:
+        """Token ids of row 0 to K - 1, a view of the mapped file."""
+        batch, place = self._place(number)
+        return batch.column("input_ids")[place].values.to_numpy()
+
+    def _place(self, number: int) -> tuple[Any, int]:
         batch = int(np.searchsorted(self._starts, number, side="right")) - 1
-        return _trajectory(self._batches[batch], number - int(self._starts[batch]))
+        return self._batches[batch], number - int(self._starts[batch])
 
     def __reduce__(self) -> tuple[type["MappedTrajectories"], tuple[Path]]:
         return MappedTrajectories, (self.path,)
@@ -103,6 +110,7 @@ class MappedTrajectories(Sequence[Trajectory]):
             group=_codes(table["group"]),
             pair=_codes(table["pair"]),
             episode=_codes(table["episode"]),
+            key=_codes(table["key"]),
         )
 
 

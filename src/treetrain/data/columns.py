@@ -1,4 +1,4 @@
-"""What planning needs to know of all rows, as one array per fact: of rows in memory, or of an index of files.
+"""What planning needs to know of all rows, as one array per fact: of rows in memory, or of a memory-mapped file.
 
 K = rows.
 """
@@ -76,6 +76,10 @@ class ListColumns:
     def episode(self) -> Int64s:
         return codes_of(row.episode for row in self._rows)
 
+    @cached_property
+    def key(self) -> Int64s:
+        return codes_of(row.key for row in self._rows)
+
     def _numbers(self, values: Iterable[object], dtype: type) -> NDArray:
         return np.fromiter(values, dtype, len(self._rows))  # type: ignore[arg-type]
 
@@ -106,19 +110,15 @@ class StoredColumns:
     """As `group`."""
     episode: Int64s
     """As `group`."""
-
-    def of(self, numbers: Int64s) -> "StoredColumns":
-        """Those of some rows."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        given = {name: values[numbers] for name, values in fields.pop("given").items()}
-        return StoredColumns(given=given, **{name: values[numbers] for name, values in fields.items()})
+    key: Int64s
+    """As `group`."""
 
 
 RowColumns = ListColumns | StoredColumns
 
 
 def columns_of(rows: Sequence[Trajectory]) -> RowColumns:
-    """The columns of rows: their own where they have them (see `LazyRows.columns`), else found one by one."""
+    """The columns of rows: their own where they have them (`MappedTrajectories.columns`), else found one by one."""
     own = getattr(rows, "columns", None)
     return ListColumns(rows) if own is None else own
 

@@ -19,12 +19,6 @@ class Notes:
         for text in texts:
             self.add(text)
 
-    def join(self, later: "Notes") -> None:
-        """Take over what was collected from rows that follow."""
-        for text, count in later._count.items():
-            self._first.setdefault(text, later._first[text])
-            self._count[text] = self._count.get(text, 0) + count
-
     def lines(self) -> tuple[str, ...]:
         return tuple(self._line(text) for text in self._count)
 

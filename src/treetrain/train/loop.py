@@ -10,7 +10,6 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from treetrain.data.lazy_rows import take
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.ranks import is_shard
@@ -175,7 +174,7 @@ class TrainLoop:
         rows = self.prepared.rows
         first = next(iter(self.updates)).rows
         with self._precision():
-            facts = self.facts.of_run(rows, self.prepared.eval_rows, take(rows, first.tolist()))
+            facts = self.facts.of_run(rows, self.prepared.eval_rows, [rows[number] for number in first.tolist()])
         record = {"kind": "start", "steps": self.total, "config": self.config.as_dict(), "ranks": self.ranks.size}
         self.metrics.write(record | facts | self.about)
 

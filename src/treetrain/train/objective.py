@@ -9,7 +9,6 @@ import numpy as np
 from treetrain import losses
 from treetrain.data.advantages import advantages_of_groups
 from treetrain.data.columns import columns_of
-from treetrain.data.lazy_rows import LazyRows
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 from treetrain.losses import Loss
@@ -74,7 +73,7 @@ def make_objective(
     Args:
         name: of the loss.
         options: its keyword arguments.
-        rows: all rows of the run; of those that are not in memory the loss has not checked any (`check_lazy_rows`).
+        rows: all rows of the run.
         settings: see there.
 
     Raises:
@@ -82,8 +81,7 @@ def make_objective(
         DataError: nothing to train; a fact that the loss needs and a row lacks, or that only some rows have.
     """
     settings = settings or ObjectiveSettings()
-    lazy = isinstance(rows, LazyRows)
-    loss, rows, notes = losses.by_name(name, **options), rows if lazy else list(rows), []
+    loss, rows, notes = losses.by_name(name, **options), list(rows), []
     if loss.needs_values:
         raise ValueError(f"the loss {name}, as it is set, needs values, and a run trains no value head")
     _check_use(name, loss, settings)
@@ -112,8 +110,7 @@ def make_objective(
     if settings.sft_weight is not None:
         loss, added_notes = _with_cross_entropy(name, loss, settings.sft_weight)
         notes += added_notes
-    if not lazy:  # the loss itself checks rows that are in memory; see `row_checks` for others
-        loss.normaliser(_filled(rows, computed))
+    loss.normaliser(_filled(rows, computed))
     return Objective(
         loss=loss,
         rows=rows,
@@ -170,8 +167,6 @@ def _with_advantages(rows: Sequence[Trajectory], settings: ObjectiveSettings) ->
         leave_one_out=settings.advantage_leave_one_out,
         clip=settings.advantage_clip,
     )
-    if isinstance(rows, LazyRows):
-        return rows.with_advantages(advantages)
     return [row.replace(advantages=value) for row, value in zip(rows, advantages.tolist(), strict=True)]
 
 

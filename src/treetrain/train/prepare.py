@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.data.columns import columns_of
-from treetrain.data.exchange import Alone, Exchange
-from treetrain.data.lazy_rows import LazyRows
+from treetrain.data.load import no_file
 from treetrain.data.rendering import chat_template_text
 from treetrain.data.trajectory import Trajectory
+from treetrain.engine.ranks import Ranks
 from treetrain.errors import DataError
 from treetrain.losses import Loss, by_name
 from treetrain.models.loading import load_tokenizer
@@ -21,9 +21,7 @@ from treetrain.train.batches import BatchPlan, plan_batches, split_units
 from treetrain.train.config import TrainConfig
 from treetrain.train.objective import OLD, Objective, ObjectiveSettings, check_advantages_used, make_objective
 from treetrain.train.optim import check_optimizer
-from treetrain.train.row_checks import check_lazy_rows
 from treetrain.train.rows import RowSource, read_config, read_rows
-from treetrain.train.run_rows import in_memory, read_rows_of_run, subset
 from treetrain.train.save import check_output
 from treetrain.train.updates import update_plan
 from treetrain.train.watch import Watch
@@ -34,7 +32,6 @@ class Prepared:
     """A run that can begin."""
 
     rows: Sequence[Trajectory]
-    """In memory, or `LazyRows`."""
     plan: BatchPlan
     eval_rows: list[Trajectory]
     eval_steps: list[NDArray[np.int64]]
@@ -54,10 +51,8 @@ class Prepared:
     """What the user should know."""
 
 
-def prepare(config: TrainConfig, ranks: Exchange | None = None) -> Prepared:
-    """Read and check all that the run needs besides the model's weights.
-
-    Writes nothing but, where rows stay in their files, an index of them in the output folder.
+def prepare(config: TrainConfig, ranks: Ranks | None = None) -> Prepared:
+    """Read and check all that the run needs besides the model's weights. Writes nothing.
 
     Args:
         config: of the run.
@@ -66,9 +61,10 @@ def prepare(config: TrainConfig, ranks: Exchange | None = None) -> Prepared:
     Raises:
         DataError, ValueError: what is wrong, where, and what to do; RanksDisagree on the other processes.
     """
-    ranks = ranks or Alone()
+    if ranks is None:
+        return _prepared(config, _read(config, _checked(config)))
     source, _ = ranks.agree("checking the settings", lambda: (_checked(config), None))
-    read = _read(config, source, ranks)
+    read, _ = ranks.agree("reading the rows", lambda: (_read(config, source), None))
     return ranks.agree("preparing the run", lambda: (_prepared(config, read), None))[0]
 
 
@@ -95,18 +91,19 @@ class _Read(NamedTuple):
     notes: tuple[str, ...]
 
 
-def _read(config: TrainConfig, source: RowSource, ranks: Exchange) -> _Read:
-    """All rows; the processes do this together."""
-    read = read_rows_of_run(config, source, ranks)
+def _read(config: TrainConfig, source: RowSource) -> _Read:
+    if not config.data:
+        raise no_file()
+    read = read_rows(config.data, source)
     if config.eval_data:
-        held, _ = ranks.agree("reading the held-out rows", lambda: (read_rows(config.eval_data, source), None))
+        held = read_rows(config.eval_data, source)
         more = tuple(note for note in held.notes if note not in read.notes)
         return _Read(read.rows, list(held.rows), read.tokenizer, read.notes + more)
     kept, held_out = split_units(
         read.rows, config.eval_fraction, seed=config.seed, tokens_per_step=config.tokens_per_step
     )
-    eval_rows = in_memory(read.rows, held_out, ranks)
-    return _Read(subset(read.rows, kept), eval_rows, read.tokenizer, read.notes)
+    kept_rows, eval_rows = ([read.rows[number] for number in numbers.tolist()] for numbers in (kept, held_out))
+    return _Read(kept_rows, eval_rows, read.tokenizer, read.notes)
 
 
 def _prepared(config: TrainConfig, read: _Read) -> Prepared:
@@ -118,8 +115,6 @@ def _prepared(config: TrainConfig, read: _Read) -> Prepared:
     if config.reference_model is not None:
         read_config(config.reference_model)
     plan = plan_batches(rows, tokens_per_step=config.tokens_per_step, seed=config.seed)
-    if isinstance(rows, LazyRows):
-        check_lazy_rows(objective.loss, rows, plan, objective.computed)
     check_advantages_used(settings, objective, config.loss)
     eval_steps = _eval_steps(eval_rows, config)
     _check_mismatched(config, rows, plan, eval_rows, eval_steps)

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from treetrain.data.lazy_rows import take
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.ranks import Ranks
@@ -74,7 +73,8 @@ class Rollouts:
     def rows(self, numbers: Int64s) -> list[Trajectory]:
         """Rows of a step, with all that the loss needs."""
         rows = []
-        for number, row in zip(numbers.tolist(), take(self._prepared.rows, numbers.tolist()), strict=True):
+        for number in numbers.tolist():
+            row = self._prepared.rows[number]
             if OLD in self._prepared.computed:
                 row = self._updates.old.attached(row, number)
             rows.append(row if self._reference is None else self._reference.attached(row, number))

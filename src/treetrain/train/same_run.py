@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from treetrain.data.digest import rows_digest
 from treetrain.train.config import TrainConfig
+from treetrain.train.digest import rows_digest
 from treetrain.train.prepare import Prepared
 from treetrain.train.schedules import make_schedule
 
 FREE = frozenset(
     {
-        "data_in_memory",
         "output",
         "overwrite",
         "report",

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from treetrain.data.lazy_rows import take
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
 from treetrain.train.batches import Int64s
@@ -40,7 +39,7 @@ class RowScores:
             rows: all rows of the run.
             numbers: of those to score, in one call, shared by the engine's ranks.
         """
-        members = take(rows, numbers.tolist())
+        members = [rows[number] for number in numbers.tolist()]
         for number, scores in zip(numbers.tolist(), logprobs(engine, members), strict=True):
             self._scores[number] = scores.cpu().numpy()
 

@@ -28,9 +28,6 @@ class DataSettings:
     """Instead of the tokenizer's template: chatml (built in, keeps prefixes) or a Jinja file."""
     tokenizer: str | None = None
     """Tokenizer to use instead of the model's own; a hub id, a folder or a preset."""
-    data_in_memory: Literal["auto", True, False] = "auto"
-    """False: the training rows stay in their files, are indexed once and read step by step, so that files may be larger
-    than memory. auto: where they would take more than half of what is free."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 from torch import nn
 
 from treetrain import __version__
-from treetrain.data.lazy_rows import LazyRows
 from treetrain.engine.allocator import keep_memory
 from treetrain.engine.batch import check_batch
 from treetrain.engine.engine import TreeEngine
@@ -116,8 +115,7 @@ class Trainer:
         if rule := delta_rule_of(model, self.device):
             self.console.print(f"recurrence: {rule}", highlight=False, soft_wrap=True)
         for rows in (self.prepared.rows, self.prepared.eval_rows):
-            if not isinstance(rows, LazyRows):  # those are checked step by step
-                check_batch(build_tree(rows), engine.capabilities)
+            check_batch(build_tree(rows), engine.capabilities)
         before = start.checkpoint and start.checkpoint.path / METRICS_FILE
         with (
             MetricsFile(folder, self.observers, before=before) if self.world.main else NoMetrics() as metrics,
