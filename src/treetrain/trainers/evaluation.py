@@ -1,0 +1,60 @@
+"""Loss and log-likelihood of rows that a model is not trained on."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from treetrain.data.trajectory import Trajectory
+from treetrain.engine.engine import TreeEngine
+from treetrain.engine.evaluate import MetricSums, add_sums, means
+from treetrain.trainers.rollouts import logprobs
+
+
+@torch.no_grad()
+def evaluate(
+    engine: TreeEngine, calls: Iterable[Sequence[Trajectory]], loss: Any, rows: Sequence[Trajectory]
+) -> dict[str, float]:
+    """Numbers of held-out rows.
+
+    Args:
+        engine: its ranks share every call.
+        calls: the rows in whole groups, so that memory does not grow with their number; with all that the loss needs.
+        loss: divided by its normaliser over all rows; None: the likelihood alone.
+        rows: all of them, for what the loss must know of the whole.
+
+    Returns:
+        `nll`, the mean negative log-likelihood of the weighted tokens in nats; `trained_tokens`; and where there is a
+        loss, `loss` and its metrics.
+    """
+    nll = weight = tokens = total = 0.0
+    sums: MetricSums = {}
+    for members in calls:
+        entropies = loss is not None and bool(getattr(loss, "needs_entropy", False))
+        found = logprobs(engine, members, entropies=entropies)
+        scored, spread = found if entropies else (found, None)
+        for row, scores in zip(members, scored, strict=True):
+            weights = row.weights[1:]
+            # An untrained token may be impossible, and 0 times infinity is no number.
+            nll -= float(weights @ np.where(weights != 0, scores.double().cpu().numpy(), 0.0))
+            weight += float(weights.sum())
+            tokens += int(np.count_nonzero(weights))
+        if loss is not None:
+            part, metrics = _loss(loss, scored, spread, members)
+            total, sums = total + part, add_sums(sums, metrics)
+    numbers = means(sums) | {"nll": nll / weight, "trained_tokens": tokens}
+    return numbers if loss is None else numbers | {"loss": total / loss.normaliser(rows)}
+
+
+def _loss(loss: Any, scored: Any, entropies: Any, rows: Sequence[Trajectory]) -> tuple[float, MetricSums]:
+    """The unnormalised sum of a call, and its metrics."""
+    if getattr(loss, "scope", "trajectory") == "batch":
+        total, sums = loss(scored, entropies, rows)
+        return float(total), sums
+    total, sums = 0.0, {}
+    for number, row in enumerate(rows):
+        if row.weights[1:].any():
+            part, found = loss(scored[number], None if entropies is None else entropies[number], row)
+            total, sums = total + float(part), add_sums(sums, found)
+    return total, sums

@@ -1,0 +1,172 @@
+"""Facts of rollouts that a run makes itself: advantages from rewards, log-probabilities of the old policy and of the
+reference policy.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from treetrain import losses
+from treetrain.data.advantages import advantages_of_groups
+from treetrain.data.columns import columns_of
+from treetrain.data.trajectory import Trajectory
+from treetrain.engine.batch import as_tree
+from treetrain.engine.engine import TreeEngine
+from treetrain.engine.planning import formula_cost
+from treetrain.errors import DataError
+from treetrain.losses.facts import describe
+from treetrain.losses.kto import KTOLoss
+from treetrain.losses.policy import ClippedLoss, PolicyLoss
+from treetrain.plan.dispatch import balance
+from treetrain.train.watch import Watch, WatchedLoss
+from treetrain.trainers.arguments import TreeArguments
+
+OLD, REFERENCE = "old_logprobs", "ref_logprobs"
+
+
+def checked_loss(args: TreeArguments, loss: Any) -> Any:
+    """The loss that is given, or that the arguments name. Raises ValueError."""
+    if loss is not None and (args.loss != "sft" or args.loss_kwargs):
+        raise ValueError(f"a loss is given, and args name {args.loss!r} with {args.loss_kwargs}; give one of them")
+    loss = losses.by_name(args.loss, **(args.loss_kwargs or {})) if loss is None else loss  # type: ignore[arg-type]
+    name = type(loss).__name__
+    if getattr(loss, "needs_values", False):
+        raise ValueError(
+            f"{name} needs values, and this trainer has no value head; use TreeEngine(model, value_head=...) in a loop "
+            "of your own"
+        )
+    if args.log_entropy and not isinstance(loss, PolicyLoss):
+        raise ValueError(f"log_entropy is true, but {name} is no policy loss, whose metrics have an entropy")
+    if args.target_kl is not None and not isinstance(loss, ClippedLoss):
+        raise ValueError(f"target_kl is {args.target_kl}, but {name} measures no KL from an old policy")
+    if args.gradient_accumulation_steps > 1 and isinstance(loss, KTOLoss) and isinstance(loss.reference_point, str):
+        raise ValueError(
+            f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, but kto compares with a mean over the "
+            "rows of a whole step; give a number as reference_point, or bound memory by budget"
+        )
+    return loss
+
+
+def watched(loss: Any, rows: Sequence[Trajectory], *, log_entropy: bool) -> tuple[Any, Watch | None]:
+    """A policy loss that also tells a watch the extremes of its ratios, and that watch; another loss as it is."""
+    if not isinstance(loss, PolicyLoss):
+        return loss, None
+    columns, watch = columns_of(rows), Watch()
+    recorded = bool(columns.given[REFERENCE][columns.trained].all())
+    found = WatchedLoss(
+        reduction=loss.reduction, inner=loss, watch=watch, log_entropy=log_entropy, log_reference=recorded
+    )
+    return found, watch
+
+
+def needed_facts(loss: Any) -> tuple[str, ...]:
+    """Names of the per-token facts that a loss needs; a loss of the user's own may not say."""
+    return getattr(loss, "needs_facts", ())
+
+
+def with_advantages(rows: Sequence[Trajectory], loss: Any, options: dict[str, Any] | None) -> Sequence[Trajectory]:
+    """The rows with advantages from their rewards, where the loss needs some and no row has any.
+
+    Args:
+        rows: in memory or not.
+        options: of `group_advantages`; None where none were asked for.
+
+    Raises:
+        ValueError: options, and rows or a loss that have no use for them.
+    """
+    columns = columns_of(rows)
+    wanted = "advantages" in needed_facts(loss) and not columns.given["advantages"].any()
+    if not wanted or np.isnan(columns.reward).all():
+        if options:
+            why = "the rows have no rewards" if wanted else "the rows have advantages, or the loss needs none"
+            raise ValueError(f"advantage_kwargs is {options}, but no advantages are made of rewards: {why}")
+        return rows
+    values = advantages_of_groups(rows, **(options or {}))
+    if hasattr(rows, "with_advantages"):
+        return rows.with_advantages(values)  # type: ignore[attr-defined]
+    return [row.replace(advantages=value) for row, value in zip(rows, values.tolist(), strict=True)]
+
+
+def missing_facts(rows: Sequence[Trajectory], loss: Any) -> frozenset[str]:
+    """Which of old_logprobs and ref_logprobs the loss needs and no trained row has.
+
+    Raises:
+        DataError: only some of the rows have them, or a row lacks another fact.
+    """
+    columns = columns_of(rows)
+    missing = set()
+    for fact in needed_facts(loss):
+        with_it = np.flatnonzero(columns.trained & columns.given[fact])
+        without = np.flatnonzero(columns.trained & ~columns.given[fact])
+        if not len(without):
+            continue
+        if fact not in (OLD, REFERENCE):
+            loss.check([rows[int(without[0])]])
+        if len(with_it):
+            one, other = (describe(rows[int(number)], int(number)) for number in (with_it[0], without[0]))
+            raise DataError(
+                f"{one} has {fact}, {other} has none: {len(with_it)} of {len(with_it) + len(without)} rows have them, "
+                "and computing the others would mix two policies; give all rows theirs, or none"
+            )
+        missing.add(fact)
+    return frozenset(missing)
+
+
+def on_policy(loss: Any) -> Any:
+    """The loss with every update on-policy (ratio 1), so that it needs no old log-probabilities; None: it cannot be."""
+    return dataclasses.replace(loss, on_policy=True) if hasattr(loss, "on_policy") else None
+
+
+@torch.no_grad()
+def logprobs(engine: TreeEngine, rows: Sequence[Trajectory], *, entropies: bool = False) -> Any:
+    """`TreeEngine.logprobs` of rows that every rank has: each rank scores a share of them, all get all.
+
+    Returns:
+        one float tensor [L - 1] per row; with `entropies` a second list; in CPU memory where there are several ranks.
+    """
+    ranks = engine.ranks
+    if ranks.alone:
+        return engine.logprobs(rows, return_entropy=entropies)
+    tree = as_tree(rows, merge=engine._merge)
+    shares = balance(tree, formula_cost(engine.model), ranks.size, whole_rows=True).trajectories
+    own = [rows[number] for number in shares[ranks.rank].tolist()]
+
+    def score() -> tuple[None, list[list[Any]]]:
+        if not own and not engine.in_lockstep:
+            return None, [[], []]
+        found = engine.logprobs(own, return_entropy=entropies)
+        return None, [[one.cpu().numpy() for one in each] for each in (found if entropies else (found, []))]
+
+    if engine.in_lockstep:
+        told = ranks.gather(score()[1])  # the passes are collectives: nobody waits here for one that failed in them
+        _reshard(engine.model)
+    else:
+        _, told = ranks.agree("scoring", score)
+    columns = []
+    for column in range(1 + entropies):
+        found: dict[int, Any] = {}
+        for numbers, each in zip(shares, told, strict=True):
+            found |= {n: torch.from_numpy(x) for n, x in zip(numbers.tolist(), each[column], strict=True)}
+        columns.append([found[number] for number in range(len(found))])
+    return tuple(columns) if entropies else columns[0]
+
+
+def _reshard(model: Any) -> None:
+    """Let go of weights that FSDP2 has left whole after passes without gradient: they may change before the next."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def with_fact(row: Trajectory, fact: str, scores: NDArray[np.floating]) -> Trajectory:
+    """A row with log-probabilities [L - 1] that were computed for it."""
+    values = np.zeros(len(row))
+    # An untrained token may be impossible under the policy; no loss reads it.
+    values[1:] = np.where(row.weights[1:] != 0, scores, 0.0)
+    return row.replace(**{fact: values})

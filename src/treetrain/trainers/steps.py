@@ -1,0 +1,200 @@
+"""Which rows every optimiser step has, and the trees of a step, built while the device works on the one before.
+
+A *batch* is filled with whole groups, pairs and episodes (else whole trees) to about `tokens_per_step` flat tokens. It
+is passed over `updates_per_batch` times, each time in `minibatches` parts, each an optimiser step; a step is run in
+`calls` of forward and backward. Every pass over the data has the same number of steps, as `transformers.Trainer`
+expects: the groups are shuffled by the seed and cut where the batches are of about equal size.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from treetrain.data.columns import columns_of
+from treetrain.data.trajectory import Trajectory
+from treetrain.engine.batch import as_tree
+from treetrain.errors import DataError
+from treetrain.plan.cost import ModelShape
+from treetrain.plan.dispatch import balance
+from treetrain.plan.price import CostModel
+from treetrain.train.units import Units, make_units
+from treetrain.tree.stats import linear_work, tree_work
+from treetrain.tree.token_tree import TokenTree
+
+Int64s = NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Call:
+    """The rows of one forward and backward, and the place of their step in the run."""
+
+    batch: int
+    """From 0 over the whole run."""
+    update: int
+    """Pass over the batch, from 1."""
+    minibatch: int
+    """Part of that pass, from 1."""
+    batch_rows: Int64s
+    """Row numbers of the batch, ascending."""
+    rows: Int64s
+    """Row numbers of this call, ascending; none where the step has fewer groups than calls."""
+
+
+class StepSampler(Sampler[list[Call]]):
+    """The calls of one pass over the data; the same for every execution, found again from the seed alone.
+
+    Args:
+        rows: all rows, in memory or not; only their columns are read.
+        tokens_per_step: flat tokens of a batch, about.
+        updates_per_batch, minibatches: see above.
+        calls: of every step.
+        seed: of the shuffle; None keeps the order of the rows.
+
+    Raises:
+        DataError: no row has anything to train.
+        ValueError: fewer groups than minibatches.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Trajectory],
+        *,
+        tokens_per_step: int,
+        updates_per_batch: int = 1,
+        minibatches: int = 1,
+        calls: int = 1,
+        seed: int | None = None,
+    ) -> None:
+        columns = columns_of(rows)
+        self.units = _with_something_to_train(make_units(rows, tokens_per_step=tokens_per_step), columns.trained)
+        self._tokens = self.units.sums(columns.tokens)
+        self._updates, self._minibatches, self._calls, self._seed = updates_per_batch, minibatches, calls, seed
+        self._epoch = 0
+        if minibatches > len(self.units):
+            raise ValueError(
+                f"minibatches is {minibatches}, but the rows are {len(self.units)} groups (or trees), which are never "
+                "torn apart; lower minibatches"
+            )
+        wanted = -(-int(self._tokens.sum()) // tokens_per_step)
+        self.batches = min(wanted, len(self.units) // minibatches)
+        self.steps = self.batches * updates_per_batch * minibatches
+
+    def __len__(self) -> int:
+        """Calls of one pass over the data."""
+        return self.steps * self._calls
+
+    def set_epoch(self, epoch: int) -> None:
+        """The pass that the next iterator goes through, from 0."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[list[Call]]:
+        epoch = self._epoch
+        batches = self._cut(self._shuffled(np.arange(len(self.units)), epoch), self.batches, self._minibatches)
+        for number, units in enumerate(batches, start=epoch * self.batches):
+            rows = np.sort(self.units.rows_of(units))
+            for update in range(1, self._updates + 1):
+                # One more word than the shuffle of a pass has, so that the two never draw the same numbers.
+                order = units if self._minibatches == 1 else self._shuffled(np.sort(units), 1, number, update)
+                for part, members in enumerate(self._cut(order, self._minibatches), start=1):
+                    calls = self._cut(np.sort(members), min(self._calls, len(members)))
+                    # What ends a step must have rows: there gradients are reduced over the ranks.
+                    for call in [members[:0]] * (self._calls - len(calls)) + calls:
+                        own = np.sort(self.units.rows_of(call))
+                        yield [Call(batch=number, update=update, minibatch=part, batch_rows=rows, rows=own)]
+
+    def _shuffled(self, units: Int64s, *words: int) -> Int64s:
+        return units if self._seed is None else np.random.default_rng([self._seed, *words]).permutation(units)
+
+    def _cut(self, units: Int64s, count: int, at_least: int = 1) -> list[Int64s]:
+        """Units in `count` parts of about equal size, each of `at_least` so many."""
+        filled = np.cumsum(self._tokens[units])
+        places = np.arange(1, count) * at_least
+        cuts = np.searchsorted(filled, filled[-1] * np.arange(1, count) / count, side="left") + 1
+        cuts = np.maximum.accumulate(np.maximum(cuts - places, 0)) + places
+        return np.split(units, np.minimum(cuts, len(units) - count * at_least + places))
+
+
+def _with_something_to_train(units: Units, trained: NDArray[np.bool_]) -> Units:
+    """Groups without anything to train go with the first one that has something: no step may be without."""
+    busy = units.sums(trained.astype(np.int64)) > 0
+    if not busy.any():
+        raise DataError(
+            f"nothing to train: no token of the {len(trained)} rows has a loss weight; "
+            "conversations need assistant messages, token rows labels or a loss_mask that is not all 0"
+        )
+    if busy.all():
+        return units
+    number = np.where(busy, np.cumsum(busy) - 1, 0)
+    return Units.of_labels(number[units.unit_of_rows()])
+
+
+class StepDataset(Dataset[dict[str, Any]]):
+    """Gives the rows of a call and the tree that this rank computes of them.
+
+    Args:
+        rows: all rows.
+        merge: whether rows share prefixes.
+        rank, ranks: this process, and how many share every call.
+        cost: of the model's passes, for the rows to be cut over the ranks; None counts tokens.
+        shape: of the model, for FLOPs; None where it is not known.
+        ids: whether the token ids are given too, as `input_ids`, for Trainer to count.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Trajectory],
+        *,
+        merge: bool,
+        rank: int,
+        ranks: int,
+        cost: CostModel | None,
+        shape: ModelShape | None,
+        ids: bool = False,
+    ) -> None:
+        self.rows, self._merge, self._rank, self._ranks = rows, merge, rank, ranks
+        self._cost, self._shape, self._ids = cost, shape, ids
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, call: Call) -> dict[str, Any]:
+        """The inputs of `TreeTrainer.training_step`."""
+        rows = [self.rows[number] for number in call.rows.tolist()]
+        tree: TokenTree = as_tree(rows, merge=self._merge)
+        own, numbers = tree, np.arange(len(rows))
+        if self._ranks > 1 and rows:
+            numbers = balance(tree, self._cost, self._ranks).trajectories[self._rank]
+            own = as_tree([rows[number] for number in numbers.tolist()], merge=self._merge)
+        inputs = {"call": call, "rows": rows, "tree": own, "own": numbers, "unique_tokens": tree.num_tokens}
+        if self._shape is not None:
+            work = (self._shape.flops(*count(tree)) if rows else 0.0 for count in (tree_work, linear_work))
+            inputs |= dict(zip(("tree_flops", "linear_flops"), work, strict=True))
+        if self._ids:
+            import torch
+
+            flat = [row.ids for row in rows]
+            inputs["input_ids"] = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *flat]))
+        return inputs
+
+
+class StepLoader(DataLoader[Any]):
+    """The calls of a pass over the data, each with its tree."""
+
+    batch_sampler: StepSampler
+
+    def __init__(self, dataset: StepDataset, sampler: StepSampler, **options: Any) -> None:
+        super().__init__(dataset, batch_sampler=sampler, collate_fn=only_call, **options)
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `StepSampler.set_epoch`."""
+        self.batch_sampler.set_epoch(epoch)
+
+
+def only_call(calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """The one call that a batch of the loader is."""
+    (call,) = calls
+    return call

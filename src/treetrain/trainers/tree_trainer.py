@@ -1,0 +1,460 @@
+"""`TreeTrainer`: a `transformers.Trainer` on trajectories that share prefixes, with streamed losses."""
+
+import contextlib
+import copy
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import reduce
+from itertools import islice
+from operator import add
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import Trainer, TrainerCallback, set_seed
+from transformers.trainer_utils import EvalLoopOutput
+
+from treetrain.data.trajectory import Trajectory
+from treetrain.engine.calibrate import model_shape
+from treetrain.engine.engine import TreeEngine
+from treetrain.engine.linear import LinearEngine
+from treetrain.engine.planning import formula_cost
+from treetrain.engine.ranks import is_sharded
+from treetrain.engine.router_balance import RouterBalance
+from treetrain.engine.step import StepResult, summed
+from treetrain.errors import DataError, UnsupportedModel
+from treetrain.train.watch import WatchedLoss, facts_of_step
+from treetrain.trainers.arguments import MUON, TreeArguments
+from treetrain.trainers.evaluation import evaluate
+from treetrain.trainers.optimizers import MuonFactory
+from treetrain.trainers.rollouts import (
+    OLD,
+    REFERENCE,
+    checked_loss,
+    logprobs,
+    missing_facts,
+    on_policy,
+    watched,
+    with_advantages,
+    with_fact,
+)
+from treetrain.trainers.step_log import StepLog, peak_memory_bytes
+from treetrain.trainers.steps import Call, StepDataset, StepLoader, StepSampler
+from treetrain.tree.token_tree import RowTrajectories
+
+LINEAR_PACK_TOKENS = 8_192  # beyond this, larger packs cost memory and gain no speed
+logger = logging.getLogger(__name__)
+
+
+class TreeTrainer(Trainer):
+    """Trains a causal LM on trajectories, every shared prefix computed once in forward and backward.
+
+    Loop, schedules, optimisers, callbacks, logging and the hub are those of `transformers.Trainer`. A step has whole
+    groups of rows, and its loss is streamed through `TreeEngine.forward_backward`, so that memory stays within the
+    budget. What a loss needs and rows lack (advantages, old and reference log-probabilities) is computed.
+
+    Args:
+        model: a causal LM or a `PeftModel`. A model that was given to `fully_shard` is trained in its shards.
+        args: see `TreeArguments`.
+        train_dataset: trajectories.
+        eval_dataset: trajectories, or a dictionary of several sets.
+        loss: of `treetrain.losses`, or of your own by the same protocol; None: the one that `args.loss` names.
+        ref_model: the reference policy of losses that need one; None: the model without its adapter, or a copy of the
+            model as it is now.
+        peft_config: of an adapter to train in place of the model.
+        processing_class, callbacks, optimizers, optimizer_cls_and_kwargs: see `transformers.Trainer`.
+
+    Raises:
+        DataError: nothing to train, or a row that lacks a fact that cannot be computed.
+        ValueError: arguments or a loss that cannot be followed.
+        UnsupportedModel: the model would not be exact on a tree.
+    """
+
+    args: TreeArguments
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TreeArguments,
+        train_dataset: Sequence[Trajectory] | None = None,
+        eval_dataset: Sequence[Trajectory] | dict[str, Sequence[Trajectory]] | None = None,
+        *,
+        loss: Any = None,
+        ref_model: nn.Module | None = None,
+        peft_config: Any = None,
+        processing_class: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+    ) -> None:
+        _check_arguments(args)
+        self.loss, self._watch = checked_loss(args, loss), None
+        self._compute: frozenset[str] = frozenset()
+        if train_dataset is not None:
+            train_dataset = self._prepare_rows(args, train_dataset)
+        if peft_config is not None:
+            from peft import get_peft_model
+
+            set_seed(args.seed)  # of the adapter's weights; as they are given, Trainer sets it too late
+            model = get_peft_model(model, peft_config)  # type: ignore[arg-type]
+        if is_sharded(model):
+            model._is_accelerate_prepared = True  # type: ignore[assignment]  # it is not to be wrapped once more
+        super().__init__(
+            model,  # type: ignore[arg-type]
+            args,
+            data_collator=_no_collator,
+            train_dataset=train_dataset,  # type: ignore[arg-type]
+            eval_dataset=eval_dataset,  # type: ignore[arg-type]
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+        )
+        self._engine: TreeEngine | None = None
+        self._engine_of(self.model)  # refuses a model before anything is computed
+        self._ref_engine = self._reference(ref_model)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="treetrain-next-step")
+        self._next: tuple[Any, Future[list[dict[str, Any]]]] | None = None
+        self._batch, self._stopped = -1, False
+        self._computed: dict[str, dict[int, np.ndarray]] = {}
+        self._balance: RouterBalance | None = None
+        self._calls: list[StepResult] = []
+        self._numbers: dict[str, float] = {}
+        self._log, self._left_out = StepLog(), 0
+
+    # ---- Rows and losses ----
+
+    def _prepare_rows(self, args: TreeArguments, rows: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        """The rows with advantages; finds what the run must compute of them, and how."""
+        rows = with_advantages(rows, self.loss, args.advantage_kwargs)  # type: ignore[arg-type]
+        self._compute = missing_facts(rows, self.loss)
+        if OLD in self._compute and not args.several_updates and (policy := on_policy(self.loss)) is not None:
+            self.loss, self._compute = policy, self._compute - {OLD}
+        self.loss, self._watch = watched(self.loss, rows, log_entropy=args.log_entropy)
+        return rows
+
+    def _reference(self, model: nn.Module | None) -> TreeEngine | None:
+        """The engine of the reference policy; None where there is none, or it is the model without its adapter."""
+        if model is None:
+            if REFERENCE not in self._compute or hasattr(self.model, "disable_adapter"):
+                return None
+            if is_sharded(self.model):
+                raise ValueError("the model is in shards, of which no copy is made as reference policy: give ref_model")
+            model = copy.deepcopy(self.model)
+        elif REFERENCE not in getattr(self.loss, "needs_facts", ()):
+            raise ValueError("ref_model is given, but the loss, as it is set, has no reference policy")
+        model = model.requires_grad_(False).eval()
+        return self._made(model if is_sharded(model) else model.to(self.args.device))
+
+    # ---- Data ----
+
+    def get_train_dataloader(self) -> StepLoader:
+        """The steps of a pass over the data, call by call."""
+        if self.train_dataset is None:
+            raise ValueError("training needs a train_dataset")
+        args, self._next = self.args, None
+        sampler = StepSampler(
+            self.train_dataset,  # type: ignore[arg-type]
+            tokens_per_step=args.tokens_per_step,
+            updates_per_batch=args.updates_per_batch,
+            minibatches=args.minibatches,
+            calls=args.gradient_accumulation_steps,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+        )
+        self._rows_per_step = max(round(len(self.train_dataset) * args.updates_per_batch / sampler.steps), 1)  # type: ignore[arg-type]
+        return StepLoader(
+            self._steps_of(self.train_dataset),
+            sampler,
+            num_workers=args.dataloader_num_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            persistent_workers=args.dataloader_persistent_workers,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+        )
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> StepLoader:
+        """The held-out rows in calls of whole groups."""
+        rows: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        rows = self.eval_dataset[rows] if isinstance(rows, str) else rows  # type: ignore[index]
+        if rows is None:
+            raise ValueError("evaluation needs an eval_dataset")
+        return StepLoader(self._steps_of(rows), StepSampler(rows, tokens_per_step=self.args.tokens_per_step))
+
+    def get_test_dataloader(self, test_dataset: Any) -> StepLoader:
+        """See `get_eval_dataloader`."""
+        return self.get_eval_dataloader(test_dataset)
+
+    def _steps_of(self, rows: Any) -> StepDataset:
+        try:
+            shape = model_shape(self.model)
+        except UnsupportedModel:
+            shape = None
+        return StepDataset(
+            rows,
+            merge=self.args.execution == "tree",
+            rank=self.args.process_index,
+            ranks=self.args.world_size,
+            cost=formula_cost(self.model),
+            shape=shape,
+            ids=self.args.include_num_input_tokens_seen != "no",
+        )
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Rows of a step, on average."""
+        return self._rows_per_step
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """The calls of a step with all facts that its loss needs, and what its loss is divided by.
+
+        The trees of the step after it are built meanwhile.
+        """
+        if self._next is not None and self._next[0] is epoch_iterator:
+            calls = self._next[1].result()
+        else:
+            calls = list(islice(epoch_iterator, num_batches))
+        self._next = epoch_iterator, self._worker.submit(lambda: list(islice(epoch_iterator, num_batches)))
+        if not calls:
+            return [], None
+        first: Call = calls[0]["call"]
+        if first.batch != self._batch:
+            self._batch, self._stopped, self._computed = first.batch, False, {}
+        if self._stopped:
+            return [inputs | {"left_out": True} for inputs in calls], None
+        started = time.perf_counter()
+        self._compute_facts(first)
+        self._numbers = {"scoring_seconds": time.perf_counter() - started} if self._compute else {}
+        calls = [self._with_facts(inputs) for inputs in calls]
+        rows = [row for inputs in calls for row in inputs["rows"]]
+        self._step_loss = self.loss.for_step(rows) if hasattr(self.loss, "for_step") else self.loss
+        self._balance = self._routing(calls)
+        self._numbers |= facts_of_step(rows) if self._watch is not None else {}
+        return calls, self._step_loss.normaliser(rows)
+
+    def _compute_facts(self, call: Call) -> None:
+        """Old and reference log-probabilities of a batch, before its first update."""
+        numbers = call.batch_rows.tolist()
+        for fact in self._compute - self._computed.keys():
+            rows = [self.train_dataset[number] for number in numbers]  # type: ignore[index]
+            with self._scoring(fact) as engine:
+                scores = logprobs(engine, rows)
+            self._computed[fact] = {n: one.cpu().numpy() for n, one in zip(numbers, scores, strict=True)}
+
+    @contextlib.contextmanager
+    def _scoring(self, fact: str) -> Iterator[TreeEngine]:
+        """The engine of the policy that a fact is of."""
+        engine = self._engine_of(self.model_wrapped)
+        adapter = contextlib.nullcontext()
+        if fact == REFERENCE and self._ref_engine is None:
+            adapter = self.accelerator.unwrap_model(self.model).disable_adapter()
+        elif fact == REFERENCE:
+            engine = self._ref_engine
+        with adapter, self._precision(engine):  # type: ignore[arg-type]
+            yield engine  # type: ignore[misc]
+
+    def _with_facts(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """A call with the facts that were computed of its rows; its tree stays as it was built."""
+        if not self._computed:
+            return inputs
+        rows = list(inputs["rows"])
+        for fact, scores in self._computed.items():
+            rows = [with_fact(row, fact, scores[n]) for row, n in zip(rows, inputs["call"].rows.tolist(), strict=True)]
+        own = RowTrajectories([rows[number] for number in inputs["own"].tolist()])
+        return inputs | {"rows": rows, "tree": replace(inputs["tree"], source=own)}
+
+    # ---- Steps ----
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | float | None = None
+    ) -> torch.Tensor:
+        """Accumulate the gradients of a call.
+
+        Args:
+            model: as accelerate has prepared it.
+            inputs: of `get_batch_samples`.
+            num_items_in_batch: what the loss of the whole step is divided by.
+
+        Returns:
+            the call's part of the loss.
+
+        Raises:
+            FloatingPointError: the loss is no finite number; the weights are not updated.
+        """
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()  # type: ignore[union-attr]
+        if not inputs["rows"] or inputs.get("left_out"):
+            self._left_out += inputs.get("left_out", False) and self.accelerator.sync_gradients
+            return torch.zeros((), device=self.args.device)
+        engine, started = self._engine_of(model), time.perf_counter()
+        last = self.accelerator.sync_gradients
+        with self._precision(engine):
+            result = engine.forward_backward(
+                inputs["tree"],
+                self._step_loss,
+                num_items_in_batch,
+                self._balance,
+                sync=last,  # type: ignore[arg-type]
+            )
+        self._calls.append(result)
+        for name in ("unique_tokens", "tree_flops", "linear_flops"):
+            self._numbers[name] = self._numbers.get(name, 0.0) + inputs.get(name, 0.0)
+        loss = result.loss
+        spent = self._numbers.get("forward_backward_seconds", 0.0) + time.perf_counter() - started
+        self._numbers["forward_backward_seconds"] = spent
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"step {self.state.global_step + 1}: the loss is {loss}; the weights were not updated. A lower "
+                f"learning_rate than {self.args.learning_rate:g}, more warm-up or float32 may help"
+            )
+        if last:
+            self._step_done(engine)
+        return torch.tensor(loss, device=self.args.device)
+
+    def _step_done(self, engine: TreeEngine) -> None:
+        """All calls of a step are done: their numbers wait to be logged, and the KL decides on the batch's rest."""
+        result = self._calls[0] if len(self._calls) == 1 else summed(self._calls)
+        self._calls = []
+        extremes = {} if self._watch is None else self._watch.read(engine.ranks)
+        if self._watch is not None:
+            self._watch.begin()
+        self._log.add(result, self._numbers | extremes)
+        self._numbers = {}
+        limit = self.args.target_kl
+        # A mixture names its losses before the metric.
+        found = [value for name, value in result.metrics.items() if name.rpartition("/")[2] == "approx_kl"]
+        self._stopped = limit is not None and bool(found) and found[0] > limit
+
+    def _routing(self, calls: list[dict[str, Any]]) -> RouterBalance | None:
+        """How the routers spread all tokens of a step of several calls; None where no auxiliary loss asks for it."""
+        engine = self._engine_of(self.model_wrapped)
+        if not engine.capabilities.auxiliary or len(calls) == 1:
+            return None
+        with self._precision(engine):
+            return reduce(add, [engine.router_balance(inputs["tree"]) for inputs in calls if inputs["rows"]])
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """FLOPs of a call on this process: its share of what the tree of all rows takes."""
+        return int(inputs.get("tree_flops", 0) / self.args.world_size)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with what is known of the steps since the last time; their loss in full precision."""
+        if "loss" in logs:
+            found = self._log.read()
+            if self.args.target_kl is not None:
+                found["steps_left_out"], self._left_out = self._left_out, 0
+            if "loss" not in found:  # every step was left out
+                logs.pop("loss"), logs.pop("grad_norm", None)
+            logs |= found
+            logs["peak_memory_bytes"] = max(self._ranks.gather(peak_memory_bytes(self.args.device)))
+        super().log(logs, start_time)
+
+    # ---- Evaluation ----
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Log-likelihood and loss of held-out rows; see `treetrain.trainers.evaluation.evaluate`."""
+        model, rows = self.model_wrapped, dataloader.dataset.rows
+        model.eval()
+        if callable(getattr(self.optimizer, "eval", None)):
+            self.optimizer.eval()  # type: ignore[union-attr]
+        engine = self._engine_of(model)
+        rows, loss, reference = self._eval_loss(rows)
+
+        def calls() -> Iterator[list[Trajectory]]:
+            for inputs in dataloader:
+                members = [rows[number] for number in inputs["call"].rows.tolist()]
+                if reference:
+                    with self._scoring(REFERENCE) as scorer:
+                        scores = logprobs(scorer, members)
+                    members = [with_fact(row, REFERENCE, x.cpu().numpy()) for row, x in zip(members, scores)]
+                yield members
+                handler = self.callback_handler
+                self.control = handler.on_prediction_step(self.args, self.state, self.control)
+
+        self.callback_handler.eval_dataloader = dataloader
+        with self._precision(engine):
+            found = evaluate(engine, calls(), loss, rows)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in engine.ranks.gather(found)[0].items()}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(rows))  # type: ignore[arg-type]
+
+    def _eval_loss(self, rows: Sequence[Trajectory]) -> tuple[Sequence[Trajectory], Any, bool]:
+        """Held-out rows with advantages, the loss that they can be given, and whether it needs their reference scores.
+
+        Where they have no old log-probabilities the policy is measured as it is (ratio 1).
+        """
+        loss = self.loss.inner if isinstance(self.loss, WatchedLoss) else self.loss
+        try:
+            rows = with_advantages(rows, loss, None)
+            missing = missing_facts(rows, loss)
+            if OLD in missing:
+                loss = on_policy(loss)
+        except DataError as error:
+            logger.warning(f"held-out rows are evaluated by their log-likelihood alone: {error}")
+            return rows, None, False
+        known = self._ref_engine is not None or hasattr(self.model, "disable_adapter")
+        return rows, loss if REFERENCE not in missing or known else None, REFERENCE in missing and known
+
+    # ---- Engines and optimisers ----
+
+    def _engine_of(self, model: nn.Module) -> TreeEngine:
+        """The engine on the model, as it is wrapped now."""
+        if self._engine is None or self._engine_model is not model:
+            self._engine, self._engine_model = self._made(model), model
+        return self._engine
+
+    def _made(self, model: nn.Module) -> TreeEngine:
+        group = dist.group.WORLD if self.args.world_size > 1 and not is_sharded(model) else None
+        options: dict[str, Any] = {"temperature": self.args.temperature, "group": group}
+        if self.args.execution == "tree":
+            return TreeEngine(model, budget=self.args.budget, **options)
+        pack_tokens = LINEAR_PACK_TOKENS if self.args.budget is None else int(self.args.budget)
+        return LinearEngine(model, pack_tokens=pack_tokens, **options)
+
+    @property
+    def _ranks(self) -> Any:
+        return self._engine_of(self.model_wrapped).ranks
+
+    def _precision(self, engine: TreeEngine) -> contextlib.AbstractContextManager[Any]:
+        # FSDP2 casts by itself.
+        return contextlib.nullcontext() if engine.in_lockstep else self.accelerator.autocast()
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """See `transformers.Trainer`; knows `optim="muon"` too."""
+        if args.optim != MUON:
+            return Trainer.get_optimizer_cls_and_kwargs(args, model)
+        momentum = dict(pair.split("=") for pair in (args.optim_args or "").replace(" ", "").split(",") if pair)
+        return MuonFactory, {
+            "lr": args.learning_rate,
+            "weight_decay": args.weight_decay,
+            "betas": (args.adam_beta1, args.adam_beta2),
+            "eps": args.adam_epsilon,
+            **{name: float(value) for name, value in momentum.items()},
+        }
+
+
+def _no_collator(features: list[Any]) -> Any:
+    raise AssertionError("steps are put together by StepDataset")
+
+
+def _check_arguments(args: Any) -> None:
+    if not isinstance(args, TreeArguments):
+        raise ValueError(f"args is a {type(args).__name__}; give TreeArguments, which has the same arguments and more")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"this process sees {args.n_gpu} GPUs, and a process trains on one: start one for each "
+            f"(torchrun --nproc-per-node {args.n_gpu}), or show it one by CUDA_VISIBLE_DEVICES"
+        )

@@ -1,0 +1,267 @@
+"""`TreeTrainer`: runs on trees are those of every row by itself, and those of a plain loop of PyTorch."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import EarlyStoppingCallback
+
+from support.tree_runs import apart, branching_rows, error, preference_rows, pure, run, small_model, steps, weights
+from treetrain import losses
+from treetrain.trainers.steps import StepSampler
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+RUNS = {
+    "sft": (branching_rows, {}),
+    "sft in three calls": (branching_rows, {"gradient_accumulation_steps": 3}),
+    "sft within a budget": (branching_rows, {"budget": 24}),
+    "grpo": (
+        branching_rows,
+        {"loss": "grpo", "loss_kwargs": {"kl": 0.05}, "updates_per_batch": 2, "minibatches": 2, "tokens_per_step": 240},
+    ),
+    "grpo in two calls": (
+        branching_rows,
+        {"loss": "grpo", "loss_kwargs": {"entropy": 0.01}, "updates_per_batch": 2, "gradient_accumulation_steps": 2},
+    ),
+    "dpo": (preference_rows, {"loss": "dpo"}),
+    "lora": (branching_rows, {"lora": True}),
+    "lora, dpo": (preference_rows, {"loss": "dpo", "lora": True, "gradient_accumulation_steps": 2}),
+    "muon": (branching_rows, {"optim": "muon"}),
+}
+
+
+def lora():
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+
+
+def trained(name: str, dtype: torch.dtype, **more):
+    make, settings = RUNS[name]
+    rows, settings = make(), dict(settings)
+    options = {"peft_config": lora()} if settings.pop("lora", False) else {}
+    if settings.get("loss") == "dpo":  # of its own, or all scores of the first step would be rounding errors
+        options["ref_model"] = small_model(dtype, seed=5)
+    return run(small_model(dtype), rows, eval_rows=rows[:4], options=options, max_steps=20, **settings, **more)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_tree_run_is_the_linear_run_in_float64(name) -> None:
+    tree, linear = (trained(name, torch.float64, execution=execution) for execution in ("tree", "linear"))
+    found = apart(tree, linear)
+    assert len(steps(tree)) == 20
+    assert max(found.values()) < TOLERANCE[torch.float64], found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", set(RUNS) - {"muon"})  # Muon orthogonalises in bfloat16
+def test_a_tree_run_is_the_linear_run_in_float32(name) -> None:
+    sgd = {"optim": "sgd", "learning_rate": 0.05}
+    tree, linear = (trained(name, torch.float32, execution=execution, **sgd) for execution in ("tree", "linear"))
+    found = apart(tree, linear)
+    assert max(found.values()) < TOLERANCE[torch.float32], found
+
+
+def row_logprobs(model, row):
+    ids = torch.as_tensor(row.ids.astype(np.int64))[None]
+    found = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+    return found.gather(1, ids[0, 1:, None])[:, 0]
+
+
+def plain_loop(rows, loss_of_step, *, total: int, lr: float = 1e-2, limit: float = 1.0, **sampling):
+    """A loop of nothing but PyTorch over the steps of a sampler, every row by itself."""
+    model = small_model(torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    sampler, found, epoch = StepSampler(rows, seed=3, **sampling), [], 0
+    with pure(torch.float64):
+        while len(found) < total:
+            sampler.set_epoch(epoch)
+            epoch += 1
+            for (call,) in sampler:
+                if len(found) == total:
+                    break
+                loss = loss_of_step(model, [rows[n] for n in call.rows.tolist()], call)
+                loss.backward()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+                optimizer.param_groups[0]["lr"] = lr * (1 - len(found) / total)
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append((float(loss), float(norm)))
+    return model, np.array(found)
+
+
+def check_against_plain(trainer, model, found) -> None:
+    assert error([[step["loss"], step["grad_norm"]] for step in steps(trainer)], found) < 1e-10
+    mine, theirs = weights(trainer.model), weights(model)
+    assert max(error(mine[name], theirs[name]) for name in mine) < 1e-10
+
+
+def test_sft_is_that_of_a_plain_loop_over_rows() -> None:
+    rows = branching_rows()
+
+    def loss(model, members, call):
+        total = sum((row_logprobs(model, row) * torch.as_tensor(row.weights[1:])).sum() for row in members)
+        return -total / sum(row.weights[1:].sum() for row in members)
+
+    model, found = plain_loop(rows, loss, total=7, tokens_per_step=120)
+    check_against_plain(run(small_model(torch.float64), rows, max_steps=7), model, found)
+
+
+def test_grpo_with_a_reference_is_that_of_a_plain_loop_over_rows() -> None:
+    rows, first = branching_rows(), small_model(torch.float64)
+    old, batch = {}, [-1]
+
+    def loss(model, members, call):
+        if call.batch != batch[0]:
+            batch[0] = call.batch
+            with torch.no_grad():
+                old.update({n: row_logprobs(model, rows[n]) for n in call.batch_rows.tolist()})
+        total = 0.0
+        for number, row in zip(call.rows.tolist(), members, strict=True):
+            rewards = np.array([other.reward for other in rows if other.group == row.group])
+            advantage = (row.reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+            mask, now = torch.as_tensor(row.weights[1:]), row_logprobs(model, row)
+            with torch.no_grad():
+                reference = row_logprobs(first, row)
+            ratio = (now - old[number]).exp()
+            term = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            kl = (reference - now).exp() - (reference - now) - 1
+            total = total + ((term + 0.05 * kl) * mask).sum() / mask.sum()
+        return total / len(members)
+
+    sampling = {"tokens_per_step": 240, "updates_per_batch": 2, "minibatches": 2}
+    model, found = plain_loop(rows, loss, total=9, **sampling)
+    settings = {"loss": "grpo", "loss_kwargs": {"kl": 0.05}}
+    trainer = run(small_model(torch.float64), rows, max_steps=9, **settings, **sampling)
+    check_against_plain(trainer, model, found)
+    assert {step["clip_fraction"] for step in steps(trainer)} != {0.0}
+
+
+def test_dpo_is_that_of_a_plain_loop_over_rows() -> None:
+    rows, first = preference_rows(), small_model(torch.float64)
+
+    def loss(model, members, call):
+        scores = {}
+        for row in members:
+            mask = torch.as_tensor(row.weights[1:])
+            with torch.no_grad():
+                reference = row_logprobs(first, row)
+            scores[row.pair, row.chosen] = ((row_logprobs(model, row) - reference) * mask).sum()
+        pairs = sorted({pair for pair, _ in scores})
+        margins = torch.stack([scores[pair, True] - scores[pair, False] for pair in pairs])
+        return -torch.nn.functional.logsigmoid(0.1 * margins).mean()
+
+    model, found = plain_loop(rows, loss, total=7, tokens_per_step=80)
+    trainer = run(small_model(torch.float64), rows, max_steps=7, loss="dpo", tokens_per_step=80)
+    check_against_plain(trainer, model, found)
+
+
+def test_the_reference_of_an_adapter_is_the_model_without_it() -> None:
+    options = {"peft_config": lora()}
+    trainer = run(small_model(), preference_rows(), max_steps=4, loss="dpo", tokens_per_step=400, options=options)
+    found = [step["chosen_reward"] for step in steps(trainer)]
+    assert abs(found[0]) < 1e-6 < abs(found[3])
+
+
+def test_calls_of_a_step_add_up_to_the_step() -> None:
+    whole, split = (
+        run(
+            small_model(torch.float64),
+            branching_rows(),
+            max_steps=6,
+            gradient_accumulation_steps=calls,
+            tokens_per_step=180,
+        )
+        for calls in (1, 4)
+    )
+    assert max(apart(whole, split).values()) < 1e-12
+
+
+def test_recorded_log_probabilities_are_used_as_they_are() -> None:
+    recorded = branching_rows(old_logprobs=lambda random, length: random.normal(-3, 0.1, length))
+    trainer = run(small_model(), recorded, max_steps=2, loss="ppo", updates_per_batch=2)
+    assert abs(steps(trainer)[0]["ratio"] - 1) > 0.01
+    assert "scoring_seconds" not in steps(trainer)[0]
+    computed = run(small_model(), branching_rows(), max_steps=2, loss="ppo", updates_per_batch=2)
+    assert abs(steps(computed)[0]["ratio"] - 1) < 1e-5 < abs(steps(computed)[1]["ratio"] - 1)
+
+
+def test_updates_of_a_batch_stop_when_the_policy_is_too_far_from_the_old_one() -> None:
+    settings = {"loss": "ppo", "updates_per_batch": 3, "num_train_epochs": 1, "optim": "sgd", "learning_rate": 0.5}
+    free = run(small_model(), branching_rows(), **settings)
+    held = run(small_model(), branching_rows(), target_kl=1e-9, **settings)
+    assert [record["step"] for record in steps(free)] == list(range(1, 10))
+    # The first update of a batch has a KL of 0; the second one is made, and found to be too far.
+    assert [record["step"] for record in steps(held)] == [1, 2, 4, 5, 7, 8]
+    assert held.state.global_step == 9
+    assert sum(record.get("steps_left_out", 0) for record in held.state.log_history) == 3
+    assert error(*(next(iter(weights(t.model).values())) for t in (held, free))) > 1e-6
+
+
+def test_evaluation_measures_likelihood_and_loss_of_held_out_rows() -> None:
+    rows = branching_rows()
+    trainer = run(
+        small_model(torch.float64), rows[:12], eval_rows=rows[12:], max_steps=4, eval_strategy="steps", eval_steps=2
+    )
+    with torch.no_grad(), pure(torch.float64):
+        pairs = [(row_logprobs(trainer.model, row).numpy(), row.weights[1:]) for row in rows[12:]]
+    nll = -sum(float(scores @ w) for scores, w in pairs) / sum(w.sum() for _, w in pairs)
+    found = [record for record in trainer.state.log_history if "eval_nll" in record]
+    assert [record["step"] for record in found] == [2, 4]
+    assert abs(found[-1]["eval_nll"] - nll) < 1e-12
+    assert found[-1]["eval_loss"] == pytest.approx(nll, abs=1e-12)
+    assert found[-1]["eval_trained_tokens"] == 48
+
+
+def test_early_stopping_is_that_of_transformers() -> None:
+    rows = branching_rows()
+    trainer = run(
+        small_model(),
+        rows[:12],
+        eval_rows=rows[12:],
+        max_steps=30,
+        learning_rate=0.0,
+        eval_strategy="steps",
+        eval_steps=1,
+        metric_for_best_model="nll",
+        greater_is_better=False,
+        options={"callbacks": [EarlyStoppingCallback(2)]},
+    )
+    assert trainer.state.global_step == 3
+
+
+def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
+    trainer = run(
+        small_model(), branching_rows(), max_steps=2, optim="muon", optim_args="momentum=0.8", weight_decay=0.2
+    )
+    optimizer = trainer.optimizer.optimizer
+    names = {id(p): name for name, p in trainer.model.named_parameters()}
+    muon, adamw = ({names[id(p)] for g in member.param_groups for p in g["params"]} for member in optimizer.members)
+    assert muon and all("_proj" in name for name in muon)
+    assert muon | adamw == set(names.values()) and not muon & adamw
+    assert optimizer.members[0].param_groups[0]["momentum"] == 0.8
+    again = small_model()
+    other = type(trainer)(again, trainer.args, branching_rows()).create_optimizer()
+    other.load_state_dict(optimizer.state_dict())
+    assert len(other.state) == len(names) and other.members[0].state is other.state
+
+
+def test_trees_built_by_worker_processes_are_the_same() -> None:
+    found = [run(small_model(), branching_rows(), max_steps=4, dataloader_num_workers=n) for n in (0, 1)]
+    assert max(apart(*found).values()) == 0
+
+
+def test_a_loss_of_the_users_own_can_be_trained() -> None:
+    class Own:
+        scope = "trajectory"
+
+        def __call__(self, logprobs, entropies, trajectory):
+            mask = torch.as_tensor(trajectory.weights[1:], dtype=logprobs.dtype)
+            return -(logprobs * mask).sum(), {"mine": 1.0}
+
+        def normaliser(self, trajectories):
+            return float(sum(row.weights[1:].sum() for row in trajectories))
+
+    own = run(small_model(torch.float64), branching_rows(), max_steps=3, options={"loss": Own()})
+    sft = run(small_model(torch.float64), branching_rows(), max_steps=3, options={"loss": losses.sft()})
+    assert steps(own)[-1]["mine"] == 1.0
+    assert error([s["loss"] for s in steps(own)], [s["loss"] for s in steps(sft)]) < 1e-12
