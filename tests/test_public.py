@@ -62,6 +62,10 @@ SIGNATURES = {
     "CostModel": "(*, shape, constants)",
     "Plan": "(*, layout, part_of, parent, attach, kept, exported, publish, scores_first='no', made_for=None)",
     "TreeEngine": "(model, *, budget=None, temperature=1.0, value_head=None, group=None, reduce='auto')",
+    "TreeTrainer": (
+        "(model, args, train_dataset=None, eval_dataset=None, *, loss=None, ref_model=None, peft_config=None, "
+        "processing_class=None, callbacks=None, optimizers=(None, None), optimizer_cls_and_kwargs=None)"
+    ),
     "StepResult": "(*, loss, metrics, metric_sums, flat_tokens, unique_tokens, computed_tokens, recomputed_tokens, "
     "parts)",
 }
@@ -120,7 +124,16 @@ METHODS = {
     "losses.actor_critic": "(policy, *, value_coefficient=0.5, value_clip=0.2)",
     "losses.value_loss": "(predicted, facts, *, clip=0.2, reduction='token')",
 }
-OTHERS = {"Scored", "DataError", "RanksDisagree", "UnsupportedModel", "TokenTree", "losses", "__version__"}
+OTHERS = {
+    "Scored",
+    "TreeArguments",
+    "DataError",
+    "RanksDisagree",
+    "UnsupportedModel",
+    "TokenTree",
+    "losses",
+    "__version__",
+}
 
 
 def plain_signature(function) -> str:

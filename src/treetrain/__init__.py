@@ -41,6 +41,8 @@ _PUBLIC = {
     "PrefixGroupSampler": "treetrain.trainers.grouping",
     "group_batches": "treetrain.trainers.grouping",
     "SafeCheckpointsMixin": "treetrain.trainers.checkpoints",
+    "TreeArguments": "treetrain.trainers.arguments",
+    "TreeTrainer": "treetrain.trainers.tree_trainer",
     "verify": "treetrain.verification.verify",
 }
 _MODULES = {"losses"}
@@ -60,7 +62,9 @@ __all__ = [
     "StepResult",
     "TokenTree",
     "Trajectory",
+    "TreeArguments",
     "TreeEngine",
+    "TreeTrainer",
     "UnsupportedModel",
     "__version__",
     "build_tree",
@@ -112,11 +116,13 @@ if TYPE_CHECKING:
     from treetrain.plan.make import make_plan as make_plan
     from treetrain.plan.plan import Plan as Plan
     from treetrain.plan.price import CostModel as CostModel
+    from treetrain.trainers.arguments import TreeArguments as TreeArguments
     from treetrain.trainers.checkpoints import SafeCheckpointsMixin as SafeCheckpointsMixin
     from treetrain.trainers.grouping import PrefixGroupSampler as PrefixGroupSampler
     from treetrain.trainers.grouping import group_batches as group_batches
     from treetrain.trainers.share_prefixes import SharePrefixesMixin as SharePrefixesMixin
     from treetrain.trainers.share_prefixes import share_prefixes as share_prefixes
+    from treetrain.trainers.tree_trainer import TreeTrainer as TreeTrainer
     from treetrain.tree.build import build_tree as build_tree
     from treetrain.tree.nodes import Node as Node
     from treetrain.tree.nodes import NodeTrajectory as NodeTrajectory

@@ -29,7 +29,7 @@ from treetrain.train.references import ReferencePolicy
 from treetrain.train.rollouts import Rollouts
 from treetrain.train.trainer import Trainer, train
 from treetrain.train.updates import Updates
-from treetrain.train.watch import Watch
+from treetrain.trainers.watch import Watch
 
 SEVERAL: dict[str, Any] = {"updates_per_batch": 2, "minibatches": 2}
 

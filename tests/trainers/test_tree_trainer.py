@@ -44,7 +44,9 @@ def trained(name: str, dtype: torch.dtype, **more):
     return run(small_model(dtype), rows, eval_rows=rows[:4], options=options, max_steps=20, **settings, **more)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [name if name == "sft" else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+)
 def test_a_tree_run_is_the_linear_run_in_float64(name) -> None:
     tree, linear = (trained(name, torch.float64, execution=execution) for execution in ("tree", "linear"))
     found = apart(tree, linear)

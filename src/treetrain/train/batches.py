@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from treetrain.data.columns import columns_of
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
-from treetrain.train.units import Units, make_units
+from treetrain.trainers.groups import RowGroups as Units
+from treetrain.trainers.groups import make_groups as make_units
 
 __all__ = ["BatchPlan", "Units", "make_units", "plan_batches", "sample_units", "split_units"]
 

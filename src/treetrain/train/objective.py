@@ -18,7 +18,7 @@ from treetrain.losses.policy import ClippedLoss, PolicyLoss
 from treetrain.losses.preference import PairLoss
 from treetrain.losses.sft import ChosenSFTLoss
 from treetrain.train.config import TrainConfig
-from treetrain.train.watch import Watch, WatchedLoss
+from treetrain.trainers.watch import Watch, WatchedLoss
 
 OLD, REFERENCE = "old_logprobs", "ref_logprobs"
 

@@ -24,7 +24,7 @@ from treetrain.train.optim import check_optimizer
 from treetrain.train.rows import RowSource, read_config, read_rows
 from treetrain.train.save import check_output
 from treetrain.train.updates import update_plan
-from treetrain.train.watch import Watch
+from treetrain.trainers.watch import Watch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

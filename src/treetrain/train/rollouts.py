@@ -14,7 +14,7 @@ from treetrain.train.prepare import Prepared
 from treetrain.train.references import ReferencePolicy, score_references
 from treetrain.train.scores import RowScores
 from treetrain.train.updates import Update, Updates
-from treetrain.train.watch import facts_of_step
+from treetrain.trainers.watch import facts_of_step
 
 
 class Rollouts:

@@ -112,6 +112,11 @@ class TreeArguments(TrainingArguments):
             self.optim = "adamw_torch"
         super().__post_init__()
         self.optim = MUON if muon else self.optim
+        if self.n_gpu > 1:
+            raise ValueError(
+                f"this process sees {self.n_gpu} GPUs, and a process trains on one: start one for each "
+                f"(torchrun --nproc-per-node {self.n_gpu}), or show it one by CUDA_VISIBLE_DEVICES"
+            )
         for name in ("loss_kwargs", "advantage_kwargs"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, dict):

@@ -1,5 +1,6 @@
 """Loss and log-likelihood of rows that a model is not trained on."""
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,7 +10,38 @@ import torch
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.evaluate import MetricSums, add_sums, means
-from treetrain.trainers.rollouts import logprobs
+from treetrain.errors import DataError
+from treetrain.trainers.rollouts import OLD, REFERENCE, logprobs, missing_facts, on_policy, with_advantages
+from treetrain.trainers.watch import WatchedLoss
+
+logger = logging.getLogger(__name__)
+
+
+def loss_of_held_out(
+    rows: Sequence[Trajectory], loss: Any, *, reference: bool
+) -> tuple[Sequence[Trajectory], Any, bool]:
+    """Held-out rows with advantages, and the loss that they can be given.
+
+    Where they have no old log-probabilities the policy is measured as it is (ratio 1).
+
+    Args:
+        loss: that is trained.
+        reference: whether there is a reference policy to score rows with.
+
+    Returns:
+        the rows; the loss, None where they lack a fact that it needs; whether they are to be scored by the reference.
+    """
+    loss = loss.inner if isinstance(loss, WatchedLoss) else loss
+    try:
+        rows = with_advantages(rows, loss, None)
+        missing = missing_facts(rows, loss)
+    except DataError as error:
+        logger.warning("held-out rows are evaluated by their log-likelihood alone: %s", error)
+        return rows, None, False
+    loss = on_policy(loss) if OLD in missing else loss
+    if REFERENCE not in missing:
+        return rows, loss, False
+    return (rows, loss, True) if reference else (rows, None, False)
 
 
 @torch.no_grad()

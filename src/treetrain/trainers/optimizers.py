@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainingArguments
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -93,3 +94,22 @@ def _outer_layers(model: nn.Module) -> Iterator[nn.Module]:
         module = getattr(model, name)() if hasattr(model, name) else None
         if module is not None:
             yield module
+
+
+def muon_and_options(args: TrainingArguments) -> tuple[type[MuonFactory], dict[str, Any]]:
+    """The factory and its options; `optim_args` may give Muon's momentum ("momentum=0.9").
+
+    Raises:
+        ValueError: another option.
+    """
+    pairs = [pair.partition("=") for pair in (args.optim_args or "").replace(" ", "").split(",") if pair]
+    unknown = [name for name, _, _ in pairs if name != "momentum"]
+    if unknown:
+        raise ValueError(f"optim_args has {unknown[0]!r}; with optim muon it takes momentum")
+    return MuonFactory, {
+        "lr": args.learning_rate,
+        "weight_decay": args.weight_decay,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        **{name: float(value) for name, _, value in pairs},
+    }

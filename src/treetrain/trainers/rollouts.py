@@ -8,24 +8,40 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import nn
 
 from treetrain import losses
 from treetrain.data.advantages import advantages_of_groups
-from treetrain.data.columns import columns_of
+from treetrain.data.columns import StoredColumns, columns_of
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.batch import as_tree
 from treetrain.engine.engine import TreeEngine
+from treetrain.engine.linear import LinearEngine
 from treetrain.engine.planning import formula_cost
+from treetrain.engine.ranks import is_sharded
 from treetrain.errors import DataError
 from treetrain.losses.facts import describe
 from treetrain.losses.kto import KTOLoss
 from treetrain.losses.policy import ClippedLoss, PolicyLoss
 from treetrain.plan.dispatch import balance
-from treetrain.train.watch import Watch, WatchedLoss
 from treetrain.trainers.arguments import TreeArguments
+from treetrain.trainers.watch import Watch, WatchedLoss
+from treetrain.tree.token_tree import RowTrajectories
 
+LINEAR_PACK_TOKENS = 8_192  # beyond this, larger packs cost memory and gain no speed
 OLD, REFERENCE = "old_logprobs", "ref_logprobs"
+
+
+def engine_of(model: nn.Module, args: TreeArguments) -> TreeEngine:
+    """The engine of a run, on its model or on the reference policy."""
+    group = dist.group.WORLD if args.world_size > 1 and not is_sharded(model) else None
+    options: dict[str, Any] = {"temperature": args.temperature, "group": group}
+    if args.execution == "tree":
+        return TreeEngine(model, budget=args.budget, **options)
+    pack_tokens = LINEAR_PACK_TOKENS if args.budget is None else int(args.budget)
+    return LinearEngine(model, pack_tokens=pack_tokens, **options)
 
 
 def checked_loss(args: TreeArguments, loss: Any) -> Any:
@@ -86,9 +102,24 @@ def with_advantages(rows: Sequence[Trajectory], loss: Any, options: dict[str, An
             raise ValueError(f"advantage_kwargs is {options}, but no advantages are made of rewards: {why}")
         return rows
     values = advantages_of_groups(rows, **(options or {}))
-    if hasattr(rows, "with_advantages"):
-        return rows.with_advantages(values)  # type: ignore[attr-defined]
+    if isinstance(columns, StoredColumns):
+        return _WithAdvantages(rows, columns, values)
     return [row.replace(advantages=value) for row, value in zip(rows, values.tolist(), strict=True)]
+
+
+class _WithAdvantages(Sequence[Trajectory]):
+    """Rows that are not in memory, with an advantage each."""
+
+    def __init__(self, rows: Sequence[Trajectory], columns: StoredColumns, values: NDArray[np.float64]) -> None:
+        given = columns.given | {"advantages": np.ones(len(rows), bool)}
+        self.columns = dataclasses.replace(columns, given=given, signal=values != 0)
+        self._rows, self._values = rows, values
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._rows[number].replace(advantages=float(self._values[number]))
 
 
 def missing_facts(rows: Sequence[Trajectory], loss: Any) -> frozenset[str]:
@@ -170,3 +201,44 @@ def with_fact(row: Trajectory, fact: str, scores: NDArray[np.floating]) -> Traje
     # An untrained token may be impossible under the policy; no loss reads it.
     values[1:] = np.where(row.weights[1:] != 0, scores, 0.0)
     return row.replace(**{fact: values})
+
+
+class RunningBatch:
+    """What is known of the batch that is updated: log-probabilities of its rows, computed before its first update.
+
+    It is the only state of a run beside what `transformers.Trainer` keeps.
+    """
+
+    def __init__(self) -> None:
+        self.number = -1
+        self.stopped = False
+        """The policy is too far from the old one: the rest of its updates is left out."""
+        self.scores: dict[str, dict[int, NDArray[np.floating]]] = {}
+        """Name of the fact -> number of the row -> [L - 1]."""
+
+    def begin(self, number: int) -> None:
+        """A step of this batch begins; it may be the first one."""
+        if number != self.number:
+            self.number, self.stopped, self.scores = number, False, {}
+
+    def add(self, fact: str, numbers: Sequence[int], scores: Sequence[torch.Tensor]) -> None:
+        """Log-probabilities of rows."""
+        self.scores[fact] = {n: one.cpu().numpy() for n, one in zip(numbers, scores, strict=True)}
+
+    def with_facts(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """A call (see `StepDataset`) with the facts that were computed of its rows; its tree stays as it was built."""
+        rows = list(inputs["rows"])
+        for fact, scores in self.scores.items():
+            rows = [with_fact(row, fact, scores[n]) for row, n in zip(rows, inputs["call"].rows.tolist(), strict=True)]
+        own = RowTrajectories([rows[number] for number in inputs["own"].tolist()])
+        return inputs | {"rows": rows, "tree": dataclasses.replace(inputs["tree"], source=own)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it."""
+        scores = {fact: {n: torch.from_numpy(x) for n, x in rows.items()} for fact, rows in self.scores.items()}
+        return {"number": self.number, "stopped": self.stopped, "scores": scores}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with that batch."""
+        self.number, self.stopped = state["number"], state["stopped"]
+        self.scores = {fact: {n: x.numpy() for n, x in rows.items()} for fact, rows in state["scores"].items()}

@@ -21,7 +21,7 @@ from treetrain.errors import DataError
 from treetrain.plan.cost import ModelShape
 from treetrain.plan.dispatch import balance
 from treetrain.plan.price import CostModel
-from treetrain.train.units import Units, make_units
+from treetrain.trainers.groups import RowGroups, make_groups
 from treetrain.tree.stats import linear_work, tree_work
 from treetrain.tree.token_tree import TokenTree
 
@@ -70,17 +70,17 @@ class StepSampler(Sampler[list[Call]]):
         seed: int | None = None,
     ) -> None:
         columns = columns_of(rows)
-        self.units = _with_something_to_train(make_units(rows, tokens_per_step=tokens_per_step), columns.trained)
-        self._tokens = self.units.sums(columns.tokens)
+        self.groups = _with_something_to_train(make_groups(rows, tokens_per_step=tokens_per_step), columns.trained)
+        self._tokens = self.groups.sums(columns.tokens)
         self._updates, self._minibatches, self._calls, self._seed = updates_per_batch, minibatches, calls, seed
         self._epoch = 0
-        if minibatches > len(self.units):
+        if minibatches > len(self.groups):
             raise ValueError(
-                f"minibatches is {minibatches}, but the rows are {len(self.units)} groups (or trees), which are never "
+                f"minibatches is {minibatches}, but the rows are {len(self.groups)} groups (or trees), which are never "
                 "torn apart; lower minibatches"
             )
         wanted = -(-int(self._tokens.sum()) // tokens_per_step)
-        self.batches = min(wanted, len(self.units) // minibatches)
+        self.batches = min(wanted, len(self.groups) // minibatches)
         self.steps = self.batches * updates_per_batch * minibatches
 
     def __len__(self) -> int:
@@ -93,43 +93,43 @@ class StepSampler(Sampler[list[Call]]):
 
     def __iter__(self) -> Iterator[list[Call]]:
         epoch = self._epoch
-        batches = self._cut(self._shuffled(np.arange(len(self.units)), epoch), self.batches, self._minibatches)
-        for number, units in enumerate(batches, start=epoch * self.batches):
-            rows = np.sort(self.units.rows_of(units))
+        batches = self._cut(self._shuffled(np.arange(len(self.groups)), epoch), self.batches, self._minibatches)
+        for number, groups in enumerate(batches, start=epoch * self.batches):
+            rows = np.sort(self.groups.rows_of(groups))
             for update in range(1, self._updates + 1):
                 # One more word than the shuffle of a pass has, so that the two never draw the same numbers.
-                order = units if self._minibatches == 1 else self._shuffled(np.sort(units), 1, number, update)
+                order = groups if self._minibatches == 1 else self._shuffled(np.sort(groups), 1, number, update)
                 for part, members in enumerate(self._cut(order, self._minibatches), start=1):
                     calls = self._cut(np.sort(members), min(self._calls, len(members)))
                     # What ends a step must have rows: there gradients are reduced over the ranks.
                     for call in [members[:0]] * (self._calls - len(calls)) + calls:
-                        own = np.sort(self.units.rows_of(call))
+                        own = np.sort(self.groups.rows_of(call))
                         yield [Call(batch=number, update=update, minibatch=part, batch_rows=rows, rows=own)]
 
-    def _shuffled(self, units: Int64s, *words: int) -> Int64s:
-        return units if self._seed is None else np.random.default_rng([self._seed, *words]).permutation(units)
+    def _shuffled(self, groups: Int64s, *words: int) -> Int64s:
+        return groups if self._seed is None else np.random.default_rng([self._seed, *words]).permutation(groups)
 
-    def _cut(self, units: Int64s, count: int, at_least: int = 1) -> list[Int64s]:
-        """Units in `count` parts of about equal size, each of `at_least` so many."""
-        filled = np.cumsum(self._tokens[units])
+    def _cut(self, groups: Int64s, count: int, at_least: int = 1) -> list[Int64s]:
+        """Groups in `count` parts of about equal size, each of `at_least` so many."""
+        filled = np.cumsum(self._tokens[groups])
         places = np.arange(1, count) * at_least
         cuts = np.searchsorted(filled, filled[-1] * np.arange(1, count) / count, side="left") + 1
         cuts = np.maximum.accumulate(np.maximum(cuts - places, 0)) + places
-        return np.split(units, np.minimum(cuts, len(units) - count * at_least + places))
+        return np.split(groups, np.minimum(cuts, len(groups) - count * at_least + places))
 
 
-def _with_something_to_train(units: Units, trained: NDArray[np.bool_]) -> Units:
+def _with_something_to_train(groups: RowGroups, trained: NDArray[np.bool_]) -> RowGroups:
     """Groups without anything to train go with the first one that has something: no step may be without."""
-    busy = units.sums(trained.astype(np.int64)) > 0
+    busy = groups.sums(trained.astype(np.int64)) > 0
     if not busy.any():
         raise DataError(
             f"nothing to train: no token of the {len(trained)} rows has a loss weight; "
             "conversations need assistant messages, token rows labels or a loss_mask that is not all 0"
         )
     if busy.all():
-        return units
+        return groups
     number = np.where(busy, np.cumsum(busy) - 1, 0)
-    return Units.of_labels(number[units.unit_of_rows()])
+    return RowGroups.of_labels(number[groups.unit_of_rows()])
 
 
 class StepDataset(Dataset[dict[str, Any]]):

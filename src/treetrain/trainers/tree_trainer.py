@@ -2,20 +2,16 @@
 
 import contextlib
 import copy
-import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import reduce
 from itertools import islice
 from operator import add
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import EvalLoopOutput
@@ -23,20 +19,20 @@ from transformers.trainer_utils import EvalLoopOutput
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.calibrate import model_shape
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.linear import LinearEngine
 from treetrain.engine.planning import formula_cost
 from treetrain.engine.ranks import is_sharded
 from treetrain.engine.router_balance import RouterBalance
 from treetrain.engine.step import StepResult, summed
-from treetrain.errors import DataError, UnsupportedModel
-from treetrain.train.watch import WatchedLoss, facts_of_step
+from treetrain.errors import UnsupportedModel
 from treetrain.trainers.arguments import MUON, TreeArguments
-from treetrain.trainers.evaluation import evaluate
-from treetrain.trainers.optimizers import MuonFactory
+from treetrain.trainers.evaluation import evaluate, loss_of_held_out
+from treetrain.trainers.optimizers import muon_and_options
 from treetrain.trainers.rollouts import (
     OLD,
     REFERENCE,
+    RunningBatch,
     checked_loss,
+    engine_of,
     logprobs,
     missing_facts,
     on_policy,
@@ -46,10 +42,7 @@ from treetrain.trainers.rollouts import (
 )
 from treetrain.trainers.step_log import StepLog, peak_memory_bytes
 from treetrain.trainers.steps import Call, StepDataset, StepLoader, StepSampler
-from treetrain.tree.token_tree import RowTrajectories
-
-LINEAR_PACK_TOKENS = 8_192  # beyond this, larger packs cost memory and gain no speed
-logger = logging.getLogger(__name__)
+from treetrain.trainers.watch import facts_of_step
 
 
 class TreeTrainer(Trainer):
@@ -77,6 +70,9 @@ class TreeTrainer(Trainer):
     """
 
     args: TreeArguments
+    model: Any
+    model_wrapped: Any
+    optimizer: Any
 
     def __init__(
         self,
@@ -93,7 +89,10 @@ class TreeTrainer(Trainer):
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
     ) -> None:
-        _check_arguments(args)
+        if not isinstance(args, TreeArguments):
+            raise ValueError(
+                f"args is a {type(args).__name__}; give TreeArguments, which has the same arguments and more"
+            )
         self.loss, self._watch = checked_loss(args, loss), None
         self._compute: frozenset[str] = frozenset()
         if train_dataset is not None:
@@ -121,8 +120,7 @@ class TreeTrainer(Trainer):
         self._ref_engine = self._reference(ref_model)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="treetrain-next-step")
         self._next: tuple[Any, Future[list[dict[str, Any]]]] | None = None
-        self._batch, self._stopped = -1, False
-        self._computed: dict[str, dict[int, np.ndarray]] = {}
+        self._batch = RunningBatch()
         self._balance: RouterBalance | None = None
         self._calls: list[StepResult] = []
         self._numbers: dict[str, float] = {}
@@ -139,7 +137,7 @@ class TreeTrainer(Trainer):
         self.loss, self._watch = watched(self.loss, rows, log_entropy=args.log_entropy)
         return rows
 
-    def _reference(self, model: nn.Module | None) -> TreeEngine | None:
+    def _reference(self, model: Any) -> TreeEngine | None:
         """The engine of the reference policy; None where there is none, or it is the model without its adapter."""
         if model is None:
             if REFERENCE not in self._compute or hasattr(self.model, "disable_adapter"):
@@ -150,7 +148,7 @@ class TreeTrainer(Trainer):
         elif REFERENCE not in getattr(self.loss, "needs_facts", ()):
             raise ValueError("ref_model is given, but the loss, as it is set, has no reference policy")
         model = model.requires_grad_(False).eval()
-        return self._made(model if is_sharded(model) else model.to(self.args.device))
+        return engine_of(model if is_sharded(model) else model.to(self.args.device), self.args)
 
     # ---- Data ----
 
@@ -223,14 +221,13 @@ class TreeTrainer(Trainer):
         if not calls:
             return [], None
         first: Call = calls[0]["call"]
-        if first.batch != self._batch:
-            self._batch, self._stopped, self._computed = first.batch, False, {}
-        if self._stopped:
+        self._batch.begin(first.batch)
+        if self._batch.stopped:
             return [inputs | {"left_out": True} for inputs in calls], None
         started = time.perf_counter()
         self._compute_facts(first)
         self._numbers = {"scoring_seconds": time.perf_counter() - started} if self._compute else {}
-        calls = [self._with_facts(inputs) for inputs in calls]
+        calls = [self._batch.with_facts(inputs) for inputs in calls]
         rows = [row for inputs in calls for row in inputs["rows"]]
         self._step_loss = self.loss.for_step(rows) if hasattr(self.loss, "for_step") else self.loss
         self._balance = self._routing(calls)
@@ -240,11 +237,10 @@ class TreeTrainer(Trainer):
     def _compute_facts(self, call: Call) -> None:
         """Old and reference log-probabilities of a batch, before its first update."""
         numbers = call.batch_rows.tolist()
-        for fact in self._compute - self._computed.keys():
+        for fact in self._compute - self._batch.scores.keys():
             rows = [self.train_dataset[number] for number in numbers]  # type: ignore[index]
             with self._scoring(fact) as engine:
-                scores = logprobs(engine, rows)
-            self._computed[fact] = {n: one.cpu().numpy() for n, one in zip(numbers, scores, strict=True)}
+                self._batch.add(fact, numbers, logprobs(engine, rows))
 
     @contextlib.contextmanager
     def _scoring(self, fact: str) -> Iterator[TreeEngine]:
@@ -258,21 +254,9 @@ class TreeTrainer(Trainer):
         with adapter, self._precision(engine):  # type: ignore[arg-type]
             yield engine  # type: ignore[misc]
 
-    def _with_facts(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """A call with the facts that were computed of its rows; its tree stays as it was built."""
-        if not self._computed:
-            return inputs
-        rows = list(inputs["rows"])
-        for fact, scores in self._computed.items():
-            rows = [with_fact(row, fact, scores[n]) for row, n in zip(rows, inputs["call"].rows.tolist(), strict=True)]
-        own = RowTrajectories([rows[number] for number in inputs["own"].tolist()])
-        return inputs | {"rows": rows, "tree": replace(inputs["tree"], source=own)}
-
     # ---- Steps ----
 
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | float | None = None
-    ) -> torch.Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Accumulate the gradients of a call.
 
         Args:
@@ -288,7 +272,7 @@ class TreeTrainer(Trainer):
         """
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()  # type: ignore[union-attr]
+            self.optimizer.train()
         if not inputs["rows"] or inputs.get("left_out"):
             self._left_out += inputs.get("left_out", False) and self.accelerator.sync_gradients
             return torch.zeros((), device=self.args.device)
@@ -329,7 +313,7 @@ class TreeTrainer(Trainer):
         limit = self.args.target_kl
         # A mixture names its losses before the metric.
         found = [value for name, value in result.metrics.items() if name.rpartition("/")[2] == "approx_kl"]
-        self._stopped = limit is not None and bool(found) and found[0] > limit
+        self._batch.stopped = limit is not None and bool(found) and found[0] > limit
 
     def _routing(self, calls: list[dict[str, Any]]) -> RouterBalance | None:
         """How the routers spread all tokens of a step of several calls; None where no auxiliary loss asks for it."""
@@ -346,13 +330,13 @@ class TreeTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what is known of the steps since the last time; their loss in full precision."""
         if "loss" in logs:
-            found = self._log.read()
+            found, ranks = self._log.read(), self._engine_of(self.model_wrapped).ranks
             if self.args.target_kl is not None:
                 found["steps_left_out"], self._left_out = self._left_out, 0
             if "loss" not in found:  # every step was left out
-                logs.pop("loss"), logs.pop("grad_norm", None)
+                logs = {name: value for name, value in logs.items() if name not in ("loss", "grad_norm")}
             logs |= found
-            logs["peak_memory_bytes"] = max(self._ranks.gather(peak_memory_bytes(self.args.device)))
+            logs["peak_memory_bytes"] = max(ranks.gather(peak_memory_bytes(self.args.device)))
         super().log(logs, start_time)
 
     # ---- Evaluation ----
@@ -369,9 +353,10 @@ class TreeTrainer(Trainer):
         model, rows = self.model_wrapped, dataloader.dataset.rows
         model.eval()
         if callable(getattr(self.optimizer, "eval", None)):
-            self.optimizer.eval()  # type: ignore[union-attr]
+            self.optimizer.eval()
         engine = self._engine_of(model)
-        rows, loss, reference = self._eval_loss(rows)
+        known = self._ref_engine is not None or hasattr(self.model, "disable_adapter")
+        rows, loss, reference = loss_of_held_out(rows, self.loss, reference=known)
 
         def calls() -> Iterator[list[Trajectory]]:
             for inputs in dataloader:
@@ -390,42 +375,13 @@ class TreeTrainer(Trainer):
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in engine.ranks.gather(found)[0].items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(rows))  # type: ignore[arg-type]
 
-    def _eval_loss(self, rows: Sequence[Trajectory]) -> tuple[Sequence[Trajectory], Any, bool]:
-        """Held-out rows with advantages, the loss that they can be given, and whether it needs their reference scores.
-
-        Where they have no old log-probabilities the policy is measured as it is (ratio 1).
-        """
-        loss = self.loss.inner if isinstance(self.loss, WatchedLoss) else self.loss
-        try:
-            rows = with_advantages(rows, loss, None)
-            missing = missing_facts(rows, loss)
-            if OLD in missing:
-                loss = on_policy(loss)
-        except DataError as error:
-            logger.warning(f"held-out rows are evaluated by their log-likelihood alone: {error}")
-            return rows, None, False
-        known = self._ref_engine is not None or hasattr(self.model, "disable_adapter")
-        return rows, loss if REFERENCE not in missing or known else None, REFERENCE in missing and known
-
     # ---- Engines and optimisers ----
 
     def _engine_of(self, model: nn.Module) -> TreeEngine:
         """The engine on the model, as it is wrapped now."""
         if self._engine is None or self._engine_model is not model:
-            self._engine, self._engine_model = self._made(model), model
+            self._engine, self._engine_model = engine_of(model, self.args), model
         return self._engine
-
-    def _made(self, model: nn.Module) -> TreeEngine:
-        group = dist.group.WORLD if self.args.world_size > 1 and not is_sharded(model) else None
-        options: dict[str, Any] = {"temperature": self.args.temperature, "group": group}
-        if self.args.execution == "tree":
-            return TreeEngine(model, budget=self.args.budget, **options)
-        pack_tokens = LINEAR_PACK_TOKENS if self.args.budget is None else int(self.args.budget)
-        return LinearEngine(model, pack_tokens=pack_tokens, **options)
-
-    @property
-    def _ranks(self) -> Any:
-        return self._engine_of(self.model_wrapped).ranks
 
     def _precision(self, engine: TreeEngine) -> contextlib.AbstractContextManager[Any]:
         # FSDP2 casts by itself.
@@ -434,27 +390,8 @@ class TreeTrainer(Trainer):
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
         """See `transformers.Trainer`; knows `optim="muon"` too."""
-        if args.optim != MUON:
-            return Trainer.get_optimizer_cls_and_kwargs(args, model)
-        momentum = dict(pair.split("=") for pair in (args.optim_args or "").replace(" ", "").split(",") if pair)
-        return MuonFactory, {
-            "lr": args.learning_rate,
-            "weight_decay": args.weight_decay,
-            "betas": (args.adam_beta1, args.adam_beta2),
-            "eps": args.adam_epsilon,
-            **{name: float(value) for name, value in momentum.items()},
-        }
+        return muon_and_options(args) if args.optim == MUON else Trainer.get_optimizer_cls_and_kwargs(args, model)
 
 
 def _no_collator(features: list[Any]) -> Any:
     raise AssertionError("steps are put together by StepDataset")
-
-
-def _check_arguments(args: Any) -> None:
-    if not isinstance(args, TreeArguments):
-        raise ValueError(f"args is a {type(args).__name__}; give TreeArguments, which has the same arguments and more")
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"this process sees {args.n_gpu} GPUs, and a process trains on one: start one for each "
-            f"(torchrun --nproc-per-node {args.n_gpu}), or show it one by CUDA_VISIBLE_DEVICES"
-        )

@@ -1,4 +1,4 @@
-"""Units of rows: what shuffling never tears apart.
+"""RowGroups of rows: what shuffling never tears apart.
 
 Rows of one `group` are a unit; rows without a group are one if they are of one tree, and a tree that is larger than a
 step is cut at its forks. Rows of one `pair` are always of one unit. Trees are those of token ids and keys: experts that
@@ -19,7 +19,7 @@ WORTH_KEEPING = 0.1
 """A cut keeps subtrees whole that save this share of their own tokens."""
 
 
-class Units(Sequence[Int64s]):
+class RowGroups(Sequence[Int64s]):
     """Row numbers of every unit, ascending; two arrays, however many units there are.
 
     Args:
@@ -31,7 +31,7 @@ class Units(Sequence[Int64s]):
         self._rows, self._start = rows, start
 
     @classmethod
-    def of_labels(cls, labels: Int64s) -> "Units":
+    def of_labels(cls, labels: Int64s) -> "RowGroups":
         """Rows of equal label, from 0 without gaps, are a unit, which has the label as its number."""
         rows = np.argsort(labels, kind="stable")
         start = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(labels))]).astype(np.int64)
@@ -67,7 +67,7 @@ class Units(Sequence[Int64s]):
         return np.add.reduceat(values[self._rows], self._start[:-1]) if len(self) else np.zeros(0, np.int64)
 
 
-def make_units(trajectories: Sequence[Trajectory], *, tokens_per_step: int | None = None) -> Units:
+def make_groups(trajectories: Sequence[Trajectory], *, tokens_per_step: int | None = None) -> RowGroups:
     """The units of rows, in the order of each unit's first row.
 
     Args:
@@ -81,7 +81,7 @@ def make_units(trajectories: Sequence[Trajectory], *, tokens_per_step: int | Non
         own = _tree_labels(prefix_order(trajectories), columns, tokens_per_step)[loose]
         # Calls of one conversation belong together, though their prompts may differ early.
         labels[loose] = _joined(own, columns.episode[loose]) + labels.max() + 1
-    return Units.of_labels(_by_first_row(_joined(labels, columns.pair)))
+    return RowGroups.of_labels(_by_first_row(_joined(labels, columns.pair)))
 
 
 def _tree_labels(order: PrefixOrder, columns: RowColumns, target: int | None) -> Int64s:
