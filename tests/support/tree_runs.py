@@ -15,10 +15,8 @@ from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.tree_trainer import TreeTrainer
 
 VOCABULARY = 64
-TIMED = ("seconds", "runtime", "per_second", "memory", "flos", "train_loss")
-"""Numbers that depend on the machine, and the sum that transformers keeps in float32."""
-EXECUTED = ("unique_tokens", "computed_tokens", "recomputed_tokens", "parts", "overlap", "ideal_speedup")
-"""Numbers that tell how a step was executed."""
+SKIPPED = ("tree/", "runtime", "per_second", "memory", "flos", "train_loss")
+"""Numbers that depend on execution and machine, and the sum that transformers keeps in float32."""
 
 
 def branching_rows(groups: int = 6, samples: int = 3, *, prompt: int = 12, answer: int = 8, **facts: Any):
@@ -112,13 +110,12 @@ def error(found: Any, truth: Any) -> float:
 
 def apart(one: TreeTrainer, other: TreeTrainer) -> dict[str, float]:
     """How far two runs are apart: every logged number over all records, and the final weights."""
-    skipped = TIMED + EXECUTED
 
     def column(trainer: TreeTrainer, name: str) -> list[float]:
         return [record[name] for record in trainer.state.log_history if name in record]
 
     names = [
-        sorted({n for r in t.state.log_history for n in r if not any(s in n for s in skipped)}) for t in (one, other)
+        sorted({n for r in t.state.log_history for n in r if not any(s in n for s in SKIPPED)}) for t in (one, other)
     ]
     assert names[0] == names[1], set(names[0]) ^ set(names[1])
     found = {name: error(column(one, name), column(other, name)) for name in names[0]}

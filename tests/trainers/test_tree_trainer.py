@@ -182,7 +182,7 @@ def test_recorded_log_probabilities_are_used_as_they_are() -> None:
     recorded = branching_rows(old_logprobs=lambda random, length: random.normal(-3, 0.1, length))
     trainer = run(small_model(), recorded, max_steps=2, loss="ppo", updates_per_batch=2)
     assert abs(steps(trainer)[0]["ratio"] - 1) > 0.01
-    assert "scoring_seconds" not in steps(trainer)[0]
+    assert "tree/scoring_seconds" not in steps(trainer)[0]
     computed = run(small_model(), branching_rows(), max_steps=2, loss="ppo", updates_per_batch=2)
     assert abs(steps(computed)[0]["ratio"] - 1) < 1e-5 < abs(steps(computed)[1]["ratio"] - 1)
 

@@ -9,9 +9,11 @@ import torch
 from treetrain.engine.evaluate import add_sums, means
 from treetrain.engine.step import StepResult
 
-SUMMED = ("flat_tokens", "unique_tokens", "computed_tokens", "recomputed_tokens", "parts", "forward_backward_seconds")
+EXECUTION = "tree/"
+"""Beginning of the names of what tells how a step was executed."""
+COUNTS = ("flat_tokens", "unique_tokens", "computed_tokens", "recomputed_tokens", "parts")
+SUMMED = (*COUNTS, "seconds", "scoring_seconds", "tree_flops", "linear_flops")
 """Numbers that add up over steps."""
-_WORK = ("tree_flops", "linear_flops")
 
 
 class StepLog:
@@ -27,13 +29,12 @@ class StepLog:
 
         Args:
             result: of all its calls.
-            numbers: what else is known of it. Those in `SUMMED` add up; names ending in `_max` and `_min` are extremes;
-                of others the mean is logged.
+            numbers: what else is known of it. Those in `SUMMED` tell how it was executed, and add up; names ending in
+                `_max` and `_min` are extremes; of others the mean is logged.
         """
         self._losses.append(result.loss)
         self._metrics = add_sums(self._metrics, result.metric_sums)
-        counts = {name: getattr(result, name) for name in SUMMED if hasattr(result, name)}
-        self._numbers.append({**counts, **numbers})
+        self._numbers.append({name: getattr(result, name) for name in COUNTS} | numbers)
 
     def read(self) -> dict[str, float]:
         """The numbers of these steps; empty where there was none. Begins anew."""
@@ -42,20 +43,15 @@ class StepLog:
         found = means(self._metrics) | {"loss": sum(self._losses) / len(self._losses)}
         for name in dict.fromkeys(name for numbers in self._numbers for name in numbers):
             values = [numbers[name] for numbers in self._numbers if name in numbers]
-            if name in SUMMED or name in _WORK:
-                found[name] = sum(values)
+            if name in SUMMED:
+                found[EXECUTION + name] = sum(values)
+            elif name.endswith(("_max", "_min")):
+                found[name] = (max if name.endswith("_max") else min)(values)
             else:
-                found[name] = (
-                    max(values)
-                    if name.endswith("_max")
-                    else min(values)
-                    if name.endswith("_min")
-                    else sum(values) / len(values)
-                )
-        found["overlap"] = 1 - found["unique_tokens"] / found["flat_tokens"]
-        tree, linear = (found.pop(name, 0.0) for name in _WORK)
-        if tree:
-            found["ideal_speedup"] = linear / tree
+                found[name] = sum(values) / len(values)
+        found[EXECUTION + "overlap"] = 1 - found[EXECUTION + "unique_tokens"] / found[EXECUTION + "flat_tokens"]
+        if work := found.get(EXECUTION + "tree_flops"):
+            found[EXECUTION + "ideal_speedup"] = found[EXECUTION + "linear_flops"] / work
         self.__init__()
         return found
 

@@ -40,7 +40,7 @@ from treetrain.trainers.rollouts import (
     with_advantages,
     with_fact,
 )
-from treetrain.trainers.step_log import StepLog, peak_memory_bytes
+from treetrain.trainers.step_log import EXECUTION, StepLog, peak_memory_bytes
 from treetrain.trainers.steps import Call, StepDataset, StepLoader, StepSampler
 from treetrain.trainers.watch import facts_of_step
 
@@ -290,8 +290,8 @@ class TreeTrainer(Trainer):
         for name in ("unique_tokens", "tree_flops", "linear_flops"):
             self._numbers[name] = self._numbers.get(name, 0.0) + inputs.get(name, 0.0)
         loss = result.loss
-        spent = self._numbers.get("forward_backward_seconds", 0.0) + time.perf_counter() - started
-        self._numbers["forward_backward_seconds"] = spent
+        spent = self._numbers.get("seconds", 0.0) + time.perf_counter() - started
+        self._numbers["seconds"] = spent
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"step {self.state.global_step + 1}: the loss is {loss}; the weights were not updated. A lower "
@@ -336,7 +336,7 @@ class TreeTrainer(Trainer):
             if "loss" not in found:  # every step was left out
                 logs = {name: value for name, value in logs.items() if name not in ("loss", "grad_norm")}
             logs |= found
-            logs["peak_memory_bytes"] = max(ranks.gather(peak_memory_bytes(self.args.device)))
+            logs[EXECUTION + "peak_memory_bytes"] = max(ranks.gather(peak_memory_bytes(self.args.device)))
         super().log(logs, start_time)
 
     # ---- Evaluation ----
