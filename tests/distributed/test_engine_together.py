@@ -40,7 +40,7 @@ def test_a_rank_whose_partner_is_gone_is_told_so(run_on_ranks) -> None:
 def test_uses_that_cannot_be_exact_on_shards_are_refused(run_on_ranks) -> None:
     for told in run_on_ranks(rank_errors.refused):
         for use, words in {
-            "live logprobs": "the model is sharded over ranks (fully_shard), whose passes must come in one order",
+            "live logprobs": "the model is sharded (fully_shard), whose passes must come in one order",
             "another group": "the group given is not that of the model's shards",
             "two meshes": "lie on 2 device meshes",
             "tensor parallel": "DTensors that fully_shard did not make",

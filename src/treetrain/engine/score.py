@@ -24,7 +24,7 @@ from treetrain.engine.hooks import hooks_aside
 from treetrain.engine.lockstep import Reduces
 from treetrain.engine.memory import Passes, Sizes, why_not_again, within_memory
 from treetrain.engine.packed import model_device, wide_dtype
-from treetrain.engine.ranks import is_shard, waiting_gradients
+from treetrain.engine.ranks import check_same, is_shard, waiting_gradients
 from treetrain.engine.routing import Routing
 from treetrain.engine.switches import check_switches, switches_of
 from treetrain.engine.walk import Walk
@@ -310,17 +310,23 @@ class Scored:
         engine = self._scoring.engine
         never = why_not_again(engine.parameters, waiting_gradients(engine.model, engine.value_head))
 
-        def run() -> tuple[None, Any]:
+        def checked() -> tuple[Any, Any]:
             self._scoring.check_backward("TreeEngine.score")
+            return self._gradients(), sync
+
+        def run(gradients: Any) -> tuple[None, Any]:
             attempt = partial(engine.undone_if_it_fails, never)
-            self._scoring.backward(*self._gradients(), reduces="each" if sync else "never", attempt=attempt)
-            return None, sync
+            self._scoring.backward(*gradients, reduces="each" if sync else "never", attempt=attempt)
+            return None, None
 
         if not (sync or engine.in_lockstep):
-            run()
+            run(checked()[0])
             return
         try:
-            engine.ranks.agree("Scored.backward", run)
+            # What can be wrong is found on every rank before any of them goes into a backward of all.
+            gradients, told = engine.ranks.agree("Scored.backward", checked)
+            check_same("sync", told)
+            engine.ranks.agree("Scored.backward's passes", lambda: run(gradients))
         except RanksDisagree as error:
             engine.take_back(never, error)
             raise

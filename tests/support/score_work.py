@@ -1,0 +1,115 @@
+"""What tests of `TreeEngine.score` run on several ranks."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import treetrain as tt
+from support.models import make_model
+from support.plans import planned
+from support.pure import PureFloat64
+from support.rank_work import gradients, relative_error, rows_of, sharded, split_of
+
+
+def own_loss(logprobs: list[Tensor], entropies: list[Tensor]) -> Tensor:
+    """Not linear, and of these rows alone."""
+    total = torch.zeros((), dtype=torch.float64)
+    for row, entropy in zip(logprobs, entropies):
+        total = total + (row.exp() + 0.1 * row.square() + 0.3 * entropy).sum()
+    return total
+
+
+def _parallel(model: nn.Module, how: str, group: Any) -> nn.Module:
+    return sharded(model, group) if how == "fsdp" else DistributedDataParallel(model, process_group=group)
+
+
+def scored_step(group: Any, how: str, shapes: Any, keeps: Any, calls: int, split: str, changes: Any) -> dict[str, Any]:
+    """How far the gradients of a score on several ranks are from the mean of every rank's own.
+
+    Args:
+        how: ddp or fsdp.
+        shapes: (shape, keep) of each rank's plans.
+        keeps: of each rank, whether its graphs fit.
+        calls: that the step is accumulated over.
+        changes: the model's family, and of its configuration.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    family, options = changes
+    model = make_model(family, dtype=torch.float64, **dict(options))
+    alone = copy.deepcopy(model)
+    rows = [list(row.ids) for row in rows_of(3, "sft")]
+
+    class Forced(planned(*shapes[rank % len(shapes)])):
+        def plan_to_score(self, layout: Any, *, keep: bool = True) -> Any:
+            return super().plan_to_score(layout, keep=keep and keeps[rank % len(keeps)])
+
+        def _fits(self, plan: Any) -> bool:
+            return True
+
+    wrapped = _parallel(model, how, group)
+    engine = Forced(wrapped, temperature=1.3)
+    reference = tt.TreeEngine(alone, temperature=1.3)
+    own = split_of(rows, rank, size, split)
+    told = []
+    with PureFloat64():
+        for call in range(calls):
+            scored = engine.score(own[call::calls], entropies=True)
+            if own[call::calls]:
+                own_loss(scored.logprobs, scored.entropies).backward()  # type: ignore[arg-type]
+            told.append(scored.plan.scores_first)
+            scored.backward(sync=call == calls - 1)
+        whole = reference.score(rows, entropies=True)
+        (own_loss(whole.logprobs, whole.entropies) / size).backward()  # type: ignore[arg-type]
+        whole.backward()
+    return {"error": relative_error(gradients(model), gradients(alone)), "scores_first": told}
+
+
+def live_is_refused(group: Any) -> list[str]:
+    """What every way to live log-probabilities within a process group says."""
+    model = make_model("qwen3")
+    wrapped = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+    rows = [[1, 2, 3], [1, 2, 4]]
+    said = []
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = copy.deepcopy(model)
+
+        def forward(self) -> Any:
+            return tt.logprobs(self.inner, rows, budget=2)
+
+    inside = DistributedDataParallel(Inside(), process_group=group)
+    for call in (
+        lambda: tt.logprobs(wrapped, rows),
+        lambda: tt.logprobs(wrapped.module, rows),
+        lambda: inside(),
+        lambda: tt.values(model, rows, head=nn.Linear(model.config.hidden_size, 1)),
+    ):
+        try:
+            call()
+            said.append("nothing")
+        except tt.UnsupportedModel as error:
+            said.append(str(error))
+    with torch.no_grad():
+        assert len(tt.logprobs(wrapped, rows)) == 2
+    return said
+
+
+def an_error_on_one_rank(group: Any, how: str) -> str:
+    """What a rank is told where rank 1 calls backward twice."""
+    model = make_model("qwen3")
+    engine = tt.TreeEngine(_parallel(model, how, group))
+    scored = engine.score([[1, 2, 3], [1, 2, 4]])
+    sum(row.sum() for row in scored.logprobs).backward()  # type: ignore[union-attr]
+    if dist.get_rank(group) == 1:
+        scored._scoring._spent = True
+    try:
+        scored.backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
