@@ -98,6 +98,26 @@ def test_a_loss_of_ones_own_has_the_gradients_of_rows_alone(model, shape, keep, 
     assert (scored.recomputed_tokens == 0) == (graphs == "kept")
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logits_are_computed_again_where_there_is_no_room_for_them(model, monkeypatch, temperature):
+    _, truth, _ = linear_gradients(model, ROWS, temperature)
+    for room in (True, False):
+        monkeypatch.setattr(tt.TreeEngine, "has_room_for_logits", lambda self, plan, room=room: room)
+        for entropies in (True, False):
+            model.zero_grad()
+            scored = tt.TreeEngine(model, temperature=temperature).score(ROWS, entropies=entropies, statistics=True)
+            if entropies:
+                some_loss(scored.logprobs, scored.entropies).backward()
+                scored.backward()
+                assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
+            else:
+                sum(row.square().sum() for row in scored.logprobs).backward()
+                scored.backward()
+                again = linear.score_rows(model, ROWS, temperature)[0]
+                expected = linear.gradients(model, sum(row.square().sum() for row in again))
+                assert linear.relative_error(linear.gradients(model), expected) <= 1e-12
+
+
 @settings(max_examples=15, deadline=None)
 @given(forests(), st.sampled_from(SHAPES), st.sampled_from(["kept", "recomputed"]), st.integers(0, 99))
 def test_random_forests(rows, plan, graphs, seed):

@@ -361,6 +361,7 @@ class TreeEngine:
         gradients: bool,
         reduces: Reduces = "each",
         statistics: bool = False,
+        keep_logits: bool = False,
     ) -> Walk:
         """What runs a plan on the model; under FSDP2 a collective call. See `Walk`."""
         return Walk(
@@ -374,6 +375,7 @@ class TreeEngine:
             routing=routing,
             lockstep=lockstep_of(self, plan, routing, gradients=gradients, reduces=reduces),
             statistics=statistics,
+            keep_logits=keep_logits,
         )
 
     def score(
@@ -459,6 +461,18 @@ class TreeEngine:
             return self.cost.peak_bytes(plan) <= self.budget.count
         free = self.free_bytes()
         return free is None or AMPLE * formula.peak_bytes(plan) <= free or self.cost.peak_bytes(plan) <= free
+
+    def has_room_for_logits(self, plan: Plan) -> bool:
+        """Whether the logits of all scored rows fit beside the graphs of a plan, with room to spare.
+
+        Kept, they save a second product of the head's matrix with every row.
+        """
+        formula = formula_cost(self.model)
+        room = self.budget.count if isinstance(self.budget, Bytes) else self.free_bytes()
+        if formula is None or room is None:
+            return False
+        logits = len(plan.layout.rows) * self.capabilities.vocab_size * wide_dtype(self.model).itemsize
+        return AMPLE * (formula.peak_bytes(plan) + logits) <= room
 
     def smaller_plan_to_score(self, layout: PackedLayout, tokens: int, *, live: bool) -> Plan:
         """As `smaller_plan`, where memory ran out."""

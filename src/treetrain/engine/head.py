@@ -3,8 +3,8 @@
 Rows are hidden states that own at least one wanted edge, each once, however many branches follow it. Logits exist for
 one chunk of rows at a time. When the loss is linear in the log-probabilities its coefficients are known beforehand,
 so the head's gradients are made together with its log-probabilities and the head runs once per row; otherwise the
-logits of a chunk are computed again in backward. Logits are scaled or capped as the model does it (`LogitMap`), then
-divided by the temperature.
+logits of a chunk are computed again in backward, or kept until then where there is memory for them. Logits are scaled
+or capped as the model does it (`LogitMap`), then divided by the temperature.
 
 Shape letters: R rows, E edges (sorted by row), D hidden size, V vocabulary.
 """
@@ -118,6 +118,7 @@ def score_edges(
     logit_map: LogitMap = IDENTITY,
     meets_all: bool = False,
     need_statistics: bool = False,
+    keep_logits: bool = False,
 ) -> Scores:
     """Score the wanted edges of a packed run.
 
@@ -131,6 +132,7 @@ def score_edges(
         logit_map: what the model does to its logits after the head.
         meets_all: the head's weights get a gradient, be it zero, also where no row is scored.
         need_statistics: also give `Statistics`; not beside `coefficients`.
+        keep_logits: of a fused head, until the backward, in place of a second product.
     """
     found = None
     if need_statistics:
@@ -154,7 +156,7 @@ def score_edges(
             )
             return Scores(logprobs, None, loss)
         logprobs, entropies = _LinearScores.apply(  # type: ignore[misc]
-            rows, head.weight, head.bias, edges, scaling, need_entropy, _compute_dtype(hidden), sink, found
+            rows, head.weight, head.bias, edges, scaling, need_entropy, _compute_dtype(hidden), sink, found, keep_logits
         )
     else:
         logprobs, entropies = _scores_through_module(
@@ -213,18 +215,21 @@ class _HeadGradients:
 
 
 class _LinearScores(torch.autograd.Function):
-    """Log-probabilities of edges and entropies of rows; logits are recomputed in backward."""
+    """Log-probabilities of edges and entropies of rows; logits are computed again in backward, or kept until then."""
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, edges: Edges, scaling: Scaling, need_entropy, compute, sink, found):
+    def forward(ctx, rows, weight, bias, edges: Edges, scaling: Scaling, need_entropy, compute, sink, found, keep):
         wide = torch.promote_types(compute, torch.float32)
         logprobs = rows.new_empty(len(edges.targets), dtype=wide)
         lse = rows.new_empty(len(rows), dtype=wide)
         entropies = rows.new_zeros(len(rows) if need_entropy else 0, dtype=wide)
         with torch.autocast(rows.device.type, enabled=False):
-            made = _Maker(rows, weight, bias, compute, scaling, entropy=need_entropy, backward=False)
+            made = _Maker(rows, weight, bias, compute, scaling, entropy=need_entropy, backward=keep)
+            ctx.kept = [] if keep else None
             for chunk, taken, own in _chunks(edges, len(weight), rows.device):
                 _, logits = made.chunk(chunk)
+                if keep:
+                    ctx.kept.append(logits)
                 lse[chunk] = logits.log_sum_exp()
                 logprobs[taken] = logits.at(own) - lse[chunk][own.row]
                 if found is not None:
@@ -244,13 +249,18 @@ class _LinearScores(torch.autograd.Function):
         with torch.autocast(rows.device.type, enabled=False):
             made = _Maker(rows, weight, bias, compute, scaling, entropy=need_entropy, backward=True)
             grads = _HeadGradients(rows.to(compute), weight, bias, ctx.needs_input_grad[:3], sink)
-            for chunk, taken, own in _chunks(edges, len(weight), rows.device):
-                x, logits = made.chunk(chunk)
+            kept, ctx.kept = ctx.kept, None
+            for number, (chunk, taken, own) in enumerate(_chunks(edges, len(weight), rows.device)):
+                if kept is None:
+                    x, logits = made.chunk(chunk)
+                else:
+                    x, logits = rows[chunk].to(compute), kept[number]
+                    kept[number] = None
                 by_edge = grad_logprobs[taken]
                 by_row = torch.zeros_like(lse[chunk]).index_add_(0, own.row, by_edge)
                 spread = Entropies(entropies[chunk], grad_entropies[chunk]) if need_entropy else None
                 grads.add(chunk, logits.gradient(lse[chunk], own, by_edge, by_row, spread), x, made.weight)
-        return (*_outgoing(grads, rows, weight, bias, sink), None, None, None, None, None, None)
+        return (*_outgoing(grads, rows, weight, bias, sink), None, None, None, None, None, None, None)
 
 
 class _LinearLoss(torch.autograd.Function):

@@ -93,7 +93,7 @@ class Chunk(Protocol):
 
 
 class PlainChunk:
-    """By PyTorch's operations, for any device and dtype."""
+    """By PyTorch's operations, for any device and dtype. One that is kept may be asked for the gradient last, once."""
 
     def __init__(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling, *, entropy: bool, backward: bool
@@ -102,6 +102,7 @@ class PlainChunk:
         logits = nn.functional.linear(rows, weight, bias).to(torch.promote_types(rows.dtype, torch.float32))
         self._slope = scaling.logit_map.apply_(logits, want_slope=backward)
         self._logits = logits if scaling.temperature == 1.0 else logits.div_(scaling.temperature)
+        self._are_log_probs = False
 
     def log_sum_exp(self) -> Tensor:
         """See `Chunk`."""
@@ -117,14 +118,21 @@ class PlainChunk:
 
     def entropies(self, lse: Tensor) -> Tensor:
         """See `Chunk`."""
-        log_p = self._logits.sub_(lse[:, None])
+        log_p = self._log_probs(lse)
         return -log_p.exp().mul_(log_p).sum(-1)
+
+    def _log_probs(self, lse: Tensor) -> Tensor:
+        """[r, V]: the logits, changed to log-probabilities once."""
+        if not self._are_log_probs:
+            self._logits.sub_(lse[:, None])
+            self._are_log_probs = True
+        return self._logits
 
     def gradient(
         self, lse: Tensor, edges: EdgesOfChunk, by_edge: Tensor, by_row: Tensor, entropies: Entropies | None
     ) -> Tensor:
         """See `Chunk`."""
-        log_p = self._logits.sub_(lse[:, None])
+        log_p = self._log_probs(lse)
         if entropies is None:
             grad = log_p.exp_().mul_(-by_row[:, None])
         else:

@@ -84,6 +84,7 @@ class PackedRun:
         sinks: Sinks | None = None,
         meets_all: bool = False,
         need_statistics: bool = False,
+        keep_logits: bool = False,
     ) -> Scores:
         """Run the model's own top-level forward with its head scoring edges. Call inside `mode`.
 
@@ -91,7 +92,7 @@ class PackedRun:
             coefficients: see `score_edges`.
             sinks: where gradients of the head's matrix are added up; None gives them to autograd.
             meets_all: whether the backward must reach all that any other one reaches (see `Lockstep`).
-            need_statistics: see `score_edges`.
+            need_statistics, keep_logits: see `score_edges`.
 
         Raises:
             UnsupportedModel: a layer that did not go through tree attention, or logits changed after the head.
@@ -107,6 +108,7 @@ class PackedRun:
             sinks=sinks,
             meets_all=meets_all,
             need_statistics=need_statistics,
+            keep_logits=keep_logits,
             handed_on_as=output_dtype(self.model) if meets_all else None,
         ) as calls:
             outputs = self._forward(run)

@@ -124,7 +124,12 @@ class Scoring:
             self.routing.begin()
         keeps = plan.scores_first == "kept"
         walk = self.engine.walk(
-            plan, passes, self.routing, gradients=keeps, statistics=self.board.statistics is not None
+            plan,
+            passes,
+            self.routing,
+            gradients=keeps,
+            statistics=self.board.statistics is not None,
+            keep_logits=keeps and self.engine.has_room_for_logits(plan),
         )
         if keeps:
             walk.forward_all(self.board, need_entropy=self._entropy)

@@ -70,6 +70,7 @@ def scoring_head(
     sinks: Sinks | None = None,
     meets_all: bool = False,
     need_statistics: bool = False,
+    keep_logits: bool = False,
     handed_on_as: torch.dtype | None = None,
 ) -> Iterator[list[HeadCall]]:
     """Calls of the head inside the block are collected in the list given; see `score_edges` for the arguments.
@@ -98,6 +99,7 @@ def scoring_head(
             logit_map=logit_map,
             meets_all=meets_all,
             need_statistics=need_statistics,
+            keep_logits=keep_logits,
         )
 
     def forward(hidden: Tensor) -> Tensor:

@@ -96,6 +96,7 @@ class Walk:
         routing: what the step does with the routers of experts.
         lockstep: the common order of passes, where every pass is one of all ranks.
         statistics: whether scores that are written to a board come with `Statistics`.
+        keep_logits: whether `forward_all` keeps the head's logits beside the graphs.
     """
 
     def __init__(
@@ -111,8 +112,9 @@ class Walk:
         routing: Routing | None = None,
         lockstep: Lockstep | None = None,
         statistics: bool = False,
+        keep_logits: bool = False,
     ):
-        self._lockstep, self._statistics = lockstep, statistics
+        self._lockstep, self._statistics, self._keep_logits = lockstep, statistics, keep_logits
         self._waiting: list[_Pass] = []
         self._routing, self._gradients = routing, gradients
         self._model, self._capabilities, self._temperature, self._run_type = model, capabilities, temperature, run_type
@@ -383,6 +385,7 @@ class Walk:
             sinks=self._sinks,
             meets_all=self._lockstep is not None,
             need_statistics=self._statistics and score,
+            keep_logits=self._keep_logits,
         )
         return _Pass(piece, scores)
 

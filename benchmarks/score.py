@@ -1,0 +1,92 @@
+"""Time of `score` and its backward against `forward_backward`, on the works of the CPU benchmark.
+
+Run: python benchmarks/score.py [workload ...] [--repeats 5] [--dry-run]
+
+Both compute the same cross-entropy. `forward_backward` is told it beforehand, so its head makes gradients together with
+log-probabilities; `score` hands out log-probabilities first. They alternate in one process, a fresh one for each
+workload; ratios of neighbours, medians. A second row per workload has a budget of half the tree, under which `score`
+runs its parts twice. Rows are appended to results/score.csv.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import rows
+from workloads import WORKLOADS, load_workload, model_30m
+
+
+def measure(name: str, repeats: int, dry_run: bool) -> None:
+    """Both ways on one workload, in this process."""
+    import torch
+
+    import treetrain as tt
+    from treetrain.engine.allocator import keep_memory
+
+    keep_memory()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    model, batch = model_30m(), load_workload(name)
+    tree = tt.build_tree(batch)
+    loss = tt.losses.sft()
+    normaliser = loss.normaliser(batch)
+    weights = [torch.from_numpy(row.weights[1:].copy()).float() for row in batch]
+    tokens = tt.TreeEngine(model).plan(tree).layout.num_tokens
+    for budget in (None, tokens // 2):
+        engine = tt.TreeEngine(model, budget=budget)
+
+        def streamed(engine=engine) -> None:
+            engine.forward_backward(tree, loss)
+
+        def scored(engine=engine) -> tt.Scored:
+            found = engine.score(tree, mask=weights)
+            total = -sum((w * row).sum() for w, row in zip(weights, found.logprobs)) / normaliser
+            total.backward()  # type: ignore[union-attr]
+            found.backward()
+            return found
+
+        seconds: dict[str, list[float]] = {"streamed": [], "scored": []}
+        for _ in range(repeats + 1):
+            for way, run in (("streamed", streamed), ("scored", scored)):
+                model.zero_grad(set_to_none=False)
+                start = time.perf_counter()
+                last = run()
+                seconds[way].append(time.perf_counter() - start)
+        pairs = list(zip(seconds["streamed"][1:], seconds["scored"][1:]))
+        assert isinstance(last, tt.Scored)
+        row = {
+            "workload": name,
+            "budget": budget or "",
+            "computed_tokens": last.computed_tokens,
+            "parts": last.parts,
+            "graphs": last.plan.scores_first,
+            "recomputed_tokens": last.recomputed_tokens,
+            "forward_backward_seconds": f"{statistics.median(a for a, _ in pairs):.3f}",
+            "score_seconds": f"{statistics.median(b for _, b in pairs):.3f}",
+            "relative_speed": f"{statistics.median(a / b for a, b in pairs):.3f}",
+            "repeats": repeats,
+        }
+        rows.report("score", row, dry_run=dry_run)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), help=", ".join(WORKLOADS))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dry-run", action="store_true", help="print the rows only")
+    parser.add_argument("--here", action="store_true", help="in this process (one workload)")
+    options = parser.parse_args()
+    unknown = set(options.workloads) - set(WORKLOADS)
+    if unknown:
+        parser.error(f"unknown workload {sorted(unknown)[0]!r}; there are {', '.join(WORKLOADS)}")
+    if options.here:
+        return measure(options.workloads[0], options.repeats, options.dry_run)
+    for name in options.workloads:
+        command = [sys.executable, __file__, name, "--here", "--repeats", str(options.repeats)]
+        subprocess.run(command + (["--dry-run"] if options.dry_run else []), check=True)
+
+
+if __name__ == "__main__":
+    main()
