@@ -7,12 +7,14 @@ micro-batch computes its own loss from its own rows, exactly as without; and the
 last micro-batch that it holds has left its gradients. How many graphs are alive is for the engine's budget to say.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from treetrain.trainers.async_grpo import packed_tree_of
 
 IGNORED = -100
 """The label of tokens that are not predicted."""
@@ -152,8 +154,10 @@ class StepScores:
         return [trainer._buffered_inputs[(step + ahead) % each] for ahead in range(min(count, left))]
 
 
-def _model_inputs(batch: Mapping[str, Any]) -> dict[str, Any] | None:
+def _model_inputs(batch: dict[str, Any]) -> dict[str, Any] | None:
     """What a trainer calls its model with for a micro-batch; None where that is not known."""
+    if "tree_kv_index" in batch:
+        return packed_tree_of(batch)
     if "completion_ids" in batch:  # GRPO and RLOO
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)

@@ -16,6 +16,7 @@ SEAMS: dict[str, Seam] = {
     "KTOTrainer": "fused",
     "GRPOTrainer": "fused",
     "RLOOTrainer": "fused",
+    "AsyncGRPOTrainer": "fused",
     "RewardTrainer": "rewards",
 }
 """TRL's trainers by the name of their class."""

@@ -27,6 +27,7 @@ from treetrain.models.capability import causal_lm
 from treetrain.models.switch import RUN_KEYWORD
 from treetrain.plan.budget import Bytes
 from treetrain.plan.cost import ModelShape
+from treetrain.trainers import async_grpo
 from treetrain.trainers.accumulation import RowScores, StepScores
 from treetrain.trainers.batch_rows import Rows, rows_of, tree_of
 from treetrain.trainers.first_step import compare_with_plain, text_config
@@ -35,6 +36,7 @@ from treetrain.tree.stats import linear_work, tree_work
 from treetrain.tree.token_tree import TokenTree
 
 T = TypeVar("T", bound=Trainer)
+AnyRows = Rows | async_grpo.PackedTreeRows
 
 _UNDERSTOOD = {
     "input_ids",
@@ -51,6 +53,7 @@ _UNDERSTOOD = {
     "max_length_q",
     "max_length_k",
     "seq_idx",
+    *async_grpo.KEYWORDS,
 }
 """Keyword arguments of a forward whose meaning for a row is known here."""
 
@@ -63,7 +66,8 @@ def share_prefixes(trainer: T, budget: int | str | Bytes | None = None, *, check
 
     Args:
         trainer: a `transformers.Trainer` with a causal LM, or an `SFTTrainer`, `DPOTrainer`, `KTOTrainer`,
-            `GRPOTrainer`, `RLOOTrainer` or `RewardTrainer` of TRL 1.16, after construction and before ``train()``.
+            `GRPOTrainer`, `RLOOTrainer`, `RewardTrainer` or `AsyncGRPOTrainer` of TRL 1.16, after construction and
+            before ``train()``.
         budget: tokens whose graph is alive at once, or bytes ("8GiB") of peak memory above model, gradients and
             optimiser state; None fits to the memory that is free.
         check: compare a few rows of the first training batch with the model's plain forward and backward, log the
@@ -106,6 +110,10 @@ class SharePrefixesMixin:
         batches, num_items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         self.prefix_sharing.steps.begin_step(batches)
         return batches, num_items
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, batch_size: int | None = None, **kwargs: Any) -> Any:
+        """GRPO's and RLOO's scores, of all rows at once: the engine's budget bounds memory, not the rows of a call."""
+        return super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """The trainer's training step; its backward goes on through the tree."""
@@ -161,6 +169,8 @@ class PrefixSharing:
         self._batches = 0
         self._watch: tuple[float, float] | None = None
         self._in_loss = self._logits_wanted = False
+        if getattr(self.model.config, "_attn_implementation", None) == async_grpo.ATTENTION:
+            self.model.set_attn_implementation("sdpa")  # type: ignore[operator]
         for model in (trainer.model, getattr(trainer, "ref_model", None)):
             if model is not None:
                 self._answer_for(model)
@@ -247,10 +257,12 @@ class PrefixSharing:
                 self._compare(self._engine(model, head), plain, rows)
             return self._scored(model, head, rows, kwargs, training)
 
-    def _rows_of(self, kwargs: dict) -> Rows:
+    def _rows_of(self, kwargs: dict) -> AnyRows:
+        if "tree_kv_index" in kwargs:
+            return async_grpo.rows_of_packed_tree(kwargs)
         return rows_of(kwargs, text_config(self.model) if self.seam == "rewards" else None)
 
-    def _compare(self, engine: TreeEngine, plain: Callable, rows: Rows) -> None:
+    def _compare(self, engine: TreeEngine, plain: Callable, rows: AnyRows) -> None:
         compared = compare_with_plain(engine, plain, rows.ids, rows.masks, seam=self.seam)
         if compared is None:
             return  # nothing is predicted in this batch
@@ -274,7 +286,7 @@ class PrefixSharing:
         wanted = self.seam == "rewards" or kwargs.get("labels") is not None
         return self._in_loss and wanted and not (self._logits_wanted and self.seam == "loss")
 
-    def _scored(self, model: nn.Module, head: "FusedHead", rows: Rows, kwargs: dict, training: bool) -> Any:
+    def _scored(self, model: nn.Module, head: "FusedHead", rows: AnyRows, kwargs: dict, training: bool) -> Any:
         engine = self._engine(self.wrapped if training and model is self.model else model, head)
 
         def run(ids: list[np.ndarray], masks: list[np.ndarray]) -> Any:
@@ -300,7 +312,7 @@ class PrefixSharing:
             return SequenceClassifierOutput(logits=rewards if rewards.dim() == 2 else rewards[:, None])
         return self._output(model, head, rows, scores, kwargs)
 
-    def _output(self, model: nn.Module, head: "FusedHead", rows: Rows, scored: RowScores, kwargs: dict) -> Any:
+    def _output(self, model: nn.Module, head: "FusedHead", rows: AnyRows, scored: RowScores, kwargs: dict) -> Any:
         log_probs = rows.batch(scored.logprobs)
         assert log_probs is not None
         normaliser = kwargs.get("num_items_in_batch")
