@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # One exact version: a range may resolve to a build with gigabytes of GPU libraries. An installed torch is left alone.
 TORCH ?= torch==2.13.0
-EXTRAS = train,peft,dev
+EXTRAS = train,peft,trl,dev
 PYTEST_ARGS ?=
 # A process per core and one thread in each: the tests' models are too small for more.
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile

@@ -437,9 +437,10 @@ def difference(shared: Run, plain: Run) -> Difference:
         )
         assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
         for key, expected in theirs.items():
-            apart = abs(ours[key] - expected) / max(1.0, abs(expected))
-            if not math.isfinite(expected):
-                apart = 0.0 if math.isfinite(ours[key]) == math.isfinite(expected) else math.inf
+            if expected is None or not math.isfinite(expected):
+                apart = 0.0 if str(ours[key]) == str(expected) else math.inf
+            else:
+                apart = abs(ours[key] - expected) / max(1.0, abs(expected))
             if not apart <= worst:
                 worst, name = apart, f"{key} at {step}"
     return Difference(worst, _apart(shared.weights, plain.weights), _apart(shared.updates, plain.updates), name)

@@ -105,8 +105,19 @@ def check_trainer(trainer: Any, seam: Seam) -> None:
     for refused, reason in refusals:
         if refused:
             raise ValueError(f"share_prefixes cannot be exact with {reason}")
+    _check_dropout(trainer.model)
     if seam == "loss":
         _check_own_loss(trainer)
+
+
+def _check_dropout(model: Any) -> None:
+    """LoRA's by the name of its setting; other dropout is found in the model's modules, and refused there."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        if getattr(config, "lora_dropout", 0.0):
+            raise UnsupportedModel(
+                f"adapter {name!r} has lora_dropout={config.lora_dropout}: a shared token would get one mask where "
+                "every row has its own; give LoraConfig(lora_dropout=0.0) (TRL's own default is 0.05)"
+            )
 
 
 def _check_own_loss(trainer: Any) -> None:

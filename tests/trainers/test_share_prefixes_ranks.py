@@ -1,0 +1,55 @@
+"""Two processes under DistributedDataParallel train the same with shared prefixes as without."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from support.processes import Processes
+from support.trainer_ranks import both
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft": ("sft", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
+    "sft padding-free lora": ("sft", {"padding_free": True, "lora": True}),
+    "dpo": ("dpo", {"per_device_train_batch_size": 4}),
+    "dpo lora": ("dpo", {"lora": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
+    "grpo": ("grpo", {}),
+    "grpo lora": ("grpo", {"lora": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
+    "kto": ("kto", {"per_device_train_batch_size": 4}),
+    "reward": ("reward", {"per_device_train_batch_size": 4}),
+    "plain": ("plain", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
+    "plain budget": ("plain", {"budget": 40}),
+}
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    """Two processes of one group."""
+    found = Processes(2)
+    yield found
+    found.stop()
+
+
+def check(processes: Processes, case: str, folder: Any, dtype: torch.dtype, steps: int) -> None:
+    """Train on both ranks, with and without, and compare; the ranks must hold the same weights."""
+    name, settings = CASES[case]
+    ranks = processes.run(both, name, str(folder), dtype, steps, settings, timeout=400)
+    bound, bound_of_updates = {torch.float32: (1e-5, 1e-4), torch.float64: (1e-10, 1e-10)}[dtype]
+    found = ranks[0]
+    numbers = f"{found['metrics']:.1e} | {found['weights']:.1e} | {found['updates']:.1e}"
+    print(f"| {case}, 2 processes | {steps} | {str(dtype)[6:]} | {numbers} |")
+    for rank in ranks:
+        assert max(rank["metrics"], rank["weights"]) <= bound and rank["updates"] <= bound_of_updates, rank
+    assert ranks[0]["own"] == ranks[1]["own"]
+
+
+def test_two_processes_train_the_same_with_shared_prefixes(processes, tmp_path):
+    check(processes, "sft", tmp_path, torch.float32, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_are_the_same_after_twenty_steps(processes, case, dtype, tmp_path):
+    check(processes, case, tmp_path, dtype, 20)

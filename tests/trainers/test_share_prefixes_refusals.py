@@ -1,0 +1,235 @@
+"""What could not be exact is refused at the call, and what the first step finds stops the training."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+import treetrain as tt
+from support import trainer_runs as runs
+from support.trainer_runs import BUILDERS, adapter, difference, train
+from treetrain.trainers import share_prefixes as module
+from treetrain.trainers.first_step import rows_to_compare
+
+
+def settings(tmp_path, **changes: Any) -> dict[str, Any]:
+    return {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True, "bf16": False, **changes}
+
+
+@pytest.mark.parametrize(
+    "name, setting, value",
+    [
+        ("sft", "label_smoothing_factor", 0.1),
+        ("sft", "neftune_noise_alpha", 5.0),
+        ("sft", "use_liger_kernel", True),
+        ("dpo", "activation_offloading", True),
+        ("plain", "torch_compile", True),
+        ("plain", "fp16", True),
+    ],
+)
+def test_a_setting_that_cannot_be_exact_is_refused_by_name(name, setting, value, tmp_path):
+    trainer = BUILDERS[name](settings(tmp_path), torch.float32, tmp_path)
+    setattr(trainer.args, setting, value)
+    before, forward = type(trainer), trainer.model.forward
+    with pytest.raises(ValueError, match=f"{setting}={value}"):
+        tt.share_prefixes(trainer)
+    assert type(trainer) is before and trainer.model.forward == forward
+
+
+def test_loss_functions_that_want_logits_are_refused(tmp_path):
+    trainer = BUILDERS["plain"](settings(tmp_path), torch.float32, tmp_path)
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch: outputs.logits.sum()
+    with pytest.raises(ValueError, match="compute_loss_func is given logits"):
+        tt.share_prefixes(trainer)
+
+
+def test_processes_that_share_otherwise_than_by_ddp_are_refused(tmp_path, monkeypatch):
+    trainer = BUILDERS["plain"](settings(tmp_path), torch.float32, tmp_path)
+    kind = type(trainer.accelerator)
+    monkeypatch.setattr(kind, "distributed_type", SimpleNamespace(value="FSDP"))
+    with pytest.raises(ValueError, match="distributed_type=FSDP"):
+        tt.share_prefixes(trainer)
+
+
+def test_dropout_of_a_model_or_an_adapter_is_refused_with_the_setting(tmp_path):
+    with pytest.raises(tt.UnsupportedModel, match=r"dropout 0\.1"):
+        tt.share_prefixes(
+            Trainer(
+                runs.model(attention_dropout=0.1), TrainingArguments(**settings(tmp_path))
+            )  # eval mode until it trains
+        )
+    lora = adapter()
+    lora.lora_dropout = 0.05
+    from peft import get_peft_model
+
+    model = get_peft_model(runs.model(), lora)
+    model.eval()
+    with pytest.raises(tt.UnsupportedModel, match=r"lora_dropout=0\.05.*LoraConfig"):
+        tt.share_prefixes(Trainer(model, TrainingArguments(**settings(tmp_path))))
+    assert not model.training
+
+
+def test_other_versions_of_trl_are_refused_by_name(tmp_path, monkeypatch):
+    trainer = BUILDERS["sft"](settings(tmp_path), torch.float32, tmp_path)
+    monkeypatch.setattr("trl.__version__", "1.17.0")
+    with pytest.raises(ValueError, match=r"trl 1\.17\.0 is installed.*1\.16"):
+        tt.share_prefixes(trainer)
+
+
+def test_trainers_of_trl_that_are_not_known_are_refused_by_name(tmp_path, monkeypatch):
+    trainer = BUILDERS["sft"](settings(tmp_path), torch.float32, tmp_path)
+    trainer.__class__ = type("GKDTrainer", (type(trainer),), {"__module__": "trl.experimental.gkd"})
+    with pytest.raises(ValueError, match="GKDTrainer"):
+        tt.share_prefixes(trainer)
+
+
+def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path):
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).logits.sum()
+
+    with pytest.raises(ValueError, match="Own overrides compute_loss"):
+        tt.share_prefixes(Own(runs.model(), TrainingArguments(**settings(tmp_path))))
+
+
+def test_a_model_that_is_no_causal_lm_is_refused(tmp_path):
+    from transformers import Qwen3ForSequenceClassification
+
+    model = runs.model(kind=Qwen3ForSequenceClassification, num_labels=1)
+    with pytest.raises(tt.UnsupportedModel, match="loss_type"):
+        tt.share_prefixes(Trainer(model, TrainingArguments(**settings(tmp_path))))
+    with pytest.raises(TypeError, match="Linear"):
+        tt.share_prefixes(nn.Linear(2, 2))
+
+
+def test_sharing_twice_is_refused(tmp_path):
+    trainer = tt.share_prefixes(BUILDERS["plain"](settings(tmp_path), torch.float32, tmp_path))
+    with pytest.raises(ValueError, match="already"):
+        tt.share_prefixes(trainer)
+
+
+def test_the_mixin_does_the_same_for_a_subclass(tmp_path, monkeypatch):
+    plain = train(BUILDERS["dpo"], tmp_path, shared=False, steps=2)
+
+    class Shared(tt.SharePrefixesMixin, runs.DPOTrainer):
+        pass
+
+    monkeypatch.setattr(runs, "DPOTrainer", Shared)
+    shared = train(BUILDERS["dpo"], tmp_path, shared=False, steps=2)
+    assert any("tree/overlap" in logs for logs in shared.logs)
+    found = difference(shared, plain)
+    assert max(found.metrics, found.weights) <= 1e-5
+
+
+def drop_a_row(rows):
+    masks = [*rows.masks[:-1], rows.masks[-1] & False]
+    return rows._replace(masks=masks)
+
+
+def shift_the_masks(rows):
+    import numpy as np
+
+    return rows._replace(masks=[np.roll(mask, 1) for mask in rows.masks])
+
+
+def swap_two_rows(rows):
+    ids, masks, spans = ([xs[1], xs[0], *xs[2:]] for xs in (rows.ids, rows.masks, rows.spans))
+    return rows._replace(ids=ids, masks=masks, spans=[*rows.spans[:2], *spans[2:]])
+
+
+@pytest.mark.parametrize("mutation", [drop_a_row, shift_the_masks, swap_two_rows], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_the_comparison_of_trainers_sees_a_mutated_adapter(mutation, name, tmp_path, monkeypatch):
+    plain = train(BUILDERS[name], tmp_path, shared=False, steps=1)
+    rows_of = module.rows_of
+    monkeypatch.setattr(module, "rows_of", lambda *args: mutation(rows_of(*args)))
+    try:
+        shared = train(BUILDERS[name], tmp_path, shared=True, steps=1)
+    except tt.DataError:
+        return  # rows of another length than their places
+    found = difference(shared, plain)
+    assert max(found.metrics, found.updates) > 1e-3
+
+
+def test_a_model_that_gives_a_tree_something_else_stops_the_first_step(tmp_path, monkeypatch):
+    score = tt.TreeEngine.score
+
+    def wrong(self, *args, **kwargs):
+        scored = score(self, *args, **kwargs)
+        for row in scored.logprobs:
+            row.data *= 1.01
+        return scored
+
+    monkeypatch.setattr(tt.TreeEngine, "score", wrong)
+    with pytest.raises(RuntimeError, match=r"differ by 1\.0e-02.*check=False"):
+        train(BUILDERS["sft"], tmp_path, shared=True, steps=1)
+    trainer = BUILDERS["sft"](settings(tmp_path, max_steps=1, save_strategy="no"), torch.float32, tmp_path)
+    tt.share_prefixes(trainer, check=False).train()
+
+
+def test_the_first_step_logs_how_far_it_is_from_the_plain_path(tmp_path):
+    logs = train(BUILDERS["dpo"], tmp_path, shared=True, steps=2).logs
+    assert 0 < logs[0]["tree/score_difference"] < 1e-6
+    assert 0 < logs[0]["tree/gradient_difference"] < 1e-5
+    assert logs[0]["tree/overlap"] > 0.4 and logs[0]["tree/ideal_speedup"] > 1.5 and logs[0]["tree/parts"] == 1
+    assert logs[1]["tree/measured_speedup"] > 0
+    assert "tree/score_difference" not in logs[1]
+
+
+def test_the_rows_that_are_compared_are_those_that_share_most():
+    import numpy as np
+
+    ids = [np.array(row) for row in ([7, 8, 9], [1, 2, 3, 4], [5], [1, 2, 3, 9, 9], [1, 7], [6, 6])]
+    masks = [np.ones(len(row) - 1, bool) for row in ids]
+    assert sorted(rows_to_compare(ids, masks)) == [1, 3, 4]
+
+
+def test_micro_batches_of_a_step_share_as_one_batch_does(tmp_path):
+    overlaps = []
+    for settings_ in ({}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}):
+        logs = train(BUILDERS["grpo"], tmp_path, shared=True, steps=1, **settings_).logs
+        overlaps.append(logs[0]["tree/overlap"])
+    assert overlaps[0] == overlaps[1] > 0.3
+
+
+def test_evaluation_that_wants_logits_gets_them_from_the_model(tmp_path):
+    trainer = BUILDERS["plain"](settings(tmp_path), torch.float32, tmp_path)
+    expected = trainer.predict(trainer.eval_dataset)
+    found = tt.share_prefixes(trainer).predict(trainer.eval_dataset)
+    assert found.predictions.shape == expected.predictions.shape
+    assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-6)
+    loss = trainer.evaluate()["eval_loss"]
+    assert loss == pytest.approx(expected.metrics["test_loss"], rel=1e-6)
+
+
+def test_the_model_answers_other_calls_as_before(tmp_path):
+    trainer = BUILDERS["plain"](settings(tmp_path), torch.float32, tmp_path)
+    batch = trainer.data_collator([trainer.train_dataset[k] for k in range(3)])
+    with torch.no_grad():
+        expected = trainer.model(**batch)
+        text = trainer.model.generate(batch["input_ids"][:, :8], max_new_tokens=4, do_sample=False)
+        tt.share_prefixes(trainer)
+        found = trainer.model(**batch)
+        assert torch.equal(trainer.model.generate(batch["input_ids"][:, :8], max_new_tokens=4, do_sample=False), text)
+    assert torch.equal(found.logits, expected.logits) and torch.equal(found.loss, expected.loss)
+
+
+def test_a_call_that_is_not_understood_is_refused_while_training(tmp_path):
+    trainer = tt.share_prefixes(BUILDERS["plain"](settings(tmp_path), torch.float32, tmp_path))
+    batch = dict(trainer.data_collator([trainer.train_dataset[k] for k in range(3)]))
+    with pytest.raises(ValueError, match="called with cache_position"):
+        trainer.compute_loss(trainer.model, {**batch, "cache_position": torch.arange(3)})
+    trainer.compute_loss(trainer.model, batch)
+
+
+def test_bfloat16_is_no_further_from_float32_than_without_shared_prefixes(tmp_path):
+    exact = train(BUILDERS["dpo"], tmp_path, shared=False, steps=2)
+    plain = train(BUILDERS["dpo"], tmp_path, shared=False, steps=2, bf16=True)
+    shared = train(BUILDERS["dpo"], tmp_path, shared=True, steps=2, bf16=True)
+    assert not torch.is_autocast_enabled("cpu")
+    ours, theirs = difference(shared, exact), difference(plain, exact)
+    assert 1e-4 < ours.updates <= 1.5 * theirs.updates
+    assert shared.logs[0]["tree/gradient_difference"] > 1e-4
