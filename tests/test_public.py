@@ -82,7 +82,7 @@ METHODS = {
     "CostModel.from_shape": "(shape, device='cpu', *, dtype_bytes=4, checkpointing=False)",
     "CostModel.peak_bytes": "(self, plan)",
     "CostModel.seconds": "(self, plan)",
-    "TokenTree.from_nodes": "(nodes, trajectories, *, unused='error')",
+    "TokenTree.from_nodes": "(nodes, trajectories, *, unused='error', count='per trajectory')",
     "TokenTree.path": "(self, number)",
     "TokenTree.paths": "(self)",
     "TokenTree.stats": "(self, shape=None)",

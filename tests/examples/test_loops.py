@@ -13,7 +13,7 @@ from examples.countdown.chat import begin
 from examples.countdown.environment import Puzzle
 from examples.countdown.policies import expert, random_walk
 
-from examples import dpo, grpo, own_loss, sft
+from examples import dpo, grpo, own_loss, sft, tree_objective
 from treetrain.models.loading import load_model, load_tokenizer
 
 
@@ -143,3 +143,19 @@ def test_a_task_that_was_not_recorded_is_an_error_that_names_it():
 def test_grpo_raises_the_reward():
     rewards = [entry["reward"] for entry in grpo.main(iterations=14)]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
+
+
+def test_rewards_of_steps_rise_when_every_step_of_a_tree_is_trained_once():
+    history = tree_objective.main(iterations=8, branches=6, depth=2, tokens=4, lr=1e-2)
+    assert {entry["trained"] for entry in history} == {(6 + 36) * 4}
+    assert all(entry["flat"] > 36 * 2 * 4 for entry in history)
+    rewards = [entry["reward"] for entry in history]
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
+
+
+def test_a_step_is_worth_what_came_of_it_above_the_prompt_and_above_the_step_before():
+    low, high = 1, tree_objective.WANTED
+    ids, parents = [[9], [low], [high], [low], [high], [high]], [-1, 0, 0, 1, 1, 2]
+    gains, leaves, reward = tree_objective.advantages_of(ids, parents)  # rewards of the leaves: 1, 1/2, 0
+    assert (leaves, reward) == ([3, 4, 5], 0.5)
+    assert gains == [0.0, 2 * 0.75 - 0.5 - 0.5, 0.0 - 0.5 - 0.5, 2 - 0.5 - 0.75, 1 - 0.5 - 0.75, 0 - 0.5 - 0.0]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.batch import Batch, as_tree, check_batch, predictions_of
-from treetrain.engine.checks import check_loss, check_trainable
+from treetrain.engine.checks import check_count, check_loss, check_trainable
 from treetrain.engine.lockstep import Reduces
 from treetrain.engine.merged import MergedBatch
 from treetrain.engine.ranks import Ranks, is_shard
@@ -56,6 +56,7 @@ def begin(
         check_hooks(engine)
         tree = as_tree(trajectories, merge=merge)
         check_batch(tree, engine.capabilities)
+        check_count(loss, tree)
         # A tree of nodes stays unflattened where the loss can bear it.
         mergeable = mask is None and getattr(loss, "mergeable", False)
         merged = tree.merged(loss.reduction) if mergeable else None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from treetrain.data.trajectory import Trajectory
+from treetrain.tree.token_tree import TokenTree
 
 
 def check_trainable(parameters: Sequence[nn.Parameter]) -> None:
@@ -102,6 +103,17 @@ def check_loss(loss: Any, normaliser: float | None = None) -> None:
             f"loss {name} has no normaliser(trajectories), the number above 0 that the step's sum is divided by; give "
             "it one (loss.normaliser = lambda trajectories: float(len(trajectories))), or pass normaliser= to "
             "forward_backward"
+        )
+
+
+def check_count(loss: Any, tree: TokenTree) -> None:
+    """Raise ValueError where tokens count once and a loss is no sum over tokens."""
+    if tree.count == "once" and not getattr(loss, "sums_tokens", False):
+        raise ValueError(
+            f"the tree counts each node's tokens once (count='once'), but {_name_of(loss)} is no sum over tokens by "
+            "themselves, each with its weight, divided by the sum of weights: it means, compares or counts whole rows. "
+            "Take a loss that is (sft, reinforce, ppo or distill with reduction='token', dapo, value), or "
+            "count='per trajectory'; a loss of your own that is one says sums_tokens = True"
         )
 
 

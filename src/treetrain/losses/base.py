@@ -54,6 +54,14 @@ class Loss(abc.ABC):
         check_choice("reduction", self.reduction, REDUCTIONS)
 
     @property
+    def sums_tokens(self) -> bool:
+        """Whether it is sum(w x) / sum(w) over predictions, each x that of one prediction by itself.
+
+        Only then may a token count once for all rows that share it (`TokenTree.from_nodes(count="once")`).
+        """
+        return self.mergeable and self.reduction == "token"
+
+    @property
     def needs_entropy(self) -> bool:
         """Whether `packed` must be given entropies."""
         return False

@@ -76,6 +76,10 @@ class ActorCriticLoss(Loss):
         return self.policy.mergeable
 
     @property
+    def sums_tokens(self) -> bool:
+        return self.policy.sums_tokens
+
+    @property
     def needs_entropy(self) -> bool:
         return self.policy.needs_entropy
 

@@ -24,6 +24,10 @@ class DrGRPOLoss(ClippedLoss):
         ClippedLoss.__post_init__(self)
         check_positive("length", self.length)
 
+    @property
+    def sums_tokens(self) -> bool:
+        return False  # it divides by the number of rows
+
     def total_weight(self, trajectories: Sequence[Trajectory]) -> float:
         """Trained rows times `length`. Raises DataError for a negative weight."""
         ClippedLoss.total_weight(self, trajectories)

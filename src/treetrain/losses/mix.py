@@ -41,6 +41,10 @@ class Mixture(Loss):
         return "batch" if any(loss.scope == "batch" for loss in self.losses) else "trajectory"
 
     @property
+    def sums_tokens(self) -> bool:
+        return self.select == "all" and all(loss.sums_tokens for loss in self.losses)
+
+    @property
     def needs_entropy(self) -> bool:
         return any(loss.needs_entropy for loss in self.losses)
 

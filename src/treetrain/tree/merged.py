@@ -89,6 +89,8 @@ def merge(source: "NodeTrajectories", tree: "TokenTree", reduction: Reduction) -
     """See TokenTree.merged."""
     if reduction not in get_args(Reduction):
         raise ValueError(f"reduction is {reduction!r}; allowed are 'token', 'trajectory'")
+    if source.owner and reduction == "trajectory":
+        raise ValueError("tokens count once (count='once'), so they have no mean over trajectories; reduce by 'token'")
     weights = np.where(tree.depth[source.tree_index] > 0, source.weights, 0.0)
     negative = _negative(source, weights)
     if negative is not None and reduction == "trajectory":
@@ -165,7 +167,9 @@ def _predictions(
 
 
 def _sum_below(source: "NodeTrajectories", per_row: Float64s) -> Float64s:
-    """Per place in `order`: the sum over the rows through that node."""
+    """Per place in `order`: the sum over the rows through that node that count its tokens."""
+    if source.owner:
+        return per_row[np.array(source.owner, np.int64)[source.order]]
     ends = np.array([row.node for row in source.rows], np.int64)
     total = np.bincount(ends, weights=per_row, minlength=len(source.parents)).tolist()
     for node in reversed(source.order):
@@ -176,13 +180,15 @@ def _sum_below(source: "NodeTrajectories", per_row: Float64s) -> Float64s:
 
 
 def _row_totals(source: "NodeTrajectories", weights: Float64s) -> Float64s:
-    """[K]: the sum of each row's weights."""
+    """[K]: the sum of the weights that each row counts."""
     total = [0.0] * len(source.parents)
     own = np.bincount(source.place, weights=weights, minlength=len(source.order)).tolist()
     for node, weight in zip(source.order, own):
         above = source.parents[node]
-        total[node] = weight + (total[above] if above >= 0 else 0.0)
-    return np.array([total[row.node] for row in source.rows], np.float64)
+        follows = above >= 0 and (not source.owner or source.owner[above] == source.owner[node])
+        total[node] = weight + (total[above] if follows else 0.0)
+    counted = [not source.owner or source.owner[row.node] == number for number, row in enumerate(source.rows)]
+    return np.array([total[row.node] if counts else 0.0 for row, counts in zip(source.rows, counted)], np.float64)
 
 
 def _negative(source: "NodeTrajectories", weights: Float64s) -> str | None:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from treetrain.tree.token_tree import TokenTree
 
 
+Count = Literal["per trajectory", "once"]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
     """A run of tokens that continues another node, with the facts of its own tokens.
@@ -79,6 +82,8 @@ class NodeTrajectories:
     rows: list[NodeTrajectory]
     tree_index: Int64s
     """Tree index of every token of the nodes in `order`, one after the other."""
+    owner: list[int]
+    """Every node's first trajectory, where its tokens count once; empty where they count once per trajectory."""
 
     @cached_property
     def weights(self) -> NDArray[np.float64]:
@@ -98,7 +103,9 @@ class NodeTrajectories:
         row = self.rows[number]
         path, node = [], row.node
         while node >= 0:
-            path.append(self.contents[node])
+            part = self.contents[node]
+            counts = not self.owner or self.owner[node] == number
+            path.append(part if counts else part.replace(loss_weights=0.0))
             node = self.parents[node]
         path.reverse()
         facts: dict[str, Any] = {name: _joined(name, path) for name in PER_TOKEN_FACTS}
@@ -112,8 +119,7 @@ class NodeTrajectories:
         mask = (self.weights != 0) & (tree.depth[self.tree_index] > 0)
         place = self.place[mask]
         uses = np.zeros(tree.num_tokens, np.int64)
-        counted = [row for row, counts in zip(self.rows, rows.tolist()) if counts]
-        below = np.array(_trajectories_below(self.parents, self.order, counted), np.int64)[self.order]
+        below = self._counts_of_nodes(rows)
         index = self.tree_index[mask]
         np.add.at(uses, index, below[place])
         own = np.zeros(len(self.order), np.int64)
@@ -121,8 +127,19 @@ class NodeTrajectories:
         deepest = [0] * len(self.contents)
         for node, depth in zip(self.order, own.tolist()):
             above = self.parents[node]
-            deepest[node] = depth or (deepest[above] if above >= 0 else 0)
+            # What a row trains of nodes that count once is the end of its path, from the first node that it owns.
+            follows = above >= 0 and (not self.owner or self.owner[above] == self.owner[node])
+            deepest[node] = depth or (deepest[above] if follows else 0)
+        if self.owner:
+            rows = rows & np.array([self.owner[row.node] == number for number, row in enumerate(self.rows)], bool)
         return uses, np.array([deepest[row.node] for row in self.rows], np.int64) * rows
+
+    def _counts_of_nodes(self, rows: NDArray[np.bool_]) -> Int64s:
+        """Per place in `order`: how often the marked rows count a token of the node."""
+        if self.owner:
+            return rows[np.array(self.owner, np.int64)[self.order]].astype(np.int64)
+        counted = [row for row, counts in zip(self.rows, rows.tolist()) if counts]
+        return np.array(_trajectories_below(self.parents, self.order, counted), np.int64)[self.order]
 
     def merged(self, tree: "TokenTree", reduction: Reduction) -> MergedPredictions:
         """As TokenTree.merged."""
@@ -139,11 +156,16 @@ class Grown(NamedTuple):
 
 
 def grow(
-    nodes: Sequence[Node], trajectories: Sequence[int | NodeTrajectory], unused: Literal["error", "drop"]
+    nodes: Sequence[Node],
+    trajectories: Sequence[int | NodeTrajectory],
+    unused: Literal["error", "drop"],
+    count: Count,
 ) -> Grown:
     """Check and merge nodes; arguments and errors are those of TokenTree.from_nodes."""
     if unused not in ("error", "drop"):
         raise ValueError(f"unused={unused!r} is neither 'error' nor 'drop'")
+    if count not in ("per trajectory", "once"):
+        raise ValueError(f"count={count!r} is neither 'per trajectory' nor 'once'")
     parents = _parents(nodes)
     order = _parents_first(parents)
     rows = _rows(trajectories, len(nodes))
@@ -175,6 +197,7 @@ def grow(
         order=order,
         rows=rows,
         tree_index=arrays.moved(positions),
+        owner=_owners(parents, order, rows) if count == "once" else [],
     )
     return Grown(arrays, arrays.moved(last), np.array(lengths, np.int64)[ends], source)
 
@@ -235,6 +258,22 @@ def _trajectories_below(parents: list[int], order: list[int], rows: list[NodeTra
         if parents[number] >= 0:
             below[parents[number]] += below[number]
     return below
+
+
+def _owners(parents: list[int], order: list[int], rows: list[NodeTrajectory]) -> list[int]:
+    """The number of the first trajectory through each node. Raises DataError for a row with advantages of its own."""
+    owner = [len(rows)] * len(parents)
+    for number, row in enumerate(rows):
+        if row.advantages is not None:
+            raise DataError(
+                f"trajectory {number}: advantages={row.advantages!r} for the row, but a token counts once for "
+                "all rows through its node (count='once'); give advantages on the nodes"
+            )
+        owner[row.node] = min(owner[row.node], number)
+    for number in reversed(order):
+        if parents[number] >= 0:
+            owner[parents[number]] = min(owner[parents[number]], owner[number])
+    return owner
 
 
 def _content(number: int, node: Node) -> Trajectory:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from treetrain.data.trajectory import Trajectory
 from treetrain.tree.assemble import Int32s, Int64s
 from treetrain.tree.merged import MergedPredictions, Reduction
-from treetrain.tree.nodes import Node, NodeTrajectory, grow
+from treetrain.tree.nodes import Count, Node, NodeTrajectories, NodeTrajectory, grow
 from treetrain.tree.stats import FlopCounter, TreeStats, tree_stats
 
 Bools = NDArray[np.bool_]
@@ -120,6 +120,7 @@ class TokenTree:
         trajectories: Sequence[int | NodeTrajectory],
         *,
         unused: Literal["error", "drop"] = "error",
+        count: Count = "per trajectory",
     ) -> Self:
         """The tree of a rollout that already knows its branches; equal to build_tree of its rows.
 
@@ -127,15 +128,22 @@ class TokenTree:
             nodes: in any order; each names its parent by number, its ids and its per-token facts.
             trajectories: each trajectory's last node, as a number or a NodeTrajectory with the row's facts.
             unused: what to do with nodes on no trajectory: "error", or "drop" to leave them out.
+            count: how often a node's tokens count in a loss. "per trajectory": once for every trajectory through the
+                node, as the rows by themselves would. "once": one time, however many trajectories pass through, for
+                objectives of the tree such as process rewards (TreeRL, arXiv 2506.11902). In `trajectories` a node's
+                loss weights then stand in the first of its rows, and are 0 in the others. Losses that are no sums over
+                tokens (`Loss.sums_tokens`) are refused by the engine.
 
         Siblings that begin with the same tokens are merged as far as they agree, unless their keys differ;
         each trajectory keeps its own nodes' facts. Runs without a fork are joined. Nothing is flattened.
 
         Raises:
             DataError: a parent or last node that does not exist, a cycle, nodes on no trajectory, ids or
-                facts that a Trajectory would refuse, a fact that some trained nodes of a trajectory lack.
+                facts that a Trajectory would refuse, a fact that some trained nodes of a trajectory lack,
+                advantages of a trajectory's own where tokens count once.
+            ValueError: another word for `unused` or `count`.
         """
-        arrays, last, length, source = grow(nodes, trajectories, unused)
+        arrays, last, length, source = grow(nodes, trajectories, unused, count)
         return cls(
             tokens=arrays.tokens,
             parent=arrays.parent,
@@ -153,6 +161,11 @@ class TokenTree:
             f"TokenTree(trajectories={self.num_trajectories}, flat={self.num_flat_tokens}, "
             f"unique={self.num_tokens}, segments={self.num_segments})"
         )
+
+    @property
+    def count(self) -> Count:
+        """How often the loss of a token counts that several trajectories share; see `from_nodes`."""
+        return "once" if isinstance(self.source, NodeTrajectories) and self.source.owner else "per trajectory"
 
     @property
     def num_tokens(self) -> int:

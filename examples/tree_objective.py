@@ -1,0 +1,90 @@
+"""Process rewards on a tree of samples: every step of the search is trained once, by what came of it.
+
+    python -m examples.tree_objective --iterations 12
+
+The model continues a prompt in several ways, each of these in several ways again, and so on. The value of a step is the
+mean reward of the answers below it. Its advantage is what it is worth above the prompt and above the step before it, as
+in TreeRL (arXiv 2506.11902, section 3.3). A step that lies on nine answers is one decision of the policy, so its tokens
+count one time in the loss (`count="once"`), not nine times as in a loss over answers.
+"""
+
+import argparse
+
+import torch
+
+import treetrain as tt
+
+WANTED = 400
+"""The environment is a toy: the reward of an answer is the share of its tokens whose id is below this."""
+
+
+def grow(model, prompt: list[int], branches: int, depth: int, tokens: int) -> tuple[list[list[int]], list[int]]:
+    """Sample a tree. Returns the ids of its nodes, level by level, and the number of each one's parent, -1 at roots."""
+    ids, parents, ends, level = [prompt], [-1], torch.tensor([prompt]), [0]
+    for _ in range(depth):
+        # All paths of a level have the same length, so nothing is padded.
+        options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": True, "top_k": 0}
+        ends = model.generate(ends, num_return_sequences=branches, **options)
+        parents += [node for node in level for _ in range(branches)]
+        ids += ends[:, -tokens:].tolist()
+        level = list(range(len(ids) - len(ends), len(ids)))
+    return ids, parents
+
+
+def advantages_of(ids: list[list[int]], parents: list[int]) -> tuple[list[float], list[int], float]:
+    """The advantage of every node, the numbers of the leaves, and the mean reward."""
+    leaves = sorted(set(range(len(ids))) - set(parents))
+    below: list[list[float]] = [[] for _ in ids]
+    for leaf in leaves:
+        path, node = [], leaf
+        while node >= 0:
+            path.append(node)
+            node = parents[node]
+        answer = [token for inner in path if parents[inner] >= 0 for token in ids[inner]]
+        reward = sum(token < WANTED for token in answer) / len(answer)
+        for node in path:
+            below[node].append(reward)
+    value = [sum(rewards) / len(rewards) for rewards in below]
+    gains = [2 * value[n] - value[0] - value[parents[n]] if parents[n] >= 0 else 0.0 for n in range(len(ids))]
+    return gains, leaves, value[0]
+
+
+def main(
+    iterations: int = 12, branches: int = 3, depth: int = 3, tokens: int = 8, lr: float = 6e-3, seed: int = 0
+) -> list[dict[str, float]]:
+    """Sample and update so many times; returns reward and counts of every iteration."""
+    torch.manual_seed(seed)
+    model, tokenizer = tt.load_model("tiny", seed=seed), tt.load_tokenizer("tiny")
+    prompt = tokenizer("Solve it step by step.")["input_ids"]
+    engine = tt.TreeEngine(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    loss_fn = tt.losses.reinforce()  # one update for each tree, so the policy is the one that sampled it
+
+    history = []
+    for iteration in range(iterations):
+        ids, parents = grow(model, prompt, branches, depth, tokens)
+        gains, leaves, reward = advantages_of(ids, parents)
+        nodes = [tt.Node(None, prompt, loss_weights=0.0)]
+        nodes += [tt.Node(parents[n], ids[n], advantages=gains[n]) for n in range(1, len(ids))]
+        tree = tt.TokenTree.from_nodes(nodes, leaves, count="once")
+        result = engine.forward_backward(tree, loss_fn)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        counted = tree.stats().trained_flat
+        history.append({"reward": reward, "loss": result.loss, "trained": counted, "flat": result.flat_tokens})
+        print(
+            f"iteration {iteration}: reward {reward:.3f}, {counted} tokens trained of {result.flat_tokens} in all rows"
+        )
+    return history
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Process rewards on a tree of samples, every step trained once.")
+    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--branches", type=int, default=3, help="continuations of every step")
+    parser.add_argument("--depth", type=int, default=3, help="steps of an answer")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens of a step")
+    parser.add_argument("--lr", type=float, default=6e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    main(**vars(parser.parse_args()))
