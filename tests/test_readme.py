@@ -17,8 +17,6 @@ OPTIONS = {
     "bench": "BenchOptions",
     "train": "TrainOptions",
     "simulate": "SimulateOptions",
-    "report": "ReportOptions",
-    "export": "ExportOptions",
 }
 TORCHRUN = re.compile(r"torchrun (?:--[a-z-]+ \d+ )*-m ")
 """What starts a command on several processes."""

@@ -57,14 +57,13 @@ def test_python_m_treetrain_is_the_command_line() -> None:
     assert done.returncode == 2 and done.stdout == ""
     assert (
         done.stderr
-        == "treetrain: error: unknown command 'inspekt'; there are inspect, verify, bench, train, export, simulate, "
-        "report, models\n"
+        == "treetrain: error: unknown command 'inspekt'; there are inspect, verify, bench, train, simulate, models\n"
     )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_unknown_flag_is_an_error_of_one_line(treetrain, command) -> None:
-    needed = {"train": ["--model", "tiny", "--output", "out"], "report": [], "export": ["--output", "out"]}
+    needed = {"train": ["--model", "tiny", "--output", "out"]}
     more = needed.get(command, ["--model", "tiny"])
     files = [] if command == "models" else ["rows.jsonl"]
     error = treetrain(command, *files, *more, "--frobnicate", "3").error

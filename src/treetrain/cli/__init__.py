@@ -13,9 +13,7 @@ COMMANDS = {
     "verify": "is it exact: loss and every gradient, tree against linear, on your model and rows",
     "bench": "is it faster: tree against the best linear baseline, on your model and rows",
     "train": "train a model on branching trajectories, every shared prefix computed once",
-    "export": "a checkpoint of a run, of one process or of many, as a model folder",
     "simulate": "what a step of a file would take on many ranks: balance, time, memory",
-    "report": "one HTML page of a run, finished or not, or of two runs side by side",
     "models": "which models are exact on a tree, and why others are refused",
 }
 EXAMPLES = (

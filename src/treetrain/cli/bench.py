@@ -44,24 +44,17 @@ class BenchOptions(SampleOptions):
 def run(argv: Sequence[str]) -> int:
     """Parse, measure, print."""
     options = parse(BenchOptions, argv, command="bench", summary=SUMMARY, examples=EXAMPLES)
+    from treetrain.cli.inputs import best_device_model, sample_rows
     from treetrain.cli.output import console, print_json, print_notes
-    from treetrain.cli.sample import sample_model, sample_rows
-    from treetrain.verification.bench import bench
 
     rows, notes = sample_rows(options)
     print_notes(notes)
-    model = sample_model(options)
+    from treetrain.verification.bench import bench
+
+    model = best_device_model(options.model, seed=options.seed, threads=options.threads)
+    own = {name: getattr(options, name) for name in ("temperature", "repeats", "warmup", "memory")}
     with console(stderr=True).status("loading") as status:
-        report = bench(
-            model,
-            rows,
-            temperature=options.temperature,
-            budget=options.parsed_budget(),
-            repeats=options.repeats,
-            warmup=options.warmup,
-            memory=options.memory,
-            progress=status.update,
-        )
+        report = bench(model, rows, budget=options.parsed_budget(), progress=status.update, **own)
     if options.json:
         print_json(report.as_dict())
     else:
@@ -70,35 +63,31 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _print(report: "BenchReport") -> None:
-    from treetrain.cli.output import console, pairs, table
+    from treetrain.cli.output import console, megabytes, pairs, table
+
+    def memory(count: int | None) -> str:
+        return "not measured" if count is None else megabytes(count)
 
     out = console()
-    rows = [("tree", f"{report.tree_seconds:.3f}", "", _memory(report.tree_peak_bytes))]
+    rows = [("tree", f"{report.tree_seconds:.3f}", "", memory(report.tree_peak_bytes))]
     for name, seconds in sorted(report.baselines.items(), key=lambda entry: entry[1]):
-        peak = _memory(report.linear_peak_bytes) if name == report.baseline else ""
+        peak = memory(report.linear_peak_bytes) if name == report.baseline else ""
         rows.append((name, f"{seconds:.3f}", f"{seconds / report.tree_seconds:.2f}x", peak))
     out.print(table(("forward + backward", "seconds", "over the tree", "peak memory"), rows))
     low, high = report.speedup_spread
     tokens = f"{report.flat_tokens:,} flat, {report.unique_tokens:,} unique tokens, overlap {report.overlap:.3f}"
+    known = report.ideal is not None and report.efficiency is not None
+    ideal = f"{report.ideal:.2f}x, so an efficiency of {report.efficiency:.2f}" if known else "not known for this model"
     facts = [
         ("rows", f"{report.trajectories:,}: {tokens}"),
         ("attention", report.attention),
         ("parts", f"{report.parts:,}, {report.recomputed_tokens:,} tokens run forward twice"),
         ("speed-up", f"{report.speedup:.2f}x ({low:.2f} to {high:.2f}) over the best baseline, {report.baseline}"),
+        ("FLOP-ideal", ideal),
     ]
-    if report.ideal is not None and report.efficiency is not None:
-        facts.append(("FLOP-ideal", f"{report.ideal:.2f}x, so an efficiency of {report.efficiency:.2f}"))
-    else:
-        facts.append(("FLOP-ideal", "not known for this kind of model"))
     if report.distinct_speedup is not None:
-        ideal = "" if report.distinct_ideal is None else f", ideal {report.distinct_ideal:.2f}x"
+        best = "" if report.distinct_ideal is None else f", ideal {report.distinct_ideal:.2f}x"
         facts.append(
-            ("without repeats", f"{report.distinct_speedup:.2f}x{ideal}, over {report.distinct_rows} distinct rows")
+            ("without repeats", f"{report.distinct_speedup:.2f}x{best}, over {report.distinct_rows} distinct rows")
         )
     out.print(pairs(facts))
-
-
-def _memory(count: int | None) -> str:
-    from treetrain.cli.output import megabytes
-
-    return "not measured" if count is None else megabytes(count)

@@ -1,19 +1,16 @@
 """`treetrain inspect`: how much the rows of a file share. Needs neither torch nor a model, but to measure one."""
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from treetrain.cli.options import BudgetOptions
 from treetrain.cli.parse import parse
 
 if TYPE_CHECKING:
-    from treetrain.cli.shape import NamedShape
-    from treetrain.data.trajectory import Trajectory
+    from treetrain.cli.inputs import NamedShape
+    from treetrain.models.rows import ReadRows
     from treetrain.plan.plan import Plan
-    from treetrain.plan.price import CostModel
-    from treetrain.train.rows import ReadRows
-    from treetrain.tree.stats import TreeStats
 
 SUMMARY = "How much the rows of a file share, where, and what computing every shared prefix once is worth."
 EXAMPLES = (
@@ -49,24 +46,19 @@ class InspectOptions(BudgetOptions):
         if self.calibrate and self.shape is not None:
             raise ValueError(f"--calibrate measures {self.model}; --shape {self.shape} names another; give one")
 
-    @property
-    def plans(self) -> bool:
-        """Whether the plan of the file as one batch is asked for."""
-        return self.calibrate or self.budget is not None
-
 
 def run(argv: Sequence[str]) -> int:
     """Parse, measure, print."""
     options = parse(InspectOptions, argv, command="inspect", summary=SUMMARY, examples=EXAMPLES)
+    from treetrain.cli.inputs import find_shape
     from treetrain.cli.output import print_json, print_notes
-    from treetrain.cli.shape import find_shape
-    from treetrain.train.rows import read_rows
+    from treetrain.models.rows import read_rows
 
     shape = find_shape(options.model, options.shape)
     read = read_rows(options.files, options.source(options.model))
     print_notes(read.notes)
     report = _report(options, read, shape)
-    plan = _plan(options, read, shape) if options.plans else None
+    plan = _plan(options, read, shape) if options.calibrate or options.budget is not None else None
     if options.json:
         print_json(report | {"plan": None if plan is None else plan.explanation()})
     else:
@@ -80,94 +72,61 @@ def _plan(options: InspectOptions, read: "ReadRows", shape: "NamedShape") -> "Pl
     from treetrain.plan.price import CostModel
     from treetrain.tree.build import build_tree
 
-    cost = _measured(options) if options.calibrate else CostModel.from_shape(shape.shape, options.device)
+    if options.calibrate:
+        from treetrain.cli.inputs import best_device_model
+        from treetrain.engine.calibrate import cost_model
+        from treetrain.models.capability import check_model
+
+        assert options.model is not None
+        model = best_device_model(options.model)
+        cost = cost_model(model, check_model(model))
+    else:
+        cost = CostModel.from_shape(shape.shape, options.device)
     return make_plan(build_tree(read.rows), cost, budget=options.parsed_budget())
 
 
-def _measured(options: InspectOptions) -> "CostModel":
-    import torch
-
-    from treetrain.cli.quiet import quiet_transformers
-    from treetrain.engine.calibrate import cost_model
-    from treetrain.models.capability import check_model
-    from treetrain.models.loading import load_model
-
-    quiet_transformers()
-    assert options.model is not None
-    model = torch.nn.Module.to(load_model(options.model), "cuda" if torch.cuda.is_available() else "cpu").eval()
-    return cost_model(model, check_model(model))
-
-
 def _report(options: InspectOptions, read: "ReadRows", shape: "NamedShape") -> dict[str, Any]:
+    from treetrain.data.diagnosis import diagnose_prefixes
     from treetrain.tree.build import build_tree
 
-    groups = _groups(read.rows, shape)
-    return {
-        "files": list(options.files),
-        "format": read.format,
-        "view": options.view if read.format == "chat" else None,
-        "shape": {"name": shape.name, "assumed": shape.assumed},
-        "file": dataclasses.asdict(build_tree(read.rows).stats(shape.shape)),
-        "groups": _group_summary(groups, options.groups) if groups else None,
-        "prefixes": _prefixes(read) if read.format == "chat" and options.view == "calls" else None,
-        "notes": list(read.notes),
-    }
-
-
-def _groups(rows: "Sequence[Trajectory]", shape: "NamedShape") -> list[tuple[Hashable, "TreeStats"]]:
-    from treetrain.tree.build import build_tree
-
-    members: dict[Hashable, list[Any]] = {}
-    for row in rows:
+    members: dict[Any, list[Any]] = {}
+    for row in read.rows:
         if row.group is not None:
             members.setdefault(row.group, []).append(row)
-    return [(group, build_tree(rows).stats(shape.shape)) for group, rows in members.items()]
-
-
-def _group_summary(groups: list[tuple[Hashable, "TreeStats"]], shown: int) -> dict[str, Any]:
-    largest = sorted(groups, key=lambda group: -group[1].flat)[:shown]
-    flat = sum(stats.flat for _, stats in groups)
-    unique = sum(stats.unique for _, stats in groups)
-    return {
+    groups = [(str(name), build_tree(rows).stats(shape.shape)) for name, rows in members.items()]
+    flat, unique = (sum(getattr(stats, name) for _, stats in groups) for name in ("flat", "unique"))
+    summary = {
         "count": len(groups),
         "trajectories": sum(stats.trajectories for _, stats in groups),
         "flat": flat,
         "unique": unique,
         "overlap": 1 - unique / flat if flat else 0.0,
         "token_speedup": flat / unique if unique else 1.0,
-        "largest": [{"group": str(group), **dataclasses.asdict(stats)} for group, stats in largest],
+        "largest": [
+            {"group": name, **dataclasses.asdict(stats)}
+            for name, stats in sorted(groups, key=lambda group: -group[1].flat)[: options.groups]
+        ],
     }
-
-
-def _prefixes(read: "ReadRows") -> dict[str, Any]:
-    from treetrain.data.diagnosis import diagnose_prefixes
-
-    found = diagnose_prefixes(read.rows, read.tokenizer)
+    calls = read.format == "chat" and options.view == "calls"
+    prefixes = diagnose_prefixes(read.rows, read.tokenizer) if calls else None
     return {
-        "calls": found.calls,
-        "successive": found.successive,
-        "broken": found.broken,
-        "explanation": found.explain(),
+        "files": list(options.files),
+        "format": read.format,
+        "view": options.view if read.format == "chat" else None,
+        "shape": {"name": shape.name, "assumed": shape.assumed},
+        "file": dataclasses.asdict(build_tree(read.rows).stats(shape.shape)),
+        "groups": summary if groups else None,
+        "prefixes": prefixes
+        and {name: getattr(prefixes, name) for name in ("calls", "successive", "broken")}
+        | {"explanation": prefixes.explain()},
+        "notes": list(read.notes),
     }
 
 
 def _print(report: dict[str, Any], shape: "NamedShape", plan: "Plan | None") -> None:
-    from treetrain.cli.output import console, pairs
+    from treetrain.cli.output import console, pairs, table
 
-    out = console()
-    out.print(pairs(_file_rows(report, shape)))
-    if report["groups"]:
-        out.print(_group_table(report["groups"]))
-    if report["prefixes"]:
-        out.print("\n" + report["prefixes"]["explanation"], markup=False)
-    if plan is not None:
-        out.print(
-            f"\nthe file as one batch, on the shape {shape.words}:\n\n{plan.explain()}", markup=False, soft_wrap=True
-        )
-
-
-def _file_rows(report: dict[str, Any], shape: "NamedShape") -> list[tuple[str, str]]:
-    file = report["file"]
+    out, file, groups = console(), report["file"], report["groups"]
     rows = [
         ("trajectories", f"{file['trajectories']:,} in {file['trees']:,} trees, {file['duplicates']:,} exact repeats"),
         ("flat tokens", f"{file['flat']:,}"),
@@ -185,29 +144,26 @@ def _file_rows(report: dict[str, Any], shape: "NamedShape") -> list[tuple[str, s
         ("trained tokens", f"{file['trained_flat']:,} flat, {file['trained_unique']:,} unique"),
         ("sharing saves", f"{file['saved_context']:,} context and {file['saved_trained']:,} trained tokens"),
     ]
-    groups = report["groups"]
     if groups:
         within = f"{groups['overlap']:.3f} ({groups['token_speedup']:.2f}x tokens) over {groups['count']:,} groups"
         rows.append(("overlap within groups", within))
-    return rows
-
-
-def _group_table(groups: dict[str, Any]) -> Any:
-    from treetrain.cli.output import table
-
-    columns = ("group", "rows", "flat", "unique", "overlap", "tokens", "FLOPs", "longest", "forks")
-    rows = [
-        (
-            group["group"],
-            f"{group['trajectories']:,}",
-            f"{group['flat']:,}",
-            f"{group['unique']:,}",
-            f"{group['overlap']:.3f}",
-            f"{group['token_speedup']:.2f}x",
-            f"{group['flop_speedup']:.2f}x",
-            f"{group['longest_path']:,}",
-            f"{group['forks']:,}",
-        )
-        for group in groups["largest"]
-    ]
-    return table(columns, rows, title=f"largest {len(rows)} of {groups['count']} groups")
+    out.print(pairs(rows))
+    if groups:
+        forms = {
+            "group": ("group", "{}"),
+            "rows": ("trajectories", "{:,}"),
+            "flat": ("flat", "{:,}"),
+            "unique": ("unique", "{:,}"),
+            "overlap": ("overlap", "{:.3f}"),
+            "tokens": ("token_speedup", "{:.2f}x"),
+            "FLOPs": ("flop_speedup", "{:.2f}x"),
+            "longest": ("longest_path", "{:,}"),
+            "forks": ("forks", "{:,}"),
+        }
+        cells = [[form.format(group[name]) for name, form in forms.values()] for group in groups["largest"]]
+        out.print(table(list(forms), cells, title=f"largest {len(cells)} of {groups['count']} groups"))
+    if report["prefixes"]:
+        out.print("\n" + report["prefixes"]["explanation"], markup=False)
+    if plan is not None:
+        told = f"\nthe file as one batch, on the shape {shape.words}:\n\n{plan.explain()}"
+        out.print(told, markup=False, soft_wrap=True)

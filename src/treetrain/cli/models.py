@@ -57,26 +57,21 @@ def _list(options: ModelsOptions) -> None:
     if options.json:
         print_json({"transformers": found.transformers, "classes": [dataclasses.asdict(one) for one in wanted]})
         return
-    shown = [(one.model_type, one.verdict, *one.errors, _layers_or_reason(one)) for one in wanted]
+    shown = [
+        (one.model_type, one.verdict, *one.errors, ", ".join(one.layers) if one.verdict == "exact" else one.reason)
+        for one in wanted
+    ]
     out = console()
     made = table(("model_type", "verdict", "float64", "float32", "bfloat16", "layers tested, or why not"), shown)
-    for column in (made.columns[1], made.columns[-1]):
-        column.justify = "left"
+    made.columns[1].justify = made.columns[-1].justify = "left"
     out.print(made)
     counts = ", ".join(f"{len(found.of(verdict))} {verdict}" for verdict in VERDICTS)
-    said = (
-        f"causal LM classes of transformers {found.transformers}: {counts}. Layers decide, not names; --model asks for"
-    )
-    out.print(f"{said} one model.", markup=False)
     out.print(
-        "Errors are of the gradient against every row by itself: relative in float64 and float32; in bfloat16 over "
-        "that of the bfloat16 rows.",
+        f"causal LM classes of transformers {found.transformers}: {counts}. Layers decide, not names; --model asks for "
+        "one model.\nErrors are of the gradient against every row by itself: relative in float64 and float32; in "
+        "bfloat16 over that of the bfloat16 rows.",
         markup=False,
     )
-
-
-def _layers_or_reason(one: Any) -> str:
-    return ", ".join(one.layers) if one.verdict == "exact" else one.reason
 
 
 def _one(name: str) -> dict[str, Any]:
@@ -84,22 +79,23 @@ def _one(name: str) -> dict[str, Any]:
     from treetrain.errors import UnsupportedModel
     from treetrain.models.config_check import check_config
     from treetrain.models.loading import load_config
+    from treetrain.plan.cost import ModelShape
 
     config = load_config(name)
     text = config.get_text_config()
-    answer: dict[str, Any] = {"model": name, "model_type": text.model_type, "layers": _kinds(text)}
+    kinds = list(getattr(text, "layer_types", None) or ["unnamed"] * text.num_hidden_layers)
     try:
         made = check_config(config) is not None
         verdict, reason = _tested(config.model_type) if made else ("untried", "it is checked when it is loaded")
     except UnsupportedModel as error:
         verdict, reason = "refused", str(error)
-    return answer | {"verdict": verdict, "reason": reason, "parameters": _parameters(text)}
-
-
-def _kinds(config: Any) -> dict[str, int]:
-    """How many layers of each kind the configuration names."""
-    kinds = list(getattr(config, "layer_types", None) or ["unnamed"] * config.num_hidden_layers)
-    return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    try:
+        parameters = ModelShape.from_config(text.to_dict()).parameters
+    except UnsupportedModel:  # a family whose cost is not known
+        parameters = None
+    layers = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    answer = {"model": name, "model_type": text.model_type, "layers": layers}
+    return answer | {"verdict": verdict, "reason": reason, "parameters": parameters}
 
 
 def _tested(model_type: str) -> tuple[str, str]:
@@ -108,31 +104,13 @@ def _tested(model_type: str) -> tuple[str, str]:
 
     found = FamilyTable.packaged().find(model_type)
     if found is not None and found.verdict == "exact":
-        return (
-            "exact",
-            "its layers pass the check, and the gradients of a small model of its class are those of the rows "
-            f"({_errors(found)})",
-        )
+        double, single, ratio = found.errors
+        errors = f"relative error {double} in float64, {single} in float32"
+        errors += f"; in bfloat16 {ratio} times that of the rows" if ratio else ""
+        reason = "its layers pass the check, and the gradients of a small model of its class are those of the rows"
+        return "exact", f"{reason} ({errors})"
     what = "is not among those tested" if found is None else f"was {found.verdict} in the tests: {found.reason}"
     return "untried", f"it passes the check, but its class {what}; treetrain verify proves it on your rows"
-
-
-def _errors(found: Any) -> str:
-    """What was measured, in words."""
-    double, single, ratio = found.errors
-    said = f"relative error {double} in float64, {single} in float32"
-    return f"{said}; in bfloat16 {ratio} times that of the rows" if ratio else said
-
-
-def _parameters(config: Any) -> int | None:
-    """Entries of its matrices; None where the family's cost is not known."""
-    from treetrain.errors import UnsupportedModel
-    from treetrain.plan.cost import ModelShape
-
-    try:
-        return ModelShape.from_config(config.to_dict()).parameters
-    except UnsupportedModel:
-        return None
 
 
 def _print_one(answer: dict[str, Any]) -> None:

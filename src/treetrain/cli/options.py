@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 if TYPE_CHECKING:
+    from treetrain.models.rows import RowSource
     from treetrain.plan.budget import Bytes
-    from treetrain.train.rows import RowSource
 
 Files = Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE..."), tyro.conf.Positional]
 
@@ -37,7 +37,7 @@ class RowOptions:
 
     def source(self, model: str | None) -> "RowSource":
         """The same for the reader."""
-        from treetrain.train.rows import RowSource
+        from treetrain.models.rows import RowSource
 
         return RowSource(
             format=self.format,

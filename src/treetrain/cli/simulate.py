@@ -8,9 +8,8 @@ from treetrain.cli.options import BudgetOptions
 from treetrain.cli.parse import parse
 
 if TYPE_CHECKING:
-    from treetrain.cli.shape import NamedShape
+    from treetrain.cli.inputs import NamedShape
     from treetrain.plan.devices import Device
-    from treetrain.plan.simulate import Simulation
 
 SUMMARY = "What one training step over a file would take on many ranks: balance, time and memory, predicted."
 EXAMPLES = (
@@ -53,10 +52,11 @@ class SimulateOptions(BudgetOptions):
 def run(argv: Sequence[str]) -> int:
     """Parse, simulate, print."""
     options = parse(SimulateOptions, argv, command="simulate", summary=SUMMARY, examples=EXAMPLES)
+    from treetrain.cli.inputs import find_shape
     from treetrain.cli.output import print_json, print_notes
-    from treetrain.cli.shape import find_shape
+    from treetrain.models.rows import read_rows
     from treetrain.plan.devices import find_device
-    from treetrain.train.rows import read_rows
+    from treetrain.plan.simulate import simulate
     from treetrain.tree.build import build_tree
 
     device, shape = find_device(options.device_description), find_shape(options.model, options.shape)
@@ -65,7 +65,13 @@ def run(argv: Sequence[str]) -> int:
     tree = build_tree(read.rows)
     if not tree.trained_edges()[1].any():
         raise ValueError(f"{', '.join(options.files)}: no token is trained, so there is nothing to simulate")
-    found = [_simulated(options, tree, count, shape, device) for count in sorted(set(options.ranks))]
+    own = {"budget": options.parsed_budget()} | {n: getattr(options, n) for n in ("parallel", "sync", "checkpointing")}
+    found: list[Any] = []
+    for count in sorted(set(options.ranks)):
+        try:
+            found.append(simulate(tree, shape.shape, count, device, **own))
+        except ValueError as error:  # so many ranks cannot share this batch
+            found.append({"ranks": count, "refused": str(error)})
     batch = {
         "trajectories": tree.num_trajectories,
         "flat_tokens": tree.num_flat_tokens,
@@ -87,82 +93,34 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _simulated(
-    options: SimulateOptions, tree: Any, count: int, shape: "NamedShape", device: "Device"
-) -> "Simulation | dict[str, Any]":
-    """The prediction, or why there is none for so many ranks."""
-    from treetrain.plan.simulate import simulate
-
-    try:
-        return simulate(
-            tree,
-            shape.shape,
-            count,
-            device,
-            budget=options.parsed_budget(),
-            parallel=options.parallel,
-            sync=options.sync,
-            checkpointing=options.checkpointing,
-        )
-    except ValueError as error:
-        return {"ranks": count, "refused": str(error)}
-
-
 def _print(
-    options: SimulateOptions,
-    batch: dict[str, int],
-    shape: "NamedShape",
-    device: "Device",
-    found: "list[Simulation | dict[str, Any]]",
+    options: SimulateOptions, batch: dict[str, int], shape: "NamedShape", device: "Device", found: list[Any]
 ) -> None:
     from treetrain.cli.output import console, pairs, table
 
     out = console()
     sync = f", gradients reduced once per {options.sync}" * (options.parallel == "fsdp")
     tokens = f"{batch['flat_tokens']:,} flat tokens, {batch['unique_tokens']:,} unique"
-    out.print(
-        pairs(
-            [
-                ("batch", f"{batch['trajectories']:,} trajectories, {tokens}"),
-                ("shape", f"{shape.words}, {shape.shape.parameters / 1e9:.2f} billion parameters"),
-                ("device", f"{device.name}, {device.flops * device.efficiency / 1e12:,.3g} TFLOP/s reached"),
-                ("parallel", options.parallel + sync),
-            ]
-        )
-    )
-    columns = (
-        "ranks",
-        "slowest/mean",
-        "duplicated",
-        "work",
-        "waiting",
-        "links",
-        "step",
-        "speed-up",
-        "memory",
-        "passes",
-    )
-    rows = [_cells(row, device) for row in found if not isinstance(row, dict)]
+    facts = [
+        ("batch", f"{batch['trajectories']:,} trajectories, {tokens}"),
+        ("shape", f"{shape.words}, {shape.shape.parameters / 1e9:.2f} billion parameters"),
+        ("device", f"{device.name}, {device.flops * device.efficiency / 1e12:,.3g} TFLOP/s reached"),
+        ("parallel", options.parallel + sync),
+    ]
+    out.print(pairs(facts))
+    names = ["ranks", "slowest/mean", "duplicated", "work", "waiting", "links", "step", "speed-up", "memory", "passes"]
+    rows = []
+    for row in found:
+        if isinstance(row, dict):
+            continue
+        memory = f"{row.peak_bytes / 1e9:,.3g} of {device.memory_bytes / 1e9:,.0f} GB" + ": too much" * (not row.fits)
+        seconds = f"{row.waiting_seconds:.2g} s", f"{row.communication_seconds:.2g} s", f"{row.step_seconds:.3g} s"
+        balance = f"{row.imbalance:.3f}", f"{row.duplicated:.1%}", f"{row.slowest_rank_seconds:.3g} s"
+        rows.append((f"{row.ranks:,}", *balance, *seconds, f"{row.speedup:.2f}x", memory, f"{row.passes:,}"))
     if rows:
-        out.print(table(columns, rows, title="one training step, predicted"))
+        out.print(table(names, rows, title="one training step, predicted"))
     for row in found:
         if isinstance(row, dict):
             out.print(f"{row['ranks']:,} ranks: {row['refused']}", markup=False, soft_wrap=True)
         elif row.idle_ranks:
             out.print(f"{row.ranks:,} ranks: {row.idle_ranks:,} have nothing to compute", markup=False, soft_wrap=True)
-
-
-def _cells(row: "Simulation", device: "Device") -> tuple[str, ...]:
-    full = f"{row.peak_bytes / 1e9:,.3g} of {device.memory_bytes / 1e9:,.0f} GB"
-    return (
-        f"{row.ranks:,}",
-        f"{row.imbalance:.3f}",
-        f"{row.duplicated:.1%}",
-        f"{row.slowest_rank_seconds:.3g} s",
-        f"{row.waiting_seconds:.2g} s",
-        f"{row.communication_seconds:.2g} s",
-        f"{row.step_seconds:.3g} s",
-        f"{row.speedup:.2f}x",
-        full if row.fits else f"{full}: too much",
-        f"{row.passes:,}",
-    )

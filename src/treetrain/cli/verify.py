@@ -39,14 +39,14 @@ class VerifyOptions(SampleOptions):
 def run(argv: Sequence[str]) -> int:
     """Parse, compare, print; 0 if tree and linear agree."""
     options = parse(VerifyOptions, argv, command="verify", summary=SUMMARY, examples=EXAMPLES)
+    from treetrain.cli.inputs import best_device_model, sample_rows
     from treetrain.cli.output import print_json, print_notes
-    from treetrain.cli.sample import sample_model, sample_rows
 
     rows, notes = sample_rows(options)
     print_notes(notes)
     from treetrain.verification.verify import verify
 
-    model = sample_model(options, options.dtype)
+    model = best_device_model(options.model, seed=options.seed, dtype=options.dtype, threads=options.threads)
     report = verify(
         model, rows, temperature=options.temperature, tolerance=options.tolerance, budget=options.parsed_budget()
     )

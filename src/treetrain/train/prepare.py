@@ -16,12 +16,12 @@ from treetrain.engine.ranks import Ranks
 from treetrain.errors import DataError
 from treetrain.losses import Loss, by_name
 from treetrain.models.loading import load_tokenizer
+from treetrain.models.rows import RowSource, read_config, read_rows
 from treetrain.train.adapters import check_adapter
 from treetrain.train.batches import BatchPlan, plan_batches, split_units
 from treetrain.train.config import TrainConfig
 from treetrain.train.objective import OLD, Objective, ObjectiveSettings, check_advantages_used, make_objective
 from treetrain.train.optim import check_optimizer
-from treetrain.train.rows import RowSource, read_config, read_rows
 from treetrain.train.save import check_output
 from treetrain.train.updates import update_plan
 from treetrain.trainers.watch import Watch

@@ -6,17 +6,17 @@ flash call per layer, with the same fused head as everywhere else.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from treetrain.engine.head import Edges, Scores
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import RouterPass
 from treetrain.engine.scoring import scoring_head
-from treetrain.engine.sinks import Sinks
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities
 from treetrain.plan.plan import Plan
@@ -61,25 +61,9 @@ class PaddedRun:
         """Nothing to switch: attention is transformers' own."""
         yield
 
-    def scores(
-        self,
-        *,
-        temperature: float,
-        need_entropy: bool = False,
-        coefficients: Tensor | None = None,
-        sinks: Sinks | None = None,
-        meets_all: bool = False,
-    ) -> Scores:
+    def scores(self, **options: Any) -> Scores:
         """See `PackedRun.scores`."""
-        with scoring_head(
-            self.capabilities,
-            self.edges,
-            temperature=temperature,
-            need_entropy=need_entropy,
-            coefficients=coefficients,
-            sinks=sinks,
-            meets_all=meets_all,
-        ) as calls:
+        with scoring_head(self.capabilities, self.edges, **options) as calls:
             self.model(input_ids=self.input_ids, attention_mask=None, use_cache=False)
         return calls[0].scores
 
