@@ -76,9 +76,9 @@ def publish(temporary: Path, files: Mapping[str, Mapping[str, Any]], facts: Mapp
         shutil.rmtree(replaced, ignore_errors=True)
         os.rename(place, replaced)
     os.rename(temporary, place)
-    temporary.parent.rmdir()
     sync(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+    for path in (temporary.parent, replaced):
+        shutil.rmtree(path, ignore_errors=True)
     return place
 
 

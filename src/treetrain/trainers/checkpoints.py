@@ -113,7 +113,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             with noted_signals() as self._signal:
                 self._on_all_ranks(lambda: checkpoint_folders.recover(folder) if self._is_first else None)
                 chosen = self._last_good = self._choose(resume_from_checkpoint, folder)
-                self._stop, self._resumed = 0, self._read(chosen) if chosen else None
+                self._resumed = self._read(chosen) if chosen else None
+                self._stop, self._save_postponed, self._epoch_ending = 0, False, False
                 return self._train(str(chosen) if chosen else None, *args, **kwargs)
         finally:
             lock.__exit__(None, None, None)
@@ -204,6 +205,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         super()._run_epoch(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self._resumed and self._resumed["step"] == self.state.global_step:  # there was nothing left to do
+            self._load_rng_state(str(self._resumed["path"]))
         # With save_total_limit=1 transformers would delete the newest checkpoint here and leave the best one.
         with _set(self.args, save_total_limit=None):
             return super()._finalize_training(*args, **kwargs)
@@ -227,13 +230,16 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 super(SafeCheckpointsMixin, self)._save_checkpoint(model, trial)
             if best and (best == step or (folder / f"checkpoint-{best}").is_dir()):
                 state.best_model_checkpoint = str(folder / f"checkpoint-{best}")
-            self._save_callbacks(temporary)
             if self._is_first:
+                if not self._is_sharded and (states := self._callback_states()):
+                    torch.save(states, temporary / CALLBACKS)
                 state.save_to_json(str(temporary / "trainer_state.json"))
             return float(self._tr_loss)
 
         try:
             self._on_all_ranks(prepare if self._is_first else lambda: None)
+            if self._is_sharded:
+                self._save_shards(temporary)
             losses = self._on_all_ranks(write)
             described = self._on_all_ranks(lambda: checkpoint_folders.describe(temporary, index, size))
             files = {name: entry for each in described for name, entry in each.items()}
@@ -247,7 +253,10 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             raise checkpoint_folders.not_written(place, error, self._last_good) from error
         self._last_good = place
         if self._is_first:
-            checkpoint_folders.rotate(folder, self.args.save_total_limit, state.best_model_checkpoint)
+            try:
+                checkpoint_folders.rotate(folder, self.args.save_total_limit, state.best_model_checkpoint)
+            except OSError as error:
+                self._warn(f"older checkpoints in {folder} could not be deleted: {error}")
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(place))
 
@@ -259,30 +268,39 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         if not self._writing:  # only when it has its place
             super()._push_from_checkpoint(checkpoint_folder)
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the model card as the trainer does. TRL does so on rank 0 before every checkpoint."""
+        try:
+            super().create_model_card(*args, **kwargs)
+        except OSError as error:
+            if not self._writing:
+                raise
+            # The other ranks are already waiting inside transformers; the checkpoint itself will fail on all of them.
+            self._warn(f"the model card could not be written: {error}")
+
+    def _save_shards(self, folder: Path) -> None:
+        """Write the shards of all ranks, before anything that can fail on one rank alone."""
+        group = self._cpu_group()
+        shards.save_model(self._model, folder, group)
+        if not self.args.save_only_model:
+            shards.save_optimizer(self._model, self.optimizer, folder, group)
+            shards.save_callbacks(self._callback_states(), folder, group)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as `Trainer.save_model` does; in a checkpoint of a sharded model every rank its shards."""
+        """Save the model as `Trainer.save_model` does; beside the shards of a checkpoint only its configuration."""
         if output_dir is None or not (self._writing and self._is_sharded):
-            return super().save_model(output_dir, _internal_call)
-        shards.save_model(self._model, Path(output_dir), self._cpu_group())
-        if self._is_first:
+            super().save_model(output_dir, _internal_call)
+        elif self._is_first:
             self._model.config.save_pretrained(output_dir)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self._is_sharded:
-            return super()._save_optimizer_and_scheduler(output_dir)
-        shards.save_optimizer(self._model, self.optimizer, Path(output_dir), self._cpu_group())
-        if self._is_first:
+            super()._save_optimizer_and_scheduler(output_dir)
+        elif self._is_first:
             scheduler: Any = self.lr_scheduler
             torch.save(scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
-
-    def _save_callbacks(self, folder: Path) -> None:
-        states = {name: callback.state_dict() for name, callback in self._callbacks().items()}
-        if states and self._is_sharded:
-            shards.save_callbacks(states, folder, self._cpu_group())
-        elif states and self._is_first:
-            torch.save(states, folder / CALLBACKS)
 
     # ---- Loading
 
@@ -330,7 +348,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         self._total_loss_scalar -= own  # the mean that train() returns is that of the steps of this call
         self._globalstep_last_logged = self._resumed["last_logged"]
         callbacks = self._callbacks()
-        states = {name: callback.state_dict() for name, callback in callbacks.items()}
+        states = self._callback_states()
         if states and (path / shards.CALLBACKS).is_dir():
             shards.load_callbacks(states, path, self._cpu_group())
         elif (path / CALLBACKS).is_file():
@@ -358,6 +376,9 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         """Callbacks with a state of torch's protocol, by number and class."""
         found = [each for each in self.callback_handler.callbacks if hasattr(each, "load_state_dict")]
         return {f"{number}.{type(each).__name__}": each for number, each in enumerate(found)}
+
+    def _callback_states(self) -> dict[str, Any]:
+        return {name: callback.state_dict() for name, callback in self._callbacks().items()}
 
     def _warn(self, message: str) -> None:
         if self._is_first:
