@@ -25,6 +25,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from treetrain.trainers import checkpoint_folders, shards
 from treetrain.trainers.all_ranks import on_all_ranks
+from treetrain.trainers.attributes import plain_attributes, set_attributes
 from treetrain.trainers.checkpoint_folders import TornCheckpoint
 from treetrain.trainers.signals import NAMES, Interrupted, noted_signals
 
@@ -55,6 +56,10 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         RuntimeError: another version of transformers than the tested one is installed.
         ValueError: a setting that cannot be made safe (DeepSpeed, `save_on_each_node`).
     """
+
+    also_saved: tuple[str, ...] = ("_metrics", "_total_train_tokens", "_step", "_buffered_inputs")
+    """Attributes that every rank saves and gets back on as many ranks: of TRL's trainers the metrics since the last log
+    and the completions that are not trained on yet."""
 
     _group: "dist.ProcessGroup | None" = None
     _last_good: Path | None = None
@@ -230,16 +235,17 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 super(SafeCheckpointsMixin, self)._save_checkpoint(model, trial)
             if best and (best == step or (folder / f"checkpoint-{best}").is_dir()):
                 state.best_model_checkpoint = str(folder / f"checkpoint-{best}")
+            torch.save(plain_attributes(self, self.also_saved), temporary / f"trainer_{index}.pt")
             if self._is_first:
-                if not self._is_sharded and (states := self._callback_states()):
-                    torch.save(states, temporary / CALLBACKS)
+                torch.save(whole_states, temporary / CALLBACKS)
                 state.save_to_json(str(temporary / "trainer_state.json"))
             return float(self._tr_loss)
 
         try:
             self._on_all_ranks(prepare if self._is_first else lambda: None)
+            whole_states, sharded_states = shards.split(self._callback_states())
             if self._is_sharded:
-                self._save_shards(temporary)
+                self._save_shards(temporary, sharded_states)
             losses = self._on_all_ranks(write)
             described = self._on_all_ranks(lambda: checkpoint_folders.describe(temporary, index, size))
             files = {name: entry for each in described for name, entry in each.items()}
@@ -278,13 +284,14 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             # The other ranks are already waiting inside transformers; the checkpoint itself will fail on all of them.
             self._warn(f"the model card could not be written: {error}")
 
-    def _save_shards(self, folder: Path) -> None:
+    def _save_shards(self, folder: Path, callback_states: dict[str, Any]) -> None:
         """Write the shards of all ranks, before anything that can fail on one rank alone."""
         group = self._cpu_group()
         shards.save_model(self._model, folder, group)
         if not self.args.save_only_model:
             shards.save_optimizer(self._model, self.optimizer, folder, group)
-            shards.save_callbacks(self._callback_states(), folder, group)
+            if callback_states:
+                shards.save_callbacks(callback_states, folder, group)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as `Trainer.save_model` does; beside the shards of a checkpoint only its configuration."""
@@ -339,7 +346,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         set_seed(int.from_bytes(digest[:4], "big"))
 
     def _restore_progress(self) -> None:
-        """Restore what transformers forgets: the loss since the last log, and callbacks with tensors."""
+        """Restore what transformers forgets: the loss since the last log, `also_saved`, callbacks with tensors."""
         if self._resumed is None:
             return
         losses, path = self._resumed["loss_since_log"], self._resumed["path"]
@@ -347,15 +354,17 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         self._tr_loss += own
         self._total_loss_scalar -= own  # the mean that train() returns is that of the steps of this call
         self._globalstep_last_logged = self._resumed["last_logged"]
-        callbacks = self._callbacks()
-        states = self._callback_states()
-        if states and (path / shards.CALLBACKS).is_dir():
-            shards.load_callbacks(states, path, self._cpu_group())
-        elif (path / CALLBACKS).is_file():
-            states = torch.load(path / CALLBACKS, map_location="cpu", weights_only=True)
-        for name, callback in callbacks.items():
-            if name in states:
-                callback.load_state_dict(states[name])
+        own_state = path / f"trainer_{self.args.process_index}.pt"
+        if len(losses) == self.args.world_size:
+            set_attributes(self, torch.load(own_state, map_location=self.args.device, weights_only=True))
+        found = torch.load(path / CALLBACKS, map_location="cpu", weights_only=True)
+        sharded = {name: state for name, state in self._callback_states().items() if name not in found}
+        if sharded and (path / shards.CALLBACKS).is_dir():
+            shards.load_callbacks(sharded, path, self._cpu_group())
+            found |= sharded
+        for name, callback in self._callbacks().items():
+            if name in found:
+                callback.load_state_dict(found[name])
 
     # ---- Helpers
 

@@ -53,14 +53,31 @@ def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: Path, group: di
     set_optimizer_state_dict(model, _torch_optimizer(optimizer), state, options=_options(model))
 
 
+def split(states: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """States of callbacks without any tensor in shards, and those with some."""
+    sharded = {name for name, state in states.items() if _has_shards(state)}
+    return (
+        {name: state for name, state in states.items() if name not in sharded},
+        {name: state for name, state in states.items() if name in sharded},
+    )
+
+
 def save_callbacks(states: dict[str, Any], checkpoint: Path, group: dist.ProcessGroup | None) -> None:
-    """Write the states of callbacks, whose tensors may be in shards."""
+    """Write states of callbacks with tensors in shards."""
     save(states, checkpoint_id=checkpoint / CALLBACKS, process_group=group)
 
 
 def load_callbacks(states: dict[str, Any], checkpoint: Path, group: dist.ProcessGroup | None) -> None:
     """Read what `save_callbacks` wrote into states of the same form, in place."""
     load(states, checkpoint_id=checkpoint / CALLBACKS, process_group=group)
+
+
+def _has_shards(state: Any) -> bool:
+    if isinstance(state, dict):
+        return any(_has_shards(each) for each in state.values())
+    if isinstance(state, list | tuple):
+        return any(_has_shards(each) for each in state)
+    return isinstance(state, DTensor)
 
 
 def _options(model: nn.Module) -> StateDictOptions:

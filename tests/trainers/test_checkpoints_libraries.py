@@ -1,0 +1,97 @@
+"""SafeCheckpointsMixin under TRL's trainers and with adapters of peft: bit for bit there too."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast, TrainingArguments
+
+from support.safe_runs import Averages, SafeTrainer, StopAt, differences, outcome, rows, tiny_model
+from treetrain.trainers.checkpoints import SafeCheckpointsMixin
+from treetrain.trainers.signals import Interrupted
+
+SETTINGS: dict[str, Any] = {
+    "max_steps": 6,
+    "save_steps": 2,
+    "logging_steps": 2,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 1e-2,
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "bf16": False,
+}
+
+
+def check_resume(make: Any, folder: Path, stop: int = 3) -> None:
+    whole = make(folder / "whole", ())
+    whole.train()
+    with pytest.raises(Interrupted):
+        make(folder / "out", (StopAt(stop),)).train()
+    again = make(folder / "out", ())
+    again.train(resume_from_checkpoint=True)
+    found = [each for each in differences(outcome(again), outcome(whole)) if "_time:" not in each]
+    assert found == []
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Numbers as words."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {str(number): number for number in range(62)} | {"<unk>": 62, "<eos>": 63}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>")
+
+
+def test_an_adapter_resumes_bit_for_bit_and_its_checkpoint_holds_no_base_model(tmp_path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def make(folder: Path, callbacks: tuple) -> Any:
+        torch.manual_seed(0)
+        model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+        args = TrainingArguments(output_dir=str(folder), **SETTINGS)
+        return SafeTrainer(model=model, args=args, train_dataset=rows(), callbacks=[Averages(), *callbacks])
+
+    check_resume(make, tmp_path)
+    names = {path.name for path in (tmp_path / "out" / "checkpoint-6").iterdir()}
+    assert "adapter_model.safetensors" in names and "model.safetensors" not in names
+
+
+def test_trl_sft_resumes_bit_for_bit_with_its_metrics(tmp_path) -> None:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    kind = type("SafeSFT", (SafeCheckpointsMixin, trl.SFTTrainer), {})
+
+    def make(folder: Path, callbacks: tuple) -> Any:
+        return kind(
+            model=tiny_model(),
+            args=trl.SFTConfig(output_dir=str(folder), **SETTINGS),
+            train_dataset=datasets.Dataset.from_list(rows()),
+            processing_class=tokenizer(),
+            callbacks=[Averages(), *callbacks],
+        )
+
+    check_resume(make, tmp_path)
+
+
+@pytest.mark.parametrize("cycle", [{"num_iterations": 2}, {"steps_per_generation": 4}], ids=str)
+def test_trl_grpo_resumes_bit_for_bit_between_a_generation_and_its_last_update(cycle: dict, tmp_path) -> None:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    kind = type("SafeGRPO", (SafeCheckpointsMixin, trl.GRPOTrainer), {})
+    prompts = [{"prompt": " ".join(map(str, row["input_ids"][:4]))} for row in rows()]
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(completion) % 5) for completion in completions]
+
+    def make(folder: Path, callbacks: tuple) -> Any:
+        args = trl.GRPOConfig(output_dir=str(folder), num_generations=2, max_completion_length=4, **SETTINGS, **cycle)
+        return kind(
+            model=tiny_model(),
+            reward_funcs=reward,
+            args=args,
+            train_dataset=datasets.Dataset.from_list(prompts),
+            processing_class=tokenizer(),
+            callbacks=[Averages(), *callbacks],
+        )
+
+    check_resume(make, tmp_path)
