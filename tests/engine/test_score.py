@@ -393,6 +393,23 @@ def test_a_backward_that_would_be_wrong_is_an_error(model):
     model.model.norm.weight.requires_grad_(True)
 
 
+def test_a_loss_that_compares_rows_runs_nothing_twice_where_all_graphs_fit(model, monkeypatch):
+    pairs = [(0, True), (0, False), (1, True), (1, False)]
+    rows = [tt.Trajectory(ids, pair=pair, chosen=chosen) for ids, (pair, chosen) in zip(ROWS, pairs)]
+    loss = tt.losses.dpo(reference_free=True)
+    engines = {graphs: planned("chunks of 2", "none")(model) for graphs in ("whole", "kept", "recomputed")}
+    engines["whole"] = tt.TreeEngine(model)
+    found = {}
+    for graphs, engine in engines.items():
+        monkeypatch.setattr(engine, "_fits", lambda plan, graphs=graphs: graphs == "kept")
+        model.zero_grad()
+        result = engine.forward_backward(rows, loss)
+        found[graphs] = linear.gradients(model)
+        assert (result.recomputed_tokens > 0) == (graphs == "recomputed")
+    assert linear.relative_error(found["kept"], found["whole"]) <= 1e-12
+    assert linear.relative_error(found["recomputed"], found["whole"]) <= 1e-12
+
+
 def test_hooks_of_parameters_see_one_gradient(model):
     model.zero_grad()
     seen = []

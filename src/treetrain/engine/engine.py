@@ -35,7 +35,7 @@ from treetrain.engine.router_balance import RouterBalance
 from treetrain.engine.routing import Routing
 from treetrain.engine.score import Scored, Scoring, is_live
 from treetrain.engine.sharing import rows_if_faster
-from treetrain.engine.step import Step, StepResult, StepRun, over_ranks, result_of
+from treetrain.engine.step import Step, StepResult, StepRun, Way, over_ranks, result_of
 from treetrain.engine.walk import Walk
 from treetrain.errors import RanksDisagree
 from treetrain.models.capability import Capabilities, check_model
@@ -298,11 +298,22 @@ class TreeEngine:
         entropy, layout = bool(getattr(begun.loss, "needs_entropy", False)), begun.batch.layout
         sizes = layout.num_edges, len(layout.rows)
         board = Board(*sizes, device=model_device(self.model), dtype=wide_dtype(self.model), entropy=entropy)
+        kept = plan.keeping_all()
+
+        def walk(way: Way) -> Walk | None:
+            if way != "keeping all":
+                return self.walk(plan, passes, routing, gradients=way == "training", reduces=begun.reduces)
+            # Ranks in lockstep would have to agree on it; a step that starts over has run out of memory.
+            if self.in_lockstep or passes.budget is not None or not self._fits(kept):
+                return None
+            keep_logits = self.has_room_for_logits(kept)
+            return self.walk(kept, passes, routing, gradients=True, keep_logits=keep_logits)
+
         return StepRun(
             begun,
             plan,
             board,
-            lambda gradients: self.walk(plan, passes, routing, gradients=gradients, reduces=begun.reduces),
+            walk,
             routing,
             self.ranks,
             in_lockstep=self.in_lockstep,

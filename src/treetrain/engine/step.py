@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from treetrain.engine.routing import METRIC as ROUTER_METRIC
 from treetrain.engine.routing import Routing
 from treetrain.engine.walk import Walk
 from treetrain.plan.plan import Plan
+
+Way = Literal["scoring", "training", "keeping all"]
+"""How a walk goes over a plan."""
 
 
 class Step(NamedTuple):
@@ -139,7 +142,8 @@ class StepRun:
 
     Args:
         board: where its scores go.
-        walk: makes a walk over the plan, with gradients or without.
+        walk: makes a walk over the plan: one that scores, one that trains, or one that keeps all graphs in between
+            (None where they do not fit).
         ranks: that share the step.
         in_lockstep: whether ranks without anything to compute take part in the walks of the others.
     """
@@ -149,7 +153,7 @@ class StepRun:
         begun: Begun,
         plan: Plan,
         board: Board,
-        walk: Callable[[bool], Walk],
+        walk: Callable[[Way], Any],
         routing: Routing | None,
         ranks: Ranks,
         *,
@@ -169,7 +173,7 @@ class StepRun:
         if at_once:
             return self._compared()
         if self._routing is not None and several and not self._routing.in_parts:
-            self._walk(False).route()
+            self._walk("scoring").route()
             self._routing.settle()
         return self._linear() or self._streamed()
 
@@ -187,7 +191,7 @@ class StepRun:
         known = linear_coefficients(self._loss, rows, len(board.logprobs), board.device, board.logprobs.dtype)
         if known is None:
             return None
-        self._walk(True).train(Known(board, known / self._normaliser))
+        self._walk("training").train(Known(board, known / self._normaliser))
         with torch.no_grad():
             total, sums = evaluate(self._loss, rows.per_prediction(board.logprobs), None, rows)
         return Step(total / self._normaliser, sums)
@@ -195,23 +199,34 @@ class StepRun:
     def _streamed(self) -> Step:
         """A loss that is a sum over trajectories, or sees all of them in one part."""
         stream = Stream(self._board, self._batch, self._loss, self._normaliser)
-        self._walk(True).train(stream)
+        self._walk("training").train(stream)
         stream.finish()
         return Step(stream.total, stream.sums)
 
     def _compared(self) -> Step:
         """A loss over several trajectories at once: all are scored before gradients are asked for."""
-        self._walk(False).score(self._board, need_entropy=self._entropy)
+        kept: Walk | None = self._walk("keeping all")
+        if kept is None:
+            self._walk("scoring").score(self._board, need_entropy=self._entropy)
+        else:
+            kept.forward_all(self._board, need_entropy=self._entropy)
         if self._routing is not None:
             self._routing.settle()
+
+        def train(known: Known) -> None:
+            if kept is None:
+                self._walk("training").train(known)
+            else:
+                kept.backward_all(known)
+
         if not self._ranks.alone:
-            return self._compared_over_ranks()
+            return self._compared_over_ranks(train)
         stream = Stream(self._board, self._batch, self._loss, self._normaliser)
         stream.finish()
-        self._walk(True).train(stream.known())
+        train(stream.known())
         return Step(stream.total, stream.sums)
 
-    def _compared_over_ranks(self) -> Step:
+    def _compared_over_ranks(self, train: Callable[[Known], None]) -> Step:
         """The same with the rows of all ranks: each evaluates the loss on all of them, and keeps what is its own."""
         board, batch = self._board, self._batch
         assert isinstance(batch, Batch)
@@ -232,7 +247,7 @@ class StepRun:
         before = sum(len(one[1]) for one in told[: self._ranks.rank])
         mine = slice(before, before + len(given))
         edges, spread, valued = (None if x is None else x[mine] for x in (found.edges, found.rows, found.values))
-        self._walk(True).train(
+        train(
             Known(
                 board,
                 _spread(board.logprobs, own.edges, edges),
