@@ -225,11 +225,11 @@ class _LinearScores(torch.autograd.Function):
         entropies = rows.new_zeros(len(rows) if need_entropy else 0, dtype=wide)
         with torch.autocast(rows.device.type, enabled=False):
             made = _Maker(rows, weight, bias, compute, scaling, entropy=need_entropy, backward=keep)
-            ctx.kept = [] if keep else None
+            kept: list[Chunk] | None = [] if keep else None
             for chunk, taken, own in _chunks(edges, len(weight), rows.device):
                 _, logits = made.chunk(chunk)
-                if keep:
-                    ctx.kept.append(logits)
+                if kept is not None:
+                    kept.append(logits)
                 lse[chunk] = logits.log_sum_exp()
                 logprobs[taken] = logits.at(own) - lse[chunk][own.row]
                 if found is not None:
@@ -238,7 +238,7 @@ class _LinearScores(torch.autograd.Function):
                 if need_entropy:
                     entropies[chunk] = logits.entropies(lse[chunk])
         ctx.save_for_backward(rows, weight, bias, lse, entropies)
-        ctx.settings = edges, scaling, need_entropy, compute, sink
+        ctx.settings, ctx.kept = (edges, scaling, need_entropy, compute, sink), kept
         return logprobs, entropies
 
     @staticmethod
