@@ -1,0 +1,59 @@
+"""A plain transformers.Trainer, with shared prefixes computed once.
+
+    python -m examples.hf_trainer
+
+The rows are single calls of an agent: everything said so far, and its next reply. The calls of a game share prefixes of
+growing length, and all calls share the rules.
+"""
+
+import argparse
+
+from datasets import Dataset
+from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+
+import treetrain as tt
+from examples.countdown.agent import RECORDED, TASKS, TEMPLATE
+from treetrain.models.loading import load_model, load_tokenizer
+
+
+def main(steps: int = 30, seed: int = 0, share: bool = True) -> Trainer:
+    """Train the built-in model for so many steps; returns the trainer.
+
+    Args:
+        steps: optimizer steps.
+        seed: of the model and of the order of rows.
+        share: False trains as transformers alone does, on the same batches with the same losses.
+    """
+    model, tokenizer = load_model("tiny", seed=seed), load_tokenizer("tiny")
+    calls = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE, view="calls").trajectories
+    calls = [call for call in calls if call.group in TASKS]
+    rows = {
+        "input_ids": [call.ids.tolist() for call in calls],
+        "labels": [[id if weight else -100 for id, weight in zip(call.ids.tolist(), call.weights)] for call in calls],
+        "game": [str(call.episode) for call in calls],
+    }
+    args = TrainingArguments(
+        "runs/hf_trainer",
+        max_steps=steps,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=4,  # 32 calls are one tree all the same
+        learning_rate=3e-3,
+        logging_steps=5,
+        save_strategy="no",
+        report_to=[],
+        seed=seed,
+    )
+    collator = DataCollatorForSeq2Seq(tokenizer)
+    trainer = Trainer(model, args, train_dataset=Dataset.from_dict(rows), data_collator=collator)
+    tt.group_batches(trainer, key="game")  # the calls of a game meet in one step
+    if share:
+        tt.share_prefixes(trainer)
+    trainer.train()
+    return trainer
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="A plain transformers.Trainer.")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    main(**vars(parser.parse_args()))

@@ -1,0 +1,83 @@
+"""Supervised fine-tuning in TRL, with shared prefixes computed once: two lines beside an ordinary SFTTrainer.
+
+    python -m examples.trl_sft --output runs/warm
+
+The rows are recorded games of four countdown tasks. All begin with the rules, and the trials of a task share more.
+"""
+
+import argparse
+import gzip
+import json
+from pathlib import Path
+
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
+import treetrain as tt
+from examples.countdown.agent import RECORDED, TASKS, TEMPLATE
+from treetrain.models.loading import load_model, load_tokenizer
+
+
+def tokenizer_of_games():
+    """The built-in tokenizer, with a template that leaves the tools' schemas out and marks what the agent wrote."""
+    tokenizer = load_tokenizer("tiny")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def recorded_games(tasks=TASKS) -> list[dict]:
+    """Games of these tasks as conversations; the agent's last word ends them."""
+    with gzip.open(RECORDED, "rt", encoding="utf-8") as lines:
+        games = [game for game in map(json.loads, lines) if game["task_id"] in tasks]
+    for game in games:
+        game["messages"].append({"role": "assistant", "content": "Done."})
+        for message in game["messages"]:
+            message["content"] = message["content"] or ""
+    return games
+
+
+def main(steps: int = 110, seed: int = 0, output: str = "runs/trl_sft", share: bool = True) -> SFTTrainer:
+    """Train the built-in model for so many steps; returns the trainer.
+
+    Args:
+        steps: optimizer steps.
+        seed: of the model and of the order of rows.
+        output: folder for the model.
+        share: False trains as TRL alone does, with the same losses.
+    """
+    games = recorded_games()
+    columns = {"messages": [game["messages"] for game in games], "task": [game["task_id"] for game in games]}
+    args = SFTConfig(
+        output,
+        max_steps=steps,
+        per_device_train_batch_size=10,
+        learning_rate=3e-3,
+        adam_beta2=0.98,
+        warmup_steps=steps // 10,
+        assistant_only_loss=True,
+        max_length=None,
+        logging_steps=10,
+        save_strategy="no",
+        report_to=[],
+        bf16=False,
+        seed=seed,
+    )
+    trainer = SFTTrainer(
+        load_model("tiny", seed=seed),
+        args,
+        train_dataset=Dataset.from_dict(columns),
+        processing_class=tokenizer_of_games(),
+    )
+    if share:
+        tt.share_prefixes(trainer)
+    trainer.train()
+    return trainer
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Supervised fine-tuning in TRL.")
+    parser.add_argument("--steps", type=int, default=110)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default="runs/trl_sft", help="folder for the model")
+    options = parser.parse_args()
+    main(**vars(options)).save_model()
