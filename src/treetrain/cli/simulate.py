@@ -65,11 +65,11 @@ def run(argv: Sequence[str]) -> int:
     tree = build_tree(read.rows)
     if not tree.trained_edges()[1].any():
         raise ValueError(f"{', '.join(options.files)}: no token is trained, so there is nothing to simulate")
-    own = {"budget": options.parsed_budget()} | {n: getattr(options, n) for n in ("parallel", "sync", "checkpointing")}
+    own: dict[str, Any] = {name: getattr(options, name) for name in ("parallel", "sync", "checkpointing")}
     found: list[Any] = []
     for count in sorted(set(options.ranks)):
         try:
-            found.append(simulate(tree, shape.shape, count, device, **own))
+            found.append(simulate(tree, shape.shape, count, device, budget=options.parsed_budget(), **own))
         except ValueError as error:  # so many ranks cannot share this batch
             found.append({"ranks": count, "refused": str(error)})
     batch = {
