@@ -16,6 +16,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "one": {"ranks": 1},
     "ddp": {"ranks": 2, "per_device_train_batch_size": 1},
     "sharded": {"ranks": 2, "per_device_train_batch_size": 1, "sharded": True},
+    "loaded in shards": {"ranks": 2, "per_device_train_batch_size": 1, "sharded": "model"},
 }
 
 
@@ -81,14 +82,18 @@ def test_a_run_that_is_killed_twice_ends_as_if_it_had_not_been(undisturbed, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["one", "ddp", "sharded"])
 def test_fifty_kills_at_random_moments_lose_nothing(form: str, undisturbed, tmp_path) -> None:
     survive(form, 50, tmp_path, undisturbed[form], seed=50)
 
 
 @pytest.mark.parametrize(
     ("form", "number", "rank"),
-    [("ddp", signal.SIGTERM, 1), pytest.param("sharded", signal.SIGINT, 0, marks=pytest.mark.slow)],
+    [
+        ("ddp", signal.SIGTERM, 1),
+        pytest.param("sharded", signal.SIGINT, 0, marks=pytest.mark.slow),
+        pytest.param("loaded in shards", signal.SIGTERM, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_to_one_rank_stops_both_with_a_checkpoint_that_goes_on(
     form: str, number: int, rank: int, undisturbed, tmp_path
