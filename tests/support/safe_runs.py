@@ -30,7 +30,7 @@ from treetrain.trainers.checkpoints import SafeCheckpointsMixin
 
 SECONDS = 120.0
 """A run that takes longer hangs."""
-TIMES = ("runtime", "per_second")
+TIMES = ("runtime", "per_second", "seconds", "memory_bytes")
 """Parts of the names of what no two runs have in common."""
 
 _context = multiprocessing.get_context("forkserver")
@@ -160,6 +160,33 @@ def make_trainer(
         model = shard(model) if sharded is True else load_in_shards(model, folder.with_name(sharded))
     chosen = [Averages(), *callbacks] + ([EarlyStoppingCallback(50)] if early else [])
     return kind(model=model, args=args, train_dataset=rows(), eval_dataset=eval_rows, callbacks=chosen)
+
+
+def make_tree_trainer(folder: Path, *, sharded: bool = False, callbacks: tuple = (), **settings: Any) -> Any:
+    """A TreeTrainer of 12 steps, four to a batch, whose old and reference log-probabilities are computed before them."""
+    from support.tree_runs import branching_rows, make_arguments, small_model
+    from treetrain.trainers.tree_trainer import TreeTrainer
+
+    args = make_arguments(
+        folder,
+        **{
+            "loss": "grpo",
+            "loss_kwargs": {"kl": 0.1},
+            "updates_per_batch": 2,
+            "minibatches": 2,
+            "max_steps": 12,
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "save_total_limit": 2,
+            "logging_steps": 3,
+        }
+        | settings,
+    )
+    model, reference = small_model(), small_model(seed=2)
+    if sharded:
+        assert args.device.type == "cpu"
+        model = shard(model)
+    return TreeTrainer(model, args, branching_rows(), ref_model=reference, callbacks=[Averages(), *callbacks])
 
 
 def outcome(trainer: Any) -> dict[str, Any]:
@@ -332,10 +359,12 @@ def _run(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
         )
         settings = {"ddp_backend": "gloo"} | settings
+    settings = dict(settings)
     code = 0
     try:
         steps = _Steps(folder.with_name(f"{folder.name}.steps") if rank == 0 else Path(os.devnull), slow, full_at)
-        trainer = make_trainer(folder, callbacks=(steps,), **settings)
+        make = make_tree_trainer if settings.pop("tree", False) else make_trainer
+        trainer = make(folder, callbacks=(steps,), **settings)
         if kill_at is not None:
             kill_before_call(kill_at)
         trainer.train(resume_from_checkpoint=resume)

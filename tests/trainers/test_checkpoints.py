@@ -410,7 +410,7 @@ def test_a_second_run_in_the_folder_is_refused_while_the_first_one_lives(tmp_pat
 
 
 def test_another_number_of_samples_in_a_step_is_refused_with_both(copied) -> None:
-    with pytest.raises(ValueError, match="a step had 4 samples on 1 ranks and now has 6"):
+    with pytest.raises(ValueError, match=r"a step took 4 samples \(on 1 ranks\) and now takes 6 samples"):
         resume(copied, gradient_accumulation_steps=3)
 
 

@@ -92,9 +92,9 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         if self.args.save_on_each_node:
             raise ValueError("save_on_each_node=True: SafeCheckpointsMixin needs one output_dir that all nodes share")
 
-    def samples_per_step(self) -> int:
-        """Samples of one optimiser step over all ranks. A trainer that counts otherwise overrides it."""
-        return self._train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+    def step_size(self) -> str:
+        """What an optimiser step takes of the data over all ranks. A trainer that counts otherwise overrides it."""
+        return f"{self._train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size} samples"
 
     # ---- Training: the lock, what is resumed, signals
 
@@ -108,7 +108,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         Raises:
             TornCheckpoint: the folder named, or every one in `output_dir`, is not what was written.
             CheckpointNotWritten: a checkpoint could not be written; the message names the last good one.
-            ValueError: another run uses `output_dir`, or the samples of a step are not those of the checkpoint.
+            ValueError: another run uses `output_dir`, or a step takes more or less data than those of the checkpoint.
             Interrupted: Ctrl-C or SIGTERM; a checkpoint of the last step is written.
         """
         folder = Path(self.args.output_dir or ".")
@@ -166,12 +166,12 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     def _read(self, path: Path) -> dict[str, Any]:
         """The manifest. Raises ValueError where going on would skip other samples than were trained on."""
         manifest = checkpoint_folders.read_manifest(path)
-        then, now = manifest["samples_per_step"], self.samples_per_step()
+        then, now = manifest["step_size"], self.step_size()
         if then != now and not (self.args.ignore_data_skip or self.args.auto_find_batch_size):
             raise ValueError(
-                f"cannot go on from {path}: a step had {then} samples on {manifest['ranks']} ranks and now has {now} "
-                f"({self.args.world_size} ranks, each {self._train_batch_size} times gradient_accumulation_steps "
-                f"{self.args.gradient_accumulation_steps}): make it {then}, or set ignore_data_skip=True"
+                f"cannot go on from {path}: a step took {then} (on {manifest['ranks']} ranks) and now takes {now} (on "
+                f"{self.args.world_size}, with gradient_accumulation_steps={self.args.gradient_accumulation_steps}). "
+                "Make it the same, or set ignore_data_skip=True"
             )
         if manifest["save_only_model"]:
             raise ValueError(f"cannot go on from {path}: with save_only_model=True it holds no optimiser state")
@@ -249,7 +249,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             losses = self._on_all_ranks(write)
             described = self._on_all_ranks(lambda: checkpoint_folders.describe(temporary, index, size))
             files = {name: entry for each in described for name, entry in each.items()}
-            facts = {"step": step, "ranks": size, "samples_per_step": self.samples_per_step()}
+            facts = {"step": step, "ranks": size, "step_size": self.step_size()}
             facts |= {"save_only_model": self.args.save_only_model}
             facts |= {"loss_since_log": losses, "last_logged": self._globalstep_last_logged}
             self._on_all_ranks(lambda: checkpoint_folders.publish(temporary, files, facts) if self._is_first else None)
