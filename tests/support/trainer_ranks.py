@@ -27,7 +27,7 @@ def both(
         runs.append(
             train(
                 BUILDERS[name],
-                Path(folder) / str(rank),
+                Path(folder),
                 shared=shared,
                 dtype=dtype,
                 steps=steps,

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import trl.trainer.utils
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -273,7 +274,10 @@ def experts(seed: int, dtype: torch.dtype) -> Any:
         moe_intermediate_size=24,
         router_aux_loss_coef=0.1,
     )
-    return Qwen3MoeForCausalLM(config).to(dtype)
+    found = Qwen3MoeForCausalLM(config).to(dtype)
+    if dtype is torch.float64:
+        found.set_experts_implementation("eager")  # torch's grouped products know no float64
+    return found
 
 
 def build_sft(
@@ -352,7 +356,9 @@ def build_rloo(settings: dict[str, Any], dtype: torch.dtype, folder: Path, *, lo
 def _online(kind: Any, config: Any, settings: dict[str, Any], dtype: torch.dtype, folder: Path, lora: bool) -> Any:
     own = {"num_generations": 4, "max_completion_length": 8, "beta": 0.1, "temperature": 0.8}
     saved = folder / "start"
-    model(dtype=dtype).save_pretrained(saved)
+    model(dtype=dtype).save_pretrained(saved)  # the first rank alone writes
+    if dist.is_initialized():
+        dist.barrier()
     started = Qwen3ForCausalLM.from_pretrained(saved, dtype=dtype)
     return kind(
         started,
@@ -373,9 +379,12 @@ def build_plain(
     lora: bool = False,
     packed: bool = False,
     whole: bool = False,
+    moe: bool = False,
 ) -> Any:
     """A plain Trainer with labels."""
-    lm: nn.Module = model(dtype=dtype)
+    lm: nn.Module = experts(0, dtype) if moe else model(dtype=dtype)
+    if moe:
+        lm.config.output_router_logits = True
     if dtype is torch.float64:
         lm.loss_function = _mean_in_float64  # transformers casts logits to float32
     if lora:

@@ -167,3 +167,13 @@ def test_completions_alone_are_predicted_and_their_padding_is_not():
     inputs = _model_inputs(generated([5, 6], [7, 0]) | {"completion_mask": torch.tensor([[1, 0]])})
     assert inputs["labels"].tolist() == [[-100, -100, 7, -100]]
     assert inputs["attention_mask"].tolist() == [[1, 1, 1, 0]]
+
+
+def test_micro_batches_that_share_next_to_nothing_are_scored_alone(scores):
+    apart = [batch([5, 6, 7], [5, 6, 8]), batch([1, 2, 3], [1, 2, 4])]
+    steps = steps_with(apart)
+    for inputs in apart:
+        steps.next_micro_batch()
+        ask(steps, scores, inputs)
+        steps.backward(sync=inputs is apart[1])
+    assert [len(rows) for rows in scores.asked] == [2, 2] and scores.log == [(0, False), (1, True)]

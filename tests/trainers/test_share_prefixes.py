@@ -40,6 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo sequence": ("grpo", {"importance_sampling_level": "sequence", "loss_type": "grpo", "beta": 0.0}),
     "grpo truncated": ("grpo", {"mask_truncated_completions": True}),
     "plain packed": ("plain", {"packed": True}),
+    "plain experts": ("plain", {"moe": True, **ACCUMULATION}),
     "plain whole rows": ("plain", {"whole": True}),
 }
 SLOW = sorted(set(CASES) - set(BUILDERS) - {"sft padding-free", "dpo lora", "grpo accumulation", "plain packed"})
@@ -69,4 +70,6 @@ def test_a_trainer_logs_and_learns_the_same_with_shared_prefixes(case, tmp_path)
 @pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_a_trainer_is_the_same_after_twenty_steps(case, dtype, tmp_path):
+    if "experts" in case and dtype is torch.float64:
+        pytest.skip("transformers sums the routers' auxiliary loss of padded batches in float32")
     both(case, tmp_path, dtype, 20)

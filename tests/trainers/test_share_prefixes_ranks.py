@@ -24,11 +24,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
-    """Two processes of one group."""
-    found = Processes(2)
+def pool() -> Iterator[list[Processes]]:
+    found: list[Processes] = []
     yield found
-    found.stop()
+    for processes in found:
+        processes.stop()
+
+
+@pytest.fixture
+def processes(pool: list[Processes]) -> Processes:
+    """Two processes of one group; others after a test in which one failed."""
+    if not pool or not pool[-1].alive:
+        pool.append(Processes(2))
+    return pool[-1]
 
 
 def check(processes: Processes, case: str, folder: Any, dtype: torch.dtype, steps: int) -> None:

@@ -28,6 +28,7 @@ def settings(tmp_path, **changes: Any) -> dict[str, Any]:
         ("dpo", "activation_offloading", True),
         ("plain", "torch_compile", True),
         ("plain", "fp16", True),
+        ("plain", "optim", "adalomo"),
     ],
 )
 def test_a_setting_that_cannot_be_exact_is_refused_by_name(name, setting, value, tmp_path):
@@ -44,6 +45,14 @@ def test_loss_functions_that_want_logits_are_refused(tmp_path):
     trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch: outputs.logits.sum()
     with pytest.raises(ValueError, match="compute_loss_func is given logits"):
         tt.share_prefixes(trainer)
+
+
+def test_a_head_that_is_cast_is_refused_and_nothing_is_changed(tmp_path):
+    trainer = BUILDERS["grpo"](settings(tmp_path, cast_lm_head_to_fp32=True), torch.float32, tmp_path)
+    forward = trainer.model.forward
+    with pytest.raises(ValueError, match="cast_lm_head_to_fp32=True"):
+        tt.share_prefixes(trainer)
+    assert trainer.model.forward == forward
 
 
 def test_processes_that_share_otherwise_than_by_ddp_are_refused(tmp_path, monkeypatch):

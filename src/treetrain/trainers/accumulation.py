@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from treetrain.trainers.async_grpo import packed_tree_of
+from treetrain.tree.build import build_tree
 
 IGNORED = -100
 """The label of tokens that are not predicted."""
-
+WORTH_JOINING = 0.9
+"""Micro-batches are scored as one tree where it has at most so many of the tokens of their own trees: its graphs need
+more memory, and where they do not fit it is run forward twice."""
 
 Run = Callable[[list[np.ndarray], list[np.ndarray]], Any]
 
@@ -116,7 +119,7 @@ class StepScores:
         if joint is not None and number is not None and _equal(joint.rows[number], rows):
             return joint.of(number)
         known = self._upcoming() if together and number is None else []
-        known = known if known and _equal(known[0], rows) else [rows]
+        known = known if known and _equal(known[0], rows) and _share(known) else [rows]
         scored = run([ids for batch in known for ids in batch.ids], [mask for batch in known for mask in batch.masks])
         joint = _Joint(scored, known, self._position)
         if len(known) > 1:
@@ -170,6 +173,12 @@ def _model_inputs(batch: dict[str, Any]) -> dict[str, Any] | None:
     if "labels" not in inputs and "completion_mask" in batch:  # DPO and KTO
         inputs["labels"] = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORED)
     return inputs
+
+
+def _share(batches: list[BatchRows]) -> bool:
+    """Whether micro-batches share enough with each other to be scored as one tree."""
+    apart = sum(build_tree(rows.ids).num_tokens for rows in batches)
+    return build_tree([ids for rows in batches for ids in rows.ids]).num_tokens <= WORTH_JOINING * apart
 
 
 def _equal(one: BatchRows, other: BatchRows) -> bool:

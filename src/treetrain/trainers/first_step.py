@@ -179,6 +179,8 @@ def _relative(found: Any, expected: Any) -> float:
 def _judge(result: Compared, model: nn.Module, device: torch.device) -> None:
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
     limit = LIMITS.get(dtype, LIMITS[torch.bfloat16])  # type: ignore[arg-type]
+    if dtype is torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        limit = 10 * limit  # TF32
     said = (
         f"{len(result.ids)} rows of the first batch, plain and with shared prefixes: log-probabilities (or rewards) "
         f"differ by {result.scores:.1e}, gradients by {result.gradients:.1e} (relative; at most {limit:g} in {dtype})"

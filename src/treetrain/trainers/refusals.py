@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from treetrain.errors import UnsupportedModel
@@ -100,7 +101,14 @@ def check_trainer(trainer: Any, seam: Seam) -> None:
             getattr(args, "parallelism_config", None) or getattr(accelerator, "parallelism_config", None),
             "parallelism_config: context, sequence and tensor parallelism cut rows apart; leave it out",
         ),
-        (args.past_index >= 0 if hasattr(args, "past_index") else False, "past_index: leave it at -1"),
+        (
+            any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()),
+            "a model that is sharded over processes; train it with tt.TreeTrainer",
+        ),
+        (
+            "lomo" in args.optim or "layerwise" in args.optim,
+            f"optim={args.optim}: it updates weights within the trainer's backward, before the tree's; take another",
+        ),
     ]
     for refused, reason in refusals:
         if refused:

@@ -8,6 +8,7 @@ there goes through the tree once, before `Accelerator.backward` returns. No loss
 
 import functools
 import inspect
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,7 +36,10 @@ from treetrain.trainers.refusals import check_trainer, seam_of
 from treetrain.tree.stats import linear_work, tree_work
 from treetrain.tree.token_tree import TokenTree
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=Trainer)
+LITTLE = 0.05
+"""A share of tokens that is not worth a tree."""
 AnyRows = Rows | async_grpo.PackedTreeRows
 
 _UNDERSTOOD = {
@@ -166,19 +170,20 @@ class PrefixSharing:
         self._waits = False  # whether scores have been handed out since the last backward
         self._counts, self._once = _Counts(), {}
         self._plain_rate: float | None = None  # FLOP/s of the plain forward and backward over a few rows
-        self._batches = 0
+        self._batches, self._advised = 0, False
         self._watch: tuple[float, float] | None = None
         self._in_loss = self._logits_wanted = False
         if getattr(self.model.config, "_attn_implementation", None) == async_grpo.ATTENTION:
             self.model.set_attn_implementation("sdpa")  # type: ignore[operator]
-        for model in (trainer.model, getattr(trainer, "ref_model", None)):
-            if model is not None:
-                self._answer_for(model)
+        models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
+        heads = [fused_head(model) for model in models]
+        for model, head in zip(models, heads):
+            self._engine(model, head)  # refuses what cannot be exact, before anything is changed
+        for model, head in zip(models, heads):
+            self._answer_for(model, head)
 
-    def _answer_for(self, model: nn.Module) -> None:
+    def _answer_for(self, model: nn.Module, head: "FusedHead") -> None:
         """Let the model's forward answer calls for log-probabilities from a tree, and all others as before."""
-        head = fused_head(model)
-        self._engine(model, head)
         plain = model.forward
 
         @functools.wraps(plain)
@@ -304,15 +309,21 @@ class PrefixSharing:
 
         # A disabled adapter, or another one, makes it another model.
         key = id(model), tuple(switches_of(engine).items())
-        scores = self.steps.score(key, rows, run, together=not engine.capabilities.auxiliary)
+        with _asked_for_balance(model, kwargs) as balanced:
+            scores = self.steps.score(key, rows, run, together=not balanced)
+            if balanced and scores.aux_loss is None and self.seam != "rewards":
+                raise ValueError(
+                    "the trainer asks for the routers' auxiliary loss, but router_aux_loss_coef of the model's "
+                    "configuration is 0 or not known; set it to the trainer's own"
+                )
         self._waits |= training
         if self.seam == "rewards":
             rewards = scores.rewards
             assert rewards is not None
             return SequenceClassifierOutput(logits=rewards if rewards.dim() == 2 else rewards[:, None])
-        return self._output(model, head, rows, scores, kwargs)
+        return self._output(engine.capabilities.auxiliary, rows, scores, kwargs)
 
-    def _output(self, model: nn.Module, head: "FusedHead", rows: AnyRows, scored: RowScores, kwargs: dict) -> Any:
+    def _output(self, aux_coefficient: float, rows: AnyRows, scored: RowScores, kwargs: dict) -> Any:
         log_probs = rows.batch(scored.logprobs)
         assert log_probs is not None
         normaliser = kwargs.get("num_items_in_batch")
@@ -320,7 +331,7 @@ class PrefixSharing:
             normaliser = rows.wanted.sum().clamp(min=1 if self.seam == "fused" else 0)
         loss, aux = -log_probs.sum() / normaliser, scored.aux_loss
         if aux is not None:
-            loss = loss + text_config(model).router_aux_loss_coef * aux
+            loss = loss + aux_coefficient * aux
         if self.seam == "loss":
             return CausalLMOutput(loss=loss)
         from trl.trainer.utils import FusedCausalLMOutput
@@ -385,11 +396,21 @@ class PrefixSharing:
         logs, self._once = self._once, {}
         if counts.batches:
             logs["tree/overlap"] = 1 - counts.unique / max(counts.flat, 1)
+            self._advise(logs["tree/overlap"])
             logs["tree/parts"] = counts.parts / counts.batches
             logs["tree/recomputed_tokens"] = counts.recomputed / counts.batches
         if counts.tree_flops:
             logs["tree/ideal_speedup"] = counts.row_flops / counts.tree_flops
         return logs
+
+    def _advise(self, overlap: float) -> None:
+        if overlap < LITTLE and not self._advised:
+            self._advised = True
+            logger.warning(
+                "the rows of a step share %.0f%% of their tokens, so sharing prefixes gains next to nothing; bring "
+                "rows with a common prefix into one step (treetrain.PrefixGroupSampler), or make steps larger",
+                100 * overlap,
+            )
 
 
 class FusedHead(NamedTuple):
@@ -419,6 +440,22 @@ def fused_head(model: nn.Module) -> FusedHead:
 
 
 _NO_CODE = (lambda: None).__code__
+
+
+@contextmanager
+def _asked_for_balance(model: nn.Module, kwargs: dict) -> Iterator[bool]:
+    """Whether the routers' auxiliary loss is wanted, which a call may ask for beside the model's configuration."""
+    config = text_config(model)
+    before = getattr(config, "output_router_logits", False)
+    wanted = bool(before or kwargs.get("output_router_logits"))
+    if wanted == before:
+        yield wanted
+        return
+    config.output_router_logits = True
+    try:
+        yield True
+    finally:
+        config.output_router_logits = before
 
 
 @contextmanager
