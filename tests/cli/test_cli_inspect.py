@@ -200,3 +200,11 @@ def test_real_conversations_share_most_of_their_tokens_in_the_calls_view(
     assert report["prefixes"]["broken"] == 0 and report["file"]["overlap"] > 0.7
     rows = load(path, tokenizer=preset_tokenizer("tiny"), view="calls", chat_template="chatml").trajectories
     assert report["file"]["unique"] == build_tree(rows).num_tokens
+
+
+def test_a_parquet_file_is_inspected_as_jsonl_is(treetrain, token_file, tmp_path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [json.loads(line) for line in Path(token_file).read_text().splitlines()]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    found, expected = (treetrain("inspect", file, "--json").json for file in (tmp_path / "rows.parquet", token_file))
+    assert found["file"] == expected["file"] and found["groups"] == expected["groups"]

@@ -17,7 +17,7 @@ class RowOptions:
     """How files are read."""
 
     files: Files
-    """JSONL files (plain or .gz) of token rows or of conversations."""
+    """JSONL (plain or .gz), Parquet or Arrow files of token rows or of conversations."""
     format: Literal["auto", "tokens", "chat"] = "auto"
     """What the files hold: token rows (`input_ids`), conversations (`messages`), or what the first row looks like."""
     view: Literal["transcript", "calls"] = "transcript"
@@ -33,7 +33,7 @@ class RowOptions:
 
     def __post_init__(self) -> None:
         if not self.files:
-            raise ValueError("no file given; name at least one JSONL file")
+            raise ValueError("no file given; name at least one")
 
     def source(self, model: str | None) -> "RowSource":
         """The same for the reader."""

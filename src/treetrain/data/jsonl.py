@@ -4,7 +4,6 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,33 +27,9 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in _numbered_lines(path):
         if line.strip():
             rows += 1
-            yield number, parse_line(line, f"{path} line {number}")
+            yield number, _parse_line(line, f"{path} line {number}")
     if rows == 0:
-        raise empty_file(path)
-
-
-def empty_file(path: str | Path) -> DataError:
-    """What is raised for a file without rows."""
-    return DataError(f"{path}: the file is empty; expected one JSON object per line")
-
-
-def is_gzipped(path: str | Path) -> bool:
-    """By its name or its first bytes. Raises DataError where it cannot be read."""
-    with reading(path), open(path, "rb") as raw:
-        return _is_gzipped(Path(path), raw)
-
-
-@contextmanager
-def reading(path: str | Path) -> Iterator[None]:
-    """Failures of a file in the block as DataErrors that name it."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: there is no such file") from error
-    except gzip.BadGzipFile:
-        raise  # an OSError too; who unpacks knows at which line
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise DataError(f"{path}: the file is empty; expected one JSON object per line")
 
 
 def _is_gzipped(path: Path, raw: IO[bytes]) -> bool:
@@ -66,15 +41,19 @@ def _is_gzipped(path: Path, raw: IO[bytes]) -> bool:
 def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     number = 0
     try:
-        with reading(path), open(path, "rb") as raw:
+        with open(path, "rb") as raw:
             lines = gzip.GzipFile(fileobj=raw) if _is_gzipped(path, raw) else raw
             for number, line in enumerate(lines, 1):
                 yield number, line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:  # the last is an OSError
         raise DataError(f"{path}: the gzip stream breaks off after line {number} ({error})") from error
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: there is no such file") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def parse_line(line: bytes, place: str) -> dict[str, Any]:
+def _parse_line(line: bytes, place: str) -> dict[str, Any]:
     """The object of one line. Raises DataError, naming `place`."""
     try:
         row = json.loads(line.decode("utf-8"))

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from treetrain.data.jsonl import read_jsonl
-from treetrain.data.load import LoadedFile, load
+from treetrain.data.load import LoadedFile, load, read_rows_of_file
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 from treetrain.models.loading import load_tokenizer
@@ -40,7 +39,7 @@ class ReadRows:
 
 
 def read_rows(files: Sequence[str], source: RowSource) -> ReadRows:
-    """Read JSONL files, the tokenizer only where conversations need one.
+    """Read files, the tokenizer only where conversations need one.
 
     Raises:
         DataError: naming file and line, the model, or the tokenizer that cannot be had.
@@ -131,5 +130,5 @@ def _is_chat(files: Sequence[str], format: str) -> bool:
     """Whether the files hold conversations; what is wrong with them is for the reader to say."""
     if format != "auto" or not files:
         return format == "chat"
-    _, row = next(read_jsonl(files[0]))
+    _, row = next(read_rows_of_file(files[0]))
     return "messages" in row and "input_ids" not in row
