@@ -11,7 +11,14 @@ from pathlib import Path
 from workloads import DATA
 
 HERE = Path(__file__).parent
-NEEDS_DATA = ("cpu_efficiency.py", "attention_cost.py", "budget_efficiency.py", "families.py", "overhead.py")
+NEEDS_DATA = (
+    "cpu_efficiency.py",
+    "attention_cost.py",
+    "budget_efficiency.py",
+    "families.py",
+    "overhead.py",
+    "trainers.py",
+)
 TABLE = "readme_table.py"
 
 

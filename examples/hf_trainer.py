@@ -38,7 +38,7 @@ def main(steps: int = 30, seed: int = 0, share: bool = True) -> Trainer:
         per_device_train_batch_size=8,
         gradient_accumulation_steps=4,  # 32 calls are one tree all the same
         learning_rate=3e-3,
-        logging_steps=5,
+        logging_steps=1,
         save_strategy="no",
         report_to=[],
         seed=seed,

@@ -96,9 +96,9 @@ def test_dpo_in_trl_begins_at_the_reference_and_shares_its_pairs():
 
 
 def test_a_plain_trainer_shares_the_calls_of_a_game_over_its_micro_batches():
-    trainer = hf_trainer.main(steps=5)
-    assert logged(trainer, "loss")[0] < math.log(2048)
-    assert logged(trainer, "tree/parts") == [1] and logged(trainer, "tree/overlap")[0] > 0.7
+    trainer = hf_trainer.main(steps=2)
+    assert logged(trainer, "loss")[1] < math.log(2048) - 0.3
+    assert logged(trainer, "tree/parts") == [1, 1] and min(logged(trainer, "tree/overlap")) > 0.7
 
 
 @pytest.mark.slow
