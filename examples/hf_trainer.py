@@ -13,7 +13,6 @@ from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 import treetrain as tt
 from examples.countdown.agent import RECORDED, TASKS, TEMPLATE
-from treetrain.models.loading import load_model, load_tokenizer
 
 
 def main(steps: int = 30, seed: int = 0, share: bool = True) -> Trainer:
@@ -24,7 +23,7 @@ def main(steps: int = 30, seed: int = 0, share: bool = True) -> Trainer:
         seed: of the model and of the order of rows.
         share: False trains as transformers alone does, on the same batches with the same losses.
     """
-    model, tokenizer = load_model("tiny", seed=seed), load_tokenizer("tiny")
+    model, tokenizer = tt.load_model("tiny", seed=seed), tt.load_tokenizer("tiny")
     calls = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE, view="calls").trajectories
     calls = [call for call in calls if call.group in TASKS]
     rows = {

@@ -16,7 +16,6 @@ from trl import DPOConfig, DPOTrainer
 
 import treetrain as tt
 from examples import trl_sft
-from treetrain.models.loading import load_model
 
 
 def pairs_of(games: list[dict], draws: random.Random) -> list[dict]:
@@ -44,7 +43,7 @@ def main(steps: int = 12, warm_steps: int = 110, seed: int = 0, model=None, shar
     if model is None:
         model = trl_sft.main(steps=warm_steps).model
     elif isinstance(model, str):
-        model = load_model(model)
+        model = tt.load_model(model)
     args = DPOConfig(
         "runs/trl_dpo",
         max_steps=steps,

@@ -19,7 +19,6 @@ from examples import trl_sft
 from examples.countdown.agent import PATIENCE, TASKS, recorded_puzzle
 from examples.countdown.chat import begin
 from examples.countdown.environment import call, reward, start
-from treetrain.models.loading import load_model
 
 
 class Countdown:
@@ -70,7 +69,7 @@ def main(rounds: int = 20, games: int = 8, updates: int = 2, seed: int = 0, mode
     if model is None:
         model = trl_sft.main().model
     elif isinstance(model, str):
-        model = load_model(model)
+        model = tt.load_model(model)
     tokenizer = trl_sft.tokenizer_of_games()
     tokenizer.response_template = qwen3_template  # how replies are read; TRL knows it for templates of known models
     prompts = [list(begin(recorded_puzzle(task)).messages) for task in TASKS]

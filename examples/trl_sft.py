@@ -15,12 +15,11 @@ from trl import SFTConfig, SFTTrainer
 
 import treetrain as tt
 from examples.countdown.agent import RECORDED, TASKS, TEMPLATE
-from treetrain.models.loading import load_model, load_tokenizer
 
 
 def tokenizer_of_games():
     """The built-in tokenizer, with a template that leaves the tools' schemas out and marks what the agent wrote."""
-    tokenizer = load_tokenizer("tiny")
+    tokenizer = tt.load_tokenizer("tiny")
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
@@ -63,7 +62,7 @@ def main(steps: int = 110, seed: int = 0, output: str = "runs/trl_sft", share: b
         seed=seed,
     )
     trainer = SFTTrainer(
-        load_model("tiny", seed=seed),
+        tt.load_model("tiny", seed=seed),
         args,
         train_dataset=Dataset.from_dict(columns),
         processing_class=tokenizer_of_games(),

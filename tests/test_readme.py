@@ -56,14 +56,22 @@ def names(monkeypatch):
     }
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES[1:] if runnable(page)], ids=lambda page: page.name)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, names):
     for number, code in enumerate(runnable(page)):
         exec(compile(code, f"{page.name}, block {number}", "exec"), names)
 
 
+def test_the_readme_runs_as_it_stands(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert runnable(ROOT / "README.md") == blocks(ROOT / "README.md", "python")
+    code = "\n".join(runnable(ROOT / "README.md"))
+    exec(compile(code, "README.md", "exec"), {})
+
+
 def test_before_and_after_in_the_readme_give_the_same_gradients(names):
-    before, after = runnable(ROOT / "README.md")[:2]
+    before, after = runnable(ROOT / "README.md")[1:3]
+    exec(runnable(ROOT / "README.md")[0], names)
     gradients = []
     for code in (before, after):
         names["model"].zero_grad()

@@ -33,7 +33,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one `forward_backward` did.
+    """The outcome of one `TreeEngine.forward_backward`.
 
     Loss and metrics come from the device when one of them is first read: until then a GPU may still be at work on the
     step. They are those of the step whatever has been run since.

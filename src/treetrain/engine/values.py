@@ -56,7 +56,7 @@ def rewards(
     *,
     head: nn.Module | None = None,
 ) -> Tensor:
-    """What a reward model says of every sequence: the value of its last token; every shared prefix computed once.
+    """Rewards of sequences by a reward model: the value of each one's last token; shared prefixes computed once.
 
     A model for sequence classification takes the last token that is not its configuration's ``pad_token_id``, as it
     does by itself (its first token where there is no other); any other model takes the last one.

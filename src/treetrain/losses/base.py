@@ -63,7 +63,7 @@ class Loss(abc.ABC):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether `packed` must be given entropies."""
+        """Whether the loss must be given entropies."""
         return False
 
     @property
@@ -73,7 +73,7 @@ class Loss(abc.ABC):
 
     @property
     def needs_values(self) -> bool:
-        """Whether `packed` must be given values, predicted for the states before the predicted tokens."""
+        """Whether the loss must be given values, predicted for the states before the predicted tokens."""
         return False
 
     @property
@@ -83,7 +83,14 @@ class Loss(abc.ABC):
 
     @abc.abstractmethod
     def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts) -> tuple[Tensor, Metrics]:
-        """As `packed`, on checked arguments: facts in the dtype of logprobs, zeros where the weight is 0."""
+        """The unnormalised sum over T predictions, and metrics.
+
+        Args:
+            logprobs: [T], in nats; 0 where the weight is 0.
+            entropies: [T], in nats, or None.
+            facts: of the same predictions, in the dtype of logprobs: `facts.shares(self.reduction)` [T] is what each
+                counts in the sum, `facts.advantages`, `facts.old_logprobs` and so on are [T] too.
+        """
 
     def evaluate_valued(
         self, logprobs: Tensor, entropies: Tensor | None, values: Tensor, facts: Facts

@@ -295,9 +295,18 @@ def grpo(
 ) -> ClippedLoss:
     """GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3): the clipped surrogate on group advantages.
 
-    Arguments, metrics and errors are those of `ppo`; the advantages are the caller's (rewards normalised
-    within the group: `treetrain.group_advantages`). `reduction` is "trajectory" as in the paper: mean over an
-    answer's tokens, then over answers. The KL is part of the loss, not of the reward.
+    The advantages are the caller's: rewards normalised within the group, see `treetrain.group_advantages`. The KL is
+    part of the loss, not of the reward.
+
+    Args:
+        reduction: "trajectory" (default), as in the paper: the mean over an answer's tokens, then over answers; or
+            "token".
+        clip, clip_low, clip_high, kl, kl_estimator, entropy, importance_cap, importance_mode, on_policy: as `ppo`.
+
+    Metrics: as `ppo`.
+
+    Raises:
+        ValueError: an argument out of its range.
     """
     return _clipped(
         clip=clip,
@@ -326,9 +335,19 @@ def dapo(
 ) -> ClippedLoss:
     """DAPO (arXiv 2503.14476, eq. 8): the clipped surrogate on group advantages, its upper bound further out.
 
-    The mean over all tokens of the step, so that long answers count by their length. Arguments, metrics and errors
-    are those of `ppo`. The rest of the method is in the data: groups whose rewards are all equal are left out or
-    sampled again, answers that ran out of tokens get loss_weights=0 or a lower reward.
+    The mean over all tokens of the step, so that long answers count by their length. The rest of the method is in the
+    data: groups whose rewards are all equal are left out or sampled again, answers that ran out of tokens get
+    loss_weights=0 or a lower reward.
+
+    Args:
+        clip_low: the ratio is followed from 1 - clip_low, 0 to 1.
+        clip_high: to 1 + clip_high.
+        kl, kl_estimator, entropy, importance_cap, importance_mode, on_policy: as `ppo`.
+
+    Metrics: as `ppo`.
+
+    Raises:
+        ValueError: an argument out of its range.
     """
     return _clipped(
         clip_low=clip_low,

@@ -18,14 +18,15 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tok
 def load_model(
     name_or_path: str | Path, *, dtype: "torch.dtype | str" = "float32", seed: int = 0, **options: Any
 ) -> "PreTrainedModel":
-    """A causal language model, on the CPU unless `options` say otherwise, in evaluation mode.
+    """Load a causal language model, on the CPU unless `options` say otherwise, in evaluation mode.
 
     A model that would not be exact on a tree is refused from its configuration, before a weight is read or fetched.
     One whose attention scores are soft-capped gets its family's own attention where transformers would choose one that
     leaves the cap out.
 
     Args:
-        name_or_path: a preset's name, else a local folder, else a hub id ("Qwen/Qwen3-0.6B").
+        name_or_path: a preset's name ("tiny" or "small": random weights, no download), else a local folder, else a
+            hub id ("Qwen/Qwen3-0.6B").
         dtype: of the weights; "auto" keeps that of the checkpoint (float32 for a preset).
         seed: of a preset's random weights; nothing else uses it.
         options: for `AutoModelForCausalLM.from_pretrained`; not for presets.
@@ -85,7 +86,15 @@ def load_config(name_or_path: str | Path) -> "PreTrainedConfig":
 
 
 def load_tokenizer(name_or_path: str | Path, **options: Any) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model named as in `load_model`; needs no torch. Raises DataError where there is none."""
+    """Load the tokenizer of a model; needs no torch.
+
+    Args:
+        name_or_path: as that of `load_model`.
+        options: for `AutoTokenizer.from_pretrained`; presets ignore them.
+
+    Raises:
+        DataError: the folder holds no tokenizer, or the hub cannot give it.
+    """
     name = str(name_or_path)
     if is_preset(name):
         return preset_tokenizer(name)

@@ -21,6 +21,7 @@ class ModelShape:
     """
 
     layers: int
+    """How many decoder layers there are."""
     hidden: int
     """Width of the residual stream."""
     intermediate: int
@@ -30,7 +31,9 @@ class ModelShape:
     kv_heads: int
     """Key/value heads; a divisor of `heads`."""
     head_dim: int
+    """Size of a head."""
     vocab: int
+    """Entries of the vocabulary."""
     tied: bool
     """Whether the LM head is the embedding's matrix. Changes the memory, not the FLOPs."""
     blocks: tuple[Layers, ...] = ()
@@ -65,7 +68,14 @@ class ModelShape:
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """A well-known shape, for planning without a config file, e.g. "qwen3-0.6b". Raises ValueError."""
+        """A well-known shape, for planning without a configuration file.
+
+        Args:
+            name: qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-32b or llama-3.1-8b.
+
+        Raises:
+            ValueError: any other name.
+        """
         if name.lower() not in _NAMED:
             raise ValueError(f"no model shape is named {name!r}; there are {', '.join(_NAMED)}")
         layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied = _NAMED[name.lower()]
@@ -169,7 +179,13 @@ class ModelShape:
         return total
 
     def flops(self, tokens: int, pairs: Pairs, head_rows: int) -> float:
-        """FLOPs of a training step; see `step_flops`."""
+        """FLOPs of one forward and backward, a multiplication and an addition counted as two.
+
+        Args:
+            tokens: tokens through the layers.
+            pairs: visible (query, key) pairs, the token itself included; by reach where layers see less than the path.
+            head_rows: hidden states through the LM head.
+        """
         return step_flops(self, tokens, pairs, head_rows)
 
 

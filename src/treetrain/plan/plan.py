@@ -44,7 +44,11 @@ class Explainer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """P parts of M tokens, numbered depth first: a part stands after the one it continues, and all below it follow."""
+    """The parts of a batch, P of them with M tokens in all, and what happens to the graph of each.
+
+    Parts are numbered depth first: a part stands after the one it continues, and all below it follow. `make_plan` and
+    `TreeEngine.plan` make it.
+    """
 
     layout: PackedLayout
     """The tokens and edges that are computed."""
@@ -240,7 +244,7 @@ class Plan:
 
     @cached_property
     def recomputed_tokens(self) -> int:
-        """Tokens of passes without graph: the exported ones of late parts, and all where all are scored beforehand."""
+        """Tokens that run forward twice: once without graph, and again with it."""
         if not self.num_parts:
             return 0
         late = int(self.exported[(self.publish >= 0)[self.part_of]].sum())
@@ -263,13 +267,15 @@ class Plan:
     def explain(self) -> str:
         """Words and numbers: parts, recomputation, predicted memory and time, and a table over other budgets.
 
-        The table takes a plan for each of its budgets, which is made when asked for. Raises ValueError for a plan that
-        `make_plan` did not make.
+        The plans of the table are made for it.
+
+        Raises:
+            ValueError: a plan that `make_plan` did not make.
         """
         return self._purpose().explain(self)
 
     def explanation(self) -> dict[str, Any]:
-        """What `explain` says, as plain JSON data."""
+        """As `explain`, as plain JSON data."""
         return self._purpose().explanation(self)
 
     def _purpose(self) -> Explainer:

@@ -45,12 +45,22 @@ class CostModel:
         dtype_bytes: int = 4,
         checkpointing: bool = False,
     ) -> Self:
-        """Nothing measured: see `Constants.from_shape` for arguments and errors."""
+        """Predict by formula, with nothing measured and every weight trained.
+
+        Args:
+            shape: the model's shape.
+            device: whose speeds to take: "cpu" or "cuda".
+            dtype_bytes: size of a number in the arithmetic: 4, 8, or 2 under autocast.
+            checkpointing: whether every layer keeps its input alone and runs forward again in backward.
+
+        Raises:
+            ValueError: another device or size.
+        """
         found = Constants.from_shape(shape, device, dtype_bytes=dtype_bytes, checkpointing=checkpointing)
         return cls(shape=shape, constants=found)
 
     def seconds(self, plan: Plan) -> float:
-        """Predicted time of one training step under a plan, the optimiser's step excluded."""
+        """Predicted seconds of one training step under a plan, the optimiser's step excluded."""
         return float(sum(self.seconds_by(plan).values()))
 
     def seconds_by(self, plan: Plan) -> dict[str, float]:
@@ -89,7 +99,7 @@ class CostModel:
         return self.shape.pair_flops(self.shape.pairs_at(depth)) / self.constants.pair_flops
 
     def peak_bytes(self, plan: Plan) -> float:
-        """Predicted peak memory of one training step, above model, gradients and optimiser state."""
+        """Predicted peak bytes of one training step, above model, gradients and optimiser state."""
         return float(sum(self.bytes_by(plan).values()))
 
     def bytes_by(self, plan: Plan) -> dict[str, float]:

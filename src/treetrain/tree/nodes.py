@@ -61,11 +61,17 @@ class NodeTrajectory:
     advantages: float | None = None
     """One number for the row; takes the place of the nodes' advantages."""
     reward: float | None = None
+    """As that of a `Trajectory`, as all below."""
     group: Hashable = None
+    """Rows to compare with each other have equal `group`."""
     pair: Hashable = None
+    """Rows with equal `pair` form a preference pair."""
     chosen: bool | None = None
+    """Whether this is the preferred row of its pair, or a desirable one."""
     id: Hashable = None
+    """The row's own name, used in messages."""
     episode: Hashable = None
+    """Rows with equal `group` and `episode` share one reward."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -94,6 +94,10 @@ def verify(
             are measured against a float32 copy of the model, and the tree may err 1.5 times as much as linear.
         budget, value_head: of the tree's side, see `TreeEngine`; the head's gradients are compared, too.
 
+    Returns:
+        a report: `passed`, a `verdict` in one sentence, both losses, the global gradient error and that of every
+        parameter, counts of tokens and parts.
+
     Raises:
         UnsupportedModel, DataError, ValueError, TypeError: as `TreeEngine.forward_backward`.
     """
