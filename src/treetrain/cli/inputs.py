@@ -49,7 +49,7 @@ def sample_rows(options: SampleOptions) -> "tuple[list[Trajectory], tuple[str, .
     Raises:
         DataError: bad data, or nothing in the sample is trained.
     """
-    from treetrain.train.batches import sample_units
+    from treetrain.trainers.groups import sample_groups
 
     read = read_rows(options.files, options.source(options.model))
     if not read.rows:
@@ -57,7 +57,7 @@ def sample_rows(options: SampleOptions) -> "tuple[list[Trajectory], tuple[str, .
             f"{', '.join(options.files)}: no rows to sample; in the calls view a conversation without an "
             "assistant message has none"
         )
-    rows, cut = sample_units(read.rows, options.sample or len(read.rows))
+    rows, cut = sample_groups(read.rows, options.sample or len(read.rows))
     notes = list(read.notes)
     if len(rows) < len(read.rows):
         of = "of the first group or tree, which has more" if cut else "in whole groups or trees"

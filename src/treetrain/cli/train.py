@@ -1,195 +1,295 @@
-"""`treetrain train`: from files of trajectories to a trained model folder."""
+"""`treetrain train`: from files of trajectories to a trained model folder, by `TreeTrainer`."""
 
 import dataclasses
-import gc
+import difflib
+import json
 import os
-import shlex
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
-
-from treetrain.cli.options import Files
-from treetrain.cli.parse import flag_value, parse
-from treetrain.train.config import NO_SETTINGS, TrainConfig, refuse_no_setting
-from treetrain.train.settings import SECTIONS, DataSettings
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from treetrain.train.signals import Interrupted
-    from treetrain.train.trainer import Trainer, TrainResult
+    from treetrain.models.rows import ReadRows
+    from treetrain.trainers.tree_trainer import TreeTrainer
 
-SUMMARY = "Train a model on branching trajectories, every shared prefix computed once, gradients exact."
-EXAMPLES = (
-    "rollouts.jsonl --model Qwen/Qwen3-0.6B --output out",
-    "chats.jsonl --model tiny --output out --eval-fraction 0.1 --lr 1e-3 --epochs 3",
-    "rollouts.jsonl --model ./policy --output out --loss grpo --clip 0.2 --lr 1e-6",
-    "--config run.toml --lr 1e-5 --output out",
-    "rollouts.jsonl --model ./policy --output out --parallel fsdp  (after torchrun --nproc-per-node 8 -m treetrain)",
-)
-SECONDS_TO_SPEAK = 10.0
-"""For the first process of several to say why all of them stop; it is the first to end then, and they with it."""
+USAGE = """
+  treetrain train config.yaml
+  treetrain train config.yaml --learning_rate 1e-5 --output_dir out2
+  treetrain train rollouts.jsonl --model Qwen/Qwen3-0.6B --output_dir out
+  treetrain train rollouts.jsonl --model ./policy --loss grpo --updates_per_batch 2 --output_dir next
+  torchrun --nproc-per-node 8 -m treetrain train rollouts.jsonl --model Qwen/Qwen3-8B --bf16 true --fsdp true
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataOptions(DataSettings):
-    """What is trained on."""
-
-    data: Files
-    """JSONL files (plain or .gz) of token rows or of conversations."""
+A YAML file holds names and values of the arguments below; flags outweigh it. All arguments of
+transformers.TrainingArguments are known, and mean what they mean there."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CommandOptions:
-    """The command itself."""
-
-    config: str | None = None
-    """TOML file of settings, named as the flags are (tokens_per_step = 65536); a flag outweighs the file."""
-    json: bool = False
-    """Print one JSON object at the end and no progress."""
+def _field(text: str, default: Any = None, **more: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"help": text, **more})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainOptions(TrainConfig, CommandOptions):
-    """A training run, and how it is told about."""
+@dataclasses.dataclass
+class DataArguments:
+    """What is trained on, and which model.
 
-    sections: ClassVar[dict[str, type]] = SECTIONS | {"data": DataOptions, "command": CommandOptions}
+    Raises:
+        ValueError: no data, no model, or arguments that contradict each other.
+    """
 
-    @staticmethod
-    def defaults(argv: Sequence[str]) -> dict[str, Any]:
-        """What a configuration file says, where one is named and no flag says otherwise."""
-        for name in NO_SETTINGS:
-            if any(word.partition("=")[0].replace("_", "-") == f"--{name.replace('_', '-')}" for word in argv):
-                refuse_no_setting(name)
-        path = flag_value(argv, "config")
-        if path is None:
-            return {}
-        from treetrain.train.config import EXCLUSIVE
-        from treetrain.train.config_file import read_settings
+    data: list[str] = dataclasses.field(
+        default_factory=list,
+        metadata={"help": "Files of token rows or of conversations: JSONL (plain or .gz), Parquet, Arrow."},
+    )
+    model: str = _field("Hub id, local folder, or a built-in random preset: tiny, small.", "")
+    eval_data: list[str] = dataclasses.field(
+        default_factory=list, metadata={"help": "Files held out for evaluation, read as the training files are."}
+    )
+    eval_fraction: float = _field("Share of the groups that is held out for evaluation, 0 to below 1.", 0.0)
+    format: str = _field(
+        "What the files hold; auto: what the first row looks like.", "auto", choices=["auto", "tokens", "chat"]
+    )
+    view: str = _field(
+        "Conversations as whole transcripts, or every LLM call as its own row.",
+        "transcript",
+        choices=["transcript", "calls"],
+    )
+    tools: str | None = _field("JSON file of tool schemas for conversations that bring none.")
+    chat_template: str | None = _field("Instead of the tokenizer's: chatml (built in, keeps prefixes) or a file.")
+    tokenizer: str | None = _field("Tokenizer to use instead of the model's own; a hub id, a folder or a preset.")
+    memory_map: str | None = _field("Arrow file to keep the rows in, for more rows than fit in memory.")
+    ref_model: str | None = _field("The reference policy; not given: the model as it is before training.")
+    lora_r: int = _field("Columns of LoRA's matrices (peft); 0 trains the whole model.", 0)
+    lora_alpha: int | None = _field("LoRA's update is scaled by alpha / r; not given: r.")
+    lora_target_modules: list[str] = dataclasses.field(
+        default_factory=lambda: ["all-linear"], metadata={"help": "Modules that get matrices, or all-linear."}
+    )
+    ema_decay: float | None = _field("Keep a moving average of the weights, and save it as a model too (0.999).")
+    early_stopping_patience: int | None = _field(
+        "Stop after so many evaluations without a better metric_for_best_model."
+    )
+    threads: int | None = _field("CPU threads; not given: torch's choice.")
 
-        settings = read_settings(path)
-        for pair in EXCLUSIVE:
-            # A flag that says the same thing in the other way takes the place of what the file says.
-            if any(flag_value(argv, name) is not None for name in pair):
-                settings = {name: value for name, value in settings.items() if name not in pair}
-        return settings
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise ValueError("no data file given; name at least one")
+        if not self.model:
+            raise ValueError("no model given; give --model a hub id, a folder or a preset (tiny, small)")
+        if not 0 <= self.eval_fraction < 1:
+            raise ValueError(f"eval_fraction is {self.eval_fraction}; give a number from 0 to below 1")
+        if self.eval_fraction and (self.eval_data or self.memory_map):
+            raise ValueError("eval_fraction goes with neither eval_data nor memory_map: give eval_data")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Parse, train, say where the model is; of several processes the first one speaks for all."""
-    rank = int(os.environ.get("RANK", "0"))
-    try:
-        options = parse(TrainOptions, argv, command="train", summary=SUMMARY, examples=EXAMPLES)
-        code = _run(options, argv)
-        gc.collect()  # a process group that is held until the interpreter ends may abort there
-        return code
-    except (ValueError, OSError, RuntimeError, FloatingPointError, KeyboardInterrupt) as error:
-        if rank == 0:
-            raise
-        return _quietly(error, rank)
+    """Run the command; see `treetrain.cli.main`."""
+    given, arguments = _parse(argv)
+    from transformers.trainer_utils import set_seed
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # of loading and saving
 
-def _run(options: TrainOptions, argv: Sequence[str]) -> int:
-    from treetrain.cli.output import console, print_json, print_notes
-    from treetrain.cli.quiet import quiet_transformers
-    from treetrain.train.signals import Interrupted
-    from treetrain.train.trainer import Trainer
+    if given.threads is not None:
+        import torch
 
-    quiet_transformers()
-    observers = []
-    if options.report:
-        from treetrain.report.live import LivePage
-
-        observers.append(LivePage())
-    trainer = Trainer(options, console=None if options.json else console(stderr=True), observers=observers)
-    if options.json and trainer.world.main:
-        print_notes(trainer.prepared.notes)
-    try:
-        result = trainer.run()
-    except Interrupted as stopped:
-        told = stopped.with_advice(_resuming(argv, overwrite=options.overwrite))
-        if trainer.ranks.alone:
-            raise told from None
-        return _stopped(told, trainer)
-    if options.json and trainer.world.main:
-        print_json(result.as_dict())
-    elif trainer.world.main:
-        _print(options, result)
-    trainer.leave()
+        torch.set_num_threads(given.threads)
+    set_seed(arguments.seed)
+    trainer, notes = _trainer(given, arguments)
+    if trainer.is_world_process_zero():
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+    resume: Any = arguments.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=resume not in ("false", "False") and (resume in ("true", "True") or resume))
+    if trainer.eval_dataset is not None:
+        trainer.evaluate()
+    trainer.save_model()
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        _print(trainer)
     return 0
 
 
-def _stopped(told: "Interrupted", trainer: "Trainer") -> int:
-    """All processes of a run were stopped together; none ends before the first one has said so.
+def _parse(argv: Sequence[str]) -> tuple[DataArguments, Any]:
+    """The arguments of a command line. Raises ValueError."""
+    from transformers import HfArgumentParser
 
-    The launcher ends the others as soon as one has.
+    from treetrain.trainers.arguments import TreeArguments
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(f"{message}; treetrain train --help lists what there is")
+
+    parser = Parser(
+        (DataArguments, TreeArguments),  # type: ignore[arg-type]
+        prog="treetrain train",
+        usage=f"treetrain train [FILE ... | config.yaml] [--NAME VALUE ...]\n{USAGE}",
+        allow_abbrev=False,
+    )
+    words = list(argv)
+    files = words[: next((at for at, word in enumerate(words) if word.startswith("-")), len(words))]
+    words = words[len(files) :]
+    # What stands later outweighs what stands before.
+    for path in [file for file in files if file.endswith((".yaml", ".yml"))]:
+        files.remove(path)
+        words = _words_of(path, parser) + words
+    words += ["--data", *files] if files else []
+    given, arguments, *unknown = parser.parse_args_into_dataclasses(
+        words, return_remaining_strings=True, look_for_args_file=False
+    )
+    if unknown[-1]:
+        raise ValueError(_no_argument(unknown[-1][0].lstrip("-").partition("=")[0], parser))
+    return given, arguments
+
+
+def _words_of(path: str, parser: Any) -> list[str]:
+    """A file as a command line. Raises ValueError for a file that is no such mapping, or a name that is no argument."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML file: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no names with values; give lines such as `learning_rate: 1e-5`")
+    words: list[str] = []
+    for name, value in found.items():
+        if name not in {action.dest for action in parser._actions}:
+            raise ValueError(f"{path}: {_no_argument(str(name), parser)}")
+        if value is not None:
+            values = value if isinstance(value, list) else [value]
+            words += [f"--{name}", *(one if isinstance(one, str) else json.dumps(one) for one in values)]
+    return words
+
+
+def _no_argument(name: str, parser: Any) -> str:
+    close = difflib.get_close_matches(name.replace("-", "_"), [action.dest for action in parser._actions], 1)
+    return f"{name} is no argument{f'; did you mean {close[0]}?' if close else ''}; treetrain train --help lists all"
+
+
+def _trainer(given: DataArguments, arguments: Any) -> "tuple[TreeTrainer, tuple[str, ...]]":
+    """The trainer of a run, and what the user should know of its rows."""
+    from transformers import EarlyStoppingCallback
+
+    from treetrain.models.loading import load_model
+    from treetrain.trainers.callbacks import WeightAverage
+    from treetrain.trainers.run_page import RunPageCallback
+    from treetrain.trainers.tree_trainer import TreeTrainer
+
+    read, eval_rows = _rows(given, arguments)
+    model = load_model(given.model, seed=arguments.seed)
+    model.config.name_or_path = given.model
+    callbacks: list[Any] = [RunPageCallback()]
+    if given.ema_decay is not None:
+        callbacks.append(WeightAverage(given.ema_decay))
+    if given.early_stopping_patience is not None:
+        callbacks.append(EarlyStoppingCallback(given.early_stopping_patience))
+    trainer = TreeTrainer(
+        model,
+        arguments,
+        read.rows,
+        eval_rows or None,
+        ref_model=None if given.ref_model is None else load_model(given.ref_model, seed=arguments.seed),
+        peft_config=_adapter(given),
+        processing_class=_tokenizer(given, read),
+        callbacks=callbacks,
+    )
+    return trainer, read.notes
+
+
+def _rows(given: DataArguments, arguments: Any) -> "tuple[ReadRows, Sequence[Any]]":
+    """Training rows and held-out ones; of several processes the first one reads first, for a mapped file."""
+    from treetrain.models.rows import RowSource, read_rows
+
+    source = RowSource(
+        format=given.format,  # type: ignore[arg-type]
+        view=given.view,  # type: ignore[arg-type]
+        tools=given.tools,
+        chat_template=given.chat_template,
+        tokenizer=given.tokenizer,
+        model=given.model,
+    )
+    with arguments.main_process_first(desc="reading rows"):
+        read = read_rows(given.data, source, memory_map=given.memory_map)
+    if given.eval_data:
+        return read, read_rows(given.eval_data, source).rows
+    if given.eval_fraction:
+        kept, held = _hold_out(read.rows, given.eval_fraction, seed=arguments.seed)
+        return dataclasses.replace(read, rows=kept), held
+    return read, []
+
+
+def _hold_out(rows: Sequence[Any], fraction: float, *, seed: int) -> tuple[list[Any], list[Any]]:
+    """Rows kept and rows held out: whole groups (else whole trees), drawn by the seed, at least one each.
+
+    Raises:
+        DataError: there is only one group, so nothing can be held out without tearing it apart.
     """
-    if trainer.world.main:
-        print(f"treetrain: {told}", file=sys.stderr, flush=True)
-    trainer.ranks.gather(None)
-    trainer.leave()
-    return told.exit_code
+    import numpy as np
+
+    from treetrain.errors import DataError
+    from treetrain.trainers.groups import make_groups
+
+    groups = make_groups(rows)
+    if len(groups) < 2:
+        raise DataError(
+            f"eval_fraction is {fraction}, but the {len(rows)} rows are one group or tree, which is never torn apart; "
+            "give eval_data, files of their own"
+        )
+    count = min(max(round(fraction * len(groups)), 1), len(groups) - 1)
+    drawn = np.random.default_rng([seed, len(groups)]).permutation(len(groups))[:count]
+    held = set(groups.rows_of(drawn).tolist())
+    return [row for n, row in enumerate(rows) if n not in held], [row for n, row in enumerate(rows) if n in held]
 
 
-def _quietly(error: BaseException, rank: int) -> int:
-    """The exit code of another process than the first one, which tells only what that one cannot know."""
-    from treetrain.errors import RanksDisagree
+def _tokenizer(given: DataArguments, read: "ReadRows") -> Any:
+    """What belongs beside the model, with the template it was trained on; token rows can do without any."""
+    from treetrain.data.rendering import chat_template_text
+    from treetrain.errors import DataError
+    from treetrain.models.loading import load_tokenizer
 
-    if isinstance(error, KeyboardInterrupt):
-        return getattr(error, "exit_code", 130)
-    if isinstance(error, RanksDisagree | FloatingPointError):
-        time.sleep(SECONDS_TO_SPEAK)  # the launcher ends all processes when the first of them has gone
-        return 2
-    if isinstance(error, RuntimeError):
-        raise error
-    print(f"treetrain: rank {rank}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    return 2
-
-
-def _resuming(argv: Sequence[str], *, overwrite: bool) -> str:
-    """The command that goes on with the run of these arguments."""
-    kept, skip = [], False
-    for word in argv:
-        if not (skip or word == "--overwrite" or word.startswith("--resume")):
-            kept.append(word)
-        skip = word == "--resume"
-    from_file = ["--no-overwrite"] if overwrite and "--overwrite" not in argv else []
-    return shlex.join([*_launch(), "train", *kept, *from_file, "--resume", "auto"])
+    try:
+        tokenizer = read.tokenizer or load_tokenizer(given.tokenizer or given.model)
+    except DataError:
+        if given.tokenizer is not None:
+            raise
+        return None
+    if given.chat_template is not None:
+        tokenizer.chat_template = chat_template_text(given.chat_template)
+    return tokenizer
 
 
-def _launch() -> list[str]:
-    """How this process was started: by torchrun, with so many others, or by itself."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return ["treetrain"]
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    several = ["--nnodes", str(nodes)] if nodes > 1 else []
-    here = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
-    return ["torchrun", *several, "--nproc-per-node", here, "-m", "treetrain"]
+def _adapter(given: DataArguments) -> Any:
+    """LoRA without dropout: a shared token would get one mask where every row has its own."""
+    if not given.lora_r:
+        return None
+    from peft import LoraConfig
+
+    targets = given.lora_target_modules
+    return LoraConfig(
+        r=given.lora_r,
+        lora_alpha=given.lora_alpha or given.lora_r,
+        target_modules=targets[0] if targets == ["all-linear"] else targets,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )
 
 
-def _print(options: TrainOptions, result: "TrainResult") -> None:
+def _print(trainer: "TreeTrainer") -> None:
     from treetrain.cli.output import console, megabytes, pairs
 
-    overlap = 1 - result.unique_tokens / result.flat_tokens
-    rows = [
-        ("steps", f"{result.steps:,}, loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}{_ending(result)}"),
-        ("tokens", f"{result.flat_tokens:,} flat, {result.unique_tokens:,} unique, overlap {overlap:.3f}"),
-        ("speed", f"{result.flat_tokens / result.seconds:,.0f} flat tokens/s, {result.seconds:,.1f} s in steps"),
-        ("peak memory", megabytes(result.peak_memory_bytes)),
-        ("execution", options.execution),
-        ("adapter" if options.lora_rank else "model", result.output),
-    ]
-    if options.report:
-        from treetrain.report.page import PAGE_FILE
-
-        rows.append(("page", str(Path(result.output) / PAGE_FILE)))
-    if result.eval_nll:
-        before, after = result.eval_nll[0][1], result.eval_nll[-1][1]
-        rows.insert(1, ("held out", f"{before:.4f} -> {after:.4f} nats per token"))
+    steps = [record for record in trainer.state.log_history if "tree/flat_tokens" in record]
+    evaluations = [record["eval_nll"] for record in trainer.state.log_history if "eval_nll" in record]
+    flat, unique, seconds = (
+        sum(step[f"tree/{name}"] for step in steps) for name in ("flat_tokens", "unique_tokens", "seconds")
+    )
+    rows = [("steps", f"{trainer.state.global_step:,}")]
+    if steps:
+        rows[0] = ("steps", f"{rows[0][1]}, loss {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}")
+        rows += [
+            ("tokens", f"{flat:,} flat, {unique:,.0f} unique, overlap {1 - unique / flat:.3f}"),
+            ("speed", f"{flat / seconds:,.0f} flat tokens/s in forward and backward, {seconds:,.1f} s"),
+            ("peak memory", megabytes(steps[-1]["tree/peak_memory_bytes"])),
+        ]
+    if evaluations:
+        rows.insert(1, ("held out", f"{evaluations[0]:.4f} -> {evaluations[-1]:.4f} nats per token"))
+    rows += [("execution", trainer.args.execution), ("model", os.path.abspath(trainer.args.output_dir or "."))]
     console().print(pairs(rows))
-
-
-def _ending(result: "TrainResult") -> str:
-    """What is special about the end of a run."""
-    early = ", stopped early" if result.stopped_early else ""
-    return early if result.best_step is None else f"{early}; the weights saved are those of step {result.best_step}"

@@ -38,14 +38,17 @@ class ReadRows:
     """None for token rows."""
 
 
-def read_rows(files: Sequence[str], source: RowSource) -> ReadRows:
+def read_rows(files: Sequence[str], source: RowSource, *, memory_map: str | None = None) -> ReadRows:
     """Read files, the tokenizer only where conversations need one.
+
+    Args:
+        memory_map: see `tt.load`.
 
     Raises:
         DataError: naming file and line, the model, or the tokenizer that cannot be had.
     """
     options = reading_options(files, source)
-    loaded: LoadedFile = load(list(files), **options)
+    loaded: LoadedFile = load(list(files), memory_map=memory_map, **options)
     return ReadRows(rows=loaded.trajectories, notes=loaded.notes, format=loaded.format, tokenizer=options["tokenizer"])
 
 

@@ -5,7 +5,7 @@ step is cut at its forks. Rows of one `pair` are always of one unit. Trees are t
 a sampler recorded say what rows can share, not what belongs together.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -226,3 +226,35 @@ def _by_first_row(labels: Int64s) -> Int64s:
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
     return rank[number.reshape(-1)]
+
+
+def sample_groups(trajectories: Sequence[Trajectory], count: int) -> tuple[list[Trajectory], bool]:
+    """The first rows of a file, whole groups (else whole trees) of them, up to `count` rows.
+
+    Returns:
+        The rows, and whether a group had to be cut because the first alone has more rows than that. Pairs stay
+        whole even then: where the first rows are of one, there may be more than `count`.
+    """
+    chosen: list[Int64s] = []
+    taken = 0
+    for group in make_groups(trajectories):
+        if taken + len(group) <= count:
+            chosen.append(group)
+            taken += len(group)
+        elif not chosen:
+            return [trajectories[number] for number in _first_pairs(trajectories, group, count).tolist()], True
+    return [trajectories[number] for number in np.sort(np.concatenate(chosen)).tolist()], False
+
+
+def _first_pairs(trajectories: Sequence[Trajectory], group: Int64s, count: int) -> Int64s:
+    """The first rows of a group, whole pairs of them, up to `count` rows but at least one row or pair."""
+    pieces: dict[Hashable, list[int]] = {}
+    for number in group.tolist():
+        pair = trajectories[number].pair
+        pieces.setdefault(("row", number) if pair is None else ("pair", pair), []).append(number)
+    first, *rest = pieces.values()
+    taken = list(first)
+    for piece in rest:
+        if len(taken) + len(piece) <= count:
+            taken += piece
+    return np.sort(np.array(taken, np.int64))

@@ -3,6 +3,7 @@ reference policy.
 """
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
+from transformers import TrainerCallback
 
 from treetrain import losses
 from treetrain.data.advantages import advantages_of_groups
@@ -203,10 +205,10 @@ def with_fact(row: Trajectory, fact: str, scores: NDArray[np.floating]) -> Traje
     return row.replace(**{fact: values})
 
 
-class RunningBatch:
+class RunningBatch(TrainerCallback):
     """What is known of the batch that is updated: log-probabilities of its rows, computed before its first update.
 
-    It is the only state of a run beside what `transformers.Trainer` keeps.
+    A callback, so that checkpoints hold it (see `SafeCheckpointsMixin`) and a run goes on in the middle of a batch.
     """
 
     def __init__(self) -> None:
@@ -233,12 +235,23 @@ class RunningBatch:
         own = RowTrajectories([rows[number] for number in inputs["own"].tolist()])
         return inputs | {"rows": rows, "tree": dataclasses.replace(inputs["tree"], source=own)}
 
-    def state_dict(self) -> dict[str, Any]:
-        """All of it."""
-        scores = {fact: {n: torch.from_numpy(x) for n, x in rows.items()} for fact, rows in self.scores.items()}
-        return {"number": self.number, "stopped": self.stopped, "scores": scores}
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """No batch has begun."""
+        self.number, self.stopped, self.scores = -1, False, {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def state_dict(self) -> dict[str, str]:
+        """All of it as text: what has another form in every batch cannot be loaded into tensors in place."""
+        scores = {
+            fact: {number: [str(one.dtype), one.tolist()] for number, one in rows.items()}
+            for fact, rows in self.scores.items()
+        }
+        return {"json": json.dumps({"number": self.number, "stopped": self.stopped, "scores": scores})}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
         """Go on with that batch."""
-        self.number, self.stopped = state["number"], state["stopped"]
-        self.scores = {fact: {n: x.numpy() for n, x in rows.items()} for fact, rows in state["scores"].items()}
+        found = json.loads(state["json"])
+        self.number, self.stopped = found["number"], found["stopped"]
+        self.scores = {
+            fact: {int(number): np.array(values, dtype) for number, (dtype, values) in rows.items()}
+            for fact, rows in found["scores"].items()
+        }

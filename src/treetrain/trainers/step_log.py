@@ -1,10 +1,12 @@
 """Numbers of training steps, kept until they are logged: means, sums and extremes over the steps in between."""
 
+import json
 import resource
 import sys
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from treetrain.engine.evaluate import add_sums, means
 from treetrain.engine.step import StepResult
@@ -16,10 +18,13 @@ SUMMED = (*COUNTS, "seconds", "scoring_seconds", "tree_flops", "linear_flops")
 """Numbers that add up over steps."""
 
 
-class StepLog:
-    """The steps since the last log."""
+class StepLog(TrainerCallback):
+    """The steps since the last log. A callback, so that checkpoints hold them (see `SafeCheckpointsMixin`)."""
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self._losses: list[float] = []
         self._metrics: Any = {}
         self._numbers: list[dict[str, float]] = []
@@ -52,8 +57,22 @@ class StepLog:
         found[EXECUTION + "overlap"] = 1 - found[EXECUTION + "unique_tokens"] / found[EXECUTION + "flat_tokens"]
         if work := found.get(EXECUTION + "tree_flops"):
             found[EXECUTION + "ideal_speedup"] = found[EXECUTION + "linear_flops"] / work
-        self.__init__()
+        self._begin()
         return found
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """No step has been made."""
+        self._begin()
+
+    def state_dict(self) -> dict[str, str]:
+        """The numbers, as text."""
+        metrics = {name: [float(total), float(weight)] for name, (total, weight) in self._metrics.items()}
+        return {"json": json.dumps([self._losses, metrics, self._numbers])}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        """Go on with these."""
+        self._losses, metrics, self._numbers = json.loads(state["json"])
+        self._metrics = {name: tuple(pair) for name, pair in metrics.items()}
 
 
 def peak_memory_bytes(device: torch.device) -> int:

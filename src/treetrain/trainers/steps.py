@@ -11,16 +11,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from treetrain.data.columns import columns_of
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.batch import as_tree
-from treetrain.errors import DataError
+from treetrain.engine.calibrate import model_shape
+from treetrain.engine.planning import formula_cost
+from treetrain.errors import DataError, UnsupportedModel
 from treetrain.plan.cost import ModelShape
 from treetrain.plan.dispatch import balance
 from treetrain.plan.price import CostModel
+from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.groups import RowGroups, make_groups
 from treetrain.tree.stats import linear_work, tree_work
 from treetrain.tree.token_tree import TokenTree
@@ -111,9 +115,9 @@ class StepSampler(Sampler[list[Call]]):
 
     def _cut(self, groups: Int64s, count: int, at_least: int = 1) -> list[Int64s]:
         """Groups in `count` parts of about equal size, each of `at_least` so many."""
-        filled = np.cumsum(self._tokens[groups])
-        places = np.arange(1, count) * at_least
-        cuts = np.searchsorted(filled, filled[-1] * np.arange(1, count) / count, side="left") + 1
+        size = self._tokens[groups]
+        middle, places = np.cumsum(size) - size / 2, np.arange(1, count) * at_least
+        cuts = np.searchsorted(middle, size.sum() * np.arange(1, count) / count)  # a group goes where most of it lies
         cuts = np.maximum.accumulate(np.maximum(cuts - places, 0)) + places
         return np.split(groups, np.minimum(cuts, len(groups) - count * at_least + places))
 
@@ -158,6 +162,23 @@ class StepDataset(Dataset[dict[str, Any]]):
         self.rows, self._merge, self._rank, self._ranks = rows, merge, rank, ranks
         self._cost, self._shape, self._ids = cost, shape, ids
 
+    @classmethod
+    def of(cls, rows: Sequence[Trajectory], model: Any, args: TreeArguments) -> "StepDataset":
+        """The data set of a run's rows."""
+        try:
+            shape = model_shape(model)
+        except UnsupportedModel:
+            shape = None
+        return cls(
+            rows,
+            merge=args.execution == "tree",
+            rank=args.process_index,
+            ranks=args.world_size,
+            cost=formula_cost(model),
+            shape=shape,
+            ids=args.include_num_input_tokens_seen != "no",
+        )
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -174,8 +195,6 @@ class StepDataset(Dataset[dict[str, Any]]):
             work = (self._shape.flops(*count(tree)) if rows else 0.0 for count in (tree_work, linear_work))
             inputs |= dict(zip(("tree_flops", "linear_flops"), work, strict=True))
         if self._ids:
-            import torch
-
             flat = [row.ids for row in rows]
             inputs["input_ids"] = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *flat]))
         return inputs

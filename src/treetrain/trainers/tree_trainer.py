@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import islice
 from operator import add
 from typing import Any
@@ -17,14 +17,12 @@ from transformers import Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.calibrate import model_shape
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.planning import formula_cost
 from treetrain.engine.ranks import is_sharded
 from treetrain.engine.router_balance import RouterBalance
 from treetrain.engine.step import StepResult, summed
-from treetrain.errors import UnsupportedModel
 from treetrain.trainers.arguments import MUON, TreeArguments
+from treetrain.trainers.checkpoints import SafeCheckpointsMixin
 from treetrain.trainers.evaluation import evaluate, loss_of_held_out
 from treetrain.trainers.optimizers import muon_and_options
 from treetrain.trainers.rollouts import (
@@ -40,17 +38,19 @@ from treetrain.trainers.rollouts import (
     with_advantages,
     with_fact,
 )
+from treetrain.trainers.saving import save_whole
 from treetrain.trainers.step_log import EXECUTION, StepLog, peak_memory_bytes
 from treetrain.trainers.steps import Call, StepDataset, StepLoader, StepSampler
 from treetrain.trainers.watch import facts_of_step
 
 
-class TreeTrainer(Trainer):
+class TreeTrainer(SafeCheckpointsMixin, Trainer):
     """Trains a causal LM on trajectories, every shared prefix computed once in forward and backward.
 
     Loop, schedules, optimisers, callbacks, logging and the hub are those of `transformers.Trainer`. A step has whole
     groups of rows, and its loss is streamed through `TreeEngine.forward_backward`, so that memory stays within the
-    budget. What a loss needs and rows lack (advantages, old and reference log-probabilities) is computed.
+    budget. What a loss needs and rows lack (advantages, old and reference log-probabilities) is computed. Checkpoints
+    are those of `SafeCheckpointsMixin`.
 
     Args:
         model: a causal LM or a `PeftModel`. A model that was given to `fully_shard` is trained in its shards.
@@ -95,6 +95,7 @@ class TreeTrainer(Trainer):
             )
         self.loss, self._watch = checked_loss(args, loss), None
         self._compute: frozenset[str] = frozenset()
+        self._batch, self._log = RunningBatch(), StepLog()
         if train_dataset is not None:
             train_dataset = self._prepare_rows(args, train_dataset)
         if peft_config is not None:
@@ -111,7 +112,7 @@ class TreeTrainer(Trainer):
             train_dataset=train_dataset,  # type: ignore[arg-type]
             eval_dataset=eval_dataset,  # type: ignore[arg-type]
             processing_class=processing_class,
-            callbacks=callbacks,
+            callbacks=[*(callbacks or []), self._batch, self._log],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
@@ -120,11 +121,10 @@ class TreeTrainer(Trainer):
         self._ref_engine = self._reference(ref_model)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="treetrain-next-step")
         self._next: tuple[Any, Future[list[dict[str, Any]]]] | None = None
-        self._batch = RunningBatch()
         self._balance: RouterBalance | None = None
         self._calls: list[StepResult] = []
         self._numbers: dict[str, float] = {}
-        self._log, self._left_out = StepLog(), 0
+        self._left_out = 0
 
     # ---- Rows and losses ----
 
@@ -157,18 +157,9 @@ class TreeTrainer(Trainer):
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset")
         args, self._next = self.args, None
-        sampler = StepSampler(
-            self.train_dataset,  # type: ignore[arg-type]
-            tokens_per_step=args.tokens_per_step,
-            updates_per_batch=args.updates_per_batch,
-            minibatches=args.minibatches,
-            calls=args.gradient_accumulation_steps,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-        )
-        self._rows_per_step = max(round(len(self.train_dataset) * args.updates_per_batch / sampler.steps), 1)  # type: ignore[arg-type]
         return StepLoader(
-            self._steps_of(self.train_dataset),
-            sampler,
+            StepDataset.of(self.train_dataset, self.model, self.args),  # type: ignore[arg-type]
+            self._sampler,
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             persistent_workers=args.dataloader_persistent_workers,
@@ -181,30 +172,34 @@ class TreeTrainer(Trainer):
         rows = self.eval_dataset[rows] if isinstance(rows, str) else rows  # type: ignore[index]
         if rows is None:
             raise ValueError("evaluation needs an eval_dataset")
-        return StepLoader(self._steps_of(rows), StepSampler(rows, tokens_per_step=self.args.tokens_per_step))
+        return StepLoader(
+            StepDataset.of(rows, self.model, self.args),
+            StepSampler(rows, tokens_per_step=self.args.tokens_per_step),
+        )
 
     def get_test_dataloader(self, test_dataset: Any) -> StepLoader:
         """See `get_eval_dataloader`."""
         return self.get_eval_dataloader(test_dataset)
 
-    def _steps_of(self, rows: Any) -> StepDataset:
-        try:
-            shape = model_shape(self.model)
-        except UnsupportedModel:
-            shape = None
-        return StepDataset(
-            rows,
-            merge=self.args.execution == "tree",
-            rank=self.args.process_index,
-            ranks=self.args.world_size,
-            cost=formula_cost(self.model),
-            shape=shape,
-            ids=self.args.include_num_input_tokens_seen != "no",
+    @cached_property
+    def _sampler(self) -> StepSampler:
+        args = self.args
+        return StepSampler(
+            self.train_dataset,  # type: ignore[arg-type]
+            tokens_per_step=args.tokens_per_step,
+            updates_per_batch=args.updates_per_batch,
+            minibatches=args.minibatches,
+            calls=args.gradient_accumulation_steps,
+            seed=args.seed if args.data_seed is None else args.data_seed,
         )
 
-    def get_total_train_batch_size(self, args: Any) -> int:
+    def samples_per_step(self) -> int:
         """Rows of a step, on average."""
-        return self._rows_per_step
+        return max(round(len(self.train_dataset) * self.args.updates_per_batch / self._sampler.steps), 1)  # type: ignore[arg-type]
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """See `samples_per_step`."""
+        return self.samples_per_step()
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -375,7 +370,14 @@ class TreeTrainer(Trainer):
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in engine.ranks.gather(found)[0].items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(rows))  # type: ignore[arg-type]
 
-    # ---- Engines and optimisers ----
+    # ---- Models, engines, optimisers ----
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model as a folder for `from_pretrained`; in a checkpoint every rank saves its shards."""
+        if self._writing or not self._is_sharded:
+            return super().save_model(output_dir, _internal_call)
+        folder = output_dir or self.args.output_dir
+        save_whole(self.model, folder, self.processing_class, write=self.args.should_save)  # type: ignore[arg-type]
 
     def _engine_of(self, model: nn.Module) -> TreeEngine:
         """The engine on the model, as it is wrapped now."""

@@ -1,1 +1,0 @@
-"""What runs wrote down, as figures on one HTML page."""

@@ -1,0 +1,92 @@
+"""What `TreeTrainer` cannot do is refused by name before the first step."""
+
+import pytest
+import torch
+
+from support.tree_runs import branching_rows, make_arguments, preference_rows, run, small_model
+from treetrain import losses
+from treetrain.errors import DataError, UnsupportedModel
+from treetrain.trainers.tree_trainer import TreeTrainer
+
+
+def partly(fact: str):
+    rows = branching_rows()
+    return [rows[0].replace(**{fact: [0.0] * len(rows[0])}), *rows[1:]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"per_device_train_batch_size": 4}, "per_device_train_batch_size is 4, .* set tokens_per_step"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is 0.1, .* loss_kwargs"),
+        ({"fp16": True}, "fp16 is True, .* set bf16"),
+        ({"torch_compile": True}, "torch_compile is True, .* compiled model"),
+        ({"execution": "trees"}, "execution is 'trees'; allowed are 'tree' and 'linear'"),
+        ({"execution": "linear", "budget": "1GiB"}, "linear execution packs tokens: give a number of tokens"),
+        ({"budget": "many"}, "budget"),
+        ({"tokens_per_step": 0}, "tokens_per_step is 0; give a whole number from 1"),
+        ({"target_kl": 0.1}, "needs updates_per_batch or minibatches above 1"),
+        ({"loss_kwargs": "clip"}, "loss_kwargs is 'clip'; give a JSON object"),
+    ],
+)
+def test_arguments_that_cannot_be_followed_are_refused(settings, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_arguments(**settings)
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "options", "error", "message"),
+    [
+        (branching_rows, {"loss": "grpo_plus"}, {}, ValueError, "unknown loss 'grpo_plus'"),
+        (branching_rows, {"loss_kwargs": {"clip": 0.2}}, {}, ValueError, "loss 'sft' has no option 'clip'"),
+        (branching_rows, {"loss": "grpo"}, {"loss": losses.sft()}, ValueError, "a loss is given"),
+        (branching_rows, {}, {"loss": losses.value()}, ValueError, "no value head"),
+        (branching_rows, {"log_entropy": True}, {}, ValueError, "log_entropy is true"),
+        (branching_rows, {"target_kl": 1.0, "minibatches": 2}, {}, ValueError, "measures no KL"),
+        (branching_rows, {"advantage_kwargs": {"clip": 1.0}}, {}, ValueError, "no advantages are made of rewards"),
+        (branching_rows, {"loss": "distill"}, {}, DataError, "has no teacher_logprobs"),
+        (branching_rows, {"loss": "dpo"}, {}, DataError, "pair"),
+        (lambda: partly("old_logprobs"), {"loss": "ppo"}, {}, DataError, "would mix two policies"),
+        (lambda: partly("ref_logprobs"), {"loss": "ppo", "loss_kwargs": {"kl": 0.1}}, {}, DataError, "mix two"),
+        (
+            preference_rows,
+            {"loss": "kto", "gradient_accumulation_steps": 2},
+            {},
+            ValueError,
+            "give a number as reference_point",
+        ),
+        (branching_rows, {"minibatches": 7}, {}, ValueError, "lower minibatches"),
+    ],
+)
+def test_rows_and_losses_that_cannot_be_trained_are_refused(rows, settings, options, error, message) -> None:
+    with pytest.raises(error, match=message):
+        run(small_model(), rows(), options=options, max_steps=1, **settings)
+
+
+def test_a_reference_model_that_nothing_asks_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="no reference policy"):
+        TreeTrainer(small_model(), make_arguments(), branching_rows(), ref_model=small_model())
+
+
+def test_plain_training_arguments_are_refused() -> None:
+    from transformers import TrainingArguments
+
+    with pytest.raises(ValueError, match="give TreeArguments"):
+        TreeTrainer(small_model(), TrainingArguments(use_cpu=True), branching_rows())
+
+
+def test_dropout_is_refused_when_training_begins() -> None:
+    model = small_model()
+    model.model.layers[0].self_attn.attention_dropout = 0.1
+    with pytest.raises(UnsupportedModel, match="dropout"):
+        run(model, branching_rows(), max_steps=1)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_before_the_update() -> None:
+    model = small_model()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    before = model.model.layers[0].mlp.up_proj.weight.detach().clone()
+    with pytest.raises(FloatingPointError, match="step 1: the loss is nan; the weights were not updated"):
+        run(model, branching_rows(), max_steps=1)
+    assert torch.equal(before, model.model.layers[0].mlp.up_proj.weight)
