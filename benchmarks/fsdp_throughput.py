@@ -16,14 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from torch.distributed.fsdp import fully_shard
 
 import rows as result_rows
 import treetrain as tt
+from treetrain.engine.planning import formula_cost
 from treetrain.losses import sft
-from treetrain.train.config import TrainConfig
-from treetrain.train.parallel import join
-from treetrain.train.sharding import shard
-from treetrain.train.spread import own_rows
+from treetrain.plan.dispatch import dispatch
 from workloads import load_workload, model_30m
 
 SIZE, WARMUP = 2, 1
@@ -40,12 +39,16 @@ def measure(rank: int, port: int, options: argparse.Namespace, told: Any) -> Non
     """Both ways in turns, in one process of the two."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(SIZE))
-    config = TrainConfig(data=("none",), model="none", output="none", parallel="fsdp", device="cpu")
-    world = join(config)
+    dist.init_process_group("gloo")
     rows = batch(options.rows)
-    together = tt.TreeEngine(shard(model_30m(), config, world), budget=options.budget)
+    model = model_30m()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    together = tt.TreeEngine(model, budget=options.budget)
     by_itself = tt.TreeEngine(model_30m(), budget=options.budget)
-    own = own_rows(together, rows).rows
+    shares = dispatch(tt.build_tree(rows), formula_cost(by_itself.model), SIZE)
+    own = [rows[number] for number in shares[rank].tolist()]
     seconds: dict[str, list[float]] = {"together": [], "apart": []}
     for number in range(WARMUP + options.repeats):
         for name, engine in (("together", together), ("apart", by_itself)):
@@ -53,7 +56,7 @@ def measure(rank: int, port: int, options: argparse.Namespace, told: Any) -> Non
             dist.barrier()
             started = time.perf_counter()
             result = engine.forward_backward(own, sft())
-            took = max(world.ranks.gather(time.perf_counter() - started))
+            took = max(together.ranks.gather(time.perf_counter() - started))
             if number >= WARMUP:
                 seconds[name].append(took)
             if name == "together":
@@ -61,7 +64,7 @@ def measure(rank: int, port: int, options: argparse.Namespace, told: Any) -> Non
     if rank == 0:
         told.put((seconds, computed, len(rows), sum(map(len, rows))))
     dist.barrier()
-    world.leave()
+    dist.destroy_process_group()
 
 
 def main() -> None:

@@ -1,14 +1,13 @@
-"""What a training step spends outside forward, backward and optimiser: reading rows, trees, plans, records, the page.
+"""What a training step spends outside forward, backward and optimiser: reading rows, trees, plans, logs.
 
 Run: python benchmarks/overhead.py [work ...] [--steps 6]
 
-Whole runs of the trainer on the preset "tiny", with observers as the command line has them. Time of the walk (every
+Whole runs of TreeTrainer on the preset "tiny". Time of the walk (every
 model call, forward and backward) and of the optimiser are taken off the time between the starts of two steps; what is
 left is the share reported, the median over the steps but the first. Rows are appended to results/overhead.csv.
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -34,11 +33,11 @@ WORKS = {
 def measure(name: str, steps: int) -> None:
     """Train in this process and append a row."""
     import torch
+    from transformers import TrainerCallback
 
+    import treetrain as tt
     from treetrain.engine.walk import Walk
-    from treetrain.report.live import LivePage
-    from treetrain.train.config import TrainConfig
-    from treetrain.train.trainer import Trainer
+    from treetrain.models.loading import load_model, load_tokenizer
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     walking = [0.0]
@@ -52,15 +51,38 @@ def measure(name: str, steps: int) -> None:
             walking[0] += time.perf_counter() - start
 
     Walk.train = train
-    starts: list[tuple[float, float, float]] = []
+    starts: list[tuple[float, float]] = []
+    updates: list[float] = []
+
+    class Watch(TrainerCallback):
+        """Notes when each step ends, how long walks had taken by then, and how long the optimiser's step takes."""
+
+        def on_pre_optimizer_step(self, *_, **__):
+            updates.append(-time.perf_counter())
+
+        def on_optimizer_step(self, *_, **__):
+            updates[-1] += time.perf_counter()
+
+        def on_step_end(self, *_, **__):
+            starts.append((time.perf_counter(), walking[0]))
+
     file, settings = WORKS[name]
+    settings = dict(settings)
+    tokens_per_step = settings.pop("tokens_per_step", 32_768)
     with tempfile.TemporaryDirectory() as folder:
-        config = TrainConfig(data=(file,), model="tiny", output=folder, overwrite=True, steps=steps, **settings)
-        trainer = Trainer(config, observers=[LivePage(), Watch(starts, walking)])
-        trainer.run()
-        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    updates = [line["optimizer_seconds"] for line in lines if line["kind"] == "train"]
-    tokens = [line["flat_tokens"] for line in lines if line["kind"] == "train"]
+        arguments = tt.TreeArguments(
+            folder,
+            max_steps=steps,
+            tokens_per_step=tokens_per_step,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+        )
+        loaded = tt.load(file, tokenizer=load_tokenizer("tiny"), **settings)
+        trainer = tt.TreeTrainer(load_model("tiny"), arguments, loaded.trajectories, callbacks=[Watch()])
+        trainer.train()
+    tokens = [line["tree/flat_tokens"] for line in trainer.state.log_history if "tree/flat_tokens" in line]
     shares, whole = [], []
     for number in range(1, len(starts)):
         between = starts[number][0] - starts[number - 1][0]
@@ -77,24 +99,6 @@ def measure(name: str, steps: int) -> None:
     }
     rows.append("overhead", row)
     print(row, flush=True)
-
-
-class Watch:
-    """Notes when each step is recorded, and how long walks had taken by then."""
-
-    def __init__(self, starts: list, walking: list[float]):
-        self._starts, self._walking = starts, walking
-
-    def open(self, *args, **options) -> None:
-        """See `treetrain.train.sinks.Observer`."""
-
-    def record(self, record: dict) -> None:
-        """See `treetrain.train.sinks.Observer`."""
-        if record.get("kind") == "train":
-            self._starts.append((time.perf_counter(), self._walking[0]))
-
-    def close(self, *args, **options) -> None:
-        """See `treetrain.train.sinks.Observer`."""
 
 
 def main() -> None:

@@ -15,9 +15,9 @@ OPTIONS = {
     "inspect": "InspectOptions",
     "verify": "VerifyOptions",
     "bench": "BenchOptions",
-    "train": "TrainOptions",
     "simulate": "SimulateOptions",
 }
+COMMANDS_SHOWN = {*OPTIONS, "train"}
 TORCHRUN = re.compile(r"torchrun (?:--[a-z-]+ \d+ )*-m ")
 """What starts a command on several processes."""
 
@@ -92,30 +92,39 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[line for _, line in COMMANDS])
-def test_a_command_line_of_a_page_is_accepted(page, line):
+def test_a_command_line_of_a_page_is_accepted(page, line, monkeypatch):
     from treetrain.cli.parse import parse
 
     command, *arguments = shlex.split(line)[1:]
+    if command == "train":
+        monkeypatch.chdir(ROOT)
+        importlib.import_module("treetrain.cli.train").parse_arguments(arguments)
+        return
     options = getattr(importlib.import_module(f"treetrain.cli.{command}"), OPTIONS[command])
     parse(options, arguments, command=command, summary="", examples=())
 
 
 def test_every_command_is_shown_in_the_readme_and_in_the_docs():
     for name in ("README.md", "cli.md"):
-        assert {shlex.split(line)[1] for page, line in COMMANDS if page == name} == set(OPTIONS)
+        assert {shlex.split(line)[1] for page, line in COMMANDS if page == name} == COMMANDS_SHOWN
 
 
 def test_every_flag_that_a_page_names_exists():
-    fields = {"help", "version", "shutdown-timeout"}  # the last is torchrun's
+    fields = {"help", "version", "shutdown-timeout", "output"}  # the last two are those of torchrun and of the examples
     for command, options in OPTIONS.items():
         kind = getattr(importlib.import_module(f"treetrain.cli.{command}"), options)
         for field in dataclasses.fields(kind):
             name = field.name.replace("_", "-")
             fields |= {name, f"no-{name}"}
+    train = (
+        importlib.import_module("treetrain.cli.train").DataArguments,
+        importlib.import_module("treetrain").TreeArguments,
+    )
+    fields |= {field.name for kind in train for field in dataclasses.fields(kind)}
     for page in PAGES:
         for line in page.read_text(encoding="utf-8").splitlines():
             own = TORCHRUN.sub("", re.sub(r"<!--.*?-->", "", line))
-            named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]*)", own))
+            named = set(re.findall(r"(?<![\w-])--([a-z][a-z_-]*)", own))
             assert named <= fields, f"{page.name}: {named - fields} in {line!r}"
 
 

@@ -10,6 +10,8 @@ import treetrain as package
 from treetrain.cli import COMMANDS, main
 
 HEAVY = ("torch", "transformers", "numpy", "tokenizers", "huggingface_hub", "matplotlib")
+OWN = [command for command in COMMANDS if command != "train"]
+"""Commands whose options are dataclasses of ours; train has the arguments of transformers."""
 WITHOUT_HEAVY = f"""
 import sys
 from treetrain.cli import main
@@ -22,14 +24,14 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], *[[command, "--help"] for command in COMMANDS]])
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], *[[command, "--help"] for command in OWN]])
 def test_help_imports_neither_torch_nor_transformers_nor_numpy(argv) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_HEAVY, *argv], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "HEAVY []" in done.stderr and done.stdout
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", OWN)
 def test_the_help_of_a_command_has_examples_and_a_sentence_for_every_option(treetrain, command) -> None:
     answer = treetrain(command, "--help")
     assert answer.code == 0 and f"treetrain {command} " in answer.out.split("examples:")[1]
@@ -61,12 +63,10 @@ def test_python_m_treetrain_is_the_command_line() -> None:
     )
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", OWN)
 def test_an_unknown_flag_is_an_error_of_one_line(treetrain, command) -> None:
-    needed = {"train": ["--model", "tiny", "--output", "out"]}
-    more = needed.get(command, ["--model", "tiny"])
     files = [] if command == "models" else ["rows.jsonl"]
-    error = treetrain(command, *files, *more, "--frobnicate", "3").error
+    error = treetrain(command, *files, "--model", "tiny", "--frobnicate", "3").error
     expected = f"Unrecognized options: --frobnicate, 3; treetrain {command} --help lists what there is"
     assert error == f"treetrain: error: {expected}"
 
@@ -94,10 +94,7 @@ def test_the_line_is_the_same_whatever_the_terminal_can_draw(encoding) -> None:
         (["verify", "a", "--model", "tiny", "--sample", "-1"], "--sample is -1"),
         (["bench", "a", "--model", "tiny", "--repeats", "0"], "--repeats is 0"),
         (["bench", "a", "--model", "tiny", "--threads", "0"], "--threads is 0"),
-        (["train", "a", "--model", "tiny"], "--output"),
-        (["train", "--model", "tiny", "--output", "o"], "no data file given"),
-        (["train", "a", "--model", "tiny", "--output", "o", "--lr", "nan"], "lr is nan"),
-        (["train", "a", "--model", "tiny", "--output", "o", "--epochs", "1", "--steps", "1"], "epochs 1 and steps 1"),
+        (["train", "--model", "tiny"], "no data file given"),
     ],
 )
 def test_a_bad_value_is_an_error_of_one_line_that_names_it(treetrain, argv, message) -> None:

@@ -19,7 +19,7 @@ COMMANDS = {
 EXAMPLES = (
     "treetrain inspect rollouts.jsonl",
     "treetrain verify rollouts.jsonl --model Qwen/Qwen3-0.6B",
-    "treetrain train rollouts.jsonl --model Qwen/Qwen3-0.6B --output out",
+    "treetrain train rollouts.jsonl --model Qwen/Qwen3-0.6B --output_dir out",
 )
 BAD_INPUT = 2
 INTERRUPTED = 130

@@ -18,7 +18,7 @@ USAGE = """
   treetrain train config.yaml --learning_rate 1e-5 --output_dir out2
   treetrain train rollouts.jsonl --model Qwen/Qwen3-0.6B --output_dir out
   treetrain train rollouts.jsonl --model ./policy --loss grpo --updates_per_batch 2 --output_dir next
-  torchrun --nproc-per-node 8 -m treetrain train rollouts.jsonl --model Qwen/Qwen3-8B --bf16 true --fsdp true
+  torchrun --nproc-per-node 8 -m treetrain train rollouts.jsonl --model Qwen/Qwen3-8B --fsdp full_shard
 
 A YAML file holds names and values of the arguments below; flags outweigh it. All arguments of
 transformers.TrainingArguments are known, and mean what they mean there."""
@@ -82,7 +82,7 @@ class DataArguments:
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; see `treetrain.cli.main`."""
-    given, arguments = _parse(argv)
+    given, arguments = parse_arguments(argv)
     from transformers.trainer_utils import set_seed
     from transformers.utils import logging
 
@@ -108,8 +108,9 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parse(argv: Sequence[str]) -> tuple[DataArguments, Any]:
+def parse_arguments(argv: Sequence[str]) -> tuple[DataArguments, Any]:
     """The arguments of a command line. Raises ValueError."""
+    import torch  # noqa: F401  # where it is missing, this says so best
     from transformers import HfArgumentParser
 
     from treetrain.trainers.arguments import TreeArguments
