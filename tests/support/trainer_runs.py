@@ -165,7 +165,7 @@ def word_reward(completions: list[str], **_: Any) -> list[float]:
     ]
 
 
-KINDS = ("lora", "moe", "chat", "packed", "whole")
+KINDS = ("lora", "moe", "chat", "packed", "whole", "masked")
 """Settings that choose the model or the data."""
 
 
@@ -380,8 +380,9 @@ def build_plain(
     packed: bool = False,
     whole: bool = False,
     moe: bool = False,
+    masked: bool = False,
 ) -> Any:
-    """A plain Trainer with labels."""
+    """A plain Trainer with labels; `masked`: every second four rows have none."""
     lm: nn.Module = experts(0, dtype) if moe else model(dtype=dtype)
     if moe:
         lm.config.output_router_logits = True
@@ -395,10 +396,15 @@ def build_plain(
         collator = DataCollatorForLanguageModeling(tokenizer(), mlm=False)
     else:
         collator = DataCollatorForSeq2Seq(tokenizer(), padding=True)
+    rows = tokens(32, whole)
+    if masked:
+        rows = rows.map(
+            lambda row, k: {"labels": [-100] * len(row["labels"])} if k % 8 >= 4 else row, with_indices=True
+        )
     return Trainer(
         lm,
         TrainingArguments(**settings),
-        train_dataset=tokens(32, whole),
+        train_dataset=rows,
         eval_dataset=tokens(8, whole),
         data_collator=collator,
     )

@@ -19,6 +19,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kto": ("kto", {"per_device_train_batch_size": 4}),
     "reward": ("reward", {"per_device_train_batch_size": 4}),
     "plain": ("plain", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}),
+    "plain, one rank without labels": (
+        "plain",
+        {"masked": True, "per_device_train_batch_size": 4, "train_sampling_strategy": "sequential"},
+    ),
     "plain budget": ("plain", {"budget": 40}),
 }
 
@@ -54,6 +58,10 @@ def check(processes: Processes, case: str, folder: Any, dtype: torch.dtype, step
 
 def test_two_processes_train_the_same_with_shared_prefixes(processes, tmp_path):
     check(processes, "sft", tmp_path, torch.float32, 2)
+
+
+def test_a_process_may_have_nothing_to_predict(processes, tmp_path):
+    check(processes, "plain, one rank without labels", tmp_path, torch.float32, 2)
 
 
 @pytest.mark.slow

@@ -168,6 +168,7 @@ class PrefixSharing:
         self._engines: dict[tuple[int, float], TreeEngine] = {}
         self.steps = StepScores(trainer, self._rows_of)
         self._waits = False  # whether scores have been handed out since the last backward
+        self._shapes: dict[nn.Module, ModelShape | None] = {}
         self._counts, self._once = _Counts(), {}
         self._plain_rate: float | None = None  # FLOP/s of the plain forward and backward over a few rows
         self._batches, self._advised = 0, False
@@ -356,10 +357,11 @@ class PrefixSharing:
 
     # ---- logs
 
-    @staticmethod
-    def _shape(engine: TreeEngine) -> ModelShape | None:
-        cost = formula_cost(engine.model)
-        return None if cost is None else cost.shape
+    def _shape(self, engine: TreeEngine) -> ModelShape | None:
+        if engine.model not in self._shapes:
+            cost = formula_cost(engine.model)
+            self._shapes[engine.model] = None if cost is None else cost.shape
+        return self._shapes[engine.model]
 
     def _count(self, scored: Any, tree: TokenTree, shape: ModelShape | None) -> None:
         counts = self._counts
