@@ -3,6 +3,8 @@
 Processes are forked from one that has imported everything and run nothing, so that one costs a tenth of a second.
 """
 
+import builtins
+import io
 import json
 import multiprocessing
 import os
@@ -383,7 +385,7 @@ def _run(
 
 
 def kill_before_call(number: int) -> None:
-    """Die before the so-manieth call that changes a folder or waits for the disk."""
+    """Die before the so-manieth call that changes a folder, opens a file or waits for the disk."""
     calls = 0
 
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -398,6 +400,7 @@ def kill_before_call(number: int) -> None:
 
     for name in ("fsync", "replace", "rename", "unlink", "rmdir", "mkdir", "truncate", "ftruncate"):
         setattr(os, name, watched(getattr(os, name)))
+    builtins.open = io.open = watched(io.open)
 
 
 def saved_steps(folder: Path) -> dict[int, int]:

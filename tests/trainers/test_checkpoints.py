@@ -85,7 +85,14 @@ def test_a_stopped_run_ends_bit_for_bit_as_one_that_was_not(step: int, undisturb
 
 gc.freeze()  # accelerate collects garbage before every run, and all that was imported is none
 SETTINGS: dict[str, dict[str, Any]] = {
-    "evaluation": {"eval_strategy": "epoch", "metric_for_best_model": "loss", "early": True, "save_strategy": "epoch"},
+    # As if a higher loss were better, so that the patience of early stopping runs out little by little.
+    "evaluation": {
+        "eval_strategy": "epoch",
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+        "early": True,
+        "save_strategy": "epoch",
+    },
     "best": {
         "eval_strategy": "steps",
         "eval_steps": 2,
@@ -107,6 +114,16 @@ def test_the_same_holds_for_other_settings(name: str, tmp_path) -> None:
         make_trainer(tmp_path / "out", callbacks=(StopAt(5),), **settings).train()
     found, expected = resume(tmp_path / "out", **settings), outcome(whole)
     assert differences(found, expected) == []
+
+
+def test_a_checkpoint_at_the_end_of_an_epoch_has_the_evaluation_that_follows_it(tmp_path) -> None:
+    settings = SETTINGS["evaluation"] | {"save_strategy": "steps", "save_steps": 5, "save_total_limit": None}
+    whole = make_trainer(tmp_path / "out", **settings)
+    whole.train()
+    assert {*saved_steps(tmp_path / "out")} == {5, 10, 12}
+    for step in (10, 5):
+        found = resume(tmp_path / "out", str(tmp_path / "out" / f"checkpoint-{step}"), **settings)
+        assert differences(found, outcome(whole)) == []
 
 
 def test_what_transformers_itself_forgets_is_what_the_test_above_sees(tmp_path) -> None:
