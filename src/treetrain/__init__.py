@@ -38,8 +38,8 @@ _PUBLIC = {
     "to_packed": "treetrain.engine.padded",
     "share_prefixes": "treetrain.trainers.share_prefixes",
     "SharePrefixesMixin": "treetrain.trainers.share_prefixes",
-    "PrefixGroupSampler": "treetrain.trainers.grouping",
-    "group_batches": "treetrain.trainers.grouping",
+    "PrefixGroupSampler": "treetrain.trainers.group_sampler",
+    "group_batches": "treetrain.trainers.group_sampler",
     "SafeCheckpointsMixin": "treetrain.trainers.checkpoints",
     "TreeArguments": "treetrain.trainers.arguments",
     "TreeTrainer": "treetrain.trainers.tree_trainer",
@@ -118,8 +118,8 @@ if TYPE_CHECKING:
     from treetrain.plan.price import CostModel as CostModel
     from treetrain.trainers.arguments import TreeArguments as TreeArguments
     from treetrain.trainers.checkpoints import SafeCheckpointsMixin as SafeCheckpointsMixin
-    from treetrain.trainers.grouping import PrefixGroupSampler as PrefixGroupSampler
-    from treetrain.trainers.grouping import group_batches as group_batches
+    from treetrain.trainers.group_sampler import PrefixGroupSampler as PrefixGroupSampler
+    from treetrain.trainers.group_sampler import group_batches as group_batches
     from treetrain.trainers.share_prefixes import SharePrefixesMixin as SharePrefixesMixin
     from treetrain.trainers.share_prefixes import share_prefixes as share_prefixes
     from treetrain.trainers.tree_trainer import TreeTrainer as TreeTrainer
