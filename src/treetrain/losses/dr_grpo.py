@@ -55,7 +55,7 @@ def dr_grpo(
 
     The sum over all weighted tokens of the clipped surrogate (and of KL and entropy), divided by the number of trained
     rows times `length`. The advantages should be rewards less the mean of the group, not divided by its standard
-    deviation: `group_advantages(..., divide_by_std=False)`, on the command line `--no-advantage-std`.
+    deviation: `group_advantages(..., divide_by_std=False)`.
 
     Args:
         length: the most tokens that an answer may have, the same number in every step of a run.
