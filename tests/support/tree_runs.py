@@ -102,10 +102,10 @@ def weights(model: nn.Module) -> dict[str, np.ndarray]:
 
 
 def error(found: Any, truth: Any) -> float:
-    """Norm of the difference over the norm."""
+    """Norm of the difference over the norm; sums that cancel to less than a millionth count as that."""
     found, truth = np.asarray(found, np.float64), np.asarray(truth, np.float64)
     assert found.shape == truth.shape, (found.shape, truth.shape)
-    return float(np.linalg.norm(found - truth) / max(float(np.linalg.norm(truth)), 1e-300))
+    return float(np.linalg.norm(found - truth) / max(float(np.linalg.norm(truth)), 1e-6))
 
 
 def apart(one: TreeTrainer, other: TreeTrainer) -> dict[str, float]:

@@ -41,7 +41,8 @@ def trained(name: str, dtype: torch.dtype, **more):
     options = {"peft_config": lora()} if settings.pop("lora", False) else {}
     if settings.get("loss") == "dpo":  # of its own, or all scores of the first step would be rounding errors
         options["ref_model"] = small_model(dtype, seed=5)
-    return run(small_model(dtype), rows, eval_rows=rows[:4], options=options, max_steps=20, **settings, **more)
+    evaluation = {"eval_rows": rows[:6], "eval_strategy": "steps", "eval_steps": 10}
+    return run(small_model(dtype), rows, options=options, max_steps=20, **evaluation, **settings, **more)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def trained(name: str, dtype: torch.dtype, **more):
 def test_a_tree_run_is_the_linear_run_in_float64(name) -> None:
     tree, linear = (trained(name, torch.float64, execution=execution) for execution in ("tree", "linear"))
     found = apart(tree, linear)
-    assert len(steps(tree)) == 20
+    assert len(steps(tree)) == 20 and "eval_loss" in found
     assert max(found.values()) < TOLERANCE[torch.float64], found
 
 

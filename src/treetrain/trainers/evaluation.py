@@ -29,7 +29,8 @@ def loss_of_held_out(
         reference: whether there is a reference policy to score rows with.
 
     Returns:
-        the rows; the loss, None where they lack a fact that it needs; whether they are to be scored by the reference.
+        the rows; the loss, None where they lack a fact that it needs; whether they are to be scored by the reference,
+        which zeros stand for until then.
     """
     loss = loss.inner if isinstance(loss, WatchedLoss) else loss
     try:
@@ -41,7 +42,9 @@ def loss_of_held_out(
     loss = on_policy(loss) if OLD in missing else loss
     if REFERENCE not in missing:
         return rows, loss, False
-    return (rows, loss, True) if reference else (rows, None, False)
+    if not reference:
+        return rows, None, False
+    return [row.replace(**{REFERENCE: np.zeros(len(row))}) for row in rows], loss, True
 
 
 @torch.no_grad()
@@ -62,6 +65,7 @@ def evaluate(
     """
     nll = weight = tokens = total = 0.0
     sums: MetricSums = {}
+    loss = loss.for_step(rows) if hasattr(loss, "for_step") else loss
     for members in calls:
         entropies = loss is not None and bool(getattr(loss, "needs_entropy", False))
         found = logprobs(engine, members, entropies=entropies)

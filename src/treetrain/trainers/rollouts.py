@@ -146,6 +146,8 @@ def missing_facts(rows: Sequence[Trajectory], loss: Any) -> frozenset[str]:
                 "and computing the others would mix two policies; give all rows theirs, or none"
             )
         missing.add(fact)
+    if isinstance(rows, list) and getattr(loss, "scope", "trajectory") == "batch":  # pairs, which no column tells
+        loss.check([row.replace(**{fact: np.zeros(len(row)) for fact in missing}) for row in rows])
     return frozenset(missing)
 
 
