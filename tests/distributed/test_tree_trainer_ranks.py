@@ -45,7 +45,8 @@ WAYS = [(case, way) for case in CASES for way in ("ddp", "fsdp")]
 def test_two_processes_train_as_one_in_float64(two, case, way) -> None:
     steps = 4 if (case, way) in FAST else 20
     found = two.run(run_on_rank, case, way, torch.float64, steps, timeout=180)
-    tolerance = 1e-3 if case == "muon" else TOLERANCE[torch.float64]  # Muon orthogonalises in bfloat16
+    # Muon orthogonalises in bfloat16, and sums over shards in another order.
+    tolerance = 1e-2 if (case, way) == ("muon", "fsdp") else TOLERANCE[torch.float64]
     check(found, made(case, "alone", torch.float64, steps=steps), tolerance)
 
 
