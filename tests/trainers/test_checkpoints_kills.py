@@ -17,6 +17,9 @@ FORMS: dict[str, dict[str, Any]] = {
     "ddp": {"ranks": 2, "per_device_train_batch_size": 1},
     "sharded": {"ranks": 2, "per_device_train_batch_size": 1, "sharded": True},
     "loaded in shards": {"ranks": 2, "per_device_train_batch_size": 1, "sharded": "model"},
+    "tree": {"ranks": 1, "tree": True},
+    "tree, ddp": {"ranks": 2, "tree": True},
+    "tree, sharded": {"ranks": 2, "tree": True, "sharded": True},
 }
 
 
@@ -77,12 +80,13 @@ def survive(form: str, kills: int, folder: Path, expected: dict[str, Any], seed:
     print(f"{form}: {killed} kills, {number} runs")
 
 
-def test_a_run_that_is_killed_twice_ends_as_if_it_had_not_been(undisturbed, tmp_path) -> None:
-    survive("one", 2, tmp_path, undisturbed["one"], seed=3)
+@pytest.mark.parametrize("form", ["one", "tree"])
+def test_a_run_that_is_killed_twice_ends_as_if_it_had_not_been(form: str, undisturbed, tmp_path) -> None:
+    survive(form, 2, tmp_path, undisturbed[form], seed=3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["one", "ddp", "sharded"])
+@pytest.mark.parametrize("form", ["one", "ddp", "sharded", "tree", "tree, ddp", "tree, sharded"])
 def test_fifty_kills_at_random_moments_lose_nothing(form: str, undisturbed, tmp_path) -> None:
     survive(form, 50, tmp_path, undisturbed[form], seed=50)
 
@@ -93,6 +97,8 @@ def test_fifty_kills_at_random_moments_lose_nothing(form: str, undisturbed, tmp_
         ("ddp", signal.SIGTERM, 1),
         pytest.param("sharded", signal.SIGINT, 0, marks=pytest.mark.slow),
         pytest.param("loaded in shards", signal.SIGTERM, 0, marks=pytest.mark.slow),
+        pytest.param("tree, ddp", signal.SIGINT, 1, marks=pytest.mark.slow),
+        pytest.param("tree, sharded", signal.SIGTERM, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_to_one_rank_stops_both_with_a_checkpoint_that_goes_on(
@@ -137,6 +143,24 @@ def close(one: Any, other: Any) -> None:
 def test_a_run_goes_on_with_another_number_of_ranks_within_rounding(before: dict, after: dict, tmp_path) -> None:
     # No dropout, since other ranks draw other numbers; the rows of every step are the same.
     fixed = {"per_device_train_batch_size": 1, "dropout": 0.0, "optim": "sgd", "learning_rate": 0.5}
+    check_other_ranks(before, after, fixed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"ranks": 2}, {"ranks": 1}),
+        ({"ranks": 1}, {"ranks": 2}),
+        ({"ranks": 2, "sharded": True}, {"ranks": 1}),
+    ],
+)
+def test_a_tree_trainer_goes_on_with_another_number_of_ranks_within_rounding(before: dict, after: dict, tmp_path):
+    check_other_ranks(before, after, {"tree": True, "optim": "sgd", "learning_rate": 0.05}, tmp_path)
+
+
+def check_other_ranks(before: dict, after: dict, fixed: dict, tmp_path: Path) -> None:
+    """A run that is stopped on some ranks and goes on with others ends close to one that was not stopped."""
     whole = Run(tmp_path / "whole", resume=None, **fixed | before)
     assert whole.wait() == [0] * before["ranks"], whole.text
     stopped = Run(tmp_path / "out", resume=None, slow=0.1, **fixed | before)

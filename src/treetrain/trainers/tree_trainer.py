@@ -197,6 +197,14 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         """Rows of a step, on average."""
         return max(round(len(self.train_dataset) * self.args.updates_per_batch / self._sampler.steps), 1)  # type: ignore[arg-type]
 
+    def step_size(self) -> str:
+        """See `SafeCheckpointsMixin`; the number of processes does not enter."""
+        args = self.args
+        return (
+            f"{self.samples_per_step()} of {len(self.train_dataset)} rows (tokens_per_step={args.tokens_per_step}, "  # type: ignore[arg-type]
+            f"updates_per_batch={args.updates_per_batch}, minibatches={args.minibatches})"
+        )
+
     def get_total_train_batch_size(self, args: Any) -> int:
         """See `samples_per_step`."""
         return self.samples_per_step()

@@ -1,4 +1,4 @@
-"""SafeCheckpointsMixin under TRL's trainers and with adapters of peft: bit for bit there too."""
+"""SafeCheckpointsMixin under TreeTrainer, TRL's trainers and with adapters of peft: bit for bit there too."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,16 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
-from support.safe_runs import Averages, SafeTrainer, StopAt, differences, outcome, rows, tiny_model
+from support.safe_runs import (
+    Averages,
+    SafeTrainer,
+    StopAt,
+    differences,
+    make_tree_trainer,
+    outcome,
+    rows,
+    tiny_model,
+)
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin
 from treetrain.trainers.signals import Interrupted
 
@@ -95,3 +104,15 @@ def test_trl_grpo_resumes_bit_for_bit_between_a_generation_and_its_last_update(c
         )
 
     check_resume(make, tmp_path)
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_tree_trainer_resumes_bit_for_bit_between_the_updates_of_a_batch(step: int, tmp_path) -> None:
+    # Four updates of a batch share the old and reference log-probabilities that were computed before the first one.
+    check_resume(lambda folder, callbacks: make_tree_trainer(folder, callbacks=callbacks), tmp_path, step)
+
+
+def test_a_tree_trainer_is_not_resumed_on_steps_of_another_size(tmp_path) -> None:
+    make_tree_trainer(tmp_path / "out", max_steps=2).train()
+    with pytest.raises(ValueError, match=r"tokens_per_step=120, .* now takes .*tokens_per_step=240"):
+        make_tree_trainer(tmp_path / "out", tokens_per_step=240).train(resume_from_checkpoint=True)
