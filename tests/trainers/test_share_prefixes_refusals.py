@@ -114,6 +114,31 @@ def test_a_model_that_is_no_causal_lm_is_refused(tmp_path):
         tt.share_prefixes(nn.Linear(2, 2))
 
 
+def test_a_model_that_is_made_or_replaced_later_is_refused(tmp_path):
+    arguments = TrainingArguments(**settings(tmp_path))
+    with pytest.raises(ValueError, match="model_init"):
+        tt.share_prefixes(Trainer(None, arguments, model_init=lambda: runs.model()))
+    trainer = tt.share_prefixes(BUILDERS["plain"](settings(tmp_path), torch.float32, tmp_path))
+    trainer.model = trainer.model_wrapped = runs.model()
+    with pytest.raises(RuntimeError, match="another model"):
+        trainer.train()
+
+
+def test_a_loss_that_takes_gradients_past_the_tree_needs_a_single_process(tmp_path, monkeypatch):
+    class Own(runs.SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(input_ids=inputs["input_ids"]).logits.square().mean()
+
+    monkeypatch.setattr(runs, "SFTTrainer", Own)
+    trainer = tt.share_prefixes(BUILDERS["sft"](settings(tmp_path, max_steps=1), torch.float32, tmp_path))
+    batch = trainer.data_collator([trainer.train_dataset[k] for k in range(2)])
+    trainer.compute_loss(trainer.model, batch).backward()
+    assert trainer.model.lm_head.weight.grad.abs().sum() > 0
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    with pytest.raises(ValueError, match="model with input_ids"):
+        trainer.compute_loss(trainer.model, batch)
+
+
 def test_sharing_twice_is_refused(tmp_path):
     trainer = tt.share_prefixes(BUILDERS["plain"](settings(tmp_path), torch.float32, tmp_path))
     with pytest.raises(ValueError, match="already"):

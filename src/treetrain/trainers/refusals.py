@@ -84,6 +84,10 @@ def check_trainer(trainer: Any, seam: Seam) -> None:
             "only the labels' are computed; set it to 0",
         ),
         (
+            trainer.model_init is not None,
+            "model_init, which makes another model when training begins; give the trainer a model",
+        ),
+        (
             trainer.compute_loss_func is not None,
             "compute_loss_func is given logits, which are not computed; override compute_loss of a TRL trainer, which "
             "reads log-probabilities, or leave compute_loss_func out",

@@ -227,9 +227,15 @@ class PrefixSharing:
     @contextmanager
     def loss_of(self, model: nn.Module) -> Iterator[nn.Module]:
         """Within, calls of the model that is yielded are answered from the tree; `model` may be wrapped."""
+        inner = self.trainer.accelerator.unwrap_model(model)
+        if inner is not self.model:
+            raise RuntimeError(
+                "the trainer trains another model than it had when share_prefixes was called; call share_prefixes when "
+                "the trainer has its last one"
+            )
         before, self._in_loss, self.wrapped = self._in_loss, True, model
         try:
-            yield self.trainer.accelerator.unwrap_model(model)
+            yield inner
         finally:
             self._in_loss = before
 
@@ -247,6 +253,7 @@ class PrefixSharing:
 
     def _forward(self, model: nn.Module, plain: Callable, head: "FusedHead", args: tuple, kwargs: dict) -> Any:
         if not self._is_asked_for(args, kwargs):
+            self._check_synchronised(model, kwargs)
             return plain(*args, **kwargs)
         unknown = sorted(key for key, value in kwargs.items() if key not in _UNDERSTOOD and value is not None)
         if unknown and not torch.is_grad_enabled():
@@ -262,6 +269,15 @@ class PrefixSharing:
             if training and self.check:
                 self._compare(self._engine(model, head), plain, rows)
             return self._scored(model, head, rows, kwargs, training)
+
+    def _check_synchronised(self, model: nn.Module, kwargs: dict) -> None:
+        """A call that takes gradients past the tree would also take them past DistributedDataParallel."""
+        live = self._in_loss and model is self.model and torch.is_grad_enabled() and RUN_KEYWORD not in kwargs
+        if live and self.trainer.accelerator.num_processes > 1:
+            raise ValueError(
+                f"compute_loss calls the model with {', '.join(sorted(kwargs))}, which is not answered from a tree; "
+                "on several processes its gradients would not be synchronised; train without share_prefixes"
+            )
 
     def _rows_of(self, kwargs: dict) -> AnyRows:
         if "tree_kv_index" in kwargs:
