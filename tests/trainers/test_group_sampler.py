@@ -2,6 +2,7 @@
 
 from collections import Counter
 from itertools import chain
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -100,6 +101,15 @@ def test_a_missing_column_is_an_error_that_names_those_there():
         PrefixGroupSampler(Dataset.from_dict({"prompt": ["a"]}), 4)
     with pytest.raises(DataError, match="has no rows"):
         PrefixGroupSampler([], 4)
+
+
+def test_streams_and_trainers_that_generate_are_refused():
+    trainer = SimpleNamespace(train_dataset=iter([]), args=None)
+    with pytest.raises(DataError, match="a stream without a length"):
+        tt.group_batches(trainer)
+    trainer = SimpleNamespace(train_dataset=[], args=None, num_generations=4)
+    with pytest.raises(DataError, match="draws whole groups of completions itself"):
+        tt.group_batches(trainer)
 
 
 def recorded_trainer(folder, ids, prompts, **arguments):

@@ -222,9 +222,14 @@ def group_batches(trainer: "TrainerT", key: Key = "input_ids") -> "TrainerT":
         key: a column of its training data, or a function of a row; see `PrefixGroupSampler`.
 
     Raises:
-        DataError: the training data has no length, no such column, or no rows.
+        DataError: the training data has no length, no such column, or no rows; a trainer that generates.
     """
     dataset, args = trainer.train_dataset, trainer.args
+    if hasattr(trainer, "num_generations"):
+        raise DataError(
+            f"{type(trainer).__name__} draws whole groups of completions itself, which another order would tear apart; "
+            "leave group_batches out"
+        )
     if not isinstance(dataset, Sized):
         raise DataError("the training data is a stream without a length, so that its rows cannot be grouped; load it")
     processes = args.world_size
