@@ -1,11 +1,16 @@
 """`treetrain train`: a file in, a model folder out; bad input is one line."""
 
 import json
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from support.safe_runs import StopAt
+from treetrain.cli import train
 
 QUIET = ("--report_to", "none", "--use_cpu", "true", "--save_strategy", "no", "--disable_tqdm", "true")
 GOOD = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 1, 1], "reward": 1.0, "group_id": "a"}
@@ -40,6 +45,28 @@ def test_tree_and_linear_runs_agree_on_conversations(treetrain, chat_file, model
     assert sum(logged(tree, "tree/unique_tokens")) < sum(logged(linear, "tree/unique_tokens"))
     one, other = loads(tree).state_dict(), loads(linear).state_dict()
     assert all(torch.allclose(one[name], other[name], atol=1e-4) for name in one)
+
+
+def test_a_stopped_run_says_which_command_goes_on_and_it_does(
+    treetrain, token_file, model_folder, tmp_path, monkeypatch
+) -> None:
+    make = train._trainer
+
+    def stops(*given: Any) -> Any:
+        trainer, notes = make(*given)
+        trainer.add_callback(StopAt(2))
+        return trainer, notes
+
+    argv = ("train", token_file, "--model", model_folder, "--max_steps", "3", "--logging_steps", "1", *QUIET)
+    assert treetrain(*argv, "--output_dir", tmp_path / "whole").code == 0
+    monkeypatch.setattr(train, "_trainer", stops)
+    stopped = treetrain(*argv, "--output_dir", tmp_path / "out")
+    assert stopped.code == 143
+    monkeypatch.setattr(train, "_trainer", make)
+    command = shlex.split(stopped.err.partition("Go on with ")[2])
+    assert command[:2] == ["treetrain", "train"] and command[-2:] == ["--resume_from_checkpoint", "true"]
+    assert treetrain(*command[1:]).code == 0
+    assert logged(tmp_path / "out") == logged(tmp_path / "whole")
 
 
 @pytest.fixture

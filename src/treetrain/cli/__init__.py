@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt as stop:
-        return _fail(str(stop) or "interrupted", getattr(stop, "exit_code", INTERRUPTED))
+        return _fail(str(stop) or "interrupted", INTERRUPTED)
     except BrokenPipeError:  # `treetrain inspect ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

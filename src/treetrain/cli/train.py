@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,6 +99,7 @@ def run(argv: Sequence[str]) -> int:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
     resume: Any = arguments.resume_from_checkpoint
+    trainer.how_to_resume = _command_that_resumes(argv, trainer.args.world_size)
     trainer.train(resume_from_checkpoint=resume not in ("false", "False") and (resume in ("true", "True") or resume))
     if trainer.eval_dataset is not None:
         trainer.evaluate()
@@ -106,6 +108,16 @@ def run(argv: Sequence[str]) -> int:
     if trainer.is_world_process_zero():
         _print(trainer)
     return 0
+
+
+def _command_that_resumes(argv: Sequence[str], ranks: int) -> str:
+    if ranks > 1:  # how they were started is not known
+        return "the same command and --resume_from_checkpoint true"
+    words, flag = list(argv), "--resume_from_checkpoint"
+    if flag in words:
+        at = words.index(flag)
+        del words[at : at + 2]
+    return shlex.join(["treetrain", "train", *words, flag, "true"])
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[DataArguments, Any]:

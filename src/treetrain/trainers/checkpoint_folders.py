@@ -82,7 +82,7 @@ def publish(temporary: Path, files: Mapping[str, Mapping[str, Any]], facts: Mapp
     return place
 
 
-def not_written(place: Path, error: Exception, last_good: Path | None) -> CheckpointNotWritten:
+def not_written(place: Path, error: Exception, last_good: Path | None, how_to_resume: str) -> CheckpointNotWritten:
     """The error that says why a checkpoint could not be written, what is left of the run, and how to go on."""
     try:
         room = f"{shutil.disk_usage(place.parent).free / 1e6:,.1f} MB are free there"
@@ -91,7 +91,7 @@ def not_written(place: Path, error: Exception, last_good: Path | None) -> Checkp
     last = f"the last good checkpoint is {last_good}" if last_good else "the run has no checkpoint yet"
     return CheckpointNotWritten(
         f"{place} could not be written ({error}; {room}); {last}. Make room or make the folder writable, and go on "
-        "with trainer.train(resume_from_checkpoint=True)"
+        f"with {how_to_resume}"
     )
 
 

@@ -57,6 +57,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         ValueError: a setting that cannot be made safe (DeepSpeed, `save_on_each_node`).
     """
 
+    how_to_resume = "trainer.train(resume_from_checkpoint=True)"
+    """What messages tell the user to go on with."""
     also_saved: tuple[str, ...] = ("_metrics", "_total_train_tokens", "_step", "_buffered_inputs")
     """Attributes that every rank saves and gets back on as many ranks: of TRL's trainers the metrics since the last log
     and the completions that are not trained on yet."""
@@ -198,7 +200,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         raise Interrupted(
             f"{NAMES[signal.Signals(self._stop)]}: stopped after step {step} of {self.state.max_steps}; all of it is "
-            f"saved in {place}. Go on with trainer.train(resume_from_checkpoint=True)",
+            f"saved in {place}. Go on with {self.how_to_resume}",
             self._stop,
             place,
         )
@@ -256,7 +258,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         except Exception as error:
             if self._is_first:
                 shutil.rmtree(temporary.parent, ignore_errors=True)
-            raise checkpoint_folders.not_written(place, error, self._last_good) from error
+            raise checkpoint_folders.not_written(place, error, self._last_good, self.how_to_resume) from error
         self._last_good = place
         if self._is_first:
             try:
