@@ -97,7 +97,10 @@ class StepScores:
     def begin_step(self, batches: Sequence[Any]) -> None:
         """Take note of the micro-batches of the next optimizer step, as `Trainer.get_batch_samples` returns them."""
         self._batches, self._position = list(batches), -1
+        self._foreseen: list[BatchRows] = []
+        self._first_foreseen = 0
         self._joint: dict[Any, _Joint] = {}
+        self._apart: set[Any] = set()  # what was found not to be worth a joint tree
         self._waiting: list[tuple[Any, int]] = []
 
     def next_micro_batch(self) -> None:
@@ -118,8 +121,12 @@ class StepScores:
         number = None if joint is None else joint.number(self._position)
         if joint is not None and number is not None and _equal(joint.rows[number], rows):
             return joint.of(number)
-        known = self._upcoming() if together and number is None else []
-        known = known if known and _equal(known[0], rows) and _share(known) else [rows]
+        known = self._upcoming() if together and number is None and key not in self._apart else []
+        if not (known and _equal(known[0], rows)):
+            known, self._foreseen = [rows], []  # a generation may be under way, which makes others
+        elif not _share(known):
+            known = [rows]
+            self._apart.add(key)
         scored = run([ids for batch in known for ids in batch.ids], [mask for batch in known for mask in batch.masks])
         joint = _Joint(scored, known, self._position)
         if len(known) > 1:
@@ -142,10 +149,14 @@ class StepScores:
 
     def _upcoming(self) -> list[BatchRows]:
         """Rows of this and the following micro-batches of the step, as far as they are known."""
-        batches = self._batches[max(self._position, 0) :]
-        if hasattr(self._trainer, "_buffered_inputs"):
-            batches = self._generated(len(batches))
-        return [self._rows_of(inputs) for inputs in map(_model_inputs, batches) if inputs is not None]
+        position = max(self._position, 0)
+        if not self._foreseen:
+            batches = self._batches[position:]
+            if hasattr(self._trainer, "_buffered_inputs"):
+                batches = self._generated(len(batches))
+            found = [self._rows_of(inputs) for inputs in map(_model_inputs, batches) if inputs is not None]
+            self._foreseen, self._first_foreseen = found, position
+        return self._foreseen[position - self._first_foreseen :]
 
     def _generated(self, count: int) -> list[Any]:
         """The next micro-batches of a trainer that generates them, up to its next generation."""
