@@ -5,9 +5,10 @@ Run: python benchmarks/trainers.py [work ...] [--repeats 3] [--dry-run]
 The model is that of cpu_efficiency.py (30M parameters, float32), the rows are real. Both trainers have the same
 settings and take the same rows, one for each micro-batch, which pads nothing; share_prefixes scores them as one tree.
 The trainer without sharing is also timed with all rows in one padded batch, where that is not too large, and the faster
-way counts. Steps alternate in one process, a fresh one for each work; generation is not timed. The ideal is the ratio
-of FLOPs; under a budget (a quarter of the tree's tokens, or the longest row) it counts the recomputation that no plan
-avoids. Rows are appended to results/trainers.csv.
+way counts. Steps alternate in one process, a fresh one for each work; generation is not timed. Besides the clock's, the
+processor's seconds are taken, which tell more where other programs run (of one thread: taskset -c 0). The ideal is the
+ratio of FLOPs; under a budget (a quarter of the tree's tokens, or the longest row) it counts the recomputation that no
+plan avoids. Rows are appended to results/trainers.csv.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import workloads
 from workloads import load_workload, model_30m
 
 IGNORED = -100
-CALLS = 8
+CALLS = 5
 """The shortest calls of a tool agent's task."""
 MOST_PADDED = 8192
 """Tokens of a padded batch that the trainer without sharing is timed with."""
@@ -58,18 +59,18 @@ class Work:
         # Batches are given, not generated.
         self.trainer._prepare_inputs = lambda inputs: inputs
 
-    def step(self) -> float:
-        """Seconds of forward and backward of all micro-batches."""
+    def step(self) -> tuple[float, float]:
+        """Seconds of forward and backward of all micro-batches: by the clock, and of the processor."""
         trainer = self.trainer
         trainer.current_gradient_accumulation_steps = len(self.batches)
         batches = [copy.copy(batch) for batch in self.batches]
-        begin = time.perf_counter()
+        begin = time.perf_counter(), time.process_time()
         batches, items = trainer.get_batch_samples(iter(batches), len(batches), trainer.args.device)
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
             trainer.accelerator.gradient_state._set_sync_gradients(last)
             trainer.training_step(trainer.model, batch, items)
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin[0], time.process_time() - begin[1]
         trainer.model.zero_grad()
         return seconds
 
@@ -213,15 +214,19 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
     for work in works.values():
         work.step()
     seconds: dict[str, list[float]] = {key: [] for key in works}
+    processor: dict[str, list[float]] = {key: [] for key in works}
     for _ in range(repeats):
         for key, work in works.items():
-            seconds[key].append(work.step())
-    best = min(linear, key=lambda key: statistics.median(seconds[key]))
+            by_clock, of_processor = work.step()
+            seconds[key].append(by_clock)
+            processor[key].append(of_processor)
+    best = min(linear, key=lambda key: statistics.median(processor[key]))
     ideal = ideal_speedup(tree, shape)
     for key in shared:
         plan = tt.TreeEngine(model_30m(), budget=budget if key else None).plan(tree)
         share = budget_share(plan, shape, budget) if key else 1.0
         ratios = [slow / fast for slow, fast in zip(seconds[best], seconds[key])]
+        cpu_ratio = statistics.median(slow / fast for slow, fast in zip(processor[best], processor[key]))
         row = {
             "work": name,
             "budget": key,
@@ -237,6 +242,9 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
             "speedup_max": f"{max(ratios):.3f}",
             "ideal": f"{ideal * share:.3f}",
             "efficiency": f"{statistics.median(ratios) / (ideal * share):.3f}",
+            "linear_cpu_seconds": f"{statistics.median(processor[best]):.3f}",
+            "cpu_seconds": f"{statistics.median(processor[key]):.3f}",
+            "cpu_efficiency": f"{cpu_ratio / (ideal * share):.3f}",
             "trl": _version(),
         }
         rows.report("trainers", row, dry_run=dry_run)
