@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from treetrain.cli.options import SampleOptions
 from treetrain.errors import DataError
-from treetrain.models.rows import read_config, read_rows
+from treetrain.models.rows import read_config
 from treetrain.plan.cost import ModelShape
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def sample_rows(options: SampleOptions) -> "tuple[list[Trajectory], tuple[str, .
     """
     from treetrain.trainers.groups import sample_groups
 
-    read = read_rows(options.files, options.source(options.model))
+    read = options.read(options.model)
     if not read.rows:
         raise DataError(
             f"{', '.join(options.files)}: no rows to sample; in the calls view a conversation without an "

@@ -52,10 +52,9 @@ def run(argv: Sequence[str]) -> int:
     options = parse(InspectOptions, argv, command="inspect", summary=SUMMARY, examples=EXAMPLES)
     from treetrain.cli.inputs import find_shape
     from treetrain.cli.output import print_json, print_notes
-    from treetrain.models.rows import read_rows
 
     shape = find_shape(options.model, options.shape)
-    read = read_rows(options.files, options.source(options.model))
+    read = options.read(options.model)
     print_notes(read.notes)
     report = _report(options, read, shape)
     plan = _plan(options, read, shape) if options.calibrate or options.budget is not None else None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 if TYPE_CHECKING:
-    from treetrain.models.rows import RowSource
+    from treetrain.models.rows import ReadRows
     from treetrain.plan.budget import Bytes
 
 Files = Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE..."), tyro.conf.Positional]
@@ -35,18 +35,12 @@ class RowOptions:
         if not self.files:
             raise ValueError("no file given; name at least one")
 
-    def source(self, model: str | None) -> "RowSource":
-        """The same for the reader."""
-        from treetrain.models.rows import RowSource
+    def read(self, model: str | None) -> "ReadRows":
+        """The rows of the files; a model gives the tokenizer and what rows must fit. Raises DataError."""
+        from treetrain.models.rows import read_rows
 
-        return RowSource(
-            format=self.format,
-            view=self.view,
-            tools=self.tools,
-            chat_template=self.chat_template,
-            tokenizer=self.tokenizer,
-            model=model,
-        )
+        names = ("format", "view", "tools", "chat_template", "tokenizer")
+        return read_rows(self.files, model=model, **{name: getattr(self, name) for name in names})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,10 @@
 """Command lines to dataclasses by tyro; what cannot be parsed is a ValueError of one line."""
 
 import contextlib
-import dataclasses
 import io
 import re
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import tyro
 
@@ -15,21 +14,16 @@ Options = TypeVar("Options")
 def parse(kind: type[Options], argv: Sequence[str], *, command: str, summary: str, examples: Sequence[str]) -> Options:
     """The options of a command. `--help` prints and exits with 0.
 
-    A dataclass that names its `sections` (title -> base class) is shown section by section; one with `defaults` has
-    defaults that depend on the arguments.
-
     Raises:
         ValueError: an unknown flag, a missing or bad value, or what the dataclass itself refuses.
     """
     prog = f"treetrain {command}"
     shown = "\n".join(f"  {prog} {example}" for example in examples)
     said = io.StringIO()
-    sections = getattr(kind, "sections", None)
-    target = kind if sections is None else _sectioned(sections, kind.defaults(argv))  # type: ignore[attr-defined]
     try:
         with contextlib.redirect_stderr(said):
-            parsed = tyro.cli(
-                target,
+            return tyro.cli(
+                kind,
                 prog=prog,
                 description=f"{summary}\n\nexamples:\n{shown}",
                 args=list(argv),
@@ -39,41 +33,6 @@ def parse(kind: type[Options], argv: Sequence[str], *, command: str, summary: st
         if stop.code in (0, None):
             raise
         raise ValueError(f"{_first_sentence(said.getvalue())}; {prog} --help lists what there is") from None
-    return parsed if sections is None else kind(**_flat(parsed))
-
-
-def flag_value(argv: Sequence[str], name: str) -> str | None:
-    """What a flag is given on a command line, before it is parsed; None where it is not there."""
-    found = None
-    for at, word in enumerate(argv):
-        flag, has_value, value = word.partition("=")
-        if flag.startswith("--") and flag[2:].replace("-", "_") == name:
-            found = value if has_value else argv[at + 1] if at + 1 < len(argv) else None
-    return found
-
-
-def _sectioned(sections: dict[str, type], defaults: dict[str, Any]) -> type:
-    """A dataclass of one field per section, which tyro shows as a group of flags each."""
-    fields = [
-        (title.replace(" ", "_"), section, dataclasses.field(default=_filled(section, defaults)))
-        for title, section in sections.items()
-    ]
-    return dataclasses.make_dataclass("Options", fields, frozen=True, kw_only=True)
-
-
-def _filled(section: type, defaults: dict[str, Any]) -> Any:
-    """A section with its defaults; what has none is marked as missing, so it is not made by its constructor."""
-    made = object.__new__(section)
-    for field in dataclasses.fields(section):
-        default = tyro.MISSING if field.default is dataclasses.MISSING else field.default
-        object.__setattr__(made, field.name, defaults.get(field.name, default))
-    return made
-
-
-def _flat(parsed: Any) -> dict[str, Any]:
-    """The values of all sections by their names."""
-    sections = [getattr(parsed, field.name) for field in dataclasses.fields(parsed)]
-    return {field.name: getattr(section, field.name) for section in sections for field in dataclasses.fields(section)}
 
 
 def _first_sentence(box: str) -> str:

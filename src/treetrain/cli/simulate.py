@@ -54,13 +54,12 @@ def run(argv: Sequence[str]) -> int:
     options = parse(SimulateOptions, argv, command="simulate", summary=SUMMARY, examples=EXAMPLES)
     from treetrain.cli.inputs import find_shape
     from treetrain.cli.output import print_json, print_notes
-    from treetrain.models.rows import read_rows
     from treetrain.plan.devices import find_device
     from treetrain.plan.simulate import simulate
     from treetrain.tree.build import build_tree
 
     device, shape = find_device(options.device_description), find_shape(options.model, options.shape)
-    read = read_rows(options.files, options.source(options.model))
+    read = options.read(options.model)
     print_notes(read.notes)
     tree = build_tree(read.rows)
     if not tree.trained_edges()[1].any():

@@ -210,20 +210,14 @@ def _trainer(given: DataArguments, arguments: Any) -> "tuple[TreeTrainer, tuple[
 
 def _rows(given: DataArguments, arguments: Any) -> "tuple[ReadRows, Sequence[Any]]":
     """Training rows and held-out ones; of several processes the first one reads first, for a mapped file."""
-    from treetrain.models.rows import RowSource, read_rows
+    from treetrain.models.rows import read_rows
 
-    source = RowSource(
-        format=given.format,  # type: ignore[arg-type]
-        view=given.view,  # type: ignore[arg-type]
-        tools=given.tools,
-        chat_template=given.chat_template,
-        tokenizer=given.tokenizer,
-        model=given.model,
-    )
+    names = ("model", "tokenizer", "format", "view", "tools", "chat_template")
+    how = {name: getattr(given, name) for name in names}
     with arguments.main_process_first(desc="reading rows"):
-        read = read_rows(given.data, source, memory_map=given.memory_map)
+        read = read_rows(given.data, memory_map=given.memory_map, **how)
     if given.eval_data:
-        return read, read_rows(given.eval_data, source).rows
+        return read, read_rows(given.eval_data, **how).rows
     if given.eval_fraction:
         kept, held = _hold_out(read.rows, given.eval_fraction, seed=arguments.seed)
         return dataclasses.replace(read, rows=kept), held

@@ -6,25 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from treetrain.data.load import LoadedFile, load, read_rows_of_file
+from treetrain.data.load import load, read_rows_of_file
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 from treetrain.models.loading import load_tokenizer
 from treetrain.models.presets import PRESETS, is_preset
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RowSource:
-    """How files are to be read; the options that all commands have in common."""
-
-    format: Literal["auto", "tokens", "chat"] = "auto"
-    view: Literal["transcript", "calls"] = "transcript"
-    tools: str | None = None
-    chat_template: str | None = None
-    tokenizer: str | None = None
-    """None: the model's own."""
-    model: str | None = None
-    """Gives the tokenizer, and the vocabulary and positions that rows are checked against."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,38 +24,40 @@ class ReadRows:
     """None for token rows."""
 
 
-def read_rows(files: Sequence[str], source: RowSource, *, memory_map: str | None = None) -> ReadRows:
-    """Read files, the tokenizer only where conversations need one.
+def read_rows(
+    files: Sequence[str],
+    *,
+    model: str | None = None,
+    tokenizer: str | None = None,
+    format: str = "auto",
+    **options: Any,
+) -> ReadRows:
+    """Read files, with a tokenizer where they hold conversations.
 
     Args:
-        memory_map: see `tt.load`.
+        files: see `tt.load`.
+        model: gives the tokenizer, and the vocabulary and positions that rows are checked against.
+        tokenizer: instead of the model's own; a hub id, a folder or a preset.
+        format, options: as `tt.load` takes them.
 
     Raises:
         DataError: naming file and line, the model, or the tokenizer that cannot be had.
     """
-    options = reading_options(files, source)
-    loaded: LoadedFile = load(list(files), memory_map=memory_map, **options)
-    return ReadRows(rows=loaded.trajectories, notes=loaded.notes, format=loaded.format, tokenizer=options["tokenizer"])
-
-
-def reading_options(files: Sequence[str], source: RowSource) -> dict[str, Any]:
-    """What `load` and `RowMaker` are to be given for some files.
-
-    Raises:
-        DataError: the first row of the first file cannot be read, or there is no such model or tokenizer.
-    """
-    chat = _is_chat(files, source.format)
-    name = source.tokenizer or source.model
-    config = {} if source.model is None else read_config(source.model)
-    return {
-        "tokenizer": load_tokenizer(name) if chat and name is not None else None,
-        "format": source.format,
-        "view": source.view,
-        "tools": source.tools,
-        "chat_template": source.chat_template,
-        "vocab_size": config.get("vocab_size"),
-        "max_positions": config.get("max_position_embeddings", config.get("n_positions")),
-    }
+    name, chat = tokenizer or model, format == "chat"
+    if format == "auto" and files:
+        _, row = next(read_rows_of_file(files[0]))
+        chat = "messages" in row and "input_ids" not in row
+    config = {} if model is None else read_config(model)
+    found = load_tokenizer(name) if chat and name is not None else None
+    loaded = load(
+        list(files),
+        tokenizer=found,
+        format=format,
+        vocab_size=config.get("vocab_size"),
+        max_positions=config.get("max_position_embeddings", config.get("n_positions")),
+        **options,
+    )
+    return ReadRows(rows=loaded.trajectories, notes=loaded.notes, format=loaded.format, tokenizer=found)
 
 
 def read_config(model: str) -> dict[str, Any]:
@@ -127,11 +115,3 @@ def _config_file(model: str) -> Path:
             f"there is no folder and no preset {model!r} (presets: {', '.join(PRESETS)}), and the hub could not give "
             f"its config.json: {reason}"
         ) from error
-
-
-def _is_chat(files: Sequence[str], format: str) -> bool:
-    """Whether the files hold conversations; what is wrong with them is for the reader to say."""
-    if format != "auto" or not files:
-        return format == "chat"
-    _, row = next(read_rows_of_file(files[0]))
-    return "messages" in row and "input_ids" not in row
