@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 SLOW = sorted(set(CASES) - set(BUILDERS) - {"sft padding-free", "dpo lora", "grpo accumulation", "plain packed"})
 
 
-def both(case: str, folder: Path, dtype: torch.dtype, steps: int) -> None:
+def both(case: str, folder: Path, dtype: torch.dtype, steps: int) -> dict[str, float]:
     """Train with shared prefixes and without, and compare."""
     name, settings = CASES[case]
     runs = [
@@ -55,10 +55,9 @@ def both(case: str, folder: Path, dtype: torch.dtype, steps: int) -> None:
     ]
     assert any("tree/overlap" in logs for logs in runs[0].logs)
     found = difference(*runs)
-    numbers = f"{found.metrics:.1e} ({found.worst}) | {found.weights:.1e} | {found.updates:.1e}"
-    print(f"| {case} | {steps} | {str(dtype)[6:]} | {numbers} |")
     bound, bound_of_updates = BOUNDS[dtype]
     assert max(found.metrics, found.weights) <= bound and found.updates <= bound_of_updates, found
+    return {"metrics": found.metrics, "weights": found.weights, "updates": found.updates}
 
 
 @pytest.mark.parametrize("case", sorted(set(CASES) - set(SLOW)))
@@ -69,7 +68,7 @@ def test_a_trainer_logs_and_learns_the_same_with_shared_prefixes(case, tmp_path)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", BOUNDS, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("case", sorted(CASES))
-def test_a_trainer_is_the_same_after_twenty_steps(case, dtype, tmp_path):
+def test_a_trainer_is_the_same_after_twenty_steps(case, dtype, tmp_path, record_property):
     if "experts" in case and dtype is torch.float64:
         pytest.skip("transformers sums the routers' auxiliary loss of padded batches in float32")
-    both(case, tmp_path, dtype, 20)
+    record_property("errors", both(case, tmp_path, dtype, 20))

@@ -43,17 +43,15 @@ def processes(pool: list[Processes]) -> Processes:
     return pool[-1]
 
 
-def check(processes: Processes, case: str, folder: Any, dtype: torch.dtype, steps: int) -> None:
+def check(processes: Processes, case: str, folder: Any, dtype: torch.dtype, steps: int) -> dict[str, float]:
     """Train on both ranks, with and without, and compare; the ranks must hold the same weights."""
     name, settings = CASES[case]
     ranks = processes.run(both, name, str(folder), dtype, steps, settings, timeout=400)
     bound, bound_of_updates = {torch.float32: (1e-5, 1e-4), torch.float64: (1e-10, 1e-10)}[dtype]
-    found = ranks[0]
-    numbers = f"{found['metrics']:.1e} | {found['weights']:.1e} | {found['updates']:.1e}"
-    print(f"| {case}, 2 processes | {steps} | {str(dtype)[6:]} | {numbers} |")
     for rank in ranks:
         assert max(rank["metrics"], rank["weights"]) <= bound and rank["updates"] <= bound_of_updates, rank
     assert ranks[0]["own"] == ranks[1]["own"]
+    return {name: max(rank[name] for rank in ranks) for name in ("metrics", "weights", "updates")}
 
 
 def test_two_processes_train_the_same_with_shared_prefixes(processes, tmp_path):
@@ -67,5 +65,5 @@ def test_a_process_may_have_nothing_to_predict(processes, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_are_the_same_after_twenty_steps(processes, case, dtype, tmp_path):
-    check(processes, case, tmp_path, dtype, 20)
+def test_two_processes_are_the_same_after_twenty_steps(processes, case, dtype, tmp_path, record_property):
+    record_property("errors", check(processes, case, tmp_path, dtype, 20))
