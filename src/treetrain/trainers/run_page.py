@@ -35,7 +35,7 @@ NARROW, WIDE = (4.7, 2.5), (9.6, 2.7)
 PREFIX = "tree/"
 """Of what the execution of a step is logged as: tree/flat_tokens, tree/computed_tokens, tree/seconds and so on."""
 SHOWN = ("loss", "eval_loss", "seconds", "computed_tokens", "unique_tokens", "flat_tokens", "peak_memory_bytes")
-NOT_SHOWN = re.compile(r".*(_flops|_runtime|_per_second|num_tokens)$")
+NOT_SHOWN = re.compile(r".*(_flops|_runtime|_per_second|num_tokens|ideal_speedup)$")
 SMOOTHED_FROM, SMALLEST_DIFFERENCE = 60, 1e-9
 Series = dict[int, float]
 """Values by optimiser step, ascending."""
@@ -269,7 +269,8 @@ def _sections(run: Run, linear: Run | None) -> Iterator[tuple[str, list[Chart]]]
     time = chart("Forward and backward", "seconds", "line", form=_seconds, zero=True)
     memory = chart("Peak memory", "peak_memory_bytes", "line", form=_bytes, zero=True)
     rest = [name for name, series in run.logs.items() if name not in SHOWN and not NOT_SHOWN.match(name)]
-    more = [chart(name, name) for name in rest if len(set(run[name].values())) > 1]
+    twice = [run["loss"], run["eval_loss"]]  # the loss of supervised training is logged as nll too
+    more = [chart(name, name) for name in rest if len(set(run[name].values())) > 1 and run[name] not in twice]
     if linear is None:
         loss.lines.append(Line("held out", run["eval_loss"], "c1", "dots"))
         tokens.lines.append(Line("of all rows", run["flat_tokens"], "c1"))
@@ -287,6 +288,7 @@ def _sections(run: Run, linear: Run | None) -> Iterator[tuple[str, list[Chart]]]
             step: max(value, SMALLEST_DIFFERENCE) for step, value in _differences(run["loss"], linear["loss"]).items()
         }
         said = f"at most {found['largest_difference'] or 0:.2g}"
+        said += f"; 0 is drawn at {SMALLEST_DIFFERENCE:g}" * (0 in _differences(run["loss"], linear["loss"]).values())
         distance = Chart("Distance of the losses", [Line("|tree − linear|", apart, "c3", said=said)], log=True)
         times = Line("measured", _ratio(linear["seconds"], run["seconds"]), said=f"median {found['speedup'] or 0:.2f}×")
         ideal = Line("FLOP-ideal", _ratio(linear.flops, run.flops), "c2", "dashed", f"{found['ideal'] or 0:.2f}×")
