@@ -9,8 +9,6 @@ SOURCE = Path(__file__).parents[1] / "src" / "treetrain"
 LAYERS = (
     "cli",
     "integrations",
-    "report",
-    "train",
     "trainers",
     "verification",
     "losses",

@@ -14,9 +14,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
-from treetrain.trainers.run_page import compare_runs, read_run, write_page
+from treetrain.trainers.run_page import Run, compare_runs, read_run, si, write_page
 
 ROOT = Path(__file__).parents[2]
 TRAIN, HELD_OUT = "examples/countdown/train.jsonl.gz", "examples/countdown/heldout.jsonl.gz"
@@ -56,10 +59,11 @@ def main() -> int:
             *("train", TRAIN, "--model", MODEL, *RECIPE, "--max_steps", str(options.steps)),
             *("--execution", execution, "--output_dir", str(output / execution), "--disable_tqdm", "true"),
         )
-    found = compare_runs(read_run(output / "tree"), read_run(output / "linear"))
+    runs = {execution: read_run(output / execution) for execution in EXECUTIONS}
+    found = compare_runs(runs["tree"], runs["linear"])
     (output / "summary.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     page = write_page(output / "tree", output / "linear", output / "demo.html")
-    return report(found, page)
+    return report(runs, found, page)
 
 
 def treetrain(title: str, *arguments: str) -> None:
@@ -73,9 +77,15 @@ def treetrain(title: str, *arguments: str) -> None:
         raise SystemExit(f"demo: treetrain {arguments[0]} ended with exit code {done.returncode}")
 
 
-def report(found: dict, page: Path) -> int:
-    """The verdict and where the page is; the exit code."""
+def report(runs: dict[str, Run], found: dict, page: Path) -> int:
+    """The figures, the verdict and where the page is; the exit code."""
     console.rule("[bold]Tree against linear", align="left")
+    table = Table("", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in runs:
+        table.add_column(name, justify="right")
+    for row in zip(*map(figures, runs.values()), strict=True):
+        table.add_row(row[0][0], *(value for _, value in row))
+    console.print(table)
     agree = found["same_work"] and found["largest_difference"] <= CURVE_TOLERANCE
     console.print(
         f"loss curves: largest difference {found['largest_difference']:.1e} nats over {found['common_steps']} steps, "
@@ -90,6 +100,21 @@ def report(found: dict, page: Path) -> int:
         )
     console.print(f"page: {page}", soft_wrap=True)
     return 0 if agree else 1
+
+
+def figures(run: Run) -> list[tuple[str, str]]:
+    """(name, value); the first step, in which memory and kernels are set up, is not timed."""
+    loss, held_out, seconds = run.values("loss"), run.values("eval_loss"), run.values("seconds")[1:]
+    return [
+        ("tokens computed", f"{run.values('computed_tokens').sum():,.0f}"),
+        ("training loss, first step", f"{loss[0]:.4f}"),
+        ("training loss, last step", f"{loss[-1]:.4f}"),
+        ("held-out loss before", f"{held_out[0]:.4f}"),
+        ("held-out loss after", f"{held_out[-1]:.4f}"),
+        ("forward + backward, median step", f"{np.median(seconds):.2f} s"),
+        ("forward + backward, all steps but the first", f"{seconds.sum():.1f} s"),
+        ("peak memory of the process", si(run.values("peak_memory_bytes").max(), "B")),
+    ]
 
 
 if __name__ == "__main__":
