@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from support.forests import bushy_rows, forest_of, forests
 from support.linear import relative_error, rms
+from support.pairwise import pairwise
 from support.parts import PartsByHand, Tensors
 from support.plans import KEEPS
 from support.runs import runs
@@ -122,11 +123,9 @@ def part_of_children(layout: PackedLayout) -> np.ndarray:
     return np.where(top, 0, np.cumsum(starts))
 
 
-@pytest.mark.parametrize("cutting", CUTS)
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1), (1, 1)])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_tree_that_is_cut_equals_the_whole_for_every_ratio_of_heads(backend, heads, groups, keep, cutting):
+@pairwise(cutting=CUTS, keep=[False, True], heads_and_groups=[(4, 4), (4, 2), (4, 1), (1, 1)], backend=BACKENDS)
+def test_a_tree_that_is_cut_equals_the_whole_for_every_ratio_of_heads(backend, heads_and_groups, keep, cutting):
+    heads, groups = heads_and_groups
     layout = layout_of(TREE)
     part_of = np.asarray(CUTS[cutting](layout), np.int64)
     plan = Plan.of_parts(layout, part_of, np.full(int(part_of.max()) + 1, keep))

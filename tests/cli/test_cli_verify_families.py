@@ -39,7 +39,11 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
     return folder
 
 
-@pytest.mark.parametrize("name", EXACT)
+# Fast for the kinds of layers that differ; every family is held exact by tests/models.
+FAST = {"qwen3", "qwen3_moe", "gemma2", "gpt_oss", "deepseek_v3", "llama4_text", "qwen3_5_text", "gpt2"}
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in EXACT])
 @pytest.mark.parametrize(("dtype", "budget"), [("float32", None), ("float64", "7")])
 def test_a_family_is_verified_from_its_folder(treetrain, rows_file, folder_of, name, dtype, budget):
     argv = ["verify", rows_file, "--model", folder_of(name), "--dtype", dtype, "--json"]

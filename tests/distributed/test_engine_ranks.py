@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from support.more_cases import EVERY
+from support.pairwise import pairwise
 from support.rank_work import Job, bfloat16_errors, step
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -23,9 +24,7 @@ def check(run_on_ranks, job: Job, *, size: int = 2) -> list[dict]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("split", ["round", "halves", "first has all", "last has all"])
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pairwise(split=["round", "halves", "first has all", "last has all"], parallel=["ddp", "fsdp"], size=[2, 4])
 def test_rows_may_be_split_in_any_way(run_on_ranks, parallel, split, size) -> None:
     check(run_on_ranks, Job(parallel, "ppo entropy", split=split), size=size)
 

@@ -15,6 +15,7 @@ from support.contract import PPO, SFT
 from support.families import GATED_DELTA
 from support.forests import dress
 from support.hybrids import make_hybrid
+from support.pairwise import pairwise
 from support.passes import unique_ids
 from support.plans import planned
 from support.pure import PureFloat64
@@ -129,9 +130,11 @@ def test_under_autocast_the_error_is_no_larger_than_that_of_rows():
     assert max(pooled["1 part"], pooled["chunks of 2"]) <= 1.5 * pooled["rows"]
 
 
-@pytest.mark.parametrize("limits", [{"graph": 9}, {"graph": 1}, {"plain": 3}, {"plain": 1, "graph": 3}, {"alive": 4}])
-@pytest.mark.parametrize("case", [SFT, PPO], ids=["sft", "ppo"])
-@pytest.mark.parametrize("plan", [None, ("N/4", "none"), ("N/4", "all")], ids=str)
+@pairwise(
+    limits=[{"graph": 9}, {"graph": 1}, {"plain": 3}, {"plain": 1, "graph": 3}, {"alive": 4}],
+    plan=[None, ("N/4", "none"), ("N/4", "all")],
+    case=[SFT, PPO],
+)
 def test_out_of_memory_splits_stay_exact(limits, case, plan):
     model = make_hybrid("qwen3_5_deep", dtype=torch.float64)
     if plan is None and "graph" not in limits:

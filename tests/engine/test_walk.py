@@ -12,6 +12,7 @@ from support import linear
 from support.forests import bushy_rows, dress
 from support.layouts import check_plan
 from support.models import make_model
+from support.pairwise import pairwise
 from support.passes import WatchedCarry, unique_ids, watched
 from support.plans import KEEPS, planned
 from support.pure import PureFloat64
@@ -227,9 +228,11 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, tt.UnsupportedModel])
-@pytest.mark.parametrize("when", ["first forward", "later forward", "last forward", "backward"])
-@pytest.mark.parametrize("way", WAYS)
+@pairwise(
+    way=WAYS,
+    when=["first forward", "later forward", "last forward", "backward"],
+    error=[KeyboardInterrupt, tt.UnsupportedModel],
+)
 def test_an_exception_in_the_middle_passes_unchanged_and_leaves_the_model_as_it_was(model, way, when, error):
     if when == "backward" and way == "scores":
         return

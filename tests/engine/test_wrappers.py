@@ -11,6 +11,7 @@ import treetrain as tt
 from support import linear
 from support.forests import dress
 from support.models import make_model
+from support.pairwise import pairwise
 from support.plans import planned
 from support.pure import PureFloat64
 
@@ -69,10 +70,7 @@ def check_exact(model: nn.Module, loss: str, way: str) -> None:
         assert linear.relative_error(WAYS[way](model, loss), truth) <= 1e-12
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("training", [False, True])
-@both_losses
-@every_way
+@pairwise(way=WAYS, loss=LOSSES, reentrant=[False, True], training=[False, True])
 def test_gradient_checkpointing_changes_nothing(reentrant, training, loss, way):
     model = make_model("qwen3", dtype=torch.float64)
     with PureFloat64():
@@ -122,9 +120,7 @@ LORAS = {
 }
 
 
-@pytest.mark.parametrize("name", LORAS)
-@both_losses
-@every_way
+@pairwise(name=LORAS, way=WAYS, loss=LOSSES)
 def test_a_model_wrapped_by_lora_is_exact(name, loss, way):
     check_exact(with_lora(make_model("qwen3"), **LORAS[name]), loss, way)
 
@@ -157,12 +153,9 @@ def test_lora_dropout_in_training_mode_is_refused():
         tt.TreeEngine(model.train())
 
 
-@pytest.mark.parametrize(
-    "trained",
-    ["lm_head", "embed_tokens", "layers.1.mlp", "layers.0.self_attn.k_proj", "norm"],
+@pairwise(
+    trained=["lm_head", "embed_tokens", "layers.1.mlp", "layers.0.self_attn.k_proj", "norm"], way=WAYS, loss=LOSSES
 )
-@both_losses
-@every_way
 def test_a_model_with_all_but_some_parts_frozen_is_exact(trained, loss, way):
     model = make_model("llama", dtype=torch.float64, tie_word_embeddings=False)
     for name, parameter in model.named_parameters():
@@ -175,7 +168,7 @@ def test_a_model_with_all_but_some_parts_frozen_is_exact(trained, loss, way):
     # forward_backward is one call: it is under autocast or it is not.
     [(way, where) for way in WAYS for where in ("inside", "outside") if (way, where) != ("engine", "outside")],
 )
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen3"])
 def test_under_autocast_the_tree_errs_no_more_than_the_rows_do(family, way, where):
     errors: dict[str, list[float]] = {"tree": [], "linear": []}
     for seed in range(4):
