@@ -1,13 +1,29 @@
 """`TreeTrainer`: runs on trees are those of every row by itself, and those of a plain loop of PyTorch."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
-from transformers import EarlyStoppingCallback
+from transformers import EarlyStoppingCallback, Qwen3ForCausalLM, TrainerCallback
 
-from support.tree_runs import apart, branching_rows, error, preference_rows, pure, run, small_model, steps, weights
+from support.families import VOCAB, make_family
+from support.tree_runs import (
+    apart,
+    branching_rows,
+    error,
+    make_arguments,
+    preference_rows,
+    pure,
+    run,
+    small_model,
+    steps,
+    weights,
+)
 from treetrain import losses
+from treetrain.trainers.callbacks import WeightAverage
 from treetrain.trainers.steps import StepSampler
+from treetrain.trainers.tree_trainer import TreeTrainer
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 RUNS = {
@@ -268,3 +284,56 @@ def test_a_loss_of_the_users_own_can_be_trained() -> None:
     sft = run(small_model(torch.float64), branching_rows(), max_steps=3, options={"loss": losses.sft()})
     assert steps(own)[-1]["mine"] == 1.0
     assert error([s["loss"] for s in steps(own)], [s["loss"] for s in steps(sft)]) < 1e-12
+
+
+def test_the_average_follows_its_formula_and_is_saved_as_a_model(tmp_path) -> None:
+    seen: list[dict[str, np.ndarray]] = []
+
+    class Weights(TrainerCallback):
+        def on_train_begin(self, args, state, control, *, model, **_):
+            seen.append(weights(model))
+
+        def on_step_end(self, args, state, control, *, model, **_):
+            seen.append(weights(model))
+
+    average = WeightAverage(0.8)
+    run(small_model(), branching_rows(), max_steps=4, folder=tmp_path, options={"callbacks": [average, Weights()]})
+    expected = seen[0]
+    for step in seen[1:]:
+        expected = {name: 0.8 * value + 0.2 * step[name] for name, value in expected.items()}
+    saved = weights(Qwen3ForCausalLM.from_pretrained(tmp_path / "ema"))
+    assert max(error(saved[name], expected[name]) for name in expected) < 1e-6
+    assert max(error(saved[name], seen[-1][name]) for name in expected) > 1e-3
+
+
+def test_bfloat16_is_autocast_that_ends_with_the_step() -> None:
+    narrow, wide = (run(small_model(), branching_rows(), max_steps=3, bf16=bf16) for bf16 in (True, False))
+    found = error(*([step["loss"] for step in steps(t)] for t in (narrow, wide)))
+    assert 1e-6 < found < 2e-2
+    assert next(narrow.model.parameters()).dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+
+
+def test_a_run_goes_on_in_the_middle_of_a_batch_bit_for_bit(tmp_path) -> None:
+    settings = {"loss": "ppo", "updates_per_batch": 3, "num_train_epochs": 1, "logging_steps": 2}
+    whole = run(small_model(), branching_rows(), folder=tmp_path / "whole", **settings)
+    folder = tmp_path / "parts"
+    saves = {"save_strategy": "steps", "save_steps": 4}
+    run(small_model(), branching_rows(), folder=folder, **saves, **settings)
+    shutil.rmtree(folder / "checkpoint-8")
+    again = TreeTrainer(small_model(), make_arguments(folder, **saves, **settings), branching_rows())
+    again.train(resume_from_checkpoint=True)
+    assert max(apart(again, whole).values()) == 0
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_the_routers_auxiliary_loss_is_that_of_the_whole_step_in_any_number_of_calls(calls) -> None:
+    rows = [row.replace(ids=row.ids % VOCAB) for row in branching_rows()]
+    settings = {"max_steps": 3, "tokens_per_step": 180, "optim": "sgd", "learning_rate": 0.05}
+
+    def model():
+        return make_family("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
+
+    tree = run(model(), rows, gradient_accumulation_steps=calls, **settings)
+    linear = run(model(), rows, execution="linear", **settings)
+    found = apart(tree, linear)
+    assert "router_aux_loss" in found and max(found.values()) < 1e-5

@@ -68,7 +68,8 @@ def evaluate(
     loss = loss.for_step(rows) if hasattr(loss, "for_step") else loss
     for members in calls:
         entropies = loss is not None and bool(getattr(loss, "needs_entropy", False))
-        found = logprobs(engine, members, entropies=entropies)
+        # A loss of the user's own may read any prediction.
+        found = logprobs(engine, members, entropies=entropies, every=loss is not None and not hasattr(loss, "packed"))
         scored, spread = found if entropies else (found, None)
         for row, scores in zip(members, scored, strict=True):
             weights = row.weights[1:]

@@ -157,23 +157,32 @@ def on_policy(loss: Any) -> Any:
 
 
 @torch.no_grad()
-def logprobs(engine: TreeEngine, rows: Sequence[Trajectory], *, entropies: bool = False) -> Any:
+def logprobs(engine: TreeEngine, rows: Sequence[Trajectory], *, entropies: bool = False, every: bool = False) -> Any:
     """`TreeEngine.logprobs` of rows that every rank has: each rank scores a share of them, all get all.
+
+    Args:
+        entropies: whether they are wanted too.
+        every: score every prediction; False: 0 stands for those without a loss weight, which no loss of ours reads.
 
     Returns:
         one float tensor [L - 1] per row; with `entropies` a second list; in CPU memory where there are several ranks.
     """
     ranks = engine.ranks
+
+    def scores(rows: Sequence[Trajectory]) -> Any:
+        mask = None if every else [row.weights[1:] != 0 for row in rows]
+        return engine.logprobs(rows, return_entropy=entropies, mask=mask)
+
     if ranks.alone:
-        return engine.logprobs(rows, return_entropy=entropies)
+        return scores(rows)
     tree = as_tree(rows, merge=engine._merge)
-    shares = balance(tree, formula_cost(engine.model), ranks.size, whole_rows=True).trajectories
+    shares = balance(tree, formula_cost(engine.model), ranks.size, whole_rows=every).trajectories
     own = [rows[number] for number in shares[ranks.rank].tolist()]
 
     def score() -> tuple[None, list[list[Any]]]:
         if not own and not engine.in_lockstep:
             return None, [[], []]
-        found = engine.logprobs(own, return_entropy=entropies)
+        found = scores(own)
         return None, [[one.cpu().numpy() for one in each] for each in (found if entropies else (found, []))]
 
     if engine.in_lockstep:
