@@ -13,11 +13,14 @@ from torch import nn
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.router_balance import RouterBalance
+from treetrain.engine.score import Scored
 from treetrain.engine.step import StepResult
 from treetrain.plan.partition import whole_trees
 from treetrain.plan.plan import Plan
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
+
+Batch = Sequence[Trajectory] | TokenTree
 
 
 class LinearEngine(TreeEngine):
@@ -42,32 +45,24 @@ class LinearEngine(TreeEngine):
         super().__init__(model, budget=pack_tokens, temperature=temperature, value_head=value_head, **sharing)
         self.pack_tokens = pack_tokens
 
-    def forward_backward(
-        self,
-        trajectories: Sequence[Trajectory] | TokenTree,
-        loss: Any,
-        normaliser: float | None = None,
-        balance: RouterBalance | None = None,
-        *,
-        sync: bool = True,
-    ) -> StepResult:
+    def forward_backward(self, trajectories: Batch, *given: Any, **options: Any) -> StepResult:
         """See `TreeEngine.forward_backward`."""
-        return super().forward_backward(_rows(trajectories), loss, normaliser, balance, sync=sync)
+        return super().forward_backward(_rows(trajectories), *given, **options)
 
-    def router_balance(self, trajectories: Sequence[Trajectory] | TokenTree) -> RouterBalance:
+    def score(self, rows: Batch, **options: Any) -> Scored:
+        """See `TreeEngine.score`."""
+        return super().score(_rows(rows), **options)
+
+    def router_balance(self, trajectories: Batch) -> RouterBalance:
         """See `TreeEngine.router_balance`."""
         return super().router_balance(_rows(trajectories))
-
-    def logprobs(self, trajectories: Sequence[Trajectory] | TokenTree, *, return_entropy: bool = False) -> Any:
-        """See `TreeEngine.logprobs`."""
-        return super().logprobs(_rows(trajectories), return_entropy=return_entropy)
 
     def plan_of(self, layout: PackedLayout) -> Plan:
         """See `TreeEngine.plan_of`."""
         return whole_trees(layout, self.pack_tokens or max(layout.num_tokens, 1))
 
 
-def _rows(batch: Sequence[Trajectory] | TokenTree) -> Sequence[Trajectory] | TokenTree:
+def _rows(batch: Batch) -> Batch:
     """A tree whose rows share tokens is taken apart."""
     if isinstance(batch, TokenTree) and batch.num_tokens != batch.num_flat_tokens:
         return list(batch.trajectories)
