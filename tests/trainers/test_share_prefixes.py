@@ -34,6 +34,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo weighted": ("dpo", {"use_weighting": True}),
     "dpo length": ("dpo", {"ld_alpha": 0.5}),
     "dpo precomputed": ("dpo", {"precompute_ref_log_probs": True}),
+    "dpo synchronised": ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2}),
+    "dpo adamw": ("dpo", {"optim": "adamw_torch", "learning_rate": 1e-3}),
+    "dpo reentrant": (
+        "dpo",
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    ),
+    "sft lora checkpointing": ("sft", {"lora": True, "gradient_checkpointing": True}),
     "kto apo": ("kto", {"loss_type": "apo_zero_unpaired"}),
     "kto precomputed": ("kto", {"precompute_ref_log_probs": True}),
     "grpo entropy": ("grpo", {"top_entropy_quantile": 0.5}),
