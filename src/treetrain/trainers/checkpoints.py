@@ -93,6 +93,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             raise ValueError("SafeCheckpointsMixin does not know DeepSpeed's checkpoints: use DDP or FSDP2")
         if self.args.save_on_each_node:
             raise ValueError("save_on_each_node=True: SafeCheckpointsMixin needs one output_dir that all nodes share")
+        self._frozen = shards.frozen_digest(self._model)
 
     def step_size(self) -> str:
         """What an optimiser step takes of the data over all ranks. A trainer that counts otherwise overrides it."""
@@ -175,6 +176,14 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 f"{self.args.world_size}, with gradient_accumulation_steps={self.args.gradient_accumulation_steps}). "
                 "Make it the same, or set ignore_data_skip=True"
             )
+        rank, frozen = self.args.process_index, manifest["frozen"]
+        if manifest["ranks"] != self.args.world_size:  # whole weights are the same on all ranks, shards are not
+            rank, frozen = 0, [self._frozen] if self._is_sharded else frozen
+        if frozen[rank] != self._frozen:
+            raise ValueError(
+                f"cannot go on from {path}: the weights that are not trained, which it does not hold, are others. Load "
+                "the base model with which the run began"
+            )
         if manifest["save_only_model"]:
             raise ValueError(f"cannot go on from {path}: with save_only_model=True it holds no optimiser state")
         return manifest | {"path": path}
@@ -252,7 +261,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             described = self._on_all_ranks(lambda: checkpoint_folders.describe(temporary, index, size))
             files = {name: entry for each in described for name, entry in each.items()}
             facts = {"step": step, "ranks": size, "step_size": self.step_size()}
-            facts |= {"save_only_model": self.args.save_only_model}
+            frozen = self._on_all_ranks(lambda: self._frozen)
+            facts |= {"save_only_model": self.args.save_only_model, "frozen": frozen}
             facts |= {"loss_since_log": losses, "last_logged": self._globalstep_last_logged}
             self._on_all_ranks(lambda: checkpoint_folders.publish(temporary, files, facts) if self._is_first else None)
         except Exception as error:

@@ -3,9 +3,11 @@
 Every rank writes and reads only its shards, and any number of ranks can read what any other number wrote.
 """
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -26,6 +28,18 @@ MODEL, OPTIMIZER, CALLBACKS = "model_shards", "optimizer_shards", "callbacks_sha
 def is_sharded(model: nn.Module) -> bool:
     """Whether any parameter is held in shards."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def frozen_digest(model: nn.Module) -> str:
+    """SHA-256 of the weights that are not trained, by name, shape and content; of shards those that this rank holds."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if not parameter.requires_grad and not parameter.is_meta:
+            local = parameter.detach()
+            local = local.to_local() if isinstance(local, DTensor) else local
+            content = torch.hash_tensor(local).item() if local.numel() else 0
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {content}\n".encode())
+    return digest.hexdigest()
 
 
 def save_model(model: nn.Module, checkpoint: Path, group: dist.ProcessGroup | None) -> None:
