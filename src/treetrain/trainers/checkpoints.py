@@ -29,7 +29,7 @@ from treetrain.trainers.attributes import plain_attributes, set_attributes
 from treetrain.trainers.checkpoint_folders import TornCheckpoint
 from treetrain.trainers.signals import NAMES, Interrupted, noted_signals
 
-TESTED = "5.23."
+TESTED = "5.17.", "5.23."
 """Versions of transformers whose private methods, which the mixin overrides, are known."""
 CALLBACKS = "callbacks.pt"
 
@@ -80,8 +80,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not transformers.__version__.startswith(TESTED):
             raise RuntimeError(
-                f"SafeCheckpointsMixin is tested with transformers {TESTED}*, and {transformers.__version__} is "
-                f"installed: install transformers=={TESTED}*"
+                f"SafeCheckpointsMixin is tested with transformers {' and '.join(TESTED)}, and "
+                f"{transformers.__version__} is installed: install transformers=={TESTED[-1]}*"
             )
         model = kwargs.get("model", args[0] if args else None)
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments)]

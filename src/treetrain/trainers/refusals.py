@@ -88,7 +88,7 @@ def check_trainer(trainer: Any, seam: Seam) -> None:
             "model_init, which makes another model when training begins; give the trainer a model",
         ),
         (
-            trainer.compute_loss_func is not None,
+            callable(trainer.compute_loss_func),  # TRL sets a string that only tells the Trainer not to scale its loss
             "compute_loss_func is given logits, which are not computed; override compute_loss of a TRL trainer, which "
             "reads log-probabilities, or leave compute_loss_func out",
         ),
