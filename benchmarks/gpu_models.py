@@ -13,10 +13,10 @@ from torch import nn
 import treetrain as tt
 from gpu_rows import device, forget, wait
 from treetrain.attention.dispatch import using
-from treetrain.engine.batch import as_tree
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.planning import formula_cost
+from treetrain.tree.build import as_tree
 
 VOCABULARY = 151_936
 PACK_TOKENS = 16_384

@@ -14,7 +14,6 @@ from treetrain.device_arrays import on_device
 from treetrain.errors import DataError
 from treetrain.models.capability import Capabilities
 from treetrain.models.moe import MixtureOfExperts
-from treetrain.tree.build import as_tree as as_tree
 from treetrain.tree.layout import FlatReads, PackedLayout, flat_reads, pack, pack_states, ranges, trained_predictions
 from treetrain.tree.token_tree import TokenTree
 

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.batch import Batch, as_tree, check_batch, predictions_of
+from treetrain.engine.batch import Batch, check_batch, predictions_of
 from treetrain.engine.checks import check_count, check_loss, check_trainable
 from treetrain.engine.lockstep import Reduces
 from treetrain.engine.merged import MergedBatch
 from treetrain.engine.ranks import Ranks, is_shard
 from treetrain.engine.whole_step import Share, every_row, share_of, whole_step
 from treetrain.errors import UnsupportedModel
+from treetrain.tree.build import as_tree
 from treetrain.tree.token_tree import TokenTree
 
 

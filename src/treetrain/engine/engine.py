@@ -14,7 +14,7 @@ from torch import nn
 from treetrain.attention.dispatch import Choice, choose_backend
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.aligned import agreed_plan
-from treetrain.engine.batch import Batch, as_tree, check_batch, predictions_of, rewards_layout
+from treetrain.engine.batch import Batch, check_batch, predictions_of, rewards_layout
 from treetrain.engine.begin import Begun, begin, check_hooks
 from treetrain.engine.calibrate import cost_model
 from treetrain.engine.checks import check_temperature
@@ -42,7 +42,7 @@ from treetrain.models.capability import Capabilities, check_model
 from treetrain.plan.budget import Bytes, parse_budget
 from treetrain.plan.plan import Plan
 from treetrain.plan.price import CostModel
-from treetrain.tree.build import Row
+from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree
 

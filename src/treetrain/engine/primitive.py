@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from treetrain.engine.batch import Batch, as_tree, check_batch, predictions_of
+from treetrain.engine.batch import Batch, check_batch, predictions_of
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.feed import Board
 from treetrain.engine.routing import check_auxiliary
 from treetrain.engine.score import Scoring, collected, is_live
 from treetrain.errors import UnsupportedModel
 from treetrain.plan.budget import Bytes
-from treetrain.tree.build import Row
+from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
 

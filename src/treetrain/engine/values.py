@@ -6,13 +6,13 @@ import numpy as np
 from torch import Tensor, nn
 
 from treetrain.device_arrays import on_device
-from treetrain.engine.batch import as_tree, check_batch, rewards_layout
+from treetrain.engine.batch import check_batch, rewards_layout
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.primitive import check_alone_where_live, scored
 from treetrain.engine.routing import check_auxiliary
 from treetrain.engine.score import is_live
 from treetrain.plan.budget import Bytes
-from treetrain.tree.build import Row
+from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import PackedLayout, pack_states
 from treetrain.tree.token_tree import TokenTree
 

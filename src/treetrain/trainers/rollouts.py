@@ -18,7 +18,6 @@ from treetrain import losses
 from treetrain.data.advantages import advantages_of_groups
 from treetrain.data.columns import StoredColumns, columns_of
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.batch import as_tree
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.planning import formula_cost
@@ -30,6 +29,7 @@ from treetrain.losses.policy import ClippedLoss, PolicyLoss
 from treetrain.plan.dispatch import balance
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.watch import Watch, WatchedLoss
+from treetrain.tree.build import as_tree
 from treetrain.tree.token_tree import RowTrajectories
 
 LINEAR_PACK_TOKENS = 8_192  # beyond this, larger packs cost memory and gain no speed

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from treetrain.data.columns import columns_of
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.batch import as_tree
 from treetrain.engine.calibrate import model_shape
 from treetrain.engine.planning import formula_cost
 from treetrain.errors import DataError, UnsupportedModel
@@ -26,6 +25,7 @@ from treetrain.plan.dispatch import balance
 from treetrain.plan.price import CostModel
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.groups import RowGroups, make_groups
+from treetrain.tree.build import as_tree
 from treetrain.tree.stats import linear_work, tree_work
 from treetrain.tree.token_tree import TokenTree
 

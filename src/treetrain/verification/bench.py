@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from treetrain.engine.allocator import keep_memory
-from treetrain.engine.batch import as_tree
 from treetrain.engine.checks import check_loss
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
@@ -26,7 +25,7 @@ from treetrain.models.capability import causal_lm
 from treetrain.plan.budget import Bytes
 from treetrain.plan.cost import ModelShape
 from treetrain.plan.ideal import budget_share, ideal_speedup
-from treetrain.tree.build import Row, build_tree
+from treetrain.tree.build import Row, as_tree, build_tree
 from treetrain.tree.stats import distinct_rows
 from treetrain.tree.token_tree import TokenTree
 from treetrain.verification.padded_baseline import PaddedEngine

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treetrain.engine.batch import as_tree
 from treetrain.engine.checks import check_loss, step_loss
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.step import StepResult
 from treetrain.losses.sft import sft
 from treetrain.models.capability import check_model
 from treetrain.plan.budget import Bytes
-from treetrain.tree.build import Row, build_tree
+from treetrain.tree.build import Row, as_tree, build_tree
 from treetrain.tree.token_tree import TokenTree
 from treetrain.verification.plain_model import PlainExperts, linear_gradients
 
