@@ -29,7 +29,7 @@ def read_rows(
     *,
     model: str | None = None,
     tokenizer: str | None = None,
-    format: str = "auto",
+    format: Literal["auto", "tokens", "chat"] = "auto",
     **options: Any,
 ) -> ReadRows:
     """Read files, with a tokenizer where they hold conversations.
