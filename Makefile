@@ -12,7 +12,7 @@ TORCH ?= torch==2.13.0
 EXTRAS = train,peft,trl,dev
 PYTEST_ARGS ?=
 # A process per core and one thread in each: the tests' models are too small for more.
-PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal
 
 ifdef ACTIVE
 PY := $(shell command -v python || command -v python3)

@@ -423,27 +423,17 @@ def test_hooks_of_parameters_see_one_gradient(model):
 
 
 def test_a_forward_within_an_autocast_that_accelerate_wrapped_leaves_autocast_as_it_was():
-    from accelerate import Accelerator
-
     model = make_model("qwen3")
-    prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
-
-    class Within(nn.Module):
-        """What a stand-in does whose forward is the model's, wrapped by Accelerate."""
-
-        def forward(self, *args, **kwargs):
-            return tt.TreeEngine(prepared).score(ROWS)
-
-    inner = prepared._original_forward
-    prepared._original_forward = inner
+    # As Accelerate's prepare_model does it: one autocast object for all calls of the forward.
+    model._original_forward = inner = model.forward
     autocast = torch.autocast("cpu", dtype=torch.bfloat16)
-    wrapped = autocast(inner)  # one object for all calls, as Accelerate does it
-    prepared.forward = wrapped
+    model.forward = autocast(inner)
 
-    def called(*args, **kwargs):
-        return tt.TreeEngine(prepared).score(ROWS)
+    @autocast
+    def stand_in():
+        return tt.TreeEngine(model).score(ROWS)
 
-    scored = autocast(called)()
+    scored = stand_in()
     assert not torch.is_autocast_enabled("cpu")
     assert scored.logprobs[0].dtype == torch.float32
     sum(row.sum() for row in scored.logprobs).backward()
