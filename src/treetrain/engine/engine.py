@@ -298,11 +298,11 @@ class TreeEngine:
         entropy, layout = bool(getattr(begun.loss, "needs_entropy", False)), begun.batch.layout
         sizes = layout.num_edges, len(layout.rows)
         board = Board(*sizes, device=model_device(self.model), dtype=wide_dtype(self.model), entropy=entropy)
-        kept = plan.keeping_all()
 
         def walk(way: Way) -> Walk | None:
             if way != "keeping all":
                 return self.walk(plan, passes, routing, gradients=way == "training", reduces=begun.reduces)
+            kept = plan.keeping_all()
             # Ranks in lockstep would have to agree on it; a step that starts over has run out of memory.
             if self.in_lockstep or passes.budget is not None or not self._fits(kept):
                 return None

@@ -56,21 +56,24 @@ class StepOutOfMemory(RuntimeError):
 
 
 class out_of_memory_in:
-    """Memory that runs out in the block means that a plan of one part did not fit.
+    """Memory that runs out in the block means that the step must start over.
 
     No generator: from Python 3.12 on, one that raises another error leaves the first in a cycle with its frames, and
     so the graph that did not fit is alive beside the next try until garbage is collected.
+
+    Args:
+        made: says what was alive when it is asked, and whether gradients are incomplete.
     """
 
-    def __init__(self, plan: Plan):
-        self._plan = plan
+    def __init__(self, made: Callable[[], StepOutOfMemory]):
+        self._made = made
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _traceback: Any) -> None:
         if error is not None and is_out_of_memory(error):
-            raise StepOutOfMemory(self._plan.layout.num_tokens, begun=False) from error
+            raise self._made() from error
 
 
 class Passes:

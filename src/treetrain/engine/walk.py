@@ -18,7 +18,7 @@ from treetrain.engine.feed import Board, Feed, Seeds
 from treetrain.engine.head import Scores
 from treetrain.engine.hooks import hooks_once
 from treetrain.engine.lockstep import Lockstep, Reduces, in_step
-from treetrain.engine.memory import Passes, StepOutOfMemory, is_out_of_memory, release_cached
+from treetrain.engine.memory import Passes, StepOutOfMemory, is_out_of_memory, out_of_memory_in, release_cached
 from treetrain.engine.packed import PackedRun, model_device
 from treetrain.engine.routing import Routing, switched
 from treetrain.engine.sinks import Sinks, gradient_sinks
@@ -172,6 +172,7 @@ class Walk:
         plan = self._outer.plan
         try:
             with (
+                out_of_memory_in(lambda: StepOutOfMemory(plan.peak_tokens, begun=False)),
                 torch.enable_grad(),
                 self._run_type.mode(self._model),
                 self._routers(),
@@ -191,11 +192,9 @@ class Walk:
                     self._alive += len(tokens)
                     self._waiting.append(done)
                     board.write(*done)
-        except Exception as error:
+        except Exception:
             self._waiting.clear()
-            if not is_out_of_memory(error):
-                raise
-            raise StepOutOfMemory(plan.peak_tokens, begun=False) from error
+            raise
 
     def backward_all(self, feed: Feed, reduces: Reduces = "each") -> None:
         """The backwards of `forward_all`, the last part first: all below a part stands after it.
@@ -207,6 +206,7 @@ class Walk:
             self._lockstep.begin_backwards(reduces)
         try:
             with (
+                out_of_memory_in(self._ran_out),
                 torch.enable_grad(),
                 self._run_type.mode(self._model),
                 self._routers(),
@@ -217,10 +217,6 @@ class Walk:
                     self._backward(self._waiting.pop(), feed)
                 if self._sinks is not None:
                     self._sinks.deliver()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise StepOutOfMemory(self._alive or self._outer.plan.peak_tokens, begun=self._begun) from error
         finally:
             self._waiting.clear()
 
@@ -232,21 +228,20 @@ class Walk:
         Raises:
             StepOutOfMemory: gradients so far are incomplete.
         """
-        try:
-            with (
-                torch.enable_grad(),
-                self._run_type.mode(self._model),
-                self._routers(),
-                hooks_once(*self._modules()),
-                self._gradient_sinks() as self._sinks,
-                in_step(self._lockstep),
-            ):
-                self._train(self._outer, feed)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise StepOutOfMemory(self._alive or self._outer.plan.peak_tokens, begun=self._begun) from error
+        with (
+            out_of_memory_in(self._ran_out),
+            torch.enable_grad(),
+            self._run_type.mode(self._model),
+            self._routers(),
+            hooks_once(*self._modules()),
+            self._gradient_sinks() as self._sinks,
+            in_step(self._lockstep),
+        ):
+            self._train(self._outer, feed)
         self._sinks = None
+
+    def _ran_out(self) -> StepOutOfMemory:
+        return StepOutOfMemory(self._alive or self._outer.plan.peak_tokens, begun=self._begun)
 
     def _gradient_sinks(self) -> AbstractContextManager[Sinks | None]:
         """None where weights exist as a whole within a pass only."""

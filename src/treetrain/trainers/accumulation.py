@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from treetrain.trainers.async_grpo import packed_tree_of
+from treetrain.trainers.batch_rows import IGNORED
 from treetrain.tree.build import build_tree
 
-IGNORED = -100
-"""The label of tokens that are not predicted."""
 WORTH_JOINING = 0.9
 """Micro-batches are scored as one tree where it has at most so many of the tokens of their own trees: its graphs need
 more memory, and where they do not fit it is run forward twice."""
@@ -124,7 +123,7 @@ class StepScores:
         known = self._upcoming() if together and number is None and key not in self._apart else []
         if not (known and _equal(known[0], rows)):
             known, self._foreseen = [rows], []  # a generation may be under way, which makes others
-        elif not _share(known):
+        elif len(known) > 1 and not _share(known):
             known = [rows]
             self._apart.add(key)
         scored = run([ids for batch in known for ids in batch.ids], [mask for batch in known for mask in batch.masks])

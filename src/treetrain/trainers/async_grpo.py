@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-IGNORED = -100
-"""The label of tokens that are not predicted."""
+from treetrain.trainers.batch_rows import IGNORED
+
 TREE_INDEX = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
 ATTENTION = "tree_fa3"
 """Name of the attention that TRL gives the model of an `AsyncGRPOTrainer`."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from treetrain.engine.engine import TreeEngine
+from treetrain.engine.score import collected
 from treetrain.models.capability import causal_lm
 
 logger = logging.getLogger(__name__)
@@ -156,15 +157,9 @@ def _run(scored: Any, loss: Tensor) -> None:
 
 def _gradients(model: nn.Module, wanted: list[nn.Parameter], run: Callable[[], None]) -> list[Tensor | None]:
     """What a call leaves in ``.grad`` of some parameters; all are put back as they were."""
-    before = [(p, p.grad) for p in model.parameters()]
-    try:
-        for p, _ in before:
-            p.grad = None
-        run()
-        return [p.grad for p in wanted]
-    finally:
-        for p, grad in before:
-            p.grad = grad
+    parameters = list(model.parameters())
+    found = dict(zip(parameters, collected(parameters, run)))
+    return [found[p] for p in wanted]
 
 
 def _relative(found: Any, expected: Any) -> float:

@@ -1,4 +1,4 @@
-"""RowGroups of rows: what shuffling never tears apart.
+"""Groups of rows that shuffling never tears apart.
 
 Rows of one `group` are a unit; rows without a group are one if they are of one tree, and a tree that is larger than a
 step is cut at its forks. Rows of one `pair` are always of one unit. Trees are those of token ids and keys: experts that

@@ -2,10 +2,10 @@
 
 from typing import Any, Literal
 
-from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from treetrain.errors import UnsupportedModel
+from treetrain.trainers.shards import is_sharded
 
 Seam = Literal["fused", "loss", "rewards"]
 """How a trainer asks its model: for log-probabilities by TRL's fused head, for a loss, or for rewards."""
@@ -106,7 +106,7 @@ def check_trainer(trainer: Any, seam: Seam) -> None:
             "parallelism_config: context, sequence and tensor parallelism cut rows apart; leave it out",
         ),
         (
-            any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()),
+            is_sharded(trainer.model),
             "a model that is sharded over processes; train it with tt.TreeTrainer",
         ),
         (
