@@ -137,6 +137,14 @@ class Selection(Reads):
         """See `Reads`."""
         return loss.pack(self.trajectories, device=device, dtype=dtype, used=self.used)
 
+    def of_edges(self, per_edge: Tensor) -> list[Tensor]:
+        """[E] -> one [L_k - 1] tensor per trajectory; see `per_trajectory`."""
+        return self.per_trajectory(self.per_prediction(per_edge))
+
+    def of_rows(self, per_row: Tensor) -> list[Tensor]:
+        """[R] or [R, c] -> one [L_k - 1] or [L_k - 1, c] tensor per trajectory; see `per_trajectory`."""
+        return self.per_trajectory(self.per_prediction_entropy(per_row))
+
     def per_trajectory(self, per_prediction: Tensor) -> list[Tensor]:
         """[T] -> one [L_k - 1] tensor per trajectory; predictions that were not computed hold 0. [T, c] likewise."""
         if self.used.all():

@@ -447,7 +447,7 @@ class TreeEngine:
             balanced=self._balanced,
         )
         scoring.forward()
-        return Scored(scoring, tree, batch, values=values, aux=self._balanced)
+        return Scored.of_predictions(scoring, batch, values=values, aux=self._balanced)
 
     def plan_to_score(self, layout: PackedLayout, *, keep: bool = True) -> Plan:
         """The plan of a batch whose loss is known when all of it has been scored.

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,20 @@ def linear_coefficients(
     # Float64 on the way: a shared edge may collect thousands of rows.
     total = torch.zeros(num_edges, dtype=torch.float64, device=device)
     return total.index_add_(0, on_device(rows.edges, device), per_prediction.double()).to(dtype)
+
+
+def added_up(like: Tensor, places: np.ndarray, found: Tensor | None) -> Tensor:
+    """Gradients added up where they were read from, in the shape and dtype of `like`.
+
+    Args:
+        places: int64 [T]: where in `like`.
+        found: [T] or [T, c]; None: zeros.
+    """
+    # Float64 on the way: a place may collect thousands of rows.
+    total = torch.zeros_like(like, dtype=torch.float64)
+    if found is not None:
+        total.index_add_(0, on_device(places, like.device), found.double())
+    return total.to(like.dtype)
 
 
 def evaluate(

@@ -72,6 +72,11 @@ class Board:
         """[R] or [R, c]; None until a value is written, since only a value head knows c."""
         self.statistics = Statistics.empty(num_edges, num_rows, dtype, device) if statistics else None
 
+    @property
+    def values_or_zeros(self) -> Tensor:
+        """[R] or [R, c]: the values, where there are rows."""
+        return self.logprobs.new_zeros(self.num_rows) if self.values is None else self.values
+
     def write(self, piece: Piece, scores: Scores) -> None:
         """Put a piece's scores in their places."""
         self.logprobs[self.index(piece.edges)] = scores.logprobs.detach()

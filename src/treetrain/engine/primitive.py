@@ -80,12 +80,11 @@ def logprobs(
     tree, batch = engine.together("treetrain.logprobs", prepared)
     board, aux = scored(engine, tree, batch.layout, "treetrain.logprobs", entropy=return_entropy, balanced=return_aux)
     every = batch.everything()
-    found: list[Any] = [every.per_trajectory(every.per_prediction(board.logprobs))]
+    found: list[Any] = [every.of_edges(board.logprobs)]
     if board.entropies is not None:
-        found.append(every.per_trajectory(every.per_prediction_entropy(board.entropies)))
+        found.append(every.of_rows(board.entropies))
     if return_values:
-        values = board.logprobs.new_zeros(len(batch.layout.rows)) if board.values is None else board.values
-        found.append(every.per_trajectory(every.per_prediction_entropy(values)))
+        found.append(every.of_rows(board.values_or_zeros))
     if return_aux:
         found.append(aux)
     return found[0] if len(found) == 1 else tuple(found)
@@ -130,7 +129,7 @@ def scored(
     parameters = [p for p in engine.parameters if p.requires_grad]
     board = scoring.board
     found = _TreeScores.apply(scoring, parameters, what, *parameters)
-    live = Board(0, 0, board.logprobs.dtype, board.device, entropy=False)
+    live = Board(0, board.num_rows, board.logprobs.dtype, board.device, entropy=False)
     live.logprobs, entropies, values, aux = found  # type: ignore[misc]
     live.entropies = entropies if entropy else None
     live.values = values if board.values is not None else None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from treetrain.device_arrays import on_device
 from treetrain.engine.batch import Batch
+from treetrain.engine.evaluate import added_up
 from treetrain.engine.feed import Board, Known
 from treetrain.engine.hooks import hooks_aside
 from treetrain.engine.lockstep import Reduces
@@ -239,25 +240,32 @@ class Scored:
     computed_tokens: int
     """Tokens that went through the model: the tree's, less what no wanted prediction depends on."""
 
-    def __init__(self, scoring: Scoring, tree: TokenTree, batch: Batch, *, values: bool, aux: bool):
-        self._scoring, self._batch = scoring, batch
+    def __init__(self, scoring: Scoring, tree: TokenTree):
+        self._scoring = scoring
+        self._batch: Batch | None = None
         self._last: np.ndarray | None = None
-        board, every = scoring.board, batch.everything()
-        per_edge = lambda x: every.per_trajectory(every.per_prediction(x))  # noqa: E731
-        per_row = lambda x: every.per_trajectory(every.per_prediction_entropy(x))  # noqa: E731
-        self.logprobs = self._leaves(per_edge(board.logprobs))
-        self.entropies = None if board.entropies is None else self._leaves(per_row(board.entropies))
-        self.values = self.rewards = None
+        self.logprobs = []
+        self.entropies = self.values = self.rewards = None
+        self.is_top1 = self.mean_logits = self.log_sum_sq_probs = self.aux_loss = None
+        self.flat_tokens, self.unique_tokens = tree.num_flat_tokens, tree.num_tokens
+        self.computed_tokens = scoring.layout.num_tokens
+
+    @classmethod
+    def of_predictions(cls, scoring: Scoring, batch: Batch, *, values: bool, aux: bool) -> "Scored":
+        """What a scoring gives for every prediction of a batch."""
+        self, board, every = cls(scoring, batch.tree), scoring.board, batch.everything()
+        self._batch = batch
+        self.logprobs = self._leaves(every.of_edges(board.logprobs))
+        if board.entropies is not None:
+            self.entropies = self._leaves(every.of_rows(board.entropies))
         if values:
-            found = board.logprobs.new_zeros(len(batch.layout.rows)) if board.values is None else board.values
-            self.values = self._leaves(per_row(found))
-        self.is_top1 = self.mean_logits = self.log_sum_sq_probs = None
+            self.values = self._leaves(every.of_rows(board.values_or_zeros))
         if board.statistics is not None:
-            self.is_top1 = per_edge(board.statistics.is_top1)
-            self.mean_logits = per_row(board.statistics.mean_logits)
-            self.log_sum_sq_probs = per_row(board.statistics.log_sum_sq_probs)
+            self.is_top1 = every.of_edges(board.statistics.is_top1)
+            self.mean_logits = every.of_rows(board.statistics.mean_logits)
+            self.log_sum_sq_probs = every.of_rows(board.statistics.log_sum_sq_probs)
         self.aux_loss = self._leaves([scoring.aux])[0] if aux else None
-        self._count(tree)
+        return self
 
     @classmethod
     def of_rewards(cls, scoring: Scoring, tree: TokenTree, last: np.ndarray) -> "Scored":
@@ -266,18 +274,10 @@ class Scored:
         Args:
             last: int64 [K]: the row that holds the value of each trajectory's last token.
         """
-        self = cls.__new__(cls)
-        self._scoring, self._last, self.logprobs = scoring, last, []
-        self.entropies = self.values = self.is_top1 = self.mean_logits = self.log_sum_sq_probs = self.aux_loss = None
-        values = scoring.board.values
-        found = scoring.board.logprobs.new_zeros(0) if values is None else values[on_device(last, values.device)]
-        self.rewards = self._leaves([found])[0]
-        self._count(tree)
+        self = cls(scoring, tree)
+        values = scoring.board.values_or_zeros
+        self._last, self.rewards = last, self._leaves([values[on_device(last, values.device)]])[0]
         return self
-
-    def _count(self, tree: TokenTree) -> None:
-        self.flat_tokens, self.unique_tokens = tree.num_flat_tokens, tree.num_tokens
-        self.computed_tokens = self._scoring.layout.num_tokens
 
     def _leaves(self, found: list[Tensor]) -> list[Tensor]:
         return [x.detach().clone().requires_grad_(self._scoring.live) for x in found]
@@ -349,10 +349,9 @@ class Scored:
                 "it first"
             )
         nothing = torch.zeros_like(board.logprobs)
-        if self._last is not None:
-            reward = None if self.rewards is None else self.rewards.grad
-            spread = None if values is None or reward is None else _added_up(values, self._last, reward)
-            return nothing, None, torch.zeros_like(values) if values is not None and spread is None else spread, 0.0
+        if self._last is not None and self.rewards is not None:
+            return nothing, None, None if values is None else added_up(values, self._last, self.rewards.grad), 0.0
+        assert self._batch is not None
         every = self._batch.everything()
         used = on_device(np.flatnonzero(self._batch.used), board.device)
 
@@ -361,20 +360,13 @@ class Scored:
                 return None
             grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
             flat = torch.cat([like.new_zeros(0, *like.shape[1:]), *(g.to(like.dtype) for g in grads)])
-            return _added_up(like, places, flat.index_select(0, used))
+            return added_up(like, places, flat.index_select(0, used))
 
         edges = per_place(board.logprobs, self.logprobs, every.edges)
         assert edges is not None
         aux = 0.0 if self.aux_loss is None or self.aux_loss.grad is None else self.aux_loss.grad
         rows = per_place(board.entropies, self.entropies, every.rows)
         return edges, rows, per_place(values, self.values, every.rows), aux
-
-
-def _added_up(like: Tensor, places: np.ndarray, found: Tensor) -> Tensor:
-    """Gradients [T] added up where they were read from, in the shape and dtype of `like`; in float64 on the way, since
-    thousands of trajectories may share a place."""
-    total = torch.zeros_like(like, dtype=torch.float64)
-    return total.index_add_(0, on_device(places, like.device), found.double()).to(like.dtype)
 
 
 def collected(parameters: Sequence[nn.Parameter], run: Callable[[], None]) -> tuple[Tensor | None, ...]:

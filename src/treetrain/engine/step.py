@@ -10,7 +10,7 @@ import torch
 
 from treetrain.engine.batch import Batch, Selection
 from treetrain.engine.begin import Begun
-from treetrain.engine.evaluate import MetricSums, evaluate, evaluate_gradients, linear_coefficients
+from treetrain.engine.evaluate import MetricSums, added_up, evaluate, evaluate_gradients, linear_coefficients
 from treetrain.engine.feed import Board, Known, Stream
 from treetrain.engine.memory import Passes
 from treetrain.engine.outcome import Found, Outcome
@@ -250,9 +250,9 @@ class StepRun:
         train(
             Known(
                 board,
-                _spread(board.logprobs, own.edges, edges),
-                None if spread is None or board.entropies is None else _spread(board.entropies, own.rows, spread),
-                None if valued is None or board.values is None else _spread(board.values, own.rows, valued),
+                added_up(board.logprobs, own.edges, edges),
+                None if spread is None or board.entropies is None else added_up(board.entropies, own.rows, spread),
+                None if valued is None or board.values is None else added_up(board.values, own.rows, valued),
             )
         )
         return Step(found.total, found.sums) if self._ranks.rank == 0 else Step(0.0, {})
@@ -262,11 +262,3 @@ def _joined(column: Sequence[Any], device: torch.device) -> Any:
     """What the ranks have told of their predictions, one after the other; None where no rank has it."""
     present = [x for x in column if x is not None]
     return torch.cat(present).to(device) if present else None
-
-
-def _spread(like: torch.Tensor, places: np.ndarray, found: torch.Tensor | None) -> torch.Tensor:
-    """Gradients of predictions added up where they were read from, in the shape and dtype of `like`."""
-    total = torch.zeros_like(like, dtype=torch.float64)
-    if found is not None:
-        total.index_add_(0, torch.from_numpy(places).to(like.device), found.double())
-    return total.to(like.dtype)
