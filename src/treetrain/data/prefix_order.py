@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,13 +35,18 @@ def prefix_order(rows: Sequence[Trajectory]) -> PrefixOrder:
     loose = np.flatnonzero((columns.group < 0) & (columns.tokens > 0))
     found: list[tuple[int, int]] = []
     for key in np.unique(columns.key[loose]):
-        found += _sorted(loose[columns.key[loose] == key].tolist(), ids)
+        found += sorted_by_prefix(loose[columns.key[loose] == key].tolist(), ids)
     numbers, shared = zip(*found) if found else ((), ())
     return PrefixOrder(np.array(numbers, np.int64), np.array(shared, np.int64))
 
 
-def _sorted(numbers: list[int], ids: Callable[[int], NDArray[np.int32]]) -> Iterator[tuple[int, int]]:
-    """(number, tokens shared with the row before it) of rows of one key."""
+def sorted_by_prefix(numbers: list[int], ids: Callable[[int], NDArray[Any]]) -> Iterator[tuple[int, int]]:
+    """Rows in the order of their tokens, equal ones by number: (number, leading tokens shared with the row before it).
+
+    Args:
+        numbers: of the rows.
+        ids: the token ids of a row, [L].
+    """
     # Rows that are equal up to a depth, what the first shares with the row before it, and whether they end there.
     stack = [(numbers, 0, 0, False)]
     while stack:

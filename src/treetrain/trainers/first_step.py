@@ -1,6 +1,5 @@
 """Compares a few rows of the first batch with the model's plain forward and backward, before anything is trained."""
 
-import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from treetrain.data.prefix_order import sorted_by_prefix
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.score import collected
 from treetrain.models.capability import causal_lm
@@ -99,19 +99,13 @@ def text_config(model: nn.Module) -> Any:
 def rows_to_compare(ids: list[np.ndarray], masks: list[np.ndarray]) -> list[int]:
     """A few rows with something to predict: two that share most, and the shortest other one."""
     wanted = [k for k in range(len(ids)) if len(ids[k]) and (not masks or masks[k].any())]
-    order = sorted(wanted, key=lambda k: ids[k].tolist())
+    found = list(sorted_by_prefix(wanted, ids.__getitem__))
+    order = [number for number, _ in found]
     if len(order) <= _ROWS:
         return order
-    shared = [_common(ids[a], ids[b]) for a, b in itertools.pairwise(order)]
-    first = int(np.argmax(shared))
+    first = int(np.argmax([shared for _, shared in found[1:]]))
     pair = order[first : first + 2]
     return [*pair, min((k for k in order if k not in pair), key=lambda k: len(ids[k]))]
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    length = min(len(a), len(b))
-    differ = np.flatnonzero(a[:length] != b[:length])
-    return int(differ[0]) if len(differ) else length
 
 
 def _plain_scores(

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
+from treetrain.data.prefix_order import sorted_by_prefix
 from treetrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -132,13 +133,9 @@ def group_rows(values: Sequence[Any], most: int) -> list[Int64s]:
         for number, value in enumerate(values):
             labels.setdefault(value, []).append(number)
         return [np.array(rows, np.int64) for rows in labels.values()]
-    # Big-endian, so that bytes sort as the ids do.
-    entries = [np.asarray(value, dtype=">u4").tobytes() for value in values]
-    order = np.array(sorted(range(len(entries)), key=entries.__getitem__), np.int64)
-    length = np.array([len(entries[number]) // 4 for number in order], np.int64)
-    shared = np.zeros(len(order), np.int64)
-    for place in range(1, len(order)):
-        shared[place] = _shared_tokens(entries[order[place - 1]], entries[order[place]])
+    ids = [np.asarray(value) for value in values]
+    order, shared = np.array(list(sorted_by_prefix(list(range(len(ids))), ids.__getitem__)), np.int64).T
+    length = np.array([len(ids[number]) for number in order], np.int64)
     return [order[low:high] for low, high in _cut(shared, length, most)]
 
 
@@ -181,13 +178,6 @@ def _joined(borders: list[int], most: int) -> tuple[list[int], set[tuple[int, in
         if end - kept[-1] > most and begin > kept[-1]:
             kept.append(begin)
     return [*kept, borders[-1]], large
-
-
-def _shared_tokens(one: bytes, other: bytes) -> int:
-    """Leading tokens that two rows have in common."""
-    size = min(len(one), len(other)) // 4
-    differ = np.frombuffer(one, np.uint32, size) != np.frombuffer(other, np.uint32, size)
-    return int(differ.argmax()) if differ.any() else size
 
 
 def _values(dataset: Any, key: Key) -> Sequence[Any]:

@@ -187,7 +187,6 @@ def logprobs(engine: TreeEngine, rows: Sequence[Trajectory], *, entropies: bool 
 
     if engine.in_lockstep:
         told = ranks.gather(score()[1])  # the passes are collectives: nobody waits here for one that failed in them
-        _reshard(engine.model)
     else:
         _, told = ranks.agree("scoring", score)
     columns = []
@@ -197,15 +196,6 @@ def logprobs(engine: TreeEngine, rows: Sequence[Trajectory], *, entropies: bool 
             found |= {n: torch.from_numpy(x) for n, x in zip(numbers.tolist(), each[column], strict=True)}
         columns.append([found[number] for number in range(len(found))])
     return tuple(columns) if entropies else columns[0]
-
-
-def _reshard(model: Any) -> None:
-    """Let go of weights that FSDP2 has left whole after passes without gradient: they may change before the next."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def with_fact(row: Trajectory, fact: str, scores: NDArray[np.floating]) -> Trajectory:
