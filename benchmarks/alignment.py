@@ -20,12 +20,12 @@ import rows as result_rows
 import treetrain as tt
 from dispatch import codet_humaneval, tau_airline_calls
 from tree_build import rollouts
-from treetrain.plan.align import Way, choose, offers_of, ways_of
-from treetrain.plan.cost import ModelShape
-from treetrain.plan.devices import DEVICES
-from treetrain.plan.lockstep import Timed, lockstep_seconds
-from treetrain.plan.make import over_ranks
-from treetrain.plan.simulate import state_of
+from treetrain.planning.align import Way, choose, offers_of, ways_of
+from treetrain.planning.cost import ModelShape
+from treetrain.planning.devices import DEVICES
+from treetrain.planning.lockstep import Timed, lockstep_seconds
+from treetrain.planning.make import over_ranks
+from treetrain.planning.simulate import state_of
 from treetrain.tree import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree

@@ -30,7 +30,7 @@ def measure(name: str, repeats: int, baselines: list[str]) -> None:
     import treetrain as tt
     from treetrain.engine.allocator import keep_memory
     from treetrain.engine.linear import LinearEngine
-    from treetrain.plan.plan import least_recomputed
+    from treetrain.planning.plan import least_recomputed
     from treetrain.verification.padded_baseline import PaddedEngine
 
     keep_memory()
@@ -82,8 +82,8 @@ def measure(name: str, repeats: int, baselines: list[str]) -> None:
 
 def _ideal(tree, model, layout, budget: int) -> float:
     """FLOPs of the rows over those of the tree with the forward of the least recomputed tokens counted twice."""
-    from treetrain.plan import ModelShape
-    from treetrain.plan.plan import heights
+    from treetrain.planning import ModelShape
+    from treetrain.planning.plan import heights
     from treetrain.tree.stats import linear_work, tree_work
 
     shape = ModelShape.from_config(model.config.to_dict())

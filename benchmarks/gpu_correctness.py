@@ -21,7 +21,7 @@ from treetrain.attention.reference import reference_attention
 from treetrain.attention.schedule import Forest
 from treetrain.attention.sight import PLAIN, Ask, Sight
 from treetrain.engine.engine import TreeEngine
-from treetrain.plan.partition import uniform
+from treetrain.planning.partition import uniform
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, cut, pack
 

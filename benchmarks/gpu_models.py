@@ -77,7 +77,7 @@ class SegmentBySegment(TreeEngine):
 
     def plan_of(self, layout: Any) -> Any:
         """See `TreeEngine.plan_of`."""
-        from treetrain.plan.partition import one_segment_per_part
+        from treetrain.planning.partition import one_segment_per_part
 
         return one_segment_per_part(layout)
 

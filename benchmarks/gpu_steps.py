@@ -29,7 +29,7 @@ from treetrain.engine.calibrate import model_shape
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.head_chunk import ENVIRONMENT as HEAD
 from treetrain.engine.linear import LinearEngine
-from treetrain.plan.ideal import ideal_speedup
+from treetrain.planning.ideal import ideal_speedup
 from treetrain.tree.build import build_tree
 
 ACHIEVED = 3.5e14

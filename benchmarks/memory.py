@@ -14,7 +14,7 @@ import numpy as np
 
 import rows as result_rows
 import treetrain as tt
-from treetrain.plan.budget import Bytes
+from treetrain.planning.budget import Bytes
 from workloads import DATA, load_workload, model_30m
 
 LEAVES, PATH = 64, 4096

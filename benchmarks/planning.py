@@ -15,8 +15,8 @@ import numpy as np
 
 import rows as result_rows
 from tree_build import rollouts
-from treetrain.plan import CostModel, ModelShape, make_plan
-from treetrain.plan.plan import heights, least_recomputed
+from treetrain.planning import CostModel, ModelShape, make_plan
+from treetrain.planning.plan import heights, least_recomputed
 from treetrain.tree import build_tree
 from treetrain.tree.layout import pack
 from workloads import DATA, VOCAB, WORKLOADS, load_workload

@@ -126,7 +126,7 @@ def steps(rank: int, size: int, parallel: str, budget: int, repeats: int) -> dic
 
     import treetrain as tt
     from treetrain.engine.planning import formula_cost_of
-    from treetrain.plan.dispatch import dispatch
+    from treetrain.planning.dispatch import dispatch
     from treetrain.tree import build_tree
 
     batch = load_workload(TASK)
@@ -212,10 +212,10 @@ def on_ranks(name: str, size: int, *arguments: Any, timeout: float = 300) -> lis
 def described(size: int, told: list[dict[str, Any]], parameters: int) -> tuple[Any, Any]:
     """(device, measured cost model) of one of so many ranks, from what all of them measured."""
     from treetrain.engine.calibrate import model_shape
-    from treetrain.plan.constants import Constants
-    from treetrain.plan.devices import DEVICES
-    from treetrain.plan.price import CostModel
-    from treetrain.plan.simulate import OPTIMISER_BYTES
+    from treetrain.planning.constants import Constants
+    from treetrain.planning.devices import DEVICES
+    from treetrain.planning.price import CostModel
+    from treetrain.planning.simulate import OPTIMISER_BYTES
 
     def middle(*keys: Any) -> float:
         values = []
@@ -243,8 +243,8 @@ def described(size: int, told: list[dict[str, Any]], parameters: int) -> tuple[A
 def compared(size: int, parallel: str, budget: int, told: list[dict[str, Any]], found: list[dict[str, Any]]) -> dict:
     """A row: predicted beside measured. Raises RuntimeError where counts differ."""
     from treetrain.engine.planning import formula_cost_of
-    from treetrain.plan.make import over_ranks
-    from treetrain.plan.simulate import simulate
+    from treetrain.planning.make import over_ranks
+    from treetrain.planning.simulate import simulate
     from treetrain.tree import build_tree
 
     model = small_model()

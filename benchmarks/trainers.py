@@ -197,7 +197,7 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
 
     import treetrain as tt
     from treetrain.engine.allocator import keep_memory
-    from treetrain.plan.ideal import budget_share, ideal_speedup
+    from treetrain.planning.ideal import budget_share, ideal_speedup
 
     keep_memory()
     torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -14,16 +14,16 @@ LAYERS = (
     "losses",
     "engine",
     "models",
-    "recurrent",
+    "linear_attention",
     "attention",
     "device_arrays",
-    "plan",
+    "planning",
     "tree",
     "data",
     "errors",
 )
 """From the top down; a layer may import itself and what stands after it."""
-WITHOUT_TORCH = ("plan", "tree", "data", "errors")
+WITHOUT_TORCH = ("planning", "tree", "data", "errors")
 FILES = sorted(path for path in SOURCE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
@@ -101,7 +101,7 @@ def test_planning_trees_and_data_never_import_torch(path):
 def test_the_fast_paths_never_import_the_specification():
     for path in FILES:
         if path.name != "reference.py":
-            assert not {"treetrain.attention.reference", "treetrain.recurrent.reference"} & imports(path), path
+            assert not {"treetrain.attention.reference", "treetrain.linear_attention.reference"} & imports(path), path
 
 
 def test_there_are_no_import_cycles():

@@ -18,12 +18,12 @@ _PUBLIC = {
     "build_tree": "treetrain.tree.build",
     "Node": "treetrain.tree.nodes",
     "NodeTrajectory": "treetrain.tree.nodes",
-    "ModelShape": "treetrain.plan.cost",
-    "CostModel": "treetrain.plan.price",
-    "Plan": "treetrain.plan.plan",
-    "dispatch": "treetrain.plan.dispatch",
-    "make_plan": "treetrain.plan.make",
-    "stats": "treetrain.plan.ideal",
+    "ModelShape": "treetrain.planning.cost",
+    "CostModel": "treetrain.planning.price",
+    "Plan": "treetrain.planning.plan",
+    "dispatch": "treetrain.planning.dispatch",
+    "make_plan": "treetrain.planning.make",
+    "stats": "treetrain.planning.ideal",
     "load_model": "treetrain.models.loading",
     "load_tokenizer": "treetrain.models.loading",
     "StepResult": "treetrain.engine.step",
@@ -110,12 +110,12 @@ if TYPE_CHECKING:
     from treetrain.errors import UnsupportedModel as UnsupportedModel
     from treetrain.models.loading import load_model as load_model
     from treetrain.models.loading import load_tokenizer as load_tokenizer
-    from treetrain.plan.cost import ModelShape as ModelShape
-    from treetrain.plan.dispatch import dispatch as dispatch
-    from treetrain.plan.ideal import stats as stats
-    from treetrain.plan.make import make_plan as make_plan
-    from treetrain.plan.plan import Plan as Plan
-    from treetrain.plan.price import CostModel as CostModel
+    from treetrain.planning.cost import ModelShape as ModelShape
+    from treetrain.planning.dispatch import dispatch as dispatch
+    from treetrain.planning.ideal import stats as stats
+    from treetrain.planning.make import make_plan as make_plan
+    from treetrain.planning.plan import Plan as Plan
+    from treetrain.planning.price import CostModel as CostModel
     from treetrain.trainers.arguments import TreeArguments as TreeArguments
     from treetrain.trainers.checkpoints import SafeCheckpointsMixin as SafeCheckpointsMixin
     from treetrain.trainers.group_sampler import PrefixGroupSampler as PrefixGroupSampler

@@ -15,8 +15,8 @@ from support.runs import runs
 from treetrain.attention.carry import Carry, carried_keys
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.reference import reference_attention
-from treetrain.plan.partition import one_segment_per_part, uniform
-from treetrain.plan.plan import Plan
+from treetrain.planning.partition import one_segment_per_part, uniform
+from treetrain.planning.plan import Plan
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 

@@ -17,7 +17,7 @@ from treetrain.attention.carry import Carry
 from treetrain.attention.flex import BLOCK, FlexTreeAttention, block_mask, kernel_options, local_block_mask
 from treetrain.attention.reference import reference_attention, visible
 from treetrain.attention.sight import PLAIN, Ask, Sight
-from treetrain.plan.partition import uniform
+from treetrain.planning.partition import uniform
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import cut, pack
 

@@ -33,7 +33,7 @@ from treetrain.attention.schedule import Forest  # noqa: E402
 from treetrain.attention.sight import PLAIN, Ask, Sight  # noqa: E402
 from treetrain.attention.triton_attention import TritonTreeAttention  # noqa: E402
 from treetrain.attention.triton_shapes import Shape, Shapes, candidates, shapes_for  # noqa: E402
-from treetrain.plan.partition import one_segment_per_part, uniform  # noqa: E402
+from treetrain.planning.partition import one_segment_per_part, uniform  # noqa: E402
 from treetrain.tree.build import build_tree  # noqa: E402
 from treetrain.tree.layout import PackedLayout, pack  # noqa: E402
 

@@ -18,7 +18,7 @@ from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.reference import reference_attention, visible
 from treetrain.attention.sight import PLAIN, Ask, Sight
 from treetrain.attention.varlen import DeviceCall, StockVarlen, VarlenAttention, varlen_calls
-from treetrain.plan.partition import one_segment_per_part, uniform
+from treetrain.planning.partition import one_segment_per_part, uniform
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 

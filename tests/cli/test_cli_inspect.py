@@ -10,9 +10,9 @@ import pytest
 from treetrain.data.load import load
 from treetrain.models.presets import preset_config, preset_tokenizer
 from treetrain.models.rows import read_config
-from treetrain.plan.cost import ModelShape
-from treetrain.plan.make import make_plan
-from treetrain.plan.price import CostModel
+from treetrain.planning.cost import ModelShape
+from treetrain.planning.make import make_plan
+from treetrain.planning.price import CostModel
 from treetrain.tree.build import build_tree
 
 

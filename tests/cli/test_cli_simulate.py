@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from treetrain.data.load import load
-from treetrain.plan.cost import ModelShape
-from treetrain.plan.devices import DEVICES
-from treetrain.plan.simulate import simulate
+from treetrain.planning.cost import ModelShape
+from treetrain.planning.devices import DEVICES
+from treetrain.planning.simulate import simulate
 from treetrain.tree.build import build_tree
 
 

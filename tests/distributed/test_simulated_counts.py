@@ -7,9 +7,9 @@ import treetrain as tt
 from support.models import make_model
 from support.rank_counts import counted_step
 from treetrain.engine.planning import formula_cost_of
-from treetrain.plan.devices import DEVICES
-from treetrain.plan.make import over_ranks
-from treetrain.plan.simulate import simulate
+from treetrain.planning.devices import DEVICES
+from treetrain.planning.make import over_ranks
+from treetrain.planning.simulate import simulate
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
 

@@ -23,9 +23,9 @@ from treetrain.engine.walk import Walk
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import check_model
 from treetrain.models.loading import load_model
-from treetrain.plan.constants import Constants
-from treetrain.plan.partition import partition
-from treetrain.plan.price import CostModel
+from treetrain.planning.constants import Constants
+from treetrain.planning.partition import partition
+from treetrain.planning.price import CostModel
 
 CPU = torch.device("cpu")
 

@@ -17,8 +17,8 @@ from treetrain.engine.live_bytes import live_bytes
 from treetrain.engine.sinks import gradient_sinks
 from treetrain.engine.walk import Walk
 from treetrain.models.capability import check_model
-from treetrain.plan.partition import partition
-from treetrain.plan.price import CostModel
+from treetrain.planning.partition import partition
+from treetrain.planning.price import CostModel
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 64, "intermediate_size": 128}

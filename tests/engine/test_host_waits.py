@@ -22,9 +22,9 @@ from treetrain.attention.varlen import VarlenAttention
 from treetrain.device_arrays import on_device, to_device
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.scoring import HeadCall
+from treetrain.linear_attention.scans import Scans
+from treetrain.linear_attention.segments import make_segments
 from treetrain.losses import dpo, gspo, kto, mix, ppo, reinforce, sft
-from treetrain.recurrent.scans import Scans
-from treetrain.recurrent.segments import make_segments
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
 

@@ -17,11 +17,11 @@ from support.pure import PureFloat64, RoundsToFloat32
 from support.runs import runs
 from support.stand_in import StandIn
 from treetrain.attention.dispatch import Choice
+from treetrain.linear_attention import carry, dispatch, paths
+from treetrain.linear_attention.dispatch import KERNELS, TILES
+from treetrain.linear_attention.tiles import TILE
 from treetrain.models import recurrence
 from treetrain.models.recurrence import delta_rule_of
-from treetrain.recurrent import carry, dispatch, paths
-from treetrain.recurrent.dispatch import KERNELS, TILES
-from treetrain.recurrent.tiles import TILE
 
 DELTA = ("qwen3_5_text", "qwen3_next_dense")
 FAST = {"qwen3_5_text": ("1 part", "chunks of 7"), "qwen3_next_dense": ("1 part", "one segment per part")}

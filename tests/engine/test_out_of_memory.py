@@ -19,7 +19,7 @@ from support.shortage import ERRORS, IDS, Shortage, freed_at_once, named_budget
 from treetrain.engine import head
 from treetrain.engine.head_chunk import PlainChunk
 from treetrain.engine.memory import is_out_of_memory
-from treetrain.plan.plan import Plan
+from treetrain.planning.plan import Plan
 
 ROWS = dress(IDS, 4)
 CASES = {"sft": SFT, "ppo": PPO}

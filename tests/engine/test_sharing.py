@@ -7,8 +7,8 @@ import treetrain as tt
 from support import linear
 from support.models import make_model
 from treetrain.engine.sharing import rows_if_faster
-from treetrain.plan.partition import partition
-from treetrain.plan.plan import Plan
+from treetrain.planning.partition import partition
+from treetrain.planning.plan import Plan
 from treetrain.tree.layout import pack
 
 

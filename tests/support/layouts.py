@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treetrain.plan.plan import Plan
+from treetrain.planning.plan import Plan
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack, segments
 

@@ -7,7 +7,7 @@ import torch
 
 from treetrain.attention.carry import Carry
 from treetrain.attention.sight import Ask
-from treetrain.plan.plan import Plan
+from treetrain.planning.plan import Plan
 from treetrain.tree.layout import cut
 
 Tensors = list[torch.Tensor]

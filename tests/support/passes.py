@@ -11,7 +11,7 @@ from torch import nn
 
 from treetrain.engine import walk
 from treetrain.engine.engine import TreeEngine
-from treetrain.plan.plan import Plan
+from treetrain.planning.plan import Plan
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from treetrain.engine.engine import TreeEngine
-from treetrain.plan.partition import Keep, one_segment_per_part, uniform
-from treetrain.plan.plan import Plan
+from treetrain.planning.partition import Keep, one_segment_per_part, uniform
+from treetrain.planning.plan import Plan
 from treetrain.tree.layout import PackedLayout
 
 Shape = Callable[[PackedLayout, Keep], Plan]

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from treetrain.recurrent.reference import reference_gated_delta
+from treetrain.linear_attention.reference import reference_gated_delta
 
 
 class StandIn:

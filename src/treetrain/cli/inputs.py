@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from treetrain.cli.options import SampleOptions
 from treetrain.errors import DataError
 from treetrain.models.rows import read_config
-from treetrain.plan.cost import ModelShape
+from treetrain.planning.cost import ModelShape
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,7 +10,7 @@ from treetrain.cli.parse import parse
 if TYPE_CHECKING:
     from treetrain.cli.inputs import NamedShape
     from treetrain.models.rows import ReadRows
-    from treetrain.plan.plan import Plan
+    from treetrain.planning.plan import Plan
 
 SUMMARY = "How much the rows of a file share, where, and what computing every shared prefix once is worth."
 EXAMPLES = (
@@ -67,8 +67,8 @@ def run(argv: Sequence[str]) -> int:
 
 def _plan(options: InspectOptions, read: "ReadRows", shape: "NamedShape") -> "Plan":
     """The plan of all rows as one batch."""
-    from treetrain.plan.make import make_plan
-    from treetrain.plan.price import CostModel
+    from treetrain.planning.make import make_plan
+    from treetrain.planning.price import CostModel
     from treetrain.tree.build import build_tree
 
     if options.calibrate:

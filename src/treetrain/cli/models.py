@@ -79,7 +79,7 @@ def _one(name: str) -> dict[str, Any]:
     from treetrain.errors import UnsupportedModel
     from treetrain.models.config_check import check_config
     from treetrain.models.loading import load_config
-    from treetrain.plan.cost import ModelShape
+    from treetrain.planning.cost import ModelShape
 
     config = load_config(name)
     text = config.get_text_config()

@@ -7,7 +7,7 @@ import tyro
 
 if TYPE_CHECKING:
     from treetrain.models.rows import ReadRows
-    from treetrain.plan.budget import Bytes
+    from treetrain.planning.budget import Bytes
 
 Files = Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE..."), tyro.conf.Positional]
 
@@ -59,7 +59,7 @@ class BudgetOptions(RowOptions):
         """Tokens, bytes or no choice. Raises ValueError."""
         if self.budget is None:
             return None
-        from treetrain.plan.budget import parse_budget
+        from treetrain.planning.budget import parse_budget
 
         return parse_budget(self.budget)
 

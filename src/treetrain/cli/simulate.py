@@ -9,7 +9,7 @@ from treetrain.cli.parse import parse
 
 if TYPE_CHECKING:
     from treetrain.cli.inputs import NamedShape
-    from treetrain.plan.devices import Device
+    from treetrain.planning.devices import Device
 
 SUMMARY = "What one training step over a file would take on many ranks: balance, time and memory, predicted."
 EXAMPLES = (
@@ -54,8 +54,8 @@ def run(argv: Sequence[str]) -> int:
     options = parse(SimulateOptions, argv, command="simulate", summary=SUMMARY, examples=EXAMPLES)
     from treetrain.cli.inputs import find_shape
     from treetrain.cli.output import print_json, print_notes
-    from treetrain.plan.devices import find_device
-    from treetrain.plan.simulate import simulate
+    from treetrain.planning.devices import find_device
+    from treetrain.planning.simulate import simulate
     from treetrain.tree.build import build_tree
 
     device, shape = find_device(options.device_description), find_shape(options.model, options.shape)

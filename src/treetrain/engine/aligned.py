@@ -10,9 +10,9 @@ from treetrain.engine.packed import wide_dtype
 from treetrain.engine.planning import AMPLE, formula_cost
 from treetrain.engine.ranks import Ranks, check_same
 from treetrain.engine.router_balance import RouterBalance
-from treetrain.plan.align import Way, choose, offers_of, ways_of
-from treetrain.plan.budget import Bytes
-from treetrain.plan.plan import Plan
+from treetrain.planning.align import Way, choose, offers_of, ways_of
+from treetrain.planning.budget import Bytes
+from treetrain.planning.plan import Plan
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree
 

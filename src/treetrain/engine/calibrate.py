@@ -29,10 +29,10 @@ from treetrain.engine.packed import PackedRun, model_device
 from treetrain.engine.planning import device_free_bytes
 from treetrain.engine.sinks import Sinks, gradient_sinks
 from treetrain.models.capability import Capabilities, causal_lm
-from treetrain.plan.constants import Constants
-from treetrain.plan.cost import ModelShape
-from treetrain.plan.partition import uniform
-from treetrain.plan.price import CostModel
+from treetrain.planning.constants import Constants
+from treetrain.planning.cost import ModelShape
+from treetrain.planning.partition import uniform
+from treetrain.planning.price import CostModel
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 

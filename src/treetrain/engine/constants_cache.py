@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from treetrain.plan.constants import Constants
+from treetrain.planning.constants import Constants
 
 VARIABLE = "TREETRAIN_CACHE"
 """Names another folder; "off" keeps nothing on disk."""

@@ -39,9 +39,9 @@ from treetrain.engine.step import Step, StepResult, StepRun, Way, over_ranks, re
 from treetrain.engine.walk import Walk
 from treetrain.errors import RanksDisagree
 from treetrain.models.capability import Capabilities, check_model
-from treetrain.plan.budget import Bytes, parse_budget
-from treetrain.plan.plan import Plan
-from treetrain.plan.price import CostModel
+from treetrain.planning.budget import Bytes, parse_budget
+from treetrain.planning.plan import Plan
+from treetrain.planning.price import CostModel
 from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree

@@ -9,8 +9,8 @@ from torch import nn
 from treetrain.engine.head_chunk import Scaling, TritonChunk, chunk_type
 from treetrain.engine.packed import model_device
 from treetrain.models.capability import Capabilities, causal_lm
-from treetrain.plan.constants import Constants
-from treetrain.plan.cost import ModelShape
+from treetrain.planning.constants import Constants
+from treetrain.planning.cost import ModelShape
 
 
 def formula_constants(model: nn.Module, capabilities: Capabilities, shape: ModelShape) -> Constants:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from treetrain.engine.head_chunk import Chunk, EdgesOfChunk, Entropies, Scaling, chunk_type
 from treetrain.engine.sinks import Sink
 from treetrain.models.logit_map import IDENTITY, LogitMap
-from treetrain.plan.constants import head_chunk_rows
+from treetrain.planning.constants import head_chunk_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,8 +15,8 @@ from treetrain.engine.engine import TreeEngine
 from treetrain.engine.router_balance import RouterBalance
 from treetrain.engine.score import Scored
 from treetrain.engine.step import StepResult
-from treetrain.plan.partition import whole_trees
-from treetrain.plan.plan import Plan
+from treetrain.planning.partition import whole_trees
+from treetrain.planning.plan import Plan
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from treetrain.plan.plan import Plan
+from treetrain.planning.plan import Plan
 
 T = TypeVar("T")
 Sizes = list[tuple[int, int]]

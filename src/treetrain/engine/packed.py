@@ -19,12 +19,12 @@ from treetrain.engine.routing import RouterPass
 from treetrain.engine.scoring import scoring_head
 from treetrain.engine.sinks import Sinks
 from treetrain.errors import UnsupportedModel
+from treetrain.linear_attention.carry import StateView
+from treetrain.linear_attention.paths import Paths
 from treetrain.models.capability import Capabilities
 from treetrain.models.masks import windowless
 from treetrain.models.recurrence import tree_recurrence
 from treetrain.models.switch import RUN_KEYWORD, TreeRun, replaced_forward, tree_attention
-from treetrain.recurrent.carry import StateView
-from treetrain.recurrent.paths import Paths
 from treetrain.tree.layout import PackedLayout
 
 _NONE = np.zeros(0, np.int64)

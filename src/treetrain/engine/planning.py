@@ -10,12 +10,12 @@ from treetrain.engine.free_bytes import free_bytes
 from treetrain.engine.packed import model_device
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
-from treetrain.plan.budget import Bytes
-from treetrain.plan.cost import ModelShape
-from treetrain.plan.make import PART_TOKENS, make_plan
-from treetrain.plan.partition import partition
-from treetrain.plan.plan import Plan
-from treetrain.plan.price import CostModel
+from treetrain.planning.budget import Bytes
+from treetrain.planning.cost import ModelShape
+from treetrain.planning.make import PART_TOKENS, make_plan
+from treetrain.planning.partition import partition
+from treetrain.planning.plan import Plan
+from treetrain.planning.price import CostModel
 from treetrain.tree.layout import PackedLayout
 
 AMPLE = 2

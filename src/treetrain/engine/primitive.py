@@ -15,7 +15,7 @@ from treetrain.engine.feed import Board
 from treetrain.engine.routing import check_auxiliary
 from treetrain.engine.score import Scoring, collected, is_live
 from treetrain.errors import UnsupportedModel
-from treetrain.plan.budget import Bytes
+from treetrain.planning.budget import Bytes
 from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree

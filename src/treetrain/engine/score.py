@@ -30,7 +30,7 @@ from treetrain.engine.routing import Routing
 from treetrain.engine.switches import check_switches, switches_of
 from treetrain.engine.walk import Walk
 from treetrain.errors import RanksDisagree
-from treetrain.plan.plan import Plan
+from treetrain.planning.plan import Plan
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
 

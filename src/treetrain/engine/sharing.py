@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from treetrain.plan.make import PART_TOKENS
-from treetrain.plan.partition import whole_trees
-from treetrain.plan.plan import Plan
+from treetrain.planning.make import PART_TOKENS
+from treetrain.planning.partition import whole_trees
+from treetrain.planning.plan import Plan
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
 from treetrain.tree.stats import linear_work

@@ -18,7 +18,7 @@ from treetrain.engine.ranks import Ranks
 from treetrain.engine.routing import METRIC as ROUTER_METRIC
 from treetrain.engine.routing import Routing
 from treetrain.engine.walk import Walk
-from treetrain.plan.plan import Plan
+from treetrain.planning.plan import Plan
 
 Way = Literal["scoring", "training", "keeping all"]
 """How a walk goes over a plan."""

@@ -11,7 +11,7 @@ from treetrain.engine.engine import TreeEngine
 from treetrain.engine.primitive import check_alone_where_live, scored
 from treetrain.engine.routing import check_auxiliary
 from treetrain.engine.score import is_live
-from treetrain.plan.budget import Bytes
+from treetrain.planning.budget import Bytes
 from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import PackedLayout, pack_states
 from treetrain.tree.token_tree import TokenTree

@@ -22,10 +22,10 @@ from treetrain.engine.memory import Passes, StepOutOfMemory, is_out_of_memory, o
 from treetrain.engine.packed import PackedRun, model_device
 from treetrain.engine.routing import Routing, switched
 from treetrain.engine.sinks import Sinks, gradient_sinks
+from treetrain.linear_attention.carry import StateCarry, state_slots
 from treetrain.models.capability import Capabilities
-from treetrain.plan.partition import uniform
-from treetrain.plan.plan import Plan
-from treetrain.recurrent.carry import StateCarry, state_slots
+from treetrain.planning.partition import uniform
+from treetrain.planning.plan import Plan
 from treetrain.tree.layout import Piece, cut
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from treetrain.recurrent.paths import Paths
+from treetrain.linear_attention.paths import Paths
 
 
 def fused_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:

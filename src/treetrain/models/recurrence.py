@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from treetrain.attention.dispatch import Choice
 from treetrain.errors import UnsupportedModel
+from treetrain.linear_attention.dispatch import choose_rule
+from treetrain.linear_attention.paths import Paths
 from treetrain.models import deltanet
 from treetrain.models.runs_around import runs_around
 from treetrain.models.switch import TreeRun, replaced_forward
-from treetrain.recurrent.dispatch import choose_rule
-from treetrain.recurrent.paths import Paths
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
 

@@ -123,7 +123,7 @@ class TreeArguments(TrainingArguments):
                 raise ValueError(f"{name} is {value!r}; give a JSON object")
 
     def _check_budget(self) -> None:
-        from treetrain.plan.budget import Bytes, parse_budget
+        from treetrain.planning.budget import Bytes, parse_budget
 
         if isinstance(parse_budget(self.budget), Bytes) and self.execution == "linear":
             raise ValueError(f"budget is {self.budget!r}, but linear execution packs tokens: give a number of tokens")

@@ -26,7 +26,7 @@ from treetrain.errors import DataError
 from treetrain.losses.facts import describe
 from treetrain.losses.kto import KTOLoss
 from treetrain.losses.policy import ClippedLoss, PolicyLoss
-from treetrain.plan.dispatch import balance
+from treetrain.planning.dispatch import balance
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.watch import Watch, WatchedLoss
 from treetrain.tree.build import as_tree

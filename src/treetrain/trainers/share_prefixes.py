@@ -26,8 +26,8 @@ from treetrain.engine.planning import formula_cost
 from treetrain.engine.switches import switches_of
 from treetrain.models.capability import causal_lm
 from treetrain.models.switch import RUN_KEYWORD
-from treetrain.plan.budget import Bytes
-from treetrain.plan.cost import ModelShape
+from treetrain.planning.budget import Bytes
+from treetrain.planning.cost import ModelShape
 from treetrain.trainers import async_grpo
 from treetrain.trainers.accumulation import RowScores, StepScores
 from treetrain.trainers.batch_rows import Rows, rows_of, tree_of

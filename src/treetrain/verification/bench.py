@@ -22,9 +22,9 @@ from treetrain.engine.packed import model_device
 from treetrain.errors import UnsupportedModel
 from treetrain.losses.sft import sft
 from treetrain.models.capability import causal_lm
-from treetrain.plan.budget import Bytes
-from treetrain.plan.cost import ModelShape
-from treetrain.plan.ideal import budget_share, ideal_speedup
+from treetrain.planning.budget import Bytes
+from treetrain.planning.cost import ModelShape
+from treetrain.planning.ideal import budget_share, ideal_speedup
 from treetrain.tree.build import Row, as_tree, build_tree
 from treetrain.tree.stats import distinct_rows
 from treetrain.tree.token_tree import TokenTree

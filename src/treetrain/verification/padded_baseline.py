@@ -19,7 +19,7 @@ from treetrain.engine.routing import RouterPass
 from treetrain.engine.scoring import scoring_head
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities
-from treetrain.plan.plan import Plan
+from treetrain.planning.plan import Plan
 from treetrain.tree.layout import PackedLayout
 
 

@@ -17,7 +17,7 @@ from treetrain.engine.engine import TreeEngine
 from treetrain.engine.step import StepResult
 from treetrain.losses.sft import sft
 from treetrain.models.capability import check_model
-from treetrain.plan.budget import Bytes
+from treetrain.planning.budget import Bytes
 from treetrain.tree.build import Row, as_tree, build_tree
 from treetrain.tree.token_tree import TokenTree
 from treetrain.verification.plain_model import PlainExperts, linear_gradients

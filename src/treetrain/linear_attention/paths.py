@@ -1,0 +1,101 @@
+"""Recurrence along the paths of one packed run: what the recurrent layers of a forward are given."""
+
+from collections.abc import Hashable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treetrain.attention.dispatch import Choice
+from treetrain.device_arrays import on_device
+from treetrain.linear_attention.carry import StateView
+from treetrain.linear_attention.convolution import Taps, convolve, make_taps
+from treetrain.linear_attention.delta_rule import DeltaTiles, gated_delta
+from treetrain.linear_attention.dispatch import KERNELS, choose_for, choose_rule, load_kernel
+from treetrain.linear_attention.scans import Scans, scanned_gated_delta
+from treetrain.linear_attention.segments import make_segments
+from treetrain.linear_attention.tiles import make_tiles
+from treetrain.tree.layout import PackedLayout
+
+_NONE = np.zeros(0, np.int64)
+
+
+class Paths:
+    """The paths of a run, for every recurrent layer of it.
+
+    Args:
+        states: what the run continues and hands on; None for whole trees.
+    """
+
+    def __init__(self, layout: PackedLayout, device: torch.device, states: StateView | None = None):
+        self._layout, self._device, self._states = layout, device, states
+        self._exported = _NONE if states is None else states.exported
+        self._taps: dict[int, Taps] = {}
+        self._tiles: DeltaTiles | None = None
+        self._scans: Scans | None = None
+        self.rule: Choice | None = None
+        """Which form of the gated delta rule ran last, and why; None before any has."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the run, N."""
+        return self._layout.num_tokens
+
+    def convolve(self, layer: Hashable, inputs: Tensor, weight: Tensor) -> Tensor:
+        """Causal depthwise convolution along every path.
+
+        Args:
+            layer: tells the layers' states apart.
+            inputs: [N, D].
+            weight: [D, K], the newest input's last.
+
+        Returns:
+            [N, D] in at least float32, without bias or activation.
+        """
+        width = weight.shape[1]
+        taps = self._taps_of(width)
+        if self._states is not None and self._states.continues:
+            before = self._states.enter((layer, "inputs"), inputs)
+        else:
+            before = inputs.new_zeros(width - 1, inputs.shape[1])
+        extended = torch.cat([before, inputs])
+        out = convolve(extended, weight, taps)
+        if self._states is None or not len(self._exported):
+            return out
+        return self._states.export((layer, "inputs"), out, extended[taps.tails])
+
+    def gated_delta(
+        self, layer: Hashable, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
+    ) -> Tensor:
+        """The gated delta rule along every path; see `delta_rule.gated_delta`. Returns [N, H, V]."""
+        state = None
+        if self._states is not None and self._states.continues:
+            state = self._states.enter((layer, "state"), key, value, decay, beta)
+        self.rule = self._choose(choose_rule(query.device, query.dtype, query.shape[-1], value.shape[-1]))
+        if self.rule.name == KERNELS:
+            made = scanned_gated_delta(query, key, value, decay, beta, self._delta_scans(), state, load_kernel())
+        else:
+            made = gated_delta(query, key, value, decay, beta, self._delta_tiles(), state)
+        out, handed_on = made
+        if self._states is None or handed_on is None:
+            return out
+        return self._states.export((layer, "state"), out, handed_on)
+
+    def _taps_of(self, width: int) -> Taps:
+        if width not in self._taps:
+            self._taps[width] = make_taps(self._layout.parent, self._exported, width, self._device)
+        return self._taps[width]
+
+    def _choose(self, rule: Choice) -> Choice:
+        return choose_for(self._delta_scans().segments, rule) if rule.name == KERNELS else rule
+
+    def _delta_scans(self) -> Scans:
+        if self._scans is None:
+            self._scans = Scans(make_segments(self._layout, self._exported), self._device)
+        return self._scans
+
+    def _delta_tiles(self) -> DeltaTiles:
+        if self._tiles is None:
+            ends = on_device(self._layout.ends, self._device)
+            self._tiles = DeltaTiles(make_tiles(self._layout, self._exported), ends)
+        return self._tiles

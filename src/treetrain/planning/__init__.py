@@ -1,0 +1,10 @@
+"""What a batch costs on a model of a given shape, and how it is cut to fit a budget. Numpy only."""
+
+from treetrain.planning.budget import Bytes, parse_budget
+from treetrain.planning.cost import ModelShape, step_flops
+from treetrain.planning.ideal import ideal_speedup
+from treetrain.planning.make import make_plan
+from treetrain.planning.plan import Plan
+from treetrain.planning.price import CostModel
+
+__all__ = ["Bytes", "CostModel", "ModelShape", "Plan", "ideal_speedup", "make_plan", "parse_budget", "step_flops"]

@@ -1,0 +1,48 @@
+"""How much faster a tree could be at best: the ratio of what rows and tree compute."""
+
+from collections.abc import Sequence
+
+from treetrain.planning.cost import ModelShape, step_flops
+from treetrain.planning.plan import Plan, heights
+from treetrain.tree.build import Row, as_tree
+from treetrain.tree.stats import TreeStats, flop_speedup
+from treetrain.tree.token_tree import TokenTree
+
+
+def stats(rows: Sequence[Row] | TokenTree, shape: ModelShape | str | None = None) -> TreeStats:
+    """How much a batch shares, where, and what that is worth at best.
+
+    Args:
+        rows: the batch, K rows (trajectories, or lists or arrays of token ids) or their tree.
+        shape: a model's shape or the name of one ("qwen3-8b"), for the speed-ups in FLOPs; None leaves them out.
+
+    Returns:
+        Flat and unique tokens, overlap, forks, repeats, trained tokens and, with a shape, the FLOP-ideal speed-up.
+
+    Raises:
+        DataError: rows that are none.
+        ValueError: no shape's name.
+    """
+    return as_tree(rows).stats(None if shape is None else ModelShape.of(shape))
+
+
+def ideal_speedup(tree: TokenTree, shape: ModelShape, *, dedup: bool = False) -> float:
+    """FLOPs of every trajectory by itself over FLOPs of the tree, for one training step; 1 if nothing is trained.
+
+    Both sides stop computing behind the token that predicts the last trained one, and run the LM head only where
+    a prediction is trained: every such prediction of a row, every such hidden state of the tree.
+
+    Args:
+        tree: the batch.
+        shape: the model's shape.
+        dedup: compare with a baseline that computes exact repeats once.
+    """
+    return flop_speedup(tree, shape, dedup=dedup)
+
+
+def budget_share(plan: Plan, shape: ModelShape, budget: int) -> float:
+    """FLOPs of a tree's step over those with the least recomputation that a budget in tokens allows: at most 1."""
+    layout = plan.layout
+    again = layout.positions[heights(layout) > budget]
+    once = step_flops(shape, layout.num_tokens, shape.pairs_at(layout.positions), len(layout.rows))
+    return once / (once + step_flops(shape, len(again), shape.pairs_at(again), 0) / 3) if once else 1.0

@@ -1,0 +1,349 @@
+"""A plan: the parts of a packed tree, the order they are run in, and what each keeps or recomputes.
+
+A part is a connected piece of the tree, or sibling pieces that continue one token (its attach token). Its tokens see
+everything on the path down to that token: the carry. A part with parts below it is *open*; it is either *kept* (its
+graph stays alive while they run) or *late* (its keys and values are published by a pass without graph, and its graph is
+made when everything below has run). Tokens that have descendants in other parts are *exported*.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treetrain.planning.crown import segment_heights
+from treetrain.tree.assemble import Int64s
+from treetrain.tree.layout import PackedLayout
+
+Bools = NDArray[np.bool_]
+
+
+class Event(NamedTuple):
+    """One forward of the model, or one backward, in the order they are run."""
+
+    kind: Literal["publish", "forward", "backward"]
+    """publish: a pass without graph over exported tokens of late parts. forward: with graph. backward."""
+    number: int
+    """Of the pass (publish) or of the part (forward, backward)."""
+
+
+class Explainer(Protocol):
+    """Knows what a plan was made for."""
+
+    def explain(self, plan: "Plan") -> str:
+        """See Plan.explain."""
+        ...
+
+    def explanation(self, plan: "Plan") -> dict[str, Any]:
+        """See Plan.explanation."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """The parts of a batch, P of them with M tokens in all, and what happens to the graph of each.
+
+    Parts are numbered depth first: a part stands after the one it continues, and all below it follow. `make_plan` and
+    `TreeEngine.plan` make it.
+    """
+
+    layout: PackedLayout
+    """The tokens and edges that are computed."""
+    part_of: Int64s
+    """int64 [M]: the part of every token."""
+    parent: Int64s
+    """int64 [P]: the part that holds the attach token; -1 at roots."""
+    attach: Int64s
+    """int64 [P]: the token that all pieces of the part continue; -1 at roots."""
+    kept: Bools
+    """bool [P]: open parts whose graph stays alive. False elsewhere."""
+    exported: Bools
+    """bool [M]: tokens with descendants in another part."""
+    publish: Int64s
+    """int64 [P]: the pass without graph that publishes a late part's exported tokens; -1 for kept and closed parts."""
+    scores_first: Literal["no", "kept", "recomputed"] = "no"
+    """When the loss is evaluated. no: while the parts run, each trajectory when its last prediction is scored. kept:
+    when all parts have run forward, and the graphs of all are kept for that long. recomputed: when all parts have run
+    once without graph; then they run as this plan says."""
+    made_for: Explainer | None = None
+    """What `make_plan` made it for; None for a plan made otherwise."""
+
+    @classmethod
+    def of_parts(
+        cls, layout: PackedLayout, part_of: Int64s, kept: Bools | None = None, *, publish_tokens: int = 0
+    ) -> Self:
+        """The plan of a given partition.
+
+        Args:
+            layout: M tokens.
+            part_of: int64 [M]: any numbering 0..P-1 of the parts.
+            kept: bool [P], in that numbering; ignored for parts without parts below. None keeps none.
+            publish_tokens: late parts below one another share a publishing pass while it has at most this many
+                tokens; 0 gives each a pass of its own.
+
+        Raises:
+            ValueError: an empty part, or one whose pieces continue different tokens.
+        """
+        count = int(part_of.max(initial=-1)) + 1
+        before = layout.parent
+        roots = np.flatnonzero((before < 0) | (part_of[before] != part_of)) if len(before) else before
+        attach = np.full(count, -2, np.int64)
+        attach[part_of[roots]] = before[roots]
+        wrong = roots[attach[part_of[roots]] != before[roots]]
+        if len(wrong):
+            raise ValueError(
+                f"part {part_of[wrong[0]]} continues token {attach[part_of[wrong[0]]]} and token {before[wrong[0]]}; "
+                "the pieces of a part must continue one token"
+            )
+        if (attach == -2).any():
+            raise ValueError(f"part {int(np.argmax(attach == -2))} of {count} has no tokens")
+        parent = np.where(attach >= 0, part_of[attach], -1)
+        order = depth_first(parent, _first_tokens(part_of, count))
+        rank = np.empty(count, np.int64)
+        rank[order] = np.arange(count)
+        part_of, attach = rank[part_of], attach[order]
+        parent = np.where(parent[order] >= 0, rank[parent[order]], -1)
+        exported = _exported(layout, attach)
+        is_open = np.zeros(count, bool)
+        is_open[parent[parent >= 0]] = True
+        stays = np.zeros(count, bool) if kept is None else kept[order] & is_open
+        sizes = np.bincount(part_of[exported], minlength=count)
+        return cls(
+            layout=layout,
+            part_of=part_of,
+            parent=parent,
+            attach=attach,
+            kept=stays,
+            exported=exported,
+            publish=_publishing_passes(parent, is_open & ~stays, sizes, publish_tokens),
+        )
+
+    @property
+    def num_parts(self) -> int:
+        """Parts P."""
+        return len(self.parent)
+
+    @cached_property
+    def sizes(self) -> Int64s:
+        """int64 [P]: tokens of each part."""
+        return np.bincount(self.part_of, minlength=self.num_parts)
+
+    @cached_property
+    def is_open(self) -> Bools:
+        """bool [P]: parts with parts below them."""
+        found = np.zeros(self.num_parts, bool)
+        found[self.parent[self.parent >= 0]] = True
+        return found
+
+    @cached_property
+    def _by_part(self) -> tuple[Int64s, Int64s]:
+        order = np.argsort(self.part_of, kind="stable")
+        return order, np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)])
+
+    def tokens(self, part: int) -> Int64s:
+        """int64 [m]: a part's tokens, ascending."""
+        order, offsets = self._by_part
+        return order[offsets[part] : offsets[part + 1]]
+
+    @cached_property
+    def _members(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in range(int(self.publish.max(initial=-1)) + 1)]
+        for part in np.flatnonzero(self.publish >= 0).tolist():
+            found[self.publish[part]].append(part)
+        return found
+
+    def published(self, number: int) -> Int64s:
+        """int64 [m]: the tokens of a publishing pass, ascending."""
+        tokens = np.concatenate([self.tokens(part) for part in self._members[number]])
+        return np.sort(tokens[self.exported[tokens]])
+
+    def publisher_parts(self, number: int) -> list[int]:
+        """The late parts of a publishing pass; the first one continues what stands before the pass."""
+        return self._members[number]
+
+    def path(self, token: int) -> Int64s:
+        """int64 [depth + 1]: the tokens from the root down to one."""
+        pieces, segment = [], int(np.searchsorted(self.layout.segment_start, token, side="right")) - 1
+        stop = token + 1
+        while segment >= 0:
+            pieces.append(np.arange(self.layout.segment_start[segment], stop, dtype=np.int64))
+            segment = int(self.layout.segment_parent[segment])
+            stop = int(self.layout.segment_start[segment + 1])
+        return np.concatenate([np.zeros(0, np.int64), *pieces[::-1]])
+
+    def visits(self) -> Iterator[tuple[Literal["open", "close"], int]]:
+        """Every part opened before, and closed after, all parts below it."""
+        stack: list[int] = []
+        for part, parent in enumerate(self.parent.tolist()):
+            while stack and stack[-1] != parent:
+                yield "close", stack.pop()
+            stack.append(part)
+            yield "open", part
+        while stack:
+            yield "close", stack.pop()
+
+    def keeping_all(self) -> Self:
+        """The same parts, all run forward before the first goes backward."""
+        late = np.full_like(self.publish, -1)
+        return replace(self, kept=self.is_open, publish=late, scores_first="kept")
+
+    def events(self) -> Iterator[Event]:
+        """The passes of a training step, in order; those that score parts beforehand without graph are left out."""
+        if self.scores_first == "kept":
+            yield from (Event("forward", part) for part in range(self.num_parts))
+            yield from (Event("backward", part) for part in reversed(range(self.num_parts)))
+            return
+        for visit, part in self.visits():
+            if visit == "open":
+                if self.kept[part]:
+                    yield Event("forward", part)
+                elif self.publishes_first(part):
+                    yield Event("publish", int(self.publish[part]))
+                continue
+            if not self.kept[part]:
+                yield Event("forward", part)
+            yield Event("backward", part)
+
+    def publishes_first(self, part: int) -> bool:
+        """Whether a part is the first of its publishing pass: the one that is opened before the others."""
+        return bool(self.publish[part] >= 0) and self._members[self.publish[part]][0] == part
+
+    def exported_tokens(self, part: int) -> Int64s:
+        """int64 [x]: a part's tokens that have descendants in other parts, ascending."""
+        tokens = self.tokens(part)
+        return tokens[self.exported[tokens]]
+
+    @cached_property
+    def carry_rows(self) -> int:
+        """Most exported tokens whose keys and values are held at once."""
+        return self._most_held(self.exported)
+
+    @cached_property
+    def carry_states(self) -> int:
+        """Most tokens that parts attach to whose recurrent states are held at once."""
+        attached = np.zeros(self.layout.num_tokens, bool)
+        attached[self.attach[self.attach >= 0]] = True
+        return self._most_held(attached)
+
+    def _most_held(self, handed_on: Bools) -> int:
+        """Most of these tokens, bool [M], in parts whose carry is held at once."""
+        if self.scores_first == "kept":
+            return int(handed_on.sum())
+        exports = np.bincount(self.part_of[handed_on], minlength=self.num_parts).tolist()
+        top, most = [0] * (self.num_parts + 1), 0  # the last entry is read at roots, whose parent is -1
+        for part, parent in enumerate(self.parent.tolist()):
+            rows = exports[part] if self.kept[part] else 0
+            if self.publishes_first(part):
+                rows = sum(exports[member] for member in self._members[self.publish[part]])
+            top[part] = top[parent] + rows
+            most = max(most, top[part])
+        return most
+
+    @cached_property
+    def recomputed_tokens(self) -> int:
+        """Tokens that run forward twice: once without graph, and again with it."""
+        if not self.num_parts:
+            return 0
+        late = int(self.exported[(self.publish >= 0)[self.part_of]].sum())
+        return late + (self.layout.num_tokens if self.scores_first == "recomputed" else 0)
+
+    @cached_property
+    def alive(self) -> Int64s:
+        """int64 [P]: tokens whose graph is alive while each part runs, kept ones included."""
+        if self.scores_first == "kept":
+            return np.cumsum(self.sizes)
+        alive = np.zeros(self.num_parts, np.int64)
+        held = np.zeros(self.num_parts + 1, np.int64)  # by kept parts, down to and including each
+        sizes, kept, parent = self.sizes.tolist(), self.kept.tolist(), self.parent.tolist()
+        for part in range(self.num_parts):
+            above = held[parent[part]] if parent[part] >= 0 else 0
+            alive[part] = above + sizes[part]
+            held[part] = above + (sizes[part] if kept[part] else 0)
+        return alive
+
+    def explain(self) -> str:
+        """Words and numbers: parts, recomputation, predicted memory and time, and a table over other budgets.
+
+        The plans of the table are made for it.
+
+        Raises:
+            ValueError: a plan that `make_plan` did not make.
+        """
+        return self._purpose().explain(self)
+
+    def explanation(self) -> dict[str, Any]:
+        """As `explain`, as plain JSON data."""
+        return self._purpose().explanation(self)
+
+    def _purpose(self) -> Explainer:
+        if self.made_for is None:
+            raise ValueError("this plan knows no budget and no cost model; plans of make_plan can be explained")
+        return self.made_for
+
+    @property
+    def peak_tokens(self) -> int:
+        """Most tokens whose graph is alive at once."""
+        return int(self.alive.max(initial=0))
+
+
+def least_recomputed(layout: PackedLayout, budget: int) -> int:
+    """Fewest tokens that any plan within a budget runs forward twice, be its parts as small as one token.
+
+    A token needs no second forward when everything from it down to the deepest leaf below can be alive at once: when
+    its height, in tokens, is within the budget.
+    """
+    return int((heights(layout) > budget).sum())
+
+
+def heights(layout: PackedLayout) -> Int64s:
+    """int64 [M]: tokens on the longest path from each token down, itself included."""
+    start, length = layout.segment_start[:-1], np.diff(layout.segment_start)
+    return np.repeat(segment_heights(layout) + start, length) - np.arange(len(layout.parent))
+
+
+def _first_tokens(part_of: Int64s, count: int) -> Int64s:
+    first = np.zeros(count, np.int64)
+    first[part_of[::-1]] = np.arange(len(part_of))[::-1]  # the last write wins: the first token
+    return first
+
+
+def depth_first(parent: Int64s, key: NDArray[Any]) -> Int64s:
+    """Part numbers depth first, siblings by a key of theirs, the smallest first."""
+    children: list[list[int]] = [[] for _ in range(len(parent) + 1)]
+    above = parent.tolist()
+    for part in np.argsort(-key, kind="stable").tolist():  # the last of a list is taken first
+        children[above[part]].append(part)
+    order, pending = [], children[-1]
+    while pending:
+        part = pending.pop()
+        order.append(part)
+        pending += children[part]
+    return np.array(order, np.int64)
+
+
+def _exported(layout: PackedLayout, attach: Int64s) -> Bools:
+    """Tokens at or above an attach token, within that token's part: all of them, since parts nest."""
+    exported = np.zeros(len(layout.parent), bool)
+    marks = np.zeros(len(layout.parent) + 1, np.int64)
+    marks[np.unique(attach[attach >= 0]) + 1] = 1
+    marks = np.cumsum(marks)
+    exported[:] = marks[layout.ends] > marks[:-1]
+    return exported
+
+
+def _publishing_passes(parent: Int64s, late: Bools, exported: Int64s, most: int) -> Int64s:
+    """Which pass publishes each late part: one of its own, or that of the late part right above it."""
+    passes = np.full(len(parent), -1, np.int64)
+    filled: list[int] = []
+    for part in np.flatnonzero(late).tolist():
+        above = int(passes[parent[part]]) if parent[part] >= 0 else -1
+        if above >= 0 and filled[above] + exported[part] <= most:
+            passes[part] = above
+            filled[above] += int(exported[part])
+        else:
+            passes[part] = len(filled)
+            filled.append(int(exported[part]))
+    return passes

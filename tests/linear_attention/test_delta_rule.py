@@ -1,0 +1,88 @@
+"""The tiled gated delta rule and the path convolution against their specifications, token by token."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.forests import forests
+from support.rules import SHAPES, inputs, layout_of
+from support.runs import runs
+from treetrain.linear_attention.convolution import convolve, make_taps
+from treetrain.linear_attention.delta_rule import DeltaTiles, gated_delta
+from treetrain.linear_attention.reference import reference_convolution, reference_gated_delta
+from treetrain.linear_attention.tiles import TILE, make_tiles
+from treetrain.tree.layout import PackedLayout
+
+
+def check(layout: PackedLayout, *, tile: int, with_state: bool, seed: int = 0, exports: int = 3) -> None:
+    """Outputs, exported states and all gradients."""
+    rng = np.random.default_rng(seed)
+    exported = np.sort(rng.choice(layout.num_tokens, min(exports, layout.num_tokens), replace=False))
+    leaves = inputs(layout.num_tokens, seed)
+    state = leaves[5] if with_state else torch.zeros_like(leaves[5])
+    expected, states = reference_gated_delta(*leaves[:5], layout.parent, state)
+    forest = DeltaTiles(make_tiles(layout, exported, tile=tile), torch.from_numpy(layout.ends))
+    got, handed_on = gated_delta(*leaves[:5], forest, leaves[5] if with_state else None)
+    pairs = [(got, expected)]
+    if exports:
+        pairs.append((handed_on, states[exported]))
+    else:
+        assert handed_on is None
+    factors = [torch.randn(want.shape, dtype=want.dtype) for _, want in pairs]
+    for found, want in pairs:
+        torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-12)
+    wanted = leaves if with_state else leaves[:5]
+    both = [
+        torch.autograd.grad(sum((pair[side] * f).sum() for pair, f in zip(pairs, factors)), wanted, retain_graph=True)
+        for side in (0, 1)
+    ]
+    for found, want in zip(*both):
+        assert float((found - want).norm()) <= 1e-12 * float(want.norm()) + 1e-14
+
+
+@runs(60)
+@given(forests(), st.sampled_from([1, 2, 3, 5, 64]), st.booleans(), st.integers(0, 9), st.sampled_from([0, 1, 4]))
+def test_outputs_states_and_gradients_are_those_of_the_token_by_token_rule(rows, tile, with_state, seed, exports):
+    if any(rows):
+        check(layout_of(rows), tile=tile, with_state=with_state, seed=seed, exports=exports)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("with_state", [True, False])
+def test_shapes_that_cross_tiles_are_exact(name, with_state):
+    check(layout_of(SHAPES[name]), tile=TILE, with_state=with_state)
+
+
+@runs(60)
+@given(forests(), st.integers(1, 5), st.booleans())
+def test_the_convolution_reads_the_last_inputs_of_every_path(rows, width, continues):
+    if not any(rows):
+        return
+    layout = layout_of(rows)
+    torch.manual_seed(width)
+    x = torch.randn(layout.num_tokens, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, width, dtype=torch.float64, requires_grad=True)
+    before = torch.randn(width - 1, 3, dtype=torch.float64) * continues
+    # The path above is one chain on which every root hangs.
+    parent = np.concatenate(
+        [np.arange(-1, width - 2), np.where(layout.parent < 0, width - 2, layout.parent + width - 1)]
+    )
+    expected = reference_convolution(torch.cat([before, x]), weight, parent)[width - 1 :]
+    exported = np.arange(layout.num_tokens)[:: 2 + width % 2]
+    taps = make_taps(layout.parent, exported, width, torch.device("cpu"))
+    extended = torch.cat([before, x])
+    got = convolve(extended, weight, taps)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    factor = torch.randn_like(got)
+    for found, want in zip(
+        *(torch.autograd.grad((y * factor).sum(), [x, weight], retain_graph=True) for y in (got, expected))
+    ):
+        torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-12)
+    # A tail is what a child would look back at.
+    for token, tail in zip(exported, extended[taps.tails]):
+        path = [token + width - 1]
+        while len(path) < width - 1:
+            path.append(parent[path[-1]] if path[-1] > 0 else 0)
+        torch.testing.assert_close(tail, extended[path[: width - 1][::-1]])

@@ -1,0 +1,257 @@
+"""The rule by a kernel that scans sequences, level by level, against the specification token by token.
+
+The kernel of flash-linear-attention runs on CUDA. What surrounds it is proved with a stand-in of the same signature;
+the kernel itself where it and a device are there.
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.forests import forests
+from support.linear import relative_error, rms
+from support.rules import SHAPES, inputs, layout_of
+from support.runs import runs
+from support.stand_in import StandIn
+from treetrain.linear_attention import dispatch
+from treetrain.linear_attention.dispatch import KERNELS, TILES, choose_for, choose_rule
+from treetrain.linear_attention.reference import reference_gated_delta
+from treetrain.linear_attention.scans import Scans, scanned_gated_delta
+from treetrain.linear_attention.segments import make_segments
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def check(layout, *, with_state: bool, seed: int = 0, exports: int = 3, kernel=None) -> StandIn:
+    """Outputs, exported states and all gradients."""
+    kernel = kernel or StandIn()
+    rng = np.random.default_rng(seed)
+    exported = np.sort(rng.choice(layout.num_tokens, min(exports, layout.num_tokens), replace=False))
+    leaves = inputs(layout.num_tokens, seed, torch.float64)
+    state = leaves[5] if with_state else torch.zeros_like(leaves[5])
+    expected, states = reference_gated_delta(*leaves[:5], layout.parent, state)
+    scans = Scans(make_segments(layout, exported), CPU)
+    got, handed_on = scanned_gated_delta(*leaves[:5], scans, leaves[5] if with_state else None, kernel)
+    pairs = [(got, expected)]
+    if exports:
+        pairs.append((handed_on, states[exported]))
+    else:
+        assert handed_on is None
+    for found, want in pairs:
+        torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-12)
+    factors = [torch.randn_like(want) for _, want in pairs]
+    both = [
+        torch.autograd.grad(
+            sum((pair[side] * f).sum() for pair, f in zip(pairs, factors)),
+            leaves if with_state else leaves[:5],
+            retain_graph=True,
+        )
+        for side in (0, 1)
+    ]
+    for found, want in zip(*both):
+        assert float((found - want).norm()) <= 1e-12 * float(want.norm()) + 1e-14
+    return kernel
+
+
+@runs(40)
+@given(forests(), st.booleans(), st.integers(0, 9), st.sampled_from([0, 1, 4]))
+def test_level_by_level_is_the_token_by_token_rule_with_all_gradients(rows, with_state, seed, exports):
+    if any(rows):
+        check(layout_of(rows), with_state=with_state, seed=seed, exports=exports)
+
+
+@pytest.mark.parametrize("name", ["forks at the first token", "nested forks", "levels of segments"])
+def test_shapes_that_fork_often_are_exact(name):
+    check(layout_of(SHAPES[name]), with_state=True)
+
+
+@runs(100)
+@given(forests(), st.integers(0, 9), st.sampled_from([0, 1, 4]))
+def test_every_token_is_scanned_once_behind_the_one_before_it(rows, seed, exports):
+    if not any(rows):
+        return
+    layout = layout_of(rows)
+    exported = np.sort(np.random.default_rng(seed).choice(layout.num_tokens, min(exports, layout.num_tokens), False))
+    segments = make_segments(layout, exported)
+    assert sorted(segments.order.tolist()) == list(range(layout.num_tokens))
+    ends, place = [-1], 0  # the last token of every run that goes on, behind the state before the roots
+    above = ends
+    for call in (*segments.levels, *([segments.last] if segments.last else [])):
+        above = ends if call is segments.last else above
+        here = []
+        for entry, first, stop in zip(call.entry, call.offsets[:-1], call.offsets[1:]):
+            run = segments.order[place + first : place + stop]
+            assert layout.parent[run[0]] == above[entry] and (layout.parent[run[1:]] == run[:-1]).all()
+            here.append(int(run[-1]))
+        place += int(call.offsets[-1])
+        if call is not segments.last:
+            ends, above = [*ends, *here], here
+    assert [ends[1 + end] for end in segments.exported] == exported.tolist()
+    # As few levels as there can be: one for every place on a path where a run must end.
+    cut = np.bincount(layout.parent[layout.parent >= 0], minlength=layout.num_tokens) > 1
+    cut[exported] = True
+    assert len(segments.levels) == max(int(cut[path].sum()) for path in paths_of(layout))
+
+
+def paths_of(layout) -> list[list[int]]:
+    paths = [[token] for token in range(layout.num_tokens)]
+    for token, parent in enumerate(layout.parent.tolist()):
+        if parent >= 0:
+            paths[token] = paths[parent] + paths[token]
+    return paths
+
+
+def test_a_bushy_tree_is_a_few_calls_and_only_runs_that_go_on_are_asked_for_their_state():
+    kernel = check(
+        layout_of([[1, 2, 3, i, 100 + j] for i in range(10) for j in range(10)]), with_state=False, exports=0
+    )
+    assert [(call["runs"], call["tokens"], call["final"]) for call in kernel.calls] == [
+        (1, 3, True),
+        (10, 10, True),
+        (100, 100, False),
+    ]
+
+
+def test_rows_that_share_nothing_are_one_call():
+    kernel = check(layout_of([[i, 1, 2] for i in range(20)]), with_state=True, exports=0)
+    assert [call["runs"] for call in kernel.calls] == [20]
+
+
+# Which rule runs where.
+
+
+def segments_of(rows):
+    return make_segments(layout_of(rows), np.zeros(0, np.int64))
+
+
+LONG_RUNS = segments_of([[*range(2000), 5000 + i, *range(1000)] for i in range(4)])
+
+
+@pytest.fixture
+def kernels_there(monkeypatch):
+    monkeypatch.setattr(dispatch, "_found", StandIn)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "sizes", "says"),
+    [
+        (CPU, torch.bfloat16, (128, 128), "cpu: .* are for CUDA"),
+        (CUDA, torch.float32, (128, 128), "TF32"),
+        (CUDA, torch.float64, (128, 128), "do not take torch.float64"),
+        (CUDA, torch.bfloat16, (512, 128), "heads of 512 and 128 entries"),
+        (CUDA, torch.bfloat16, (64, 63), "heads of 64 and 63 entries"),
+    ],
+)
+def test_tiles_run_where_the_kernels_cannot_or_are_not_exact(kernels_there, device, dtype, sizes, says):
+    choice = choose_rule(device, dtype, *sizes)
+    assert choice.name == TILES
+    with pytest.raises(AssertionError, match=says):
+        raise AssertionError(choice.reason)
+    assert choose_for(LONG_RUNS, choice) == choice
+
+
+def test_kernels_run_on_long_runs_and_tiles_on_trees_that_fork_often(kernels_there):
+    rule = choose_rule(CUDA, torch.bfloat16, 128, 256)
+    assert rule.name == KERNELS
+    assert str(choose_for(LONG_RUNS, rule)) == "flash-linear-attention (CUDA: 5 runs of 1201 tokens in 2 calls)"
+    bushy = choose_for(segments_of([[1, 2, 3, i, 100 + j] for i in range(20) for j in range(20)]), rule)
+    assert bushy.name == TILES and "421 runs of 1 tokens would leave chunks of 64 empty" in bushy.reason
+    # Every run fills its chunks, but there are only as many tokens a level as a chunk has.
+    deep = choose_for(segments_of([[*range(64 * n), *range(9000, 9064)] for n in range(1, 30)]), rule)
+    assert deep.name == TILES and "too few for" in deep.reason
+
+
+@pytest.mark.parametrize(
+    ("version", "says"), [(None, "is not installed"), ("0.5.1", "0.5.1 is older than 0.6"), ("0.6.0", "cannot be")]
+)
+def test_it_is_said_why_there_is_no_kernel(monkeypatch, version, says):
+    def installed(name):
+        if version is None:
+            raise dispatch.importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    def broken(name):
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(dispatch.importlib.metadata, "version", installed)
+    monkeypatch.setattr(dispatch.importlib, "import_module", broken)
+    dispatch._found.cache_clear()
+    try:
+        choice = choose_rule(CUDA, torch.bfloat16, 128, 128)
+    finally:
+        dispatch._found.cache_clear()
+    assert choice.name == TILES and says in choice.reason
+
+
+# The kernel itself.
+
+
+def errors_of(kernel, device: torch.device, dtype: torch.dtype, rows: list, seed: int) -> tuple[float, float]:
+    """Of outputs and all gradients on the tree and row by row, in a narrow dtype, against the specification."""
+    layout = layout_of(rows)
+    leaves = [x.detach() for x in inputs(layout.num_tokens, seed, key=64, value=64)]
+    leaves = [x.to(dtype) if number < 3 else x.float() for number, x in enumerate(leaves)]
+    paths = [np.array(path) for token, path in enumerate(paths_of(layout)) if layout.ends[token] == token + 1]
+    factors = [torch.randn(len(path), *leaves[2].shape[1:]) for path in paths]
+
+    def measured(where, outs_of, *, wide: bool = False) -> torch.Tensor:
+        own = [x.to(where, torch.float64 if wide else x.dtype).requires_grad_() for x in leaves]
+        outs = outs_of(own)
+        total = sum((out.double() * f.to(where)).sum() for out, f in zip(outs, factors))
+        found = [*(out.detach() for out in outs), *torch.autograd.grad(total, own)]
+        return torch.cat([x.flatten().double().cpu() / (x.double().norm().cpu() + 1e-9) for x in found])
+
+    def by_tree(own):
+        scans = Scans(make_segments(layout, np.zeros(0, np.int64)), device)
+        out, _ = scanned_gated_delta(*own[:5], scans, own[5], kernel)
+        return [out[torch.from_numpy(path).to(device)] for path in paths]
+
+    def by_rows(own):
+        outs = []
+        for path in paths:
+            chain = Scans(make_segments(layout_of([range(len(path))]), np.zeros(0, np.int64)), device)
+            at = torch.from_numpy(path).to(device)
+            pieces = [x[at] for x in own[:5]]
+            outs.append(scanned_gated_delta(*pieces, chain, own[5], kernel)[0])
+        return outs
+
+    def specified(own):
+        out, _ = reference_gated_delta(*own[:5], layout.parent, own[5])
+        return [out[torch.from_numpy(path)] for path in paths]
+
+    truth = measured(CPU, specified, wide=True)
+    return tuple(relative_error(measured(device, way), truth) for way in (by_tree, by_rows))
+
+
+FORESTS = (
+    [[*range(70), 100 + i, *range(i * 20)] for i in range(4)],
+    [[*range(n), 100 + n, *range(30)] for n in (1, 5, 64, 65)],
+    [[i, *range(9)] for i in range(5)],
+)
+
+
+def compare(kernel, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Pooled errors over forests, on trees and by rows."""
+    torch.manual_seed(0)
+    errors = [errors_of(kernel, device, dtype, rows, seed) for seed, rows in enumerate(FORESTS)]
+    pooled = [rms(side) for side in zip(*errors)]
+    assert pooled[0] <= 1.5 * pooled[1] and pooled[1] < 0.02, errors
+    return pooled[0], pooled[1]
+
+
+NARROW = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels are for CUDA")
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_by_the_real_kernels_a_tree_is_as_exact_as_rows(dtype):
+    if isinstance(dispatch._found(), str):
+        pytest.skip(dispatch._found())
+    compare(dispatch.load_kernel(), CUDA, dtype)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_by_a_stand_in_a_tree_is_as_exact_as_rows_in_narrow_dtypes(dtype):
+    compare(StandIn(), CPU, dtype)

@@ -1,0 +1,188 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from support.forests import trajectories
+from treetrain.data.trajectory import Trajectory
+from treetrain.planning import contiguous
+from treetrain.planning.contiguous import Loads, cut_evenly
+from treetrain.planning.cost import ModelShape
+from treetrain.planning.dispatch import PASS_TOKENS, balance, dispatch
+from treetrain.planning.price import CostModel
+from treetrain.planning.rates import Rates
+from treetrain.tree.build import build_tree
+from treetrain.tree.layout import pack
+from treetrain.tree.nodes import Node
+from treetrain.tree.token_tree import TokenTree
+
+SHAPE = ModelShape(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=128, tied=True)
+PRICES = CostModel.from_shape(SHAPE)
+
+
+def layout_of_rank(rows: list[Trajectory], numbers: np.ndarray):
+    """What a rank computes, found by a tree of its own rows."""
+    tree = build_tree([rows[number] for number in numbers])
+    return pack(tree, tree.trained_edges()[0] > 0)
+
+
+def seconds_of(layout, cost: CostModel = PRICES) -> float:
+    rates = Rates.of(cost)
+    tokens = rates.at(layout.positions).sum() + rates.graph_pass * layout.num_tokens / PASS_TOKENS
+    return float(tokens + rates.row * len(layout.rows))
+
+
+@given(trajectories(max_rows=9), st.integers(1, 7))
+@settings(max_examples=150, deadline=None)
+def test_every_row_has_one_rank_and_the_ranks_tokens_are_those_of_trees_of_their_rows(rows, ranks):
+    found = balance(build_tree(rows), PRICES, ranks)
+    assert len(found.trajectories) == found.ranks == ranks
+    assert sorted(np.concatenate(found.trajectories).tolist()) == list(range(len(rows)))
+    layouts = [layout_of_rank(rows, numbers) for numbers in found.trajectories]
+    assert found.tokens.tolist() == [layout.num_tokens for layout in layouts]
+    assert all((np.diff(numbers) > 0).all() for numbers in found.trajectories)
+    for seconds, layout in zip(found.seconds, layouts):  # rows may be used by some between two users: a bound
+        assert seconds >= seconds_of(layout) * (1 - 1e-9)
+    whole = pack(build_tree(rows), build_tree(rows).trained_edges()[0] > 0)
+    assert found.unique == whole.num_tokens
+    assert found.duplicated == pytest.approx(sum(layout.num_tokens for layout in layouts) / whole.num_tokens - 1)
+
+
+@given(trajectories(max_rows=9), st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_where_all_rows_train_all_tokens_the_seconds_are_exact(rows, ranks):
+    rows = [row.replace(loss_weights=None) for row in rows]
+    found = balance(build_tree(rows), PRICES, ranks)
+    for seconds, numbers in zip(found.seconds, found.trajectories):
+        assert seconds == pytest.approx(seconds_of(layout_of_rank(rows, numbers)), rel=1e-9)
+
+
+ROUNDED = [[1, 1, 0], [0, 1, 0, 0, 1, 0], [0, 1, 1, 0], [1, 0, 0, 1, 0], [1, 1, 0, 1, 1, 1], [1, 1, 0, 0, 0]]
+"""Ranges of six tokens, whose shares of the batch come to different last bits when they are added up."""
+
+
+@given(trajectories(max_rows=7), st.integers(2, 4))
+@example([Trajectory(ids) for ids in ROUNDED], 4)
+@settings(max_examples=40, deadline=None)
+def test_no_cut_of_the_pre_order_has_a_faster_slowest_rank_nor_such_a_one_fewer_tokens(rows, ranks):
+    rows = [row.replace(loss_weights=None) for row in rows if len(row) > 1]
+    tree = build_tree(rows)
+    found = balance(tree, None, ranks)
+    order = np.argsort([path[-2] for path in map(tree.path, range(len(rows)))], kind="stable")
+    best = (np.inf, np.inf)
+    for cuts in itertools.combinations_with_replacement(range(len(rows) + 1), ranks - 1):
+        pieces = np.split(order, cuts)
+        sizes = [layout_of_rank(rows, piece).num_tokens for piece in pieces]
+        best = min(best, (max(sizes), sum(sizes)))
+    assert (found.tokens.max(), found.tokens.sum()) == best
+
+
+@given(st.integers(0, 10**6), st.integers(1, 8), st.integers(1, 4))
+@settings(max_examples=80, deadline=None)
+def test_the_first_even_cut_is_as_even_as_the_cheapest(seed, units, ranges):
+    rng = np.random.default_rng(seed)
+    first, length = rng.integers(0, units, 20), rng.integers(0, 3, 20)
+    last, weight = np.minimum(first + length, units - 1), rng.integers(0, 9, 20)
+    loads = Loads.of_counts(np.bincount(first, weight, units), np.bincount(last, weight, units))
+
+    def cost(start: int, stop: int) -> int:
+        return int(weight[(first < stop) & (last >= start)].sum()) if stop > start else 0
+
+    cuts = [(0, *inner, units) for inner in itertools.combinations_with_replacement(range(units + 1), ranges - 1)]
+    sums = [[cost(*piece) for piece in itertools.pairwise(cut)] for cut in cuts]
+    best = min((max(costs), sum(costs)) for costs in sums)
+    bounds = cut_evenly(loads, ranges)
+    assert loads.of(bounds).tolist() == [cost(*piece) for piece in itertools.pairwise(bounds.tolist())]
+    assert (loads.of(bounds).max(), loads.of(bounds).sum()) == best
+    assert contiguous._least_limit(loads, ranges) == best[0]
+    greedy = contiguous._filled(loads, int(best[0]), ranges)
+    assert greedy is not None and loads.of(greedy).max() == best[0]
+    assert best[0] == 0 or contiguous._filled(loads, int(best[0]) - 1, ranges) is None
+
+
+def test_rows_trained_by_one_of_many_cost_the_head_once_over_all_ranks():
+    """The calls of a conversation: each row trains its own last tokens and repeats the others as context."""
+    rows, text = [], [1]
+    for call in range(8):
+        text = [*text, *range(10 * call, 10 * call + 10)]
+        rows.append(Trajectory(text, loss_weights=[0.0] * (len(text) - 5) + [1.0] * 5))
+    head = CostModel.from_shape(SHAPE)
+    found = balance(build_tree(rows), head, 3)
+    for seconds, numbers in zip(found.seconds, found.trajectories):
+        layout = layout_of_rank(rows, numbers)
+        assert len(layout.rows) == 5 * len(numbers)
+        assert seconds == pytest.approx(seconds_of(layout), rel=1e-9)
+
+
+def test_a_tree_larger_than_a_share_is_split_and_its_path_is_paid_again():
+    rows = [[*range(100), 200 + number, *range(number)] for number in range(40)]
+    found = balance(build_tree(rows), None, 4)
+    whole = 40 * 41 // 2 + 100 - 39 - 1  # a leaf's last token is not computed
+    assert found.unique == whole and found.tokens.sum() == whole + 3 * 100
+    assert found.imbalance < 1.1
+
+
+def test_ranks_above_the_number_of_trajectories_are_idle_and_untrained_rows_cost_nothing():
+    rows = [Trajectory([1, 2, 3]), Trajectory([4, 5, 6], loss_weights=[0, 0, 0]), Trajectory([]), Trajectory([7])]
+    found = balance(build_tree(rows), PRICES, 6)
+    assert found.idle == 5 and found.tokens.sum() == 2 == found.unique
+    assert sorted(np.concatenate(found.trajectories).tolist()) == [0, 1, 2, 3]
+    nothing = balance(build_tree(rows[1:]), PRICES, 2)
+    assert nothing.imbalance == 1.0 and nothing.duplicated == 0.0 and nothing.idle == 2
+    assert [len(numbers) for numbers in nothing.trajectories] == [2, 1]
+    assert [len(numbers) for numbers in dispatch(build_tree([]), PRICES, 3)] == [0, 0, 0]
+
+
+@given(trajectories(max_rows=9), st.integers(1, 4), st.integers(0, 1000))
+@settings(max_examples=100, deadline=None)
+def test_rows_of_one_name_stay_together(rows, ranks, seed):
+    rng = np.random.default_rng(seed)
+    names = [None if rng.random() < 0.3 else int(rng.integers(4)) for _ in rows]
+    found = balance(build_tree(rows), PRICES, ranks, together=names)
+    rank_of = found.rank_of()
+    for name in {*names} - {None}:
+        assert len({int(rank_of[k]) for k in range(len(rows)) if names[k] == name}) == 1
+    assert sorted(np.concatenate(found.trajectories).tolist()) == list(range(len(rows)))
+    for tokens, numbers in zip(found.tokens, found.trajectories):
+        assert tokens >= layout_of_rank(rows, numbers).num_tokens
+
+
+def test_no_rank_is_idle_while_another_has_rows_to_spare():
+    found = balance(build_tree([[k, 1, 2] for k in range(12)]), None, 8)
+    assert found.idle == 0 and sorted(map(len, found.trajectories)) == [1, 1, 1, 1, 2, 2, 2, 2]
+
+
+def test_whole_rows_are_balanced_where_training_needs_little_of_them():
+    rows = [Trajectory(range(10 * k, 10 * k + 8), loss_weights=[0, 1] + [0] * 6) for k in range(8)]
+    tree = build_tree(rows)
+    assert balance(tree, None, 4).unique == 8
+    found = balance(tree, None, 4, whole_rows=True)
+    assert found.unique == 56 and found.tokens.tolist() == [14] * 4
+
+
+def test_a_tree_from_nodes_is_cut_like_that_of_its_rows():
+    rng = np.random.default_rng(0)
+    nodes = [Node(parent=None, ids=[1, 2, 3], loss_weights=[0, 0, 0])]
+    for number in range(1, 40):
+        nodes.append(
+            Node(parent=int(rng.integers(number)), ids=[100 + number, *rng.integers(0, 9, rng.integers(1, 9))])
+        )
+    tree = TokenTree.from_nodes(nodes, list(range(40)))
+    same = build_tree(list(tree.trajectories))
+    for ranks in (2, 5):
+        ours, theirs = balance(tree, PRICES, ranks), balance(same, PRICES, ranks)
+        assert [a.tolist() for a in ours.trajectories] == [a.tolist() for a in theirs.trajectories]
+        assert ours.seconds == pytest.approx(theirs.seconds)
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 2.5, True, None])
+def test_a_number_of_ranks_that_is_none_is_refused(ranks):
+    with pytest.raises(ValueError, match="ranks="):
+        dispatch(build_tree([[1, 2]]), PRICES, ranks)
+
+
+def test_another_number_of_names_is_refused():
+    with pytest.raises(ValueError, match="together has 1 names, the batch 2"):
+        dispatch(build_tree([[1, 2], [3, 4]]), PRICES, 2, together=["a"])
