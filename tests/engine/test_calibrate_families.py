@@ -13,8 +13,8 @@ from treetrain.engine.batch import Batch
 from treetrain.engine.calibrate import _Bench, _gradients_aside, _memory, model_shape
 from treetrain.engine.feed import Board, Known
 from treetrain.engine.formula import formula_constants
+from treetrain.engine.gradients import gradient_buffers
 from treetrain.engine.live_bytes import live_bytes
-from treetrain.engine.sinks import gradient_sinks
 from treetrain.engine.walk import Walk
 from treetrain.models.capability import check_model
 from treetrain.planning.partition import partition
@@ -40,8 +40,8 @@ def test_the_formula_knows_about_what_a_family_saves_for_backward(name, dtype):
     model = sized(name, dtype)
     capabilities, shape = check_model(model), model_shape(model)
     formula = formula_constants(model, capabilities, shape)
-    with _gradients_aside(model), gradient_sinks(model) as sinks:
-        bench = _Bench(model, capabilities, sinks)
+    with _gradients_aside(model), gradient_buffers(model) as buffers:
+        bench = _Bench(model, capabilities, buffers)
         bench.graph(64, 1)
         found = _memory(bench, formula, shape, 64, 256)
     assert formula.saved_token == pytest.approx(found["saved_token"], rel=FAR.get(name, 0.2))
@@ -57,8 +57,8 @@ def test_what_the_carry_takes_is_known_exactly_and_the_peak_within_a_fifth(name,
     rows = [tt.Trajectory(trunk[: 30 * (1 + k % 3)] + rng.integers(0, 37, 50).tolist()) for k in range(4)]
     layout = Batch.of(tt.build_tree(rows), weighted=True).layout
     formula = formula_constants(model, capabilities, shape)
-    with _gradients_aside(model), gradient_sinks(model) as sinks:
-        bench = _Bench(model, capabilities, sinks)
+    with _gradients_aside(model), gradient_buffers(model) as buffers:
+        bench = _Bench(model, capabilities, buffers)
         bench.graph(64, 1)
         measured = _memory(bench, formula, shape, 64, 256)
     cost = CostModel(shape=shape, constants=dataclasses.replace(formula, **measured, slack=1.0, slack_bytes=0.0))

@@ -23,11 +23,11 @@ from treetrain.attention.dispatch import choose_backend, make_attention
 from treetrain.attention.schedule import Forest
 from treetrain.engine import constants_cache
 from treetrain.engine.formula import compute_dtype, formula_constants, head_softmax, is_checkpointed, trained_share
+from treetrain.engine.gradients import GradientBuffers, gradient_buffers
 from treetrain.engine.live_bytes import live_bytes
 from treetrain.engine.memory import is_out_of_memory
 from treetrain.engine.packed import PackedRun, model_device
 from treetrain.engine.planning import device_free_bytes
-from treetrain.engine.sinks import Sinks, gradient_sinks
 from treetrain.models.capability import Capabilities, causal_lm
 from treetrain.planning.constants import Constants
 from treetrain.planning.cost import ModelShape
@@ -112,8 +112,8 @@ def calibrate(
     if not any(p.requires_grad for p in model.parameters()) or _has_hooks(model):
         return formula
     try:
-        with _gradients_aside(model), gradient_sinks(model) as sinks:
-            bench = _Bench(model, capabilities, sinks)
+        with _gradients_aside(model), gradient_buffers(model) as buffers:
+            bench = _Bench(model, capabilities, buffers)
             room = device_free_bytes(model)
             long = bench.longest(limit_seconds, lambda n: room is None or _peak(bench, formula, shape, n) <= room)
             if long is None:
@@ -146,8 +146,8 @@ class _Marks(NamedTuple):
 class _Bench:
     """Passes over chains of random tokens."""
 
-    def __init__(self, model: nn.Module, capabilities: Capabilities, sinks: Sinks):
-        self.model, self.capabilities, self.sinks = model, capabilities, sinks
+    def __init__(self, model: nn.Module, capabilities: Capabilities, buffers: GradientBuffers):
+        self.model, self.capabilities, self.buffers = model, capabilities, buffers
         self.device = model_device(model)
 
     def longest(self, limit_seconds: float, fits: Callable[[int], bool]) -> int | None:
@@ -180,7 +180,7 @@ class _Bench:
         """A pass with graph."""
         run = PackedRun(self.model, self.capabilities, self.layout(tokens, rows))
         with run.mode(self.model), torch.enable_grad():
-            loss = torch.stack([x.sum() for x in run.scores(temperature=1.0, sinks=self.sinks).live]).sum()
+            loss = torch.stack([x.sum() for x in run.scores(temperature=1.0, buffers=self.buffers).live]).sum()
             marks = (0, 0) if meter is None else (meter.now, meter.peak)
             if meter is not None:
                 meter.restart_peak()

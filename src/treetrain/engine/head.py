@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from treetrain.engine.gradients import GradientBuffer
 from treetrain.engine.head_chunk import Chunk, EdgesOfChunk, Entropies, Scaling, chunk_type
-from treetrain.engine.sinks import Sink
 from treetrain.models.logit_map import IDENTITY, LogitMap
 from treetrain.planning.constants import head_chunk_rows
 
@@ -114,7 +114,7 @@ def score_edges(
     temperature: float,
     need_entropy: bool,
     coefficients: Tensor | None = None,
-    sink: Sink | None = None,
+    buffer: GradientBuffer | None = None,
     logit_map: LogitMap = IDENTITY,
     meets_all: bool = False,
     need_statistics: bool = False,
@@ -128,7 +128,7 @@ def score_edges(
         head_forward: what it does when it is called.
         fused: it is a plain ``nn.Linear``, scored from its weight; otherwise it is called chunk by chunk.
         coefficients: [E] d loss / d log-probability, when the loss is linear; the loss is then returned fused.
-        sink: takes the gradient of a fused head's matrix; None gives it to autograd.
+        buffer: takes the gradient of a fused head's matrix; None gives it to autograd.
         logit_map: what the model does to its logits after the head.
         meets_all: the head's weights get a gradient, be it zero, also where no row is scored.
         need_statistics: also give `Statistics`; not beside `coefficients`.
@@ -152,11 +152,20 @@ def score_edges(
         if coefficients is not None and torch.is_grad_enabled():
             compute = _compute_dtype(hidden)
             loss, logprobs = _LinearLoss.apply(  # type: ignore[misc]
-                rows, head.weight, head.bias, edges, scaling, coefficients.to(wide), compute, sink
+                rows, head.weight, head.bias, edges, scaling, coefficients.to(wide), compute, buffer
             )
             return Scores(logprobs, None, loss)
         logprobs, entropies = _LinearScores.apply(  # type: ignore[misc]
-            rows, head.weight, head.bias, edges, scaling, need_entropy, _compute_dtype(hidden), sink, found, keep_logits
+            rows,
+            head.weight,
+            head.bias,
+            edges,
+            scaling,
+            need_entropy,
+            _compute_dtype(hidden),
+            buffer,
+            found,
+            keep_logits,
         )
     else:
         logprobs, entropies = _scores_through_module(
@@ -194,13 +203,18 @@ class _HeadGradients:
     """Collects the head's gradients over chunks; the wide dtype accumulates."""
 
     def __init__(
-        self, rows: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool], sink: Sink | None
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs: tuple[bool, bool, bool],
+        buffer: GradientBuffer | None,
     ):
         wide = torch.promote_types(rows.dtype, torch.float32)
         self.rows = torch.empty_like(rows) if needs[0] else None
         self.weight = None
         if needs[1]:
-            self.weight = torch.zeros_like(weight, dtype=wide) if sink is None else sink.total
+            self.weight = torch.zeros_like(weight, dtype=wide) if buffer is None else buffer.total
         self.bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
 
     def add(self, chunk: slice, grad_logits: Tensor, rows: Tensor, weight: Tensor) -> None:
@@ -218,7 +232,7 @@ class _LinearScores(torch.autograd.Function):
     """Log-probabilities of edges and entropies of rows; logits are computed again in backward, or kept until then."""
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, edges: Edges, scaling: Scaling, need_entropy, compute, sink, found, keep):
+    def forward(ctx, rows, weight, bias, edges: Edges, scaling: Scaling, need_entropy, compute, buffer, found, keep):
         wide = torch.promote_types(compute, torch.float32)
         logprobs = rows.new_empty(len(edges.targets), dtype=wide)
         lse = rows.new_empty(len(rows), dtype=wide)
@@ -238,17 +252,17 @@ class _LinearScores(torch.autograd.Function):
                 if need_entropy:
                     entropies[chunk] = logits.entropies(lse[chunk])
         ctx.save_for_backward(rows, weight, bias, lse, entropies)
-        ctx.settings, ctx.kept = (edges, scaling, need_entropy, compute, sink), kept
+        ctx.settings, ctx.kept = (edges, scaling, need_entropy, compute, buffer), kept
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropies):
         rows, weight, bias, lse, entropies = ctx.saved_tensors
-        edges, scaling, need_entropy, compute, sink = ctx.settings
+        edges, scaling, need_entropy, compute, buffer = ctx.settings
         with torch.autocast(rows.device.type, enabled=False):
             made = _Maker(rows, weight, bias, compute, scaling, entropy=need_entropy, backward=True)
-            grads = _HeadGradients(rows.to(compute), weight, bias, ctx.needs_input_grad[:3], sink)
+            grads = _HeadGradients(rows.to(compute), weight, bias, ctx.needs_input_grad[:3], buffer)
             kept, ctx.kept = ctx.kept, None
             for number, (chunk, taken, own) in enumerate(_chunks(edges, len(weight), rows.device)):
                 if kept is None:
@@ -260,29 +274,31 @@ class _LinearScores(torch.autograd.Function):
                 by_row = torch.zeros_like(lse[chunk]).index_add_(0, own.row, by_edge)
                 spread = Entropies(entropies[chunk], grad_entropies[chunk]) if need_entropy else None
                 grads.add(chunk, logits.gradient(lse[chunk], own, by_edge, by_row, spread), x, made.weight)
-        return (*_outgoing(grads, rows, weight, bias, sink), None, None, None, None, None, None, None)
+        return (*_outgoing(grads, rows, weight, bias, buffer), None, None, None, None, None, None, None)
 
 
 class _LinearLoss(torch.autograd.Function):
     """sum of coefficients * log-probabilities, with the gradients made in the same pass over the logits."""
 
     @staticmethod
-    def forward(ctx, rows, weight, bias, edges: Edges, scaling: Scaling, coefficients, compute, sink: Sink | None):
+    def forward(
+        ctx, rows, weight, bias, edges: Edges, scaling: Scaling, coefficients, compute, buffer: GradientBuffer | None
+    ):
         wide = torch.promote_types(compute, torch.float32)
         logprobs = rows.new_empty(len(edges.targets), dtype=wide)
         with torch.autocast(rows.device.type, enabled=False):
             made = _Maker(rows, weight, bias, compute, scaling, entropy=False, backward=True)
-            grads = _HeadGradients(rows.to(compute), weight, bias, ctx.needs_input_grad[:3], sink)
+            grads = _HeadGradients(rows.to(compute), weight, bias, ctx.needs_input_grad[:3], buffer)
             for chunk, taken, own in _chunks(edges, len(weight), rows.device):
                 x, logits = made.chunk(chunk)
                 lse = logits.log_sum_exp()
                 logprobs[taken] = logits.at(own) - lse[own.row]
                 by_row = torch.zeros_like(lse).index_add_(0, own.row, coefficients[taken])
                 grad = logits.gradient(lse, own, coefficients[taken], by_row, None)
-                if sink is not None:
-                    sink.uncertain = True
+                if buffer is not None:
+                    buffer.uncertain = True
                 grads.add(chunk, grad, x, made.weight)
-        ctx.grads = _outgoing(grads, rows, weight, bias, sink)
+        ctx.grads = _outgoing(grads, rows, weight, bias, buffer)
         ctx.mark_non_differentiable(logprobs)
         return (logprobs * coefficients).sum(), logprobs
 
@@ -322,9 +338,9 @@ class _Maker:
         return x, self._type(x, self.weight, self._bias, self._scaling, **self._options)
 
 
-def _outgoing(grads: _HeadGradients, rows: Tensor, weight: Tensor, bias: Tensor | None, sink: Sink | None):
-    """Gradients in the dtypes of the tensors they belong to, less what has gone into a sink."""
-    pairs = ((grads.rows, rows), (grads.weight if sink is None else None, weight), (grads.bias, bias))
+def _outgoing(grads: _HeadGradients, rows: Tensor, weight: Tensor, bias: Tensor | None, buffer: GradientBuffer | None):
+    """Gradients in the dtypes of the tensors they belong to, less what has gone into a buffer."""
+    pairs = ((grads.rows, rows), (grads.weight if buffer is None else None, weight), (grads.bias, bias))
     return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in pairs)
 
 

@@ -13,11 +13,11 @@ from treetrain.attention.carry import CarryView
 from treetrain.attention.dispatch import make_attention
 from treetrain.attention.schedule import Forest
 from treetrain.device_arrays import to_device
+from treetrain.engine.gradients import GradientBuffers
 from treetrain.engine.head import Edges, Scores
 from treetrain.engine.ranks import output_dtype
 from treetrain.engine.routing import RouterPass
 from treetrain.engine.scoring import scoring_head
-from treetrain.engine.sinks import Sinks
 from treetrain.errors import UnsupportedModel
 from treetrain.linear_attention.carry import StateView
 from treetrain.linear_attention.paths import Paths
@@ -81,7 +81,7 @@ class PackedRun:
         temperature: float,
         need_entropy: bool = False,
         coefficients: Tensor | None = None,
-        sinks: Sinks | None = None,
+        buffers: GradientBuffers | None = None,
         meets_all: bool = False,
         need_statistics: bool = False,
         keep_logits: bool = False,
@@ -90,7 +90,7 @@ class PackedRun:
 
         Args:
             coefficients: see `score_edges`.
-            sinks: where gradients of the head's matrix are added up; None gives them to autograd.
+            buffers: where gradients of the head's matrix are added up; None gives them to autograd.
             meets_all: whether the backward must reach all that any other one reaches (see `Lockstep`).
             need_statistics, keep_logits: see `score_edges`.
 
@@ -105,7 +105,7 @@ class PackedRun:
             temperature=temperature,
             need_entropy=need_entropy,
             coefficients=coefficients,
-            sinks=sinks,
+            buffers=buffers,
             meets_all=meets_all,
             need_statistics=need_statistics,
             keep_logits=keep_logits,

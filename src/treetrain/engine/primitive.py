@@ -12,8 +12,9 @@ from torch.autograd.function import once_differentiable
 from treetrain.engine.batch import Batch, check_batch, predictions_of
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.feed import Board
+from treetrain.engine.gradients import gradients_of
 from treetrain.engine.routing import check_auxiliary
-from treetrain.engine.score import Scoring, collected, is_live
+from treetrain.engine.score import Scoring, is_live
 from treetrain.errors import UnsupportedModel
 from treetrain.planning.budget import Bytes
 from treetrain.tree.build import Row, as_tree
@@ -163,6 +164,6 @@ class _TreeScores(torch.autograd.Function):
             None if board.entropies is None else rows,
             None if board.values is None else values,
             aux,
-            attempt=partial(collected, parameters),
+            attempt=partial(gradients_of, parameters),
         )
         return None, None, None, *gradients

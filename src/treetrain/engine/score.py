@@ -8,20 +8,19 @@ autograd. Where the graphs of all parts fit into the budget they are kept betwee
 the parts are scored without graph, and run again when the gradients are known.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from treetrain.device_arrays import on_device
 from treetrain.engine.batch import Batch
 from treetrain.engine.evaluate import added_up
 from treetrain.engine.feed import Board, Known
-from treetrain.engine.hooks import hooks_aside
 from treetrain.engine.lockstep import Reduces
 from treetrain.engine.memory import Passes, Sizes, why_not_again, within_memory
 from treetrain.engine.packed import model_device, wide_dtype
@@ -367,17 +366,3 @@ class Scored:
         aux = 0.0 if self.aux_loss is None or self.aux_loss.grad is None else self.aux_loss.grad
         rows = per_place(board.entropies, self.entropies, every.rows)
         return edges, rows, per_place(values, self.values, every.rows), aux
-
-
-def collected(parameters: Sequence[nn.Parameter], run: Callable[[], None]) -> tuple[Tensor | None, ...]:
-    """What a call leaves in ``.grad``, which is put back as it was; no hook of the parameters runs."""
-    before = [p.grad for p in parameters]
-    try:
-        for p in parameters:
-            p.grad = None
-        with hooks_aside(parameters):
-            run()
-        return tuple(p.grad for p in parameters)
-    finally:
-        for p, grad in zip(parameters, before):
-            p.grad = grad

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from treetrain.device_arrays import on_device
+from treetrain.engine.gradients import GradientBuffers
 from treetrain.engine.head import Edges, Scores, score_edges, without_logprobs, zero_of
-from treetrain.engine.sinks import Sinks
 from treetrain.models.capability import Capabilities
 from treetrain.models.logit_map import IDENTITY, LogitMap
 from treetrain.models.switch import replaced_forward
@@ -67,7 +67,7 @@ def scoring_head(
     temperature: float,
     need_entropy: bool,
     coefficients: Tensor | None,
-    sinks: Sinks | None = None,
+    buffers: GradientBuffers | None = None,
     meets_all: bool = False,
     need_statistics: bool = False,
     keep_logits: bool = False,
@@ -95,7 +95,7 @@ def scoring_head(
             temperature=temperature,
             need_entropy=need_entropy,
             coefficients=coefficients,
-            sink=sinks.of(capabilities.head.weight) if fused and sinks is not None else None,  # type: ignore[arg-type]
+            buffer=buffers.of(capabilities.head.weight) if fused and buffers is not None else None,  # type: ignore[arg-type]
             logit_map=logit_map,
             meets_all=meets_all,
             need_statistics=need_statistics,

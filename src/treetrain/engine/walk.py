@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from treetrain.attention.carry import Carry
 from treetrain.engine.feed import Board, Feed, Seeds
+from treetrain.engine.gradients import GradientBuffers, gradient_buffers, hooks_once
 from treetrain.engine.head import Scores
-from treetrain.engine.hooks import hooks_once
 from treetrain.engine.lockstep import Lockstep, Reduces, in_step
 from treetrain.engine.memory import Passes, StepOutOfMemory, is_out_of_memory, out_of_memory_in, release_cached
 from treetrain.engine.packed import PackedRun, model_device
 from treetrain.engine.routing import Routing, switched
-from treetrain.engine.sinks import Sinks, gradient_sinks
 from treetrain.linear_attention.carry import StateCarry, state_slots
 from treetrain.models.capability import Capabilities
 from treetrain.planning.partition import uniform
@@ -125,7 +124,7 @@ class Walk:
         self._states = StateCarry(plan.layout.num_tokens, state_slots(plan), gradients=gradients)
         self._states.attach_at(plan.attach)
         self._top = 0
-        self._sinks: Sinks | None = None
+        self._buffers: GradientBuffers | None = None
         self._passes = Passes() if passes is None else passes
         self._alive, self._begun = 0, False
 
@@ -176,7 +175,7 @@ class Walk:
                 torch.enable_grad(),
                 self._run_type.mode(self._model),
                 self._routers(),
-                self._gradient_sinks() as self._sinks,
+                self._gradient_buffers() as self._buffers,
                 in_step(self._lockstep, forwards=True),
             ):
                 # Parts are numbered depth first, so what a part continues has run. Nothing of the carry is released.
@@ -215,8 +214,8 @@ class Walk:
             ):
                 while self._waiting:
                     self._backward(self._waiting.pop(), feed)
-                if self._sinks is not None:
-                    self._sinks.deliver()
+                if self._buffers is not None:
+                    self._buffers.deliver()
         finally:
             self._waiting.clear()
 
@@ -234,18 +233,18 @@ class Walk:
             self._run_type.mode(self._model),
             self._routers(),
             hooks_once(*self._modules()),
-            self._gradient_sinks() as self._sinks,
+            self._gradient_buffers() as self._buffers,
             in_step(self._lockstep),
         ):
             self._train(self._outer, feed)
-        self._sinks = None
+        self._buffers = None
 
     def _ran_out(self) -> StepOutOfMemory:
         return StepOutOfMemory(self._alive or self._outer.plan.peak_tokens, begun=self._begun)
 
-    def _gradient_sinks(self) -> AbstractContextManager[Sinks | None]:
+    def _gradient_buffers(self) -> AbstractContextManager[GradientBuffers | None]:
         """None where weights exist as a whole within a pass only."""
-        return gradient_sinks(self._model) if self._lockstep is None else nullcontext()
+        return gradient_buffers(self._model) if self._lockstep is None else nullcontext()
 
     def _modules(self) -> list[nn.Module]:
         """What has parameters: the model, and a value head that is not its own."""
@@ -377,7 +376,7 @@ class Walk:
             temperature=self._temperature,
             need_entropy=need_entropy,
             coefficients=coefficients,
-            sinks=self._sinks,
+            buffers=self._buffers,
             meets_all=self._lockstep is not None,
             need_statistics=self._statistics and score,
             keep_logits=self._keep_logits,
@@ -399,11 +398,11 @@ class Walk:
             alone = self._run_type is PackedRun and self._lockstep is None
             if not is_out_of_memory(error) or tokens == 1 or not alone:
                 raise
-            if self._sinks is not None and self._sinks.uncertain:
+            if self._buffers is not None and self._buffers.uncertain:
                 raise  # the fused head had begun to add gradients
         else:
-            if self._sinks is not None:
-                self._sinks.settle()
+            if self._buffers is not None:
+                self._buffers.settle()
             if self._lockstep is not None:
                 self._lockstep.after(kind, done.scores.live)
             fitted.append((self._alive - (tokens if fitted is self._passes.graph else 0), tokens))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from treetrain.data.prefix_order import sorted_by_prefix
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.score import collected
+from treetrain.engine.gradients import gradients_of
 from treetrain.models.capability import causal_lm
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ def _run(scored: Any, loss: Tensor) -> None:
 def _gradients(model: nn.Module, wanted: list[nn.Parameter], run: Callable[[], None]) -> list[Tensor | None]:
     """What a call leaves in ``.grad`` of some parameters; all are put back as they were."""
     parameters = list(model.parameters())
-    found = dict(zip(parameters, collected(parameters, run)))
+    found = dict(zip(parameters, gradients_of(parameters, run)))
     return [found[p] for p in wanted]
 
 
