@@ -2,7 +2,6 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator, Sequence, Sized
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -11,6 +10,7 @@ from torch.utils.data import Sampler
 
 from treetrain.data.prefix_order import sorted_by_prefix
 from treetrain.errors import DataError
+from treetrain.trainers.groups import cut_trees
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 Int64s = NDArray[np.int64]
 TrainerT = TypeVar("TrainerT", bound="Trainer")
 Key = str | Callable[[Any], Hashable | Sequence[int]]
-WORTH_KEEPING = 0.1
-"""Rows stay together where that saves this share of the tokens they have below what all rows share."""
 
 
 class PrefixGroupSampler(Sampler[int]):
@@ -136,48 +134,7 @@ def group_rows(values: Sequence[Any], most: int) -> list[Int64s]:
     ids = [np.asarray(value) for value in values]
     order, shared = np.array(list(sorted_by_prefix(list(range(len(ids))), ids.__getitem__)), np.int64).T
     length = np.array([len(ids[number]) for number in order], np.int64)
-    return [order[low:high] for low, high in _cut(shared, length, most)]
-
-
-def _cut(shared: Int64s, length: Int64s, most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of sorted rows that stay together: subtrees of at most `most` rows that save enough.
-
-    Args:
-        shared: int64 [K]: leading tokens that each row shares with the one before it; 0 for the first.
-        length: int64 [K]: tokens of each row.
-        most: rows of a group.
-    """
-    pending = [(0, len(length), -1)]
-    while pending:
-        low, high, above = pending.pop()
-        rows, inner = high - low, shared[low + 1 : high]
-        if rows == 1:
-            yield low, high
-            continue
-        fork = int(inner.min())
-        above = fork if above < 0 else above  # what all rows share, every batch shares
-        tokens = int(length[low:high].sum()) - above * rows
-        if rows <= most and int(inner.sum()) - above * (rows - 1) >= WORTH_KEEPING * tokens:
-            yield low, high
-            continue
-        borders = [low, *(low + 1 + np.flatnonzero(inner == fork)).tolist(), high]
-        if (fork - above) * (rows - 1) >= WORTH_KEEPING * tokens:
-            borders, large = _joined(borders, most)
-            yield from (pair for pair in pairwise(borders) if pair not in large)
-            pending += [(*pair, fork) for pair in large]
-        else:
-            pending += [(*pair, fork) for pair in pairwise(borders)]
-
-
-def _joined(borders: list[int], most: int) -> tuple[list[int], set[tuple[int, int]]]:
-    """Neighbouring ranges joined up to `most` rows; and those ranges that alone have more."""
-    kept, large = [borders[0]], set()
-    for begin, end in pairwise(borders):
-        if end - begin > most:
-            large.add((begin, end))
-        if end - kept[-1] > most and begin > kept[-1]:
-            kept.append(begin)
-    return [*kept, borders[-1]], large
+    return [order[low:high] for low, high in cut_trees(shared, length, np.ones_like(length), most)]
 
 
 def _values(dataset: Any, key: Key) -> Sequence[Any]:

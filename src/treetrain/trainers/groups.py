@@ -6,6 +6,7 @@ a sampler recorded say what rows can share, not what belongs together.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from treetrain.data.trajectory import Trajectory
 
 Int64s = NDArray[np.int64]
 WORTH_KEEPING = 0.1
-"""A cut keeps subtrees whole that save this share of their own tokens."""
+"""Rows stay together where that saves this share of the tokens they have below what all rows around them share."""
 
 
 class RowGroups(Sequence[Int64s]):
@@ -86,111 +87,64 @@ def make_groups(trajectories: Sequence[Trajectory], *, tokens_per_step: int | No
 
 def _tree_labels(order: PrefixOrder, columns: RowColumns, target: int | None) -> Int64s:
     """A number for every row without a group: of its tree, or of the piece of it; 0 for all rows without tokens."""
-    labels = np.zeros(len(columns.tokens), np.int64)
-    for number, rows in enumerate(cut_trees(order, columns.tokens[order.rows], target), start=1):
-        labels[rows] = number
+    labels, length = np.zeros(len(columns.tokens), np.int64), columns.tokens[order.rows]
+    for number, (low, high) in enumerate(cut_trees(order.shared, length, length, target), start=1):
+        labels[order.rows[low:high]] = number
     return labels
 
 
-def cut_trees(order: PrefixOrder, length: Int64s, target: int | None) -> Iterator[Int64s]:
-    """Rows of whole trees; trees with more than `target` flat tokens are cut at forks where little sharing is lost.
+def cut_trees(shared: Int64s, length: Int64s, size: Int64s, limit: int | None) -> Iterator[tuple[int, int]]:
+    """Ranges of sorted rows that stay together: whole trees that fit the limit, and pieces of larger ones.
 
-    Most chat files are one tree, since every row begins with the same template. Cut into subtrees that fit a step
-    and save a share of their own tokens worth keeping; what lies above is shared again by whatever meets in a step.
+    Most chat files are one tree, since every row begins with the same template. Sharing that every batch has anyway
+    is no reason to keep rows together, so a piece counts only the tokens that it saves below `above`, the depth down
+    to which all rows around it agree. A range is kept where it fits and saves `WORTH_KEEPING` of its tokens below
+    that depth; otherwise it is split where its rows first part:
 
-    A segment of the tree (tokens without a fork) is here a range of neighbours in the order, and the token of depth
-    `start` that it begins at: all rows of the range go through it.
-
-    Args:
-        order: of R rows.
-        length: int64 [R], in that order.
-        target: flat tokens; None: trees are left whole.
-    """
-    forks = _Forks(order.shared, length)
-    flat = np.append(0, np.cumsum(length))
-    new = np.append(0, np.cumsum(length - order.shared))
-    stack = forks.trees()[::-1]
-    while stack:
-        low, high, start, top = stack.pop()
-        tokens = int(flat[high] - flat[low])
-        below = tokens - start * (high - low)
-        unique = int(new[high] - new[low + 1] + length[low]) - start
-        fits = target is None or tokens <= target
-        worth = start == 0 or below - unique >= WORTH_KEEPING * below
-        if (fits and worth) or top < 0:
-            yield order.rows[low:high]
-            continue
-        depth, borders, tops = forks.children(top)
-        stop = low
-        while length[stop] <= depth:  # rows that end above the fork
-            stop += 1
-        if stop > low:
-            yield order.rows[low:stop]
-        begins = [stop, *borders]
-        stack += list(zip(begins, [*borders, high], [depth] * len(begins), tops, strict=True))[::-1]
-
-
-class _Forks:
-    """Where sorted rows part: the forks of their tree, each found in time linear in its children.
-
-    Two neighbours part at the depth that they share, unless the first is the beginning of the second. The first fork
-    of a range of rows is where that depth is least: the top of a binary tree over all places, the least above.
+        a b c d        one row: always kept
+        a b c e        the fork is at depth 3; its children are d, e and f
+        a b c f        and are split further with above = 3, or
+                       joined up to the limit where a b c is itself worth keeping
 
     Args:
-        shared, length: int64 [R], of sorted rows.
+        shared: int64 [R]: leading tokens that each row shares with the one before it; 0 for the first.
+        length: int64 [R]: tokens of each row.
+        size: int64 [R]: how much of the limit each row takes, such as its tokens, or 1.
+        limit: the largest size of a range of several rows; None leaves trees whole.
     """
-
-    def __init__(self, shared: Int64s, length: Int64s) -> None:
-        self._count = len(shared)
-        places = np.flatnonzero(shared[1:] < length[:-1]) + 1
-        self._rows: list[int] = places.tolist()
-        self._depth: list[int] = shared[places].tolist()
-        self._left, self._right, self._root = _least_above(self._depth)
-
-    def trees(self) -> list[tuple[int, int, int, int]]:
-        """(first row, row behind the last, depth 0, place of the first fork or -1) of every tree."""
-        if self._root < 0 or self._depth[self._root] > 0:
-            return [(0, self._count, 0, self._root)] if self._count else []
-        _, borders, tops = self.children(self._root)
-        return list(zip([0, *borders], [*borders, self._count], [0] * len(tops), tops, strict=True))
-
-    def children(self, top: int) -> tuple[int, list[int], list[int]]:
-        """Of the fork that is first within a range of rows.
-
-        Returns:
-            its depth; the rows at which its children begin, but for the first one; the place of the first fork within
-            each child, -1 where it has none.
-        """
-        depth = self._depth[top]
-        borders: list[int] = []
-        tops: list[int] = []
-        pending: list[int] = []
-        place = top
-        while True:
-            while place >= 0 and self._depth[place] == depth:
-                pending.append(place)
-                place = self._left[place]
-            tops.append(place)
-            if not pending:
-                return depth, borders, tops
-            place = pending.pop()
-            borders.append(self._rows[place])
-            place = self._right[place]
-
-
-def _least_above(values: list[int]) -> tuple[list[int], list[int], int]:
-    """The binary tree over a list in which no value is above a smaller one: left and right child of each, the root."""
-    left, right = [-1] * len(values), [-1] * len(values)
-    path: list[int] = []
-    for place, value in enumerate(values):
-        below = -1
-        while path and values[path[-1]] > value:
-            below = path.pop()
-        left[place] = below
-        if path:
-            right[path[-1]] = place
-        path.append(place)
-    return left, right, path[0] if path else -1
+    total = np.append(0, np.cumsum(size))
+    limit = int(total[-1]) if limit is None else limit
+    trees = [*np.flatnonzero(shared == 0).tolist(), len(shared)]
+    for first, behind in pairwise(trees):
+        pending = [(first, behind, 0)]
+        if total[behind] - total[first] <= limit:
+            yield pending.pop()[:2]
+        elif len(trees) == 2 and behind - first > 1:  # all rows are of this tree
+            pending = [(first, behind, int(shared[1:].min()))]
+        while pending:
+            low, high, above = pending.pop()
+            rows, inner = high - low, shared[low + 1 : high]
+            if rows == 1:
+                yield low, high
+                continue
+            fork, tokens = int(inner.min()), int(length[low:high].sum()) - above * rows
+            saved = int(inner.sum()) - above * (rows - 1)
+            if total[high] - total[low] <= limit and saved >= WORTH_KEEPING * tokens:
+                yield low, high
+                continue
+            borders = [low, *(low + 1 + np.flatnonzero(inner == fork)).tolist(), high]
+            joins = (fork - above) * (rows - 1) >= WORTH_KEEPING * tokens
+            start = low
+            for begin, end in pairwise(borders):
+                large = total[end] - total[begin] > limit
+                if joins and start < begin and (large or total[end] - total[start] > limit):
+                    yield start, begin
+                    start = begin
+                if large or not joins:
+                    pending.append((begin, end, fork))
+                    start = end
+            if start < high:
+                yield start, high
 
 
 def _joined(labels: Int64s, codes: Int64s) -> Int64s:
