@@ -25,7 +25,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # read when torch i
 import torch
 
 from treetrain.attention import flex
-from treetrain.attention.sight import Sight
+from treetrain.tree.attention_range import AttentionRange
 from triton_report import SHARED_BYTES, assembled
 
 GPU = torch.device("cuda", 0)
@@ -162,7 +162,7 @@ def _source(graph: torch.fx.GraphModule, inputs: Any, mode: Any, backward: bool)
 def sources(size: int, dtype: torch.dtype, *, own: bool, queries=300, path=0, window=None, cap=None, sinks=False):
     """What `FlexTreeAttention` would compile for a chain of `queries` tokens below a path, 4 heads over 2."""
     backend, ends, depth = Sources(), torch.full((queries,), queries), torch.arange(path, path + queries)
-    sight = Sight(window=window)
+    sight = AttentionRange(window=window)
     mask = flex.local_block_mask(ends, depth, sight, path=path) if window else flex.block_mask(ends, path=path)
     shapes = [(4, queries), (2, path + queries), (2, path + queries)]
     q, k, v = (torch.randn(1, n, h, size, dtype=dtype, requires_grad=True).transpose(1, 2) for h, n in shapes)

@@ -19,15 +19,16 @@ from treetrain.attention.carry import Carry
 from treetrain.attention.dispatch import make_attention, runnable, using
 from treetrain.attention.reference import reference_attention
 from treetrain.attention.schedule import Forest
-from treetrain.attention.sight import PLAIN, Ask, Sight
+from treetrain.attention.sight import PLAIN, Ask
 from treetrain.engine.engine import TreeEngine
 from treetrain.planning.partition import uniform
+from treetrain.tree.attention_range import AttentionRange
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, cut, pack
 
 ASKS = {
     "full": (PLAIN, False),
-    "window and sinks": (Ask(Sight(window=100)), True),
+    "window and sinks": (Ask(AttentionRange(window=100)), True),
     "cap": (Ask(softcap=30.0), False),
 }
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2}

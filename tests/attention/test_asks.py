@@ -18,8 +18,9 @@ from treetrain.attention.carry import Carry, CarryView
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.reference import reference_attention, visible
 from treetrain.attention.schedule import Forest
-from treetrain.attention.sight import FULL, PLAIN, Ask, Sight
+from treetrain.attention.sight import PLAIN, Ask
 from treetrain.planning.partition import one_segment_per_part, uniform
+from treetrain.tree.attention_range import FULL, AttentionRange
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 
@@ -28,11 +29,11 @@ NAMES = ("out", "dq", "dk", "dv", "dsinks")
 SIZES = (1, 2, 3, 5, 8, 13, 30, 1000)
 ASKS = {
     "full": PLAIN,
-    **{f"window of {w}": Ask(Sight(window=w)) for w in SIZES},
-    **{f"chunks of {c}": Ask(Sight(chunk=c)) for c in SIZES},
+    **{f"window of {w}": Ask(AttentionRange(window=w)) for w in SIZES},
+    **{f"chunks of {c}": Ask(AttentionRange(chunk=c)) for c in SIZES},
     "cap": Ask(softcap=1.5),
-    "cap in a window": Ask(Sight(window=5), softcap=0.7),
-    "cap in chunks": Ask(Sight(chunk=4), softcap=50.0),
+    "cap in a window": Ask(AttentionRange(window=5), softcap=0.7),
+    "cap in chunks": Ask(AttentionRange(chunk=4), softcap=50.0),
 }
 
 
@@ -99,7 +100,7 @@ def test_random_forests_equal_the_reference(name, dtype, tolerance):
     ("sight", "rectangles"), [({"window": 600}, True), ({"window": 90}, False), ({"chunk": 700}, True)], ids=str
 )
 def test_long_paths_take_rectangles_and_tiles_and_equal_the_reference(sight, rectangles):
-    sight = Sight(**sight)
+    sight = AttentionRange(**sight)
     rng = np.random.default_rng(0)
     trunk = rng.integers(0, 37, 1100).tolist()
     rows = [trunk, *[[*trunk[: 1 + 97 * i], 40, *rng.integers(0, 37, 50 * (i % 4)).tolist()] for i in range(10)]]
@@ -115,14 +116,14 @@ def test_long_paths_take_rectangles_and_tiles_and_equal_the_reference(sight, rec
 def test_a_window_costs_tokens_times_window_whatever_the_length_of_the_paths():
     length, window = 20_000, 256
     forest = attention_forest([list(range(37)) * (length // 37)])
-    schedule = local.local_schedule(forest, Sight(window=window)).schedule
+    schedule = local.local_schedule(forest, AttentionRange(window=window)).schedule
     masks = sum(batch.mask.size for batch in schedule.batches if batch.mask is not None)
     pairs = masks + sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in schedule.rectangles)
     assert pairs <= 1.6 * length * window
     assert len(schedule.rectangles) + len(schedule.batches) <= length / 64
 
 
-@pytest.mark.parametrize("sight", [Sight(window=128), Sight(chunk=128)], ids=str)
+@pytest.mark.parametrize("sight", [AttentionRange(window=128), AttentionRange(chunk=128)], ids=str)
 def test_a_part_reads_no_more_of_a_deep_path_than_its_tokens_see(sight, monkeypatch):
     reads: list[tuple[int | None, int]] = []
     read = CarryView.read
@@ -154,9 +155,9 @@ def test_a_part_reads_no_more_of_a_deep_path_than_its_tokens_see(sight, monkeypa
 
 def test_a_window_that_no_path_outgrows_runs_as_full_attention():
     attention = RectangleAttention(attention_forest([[1, 2, 3], [1, 4]]))
-    for sight in (Sight(window=3), Sight(chunk=3), Sight(window=1000)):
+    for sight in (AttentionRange(window=3), AttentionRange(chunk=3), AttentionRange(window=1000)):
         assert attention.calls(sight) is attention.calls(FULL)
-    assert attention.calls(Sight(window=2)) is not attention.calls(FULL)
+    assert attention.calls(AttentionRange(window=2)) is not attention.calls(FULL)
 
 
 def test_the_capped_kernel_holds_few_scores_at_a_time(monkeypatch):
@@ -257,4 +258,4 @@ def plain_bfloat16(layout: PackedLayout, ask: Ask, q, k, v, sinks):
 def test_a_sight_has_one_size_of_at_least_one():
     for sizes in ({"window": 0}, {"chunk": -1}, {"window": 2, "chunk": 2}):
         with pytest.raises(ValueError, match="one size"):
-            Sight(**sizes)
+            AttentionRange(**sizes)

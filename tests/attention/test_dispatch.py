@@ -12,8 +12,9 @@ from treetrain.attention import dispatch, flex
 from treetrain.attention.carry import Carry
 from treetrain.attention.dispatch import BACKENDS, ENVIRONMENT, choose_backend, make_attention, runnable, using, why_not
 from treetrain.attention.flex import FlexTreeAttention
-from treetrain.attention.sight import PLAIN, Ask, Sight
+from treetrain.attention.sight import PLAIN, Ask
 from treetrain.engine.engine import TreeEngine
+from treetrain.tree.attention_range import AttentionRange
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 _traced = torch.compile
@@ -103,7 +104,7 @@ def test_every_name_is_described_and_made():
     assert flash.name == "flex-flash" and flash._kernels == "FLASH"
 
 
-@pytest.mark.parametrize("ask", [PLAIN, Ask(Sight(window=9)), Ask(softcap=5.0)], ids=str)
+@pytest.mark.parametrize("ask", [PLAIN, Ask(AttentionRange(window=9)), Ask(softcap=5.0)], ids=str)
 def test_flexattention_is_compiled_once_for_all_lengths_and_paths(ask, monkeypatch):
     """By the tracer alone: what it would hand to the compiler is counted, and run as it is."""
     from torch._dynamo.testing import CompileCounterWithBackend

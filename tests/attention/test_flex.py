@@ -16,12 +16,15 @@ from treetrain.attention import flex
 from treetrain.attention.carry import Carry
 from treetrain.attention.flex import BLOCK, FlexTreeAttention, block_mask, kernel_options, local_block_mask
 from treetrain.attention.reference import reference_attention, visible
-from treetrain.attention.sight import PLAIN, Ask, Sight
+from treetrain.attention.sight import PLAIN, Ask
 from treetrain.planning.partition import uniform
+from treetrain.tree.attention_range import AttentionRange
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import cut, pack
 
-SIGHTS = st.one_of(st.builds(Sight, window=st.integers(1, 40)), st.builds(Sight, chunk=st.integers(1, 40)))
+SIGHTS = st.one_of(
+    st.builds(AttentionRange, window=st.integers(1, 40)), st.builds(AttentionRange, chunk=st.integers(1, 40))
+)
 
 
 def chosen(count: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -67,7 +70,7 @@ def check_blocks(ends: torch.Tensor, block: int, path: int = 0) -> None:
     assert torch.equal(mask.mask_mod(0, 0, queries, keys), truth)
 
 
-def check_local_blocks(forest, sight: Sight, block: int, path: int = 0) -> None:
+def check_local_blocks(forest, sight: AttentionRange, block: int, path: int = 0) -> None:
     """The same where tokens see their nearest ancestors only; blocks of no use are allowed, missing ones are not."""
     ends, depth = torch.from_numpy(forest.ends), torch.from_numpy(forest.depth) + path
     mask, n = local_block_mask(ends, depth, sight, block, path), len(ends)
@@ -94,13 +97,13 @@ def test_windows_and_chunks_miss_no_block(rows, sight, block, path):
 def test_a_long_row_in_a_window_has_few_blocks():
     forest = attention_forest([[i % 37 for i in range(4000)]])
     ends, depth = torch.from_numpy(forest.ends), torch.from_numpy(forest.depth)
-    mask = local_block_mask(ends, depth, Sight(window=256))
+    mask = local_block_mask(ends, depth, AttentionRange(window=256))
     assert int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()) <= 32 * 4
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
-    "ask", [Ask(Sight(window=9)), Ask(Sight(chunk=16), softcap=0.7), Ask(softcap=1.5), PLAIN], ids=str
+    "ask", [Ask(AttentionRange(window=9)), Ask(AttentionRange(chunk=16), softcap=0.7), Ask(softcap=1.5), PLAIN], ids=str
 )
 @pytest.mark.parametrize("parts", [1, 4])
 def test_the_eager_forward_of_what_layers_ask_equals_the_reference(ask, parts):

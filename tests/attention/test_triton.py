@@ -30,10 +30,11 @@ from treetrain.attention import triton_shapes  # noqa: E402
 from treetrain.attention.dispatch import make_attention, using  # noqa: E402
 from treetrain.attention.reference import reference_attention  # noqa: E402
 from treetrain.attention.schedule import Forest  # noqa: E402
-from treetrain.attention.sight import PLAIN, Ask, Sight  # noqa: E402
+from treetrain.attention.sight import PLAIN, Ask  # noqa: E402
 from treetrain.attention.triton_attention import TritonTreeAttention  # noqa: E402
 from treetrain.attention.triton_shapes import Shape, Shapes, candidates, shapes_for  # noqa: E402
 from treetrain.planning.partition import one_segment_per_part, uniform  # noqa: E402
+from treetrain.tree.attention_range import AttentionRange  # noqa: E402
 from treetrain.tree.build import build_tree  # noqa: E402
 from treetrain.tree.layout import PackedLayout, pack  # noqa: E402
 
@@ -42,11 +43,11 @@ SCALE = 0.4
 NAMES = ("out", "dq", "dk", "dv", "dsinks")
 ASKS = {
     "full": PLAIN,
-    "window of 1": Ask(Sight(window=1)),
-    "window of 13": Ask(Sight(window=13)),
-    "chunks of 8": Ask(Sight(chunk=8)),
+    "window of 1": Ask(AttentionRange(window=1)),
+    "window of 13": Ask(AttentionRange(window=13)),
+    "chunks of 8": Ask(AttentionRange(chunk=8)),
     "cap": Ask(softcap=1.5),
-    "cap in a window": Ask(Sight(window=5), softcap=50.0),
+    "cap in a window": Ask(AttentionRange(window=5), softcap=50.0),
 }
 pytestmark = pytest.mark.slow
 
@@ -121,7 +122,7 @@ def test_small_forests_equal_the_reference(rows):
 def test_deep_chains_of_forks_equal_the_reference():
     forest = forest_of(nested_forks(60))
     check(forest, inputs(len(forest.ends)))
-    check(forest, inputs(len(forest.ends)), Ask(Sight(window=7)))
+    check(forest, inputs(len(forest.ends)), Ask(AttentionRange(window=7)))
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 2), (3, 1)])
@@ -145,7 +146,7 @@ def test_blocks_smaller_than_a_tile_equal_the_reference(monkeypatch):
     monkeypatch.setattr(triton_shapes, "_chosen", {})
     triton_shapes.use(16, torch.float32, Shapes(Shape(16, 32, 4, 1), Shape(32, 16, 4, 1), Shape(16, 16, 4, 1)))
     assert shapes_for(16, torch.float32).forward.queries == 16
-    check(forest, inputs(len(forest.ends), size=16, sinks=True), Ask(Sight(window=11)), tile=64)
+    check(forest, inputs(len(forest.ends), size=16, sinks=True), Ask(AttentionRange(window=11)), tile=64)
     check(forest, inputs(len(forest.ends), size=16), tile=64)
 
 
@@ -156,7 +157,9 @@ def test_every_setting_cuts_a_tile_into_whole_blocks(size, dtype):
         assert all(128 % s.queries == 0 and 128 % s.keys == 0 and s.warps in (4, 8) for s in shapes)
 
 
-@pytest.mark.parametrize("ask", [PLAIN, Ask(Sight(window=9)), Ask(Sight(chunk=7), softcap=2.0)], ids=str)
+@pytest.mark.parametrize(
+    "ask", [PLAIN, Ask(AttentionRange(window=9)), Ask(AttentionRange(chunk=7), softcap=2.0)], ids=str
+)
 def test_parts_with_a_carry_equal_the_whole_tree(ask):
     """Paths of every length in front of a part, their gradients handed back in float32."""
     rng, seen = np.random.default_rng(0), set()

@@ -16,9 +16,10 @@ from treetrain.attention import varlen
 from treetrain.attention.kernels import StockKernel
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.reference import reference_attention, visible
-from treetrain.attention.sight import PLAIN, Ask, Sight
+from treetrain.attention.sight import PLAIN, Ask
 from treetrain.attention.varlen import DeviceCall, StockVarlen, VarlenAttention, varlen_calls
 from treetrain.planning.partition import one_segment_per_part, uniform
+from treetrain.tree.attention_range import AttentionRange
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 
@@ -167,7 +168,7 @@ def _backend(layout: PackedLayout, view):
     return attention_of(forest_of(layout), view)
 
 
-@pytest.mark.parametrize("ask", [Ask(Sight(window=5)), Ask(softcap=1.5)], ids=str)
+@pytest.mark.parametrize("ask", [Ask(AttentionRange(window=5)), Ask(softcap=1.5)], ids=str)
 def test_what_varlen_calls_cannot_do_goes_to_another_backend(ask):
     forest, before = attention_forest([[1, 2, 3, 4], [1, 2, 5]]), SequenceBySequence.calls
     check(forest, inputs(len(forest.ends)), ask)

@@ -10,16 +10,18 @@ from support.forests import attention_forest, bushy_rows, forests
 from support.layouts import nested_forks, star
 from support.runs import runs
 from treetrain.attention.reference import visible
-from treetrain.attention.sight import FULL, Sight
 from treetrain.attention.visits import Keys, Lists, keys_of, visits_of
 from treetrain.device_arrays import to_device
+from treetrain.tree.attention_range import FULL, AttentionRange
 
 SIGHTS = st.one_of(
-    st.just(FULL), st.builds(Sight, window=st.integers(1, 40)), st.builds(Sight, chunk=st.integers(1, 40))
+    st.just(FULL),
+    st.builds(AttentionRange, window=st.integers(1, 40)),
+    st.builds(AttentionRange, chunk=st.integers(1, 40)),
 )
 
 
-def truth(forest, path: int, sight: Sight, kept: int) -> np.ndarray:
+def truth(forest, path: int, sight: AttentionRange, kept: int) -> np.ndarray:
     """bool [N, kept + N]: which of the last `kept` tokens of the path, and of its own, each token sees."""
     n, depth = len(forest.ends), forest.depth + path
     ends = torch.from_numpy(np.concatenate([np.full(path, path + n), forest.ends + path]))
@@ -60,7 +62,7 @@ def listed(lists: Lists, others: int) -> tuple[np.ndarray, np.ndarray]:
     return full, part
 
 
-def check(forest, path: int, sight: Sight, tile: int) -> None:
+def check(forest, path: int, sight: AttentionRange, tile: int) -> None:
     keys = keys_of(forest.ends, forest.depth + path, path, sight)
     visits = visits_of(keys, tile)
     seen = truth(forest, path, sight, keys.path)
@@ -96,7 +98,7 @@ def test_every_visible_pair_of_tiles_is_listed_and_no_pair_is_without_mask_that_
 def test_tiles_of_the_size_that_kernels_use(trunk, path):
     rng = np.random.default_rng(trunk)
     rows = [[*(list(range(37)) * 9)[:trunk], i, *rng.integers(0, 37, 150).tolist()] for i in range(3)]
-    for sight in (FULL, Sight(window=100), Sight(chunk=130)):
+    for sight in (FULL, AttentionRange(window=100), AttentionRange(chunk=130)):
         check(attention_forest(rows), path, sight, 128)
 
 
@@ -111,7 +113,7 @@ def test_lists_grow_with_what_is_visible_and_not_with_the_square_of_the_tokens()
     visits = visits_of(keys_of(leaves.ends, leaves.positions))
     tiles = -(-leaves.num_tokens // 128)
     assert tiles == 4001 and visits.visited <= 3 * tiles
-    window = visits_of(keys_of(np.full(128_000, 128_000), np.arange(128_000), 0, Sight(window=512)))
+    window = visits_of(keys_of(np.full(128_000, 128_000), np.arange(128_000), 0, AttentionRange(window=512)))
     assert window.visited <= 6 * 1000
     nested = nested_forks(100_000)
     assert visits_of(keys_of(nested.ends, nested.positions)).visited <= (200_000 // 128 + 1) ** 2
@@ -126,8 +128,8 @@ def test_rows_without_common_tokens_visit_as_many_tiles_as_causal_attention():
 
 def test_a_long_path_out_of_sight_is_no_key():
     forest = attention_forest([[1, 2, 3]])
-    assert keys_of(forest.ends, forest.depth + 1000, 1000, Sight(window=10)).path == 9
-    assert keys_of(forest.ends, forest.depth + 1000, 1000, Sight(window=2000)).path == 1000
+    assert keys_of(forest.ends, forest.depth + 1000, 1000, AttentionRange(window=10)).path == 9
+    assert keys_of(forest.ends, forest.depth + 1000, 1000, AttentionRange(window=2000)).path == 1000
     assert keys_of(forest.ends, forest.depth + 1000, 1000).path == 1000
 
 

@@ -17,7 +17,6 @@ from support.models import make_model
 from support.plans import planned
 from treetrain.attention.flex import FlexTreeAttention
 from treetrain.attention.schedule import Forest
-from treetrain.attention.sight import FULL, Sight
 from treetrain.attention.varlen import VarlenAttention
 from treetrain.device_arrays import on_device, to_device
 from treetrain.engine.linear import LinearEngine
@@ -25,6 +24,7 @@ from treetrain.engine.scoring import HeadCall
 from treetrain.linear_attention.scans import Scans
 from treetrain.linear_attention.segments import make_segments
 from treetrain.losses import dpo, gspo, kto, mix, ppo, reinforce, sft
+from treetrain.tree.attention_range import FULL, AttentionRange
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
 
@@ -136,7 +136,7 @@ def test_tables_of_the_backends_of_a_gpu_make_no_wait(path):
     with noticed():
         ends, depth = to_device([forest.ends, forest.depth], META)
         attention = FlexTreeAttention(ends, carry=carry, depth=depth, deepest=int(forest.depth.max()))
-        for sight in (FULL, Sight(window=70), Sight(chunk=90)):
+        for sight in (FULL, AttentionRange(window=70), AttentionRange(chunk=90)):
             assert attention.mask(sight).kv_indices.device == META
         VarlenAttention(forest, META, otherwise=lambda: None, carry=carry)
         Scans(make_segments(layout, np.array([3, 60])), META)

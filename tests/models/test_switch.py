@@ -9,10 +9,10 @@ from transformers import LlamaConfig, masking_utils
 
 from support.forests import attention_forest
 from treetrain.attention.rectangles import RectangleAttention
-from treetrain.attention.sight import Sight
 from treetrain.errors import UnsupportedModel
 from treetrain.models.masks import SightMask, sight_of
 from treetrain.models.switch import INTERFACE, TreeRun, _tree_attention
+from treetrain.tree.attention_range import AttentionRange
 
 
 def layer(kind: str | None = None, softcap: float | None = None, sinks: int = 0) -> nn.Module:
@@ -40,20 +40,20 @@ def call(value_size: int = 8, tokens: int = 4, module: nn.Module | None = None, 
         ({"softcap": 50.0}, r"softcap=50\.0, its configuration for attn_logit_softcapping=None"),
         ({"s_aux": torch.zeros(2)}, r"s_aux=\(2,\).*none in the layer"),
         (
-            {"attention_mask": SightMask(Sight(window=3)), "sliding_window": 4},
+            {"attention_mask": SightMask(AttentionRange(window=3)), "sliding_window": 4},
             "sliding_window=4, but its mask is a window of 3",
         ),
         (
-            {"attention_mask": SightMask(Sight(chunk=4)), "sliding_window": 4},
+            {"attention_mask": SightMask(AttentionRange(chunk=4)), "sliding_window": 4},
             "sliding_window=4, but its mask is chunks of 4",
         ),
         (
-            {"attention_mask": SightMask(Sight(window=3)), "module": layer("full_attention")},
+            {"attention_mask": SightMask(AttentionRange(window=3)), "module": layer("full_attention")},
             "'full_attention', but .* window of 3",
         ),
         ({"module": layer("sliding_attention")}, "'sliding_attention', but .* full attention"),
         (
-            {"module": layer("sliding_attention"), "attention_mask": SightMask(Sight(chunk=2))},
+            {"module": layer("sliding_attention"), "attention_mask": SightMask(AttentionRange(chunk=2))},
             "'sliding_attention', but .* chunks",
         ),
         ({"module": layer(softcap=30.0)}, r"softcap=None, its configuration for attn_logit_softcapping=30\.0"),
@@ -86,9 +86,9 @@ def test_keywords_that_change_nothing_are_accepted():
 def test_what_a_layer_and_its_configuration_agree_on_is_accepted():
     for module, keywords in (
         (layer("full_attention"), {}),
-        (layer("sliding_attention"), {"attention_mask": SightMask(Sight(window=3)), "sliding_window": 3}),
-        (layer("sliding_attention"), {"attention_mask": SightMask(Sight(window=3))}),
-        (layer("chunked_attention"), {"attention_mask": SightMask(Sight(chunk=2))}),
+        (layer("sliding_attention"), {"attention_mask": SightMask(AttentionRange(window=3)), "sliding_window": 3}),
+        (layer("sliding_attention"), {"attention_mask": SightMask(AttentionRange(window=3))}),
+        (layer("chunked_attention"), {"attention_mask": SightMask(AttentionRange(chunk=2))}),
         (layer(softcap=30.0), {"softcap": 30.0}),
         (layer(sinks=2), {"s_aux": torch.ones(2)}),
         (layer(), {"value_size": 4}),
@@ -100,8 +100,8 @@ def test_what_a_layer_and_its_configuration_agree_on_is_accepted():
 POSITIONS = torch.tensor([[0, 1, 2, 1, 2]])  # as of a tree: transformers takes them for packed rows
 MASKS = {
     "causal": (masking_utils.create_causal_mask, {}, None),
-    "window": (masking_utils.create_sliding_window_causal_mask, {}, Sight(window=3)),
-    "chunks": (masking_utils.create_chunked_causal_mask, {}, Sight(chunk=2)),
+    "window": (masking_utils.create_sliding_window_causal_mask, {}, AttentionRange(window=3)),
+    "chunks": (masking_utils.create_chunked_causal_mask, {}, AttentionRange(chunk=2)),
     "more than causal": (masking_utils.create_causal_mask, {"or_mask_function": lambda b, h, q, k: q >= 0}, "or_mask"),
     "less than causal": (masking_utils.create_causal_mask, {"and_mask_function": lambda b, h, q, k: q > k}, "lambda"),
     "blocks": (masking_utils.create_causal_mask, {"block_sequence_ids": torch.zeros(1, 5)}, "or_mask"),
@@ -134,4 +134,4 @@ def test_a_mask_with_two_bounds_is_refused():
 @pytest.mark.parametrize("use", [lambda mask: mask.dtype, lambda mask: mask[:, :, :2], lambda mask: mask.to("cpu")])
 def test_a_model_that_computes_with_its_mask_is_refused(use):
     with pytest.raises(UnsupportedModel, match="computes with its attention mask, a window of 3"):
-        use(SightMask(Sight(window=3)))
+        use(SightMask(AttentionRange(window=3)))

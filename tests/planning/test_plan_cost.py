@@ -11,7 +11,7 @@ from treetrain.planning import ModelShape, ideal_speedup, step_flops
 from treetrain.planning.blocks import Attention
 from treetrain.planning.families import FAMILIES as KNOWN
 from treetrain.tree import build_tree
-from treetrain.tree.reach import FULL, Reach
+from treetrain.tree.attention_range import FULL, AttentionRange
 from treetrain.tree.stats import linear_work, tree_work
 
 torch = pytest.importorskip("torch")
@@ -102,7 +102,7 @@ def test_the_matrices_and_flops_of_a_family_are_those_that_run(name):
     shape = ModelShape.from_config(model.config.to_dict())
     assert shape.parameters == sum(p.numel() for key, p in model.named_parameters() if is_matrix(key, p))
     assert shape.tied == model.config.tie_word_embeddings
-    every_pair = dict.fromkeys(shape.reaches, TOKENS * TOKENS)
+    every_pair = dict.fromkeys(shape.attention_ranges, TOKENS * TOKENS)
     assert 3 * counted_flops(model, shape) == shape.flops(TOKENS, every_pair, TOKENS)
 
 
@@ -171,7 +171,7 @@ def test_layers_see_as_far_as_transformers_masks_let_them(name):
     shape = ModelShape.from_config(config.to_dict())
     assert sum(kind.count for kind in shape.kinds) == config.num_hidden_layers
     depth = np.arange(17)
-    for reach in shape.reaches:
+    for reach in shape.attention_ranges:
         mask = masking_utils.causal_mask_function
         if reach.window is not None:
             assert reach.window == config.sliding_window
@@ -183,7 +183,11 @@ def test_layers_see_as_far_as_transformers_masks_let_them(name):
         assert reach.seen(depth).tolist() == seen
 
 
-@pytest.mark.parametrize("reach", [FULL, Reach(window=1), Reach(window=5), Reach(window=99), Reach(chunk=4)], ids=str)
+@pytest.mark.parametrize(
+    "reach",
+    [FULL, AttentionRange(window=1), AttentionRange(window=5), AttentionRange(window=99), AttentionRange(chunk=4)],
+    ids=str,
+)
 def test_pairs_of_tree_and_rows_are_counted_by_reach(reach):
     rows = [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 8, 9], [1, 2, 3, 8, 9], [5], list(range(30, 50))]
     depths = [n for row in rows for n in range(len(row) - 1)]
@@ -245,7 +249,9 @@ def test_what_a_hybrid_makes_of_its_own_keys_is_known(family, changes):
 
 def test_a_missing_window_is_what_transformers_makes_of_it():
     config = {k: v for k, v in TINY.items() if k != "sliding_window"}
-    assert ModelShape.from_config({"model_type": "mistral", **config}).reaches == (Reach(window=4096),)
+    assert ModelShape.from_config({"model_type": "mistral", **config}).attention_ranges == (
+        AttentionRange(window=4096),
+    )
     assert ModelShape.from_config({"model_type": "llama", **config}).head_dim == 16
 
 
@@ -263,7 +269,7 @@ def test_one_number_of_pairs_is_refused_where_layers_see_differently_far():
     shape = ModelShape.from_config(families.make_config("gemma2").to_dict())
     with pytest.raises(ValueError, match="a window of 5, the whole path"):
         shape.flops(10, 55, 10)
-    assert shape.pairs_at(np.arange(10)) == {Reach(window=5): 1 + 2 + 3 + 4 + 6 * 5, FULL: 55}
+    assert shape.pairs_at(np.arange(10)) == {AttentionRange(window=5): 1 + 2 + 3 + 4 + 6 * 5, FULL: 55}
 
 
 def test_an_unknown_name_lists_the_known_ones():
@@ -302,8 +308,8 @@ def test_the_ideal_of_a_model_with_windows_counts_the_pairs_it_sees():
     wide = dataclasses.replace(shape, blocks=())
     window = 5
     pairs = {d: min(d + 1, window) for d in range(21)}
-    ours = step_flops(shape, 22, {Reach(window=window): sum(pairs.values()) + pairs[20]}, 22)
-    linear = step_flops(shape, 42, {Reach(window=window): 2 * sum(pairs.values())}, 42)
+    ours = step_flops(shape, 22, {AttentionRange(window=window): sum(pairs.values()) + pairs[20]}, 22)
+    linear = step_flops(shape, 42, {AttentionRange(window=window): 2 * sum(pairs.values())}, 42)
     assert ideal_speedup(tree, shape) == linear / ours != ideal_speedup(tree, wide)
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from treetrain.attention.carry import CarryView, carried_keys
-from treetrain.attention.sight import FULL, PLAIN, Ask, Sight
+from treetrain.attention.sight import PLAIN, Ask
+from treetrain.tree.attention_range import FULL, AttentionRange
 
 BLOCK = 128
 """Tokens in a block of queries or keys, FlexAttention's default."""
@@ -107,7 +108,9 @@ def _filled(values: Tensor, block: int) -> Tensor:
     return torch.nn.functional.pad(values, (0, -len(values) % block))
 
 
-def local_block_mask(ends: Tensor, depth: Tensor, sight: Sight, block: int = BLOCK, path: int = 0) -> BlockMask:
+def local_block_mask(
+    ends: Tensor, depth: Tensor, sight: AttentionRange, block: int = BLOCK, path: int = 0
+) -> BlockMask:
     """The block mask of tokens that see their nearest ancestors only.
 
     Args:
@@ -245,10 +248,10 @@ class FlexTreeAttention:
         self.carry = carry
         self._ends, self._depth, self._deepest = ends, depth, deepest
         self._kernels = kernels
-        self._masks: dict[Sight, BlockMask] = {}
+        self._masks: dict[AttentionRange, BlockMask] = {}
         self._attend = _compiled() if ends.device.type == "cuda" else flex_attention
 
-    def mask(self, sight: Sight) -> BlockMask:
+    def mask(self, sight: AttentionRange) -> BlockMask:
         """Of layers that see so far; made at first use."""
         if sight not in self._masks:
             path = 0 if self.carry is None else self.carry.path_tokens

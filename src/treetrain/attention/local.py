@@ -23,7 +23,7 @@ from treetrain.attention.schedule import (
     Forest,
     Schedule,
 )
-from treetrain.attention.sight import Sight
+from treetrain.tree.attention_range import AttentionRange
 
 MOST_QUERIES = 256
 """Queries in a tile, at most: masks take up to three times as many entries per query."""
@@ -47,7 +47,9 @@ class _Tile(NamedTuple):
     """Gathered keys before the tile, shallowest first."""
 
 
-def local_schedule(forest: Forest, sight: Sight, *, path_tokens: int = 0, call_pairs: float = 8192.0) -> LocalSchedule:
+def local_schedule(
+    forest: Forest, sight: AttentionRange, *, path_tokens: int = 0, call_pairs: float = 8192.0
+) -> LocalSchedule:
     """Choose the calls.
 
     Args:

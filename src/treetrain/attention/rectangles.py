@@ -22,7 +22,8 @@ from treetrain.attention.carry import CarryView
 from treetrain.attention.kernels import CappedKernel, Kernel, StockKernel
 from treetrain.attention.local import local_schedule
 from treetrain.attention.schedule import Batch, Forest, Schedule, make_schedule
-from treetrain.attention.sight import FULL, PLAIN, Ask, Sight
+from treetrain.attention.sight import PLAIN, Ask
+from treetrain.tree.attention_range import FULL, AttentionRange
 
 CALL_MICROSECONDS = 350.0
 """Measured cost of one more rectangle, forward and backward with its merge, on one small CPU."""
@@ -80,7 +81,7 @@ class RectangleAttention:
             call_pairs = CALL_MICROSECONDS * PAIR_FLOPS_PER_MICROSECOND / (14.0 * heads_times_size)
         self.carry = carry
         self._forest, self._call_pairs = forest, call_pairs
-        self._calls: dict[Sight, _Calls] = {}
+        self._calls: dict[AttentionRange, _Calls] = {}
 
     @property
     def schedule(self) -> Schedule:
@@ -100,13 +101,13 @@ class RectangleAttention:
         """Args: query [N, H, D], key [N, G, D], value [N, G, V], sinks [H] (logits). Returns [N, H, V]."""
         return _RectangleFunction.apply(query, key, value, sinks, self, scale, layer, ask)  # type: ignore[return-value]
 
-    def calls(self, sight: Sight) -> _Calls:
+    def calls(self, sight: AttentionRange) -> _Calls:
         """What covers the pairs of layers that see so far; made at first use."""
         if sight not in self._calls:
             self._calls[sight] = self._make_calls(sight)
         return self._calls[sight]
 
-    def _make_calls(self, sight: Sight) -> _Calls:
+    def _make_calls(self, sight: AttentionRange) -> _Calls:
         forest, pairs = self._forest, self._call_pairs
         if sight == FULL:
             return _Calls(make_schedule(forest, call_pairs=pairs), None)

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from treetrain.attention.carry import CarryView
 from treetrain.attention.schedule import Forest
-from treetrain.attention.sight import FULL, PLAIN, Ask, Sight
+from treetrain.attention.sight import PLAIN, Ask
 from treetrain.attention.triton_kernels import (
     delta_kernel,
     forward_kernel,
@@ -28,6 +28,7 @@ from treetrain.attention.triton_kernels import (
 from treetrain.attention.triton_shapes import Shape, shapes_for, tf32_is_allowed
 from treetrain.attention.visits import TILE, Lists, Visits, keys_of, visits_of
 from treetrain.device_arrays import to_device
+from treetrain.tree.attention_range import FULL, AttentionRange
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
@@ -73,7 +74,7 @@ class TritonTreeAttention:
     def __init__(self, forest: Forest, device: torch.device, *, carry: CarryView | None = None, tile: int = TILE):
         self.carry, self.tile = carry, tile
         self._forest, self._device = forest, device
-        self._tables: dict[Sight, _Tables] = {}
+        self._tables: dict[AttentionRange, _Tables] = {}
 
     def __call__(
         self,
@@ -97,7 +98,7 @@ class TritonTreeAttention:
             )
         return _TreeFunction.apply(query, key, value, sinks, self, scale, layer, ask)  # type: ignore[return-value]
 
-    def tables(self, sight: Sight) -> _Tables:
+    def tables(self, sight: AttentionRange) -> _Tables:
         """Of layers that see so far; made at first use."""
         if sight not in self._tables:
             forest = self._forest
@@ -108,7 +109,7 @@ class TritonTreeAttention:
                 self._tables[sight] = self._made(sight, path)
         return self._tables[sight]
 
-    def _made(self, sight: Sight, path: int) -> _Tables:
+    def _made(self, sight: AttentionRange, path: int) -> _Tables:
         keys = keys_of(self._forest.ends, self._forest.depth, path, sight)
         visits: Visits = visits_of(keys, self.tile)
         local = keys.depth is not None and keys.lowest is not None

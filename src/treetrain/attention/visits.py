@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treetrain.attention.sight import FULL, Sight
+from treetrain.tree.attention_range import FULL, AttentionRange
 from treetrain.tree.layout import ranges
 
 TILE = 128
@@ -55,7 +55,7 @@ class Keys(NamedTuple):
     """Tokens of the path that are keys: its last ones, the rest is out of sight."""
 
 
-def keys_of(ends: np.ndarray, depth: np.ndarray | None, path: int = 0, sight: Sight = FULL) -> Keys:
+def keys_of(ends: np.ndarray, depth: np.ndarray | None, path: int = 0, sight: AttentionRange = FULL) -> Keys:
     """The arrays of a forest below a path.
 
     Args:

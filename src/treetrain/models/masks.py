@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from transformers.masking_utils import AttentionMaskInterface
 
-from treetrain.attention.sight import Sight
 from treetrain.errors import UnsupportedModel
+from treetrain.tree.attention_range import AttentionRange
 
 _COMBINATIONS = {"and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.inner_mask"}
 # What a tree's own rule says already: causal, and nothing of one row in another.
@@ -25,7 +25,7 @@ _CHUNK = "chunked_overlay.<locals>.inner_mask"
 class SightMask:
     """Stands for a mask. Layers hand it on; one that computes with it is refused."""
 
-    def __init__(self, sight: Sight):
+    def __init__(self, sight: AttentionRange):
         self.sight = sight
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -65,7 +65,7 @@ def windowless(name: str, error: ValueError) -> UnsupportedModel | None:
     )
 
 
-def sight_of(mask_function: Callable) -> Sight | EmptyMask | None:
+def sight_of(mask_function: Callable) -> AttentionRange | EmptyMask | None:
     """How far a mask function lets a token see; None for everything above it.
 
     Raises:
@@ -81,9 +81,9 @@ def sight_of(mask_function: Callable) -> Sight | EmptyMask | None:
         if known and name == _WINDOW:
             if not size["sliding_window"]:
                 return EmptyMask()
-            sights.append(Sight(window=int(size["sliding_window"])))
+            sights.append(AttentionRange(window=int(size["sliding_window"])))
         elif known and name == _CHUNK:
-            sights.append(Sight(chunk=int(size["chunk_size"])))
+            sights.append(AttentionRange(chunk=int(size["chunk_size"])))
         else:
             raise UnsupportedModel(f"the model's attention mask has a part that is not known here: {name}.")
     if len(sights) > 1:
@@ -104,7 +104,7 @@ def _leaves(function: Callable) -> Iterator[Callable]:
 
 def _tree_mask(*args: Any, mask_function: Callable, **kwargs: Any) -> SightMask | EmptyMask | None:
     sight = sight_of(mask_function)
-    return SightMask(sight) if isinstance(sight, Sight) else sight
+    return SightMask(sight) if isinstance(sight, AttentionRange) else sight
 
 
 def register_tree_masks(interface: str) -> None:

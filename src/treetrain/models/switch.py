@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from treetrain.attention.sight import FULL, Ask
+from treetrain.attention.sight import Ask
 from treetrain.errors import UnsupportedModel
 from treetrain.models.masks import EmptyMask, SightMask, register_tree_masks
 from treetrain.models.temperature import position_scales, without_own_scales
+from treetrain.tree.attention_range import FULL
 
 INTERFACE = "treetrain"
 RUN_KEYWORD = "treetrain_run"

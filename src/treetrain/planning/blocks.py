@@ -6,7 +6,7 @@ A multiplication and an addition count as two FLOPs. Norms, activations, rotary 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from treetrain.tree.reach import FULL, Reach
+from treetrain.tree.attention_range import FULL, AttentionRange
 
 DELTA_CHUNK = 64
 """Tokens whose updates the gated delta rule gathers into one; that of transformers and of flash-linear-attention."""
@@ -26,7 +26,7 @@ class Attention:
     """Entries of a query and of a key, per head."""
     value_size: int
     """Entries of a value, per head."""
-    reach: Reach = FULL
+    reach: AttentionRange = FULL
     """How far back along the path a token sees."""
 
     @property

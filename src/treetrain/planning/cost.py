@@ -9,7 +9,7 @@ from treetrain.errors import UnsupportedModel
 from treetrain.planning.blocks import Attention, Layers, Mlp
 from treetrain.planning.families import read_shape
 from treetrain.tree.assemble import Int64s
-from treetrain.tree.reach import FULL, Pairs, Reach, pairs_at
+from treetrain.tree.attention_range import FULL, AttentionRange, Pairs, pairs_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class ModelShape:
         return sum(kind.count * kind.token_flops for kind in self.kinds)
 
     @cached_property
-    def reaches(self) -> tuple[Reach, ...]:
+    def attention_ranges(self) -> tuple[AttentionRange, ...]:
         """How far the attention layers see, each once; full attention alone where no layer has attention."""
         found = dict.fromkeys(kind.mixer.reach for kind in self.kinds if isinstance(kind.mixer, Attention))
         return tuple(found) or (FULL,)
@@ -152,25 +152,25 @@ class ModelShape:
 
     def pairs_at(self, depth: Int64s) -> Pairs:
         """Visible pairs of tokens at these depths of their paths (0: the first token), as `flops` takes them."""
-        return pairs_at(depth, self.reaches)
+        return pairs_at(depth, self.attention_ranges)
 
     def pair_flops(self, pairs: Pairs) -> float:
         """FLOPs of visible pairs in a forward, all layers.
 
         Args:
-            pairs: by reach; a number where all attention is full.
+            pairs: by range; a number where all attention is full.
 
         Raises:
             ValueError: a number for a model whose layers do not all see the whole path.
         """
         if isinstance(pairs, Mapping):
             seen = pairs
-        elif self.reaches == (FULL,):
+        elif self.attention_ranges == (FULL,):
             seen = {FULL: pairs}
         else:
             raise ValueError(
-                f"one number of pairs ({pairs}) for layers that see differently far ({_words(self.reaches)}); "
-                "give pairs by reach, e.g. those of pairs_at(depths)"
+                f"one number of pairs ({pairs}) for layers that see differently far ({_words(self.attention_ranges)}); "
+                "give pairs by range, e.g. those of pairs_at(depths)"
             )
         total = 0.0
         for kind in self.kinds:
@@ -183,7 +183,7 @@ class ModelShape:
 
         Args:
             tokens: tokens through the layers.
-            pairs: visible (query, key) pairs, the token itself included; by reach where layers see less than the path.
+            pairs: visible (query, key) pairs, the token itself included; by range where layers see less than the path.
             head_rows: hidden states through the LM head.
         """
         return step_flops(self, tokens, pairs, head_rows)
@@ -203,7 +203,7 @@ def step_flops(shape: ModelShape, tokens: int, pairs: Pairs, head_rows: int) -> 
     Args:
         shape: the model.
         tokens: tokens through the layers.
-        pairs: visible (query, key) pairs, the token itself included; by reach where layers see less than the path.
+        pairs: visible (query, key) pairs, the token itself included; by range where layers see less than the path.
         head_rows: hidden states through the LM head.
 
     Raises:
@@ -213,10 +213,10 @@ def step_flops(shape: ModelShape, tokens: int, pairs: Pairs, head_rows: int) -> 
     return 3.0 * (layers + 2 * head_rows * shape.hidden * shape.vocab)
 
 
-def _words(reaches: tuple[Reach, ...]) -> str:
+def _words(ranges: tuple[AttentionRange, ...]) -> str:
     return ", ".join(
         f"a window of {r.window}" if r.window else f"chunks of {r.chunk}" if r.chunk else "the whole path"
-        for r in reaches
+        for r in ranges
     )
 
 

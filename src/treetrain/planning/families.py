@@ -13,7 +13,7 @@ from treetrain.errors import UnsupportedModel
 from treetrain.planning import config_blocks as blocks
 from treetrain.planning.blocks import Attention, Experts, GatedDelta, Layers, Mixer, Mlp, ShortConvolution
 from treetrain.planning.config_blocks import Config, missing, number_of
-from treetrain.tree.reach import FULL, Reach
+from treetrain.tree.attention_range import FULL, AttentionRange
 
 FULL_KIND, WINDOW_KIND, CHUNK_KIND, DELTA_KIND, CONVOLUTION_KIND = (
     "full_attention",
@@ -125,14 +125,14 @@ def _mixer(config: Config, family: Family, kind: str, attention: Attention) -> M
     )
 
 
-def _window(config: Config) -> Reach:
+def _window(config: Config) -> AttentionRange:
     window, longest = number_of(config, "sliding_window"), config.get("max_position_embeddings")
-    return FULL if longest and window >= longest else Reach(window=window)
+    return FULL if longest and window >= longest else AttentionRange(window=window)
 
 
-def _chunk(config: Config) -> Reach:
+def _chunk(config: Config) -> AttentionRange:
     chunk, longest = number_of(config, "attention_chunk_size"), config.get("max_position_embeddings")
-    return FULL if longest and chunk >= longest else Reach(chunk=chunk)
+    return FULL if longest and chunk >= longest else AttentionRange(chunk=chunk)
 
 
 def _windows_from_a_layer(config: Config, layers: int) -> list[str]:

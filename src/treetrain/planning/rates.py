@@ -7,7 +7,7 @@ import numpy as np
 from treetrain.planning.blocks import Attention
 from treetrain.planning.price import CostModel, Floats
 from treetrain.tree.assemble import Int64s
-from treetrain.tree.reach import Reach
+from treetrain.tree.attention_range import AttentionRange
 
 
 class Rates(NamedTuple):
@@ -15,7 +15,7 @@ class Rates(NamedTuple):
 
     token: float
     """Of a token in all layers, pairs left out."""
-    pairs: dict[Reach, float]
+    pairs: dict[AttentionRange, float]
     """Of a visible pair in all layers that see so far."""
     row: float
     """Of a hidden state through the LM head."""
@@ -31,7 +31,7 @@ class Rates(NamedTuple):
         """Those of a cost model."""
         c, shape = cost.constants, cost.shape
         both = 1 + c.backward_ratio
-        pairs = dict.fromkeys(shape.reaches, 0.0)
+        pairs = dict.fromkeys(shape.attention_ranges, 0.0)
         for kind in shape.kinds:
             if isinstance(kind.mixer, Attention):
                 pairs[kind.mixer.reach] += kind.count * kind.mixer.pair_flops * both / c.pair_flops

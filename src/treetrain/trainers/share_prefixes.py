@@ -292,7 +292,7 @@ class PrefixSharing:
         self._once = {"tree/score_difference": compared.scores, "tree/gradient_difference": compared.gradients}
         few = tree_of(compared.ids, compared.masks)
         if (shape := self._shape(engine)) is not None:
-            self._plain_rate = shape.flops(*linear_work(few, shape.reaches)) / compared.seconds
+            self._plain_rate = shape.flops(*linear_work(few, shape.attention_ranges)) / compared.seconds
 
     def _is_asked_for(self, args: tuple, kwargs: dict) -> bool:
         """Whether a call wants what a tree gives: it comes from the trainer's loss, and not from generation."""
@@ -386,8 +386,8 @@ class PrefixSharing:
         counts.parts += scored.parts
         counts.batches += 1
         if shape is not None:
-            counts.row_flops += shape.flops(*linear_work(tree, shape.reaches))
-            counts.tree_flops += shape.flops(*tree_work(tree, shape.reaches))
+            counts.row_flops += shape.flops(*linear_work(tree, shape.attention_ranges))
+            counts.tree_flops += shape.flops(*tree_work(tree, shape.attention_ranges))
 
     def _start_watch(self) -> None:
         """Time the second batch: the first also warms up, and a GPU is waited for at both ends."""

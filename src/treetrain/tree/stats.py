@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.tree.assemble import Int64s
-from treetrain.tree.reach import FULL, Pairs, Reach, pairs_at, pairs_of_rows
+from treetrain.tree.attention_range import FULL, AttentionRange, Pairs, pairs_at, pairs_of_rows
 
 if TYPE_CHECKING:
     from treetrain.tree.token_tree import TokenTree
@@ -19,8 +19,8 @@ Bools = NDArray[np.bool_]
 class FlopCounter(Protocol):
     """What the FLOP speed-ups need of a model; plan.ModelShape is one.
 
-    A model whose layers do not all see the whole path has an attribute `reaches` (a sequence of Reach), and gets its
-    pairs by reach.
+    A model whose layers do not all see the whole path has an attribute `attention_ranges` and gets its
+    pairs by range.
     """
 
     def flops(self, tokens: int, pairs: Any, head_rows: int) -> float:
@@ -34,7 +34,7 @@ class Work(NamedTuple):
     tokens: int
     """Tokens through the layers."""
     pairs: Pairs
-    """Visible (query, key) pairs per head and layer; by reach where layers see less than the whole path."""
+    """Visible (query, key) pairs per head and layer; by range where layers see less than the whole path."""
     head_rows: int
     """Hidden states through the LM head."""
 
@@ -123,36 +123,36 @@ def flop_speedup(tree: "TokenTree", shape: FlopCounter, *, dedup: bool = False) 
         shape: counts a step's FLOPs on the model.
         dedup: compare with a baseline that drops exact repeats.
     """
-    reaches = getattr(shape, "reaches", (FULL,))
-    ours = shape.flops(*tree_work(tree, reaches))
-    return shape.flops(*linear_work(tree, reaches, dedup=dedup)) / ours if ours else 1.0
+    ranges = getattr(shape, "attention_ranges", (FULL,))
+    ours = shape.flops(*tree_work(tree, ranges))
+    return shape.flops(*linear_work(tree, ranges, dedup=dedup)) / ours if ours else 1.0
 
 
-def tree_work(tree: "TokenTree", reaches: Sequence[Reach] = (FULL,)) -> Work:
+def tree_work(tree: "TokenTree", ranges: Sequence[AttentionRange] = (FULL,)) -> Work:
     """The tree in one packed pass: tokens that a trained prediction looks at, each once.
 
     Args:
         tree: the batch.
-        reaches: how far the model's layers see, each once.
+        ranges: how far the model's layers see, each once.
     """
     uses, _ = tree.trained_edges()
     edges = np.flatnonzero(uses)
     kept = needed_tokens(tree, edges)
     return Work(
-        int(kept.sum()), pairs_at(tree.depth[kept].astype(np.int64), reaches), len(np.unique(tree.parent[edges]))
+        int(kept.sum()), pairs_at(tree.depth[kept].astype(np.int64), ranges), len(np.unique(tree.parent[edges]))
     )
 
 
-def linear_work(tree: "TokenTree", reaches: Sequence[Reach] = (FULL,), *, dedup: bool = False) -> Work:
+def linear_work(tree: "TokenTree", ranges: Sequence[AttentionRange] = (FULL,), *, dedup: bool = False) -> Work:
     """Every trajectory by itself, up to the token that predicts its last trained one.
 
     Args:
         tree: the batch.
-        reaches: how far the model's layers see, each once.
+        ranges: how far the model's layers see, each once.
         dedup: of trajectories with the same tokens, count the one that must be computed furthest.
     """
     uses, length = tree.trained_edges(distinct_rows(tree) if dedup else None)
-    return Work(int(length.sum()), pairs_of_rows(length, reaches), int(uses.sum()))
+    return Work(int(length.sum()), pairs_of_rows(length, ranges), int(uses.sum()))
 
 
 def distinct_rows(tree: "TokenTree") -> Bools:
