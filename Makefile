@@ -29,7 +29,7 @@ help:
 	@echo "make demo       train the built-in model on branching data, as a tree and linearly; a table and a page"
 	@echo "make test       lint, types and all tests but the slow ones"
 	@echo "make test-full  lint, types and all tests"
-	@echo "make bench      run all benchmarks, write their rows to benchmarks/results, update the README's table"
+	@echo "make bench      run all benchmarks, write their rows to benchmarks/results, write BENCHMARKS.md"
 	@echo "make bench-gpu  on a machine with an NVIDIA GPU: correctness and the whole benchmark in under 9 minutes"
 	@echo "make lint       ruff and pyright alone"
 	@echo "variables: VENV=folder, ACTIVE=1 (the active environment), PYTHON=python3.12, TORCH=torch==2.13.0, PYTEST_ARGS=..."

@@ -1,4 +1,4 @@
-"""Run every benchmark, one process each, and write the README's table anew. `make bench` runs this.
+"""Run every benchmark, one process each, and write BENCHMARKS.md anew. `make bench` runs this.
 
 Run: python benchmarks/run_all.py. Those on real trajectories need the folder that TREETRAIN_SHARED_DATA names (default:
 ../shared/data) and are left out, by name, where it is not there.
@@ -19,7 +19,7 @@ NEEDS_DATA = (
     "overhead.py",
     "trainers.py",
 )
-TABLE = "readme_table.py"
+PAGE = "page.py"
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def main() -> int:
             continue
         print(f"== {script.name}", flush=True)
         subprocess.run([sys.executable, str(script)], check=True)
-    subprocess.run([sys.executable, str(HERE / TABLE)], check=True)
+    subprocess.run([sys.executable, str(HERE / PAGE)], check=True)
     if missing:
         print(f"left out: {', '.join(missing)}, whose data is not at {DATA}; set TREETRAIN_SHARED_DATA")
     return 1 if missing else 0
@@ -40,7 +40,7 @@ def main() -> int:
 def benchmarks() -> list[Path]:
     """Scripts of this folder that can be run, the quick ones (without data) first."""
     scripts = [path for path in sorted(HERE.glob("*.py")) if '__name__ == "__main__"' in path.read_text("utf-8")]
-    chosen = [path for path in scripts if path.name not in (Path(__file__).name, TABLE)]
+    chosen = [path for path in scripts if path.name not in (Path(__file__).name, PAGE)]
     return sorted(chosen, key=lambda path: path.name in NEEDS_DATA)
 
 

@@ -5,12 +5,13 @@ import importlib
 import importlib.util
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "BENCHMARKS.md", *sorted((ROOT / "docs").glob("*.md"))]
 OPTIONS = {
     "inspect": "InspectOptions",
     "verify": "VerifyOptions",
@@ -69,9 +70,10 @@ def test_the_readme_runs_as_it_stands(monkeypatch):
     exec(compile(code, "README.md", "exec"), {})
 
 
-def test_before_and_after_in_the_readme_give_the_same_gradients(names):
-    before, after = runnable(ROOT / "README.md")[1:3]
-    exec(runnable(ROOT / "README.md")[0], names)
+def test_the_readme_gives_the_gradients_of_row_by_row(names):
+    setup, after = runnable(ROOT / "README.md")
+    before = runnable(ROOT / "docs" / "examples.md")[0]
+    exec(setup, names)
     gradients = []
     for code in (before, after):
         names["model"].zero_grad()
@@ -159,39 +161,41 @@ def test_every_file_that_the_docs_name_exists():
             )
 
 
-def table_script():
-    """benchmarks/readme_table.py as a module."""
-    spec = importlib.util.spec_from_file_location("readme_table", ROOT / "benchmarks" / "readme_table.py")
+def page_script():
+    """benchmarks/page.py as a module."""
+    spec = importlib.util.spec_from_file_location("benchmark_page", ROOT / "benchmarks" / "page.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
 
-def test_the_measured_section_is_what_the_rows_say():
-    script = table_script()
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert script.replaced(text, script.generated(script.RESULTS)) == text, "run python benchmarks/readme_table.py"
+def test_the_page_of_benchmarks_is_what_the_rows_say():
+    script = page_script()
+    assert script.PAGE.read_text(encoding="utf-8") == script.generated(script.RESULTS), "run python benchmarks/page.py"
 
 
-def test_the_table_takes_the_last_row_of_a_workload_and_survives_gaps(tmp_path):
-    script = table_script()
+def test_the_headline_of_the_readme_is_the_last_row():
+    script = page_script()
+    rows = {row["workload"]: row for row in script.latest(script.RESULTS / "cpu_efficiency.csv", ("workload",))}
+    row = rows["tau_airline_calls"]
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"**{float(row['speedup']):.1f} times**" in text
+    assert f"{float(row['efficiency']):.2f} of what the FLOPs allow" in text
+    assert f"{int(row['flat_tokens']):,} tokens in rows, {int(row['unique_tokens']):,} in the tree" in text
+
+
+def test_a_page_shows_the_last_row_of_a_case_and_leaves_out_what_has_no_rows(tmp_path):
+    script = page_script()
     (tmp_path / "cpu_efficiency.csv").write_text(
-        "date,commit,machine,torch,workload,flat_tokens,unique_tokens,ideal,tree_seconds,linear_seconds,baseline,"
-        "speedup,efficiency,linear_peak_mb,tree_peak_mb,distinct_speedup,distinct_ideal\n"
-        "2026-01-01,aaa,box,2.13,tot_game24,30000,9000,3.3,9,9,packed 4096,1.0,0.30,,,,\n"
-        "2026-01-02,bbb,box,2.13,tot_game24,30000,9000,3.3,3,9.6,packed 4096,3.2,0.97,,,,\n"
-        "2026-01-02,bbb,box,2.13,another,30000,,,nan?,,,,,,,2.5,2.6\n",
+        "workload,flat_tokens,unique_tokens,ideal,tree_seconds,linear_seconds,baseline,speedup,efficiency\n"
+        "tot_game24,30000,9000,3.3,9,9,packed 4096,1.0,0.30\n"
+        "tot_game24,30000,9000,3.3,3,9.6,packed 4096,3.2,0.97\n"
+        "another,30000,,,,,,2.5,\n",
         encoding="utf-8",
     )
-    section = script.generated(tmp_path)
-    assert "**0.97**" in section and "0.30" not in section and "aaa" not in section
-    assert "| another | 30,000 → – | – |" in section and "2.50x of 2.60x" in section
-
-
-def test_without_rows_the_table_says_so_and_without_marks_the_script_stops(tmp_path):
-    script = table_script()
-    assert script.generated(tmp_path) == script.NOTHING
-    for text in ("no marks", f"{script.END}{script.BEGIN}", f"{script.BEGIN}{script.END}" * 2):
-        with pytest.raises(ValueError, match="once each"):
-            script.replaced(text, "")
+    page = script.generated(tmp_path)
+    assert "**0.97**" in page and "0.30" not in page
+    assert "| another | 30,000 → – | – → – | – | – | 2.50 | **–** |" in page
+    assert page.count("## ") == 1

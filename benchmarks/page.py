@@ -1,0 +1,340 @@
+"""Writes BENCHMARKS.md from the rows in benchmarks/results.
+
+Run: python benchmarks/page.py [--check]. With --check nothing is written; exit code 1 if the page is out of date.
+"""
+
+import argparse
+import csv
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "BENCHMARKS.md"
+Row = dict[str, str]
+Cell = str | Callable[[Row], str]
+"""The name of a column, or a function of the row."""
+NAMES = {
+    "tau_airline_calls": "tool agent, one row per LLM call",
+    "tot_game24": "search trees, short and bushy",
+    "codet_humaneval": "sampled answers to two prompts",
+    "unrelated": "nothing shared (control)",
+    "demo": "the demo",
+    "qwen3_moe": "mixture of experts, 52M parameters",
+    "qwen3_5_hybrid": "hybrid of gated DeltaNet and attention, 29M parameters",
+}
+INTRODUCTION = """# Benchmarks
+
+All figures are of CPUs: two cores of an AMD EPYC. None of a GPU exists yet. The scripts are in
+[benchmarks](benchmarks). The rows, each with its date, commit, machine and versions, are in
+[benchmarks/results](benchmarks/results). `make bench` measures again; `python benchmarks/page.py` writes this page.
+
+*Ideal* is the ratio of the FLOPs of rows and tree, attention included. *Efficiency* is the measured speed-up over the
+ideal one. Times are medians over steps of forward and backward; the ways that are compared take turns in one process.
+The baseline is the fastest of several ways to run every row by itself, packed or padded, with the same fused head.
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One table.
+
+    Attributes:
+        title: its heading.
+        text: what was measured, in one paragraph.
+        file: the rows, a csv file in the folder of results.
+        key: columns that tell one case from another; the last row of each case counts.
+        columns: heading and content of each column.
+    """
+
+    title: str
+    text: str
+    file: str
+    key: tuple[str, ...]
+    columns: dict[str, Cell]
+
+
+def name(row: Row) -> str:
+    """The workload in words."""
+    found = row.get("workload") or row.get("work") or row.get("task") or row["model"]
+    return NAMES.get(found, found)
+
+
+def budget(row: Row) -> str:
+    """The budget, or a dash."""
+    return row["budget"] or "–"
+
+
+def bold_efficiency(row: Row) -> str:
+    """The figure that matters."""
+    return f"**{number(row['efficiency'])}**"
+
+
+SPEED: dict[str, Cell] = {
+    "tokens: rows → tree": lambda row: f"{number(row['flat_tokens'])} → {number(row['unique_tokens'])}",
+    "seconds: rows → tree": lambda row: f"{number(row['linear_seconds'])} → {number(row['tree_seconds'])}",
+    "baseline": "baseline",
+    "ideal": "ideal",
+    "measured": "speedup",
+    "efficiency": bold_efficiency,
+}
+SECTIONS = (
+    Section(
+        "Speed",
+        "SFT on a Qwen3-shaped model of 30M parameters, float32, the whole tree in one part.",
+        "cpu_efficiency.csv",
+        ("workload",),
+        {"work": name, **SPEED},
+    ),
+    Section(
+        "Other layers",
+        "The same on a mixture of experts and on a hybrid with recurrent layers.",
+        "families.csv",
+        ("model",),
+        {"model": lambda row: NAMES.get(row["model"], row["model"]), **SPEED},
+    ),
+    Section(
+        "Budgets",
+        "The graph of a quarter of the tree's tokens, or of half of its longest path, may be alive at once. Parts of a "
+        "few dozen tokens are slow with or without a tree: see *Passes* below.",
+        "budget_efficiency.csv",
+        ("workload", "budget"),
+        {
+            "work": name,
+            "budget": lambda row: f"{row['budget']}: {number(row['budget_tokens'])} tokens",
+            "parts": "parts",
+            "run twice": "recomputed",
+            "at the least": "least_recomputed",
+            "ideal": "ideal",
+            "measured": "speedup",
+            "efficiency": bold_efficiency,
+        },
+    ),
+    Section(
+        "Inside trainers",
+        "A training step of TRL's trainers and of a plain `transformers.Trainer` with and without "
+        "`tt.share_prefixes`, in CPU seconds. The baseline is the trainer as it is. It pads its rows, so "
+        "efficiency can exceed 1.",
+        "trainers.csv",
+        ("work", "budget"),
+        {
+            "work": name,
+            "budget": budget,
+            "tokens: rows → tree": lambda row: f"{number(row['flat_tokens'])} → {number(row['unique_tokens'])}",
+            "without, s": "linear_cpu_seconds",
+            "with, s": "cpu_seconds",
+            "ideal": "ideal",
+            "efficiency": lambda row: f"**{number(row['cpu_efficiency'])}**",
+        },
+    ),
+    Section(
+        "Score now, backward later",
+        "`engine.score` and `scored.backward` against `forward_backward`. Where not all graphs fit, parts run twice.",
+        "score.csv",
+        ("workload", "budget"),
+        {
+            "work": name,
+            "budget": budget,
+            "parts": "parts",
+            "graphs": "graphs",
+            "forward_backward, s": "forward_backward_seconds",
+            "score and backward, s": "score_seconds",
+            "relative speed": lambda row: f"**{number(row['relative_speed'])}**",
+        },
+    ),
+    Section(
+        "Memory",
+        "Peak above model, gradients and optimiser state.",
+        "memory.csv",
+        ("case", "engine", "budget"),
+        {
+            "case": lambda row: NAMES.get(row["case"], row["case"]),
+            "engine": "engine",
+            "budget": budget,
+            "parts": "parts",
+            "predicted MB": "predicted_mb",
+            "measured MB": "measured_mb",
+            "of the longest row alone": "measured_over_longest_row",
+        },
+    ),
+    Section(
+        "FSDP2",
+        "Two processes on two cores, weights sharded, against the same two without sharding, each by itself.",
+        "fsdp_throughput.csv",
+        ("model", "processes"),
+        {
+            "processes": "processes",
+            "tokens: rows → trees": lambda row: f"{number(row['flat_tokens'])} → {number(row['computed_tokens'])}",
+            "apart, s": "apart_seconds",
+            "together, s": "together_seconds",
+            "ratio": lambda row: f"**{number(row['throughput_ratio'])}**",
+        },
+    ),
+    Section(
+        "Attention",
+        "Forward and backward of one layer's attention on a tree, against one causal call over as many tokens.",
+        "attention_cost.csv",
+        ("tree",),
+        {
+            "tree": lambda row: NAMES.get(row["tree"], row["tree"]),
+            "tokens": "tokens",
+            "calls": "calls",
+            "tree, ms": "tree_ms",
+            "causal, ms": "causal_ms",
+            "ratio": "ratio",
+        },
+    ),
+    Section(
+        "Passes",
+        "Unrelated rows, with no tree at all, in passes of so many tokens against passes of 4,096.",
+        "pass_sizes.csv",
+        ("pass_tokens",),
+        {"tokens of a pass": "pass_tokens", "passes": "passes", "relative speed": "efficiency"},
+    ),
+    Section(
+        "Building trees",
+        "Tokens merged per second of CPU.",
+        "tree_build.csv",
+        ("shape",),
+        {
+            "rows": "shape",
+            "flat tokens": "flat_tokens",
+            "overlap": "overlap",
+            "million tokens a second": "mtokens_per_cpu_s_median",
+        },
+    ),
+    Section(
+        "Planning",
+        "CPU seconds from rows to a plan.",
+        "planning.csv",
+        ("rows", "budget"),
+        {
+            "rows": "rows",
+            "budget": budget,
+            "flat tokens": "flat_tokens",
+            "parts": "parts",
+            "seconds": "cpu_s_median",
+        },
+    ),
+    Section(
+        "Deep and wide trees",
+        "One step on a tiny model.",
+        "deep_trees.csv",
+        ("case",),
+        {
+            "tree": "case",
+            "tokens": "unique_tokens",
+            "parts": "parts",
+            "build, s": "build_seconds",
+            "plan, s": "plan_seconds",
+            "step, s": "step_seconds",
+        },
+    ),
+    Section(
+        "Simulated against measured",
+        "A step of real processes against `treetrain simulate`.",
+        "simulate_check.csv",
+        ("task", "ranks", "parallel"),
+        {
+            "work": name,
+            "processes": "ranks",
+            "parallel": "parallel",
+            "measured, s": "seconds",
+            "predicted, s": "predicted_seconds",
+            "ratio": "measured_over_predicted",
+        },
+    ),
+)
+EXACTNESS = (
+    (
+        "exactness.csv",
+        "Exactness of gradients",
+        "Relative error of the gradients against every row by itself, pooled over random forests. Allowed: 1e-12 in "
+        "float64, 1e-5 in float32; in bfloat16 1.5 times the error of the rows themselves against float32.",
+    ),
+    (
+        "trainer_exactness.csv",
+        "Exactness inside trainers",
+        "Twenty steps with and without sharing from the same seed: relative difference of every logged metric and "
+        "of the final weights. Allowed: 1e-10 in float64, 1e-5 in float32. *Updates* is the difference of the "
+        "weights divided by how far they moved in these steps.",
+    ),
+)
+
+
+def main() -> int:
+    """Write or check the page."""
+    parser = argparse.ArgumentParser(description="Write BENCHMARKS.md from the rows.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if out of date")
+    check = parser.parse_args().check
+    text = generated(RESULTS)
+    current = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""
+    if check and text != current:
+        print("BENCHMARKS.md is out of date: run python benchmarks/page.py")
+    elif not check:
+        PAGE.write_text(text, encoding="utf-8")
+    return int(check and text != current)
+
+
+def generated(results: Path) -> str:
+    """The page; a section without rows is left out."""
+    parts = [INTRODUCTION]
+    for section in SECTIONS:
+        if rows := latest(results / section.file, section.key):
+            parts.append(f"## {section.title}\n\n{section.text}\n\n{table(section, rows)}\n")
+    for file, title, text in EXACTNESS:
+        if rows := latest(results / file, ("test", "what")):
+            parts.append(f"## {title}\n\n{text}\n\n{worst_errors(rows)}\n")
+    return "\n".join(parts)
+
+
+def latest(path: Path, key: tuple[str, ...]) -> list[Row]:
+    """The last row of every case, in the order of first appearance; none if there is no file."""
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list({tuple(row[column] for column in key): row for row in csv.DictReader(file)}.values())
+
+
+def table(section: Section, rows: Iterable[Row]) -> str:
+    """A table in Markdown; a column that no row fills is left out."""
+    lines = [
+        [number(row[cell]) if isinstance(cell, str) else cell(row) for cell in section.columns.values()] for row in rows
+    ]
+    return markdown(list(section.columns), lines)
+
+
+def worst_errors(rows: list[Row]) -> str:
+    """The largest error of every test and dtype, over all its cases."""
+    worst: dict[tuple[str, str], tuple[float, int]] = {}
+    for row in rows:
+        if row["what"].startswith("distinct"):
+            continue
+        test, _, case = row["test"].partition("[")
+        words = test.removeprefix("test_").replace("_", " ")
+        what = " ".join((*re.findall(r"float\d\d", case), row["what"]))
+        error, cases = worst.get((words, what), (0.0, 0))
+        worst[words, what] = (max(error, float(row["value"])), cases + 1)
+    lines = [[test, what, str(cases), f"{error:.1e}"] for (test, what), (error, cases) in worst.items()]
+    return markdown(["test", "", "cases", "worst"], lines)
+
+
+def markdown(headings: list[str], lines: list[list[str]]) -> str:
+    """Headings and cells as a table."""
+    rows = [headings, ["---"] * len(headings), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def number(text: str) -> str:
+    """Separators in counts, two decimals below a hundred; words as they are, a dash for nothing."""
+    try:
+        value = float(text)
+    except ValueError:
+        return text or "–"
+    return f"{value:,.0f}" if abs(value) >= 100 or text.isdigit() else f"{value:.2f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
