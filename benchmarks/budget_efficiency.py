@@ -62,7 +62,7 @@ def measure(name: str, repeats: int, baselines: list[str]) -> None:
             "tokens": layout.num_tokens,
             "longest_path": longest,
             "parts": plan.num_parts,
-            "passes_without_graph": int(plan.publish.max(initial=-1)) + 1,
+            "passes_without_graph": plan.num_prefills,
             "recomputed": plan.recomputed_tokens,
             "least_recomputed": least,
             "predicted_seconds": f"{engines[key].cost.seconds(plan):.2f}",

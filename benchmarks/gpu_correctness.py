@@ -99,12 +99,12 @@ def in_parts(layout: PackedLayout, tensors: list[torch.Tensor], ask: Ask, sinks:
         leaves += [tensors[4].clone().requires_grad_(torch.is_grad_enabled())] if sinks else []
         return attention(*leaves[:3], tensors[0].shape[2] ** -0.5, 0, ask, leaves[3] if sinks else None), leaves
 
-    for kind, part in plan.visits():
+    for kind, part in plan.traverse():
         tokens = plan.tokens(part)
-        if kind == "open" and plan.is_open[part]:
+        if kind == "enter" and plan.is_inner[part]:
             with torch.no_grad():
                 forward(part, tokens[plan.exported[tokens]])
-        elif kind == "close":
+        elif kind == "leave":
             out, leaves = forward(part, tokens)
             where = torch.from_numpy(tokens).to(device())
             grads = torch.autograd.grad(out, leaves, tensors[3][where])

@@ -94,7 +94,7 @@ def planned(name: str) -> list[dict]:
                 "kept": int(plan.kept.sum()),
                 "recomputed": plan.recomputed_tokens,
                 "least": least,
-                "passes_without_graph": int(plan.publish.max(initial=-1)) + 1,
+                "passes_without_graph": plan.num_prefills,
                 "peak_tokens": plan.peak_tokens,
                 "seconds": round(sum(by.values()), 3),
                 "ideal_seconds": round(ideal, 3),

@@ -60,7 +60,7 @@ SIGNATURES = {
     ),
     "ModelShape": ("(*, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied, blocks=(), positions=0)"),
     "CostModel": "(*, shape, constants)",
-    "Plan": "(*, layout, part_of, parent, attach, kept, exported, publish, scores_first='no', made_for=None)",
+    "Plan": "(*, layout, part_of, parent, attach, kept, exported, prefill, scores_first='no', made_for=None)",
     "TreeEngine": "(model, *, budget=None, temperature=1.0, value_head=None, group=None, reduce='auto')",
     "TreeTrainer": (
         "(model, args, train_dataset=None, eval_dataset=None, *, loss=None, ref_model=None, peft_config=None, "

@@ -38,7 +38,7 @@ def test_one_rank_is_a_process_alone(run_on_ranks, parallel) -> None:
 MIXED_PLANS = {
     "kept beside recomputed": (("one segment per part", "all"), ("one segment per part", "none")),
     "whole beside chunks": (("1 part", "none"), ("chunks of 2", "mixed")),
-    "joint publishing beside quarters": (("joint publishing", "mixed"), ("N/4", "all")),
+    "shared prefill beside quarters": (("shared prefill", "mixed"), ("N/4", "all")),
     "small chunks": (("chunks of 2", "none"), ("chunks of 2", "all")),
 }
 

@@ -146,7 +146,7 @@ HEAVY = [
     for shape in SHAPES
     for keep in KEEPS
     for case in LOSSES
-    if shape not in ("1 part", "chunks of 2", "joint publishing") and (shape, keep, case) not in QUICK
+    if shape not in ("1 part", "chunks of 2", "shared prefill") and (shape, keep, case) not in QUICK
 ]
 
 

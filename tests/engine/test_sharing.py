@@ -13,7 +13,7 @@ from treetrain.tree.layout import pack
 
 
 def seconds(plan: Plan) -> float:
-    publishing = int(plan.publish.max(initial=-1)) + 1
+    publishing = plan.num_prefills
     return 10.0 * plan.num_parts + 4.0 * publishing + plan.layout.num_tokens + plan.recomputed_tokens / 3
 
 

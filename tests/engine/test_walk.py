@@ -46,8 +46,8 @@ PLANS = [
     ("chunks of 2", "none"),
     ("chunks of 2", "all"),
     ("chunks of 2", "mixed"),
-    ("joint publishing", "none"),
-    ("joint publishing", "mixed"),
+    ("shared prefill", "none"),
+    ("shared prefill", "mixed"),
 ]
 every_plan = pytest.mark.parametrize(("shape", "keep"), PLANS)
 CASES = [("deep", "ppo"), ("deep", "sft"), ("bushy", "clip")]
@@ -85,11 +85,11 @@ def test_every_token_runs_once_and_the_exported_ones_of_late_parts_twice(model, 
     plan = engine.plans[-1]
     check_plan(plan)
     ids = plan.layout.input_ids
-    late = (plan.is_open & ~plan.kept)[plan.part_of]
+    late = (plan.is_inner & ~plan.kept)[plan.part_of]
     assert counted(seen.graph) == counted(seen.backward) == Counter(ids.tolist()), "forward and backward, once each"
     assert counted(seen.plain) == Counter(ids[plan.exported & late].tolist())
     assert sorted(map(len, seen.graph)) == sorted(plan.sizes.tolist())
-    assert len(seen.plain) == int(plan.publish.max(initial=-1)) + 1
+    assert len(seen.plain) == plan.num_prefills
     assert result.computed_tokens == len(ids) and result.parts == plan.num_parts
     assert result.recomputed_tokens == sum(map(len, seen.plain))
 
@@ -103,7 +103,7 @@ def test_parts_run_in_the_order_of_the_plans_events(model, shape, keep):
     events = list(plan.events())
     forward = [ids[plan.tokens(e.number)].tolist() for e in events if e.kind == "forward"]
     backward = [ids[plan.tokens(e.number)].tolist() for e in events if e.kind == "backward"]
-    published = [ids[plan.published(e.number)].tolist() for e in events if e.kind == "publish"]
+    published = [ids[plan.prefill_tokens(e.number)].tolist() for e in events if e.kind == "prefill"]
     assert (seen.graph, seen.backward, seen.plain) == (forward, backward, published)
 
 
@@ -113,13 +113,13 @@ def test_the_carry_is_made_once_and_holds_what_the_plan_says(model, carries, sha
     engine = planned(shape, keep)(model)
     engine.forward_backward(dress(IDS[tree], 1), LOSSES[loss])
     (carry,), plan = carries, engine.plans[-1]
-    assert max(carry.reserved) == carry.first_rows == plan.carry_rows, "rows held at once"
+    assert max(carry.reserved) == carry.first_rows == plan.cached_tokens, "rows held at once"
     assert len(carry.buffers) == (2 if (plan.parent >= 0).any() else 0), "one buffer per layer"
     for number, layer in carry._layers.items():
         assert (layer.key.data_ptr(), layer.value.data_ptr()) == carry.buffers[number]
-        assert len(layer.key) == plan.carry_rows
+        assert len(layer.key) == plan.cached_tokens
     writing = sum(int((own >= 0).any()) for _, own in carry.views)
-    passes = int(plan.is_open.sum()) + int(plan.publish.max(initial=-1)) + 1
+    passes = int(plan.is_inner.sum()) + plan.num_prefills
     assert writing == passes, "closed parts hand nothing on"
 
 
@@ -160,7 +160,7 @@ def test_scores_of_parts_are_those_of_the_rows_in_one_pass_without_graph(model, 
     assert not seen.graph and counted(seen.plain) == Counter(plan.layout.input_ids.tolist())
     assert [len(p) for p in seen.plain] == plan.sizes.tolist()
     (carry,) = carries
-    assert max(carry.reserved) <= carry.first_rows == plan.carry_rows
+    assert max(carry.reserved) <= carry.first_rows == plan.cached_tokens
     assert all(layer.key_grad is None for layer in carry._layers.values())
     with PureFloat64():
         reference = linear.score_rows(model, IDS[tree])

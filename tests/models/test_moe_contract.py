@@ -13,7 +13,7 @@ FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "llama
 WITH_AUXILIARY = ("qwen3_moe", "mixtral", "gpt_oss")
 PLANS = [("chunks of 7", "none"), ("chunks of 2", "mixed"), ("one segment per part", "all")]
 MANY = [planned(shape, keep) for shape in ("N/2", "chunks of 7", "chunks of 2") for keep in ("none", "all", "mixed")]
-MANY += [planned("one segment per part", "mixed"), planned("joint publishing", "none")]
+MANY += [planned("one segment per part", "mixed"), planned("shared prefill", "none")]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

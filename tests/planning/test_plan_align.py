@@ -63,7 +63,7 @@ def test_every_way_computes_all_that_is_trained_within_the_budget(rows, budget):
         assert way.plan.layout.edge_tokens.tolist() == trained(way.tree).edge_tokens.tolist()
         assert way.tree.trained_edges()[0].sum() == tree.trained_edges()[0].sum()
         if way.name.endswith("runs"):
-            assert not way.plan.is_open.any(), "a run is a part of its own"
+            assert not way.plan.is_inner.any(), "a run is a part of its own"
             assert way.plan.num_parts <= int(way.name.split()[0])
 
 
@@ -73,18 +73,18 @@ def test_siblings_in_another_order_are_the_same_parts_and_cost_the_same(rows, ch
     layout = trained(build_tree(rows))
     plan = uniform(layout, chunk, keep)
     if joint:
-        plan = Plan.of_parts(layout, plan.part_of, plan.kept, publish_tokens=3 * chunk)
+        plan = Plan.of_parts(layout, plan.part_of, plan.kept, prefill_limit=3 * chunk)
     found = largest_first(plan, PRICES)
     assert {frozenset(found.tokens(part)) for part in range(found.num_parts)} == {
         frozenset(plan.tokens(part)) for part in range(plan.num_parts)
     }
     assert (found.parent < np.arange(found.num_parts)).all()
-    for fact in ("peak_tokens", "recomputed_tokens", "carry_rows", "carry_states"):
+    for fact in ("peak_tokens", "recomputed_tokens", "cached_tokens", "cached_states"):
         assert getattr(found, fact) == getattr(plan, fact)
     assert PRICES.seconds(found) == pytest.approx(PRICES.seconds(plan))
     assert PRICES.peak_bytes(found) == pytest.approx(PRICES.peak_bytes(plan))
-    first = [event.number for event in found.events() if event.kind == "publish"]
-    assert first == sorted(first), "publishing passes are numbered in the order they run"
+    first = [event.number for event in found.events() if event.kind == "prefill"]
+    assert first == sorted(first), "prefilles are numbered in the order they run"
     rates = Rates.of(PRICES)
     seconds = np.bincount(found.part_of, rates.at(layout.positions), found.num_parts)
     for parent in {*found.parent.tolist()}:

@@ -32,7 +32,7 @@ def test_numbers_say_what_the_plan_does(layout, budget):
     assert facts["peak_tokens"] == plan.peak_tokens
     tokens = facts["budget_tokens"]
     assert facts["least_recomputed_tokens"] == (0 if tokens is None else least_recomputed(layout, tokens))
-    assert facts["passes_without_graph"] == sum(event.kind == "publish" for event in plan.events())
+    assert facts["passes_without_graph"] == sum(event.kind == "prefill" for event in plan.events())
     assert facts["seconds"] == prices.seconds(plan) and facts["peak_bytes"] == prices.peak_bytes(plan)
     assert facts["seconds_recomputation"] == pytest.approx(0.35 * plan.recomputed_tokens)
     assert facts["seconds_fixed"] == pytest.approx(44 * plan.num_parts + 14 * facts["passes_without_graph"])

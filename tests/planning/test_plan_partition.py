@@ -19,7 +19,7 @@ PRICES = st.builds(
     LinearPrices,
     part=st.sampled_from([0.0, 1.0, 10.0, 44.0]),
     again=st.sampled_from([0.0, 0.35, 5.0]),
-    publish=st.sampled_from([0.0, 10.0]),
+    prefill=st.sampled_from([0.0, 10.0]),
 )
 
 
@@ -146,7 +146,7 @@ def test_recomputation_reaches_the_least_possible_where_it_is_expensive(seed, sh
 def test_a_plan_is_no_slower_than_all_parts_late_but_for_what_less_recomputation_may_cost(seed, share, prices):
     layout = layout_of(larger_forest(seed))
     budget = max(1, int(share * layout.num_tokens))
-    found = partition(layout, budget, prices.seconds, publish_tokens=0)
+    found = partition(layout, budget, prices.seconds, prefill_limit=0)
     assert prices.seconds(found) <= (1 + search._NEAR) * prices.seconds(uniform(layout, budget)) + 1e-9
 
 
@@ -217,7 +217,7 @@ def test_a_late_part_takes_in_subtrees_that_hang_off_it_anywhere():
 def test_a_path_longer_than_the_budget_is_cut_into_full_chunks_the_last_of_them_closed():
     plan = partition(layout_of([list(range(100))]), 30, LinearPrices().seconds)
     assert sorted(plan.sizes.tolist()) == [10, 30, 30, 30]
-    assert plan.sizes[~plan.is_open].tolist() == [30]
+    assert plan.sizes[~plan.is_inner].tolist() == [30]
     assert plan.recomputed_tokens == 70
 
 

@@ -16,14 +16,14 @@ KEEP = st.sampled_from(["none", "all", "mixed"])
 
 @given(forests(), st.integers(1, 20), KEEP, st.integers(0, 10))
 @RUNS
-def test_uniform_parts_are_a_plan_of_at_most_so_many_tokens_each(rows, chunk, keep, publish):
+def test_uniform_parts_are_a_plan_of_at_most_so_many_tokens_each(rows, chunk, keep, prefill):
     layout = layout_of(rows)
     plan = uniform(layout, chunk, keep)
     check_plan(plan)
     assert plan.sizes.max(initial=0) <= chunk
-    again = Plan.of_parts(layout, plan.part_of, plan.kept, publish_tokens=publish)
+    again = Plan.of_parts(layout, plan.part_of, plan.kept, prefill_limit=prefill)
     assert (again.part_of == plan.part_of).all() and (again.kept == plan.kept).all()
-    assert {"none": not plan.kept.any(), "all": (plan.kept == plan.is_open).all(), "mixed": True}[keep]
+    assert {"none": not plan.kept.any(), "all": (plan.kept == plan.is_inner).all(), "mixed": True}[keep]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_uniform_parts_are_a_plan_of_at_most_so_many_tokens_each(rows, chunk, ke
 )
 def test_mixed_plans_have_kept_parts_below_late_ones_and_late_ones_below_kept_ones(shape):
     plan = shape(nested_forks(60))
-    inner = plan.is_open & (plan.parent >= 0)
+    inner = plan.is_inner & (plan.parent >= 0)
     above = plan.kept[plan.parent[inner]]
     assert (above & ~plan.kept[inner]).any() and (~above & plan.kept[inner]).any()
 
@@ -47,19 +47,19 @@ def test_one_segment_per_part_is_a_plan_with_a_part_for_every_segment(rows, keep
 
 @given(forests(), st.integers(1, 8), KEEP, st.integers(0, 10))
 @RUNS
-def test_events_run_every_part_once_depth_first_and_publish_before_anything_reads(rows, chunk, keep, publish):
+def test_events_run_every_part_once_depth_first_and_publish_before_anything_reads(rows, chunk, keep, prefill):
     plan = uniform(layout_of(rows), chunk, keep)
-    plan = Plan.of_parts(plan.layout, plan.part_of, plan.kept, publish_tokens=publish)
+    plan = Plan.of_parts(plan.layout, plan.part_of, plan.kept, prefill_limit=prefill)
     done: list[tuple[str, int]] = []
     known = np.zeros(plan.layout.num_tokens, bool)
     for event in plan.events():
-        if event.kind == "publish":
-            tokens = plan.published(event.number)
-            members = [plan.exported_tokens(part) for part in plan.publisher_parts(event.number)]
+        if event.kind == "prefill":
+            tokens = plan.prefill_tokens(event.number)
+            members = [plan.exported_tokens(part) for part in plan.prefill_parts(event.number)]
             assert sorted(tokens.tolist()) == sorted(np.concatenate(members).tolist())
-            ahead = plan.attach[plan.publisher_parts(event.number)[0]]
+            ahead = plan.attach[plan.prefill_parts(event.number)[0]]
             assert ahead < 0 or known[plan.path(int(ahead))].all()
-            assert len(members) == 1 or len(tokens) <= publish
+            assert len(members) == 1 or len(tokens) <= prefill
             known[tokens] = True
         elif event.kind == "forward":
             attach = int(plan.attach[event.number])
@@ -72,10 +72,10 @@ def test_events_run_every_part_once_depth_first_and_publish_before_anything_read
             assert all(("backward", part) in done for part in below)
         done.append((event.kind, event.number))
     assert len(set(done)) == len(done)
-    passes = int(plan.publish.max(initial=-1)) + 1
+    passes = plan.num_prefills
     assert sorted(done) == sorted(
         [(kind, part) for kind in ("forward", "backward") for part in range(plan.num_parts)]
-        + [("publish", number) for number in range(passes)]
+        + [("prefill", number) for number in range(passes)]
     )
 
 

@@ -26,7 +26,7 @@ def distinct_constants(**changes) -> Constants:
     return Constants(**(dict(zip(NUMBERS, map(float, primes))) | {"chunk_rows": 3, "slack": 1.25} | changes), source="")
 
 
-def chunked(layout: PackedLayout, size: int, keep: str, seed: int = 0, publish_tokens: int = 0) -> Plan:
+def chunked(layout: PackedLayout, size: int, keep: str, seed: int = 0, prefill_limit: int = 0) -> Plan:
     """Segments in pieces of at most `size` tokens, kept or not."""
     start = layout.segment_start
     segment = np.repeat(np.arange(len(start) - 1), np.diff(start))
@@ -35,7 +35,7 @@ def chunked(layout: PackedLayout, size: int, keep: str, seed: int = 0, publish_t
     count = int(part_of.max(initial=-1)) + 1
     flags = {"all": np.ones(count, bool), "none": np.zeros(count, bool)}
     kept = flags.get(keep, np.random.default_rng(seed).random(count) < 0.5)
-    return Plan.of_parts(layout, part_of, kept, publish_tokens=publish_tokens)
+    return Plan.of_parts(layout, part_of, kept, prefill_limit=prefill_limit)
 
 
 @st.composite
@@ -70,9 +70,9 @@ def test_seconds_are_the_sum_over_the_events_of_the_plan(plan):
 
     total = 0.0
     for event in plan.events():
-        if event.kind == "publish":
+        if event.kind == "prefill":
             fixed = c.forward_pass_bytes / c.bandwidth + c.forward_pass_seconds
-            total += forward(plan.published(event.number)) + fixed
+            total += forward(plan.prefill_tokens(event.number)) + fixed
         elif event.kind == "forward":
             tokens = plan.tokens(event.number)
             rows = np.isin(plan.layout.rows, tokens).sum()
@@ -82,7 +82,7 @@ def test_seconds_are_the_sum_over_the_events_of_the_plan(plan):
     cost = CostModel(shape=shape, constants=c)
     assert cost.seconds(plan) == pytest.approx(total, rel=1e-9)
     assert cost.seconds_by(plan)["recomputation"] == pytest.approx(
-        sum(forward(plan.published(event.number)) for event in plan.events() if event.kind == "publish")
+        sum(forward(plan.prefill_tokens(event.number)) for event in plan.events() if event.kind == "prefill")
     )
 
 
@@ -95,8 +95,8 @@ def test_peak_bytes_are_the_most_alive_at_any_event(plan, largest):
     attached = np.unique(plan.attach[plan.attach >= 0])
     for event in plan.events():
         number, held = event.number, sum(alive.values())
-        if event.kind == "publish":
-            first, tokens = plan.publisher_parts(number)[0], plan.published(number)
+        if event.kind == "prefill":
+            first, tokens = plan.prefill_parts(number)[0], plan.prefill_tokens(number)
             carry[first], states[first] = len(tokens), int(np.isin(attached, tokens).sum())
             rows = int(np.isin(plan.layout.rows, tokens).sum())
             working = c.forward_token * len(tokens) + c.path_token * above(plan, first)

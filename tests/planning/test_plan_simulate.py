@@ -80,7 +80,7 @@ def test_the_seconds_of_a_plans_passes_add_up_to_those_of_the_cost_model(rows, c
     assert sum(one.seconds for one in passes) == pytest.approx(PRICES.seconds(plan), rel=1e-9)
 
 
-PASSES = st.lists(st.lists(st.sampled_from(["publish", "forward", "backward"]), max_size=8), min_size=1, max_size=5)
+PASSES = st.lists(st.lists(st.sampled_from(["prefill", "forward", "backward"]), max_size=8), min_size=1, max_size=5)
 
 
 @given(PASSES)

@@ -60,7 +60,7 @@ class LinearPrices:
 
     part: float = 44.0
     """Of a pass with graph."""
-    publish: float = 14.0
+    prefill: float = 14.0
     """Of a pass without graph."""
     again: float = 0.35
     """Of a token that is run again."""
@@ -73,26 +73,26 @@ class LinearPrices:
         return float(sum(self.seconds_by(plan).values()))
 
     def seconds_by(self, plan: Plan) -> dict[str, float]:
-        without = int(plan.publish.max(initial=-1)) + 1
+        without = plan.num_prefills
         return {
             "layers": float(plan.layout.num_tokens),
             "recomputation": self.again * plan.recomputed_tokens,
             "bytes": 0.0,
-            "passes": self.part * plan.num_parts + self.publish * without,
+            "passes": self.part * plan.num_parts + self.prefill * without,
         }
 
     def peak_bytes(self, plan: Plan) -> float:
         return float(sum(self.bytes_by(plan).values()))
 
     def bytes_by(self, plan: Plan) -> dict[str, float]:
-        return {"graphs": self.token_bytes * plan.peak_tokens, "carry": 50.0 * plan.carry_rows}
+        return {"graphs": self.token_bytes * plan.peak_tokens, "carry": 50.0 * plan.cached_tokens}
 
 
 def check_plan(plan: Plan) -> None:
     """What holds for every plan, found anew from the parts, token by token."""
     layout, parts = plan.layout, plan.num_parts
     assert sorted(set(plan.part_of.tolist())) == list(range(parts))
-    is_open = np.zeros(parts, bool)
+    is_inner = np.zeros(parts, bool)
     exported = np.zeros(layout.num_tokens, bool)
     for token, before in enumerate(layout.parent.tolist()):
         own = plan.part_of[token]
@@ -103,14 +103,14 @@ def check_plan(plan: Plan) -> None:
         assert plan.parent[own] == other
         assert other < own, "a part stands after the one it continues"
         if before >= 0:
-            is_open[other] = True
+            is_inner[other] = True
         while before >= 0 and plan.part_of[before] == other:
             exported[before] = True
             before = layout.parent[before]
     assert (exported == plan.exported).all()
-    assert (plan.is_open == is_open).all()
-    assert not plan.kept[~is_open].any()
-    assert ((plan.publish >= 0) == (is_open & ~plan.kept)).all(), "late parts and no others are published"
+    assert (plan.is_inner == is_inner).all()
+    assert not plan.kept[~is_inner].any()
+    assert ((plan.prefill >= 0) == (is_inner & ~plan.kept)).all(), "late parts and no others are published"
     for part in range(parts):
         alive, above = plan.sizes[part], plan.parent[part]
         while above >= 0:

@@ -44,14 +44,14 @@ class PartsByHand:
 
     def run(self) -> list[Tensors]:
         graphs = {}
-        for kind, part in self.plan.visits():
+        for kind, part in self.plan.traverse():
             tokens = self.plan.tokens(part)
-            if kind == "open" and self.plan.kept[part]:
+            if kind == "enter" and self.plan.kept[part]:
                 graphs[part] = self.forward(part, tokens)
-            elif kind == "open" and self.plan.is_open[part]:
+            elif kind == "enter" and self.plan.is_inner[part]:
                 with torch.no_grad():
                     self.forward(part, tokens[self.plan.exported[tokens]])
-            elif kind == "close":
+            elif kind == "leave":
                 self.backward(tokens, graphs.pop(part) if part in graphs else self.forward(part, tokens))
         return self.results
 

@@ -18,10 +18,10 @@ def _chunks_of(tokens: int) -> Shape:
     return lambda layout, keep: uniform(layout, tokens, keep)
 
 
-def _joint_publishing(layout: PackedLayout, keep: Keep) -> Plan:
+def _shared_prefill(layout: PackedLayout, keep: Keep) -> Plan:
     """Chunks of three tokens whose passes without graph are shared by late parts below one another."""
     plan = uniform(layout, 3, keep)
-    return Plan.of_parts(layout, plan.part_of, plan.kept, publish_tokens=9)
+    return Plan.of_parts(layout, plan.part_of, plan.kept, prefill_limit=9)
 
 
 SHAPES: dict[str, Shape] = {
@@ -32,7 +32,7 @@ SHAPES: dict[str, Shape] = {
     "one segment per part": one_segment_per_part,
     "chunks of 7": _chunks_of(7),
     "chunks of 2": _chunks_of(2),
-    "joint publishing": _joint_publishing,
+    "shared prefill": _shared_prefill,
 }
 KEEPS: tuple[Keep, ...] = ("none", "all", "mixed")
 

@@ -302,7 +302,7 @@ class TreeEngine:
         def walk(way: Way) -> Walk | None:
             if way != "keeping all":
                 return self.walk(plan, passes, routing, gradients=way == "training", reduces=begun.reduces)
-            kept = plan.keeping_all()
+            kept = plan.with_all_kept()
             # Ranks in lockstep would have to agree on it; a step that starts over has run out of memory.
             if self.in_lockstep or passes.budget is not None or not self._fits(kept):
                 return None
@@ -456,7 +456,7 @@ class TreeEngine:
             keep: False: parts are recomputed, also where their graphs fit beside each other.
         """
         plan = self.plan_of(layout)
-        kept = plan.keeping_all()
+        kept = plan.with_all_kept()
         if keep and (plan.num_parts <= 1 or self._fits(kept)):
             return kept
         return replace(plan, scores_first="recomputed")

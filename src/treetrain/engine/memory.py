@@ -122,8 +122,8 @@ class Passes:
             return False
         if not self.trains:
             return True
-        first = [plan.publisher_parts(number)[0] for number in range(int(plan.publish.max(initial=-1)) + 1)]
-        published = np.array([len(plan.published(number)) for number in range(len(first))], np.int64)
+        first = [plan.prefill_parts(number)[0] for number in range(plan.num_prefills)]
+        published = np.array([len(plan.prefill_tokens(number)) for number in range(len(first))], np.int64)
         if not self.graph:  # nothing is known of them yet
             return without_graph(published, np.zeros_like(published))
         beside = (plan.alive - plan.sizes)[first]

@@ -109,5 +109,5 @@ def formula_cost_of(model: nn.Module) -> CostModel:
 
 
 def _seconds_of_any_model(plan: Plan) -> float:
-    passes = plan.num_parts + FORWARD_SHARE * (int(plan.publish.max(initial=-1)) + 1)
+    passes = plan.num_parts + FORWARD_SHARE * plan.num_prefills
     return PASS_TOKENS * passes + plan.layout.num_tokens + FORWARD_SHARE * plan.recomputed_tokens

@@ -119,7 +119,7 @@ class Walk:
         self._model, self._capabilities, self._temperature, self._run_type = model, capabilities, temperature, run_type
         self._layout = plan.layout
         self._outer = _Frame(plan, None, -1)
-        self._carry = Carry(plan.carry_rows, model_device(model), gradients=gradients)
+        self._carry = Carry(plan.cached_tokens, model_device(model), gradients=gradients)
         self._row_of = np.full(plan.layout.num_tokens, -1, np.int64)
         self._states = StateCarry(plan.layout.num_tokens, state_slots(plan), gradients=gradients)
         self._states.attach_at(plan.attach)
@@ -147,8 +147,8 @@ class Walk:
 
     def _score(self, frame: _Frame, board: Board | None, need_entropy: bool) -> None:
         held: dict[int, _Held] = {}
-        for kind, part in frame.plan.visits():
-            if kind == "close":
+        for kind, part in frame.plan.traverse():
+            if kind == "leave":
                 self._release(held.pop(part))
                 continue
             tokens, attach = frame.of_part(part), frame.attach_of(part)
@@ -255,14 +255,14 @@ class Walk:
         graphs: dict[int, _Pass] = {}
         held: dict[int, _Held] = {}
         plan = frame.plan
-        for kind, part in plan.visits():
-            if kind == "open":
+        for kind, part in plan.traverse():
+            if kind == "enter":
                 held[part] = self._open(frame, part, feed, graphs)
             elif part in graphs:
                 self._backward(graphs.pop(part), feed)
             else:
                 self._run(frame, part, feed)
-            if kind == "close":
+            if kind == "leave":
                 self._release(held.pop(part))
 
     def _open(self, frame: _Frame, part: int, feed: Feed, graphs: dict[int, _Pass]) -> _Held:
@@ -274,9 +274,9 @@ class Walk:
             if done is not None:
                 graphs[part] = done
             return held
-        if not plan.publishes_first(part):
+        if not plan.starts_prefill(part):
             return _NOTHING
-        tokens = frame.named(plan.published(int(plan.publish[part])))
+        tokens = frame.named(plan.prefill_tokens(int(plan.prefill[part])))
         held = self._allocate(tokens)
         self._publish(tokens, attach, feed)
         return held
@@ -389,7 +389,7 @@ class Walk:
         Args:
             fitted: takes note if it fits.
         """
-        kind = "forward" if fitted is self._passes.graph else "publish"
+        kind = "forward" if fitted is self._passes.graph else "prefill"
         if self._lockstep is not None:
             self._lockstep.before(kind)
         try:

@@ -181,7 +181,7 @@ class _Export(torch.autograd.Function):
 
 def state_slots(plan: Plan) -> int:
     """Most tokens whose states are held at once."""
-    return plan.carry_states
+    return plan.cached_states
 
 
 def _grown(tensor: Tensor, slots: int) -> Tensor:

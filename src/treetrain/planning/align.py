@@ -116,18 +116,18 @@ def largest_first(plan: Plan, prices: CostModel) -> Plan:
     order = depth_first(plan.parent, -seconds)
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
-    parent, publish = plan.parent[order], plan.publish[order]
-    _, first = np.unique(publish[publish >= 0], return_index=True)
+    parent, prefill = plan.parent[order], plan.prefill[order]
+    _, first = np.unique(prefill[prefill >= 0], return_index=True)
     number = np.empty(len(first), np.int64)
     number[np.argsort(first)] = np.arange(len(first))
-    publish[publish >= 0] = number[publish[publish >= 0]]
+    prefill[prefill >= 0] = number[prefill[prefill >= 0]]
     return replace(
         plan,
         part_of=rank[plan.part_of],
         parent=np.where(parent >= 0, rank[parent], -1),
         attach=plan.attach[order],
         kept=plan.kept[order],
-        publish=publish,
+        prefill=prefill,
     )
 
 

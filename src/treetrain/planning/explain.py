@@ -43,7 +43,7 @@ class Purpose:
     def explanation(self, plan: Plan) -> dict[str, Any]:
         """Plain JSON data: the plan's numbers, and one entry of "budgets" for each budget of the table."""
         by = self.prices.seconds_by(plan)
-        closed, late = ~plan.is_open, plan.publish >= 0
+        closed, late = ~plan.is_inner, plan.prefill >= 0
         longest = int(heights(plan.layout).max(initial=0))
         given = self.budget
         return {
@@ -119,7 +119,7 @@ SCORED_FIRST = {
 
 def _passes_without_graph(plan: Plan) -> int:
     scored = plan.num_parts if plan.scores_first == "recomputed" else 0
-    return int(plan.publish.max(initial=-1)) + 1 + scored
+    return plan.num_prefills + scored
 
 
 def _sentences(facts: dict[str, Any], budget: int | Bytes | None) -> list[tuple[str, str]]:

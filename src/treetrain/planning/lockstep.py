@@ -12,8 +12,8 @@ import numpy as np
 from treetrain.planning.plan import Plan
 from treetrain.planning.rates import Rates
 
-Kind = Literal["publish", "forward", "backward"]
-LETTERS: dict[Kind, str] = {"publish": "P", "forward": "F", "backward": "B"}
+Kind = Literal["prefill", "forward", "backward"]
+LETTERS: dict[Kind, str] = {"prefill": "P", "forward": "F", "backward": "B"}
 KINDS: dict[str, Kind] = {letter: kind for kind, letter in LETTERS.items()}
 
 
@@ -90,10 +90,10 @@ def passes_of(plan: Plan, rates: Rates) -> list[Pass]:
     heads = rates.row * np.bincount(plan.part_of[layout.rows], minlength=parts)
     forward = whole * rates.forward_share + heads / 3 + rates.graph_pass / 3
     backward = whole * (1 - rates.forward_share) + heads * 2 / 3 + rates.graph_pass * 2 / 3
-    number = plan.publish[plan.part_of]
+    number = plan.prefill[plan.part_of]
     late = plan.exported & (number >= 0)
-    publish = rates.forward_share * np.bincount(number[late], both[late]) + rates.forward_pass
-    seconds = {"forward": forward, "backward": backward, "publish": publish}
+    prefill = rates.forward_share * np.bincount(number[late], both[late]) + rates.forward_pass
+    seconds = {"forward": forward, "backward": backward, "prefill": prefill}
     return [Pass(event.kind, float(seconds[event.kind][event.number])) for event in plan.events()]
 
 

@@ -23,7 +23,7 @@ def partition(
     seconds: Seconds,
     *,
     part_tokens: int | None = None,
-    publish_tokens: int | None = None,
+    prefill_limit: int | None = None,
 ) -> Plan:
     """The fastest plan found in which at most so many tokens are alive at once.
 
@@ -32,7 +32,7 @@ def partition(
         budget_tokens: most tokens whose graph is alive at once, kept ancestors included; None for no bound.
         seconds: predicted time of a step under a plan.
         part_tokens: size that parts need not exceed as long as nothing is recomputed for it; paths stay whole.
-        publish_tokens: most tokens of a pass without graph that late parts share; None: PUBLISHED times the budget.
+        prefill_limit: most tokens of a pass without graph that late parts share; None: PUBLISHED times the budget.
 
     Raises:
         ValueError: a number of tokens below 1.
@@ -41,15 +41,15 @@ def partition(
         if value is not None and value < 1:
             raise ValueError(f"{name} of {value} tokens: give 1 or more")
     budget = NO_BOUND if budget_tokens is None else min(int(budget_tokens), NO_BOUND)
-    publish = PUBLISHED * budget if publish_tokens is None else publish_tokens
+    prefill = PUBLISHED * budget if prefill_limit is None else prefill_limit
     if part_tokens is not None and part_tokens < budget:
-        search = Search(Ground.of(layout, budget, part_tokens), seconds, publish)
+        search = Search(Ground.of(layout, budget, part_tokens), seconds, prefill)
         plan = search.only_kept()
         if plan.recomputed_tokens == 0:
             return plan
     if layout.num_tokens <= budget:
         return Plan.of_parts(layout, np.zeros(layout.num_tokens, np.int64))
-    return Search(Ground.of(layout, budget), seconds, publish).best()
+    return Search(Ground.of(layout, budget), seconds, prefill).best()
 
 
 def whole_trees(layout: PackedLayout, target: int) -> Plan:

@@ -1,9 +1,10 @@
-"""A plan: the parts of a packed tree, the order they are run in, and what each keeps or recomputes.
+"""A plan: the parts of a packed tree, the order they are run in, and which graphs are kept.
 
 A part is a connected piece of the tree, or sibling pieces that continue one token (its attach token). Its tokens see
-everything on the path down to that token: the carry. A part with parts below it is *open*; it is either *kept* (its
-graph stays alive while they run) or *late* (its keys and values are published by a pass without graph, and its graph is
-made when everything below has run). Tokens that have descendants in other parts are *exported*.
+everything on the path down to that token, through the KV cache. A part with parts below it is *kept* (its graph stays
+alive while they run) or *recomputed* (a prefill, a pass without graph, fills the cache; the graph is made when
+everything below has run). A part with nothing below it is a *leaf*. Tokens that have descendants in other parts are
+*exported*: the cache holds them.
 """
 
 from collections.abc import Iterator
@@ -24,10 +25,10 @@ Bools = NDArray[np.bool_]
 class Event(NamedTuple):
     """One forward of the model, or one backward, in the order they are run."""
 
-    kind: Literal["publish", "forward", "backward"]
-    """publish: a pass without graph over exported tokens of late parts. forward: with graph. backward."""
+    kind: Literal["prefill", "forward", "backward"]
+    """prefill: a pass without graph over exported tokens of late parts. forward: with graph. backward."""
     number: int
-    """Of the pass (publish) or of the part (forward, backward)."""
+    """Of the pass (prefill) or of the part (forward, backward)."""
 
 
 class Explainer(Protocol):
@@ -62,7 +63,7 @@ class Plan:
     """bool [P]: open parts whose graph stays alive. False elsewhere."""
     exported: Bools
     """bool [M]: tokens with descendants in another part."""
-    publish: Int64s
+    prefill: Int64s
     """int64 [P]: the pass without graph that publishes a late part's exported tokens; -1 for kept and closed parts."""
     scores_first: Literal["no", "kept", "recomputed"] = "no"
     """When the loss is evaluated. no: while the parts run, each trajectory when its last prediction is scored. kept:
@@ -73,7 +74,7 @@ class Plan:
 
     @classmethod
     def of_parts(
-        cls, layout: PackedLayout, part_of: Int64s, kept: Bools | None = None, *, publish_tokens: int = 0
+        cls, layout: PackedLayout, part_of: Int64s, kept: Bools | None = None, *, prefill_limit: int = 0
     ) -> Self:
         """The plan of a given partition.
 
@@ -81,7 +82,7 @@ class Plan:
             layout: M tokens.
             part_of: int64 [M]: any numbering 0..P-1 of the parts.
             kept: bool [P], in that numbering; ignored for parts without parts below. None keeps none.
-            publish_tokens: late parts below one another share a publishing pass while it has at most this many
+            prefill_limit: late parts below one another share a prefill while it has at most this many
                 tokens; 0 gives each a pass of its own.
 
         Raises:
@@ -107,9 +108,9 @@ class Plan:
         part_of, attach = rank[part_of], attach[order]
         parent = np.where(parent[order] >= 0, rank[parent[order]], -1)
         exported = _exported(layout, attach)
-        is_open = np.zeros(count, bool)
-        is_open[parent[parent >= 0]] = True
-        stays = np.zeros(count, bool) if kept is None else kept[order] & is_open
+        is_inner = np.zeros(count, bool)
+        is_inner[parent[parent >= 0]] = True
+        stays = np.zeros(count, bool) if kept is None else kept[order] & is_inner
         sizes = np.bincount(part_of[exported], minlength=count)
         return cls(
             layout=layout,
@@ -118,7 +119,7 @@ class Plan:
             attach=attach,
             kept=stays,
             exported=exported,
-            publish=_publishing_passes(parent, is_open & ~stays, sizes, publish_tokens),
+            prefill=_prefill_passes(parent, is_inner & ~stays, sizes, prefill_limit),
         )
 
     @property
@@ -126,13 +127,18 @@ class Plan:
         """Parts P."""
         return len(self.parent)
 
+    @property
+    def num_prefills(self) -> int:
+        """Prefills: passes without graph, those that only score left out."""
+        return int(self.prefill.max(initial=-1)) + 1
+
     @cached_property
     def sizes(self) -> Int64s:
         """int64 [P]: tokens of each part."""
         return np.bincount(self.part_of, minlength=self.num_parts)
 
     @cached_property
-    def is_open(self) -> Bools:
+    def is_inner(self) -> Bools:
         """bool [P]: parts with parts below them."""
         found = np.zeros(self.num_parts, bool)
         found[self.parent[self.parent >= 0]] = True
@@ -150,18 +156,18 @@ class Plan:
 
     @cached_property
     def _members(self) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in range(int(self.publish.max(initial=-1)) + 1)]
-        for part in np.flatnonzero(self.publish >= 0).tolist():
-            found[self.publish[part]].append(part)
+        found: list[list[int]] = [[] for _ in range(self.num_prefills)]
+        for part in np.flatnonzero(self.prefill >= 0).tolist():
+            found[self.prefill[part]].append(part)
         return found
 
-    def published(self, number: int) -> Int64s:
-        """int64 [m]: the tokens of a publishing pass, ascending."""
+    def prefill_tokens(self, number: int) -> Int64s:
+        """int64 [m]: the tokens of a prefill, ascending."""
         tokens = np.concatenate([self.tokens(part) for part in self._members[number]])
         return np.sort(tokens[self.exported[tokens]])
 
-    def publisher_parts(self, number: int) -> list[int]:
-        """The late parts of a publishing pass; the first one continues what stands before the pass."""
+    def prefill_parts(self, number: int) -> list[int]:
+        """The late parts of a prefill; the first one continues what stands before the pass."""
         return self._members[number]
 
     def path(self, token: int) -> Int64s:
@@ -174,21 +180,21 @@ class Plan:
             stop = int(self.layout.segment_start[segment + 1])
         return np.concatenate([np.zeros(0, np.int64), *pieces[::-1]])
 
-    def visits(self) -> Iterator[tuple[Literal["open", "close"], int]]:
+    def traverse(self) -> Iterator[tuple[Literal["enter", "leave"], int]]:
         """Every part opened before, and closed after, all parts below it."""
         stack: list[int] = []
         for part, parent in enumerate(self.parent.tolist()):
             while stack and stack[-1] != parent:
-                yield "close", stack.pop()
+                yield "leave", stack.pop()
             stack.append(part)
-            yield "open", part
+            yield "enter", part
         while stack:
-            yield "close", stack.pop()
+            yield "leave", stack.pop()
 
-    def keeping_all(self) -> Self:
+    def with_all_kept(self) -> Self:
         """The same parts, all run forward before the first goes backward."""
-        late = np.full_like(self.publish, -1)
-        return replace(self, kept=self.is_open, publish=late, scores_first="kept")
+        late = np.full_like(self.prefill, -1)
+        return replace(self, kept=self.is_inner, prefill=late, scores_first="kept")
 
     def events(self) -> Iterator[Event]:
         """The passes of a training step, in order; those that score parts beforehand without graph are left out."""
@@ -196,20 +202,20 @@ class Plan:
             yield from (Event("forward", part) for part in range(self.num_parts))
             yield from (Event("backward", part) for part in reversed(range(self.num_parts)))
             return
-        for visit, part in self.visits():
-            if visit == "open":
+        for visit, part in self.traverse():
+            if visit == "enter":
                 if self.kept[part]:
                     yield Event("forward", part)
-                elif self.publishes_first(part):
-                    yield Event("publish", int(self.publish[part]))
+                elif self.starts_prefill(part):
+                    yield Event("prefill", int(self.prefill[part]))
                 continue
             if not self.kept[part]:
                 yield Event("forward", part)
             yield Event("backward", part)
 
-    def publishes_first(self, part: int) -> bool:
-        """Whether a part is the first of its publishing pass: the one that is opened before the others."""
-        return bool(self.publish[part] >= 0) and self._members[self.publish[part]][0] == part
+    def starts_prefill(self, part: int) -> bool:
+        """Whether a part is the first of its prefill: the one that is opened before the others."""
+        return bool(self.prefill[part] >= 0) and self._members[self.prefill[part]][0] == part
 
     def exported_tokens(self, part: int) -> Int64s:
         """int64 [x]: a part's tokens that have descendants in other parts, ascending."""
@@ -217,12 +223,12 @@ class Plan:
         return tokens[self.exported[tokens]]
 
     @cached_property
-    def carry_rows(self) -> int:
+    def cached_tokens(self) -> int:
         """Most exported tokens whose keys and values are held at once."""
         return self._most_held(self.exported)
 
     @cached_property
-    def carry_states(self) -> int:
+    def cached_states(self) -> int:
         """Most tokens that parts attach to whose recurrent states are held at once."""
         attached = np.zeros(self.layout.num_tokens, bool)
         attached[self.attach[self.attach >= 0]] = True
@@ -236,8 +242,8 @@ class Plan:
         top, most = [0] * (self.num_parts + 1), 0  # the last entry is read at roots, whose parent is -1
         for part, parent in enumerate(self.parent.tolist()):
             rows = exports[part] if self.kept[part] else 0
-            if self.publishes_first(part):
-                rows = sum(exports[member] for member in self._members[self.publish[part]])
+            if self.starts_prefill(part):
+                rows = sum(exports[member] for member in self._members[self.prefill[part]])
             top[part] = top[parent] + rows
             most = max(most, top[part])
         return most
@@ -247,7 +253,7 @@ class Plan:
         """Tokens that run forward twice: once without graph, and again with it."""
         if not self.num_parts:
             return 0
-        late = int(self.exported[(self.publish >= 0)[self.part_of]].sum())
+        late = int(self.exported[(self.prefill >= 0)[self.part_of]].sum())
         return late + (self.layout.num_tokens if self.scores_first == "recomputed" else 0)
 
     @cached_property
@@ -334,7 +340,7 @@ def _exported(layout: PackedLayout, attach: Int64s) -> Bools:
     return exported
 
 
-def _publishing_passes(parent: Int64s, late: Bools, exported: Int64s, most: int) -> Int64s:
+def _prefill_passes(parent: Int64s, late: Bools, exported: Int64s, most: int) -> Int64s:
     """Which pass publishes each late part: one of its own, or that of the late part right above it."""
     passes = np.full(len(parent), -1, np.int64)
     filled: list[int] = []

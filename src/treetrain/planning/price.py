@@ -74,10 +74,10 @@ class CostModel:
         c, layout = self.constants, plan.layout
         forward = self._layer_seconds(layout.num_tokens)
         pairs = self._pair_seconds(layout.positions)
-        late = plan.exported & (plan.publish >= 0)[plan.part_of] if plan.num_parts else np.zeros(0, bool)
+        late = plan.exported & (plan.prefill >= 0)[plan.part_of] if plan.num_parts else np.zeros(0, bool)
         again = self._layer_seconds(plan.recomputed_tokens)
         again += self._pair_seconds(layout.positions[late])
-        publishing = int(plan.publish.max(initial=-1)) + 1
+        publishing = plan.num_prefills
         if plan.scores_first == "recomputed":
             again += pairs + 2.0 * len(layout.rows) * self.shape.hidden * self.shape.vocab / c.head_flops
             publishing += plan.num_parts
@@ -128,7 +128,7 @@ class CostModel:
             if publishing[first] + publish_above[first] > sum(found.values()):
                 found = {"kept graphs": publish_above[first], "running graph": 0.0, "working": publishing[first]}
         step = c.step_bytes + c.step_token * plan.layout.num_tokens
-        carry = c.carry_token * plan.carry_rows + (c.carry_state * plan.carry_states if c.carry_state else 0.0)
+        carry = c.carry_token * plan.cached_tokens + (c.carry_state * plan.cached_states if c.carry_state else 0.0)
         found |= {"carry": carry, "step": step}
         found["allocator"] = (c.slack - 1) * sum(found.values()) + c.slack_bytes
         return {name: float(value) for name, value in found.items()}
@@ -148,11 +148,11 @@ class CostModel:
 
     def _publishing(self, plan: Plan, counts: _Counts, above: Floats) -> tuple[Floats, Floats]:
         """Per pass without graph: its own bytes, and those of the kept graphs above it."""
-        late = np.flatnonzero(plan.publish >= 0)
-        passes, first = np.unique(plan.publish[late], return_index=True)
-        tokens = np.bincount(plan.publish[late], weights=counts.exported[late], minlength=len(passes))
+        late = np.flatnonzero(plan.prefill >= 0)
+        passes, first = np.unique(plan.prefill[late], return_index=True)
+        tokens = np.bincount(plan.prefill[late], weights=counts.exported[late], minlength=len(passes))
         c, top = self.constants, late[first]
-        scored = plan.publish[plan.part_of[plan.layout.rows[plan.exported[plan.layout.rows]]]]
+        scored = plan.prefill[plan.part_of[plan.layout.rows[plan.exported[plan.layout.rows]]]]
         rows = np.bincount(scored[scored >= 0], minlength=len(passes))
         # A loss that is not linear in the log-probabilities scores them here too.
         head = c.head_chunk_row * np.minimum(rows, c.chunk_rows)

@@ -41,8 +41,8 @@ class _Try(NamedTuple):
 class Search:
     """Ways to cut a tree, and the choice among them."""
 
-    def __init__(self, ground: Ground, seconds: Seconds, publish_tokens: int) -> None:
-        self.ground, self.seconds, self.publish_tokens = ground, seconds, publish_tokens
+    def __init__(self, ground: Ground, seconds: Seconds, prefill_limit: int) -> None:
+        self.ground, self.seconds, self.prefill_limit = ground, seconds, prefill_limit
         self.keeps = ground.largest_that_keeps()
         """int64 [U]: the largest light subtrees that let all of a unit's crown be kept."""
 
@@ -89,7 +89,7 @@ class Search:
         stop = self.ground.layout.ends[first]
         for number, way in enumerate(tries):
             plan = way.plan
-            twice = plan.exported & (plan.publish >= 0)[plan.part_of]
+            twice = plan.exported & (plan.prefill >= 0)[plan.part_of]
             parts = _sums(1.0 / plan.sizes[plan.part_of], first, stop)
             recomputed[number] = _sums(twice, first, stop)
             cost[number] = part * parts + again * recomputed[number]
@@ -110,7 +110,7 @@ class Search:
         cut_late(self.ground, crown, pieces)
         cut_kept(self.ground, crown, pieces)
         cut = pieces.cut(self.ground.layout.num_tokens)
-        return Plan.of_parts(self.ground.layout, cut.part_of, cut.kept, publish_tokens=self.publish_tokens)
+        return Plan.of_parts(self.ground.layout, cut.part_of, cut.kept, prefill_limit=self.prefill_limit)
 
 
 def _sums(values: NDArray[Any], first: Int64s, stop: Int64s) -> NDArray[np.float64]:
