@@ -82,7 +82,7 @@ def test_a_bad_description_is_refused_with_what_is_wrong(treetrain, token_file, 
 
 def test_bad_options_and_untrained_files_are_refused(treetrain, token_file, tmp_path) -> None:
     assert "no device is named 'h900'" in treetrain("simulate", token_file, "--device-description", "h900").error
-    assert "--ranks is 0" in treetrain("simulate", token_file, "--ranks", "8", "0").error
+    assert "--ranks: 0" in treetrain("simulate", token_file, "--ranks", "8", "0").error
     path = tmp_path / "untrained.jsonl"
     path.write_text(json.dumps({"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}))
     assert "nothing to simulate" in treetrain("simulate", str(path)).error

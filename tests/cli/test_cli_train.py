@@ -73,7 +73,7 @@ def test_a_stopped_run_says_which_command_goes_on_and_it_does(
 def config_file(token_file, model_folder, tmp_path) -> Path:
     path = tmp_path / "run.yaml"
     lines = {
-        "data": token_file,
+        "files": token_file,
         "model": model_folder,
         "output_dir": str(tmp_path / "out"),
         "loss": "grpo",
@@ -108,12 +108,12 @@ def test_a_yaml_file_says_everything_and_flags_outweigh_it(treetrain, config_fil
         ("- 1", "holds no names with values"),
         ("a: [", "is no YAML file"),
         ("max_steps: many", "argument --max_steps/--max-steps: invalid int value: 'many'"),
-        ("execution: rows", "invalid choice: 'rows'"),
+        ("execution: rows", "execution is 'rows'"),
         ("model: tiny", "no data file given"),
-        ("data: x.jsonl", "no model given"),
-        ("data: x.jsonl\nmodel: tiny", "x.jsonl"),
-        ("data: x.jsonl\nmodel: tiny\nper_device_train_batch_size: 2", "set tokens_per_step"),
-        ("data: x.jsonl\nmodel: tiny\nloss: sfft", "x.jsonl"),
+        ("files: x.jsonl", "no model given"),
+        ("files: x.jsonl\nmodel: tiny", "x.jsonl"),
+        ("files: x.jsonl\nmodel: tiny\nper_device_train_batch_size: 2", "set tokens_per_step"),
+        ("files: x.jsonl\nmodel: tiny\nloss: sfft", "x.jsonl"),
     ],
 )
 def test_a_file_with_a_mistake_is_refused_in_one_line(treetrain, tmp_path, text, message) -> None:

@@ -166,9 +166,12 @@ def make_trainer(
 
 def make_tree_trainer(folder: Path, *, sharded: bool = False, callbacks: tuple = (), **settings: Any) -> Any:
     """A TreeTrainer of 12 steps, four to a batch, whose old and reference log-probabilities are computed before."""
+    from support.fsdp_on_cpus import let_accelerate_shard
     from support.tree_runs import branching_rows, make_arguments, small_model
     from treetrain.trainers.tree_trainer import TreeTrainer
 
+    if settings.get("fsdp"):
+        let_accelerate_shard()
     args = make_arguments(
         folder,
         **{

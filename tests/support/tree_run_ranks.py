@@ -7,7 +7,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from support.fsdp_on_cpus import let_accelerate_shard
 from support.tree_runs import branching_rows, preference_rows, run, small_model
+from treetrain.engine.ranks import is_sharded
 from treetrain.trainers.saving import whole_state
 
 GRPO = {"loss": "grpo", "loss_kwargs": {"kl": 0.05}, "updates_per_batch": 2, "minibatches": 2, "tokens_per_step": 240}
@@ -27,7 +29,7 @@ def made(case: str, way: str, dtype: torch.dtype, *, steps: int, folder: Any = N
     """What a run came to: its log, and its weights as one process would have them.
 
     Args:
-        way: "alone", "ddp" or "fsdp".
+        way: "alone", "ddp", "fsdp" (the model is given to `fully_shard` before) or "accelerate" (`--fsdp`).
     """
     settings = dict(CASES[case])
     rows = preference_rows() if settings.get("loss") == "dpo" else branching_rows()
@@ -41,6 +43,9 @@ def made(case: str, way: str, dtype: torch.dtype, *, steps: int, folder: Any = N
         model = get_peft_model(model, config)
     if settings.get("loss") == "dpo" or (way == "fsdp" and "kl" in settings.get("loss_kwargs", {})):
         options["ref_model"] = small_model(dtype, seed=5 if settings["loss"] == "dpo" else 1)
+    if way == "accelerate":
+        let_accelerate_shard()
+        settings |= {"fsdp": True}
     if way == "fsdp":
         from torch.distributed.fsdp import fully_shard
 
@@ -60,8 +65,10 @@ def made(case: str, way: str, dtype: torch.dtype, *, steps: int, folder: Any = N
     )
     if folder is not None:
         trainer.save_model()
+    assert is_sharded(trainer.model) == (way in ("fsdp", "accelerate"))
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    state = whole_state(model) if way == "fsdp" else {n: t for n, t in model.state_dict().items() if n not in frozen}
+    whole = {n: t for n, t in model.state_dict().items() if n not in frozen}
+    state = whole_state(model) if is_sharded(model) else whole
     weights = {name: tensor.double().numpy() for name, tensor in state.items()}
     return {"log": trainer.state.log_history, "weights": weights}
 

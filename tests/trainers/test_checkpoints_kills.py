@@ -20,6 +20,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "tree": {"ranks": 1, "tree": True},
     "tree, ddp": {"ranks": 2, "tree": True},
     "tree, sharded": {"ranks": 2, "tree": True, "sharded": True},
+    "tree, accelerate": {"ranks": 2, "tree": True, "fsdp": True},
 }
 
 
@@ -99,6 +100,7 @@ def test_fifty_kills_at_random_moments_lose_nothing(form: str, undisturbed, tmp_
         pytest.param("loaded in shards", signal.SIGTERM, 0, marks=pytest.mark.slow),
         pytest.param("tree, ddp", signal.SIGINT, 1, marks=pytest.mark.slow),
         pytest.param("tree, sharded", signal.SIGTERM, 1, marks=pytest.mark.slow),
+        ("tree, accelerate", signal.SIGTERM, 1),
     ],
 )
 def test_a_signal_to_one_rank_stops_both_with_a_checkpoint_that_goes_on(
@@ -153,6 +155,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_within_rounding(before: dict
         ({"ranks": 2}, {"ranks": 1}),
         ({"ranks": 1}, {"ranks": 2}),
         ({"ranks": 2, "sharded": True}, {"ranks": 1}),
+        ({"ranks": 2, "fsdp": True}, {"ranks": 1}),
     ],
 )
 def test_a_tree_trainer_goes_on_with_another_number_of_ranks_within_rounding(before: dict, after: dict, tmp_path):

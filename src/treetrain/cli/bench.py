@@ -1,11 +1,10 @@
 """`treetrain bench`: how much faster is the tree than the best linear baseline?"""
 
-import dataclasses
+from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from treetrain.cli.options import SampleOptions
-from treetrain.cli.parse import parse
+from treetrain.cli.options import Parser, at_least
 
 if TYPE_CHECKING:
     from treetrain.verification.bench import BenchReport
@@ -21,40 +20,33 @@ EXAMPLES = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchOptions(SampleOptions):
-    """Options of `treetrain bench`."""
-
-    repeats: int = 5
-    """Measured rounds, in each of which every engine runs once; the median counts."""
-    warmup: int = 1
-    """Rounds that are not counted; the slower baselines drop out after them."""
-    temperature: float = 1.0
-    """Divides the logits."""
-    memory: bool = True
-    """Also measure the peak memory of a step, each side in a process of its own."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("repeats", "warmup"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} is {getattr(self, name)}; give at least 1")
+def make_parser() -> Parser:
+    """The options of the command."""
+    parser = Parser("bench", SUMMARY, EXAMPLES)
+    parser.sample_options()
+    text = "Measured rounds, in each of which every engine runs once; the median counts."
+    parser.option("repeats", text, 5, type=at_least(1))
+    text = "Rounds that are not counted; the slower baselines drop out after them."
+    parser.option("warmup", text, 1, type=at_least(1))
+    parser.option("temperature", "Divides the logits.", 1.0, type=float)
+    text = "Also measure the peak memory of a step, each side in a process of its own."
+    parser.option("memory", text, True, action=BooleanOptionalAction)
+    return parser
 
 
 def run(argv: Sequence[str]) -> int:
     """Parse, measure, print."""
-    options = parse(BenchOptions, argv, command="bench", summary=SUMMARY, examples=EXAMPLES)
+    options = make_parser().parse_args(argv)
     from treetrain.cli.inputs import best_device_model, sample_rows
-    from treetrain.cli.output import console, print_json, print_notes
+    from treetrain.cli.output import console, print_json
 
-    rows, notes = sample_rows(options)
-    print_notes(notes)
+    rows = sample_rows(options)
     from treetrain.verification.bench import bench
 
     model = best_device_model(options.model, seed=options.seed, threads=options.threads)
-    own = {name: getattr(options, name) for name in ("temperature", "repeats", "warmup", "memory")}
+    how = {name: getattr(options, name) for name in ("budget", "temperature", "repeats", "warmup", "memory")}
     with console(stderr=True).status("loading") as status:
-        report = bench(model, rows, budget=options.parsed_budget(), progress=status.update, **own)
+        report = bench(model, rows, progress=status.update, **how)
     if options.json:
         print_json(report.as_dict())
     else:

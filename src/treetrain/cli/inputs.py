@@ -1,9 +1,10 @@
 """What commands work on: rows of files, a model shape, a sample of rows and the model to run on it."""
 
 import dataclasses
+from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from treetrain.cli.options import SampleOptions
+from treetrain.cli.options import read
 from treetrain.errors import DataError
 from treetrain.models.rows import read_config
 from treetrain.planning.cost import ModelShape
@@ -43,28 +44,30 @@ def find_shape(model: str | None, shape: str | None) -> NamedShape:
     return NamedShape(shape=ModelShape.named(name), name=name, assumed=shape is None)
 
 
-def sample_rows(options: SampleOptions) -> "tuple[list[Trajectory], tuple[str, ...]]":
-    """The rows to run a model on, and what the user should know about them.
+def sample_rows(options: Namespace) -> "list[Trajectory]":
+    """The rows to run a model on; what the user should know of them is printed.
 
     Raises:
         DataError: bad data, or nothing in the sample is trained.
     """
+    from treetrain.cli.output import print_notes
     from treetrain.trainers.groups import sample_groups
 
-    read = options.read(options.model)
-    if not read.rows:
+    found = read(options)
+    if not found.rows:
         raise DataError(
             f"{', '.join(options.files)}: no rows to sample; in the calls view a conversation without an "
             "assistant message has none"
         )
-    rows, cut = sample_groups(read.rows, options.sample or len(read.rows))
-    notes = list(read.notes)
-    if len(rows) < len(read.rows):
+    rows, cut = sample_groups(found.rows, options.sample or len(found.rows))
+    notes = list(found.notes)
+    if len(rows) < len(found.rows):
         of = "of the first group or tree, which has more" if cut else "in whole groups or trees"
-        notes.append(f"a sample of {len(rows)} of {len(read.rows)} rows, {of}; --sample sets how many, 0 takes all")
+        notes.append(f"a sample of {len(rows)} of {len(found.rows)} rows, {of}; --sample sets how many, 0 takes all")
     if not any(row.weights.any() for row in rows):
         raise DataError(f"nothing to train: no token of the {len(rows)} sampled rows has a loss weight")
-    return rows, tuple(notes)
+    print_notes(notes)
+    return rows
 
 
 def best_device_model(name: str, *, seed: int = 0, dtype: str = "float32", threads: int | None = None) -> "nn.Module":

@@ -1,11 +1,11 @@
 """`treetrain inspect`: how much the rows of a file share. Needs neither torch nor a model, but to measure one."""
 
 import dataclasses
+from argparse import Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from treetrain.cli.options import BudgetOptions
-from treetrain.cli.parse import parse
+from treetrain.cli.options import Parser, at_least, read
 
 if TYPE_CHECKING:
     from treetrain.cli.inputs import NamedShape
@@ -22,42 +22,37 @@ EXAMPLES = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InspectOptions(BudgetOptions):
-    """Options of `treetrain inspect`."""
-
-    model: str | None = None
-    """Hub id, local folder or preset (tiny, small): gives tokenizer, vocabulary check and model shape."""
-    shape: str | None = None
-    """Model shape for the FLOP figures by name, e.g. qwen3-0.6b, qwen3-8b, llama-3.1-8b; qwen3-8b if none is known."""
-    groups: int = 10
-    """How many of the largest groups to list."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Whose speeds the plan's prediction takes; with --calibrate the model is on the device that is there."""
-    calibrate: bool = False
-    """Load the model and measure, in a few seconds, what its passes cost here; needs --model and torch."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.groups < 0:
-            raise ValueError(f"--groups is {self.groups}; give 0 or more")
-        if self.calibrate and self.model is None:
-            raise ValueError("--calibrate measures a model; name it with --model")
-        if self.calibrate and self.shape is not None:
-            raise ValueError(f"--calibrate measures {self.model}; --shape {self.shape} names another; give one")
+def make_parser() -> Parser:
+    """The options of the command."""
+    parser = Parser("inspect", SUMMARY, EXAMPLES)
+    parser.row_options()
+    parser.budget_option()
+    parser.shape_options()
+    parser.option("groups", "How many of the largest groups to list.", 10, type=at_least(0))
+    text = "Whose speeds the plan's prediction takes; with --calibrate the model is on the device that is there."
+    parser.option("device", text, "cpu", choices=["cpu", "cuda"])
+    text = "Load the model and measure, in a few seconds, what its passes cost here; needs --model and torch."
+    parser.flag("calibrate", text)
+    parser.json_option()
+    return parser
 
 
 def run(argv: Sequence[str]) -> int:
     """Parse, measure, print."""
-    options = parse(InspectOptions, argv, command="inspect", summary=SUMMARY, examples=EXAMPLES)
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    if options.calibrate and options.model is None:
+        parser.error("--calibrate measures a model; name it with --model")
+    if options.calibrate and options.shape is not None:
+        parser.error(f"--calibrate measures {options.model}; --shape {options.shape} names another; give one")
     from treetrain.cli.inputs import find_shape
     from treetrain.cli.output import print_json, print_notes
 
     shape = find_shape(options.model, options.shape)
-    read = options.read(options.model)
-    print_notes(read.notes)
-    report = _report(options, read, shape)
-    plan = _plan(options, read, shape) if options.calibrate or options.budget is not None else None
+    found = read(options)
+    print_notes(found.notes)
+    report = _report(options, found, shape)
+    plan = _plan(options, found, shape) if options.calibrate or options.budget is not None else None
     if options.json:
         print_json(report | {"plan": None if plan is None else plan.explanation()})
     else:
@@ -65,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _plan(options: InspectOptions, read: "ReadRows", shape: "NamedShape") -> "Plan":
+def _plan(options: Namespace, found: "ReadRows", shape: "NamedShape") -> "Plan":
     """The plan of all rows as one batch."""
     from treetrain.planning.make import make_plan
     from treetrain.planning.price import CostModel
@@ -81,15 +76,15 @@ def _plan(options: InspectOptions, read: "ReadRows", shape: "NamedShape") -> "Pl
         cost = cost_model(model, check_model(model))
     else:
         cost = CostModel.from_shape(shape.shape, options.device)
-    return make_plan(build_tree(read.rows), cost, budget=options.parsed_budget())
+    return make_plan(build_tree(found.rows), cost, budget=options.budget)
 
 
-def _report(options: InspectOptions, read: "ReadRows", shape: "NamedShape") -> dict[str, Any]:
+def _report(options: Namespace, found: "ReadRows", shape: "NamedShape") -> dict[str, Any]:
     from treetrain.data.diagnosis import diagnose_prefixes
     from treetrain.tree.build import build_tree
 
     members: dict[Any, list[Any]] = {}
-    for row in read.rows:
+    for row in found.rows:
         if row.group is not None:
             members.setdefault(row.group, []).append(row)
     groups = [(str(name), build_tree(rows).stats(shape.shape)) for name, rows in members.items()]
@@ -106,19 +101,19 @@ def _report(options: InspectOptions, read: "ReadRows", shape: "NamedShape") -> d
             for name, stats in sorted(groups, key=lambda group: -group[1].flat)[: options.groups]
         ],
     }
-    calls = read.format == "chat" and options.view == "calls"
-    prefixes = diagnose_prefixes(read.rows, read.tokenizer) if calls else None
+    calls = found.format == "chat" and options.view == "calls"
+    prefixes = diagnose_prefixes(found.rows, found.tokenizer) if calls else None
     return {
         "files": list(options.files),
-        "format": read.format,
-        "view": options.view if read.format == "chat" else None,
+        "format": found.format,
+        "view": options.view if found.format == "chat" else None,
         "shape": {"name": shape.name, "assumed": shape.assumed},
-        "file": dataclasses.asdict(build_tree(read.rows).stats(shape.shape)),
+        "file": dataclasses.asdict(build_tree(found.rows).stats(shape.shape)),
         "groups": summary if groups else None,
         "prefixes": prefixes
         and {name: getattr(prefixes, name) for name in ("calls", "successive", "broken")}
         | {"explanation": prefixes.explain()},
-        "notes": list(read.notes),
+        "notes": list(found.notes),
     }
 
 

@@ -1,10 +1,11 @@
 """`treetrain models`: which models are exact on a tree, and why others are refused."""
 
 import dataclasses
+from argparse import Namespace
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
-from treetrain.cli.parse import parse
+from treetrain.cli.options import Parser
 
 SUMMARY = (
     "Which models are exact on a tree, as the tests found for every causal LM class of transformers; or whether one "
@@ -14,27 +15,25 @@ EXAMPLES = ("", "--show refused", "--model Qwen/Qwen3-Next-80B-A3B-Instruct", "-
 REFUSED = 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelsOptions:
-    """Options of `treetrain models`."""
-
-    model: str | None = None
-    """Answer for one model: hub id, local folder or preset. Only its config.json is read."""
-    show: Literal["all", "exact", "refused", "untried"] = "all"
-    """Which classes of the table to list."""
-    json: bool = False
-    """Print one JSON object and nothing else."""
-
-    def __post_init__(self) -> None:
-        if self.model is not None and self.show != "all":
-            raise ValueError(
-                f"--show {self.show} lists classes of the table, --model {self.model} asks for one; give one"
-            )
+def make_parser() -> Parser:
+    """The options of the command."""
+    parser = Parser("models", SUMMARY, EXAMPLES)
+    text = "Answer for one model: hub id, local folder or preset. Only its config.json is read."
+    parser.option("model", text)
+    kinds = ["all", "exact", "refused", "untried"]
+    parser.option("show", "Which classes of the table to list.", "all", choices=kinds)
+    parser.json_option()
+    return parser
 
 
 def run(argv: Sequence[str]) -> int:
     """Parse, look up or check, print; 1 if the one model asked for is refused."""
-    options = parse(ModelsOptions, argv, command="models", summary=SUMMARY, examples=EXAMPLES)
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    if options.model is not None and options.show != "all":
+        parser.error(
+            f"--show {options.show} lists classes of the table, --model {options.model} asks for one; give one"
+        )
     if options.model is None:
         _list(options)
         return 0
@@ -48,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
     return REFUSED if answer["verdict"] == "refused" else 0
 
 
-def _list(options: ModelsOptions) -> None:
+def _list(options: Namespace) -> None:
     from treetrain.cli.output import console, print_json, table
     from treetrain.models.table import VERDICTS, FamilyTable
 

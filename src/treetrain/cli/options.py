@@ -1,85 +1,133 @@
-"""Options that several commands have in common. No numpy, torch or transformers here: help must answer at once."""
+"""Command lines by argparse: one parser, and the options that several commands share.
 
-import dataclasses
-from typing import TYPE_CHECKING, Annotated, Literal
+No numpy, torch or transformers here: help must answer at once.
+"""
 
-import tyro
+import argparse
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from treetrain.models.rows import ReadRows
-    from treetrain.planning.budget import Bytes
-
-Files = Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE..."), tyro.conf.Positional]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowOptions:
-    """How files are read."""
-
-    files: Files
-    """JSONL (plain or .gz), Parquet or Arrow files of token rows or of conversations."""
-    format: Literal["auto", "tokens", "chat"] = "auto"
-    """What the files hold: token rows (`input_ids`), conversations (`messages`), or what the first row looks like."""
-    view: Literal["transcript", "calls"] = "transcript"
-    """Conversations as whole transcripts, or every LLM call as its own row."""
-    tools: str | None = None
-    """JSON file of tool schemas for conversations that bring none."""
-    chat_template: str | None = None
-    """Instead of the tokenizer's template: chatml (built in, keeps prefixes) or a Jinja file."""
-    tokenizer: str | None = None
-    """Tokenizer to use instead of the model's own; a hub id, a folder or a preset."""
-    json: bool = False
-    """Print one JSON object and nothing else."""
-
-    def __post_init__(self) -> None:
-        if not self.files:
-            raise ValueError("no file given; name at least one")
-
-    def read(self, model: str | None) -> "ReadRows":
-        """The rows of the files; a model gives the tokenizer and what rows must fit. Raises DataError."""
-        from treetrain.models.rows import read_rows
-
-        names = ("format", "view", "tools", "chat_template", "tokenizer")
-        return read_rows(self.files, model=model, **{name: getattr(self, name) for name in names})
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and keeps the line breaks of examples."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BudgetOptions(RowOptions):
-    """How much may be alive at once."""
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are a `ValueError` of one line.
 
-    budget: str | None = None
-    """Tokens whose graph is alive at once (4096), or bytes above model, gradients and optimiser state (8GiB, 900MB);
-    any tree fits. None: what the device has free."""
+    Args:
+        command: name of the command.
+        summary: what it does.
+        examples: its arguments, without `treetrain COMMAND`.
+    """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.parsed_budget()
+    def __init__(self, command: str, summary: str, examples: Sequence[str], **more: Any) -> None:
+        prog = f"treetrain {command}"
+        shown = "\n".join(f"  {prog} {example}".rstrip() for example in examples)
+        super().__init__(
+            prog=prog,
+            description=f"{summary}\n\nexamples:\n{shown}",
+            formatter_class=_HelpFormatter,
+            allow_abbrev=False,
+            **more,
+        )
 
-    def parsed_budget(self) -> "int | Bytes | None":
-        """Tokens, bytes or no choice. Raises ValueError."""
-        if self.budget is None:
-            return None
-        from treetrain.planning.budget import parse_budget
+    def error(self, message: str) -> NoReturn:
+        """See `argparse.ArgumentParser.error`."""
+        raise ValueError(f"{message}; {self.prog} --help lists all options")
 
-        return parse_budget(self.budget)
+    def option(self, name: str, help: str, default: Any = None, **more: Any) -> None:
+        """Add `--name`; a name of several words may be written with `_` or `-`."""
+        names = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        self.add_argument(*names, help=help, default=default, **more)
+
+    def flag(self, name: str, help: str) -> None:
+        """Add `--name`, which is off unless it is given."""
+        self.option(name, help, default=False, action="store_true")
+
+    def row_options(self, *, nargs: str = "+") -> None:
+        """Add the files and how they are read."""
+        text = "JSONL (plain or .gz), Parquet or Arrow files of token rows or of conversations."
+        self.add_argument("files", metavar="FILE", nargs=nargs, help=text)
+        self.option(
+            "format",
+            "Files hold token rows (input_ids), conversations (messages), or what the first row looks like.",
+            "auto",
+            choices=["auto", "tokens", "chat"],
+        )
+        self.option(
+            "view",
+            "Conversations as whole transcripts, or every LLM call as its own row.",
+            "transcript",
+            choices=["transcript", "calls"],
+        )
+        self.option("tools", "JSON file of tool schemas for conversations that bring none.")
+        self.option("chat_template", "Instead of the tokenizer's: chatml (built in, keeps prefixes) or a Jinja file.")
+        self.option("tokenizer", "Tokenizer to use instead of the model's own; a hub id, a folder or a preset.")
+
+    def shape_options(self) -> None:
+        """Add `--model` and `--shape`, for commands that need no weights."""
+        text = "Hub id, local folder or preset (tiny, small): gives tokenizer, vocabulary check and model shape."
+        self.option("model", text)
+        text = "Model shape by name, e.g. qwen3-0.6b, qwen3-8b, llama-3.1-8b; qwen3-8b if none is known."
+        self.option("shape", text)
+
+    def budget_option(self) -> None:
+        """Add `--budget`."""
+        self.option(
+            "budget",
+            "Tokens whose graph is alive at once (4096), or bytes above model, gradients and optimiser state (8GiB, "
+            "900MB); any tree fits. Not given: what the device has free.",
+            type=_budget,
+        )
+
+    def sample_options(self) -> None:
+        """Add the files, the model, and how many rows to run on it."""
+        self.row_options()
+        self.budget_option()
+        self.option("model", "Hub id, local folder, or a built-in random preset: tiny, small.", required=True)
+        self.option(
+            "sample",
+            "Rows to use: the first whole groups (else trees) of at most so many; 0 uses all.",
+            16,
+            type=at_least(0),
+        )
+        self.option("seed", "Seed of a preset's random weights.", 0, type=int)
+        self.option("threads", "CPU threads; not given: torch's choice.", type=at_least(1))
+        self.json_option()
+
+    def json_option(self) -> None:
+        """Add `--json`."""
+        self.flag("json", "Print one JSON object and nothing else.")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SampleOptions(BudgetOptions):
-    """A model, and a part of the files to run on it."""
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that takes a whole number from `least`."""
 
-    model: str
-    """Hub id, local folder, or a built-in random preset: tiny, small."""
-    sample: int = 16
-    """Rows to use: the first whole groups (else trees) of at most so many; 0 uses all."""
-    seed: int = 0
-    """Of a preset's random weights."""
-    threads: int | None = None
-    """CPU threads; None leaves torch's choice."""
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{value} is too small; give at least {least}")
+        return value
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sample < 0:
-            raise ValueError(f"--sample is {self.sample}; give the number of rows, or 0 for all")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"--threads is {self.threads}; give at least 1")
+    number.__name__ = "int"  # argparse names the type in its errors
+    return number
+
+
+def _budget(text: str) -> Any:
+    from treetrain.planning.budget import parse_budget
+
+    try:
+        return parse_budget(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def read(options: argparse.Namespace, files: Sequence[str] | None = None, **more: Any) -> "ReadRows":
+    """The rows of the files; the model gives the tokenizer and what rows must fit. Raises DataError."""
+    from treetrain.models.rows import read_rows
+
+    names = ("model", "format", "view", "tools", "chat_template", "tokenizer")
+    return read_rows(files or options.files, **{name: getattr(options, name) for name in names}, **more)

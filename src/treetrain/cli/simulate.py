@@ -1,11 +1,11 @@
 """`treetrain simulate`: what a step of a file would take on many ranks. Starts no process, needs no torch."""
 
 import dataclasses
+from argparse import Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from treetrain.cli.options import BudgetOptions
-from treetrain.cli.parse import parse
+from treetrain.cli.options import Parser, at_least, read
 
 if TYPE_CHECKING:
     from treetrain.cli.inputs import NamedShape
@@ -21,37 +21,30 @@ EXAMPLES = (
 MOST_RANKS = 65_536
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SimulateOptions(BudgetOptions):
-    """Options of `treetrain simulate`."""
-
-    model: str | None = None
-    """Hub id, local folder or preset (tiny, small): gives tokenizer, vocabulary check and model shape."""
-    shape: str | None = None
-    """Model shape by name, e.g. qwen3-0.6b, qwen3-8b, llama-3.1-8b; qwen3-8b if none is known."""
-    ranks: tuple[int, ...] = (8, 16, 32, 64)
-    """Numbers of ranks to try."""
-    device_description: str = "h100"
-    """Of one rank: a100, h100, h200, cpu, or a JSON or TOML file of figures (docs/distributed.md)."""
-    parallel: Literal["fsdp", "ddp"] = "fsdp"
-    """Weights, gradients and moments in shards, or whole on every rank."""
-    sync: Literal["part", "step"] = "part"
-    """FSDP: gradients are reduced after every part, or once per step."""
-    checkpointing: bool = False
-    """Every layer keeps its input alone and is run again in backward."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        wrong = [count for count in self.ranks if not 1 <= count <= MOST_RANKS]
-        if wrong or not self.ranks:
-            raise ValueError(
-                f"--ranks is {wrong[0] if wrong else 'empty'}; give numbers of processes, 1 to {MOST_RANKS}"
-            )
+def make_parser() -> Parser:
+    """The options of the command."""
+    parser = Parser("simulate", SUMMARY, EXAMPLES)
+    parser.row_options()
+    parser.budget_option()
+    parser.shape_options()
+    parser.option("ranks", "Numbers of ranks to try.", [8, 16, 32, 64], type=at_least(1), nargs="+")
+    text = "A rank's device: a100, h100, h200, cpu, or a JSON or TOML file of figures (docs/distributed.md)."
+    parser.option("device_description", text, "h100")
+    text = "Weights, gradients and moments in shards, or whole on every rank."
+    parser.option("parallel", text, "fsdp", choices=["fsdp", "ddp"])
+    text = "FSDP: gradients are reduced after every part, or once per step."
+    parser.option("sync", text, "part", choices=["part", "step"])
+    parser.flag("checkpointing", "Every layer keeps its input alone and is run again in backward.")
+    parser.json_option()
+    return parser
 
 
 def run(argv: Sequence[str]) -> int:
     """Parse, simulate, print."""
-    options = parse(SimulateOptions, argv, command="simulate", summary=SUMMARY, examples=EXAMPLES)
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    if max(options.ranks) > MOST_RANKS:
+        parser.error(f"--ranks is {max(options.ranks)}; give at most {MOST_RANKS}")
     from treetrain.cli.inputs import find_shape
     from treetrain.cli.output import print_json, print_notes
     from treetrain.planning.devices import find_device
@@ -59,16 +52,16 @@ def run(argv: Sequence[str]) -> int:
     from treetrain.tree.build import build_tree
 
     device, shape = find_device(options.device_description), find_shape(options.model, options.shape)
-    read = options.read(options.model)
-    print_notes(read.notes)
-    tree = build_tree(read.rows)
+    found_rows = read(options)
+    print_notes(found_rows.notes)
+    tree = build_tree(found_rows.rows)
     if not tree.trained_edges()[1].any():
         raise ValueError(f"{', '.join(options.files)}: no token is trained, so there is nothing to simulate")
     own: dict[str, Any] = {name: getattr(options, name) for name in ("parallel", "sync", "checkpointing")}
     found: list[Any] = []
     for count in sorted(set(options.ranks)):
         try:
-            found.append(simulate(tree, shape.shape, count, device, budget=options.parsed_budget(), **own))
+            found.append(simulate(tree, shape.shape, count, device, budget=options.budget, **own))
         except ValueError as error:  # so many ranks cannot share this batch
             found.append({"ranks": count, "refused": str(error)})
     batch = {
@@ -84,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
                 "shape": {"name": shape.name, "assumed": shape.assumed, "parameters": shape.shape.parameters},
                 "device": dataclasses.asdict(device),
                 "ranks": [row if isinstance(row, dict) else row.as_dict() for row in found],
-                "notes": list(read.notes),
+                "notes": list(found_rows.notes),
             }
         )
     else:
@@ -92,9 +85,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _print(
-    options: SimulateOptions, batch: dict[str, int], shape: "NamedShape", device: "Device", found: list[Any]
-) -> None:
+def _print(options: Namespace, batch: dict[str, int], shape: "NamedShape", device: "Device", found: list[Any]) -> None:
     from treetrain.cli.output import console, pairs, table
 
     out = console()

@@ -1,11 +1,9 @@
 """`treetrain verify`: are loss and gradients those of training on every row by itself?"""
 
-import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from treetrain.cli.options import SampleOptions
-from treetrain.cli.parse import parse
+from treetrain.cli.options import Parser, at_least
 
 if TYPE_CHECKING:
     from treetrain.verification.verify import VerifyReport
@@ -22,46 +20,43 @@ EXAMPLES = (
 FAILED = 1
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class VerifyOptions(SampleOptions):
-    """Options of `treetrain verify`."""
-
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Of the weights and of the arithmetic."""
-    temperature: float = 1.0
-    """Divides the logits."""
-    tolerance: float | None = None
-    """Largest relative error of the whole gradient; None: 1e-5 in float32, 1e-6 in float64, measured in bfloat16."""
-    worst: int = 10
-    """How many parameters to list, those with the largest error first."""
+def make_parser() -> Parser:
+    """The options of the command."""
+    parser = Parser("verify", SUMMARY, EXAMPLES)
+    parser.sample_options()
+    dtypes = ["float32", "float64", "bfloat16"]
+    parser.option("dtype", "Type of the weights and of the arithmetic.", "float32", choices=dtypes)
+    parser.option("temperature", "Divides the logits.", 1.0, type=float)
+    text = "Largest relative error of the gradient; not given: 1e-5 in float32, 1e-6 in float64, measured in bfloat16."
+    parser.option("tolerance", text, type=float)
+    parser.option("worst", "How many parameters to list, those with the largest error first.", 10, type=at_least(0))
+    return parser
 
 
 def run(argv: Sequence[str]) -> int:
     """Parse, compare, print; 0 if tree and linear agree."""
-    options = parse(VerifyOptions, argv, command="verify", summary=SUMMARY, examples=EXAMPLES)
+    options = make_parser().parse_args(argv)
     from treetrain.cli.inputs import best_device_model, sample_rows
-    from treetrain.cli.output import print_json, print_notes
+    from treetrain.cli.output import print_json
 
-    rows, notes = sample_rows(options)
-    print_notes(notes)
+    rows = sample_rows(options)
     from treetrain.verification.verify import verify
 
     model = best_device_model(options.model, seed=options.seed, dtype=options.dtype, threads=options.threads)
-    report = verify(
-        model, rows, temperature=options.temperature, tolerance=options.tolerance, budget=options.parsed_budget()
-    )
+    how = {name: getattr(options, name) for name in ("temperature", "tolerance", "budget")}
+    report = verify(model, rows, **how)
     if options.json:
         print_json(report.as_dict())
     else:
-        _print(options, report)
+        _print(report, options.worst)
     return 0 if report.passed else FAILED
 
 
-def _print(options: VerifyOptions, report: "VerifyReport") -> None:
+def _print(report: "VerifyReport", count: int) -> None:
     from treetrain.cli.output import console, pairs, table
 
     out = console()
-    worst = sorted(report.parameters, key=lambda parameter: -parameter.error)[: max(options.worst, 0)]
+    worst = sorted(report.parameters, key=lambda parameter: -parameter.error)[:count]
     if worst:
         rows = [(parameter.name, f"{parameter.norm:.3e}", f"{parameter.error:.2e}") for parameter in worst]
         title = f"worst {len(rows)} of {len(report.parameters)} parameters"
@@ -69,15 +64,13 @@ def _print(options: VerifyOptions, report: "VerifyReport") -> None:
     overlap = 1 - report.unique_tokens / report.flat_tokens if report.flat_tokens else 0.0
     tokens = f"{report.flat_tokens:,} flat, {report.unique_tokens:,} unique tokens, overlap {overlap:.3f}"
     own = "" if report.linear_error is None else f" (the linear run itself: {report.linear_error:.2e})"
+    error = f"relative error {report.gradient_error:.2e}, allowed {report.tolerance:.2e} in {report.dtype}{own}"
     facts = [
         ("rows", f"{report.trajectories:,}: {tokens}"),
         ("attention", report.attention),
         ("parts", f"{report.parts:,}, {report.recomputed_tokens:,} tokens run forward twice"),
         ("loss", f"tree {report.loss_tree:.9g}, linear {report.loss_linear:.9g}"),
-        (
-            "gradient",
-            f"relative error {report.gradient_error:.2e}, allowed {report.tolerance:.2e} in {report.dtype}{own}",
-        ),
+        ("gradient", error),
     ]
     out.print(pairs(facts))
     out.print(report.verdict, style="green" if report.passed else "red", markup=False, soft_wrap=True)

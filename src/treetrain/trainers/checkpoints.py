@@ -390,8 +390,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     @property
     def _is_sharded(self) -> bool:
-        """Whether the mixin writes shards; accelerate does so for models that it has sharded itself."""
-        return not self.is_fsdp_enabled and shards.is_sharded(self._model)
+        """Whether the mixin writes the model itself, in shards, whoever has sharded it."""
+        return shards.is_sharded(self._model)
 
     def _callbacks(self) -> dict[str, Any]:
         """Callbacks with a state of torch's protocol, by number and class."""

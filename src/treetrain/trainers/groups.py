@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from treetrain.data.columns import RowColumns, columns_of
 from treetrain.data.prefix_order import PrefixOrder, prefix_order
 from treetrain.data.trajectory import Trajectory
+from treetrain.errors import DataError
 
 Int64s = NDArray[np.int64]
 WORTH_KEEPING = 0.1
@@ -212,3 +213,24 @@ def _first_pairs(trajectories: Sequence[Trajectory], group: Int64s, count: int) 
         if len(taken) + len(piece) <= count:
             taken += piece
     return np.sort(np.array(taken, np.int64))
+
+
+def hold_out(
+    trajectories: Sequence[Trajectory], fraction: float, *, seed: int
+) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Rows kept and rows held out: whole groups (else whole trees), drawn by the seed, at least one each.
+
+    Raises:
+        DataError: there is only one group, so nothing can be held out without tearing it apart.
+    """
+    groups = make_groups(trajectories)
+    if len(groups) < 2:
+        raise DataError(
+            f"eval_fraction is {fraction}, but the {len(trajectories)} rows are one group or tree, which is never torn "
+            "apart; give eval_data, files of their own"
+        )
+    count = min(max(round(fraction * len(groups)), 1), len(groups) - 1)
+    drawn = np.random.default_rng([seed, len(groups)]).permutation(len(groups))[:count]
+    held = set(groups.rows_of(drawn).tolist())
+    kept = [row for number, row in enumerate(trajectories) if number not in held]
+    return kept, [trajectories[number] for number in sorted(held)]

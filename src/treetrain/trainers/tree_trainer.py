@@ -389,8 +389,9 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
     def _engine_of(self, model: nn.Module) -> TreeEngine:
         """The engine on the model, as it is wrapped now."""
-        if self._engine is None or self._engine_model is not model:
-            self._engine, self._engine_model = engine_of(model, self.args), model
+        # FSDP2 shards a model in place: it stays the same object and gets another class.
+        if self._engine is None or self._engine_model != (model, type(model)):
+            self._engine, self._engine_model = engine_of(model, self.args), (model, type(model))
         return self._engine
 
     def _precision(self, engine: TreeEngine) -> contextlib.AbstractContextManager[Any]:
