@@ -66,7 +66,7 @@ SIGNATURES = {
         "(model, args, train_dataset=None, eval_dataset=None, *, loss=None, ref_model=None, peft_config=None, "
         "processing_class=None, callbacks=None, optimizers=(None, None), optimizer_cls_and_kwargs=None)"
     ),
-    "StepResult": "(*, loss, metrics, metric_sums, flat_tokens, unique_tokens, computed_tokens, recomputed_tokens, "
+    "StepResult": "(*, loss_tensor, metric_sums, flat_tokens, unique_tokens, computed_tokens, recomputed_tokens, "
     "parts)",
 }
 METHODS = {

@@ -26,12 +26,12 @@ _PUBLIC = {
     "stats": "treetrain.planning.ideal",
     "load_model": "treetrain.models.loading",
     "load_tokenizer": "treetrain.models.loading",
-    "StepResult": "treetrain.engine.step",
+    "StepResult": "treetrain.engine.results",
     "TreeEngine": "treetrain.engine.engine",
     "Scored": "treetrain.engine.score",
-    "logprobs": "treetrain.engine.primitive",
-    "rewards": "treetrain.engine.values",
-    "values": "treetrain.engine.values",
+    "logprobs": "treetrain.engine.autograd",
+    "rewards": "treetrain.engine.autograd",
+    "values": "treetrain.engine.autograd",
     "from_padded": "treetrain.engine.padded",
     "from_packed": "treetrain.engine.padded",
     "to_padded": "treetrain.engine.padded",
@@ -95,16 +95,16 @@ if TYPE_CHECKING:
     from treetrain.data.gae import gae as gae
     from treetrain.data.load import load as load
     from treetrain.data.trajectory import Trajectory as Trajectory
+    from treetrain.engine.autograd import logprobs as logprobs
+    from treetrain.engine.autograd import rewards as rewards
+    from treetrain.engine.autograd import values as values
     from treetrain.engine.engine import TreeEngine as TreeEngine
     from treetrain.engine.padded import from_packed as from_packed
     from treetrain.engine.padded import from_padded as from_padded
     from treetrain.engine.padded import to_packed as to_packed
     from treetrain.engine.padded import to_padded as to_padded
-    from treetrain.engine.primitive import logprobs as logprobs
+    from treetrain.engine.results import StepResult as StepResult
     from treetrain.engine.score import Scored as Scored
-    from treetrain.engine.step import StepResult as StepResult
-    from treetrain.engine.values import rewards as rewards
-    from treetrain.engine.values import values as values
     from treetrain.errors import DataError as DataError
     from treetrain.errors import RanksDisagree as RanksDisagree
     from treetrain.errors import UnsupportedModel as UnsupportedModel

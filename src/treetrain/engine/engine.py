@@ -31,11 +31,12 @@ from treetrain.engine.planning import (
     plan_within,
 )
 from treetrain.engine.ranks import drop_waiting_gradients, is_shard, is_sharded, ranks_of, unwrapped, waiting_gradients
+from treetrain.engine.results import StepResult, summed
 from treetrain.engine.router_balance import RouterBalance
 from treetrain.engine.routing import Routing
 from treetrain.engine.score import Scored, Scoring, is_live
 from treetrain.engine.sharing import rows_if_faster
-from treetrain.engine.step import Step, StepResult, StepRun, Way, over_ranks, result_of
+from treetrain.engine.step import Step, StepRun, Way, result_of
 from treetrain.engine.walk import Walk
 from treetrain.errors import RanksDisagree
 from treetrain.models.capability import Capabilities, check_model
@@ -185,7 +186,8 @@ class TreeEngine:
 
         def step() -> tuple[None, StepResult]:
             done, _, passes = self._within_memory(begun, plan, never, balance)
-            return None, result_of(done, begun, passes)
+            result = result_of(done, begun, passes)
+            return None, result if self.ranks.alone else result.on_host()
 
         try:
             _, results = self.ranks.agree("the step", step)
@@ -194,7 +196,7 @@ class TreeEngine:
             raise
         if sync:
             self.ranks.average_gradients([p for p in self.parameters if not is_shard(p)])
-        return over_ranks(results)
+        return summed(results, over=len(results))
 
     def _planned(self, begun: Begun, *, sync: bool, balance: RouterBalance | None) -> tuple[Begun, Plan]:
         """The plan of this rank's part of a step, and when sharded gradients are reduced."""

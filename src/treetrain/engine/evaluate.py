@@ -9,9 +9,7 @@ from torch import Tensor
 from treetrain.device_arrays import on_device
 from treetrain.engine.batch import Reads, Selection
 from treetrain.engine.checks import checked_sum
-
-MetricSums = dict[str, tuple[Any, Any]]
-"""Name -> (weighted sum, weight), so that parts, micro-batches and ranks add up."""
+from treetrain.engine.results import MetricSums, add_sums
 
 
 def linear_coefficients(
@@ -135,23 +133,10 @@ def _evaluate_rows(loss: Any, logprobs: Tensor, entropies: Tensor | None, rows: 
 
 
 def _as_sums(metrics: dict[str, Any] | None) -> MetricSums:
-    """A plain number is the mean of one observation."""
-    sums = {}
-    for name, value in (metrics or {}).items():
-        pair = value if isinstance(value, tuple) else (value, 1.0)
-        sums[name] = tuple(v.detach() if isinstance(v, Tensor) else v for v in pair)
-    return sums
+    """A plain number is the mean of one observation. Clones: a loss may go on to write into what it has reported."""
+    pairs = {name: value if isinstance(value, tuple) else (value, 1.0) for name, value in (metrics or {}).items()}
+    return {name: (_fixed(total), _fixed(weight)) for name, (total, weight) in pairs.items()}
 
 
-def add_sums(a: MetricSums, b: MetricSums) -> MetricSums:
-    """Metrics of two parts as those of both."""
-    total = dict(a)
-    for name, (value, weight) in b.items():
-        before = total.get(name, (0.0, 0.0))
-        total[name] = (before[0] + value, before[1] + weight)
-    return total
-
-
-def means(sums: MetricSums) -> dict[str, float]:
-    """Weighted sums to means; one without weight is left out."""
-    return {name: float(total) / float(weight) for name, (total, weight) in sums.items() if float(weight) != 0}
+def _fixed(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

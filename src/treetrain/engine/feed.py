@@ -13,9 +13,10 @@ from torch import Tensor
 
 from treetrain.device_arrays import on_device
 from treetrain.engine.batch import Batch, Reads
-from treetrain.engine.evaluate import MetricSums, add_sums, evaluate_gradients
+from treetrain.engine.evaluate import evaluate_gradients
 from treetrain.engine.head import Scores, Statistics
 from treetrain.engine.merged import MergedBatch
+from treetrain.engine.results import MetricSums, add_sums
 from treetrain.tree.layout import Piece, ranges
 
 

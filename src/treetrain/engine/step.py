@@ -1,8 +1,6 @@
 """One try of a training step: which walks it takes, and what the loss came to."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -10,12 +8,11 @@ import torch
 
 from treetrain.engine.batch import Batch, Selection
 from treetrain.engine.begin import Begun
-from treetrain.engine.evaluate import MetricSums, added_up, evaluate, evaluate_gradients, linear_coefficients
+from treetrain.engine.evaluate import added_up, evaluate, evaluate_gradients, linear_coefficients
 from treetrain.engine.feed import Board, Known, Stream
 from treetrain.engine.memory import Passes
-from treetrain.engine.outcome import Found, Outcome
 from treetrain.engine.ranks import Ranks
-from treetrain.engine.routing import METRIC as ROUTER_METRIC
+from treetrain.engine.results import MetricSums, StepResult
 from treetrain.engine.routing import Routing
 from treetrain.engine.walk import Walk
 from treetrain.planning.plan import Plan
@@ -31,110 +28,17 @@ class Step(NamedTuple):
     sums: MetricSums
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """The outcome of one `TreeEngine.forward_backward`.
-
-    Loss and metrics come from the device when one of them is first read: until then a GPU may still be at work on the
-    step. They are those of the step whatever has been run since.
-    """
-
-    loss: float
-    """Sum over all trajectories divided by the normaliser."""
-    metrics: dict[str, float]
-    """Means of what the loss reports."""
-    metric_sums: MetricSums = field(repr=False)
-    """The same as (weighted sum, weight), to be added over calls."""
-    flat_tokens: int
-    """Tokens summed over the trajectories."""
-    unique_tokens: int
-    """Tokens of the tree."""
-    computed_tokens: int
-    """Tokens that went through the model: the tree's, less what no wanted prediction depends on."""
-    recomputed_tokens: int
-    """Tokens of the passes without graph: what was run forward once more to stay within the budget."""
-    parts: int
-    """Forward-backward passes it took."""
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
-        """Pickles as plain numbers."""
-        return partial(StepResult, **{each.name: getattr(self, each.name) for each in fields(self)}), ()
-
-
-class _WhenRead:
-    """An attribute of a `StepResult` that is given as a value, or as the outcome that will have it."""
-
-    def __init__(self, name: str):
-        self._name = name
-
-    def __get__(self, result: Any, owner: Any = None) -> Any:
-        if result is None:
-            return self
-        value = result.__dict__[self._name]
-        return getattr(value.found, self._name) if isinstance(value, Outcome) else value
-
-    def __set__(self, result: Any, value: Any) -> None:
-        result.__dict__[self._name] = value
-
-
-LATE = "loss", "metrics", "metric_sums"
-for _name in LATE:
-    setattr(StepResult, _name, _WhenRead(_name))
-
-
-def outcome_of(result: StepResult) -> Outcome:
-    """Loss and metrics of a result, without waiting for them."""
-    given = vars(result)["loss"]
-    whole = isinstance(given, Outcome) and all(vars(result)[name] is given for name in LATE)
-    return given if whole else Outcome(lambda: Found(result.loss, result.metrics, result.metric_sums))
-
-
 def result_of(step: Step, begun: Begun, passes: Passes) -> StepResult:
-    """What this rank's part of a step came to."""
-    outcome: Any = Outcome.of(step.total, step.sums)
+    """This rank's part of a step."""
     return StepResult(
-        loss=outcome,
-        metrics=outcome,
-        metric_sums=outcome,
+        loss_tensor=step.total,
+        metric_sums=step.sums,
         flat_tokens=begun.tree.num_flat_tokens,
         unique_tokens=begun.tree.num_tokens,
         computed_tokens=begun.batch.layout.num_tokens,
         recomputed_tokens=sum(tokens for _, tokens in passes.published + passes.scored),
         parts=len(passes.graph),
     )
-
-
-def over_ranks(results: Sequence[StepResult]) -> StepResult:
-    """The parts of a step, each divided by the normaliser over the number of ranks, as one."""
-    return results[0] if len(results) == 1 else summed(results, over=len(results))
-
-
-def summed(results: Sequence[StepResult], *, over: int = 1, unique_tokens: int | None = None) -> StepResult:
-    """Parts of one step as one; none of their losses is waited for.
-
-    Args:
-        over: divides the loss.
-        unique_tokens: of the whole step, where that is not their sum.
-    """
-    outcome: Any = Outcome.together([outcome_of(result) for result in results], _one_balance, over)
-    own = sum(result.unique_tokens for result in results)
-    return StepResult(
-        loss=outcome,
-        metrics=outcome,
-        metric_sums=outcome,
-        flat_tokens=sum(result.flat_tokens for result in results),
-        unique_tokens=own if unique_tokens is None else unique_tokens,
-        computed_tokens=sum(result.computed_tokens for result in results),
-        recomputed_tokens=sum(result.recomputed_tokens for result in results),
-        parts=sum(result.parts for result in results),
-    )
-
-
-def _one_balance(sums: MetricSums) -> MetricSums:
-    """The parts have shares of one loss of the routers, not losses of their own."""
-    if ROUTER_METRIC not in sums:
-        return sums
-    return sums | {ROUTER_METRIC: (sums[ROUTER_METRIC][0], 1.0)}
 
 
 class StepRun:

@@ -9,7 +9,7 @@ import torch
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.evaluate import MetricSums, add_sums, means
+from treetrain.engine.results import MetricSums, add_sums, means
 from treetrain.errors import DataError
 from treetrain.trainers.rollouts import OLD, REFERENCE, logprobs, missing_facts, on_policy, with_advantages
 from treetrain.trainers.watch import WatchedLoss

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from treetrain.engine.evaluate import add_sums, means
-from treetrain.engine.step import StepResult
+from treetrain.engine.results import StepResult, add_sums, means
 
 EXECUTION = "tree/"
 """Beginning of the names of what tells how a step was executed."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from treetrain.engine.checks import check_loss, step_loss
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.step import StepResult
+from treetrain.engine.results import StepResult
 from treetrain.losses.sft import sft
 from treetrain.models.capability import check_model
 from treetrain.planning.budget import Bytes
