@@ -7,11 +7,7 @@ from hypothesis import strategies as st
 
 from support.forests import bushy_rows, forests
 from support.layouts import LinearPrices, check_plan, layout_of, nested_forks, star
-from treetrain.planning import search
-from treetrain.planning.bins import pack_bins, pack_evenly
-from treetrain.planning.crown import Ground
-from treetrain.planning.keeping import _how_many
-from treetrain.planning.partition import partition, uniform, whole_trees
+from treetrain.planning.partition import _NEAR, _Cutter, _how_many, pack_bins, partition, uniform, whole_trees
 from treetrain.planning.plan import heights, least_recomputed
 
 RUNS = settings(max_examples=300, deadline=None)
@@ -52,55 +48,49 @@ def test_larger_forests_are_partitioned_within_any_budget(seed, budget, prices):
     assert plan.peak_tokens <= budget
 
 
-def test_a_subtree_right_below_late_tokens_that_fits_is_closed_however_small_light_subtrees_are():
-    # Below the first token: 20 tokens with two stars of 31, and 56 with one, which make the first token late.
+def test_a_subtree_right_below_recomputed_tokens_that_fits_is_a_leaf_however_small_small_subtrees_are():
+    # Below the first token: 20 tokens with two stars of 31, and 56 with one, so that the first token is recomputed.
     def star_below(path: list[int]) -> list[list[int]]:
         return [[*path, 9, leaf] for leaf in range(29)]
 
     rows = [row for branch in (0, 1) for row in star_below([7, 1, *range(19), branch])]
     layout = layout_of([*rows, *star_below([7, 2, *range(55)])])
-    tried = search.Search(Ground.of(layout, 86), LinearPrices().seconds, 0)
-    way = tried._try(np.array([31]), np.array([False]))
-    assert sorted(way.plan.sizes.tolist()) == [83, 86]
+    plan = _Cutter(layout, 86, 86, 0).plan(np.array([31]), recompute=False)
+    assert sorted(plan.sizes.tolist()) == [83, 86]
 
 
 @given(st.integers(0, 10**6), st.floats(0.3, 1.0))
 @settings(max_examples=60, deadline=None)
-def test_the_largest_light_subtrees_that_let_all_be_kept_are_the_largest(seed, share):
+def test_the_largest_small_subtrees_that_let_all_be_kept_are_the_largest(seed, share):
     layout = layout_of(larger_forest(seed, rows=15))
     height = heights(layout)
     budget = max(1, int(share * layout.num_tokens))
-    ground = Ground.of(layout, budget)
-    found, below = ground.largest_that_keeps(), layout.ends - np.arange(layout.num_tokens)
-    inner = ~np.repeat(ground.leaf, ground.length)
-    for unit, (segment, big) in enumerate(zip(ground.units.root.tolist(), ground.big.tolist())):
-        first = int(ground.start[segment] + ground.tall[segment])
-        tokens = np.arange(first, layout.ends[first])
+    cutter = _Cutter(layout, budget, budget, 0)
+    found, below = cutter.largest_small(), layout.ends - np.arange(layout.num_tokens)
+    has_forks_below = np.repeat(layout.ends[layout.segment_start[1:] - 1] > layout.segment_start[1:], cutter.length)
+    for region, (first, size) in enumerate(zip(cutter.region_start.tolist(), cutter.region_size.tolist())):
+        tokens = np.arange(first, first + size)
         assert height[first] <= budget
-        if not big:
+        if not cutter.is_big[region]:
             continue
 
-        def fits(light: int, tokens: np.ndarray = tokens) -> bool:
-            crown = tokens[(below[tokens] > light) & inner[tokens]]
-            return light + (layout.positions[crown] + 1 - layout.positions[tokens[0]]).max(initial=0) <= budget
+        def fits(small: int, tokens: np.ndarray = tokens) -> bool:
+            inner = tokens[(below[tokens] > small) & has_forks_below[tokens]]
+            return small + (layout.positions[inner] + 1 - layout.positions[tokens[0]]).max(initial=0) <= budget
 
-        assert fits(int(found[unit])) and (found[unit] == ground.target or not fits(int(found[unit]) + 1))
+        assert fits(int(found[region])) and (found[region] == cutter.target or not fits(int(found[region]) + 1))
 
 
 @given(st.integers(0, 10**6), st.floats(0.05, 1.0))
 @settings(max_examples=100, deadline=None)
-def test_every_way_of_cutting_that_is_tried_is_a_partition_within_the_budget(seed, share):
+def test_every_way_of_cutting_is_a_partition_within_the_budget(seed, share):
     layout = layout_of(larger_forest(seed, rows=20))
     budget = max(1, int(share * layout.num_tokens))
-    ground = Ground.of(layout, budget)
-    tried = search.Search(ground, LinearPrices().seconds, 0)
-    units = len(tried.keeps)
-    rng = np.random.default_rng(seed)
-    light = rng.integers(0, budget + 1, units)
-    late = rng.random(units) < 0.3
-    way = tried._try(light, late)
-    check_plan(way.plan)
-    assert way.plan.peak_tokens <= budget
+    cutter = _Cutter(layout, budget, budget, 0)
+    rng, regions = np.random.default_rng(seed), len(cutter.is_big)
+    plan = cutter.plan(rng.integers(0, budget + 1, regions), rng.random(regions) < 0.3)
+    check_plan(plan)
+    assert plan.peak_tokens <= budget
 
 
 @given(forests(), st.integers(0, 30))
@@ -114,7 +104,7 @@ def test_a_tree_within_the_budget_is_one_part(rows, more):
 @given(st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
 def test_what_is_recomputed_is_never_more_than_what_has_more_below_than_the_budget(seed):
-    # Late parts export crown tokens alone, whatever they take in.
+    # Recomputed parts export inner tokens alone, whatever they take in.
     layout = layout_of(larger_forest(seed))
     budget = layout.num_tokens // 5
     plan = partition(layout, budget, LinearPrices(again=0.0).seconds)
@@ -124,7 +114,7 @@ def test_what_is_recomputed_is_never_more_than_what_has_more_below_than_the_budg
 
 @given(st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
-def test_nothing_is_recomputed_where_a_path_and_a_light_subtree_fit_together_and_that_is_expensive(seed):
+def test_nothing_is_recomputed_where_a_path_and_a_small_subtree_fit_together_and_that_is_expensive(seed):
     layout = layout_of(larger_forest(seed))
     longest = int(heights(layout).max())
     budget = max(layout.num_tokens // 4, longest)
@@ -143,11 +133,11 @@ def test_recomputation_reaches_the_least_possible_where_it_is_expensive(seed, sh
 
 @given(st.integers(0, 10**6), st.floats(0.05, 0.9), PRICES)
 @settings(max_examples=60, deadline=None)
-def test_a_plan_is_no_slower_than_all_parts_late_but_for_what_less_recomputation_may_cost(seed, share, prices):
+def test_a_plan_is_no_slower_than_all_parts_recomputed_but_for_what_less_recomputation_may_cost(seed, share, prices):
     layout = layout_of(larger_forest(seed))
     budget = max(1, int(share * layout.num_tokens))
     found = partition(layout, budget, prices.seconds, prefill_limit=0)
-    assert prices.seconds(found) <= (1 + search._NEAR) * prices.seconds(uniform(layout, budget)) + 1e-9
+    assert prices.seconds(found) <= (1 + _NEAR) * prices.seconds(uniform(layout, budget)) + 1e-9
 
 
 def test_each_tree_of_a_batch_is_cut_in_the_way_that_suits_it():
@@ -168,7 +158,7 @@ def test_each_tree_of_a_batch_is_cut_in_the_way_that_suits_it():
     assert prices.seconds(both) <= sum(map(prices.seconds, alone))
 
 
-def test_light_siblings_share_parts():
+def test_small_siblings_share_parts():
     layout = star(100, 20)
     plan = partition(layout, 401, LinearPrices().seconds)
     assert plan.num_parts == 6  # the kept root and five parts of twenty leaves
@@ -207,14 +197,14 @@ def test_a_kept_part_takes_in_as_many_small_subtrees_as_save_parts(owned, most, 
     assert _how_many(owned, most, room, must, 10**9) == taken
 
 
-def test_a_late_part_takes_in_subtrees_that_hang_off_it_anywhere():
+def test_a_recomputed_part_takes_in_subtrees_that_hang_off_it_anywhere():
     layout = nested_forks(400)  # 799 tokens: a leaf at every token of a path
     plan = partition(layout, 100, LinearPrices().seconds)
     assert plan.num_parts <= 9  # 8 are the fewest that hold 799 tokens
     assert plan.recomputed_tokens <= 400 - 50
 
 
-def test_a_path_longer_than_the_budget_is_cut_into_full_chunks_the_last_of_them_closed():
+def test_a_path_longer_than_the_budget_is_cut_into_full_chunks_the_last_a_leaf():
     plan = partition(layout_of([list(range(100))]), 30, LinearPrices().seconds)
     assert sorted(plan.sizes.tolist()) == [10, 30, 30, 30]
     assert plan.sizes[~plan.is_inner].tolist() == [30]
@@ -228,8 +218,8 @@ def test_parts_need_not_be_larger_than_asked_where_nothing_is_recomputed_for_it(
     plan = partition(layout, None, LinearPrices().seconds, part_tokens=target)
     check_plan(plan)
     assert plan.recomputed_tokens == 0
-    crown = layout.ends - np.arange(layout.num_tokens) > target
-    assert plan.peak_tokens <= crown.sum() + max(target, int(heights(layout).max(initial=0)))
+    inner = layout.ends - np.arange(layout.num_tokens) > target
+    assert plan.peak_tokens <= inner.sum() + max(target, int(heights(layout).max(initial=0)))
 
 
 def test_a_forest_of_small_trees_is_cut_into_groups_of_whole_trees():
@@ -317,14 +307,6 @@ def test_many_small_segments_share_parts():
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 60))
 @RUNS
 def test_bins_hold_every_item_within_the_capacity(sizes, capacity):
-    for pack in (pack_bins, pack_evenly):
-        packed = pack(sizes, capacity)
-        loads = np.bincount(packed.bin_of, sizes, len(packed.loads)).tolist() if sizes else []
-        assert loads == packed.loads
-        assert all(load <= capacity or packed.bin_of.count(number) == 1 for number, load in enumerate(loads))
-    assert len(pack_evenly(sizes, capacity).loads) <= len(pack_bins(sizes, capacity).loads)
-
-
-def test_few_bins_are_filled_evenly():
-    assert max(pack_evenly([10] * 11, 100).loads) == 60
-    assert max(pack_bins([10] * 11, 100).loads) == 100
+    bin_of, loads = pack_bins(sizes, capacity)
+    assert loads == (np.bincount(bin_of, sizes, len(loads)).tolist() if sizes else [])
+    assert all(load <= capacity or bin_of.count(number) == 1 for number, load in enumerate(loads))

@@ -1,20 +1,58 @@
-"""From a tree to a plan: the fastest one found within a budget of tokens, and plans of a given shape."""
+"""Cut a tree into parts so that the graphs of at most a budget of tokens are alive at once, as fast as predicted.
 
-from typing import Literal
+    recomputed      kept         leaves: small subtrees, or several that share a part
+    a a a a a a     b b b -+---- c c c c c
+                           +---- d d d
+                           +---- d d d
+
+Why it is right. The *height* of a token is the number of tokens on the longest path from it down. While a leaf runs,
+the kept tokens above it are alive beside it.
+
+1. A token whose height exceeds the budget cannot stay alive until the leaves below it have run: every plan recomputes
+   it. Along a path heights only fall, so these tokens are the top of the tree. Below them hang *regions*: maximal
+   subtrees whose height is within the budget.
+2. A region of more tokens than a leaf may have is cut. One number decides how: subtrees of at most `small` tokens
+   are leaves, or share one. The tokens above them are *inner*. Sizes, too, only fall along a path, so the inner
+   tokens of a segment are its first ones, and one count per segment says which.
+3. An inner token can be kept if all inner tokens from it down, and the largest small subtree below them, are
+   within the budget together. The others, again the top, are recomputed; or a whole region's inner tokens are.
+4. Tokens become parts so that this bound holds. Recomputed parts are packed bottom up: what continues a token goes
+   into as few parts as fit, and the emptiest goes on upwards with the token. Nothing that it takes in is exported, so
+   this recomputes nothing more. Kept parts are cut top down: each takes in what leaves enough room below.
+
+Small subtrees that are too large leave no room for kept tokens; too small, they make many parts. No formula knows the
+best, so several sizes are tried, and the plan of the least predicted time is taken. Every try is within the budget.
+"""
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from treetrain.planning.crown import NO_BOUND, Ground, crown_of
-from treetrain.planning.cutting import Pieces, cut_late
-from treetrain.planning.plan import Plan
-from treetrain.planning.search import Search, Seconds
+from treetrain.planning.plan import Bools, Plan, segment_heights
 from treetrain.tree.assemble import Int64s
-from treetrain.tree.layout import PackedLayout
+from treetrain.tree.build import build_tree
+from treetrain.tree.layout import PackedLayout, pack
 
+Seconds = Callable[[Plan], float]
 Keep = Literal["none", "all", "mixed"]
+_Item = tuple[int, int]  # something to be packed: its tokens, and its piece or (a small subtree's) first token
 
-PUBLISHED = 4
-"""A pass without graph may have this many budgets of tokens: what it adds to the carry is small beside their graph."""
+PREFILL_BUDGETS = 4
+"""A prefill may have this many budgets of tokens: what it adds to the KV cache is small beside their graph."""
+_LARGER = (0.5, 0.25, 0.75)
+"""Tried: small subtrees this far on the way from the largest with which nothing is recomputed to the whole budget."""
+_SMALLER = (0.5, 0.75, 0.25)
+"""Tried: smaller ones, as shares of that largest; kept parts grow, and leaves pack better."""
+_NEAR, _LITTLE = 0.02, 0.1
+"""Plans this close in predicted time count as equally fast; one that recomputes at most a tenth more than the least
+possible is then preferred."""
+_SEGMENTS_TRIED, _TOKENS_TRIED = 500_000, 10_000_000
+"""Segments and tokens over all tries; bounds the time of planning. The first two tries are always made."""
 
 
 def partition(
@@ -32,7 +70,7 @@ def partition(
         budget_tokens: most tokens whose graph is alive at once, kept ancestors included; None for no bound.
         seconds: predicted time of a step under a plan.
         part_tokens: size that parts need not exceed as long as nothing is recomputed for it; paths stay whole.
-        prefill_limit: most tokens of a pass without graph that late parts share; None: PUBLISHED times the budget.
+        prefill_limit: most tokens of a prefill that recomputed parts share; None: PREFILL_BUDGETS times the budget.
 
     Raises:
         ValueError: a number of tokens below 1.
@@ -40,16 +78,16 @@ def partition(
     for name, value in (("budget", budget_tokens), ("part_tokens", part_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"{name} of {value} tokens: give 1 or more")
-    budget = NO_BOUND if budget_tokens is None else min(int(budget_tokens), NO_BOUND)
-    prefill = PUBLISHED * budget if prefill_limit is None else prefill_limit
+    budget = max(layout.num_tokens, 1) if budget_tokens is None else int(budget_tokens)
+    limit = PREFILL_BUDGETS * budget if prefill_limit is None else prefill_limit
     if part_tokens is not None and part_tokens < budget:
-        search = Search(Ground.of(layout, budget, part_tokens), seconds, prefill)
-        plan = search.only_kept()
+        cutter = _Cutter(layout, budget, part_tokens, limit)
+        plan = cutter.plan(cutter.largest_small(), recompute=False)
         if plan.recomputed_tokens == 0:
             return plan
     if layout.num_tokens <= budget:
         return Plan.of_parts(layout, np.zeros(layout.num_tokens, np.int64))
-    return Search(Ground.of(layout, budget), seconds, prefill).best()
+    return _fastest(_Cutter(layout, budget, budget, limit), seconds)
 
 
 def whole_trees(layout: PackedLayout, target: int) -> Plan:
@@ -70,22 +108,420 @@ def uniform(layout: PackedLayout, chunk: int, keep: Keep = "none") -> Plan:
 
     Args:
         chunk: from 1.
-        keep: which open parts are kept; "mixed" every second one. What is alive then does not matter.
+        keep: which inner parts are kept; "mixed" every second one. How many tokens are alive then does not matter.
     """
-    ground = Ground.of(layout, chunk)
-    units = len(ground.units.root)
-    pieces = Pieces()
-    cut_late(ground, crown_of(ground, np.full(units, chunk), np.ones(units, bool)), pieces)
-    return _plan(layout, pieces.cut(layout.num_tokens).part_of, keep)
+    cutter = _Cutter(layout, chunk, chunk, 0)
+    part_of = cutter.plan(np.full(len(cutter.region_size), chunk), recompute=True).part_of
+    return Plan.of_parts(layout, part_of, _kept(part_of, keep))
 
 
 def one_segment_per_part(layout: PackedLayout, keep: Keep = "none") -> Plan:
     """Every run without a fork is a part."""
     length = np.diff(layout.segment_start)
-    return _plan(layout, np.repeat(np.arange(len(length)), length), keep)
+    part_of = np.repeat(np.arange(len(length)), length)
+    return Plan.of_parts(layout, part_of, _kept(part_of, keep))
 
 
-def _plan(layout: PackedLayout, part_of: Int64s, keep: Keep) -> Plan:
+def _kept(part_of: Int64s, keep: Keep) -> Bools:
     number = np.arange(int(part_of.max(initial=-1)) + 1)
-    kept = {"none": number < 0, "all": number >= 0, "mixed": number % 2 == 0}[keep]
-    return Plan.of_parts(layout, part_of, kept)
+    return {"none": number < 0, "all": number >= 0, "mixed": number % 2 == 0}[keep]
+
+
+class _Try(NamedTuple):
+    """A plan, and how each region was cut for it."""
+
+    small: Int64s
+    """int64 [R]: tokens of the largest small subtrees."""
+    recompute: Bools
+    """bool [R]: regions without kept parts."""
+    plan: Plan
+    seconds: float
+
+
+def _fastest(cutter: "_Cutter", seconds: Seconds) -> Plan:
+    """Cut all regions in each of several ways, then every region in the way that is best for it."""
+    all_kept, target = cutter.largest_small(), cutter.target
+
+    def attempt(small: Int64s, recompute: Bools | bool) -> _Try:
+        plan = cutter.plan(small, recompute)
+        return _Try(small, np.broadcast_to(recompute, small.shape), plan, seconds(plan))
+
+    if not cutter.is_big.any():
+        return cutter.plan(all_kept, recompute=False)
+    sizes = [all_kept]
+    sizes += [all_kept + ((target - all_kept) * share).astype(np.int64) for share in _LARGER]
+    sizes += [(all_kept * share).astype(np.int64) for share in _SMALLER]
+    tokens = cutter.layout.num_tokens
+    cut_segments = int(((cutter.too_tall > 0) | cutter.in_big).sum())
+    most = min(_SEGMENTS_TRIED // max(1, cut_segments), _TOKENS_TRIED // tokens)
+    if cutter.region_size[cutter.is_big].sum() < _NEAR * tokens:
+        most = 0  # these regions are too small to matter
+    tries = [attempt(np.full(len(all_kept), target), True)]
+    tries += [attempt(small, False) for small in sizes[: max(1, most - 1)]]
+    if cutter.is_big.sum() > 1:
+        prices = _prices(seconds)
+        tries += [attempt(*_best_of_each_region(cutter, tries, *prices, near)) for near in (0.0, _NEAR)]
+    fastest = min(tries, key=lambda way: way.seconds)
+    little = (1 + _LITTLE) * int(cutter.too_tall.sum())
+    near = [way for way in tries if way.seconds <= (1 + _NEAR) * fastest.seconds]
+    near = [way for way in near if way.plan.recomputed_tokens <= little]
+    return min(near, key=lambda way: way.seconds, default=fastest).plan
+
+
+def _best_of_each_region(
+    cutter: "_Cutter", tries: list[_Try], part: float, again: float, tolerance: float
+) -> tuple[Int64s, Bools]:
+    """Cut each region as in the try that is best for it, or in one that recomputes less and is about as fast.
+
+    Args:
+        part: seconds of one more part.
+        again: seconds of a recomputed token.
+        tolerance: what counts as about as fast, as a share of the region's time.
+    """
+    first, stop = cutter.region_start, cutter.region_start + cutter.region_size
+
+    def per_region(values: NDArray[Any]) -> NDArray[np.float64]:
+        total = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+        return total[stop] - total[first]
+
+    recomputed = np.stack([per_region(way.plan.is_recomputed_token) for way in tries])
+    parts = np.stack([per_region(1.0 / way.plan.sizes[way.plan.part_of]) for way in tries])
+    cost = part * parts + again * recomputed
+    share = tries[0].seconds / cutter.layout.num_tokens * cutter.region_size
+    near = cost <= cost.min(axis=0) + tolerance * share
+    chosen = np.lexsort((cost, np.where(near, recomputed, np.inf)), axis=0)[0]
+    regions = np.arange(len(chosen))
+    small, recompute = np.stack([way.small for way in tries]), np.stack([way.recompute for way in tries])
+    return small[chosen, regions], recompute[chosen, regions]
+
+
+def _prices(seconds: Seconds) -> tuple[float, float]:
+    """Predicted seconds of one more part, and of a recomputed token, from a path of 512 tokens."""
+    layout = pack(build_tree([np.zeros(512, np.int32)]), trim=False)
+
+    def cut(at: int, kept: bool) -> float:
+        part_of = (np.arange(512) >= at).astype(np.int64)
+        return seconds(Plan.of_parts(layout, part_of, np.full(2, kept)))
+
+    whole = seconds(Plan.of_parts(layout, np.zeros(512, np.int64)))
+    return max(cut(256, True) - whole, 0.0), max(cut(384, False) - cut(128, False), 0.0) / 256
+
+
+class _Cutter:
+    """A tree of S segments and R regions under a budget, and the plans that it can be cut into.
+
+    Args:
+        budget: most tokens alive.
+        target: size that leaves need not exceed.
+        prefill_limit: see `Plan.of_parts`.
+    """
+
+    def __init__(self, layout: PackedLayout, budget: int, target: int, prefill_limit: int):
+        self.layout, self.budget, self.target, self.prefill_limit = layout, budget, min(budget, target), prefill_limit
+        self.above, self.start = layout.segment_parent, layout.segment_start[:-1]
+        self.length = np.diff(layout.segment_start)
+        self.size = layout.ends[self.start] - self.start
+        self.too_tall = np.clip(segment_heights(layout) - budget, 0, self.length)
+        """int64 [S]: first tokens whose height is above the budget."""
+        is_leaf = np.ones(len(self.start), bool)
+        is_leaf[self.above[self.above >= 0]] = False
+        inside = self.too_tall < self.length
+        root = np.flatnonzero(inside & ~np.append(inside, False)[self.above])  # -1, above roots, reads the last entry
+        self.region_of = np.where(inside, np.searchsorted(root, np.arange(len(inside)), side="right") - 1, -1)
+        """int64 [S]: -1 where all of a segment is too tall."""
+        self.region_start = (self.start + self.too_tall)[root]
+        self.region_size = (self.size - self.too_tall)[root]
+        self.is_big = (self.region_size > self.target) & ~is_leaf[root]  # a path is not cut where it need not be
+        """bool [R]: regions that are cut."""
+        self.in_big = np.append(self.is_big, False)[self.region_of]
+        self._cut = np.flatnonzero(self.in_big & ~is_leaf)
+        self._above, self._start = self.above.tolist(), self.start.tolist()
+
+    def largest_small(self) -> Int64s:
+        """int64 [R]: the largest size of small subtrees with which all inner tokens of a region can be kept.
+
+        By bisection, since paths of inner tokens get shorter as small subtrees get larger. Small subtrees that are one
+        path never matter: a whole path is within the budget.
+        """
+        segments, region = self._cut, self.region_of[self._cut]
+        above = self.layout.positions[self.start[segments]] - self.layout.positions[self.region_start[region]]
+        low, high = np.zeros(len(self.is_big), np.int64), np.where(self.is_big, self.target, 0)
+        firsts = np.flatnonzero(np.diff(region, prepend=-1))
+        big = region[firsts]
+        while (low < high).any():
+            middle = (low + high + 1) >> 1
+            inner = np.minimum(self.size[segments] - middle[region], self.length[segments])
+            longest = np.maximum.reduceat(np.where(inner > 0, above + inner, 0), firsts)
+            fits = longest + middle[big] <= self.budget
+            low[big], high[big] = np.where(fits, middle[big], low[big]), np.where(fits, high[big], middle[big] - 1)
+        return low
+
+    def plan(self, small: Int64s, recompute: Bools | bool) -> Plan:
+        """Cut every region.
+
+        Args:
+            small: int64 [R]: tokens of the largest small subtrees of each region.
+            recompute: bool [R]: regions whose inner tokens shall all be recomputed, whatever fits.
+        """
+        inner, region = self.too_tall.copy(), self.region_of[self._cut]
+        inner[self._cut] = np.clip(self.size[self._cut] - small[region], 0, self.length[self._cut])
+        start, owner = self._small_subtrees(inner)
+        size = self.layout.ends[start] - start
+        need = np.zeros(len(inner) + 1, np.int64)  # the last entry is that of owner -1
+        np.maximum.at(need, owner, size)
+        need[self._cut[np.broadcast_to(recompute, small.shape)[region]]] = self.budget
+        need = self._need(inner, need)
+        recomputed = np.clip(need + inner - self.budget, 0, inner)
+        # A kept subtree right below recomputed tokens that fits into one leaf is a small one after all.
+        below_recomputed = (recomputed > 0) | np.append(recomputed == self.length, True)[self.above]
+        tops = np.flatnonzero((inner > recomputed) & (self.size - recomputed <= self.target) & below_recomputed)
+        if len(tops):
+            stops = np.searchsorted(self.layout.segment_start, self.layout.ends[self.start[tops]])
+            for top, stop in zip(tops.tolist(), stops.tolist()):
+                inner[top:stop] = 0
+            inner[tops] = recomputed[tops]
+            recomputed = np.minimum(recomputed, inner)
+            start, owner = self._small_subtrees(inner)
+            size = self.layout.ends[start] - start
+        order = np.argsort(owner, kind="stable")
+        items = list(zip(size[order].tolist(), start[order].tolist()))
+        owners, first = np.unique(owner[order], return_index=True)
+        stops = [*first[1:].tolist(), len(items)]
+        subtrees = {at: items[i:j] for at, i, j in zip(owners.tolist(), first.tolist(), stops)}
+        pieces = _Pieces()
+        self._cut_recomputed(pieces, inner, recomputed, subtrees)
+        self._cut_kept(pieces, inner - recomputed, recomputed, need, subtrees)
+        part_of, kept = pieces.parts(self.layout.num_tokens)
+        return Plan.of_parts(self.layout, part_of, kept, prefill_limit=self.prefill_limit)
+
+    def _small_subtrees(self, inner: Int64s) -> tuple[Int64s, Int64s]:
+        """The first token of each, and the segment whose last inner token it continues, -1 for whole trees."""
+        full = np.append(inner == self.length, True)
+        whole = np.flatnonzero((inner == 0) & full[self.above])
+        rest = np.flatnonzero((inner > 0) & ~full[:-1])
+        start = np.concatenate([self.start[whole], (self.start + inner)[rest]])
+        return start, np.concatenate([self.above[whole], rest])
+
+    def _need(self, inner: Int64s, largest: Int64s) -> Int64s:
+        """int64 [S]: tokens alive below each segment's last inner token if all inner tokens below it are kept."""
+        need, count, above = largest.tolist(), inner.tolist(), self._above
+        for segment in np.flatnonzero(inner)[::-1].tolist():
+            need[above[segment]] = max(need[above[segment]], count[segment] + need[segment])
+        return np.array(need[:-1], np.int64)
+
+    def _cut_recomputed(
+        self, pieces: "_Pieces", inner: Int64s, recomputed: Int64s, subtrees: dict[int, list[_Item]]
+    ) -> None:
+        """Pack all recomputed tokens, the small subtrees below them, and small whole trees, bottom up."""
+        waiting: dict[int, list[_Item]] = defaultdict(list)  # by segment: what is left of the pieces below it
+        segments = np.flatnonzero(recomputed)[::-1]
+        for segment, count, all_inner in zip(*(x.tolist() for x in (segments, recomputed[segments], inner[segments]))):
+            below = subtrees.get(segment, []) if count == all_inner else []
+            load, piece = pieces.pack(waiting.pop(segment, []), below, self.budget)
+            start = self._start[segment]
+            stop = start + count
+            while load + stop - start > self.budget:  # a full part at the bottom, and on with the rest
+                if self.budget > load:
+                    stop -= self.budget - load
+                    pieces.add(stop, pieces.new() if piece < 0 else piece)
+                load, piece = 0, -1
+            piece = pieces.new() if piece < 0 else piece
+            pieces.add(start, piece)
+            waiting[self._above[segment]].append((load + stop - start, piece))
+        pieces.pack(waiting[-1], subtrees.get(-1, []), self.target)
+
+    def _cut_kept(
+        self,
+        pieces: "_Pieces",
+        kept_tokens: Int64s,
+        recomputed: Int64s,
+        need: Int64s,
+        subtrees: dict[int, list[_Item]],
+    ) -> None:
+        """Cut all kept tokens, and the small subtrees below them, top down.
+
+        A kept piece begins with one segment's kept tokens. It takes in kept children, then small subtrees, the smallest
+        first, while all below still fits and this saves more parts than it costs by leaving less room below.
+        """
+        children: dict[int, list[int]] = defaultdict(list)
+        pending = []  # (segment where a piece begins, tokens that may be alive from there down)
+        hanging, largest = (
+            [0] * len(kept_tokens),
+            [0] * len(kept_tokens),
+        )  # tokens of the small subtrees, of the largest
+        kept, starts = kept_tokens.tolist(), (self.start + recomputed).tolist()
+        alone = (kept_tokens + need).tolist()  # tokens alive from a segment down if it is a piece by itself
+        for segment in np.flatnonzero(kept_tokens).tolist():
+            sizes = [size for size, _ in subtrees.get(segment, [])]
+            hanging[segment], largest[segment] = sum(sizes), max(sizes, default=0)
+            parent = self._above[segment]
+            if parent >= 0 and kept[parent] and not recomputed[segment]:
+                children[parent].append(segment)
+            else:  # where parts need not be large, no more is alive than it takes
+                pending.append((segment, min(self.budget, max(self.target, alone[segment]))))
+        while pending:
+            top, room = pending.pop()
+            inside, below, room = _take_children(top, room, kept, alone, children, hanging, largest)
+            piece = pieces.new(kept=True)
+            for segment in inside:
+                pieces.add(starts[segment], piece)
+            groups = sorted((hanging[segment], segment) for segment in inside if hanging[segment])
+            must = max((alone[segment] for segment in below), default=0)
+            tokens = [size for size, _ in groups]
+            taken = _how_many(tokens, [largest[segment] for _, segment in groups], room, must, self.target)
+            for _, segment in groups[:taken]:
+                for _, start in subtrees[segment]:
+                    pieces.add(start, piece)
+            room -= sum(tokens[:taken])
+            for _, segment in groups[taken:]:
+                pieces.pack([], subtrees[segment], min(room, self.target))
+            pending += [(segment, room) for segment in below]
+
+
+def _take_children(
+    top: int,
+    room: int,
+    kept: list[int],
+    alone: list[int],
+    children: dict[int, list[int]],
+    hanging: list[int],
+    largest: list[int],
+) -> tuple[list[int], list[int], int]:
+    """The segments of a kept piece, the kept segments right below it, and the room that it leaves."""
+    inside: list[int] = []
+    below: list[int] = []
+    needs: list[tuple[int, int]] = []  # ascending: what must fit below the piece, and whose it is
+    ready: list[tuple[int, int]] = []  # a heap of children: (tokens, segment)
+    owned = 0
+
+    def take(segment: int) -> None:
+        nonlocal room, owned
+        inside.append(segment)
+        room, owned = room - kept[segment], owned + hanging[segment]
+        insort(needs, (largest[segment], -1))
+        for child in children[segment]:
+            heappush(ready, (kept[child], child))
+            insort(needs, (alone[child], child))
+
+    take(top)
+    while ready:
+        tokens, child = heappop(ready)
+        own, left = (alone[child], child), room - tokens
+        others = needs[-1] if needs[-1] != own else needs[-2]
+        fits = max(others[0], alone[child] - tokens) <= left
+        if not fits or (owned + hanging[child]) * tokens > room * left:
+            below.append(child)
+        else:
+            needs.pop(bisect_left(needs, own))
+            take(child)
+    return inside, below, room
+
+
+def _how_many(owned: Sequence[int], largest: Sequence[int], room: int, must: int, target: int) -> int:
+    """How many of the groups of small subtrees below a kept piece it takes in, so that parts are fewest.
+
+    Args:
+        owned: tokens of each group, ascending; a group continues one token.
+        largest: tokens of the largest subtree of each.
+        room: tokens that may be alive below the piece as it is.
+        must: tokens that must stay free for what else is below.
+        target: leaves need not be larger.
+    """
+    count, tokens = len(owned), np.array(owned, np.int64)
+    left = room - np.concatenate([[0], np.cumsum(tokens)])
+    rest = np.maximum.accumulate(np.array([0, *largest[::-1]], np.int64))[::-1]
+    fits = np.maximum(rest, must) <= left
+    last = int(np.flatnonzero(fits)[-1])
+    found = []
+    for taken in sorted({0, last, *(2**k for k in range(count.bit_length()) if 2**k <= last)}):
+        if fits[taken]:
+            parts = -(-tokens[taken:] // max(1, min(target, int(left[taken]))))
+            found.append((int(parts.sum()), taken))
+    return min(found)[1]
+
+
+class _Pieces:
+    """Runs of tokens and the pieces that they belong to. Pieces can be joined; in the end each is a part."""
+
+    def __init__(self) -> None:
+        self._start: list[int] = []
+        self._piece: list[int] = []
+        self._joined: list[int] = []
+        self._kept: list[int] = []
+
+    def new(self, *, kept: bool = False) -> int:
+        """An empty piece."""
+        piece = len(self._joined)
+        self._joined.append(piece)
+        if kept:
+            self._kept.append(piece)
+        return piece
+
+    def add(self, start: int, piece: int) -> None:
+        """A run from `start` to where the next run begins."""
+        self._start.append(start)
+        self._piece.append(piece)
+
+    def pack(self, open_pieces: list[_Item], subtrees: list[_Item], capacity: int) -> tuple[int, int]:
+        """Put siblings into as few pieces as fit; returns the emptiest: its tokens and its number, (0, -1) if none."""
+        bin_of, loads = pack_bins([tokens for tokens, _ in (*open_pieces, *subtrees)], capacity)
+        if not loads:
+            return 0, -1
+        held = [-1] * len(loads)
+        for (_, piece), number in zip(open_pieces, bin_of):
+            if held[number] < 0:
+                held[number] = piece
+            else:
+                self._joined[self._find(piece)] = self._find(held[number])
+        for (_, start), number in zip(subtrees, bin_of[len(open_pieces) :]):
+            if held[number] < 0:
+                held[number] = self.new()
+            self.add(start, held[number])
+        emptiest = min(range(len(held)), key=loads.__getitem__)
+        return loads[emptiest], held[emptiest]
+
+    def _find(self, piece: int) -> int:
+        joined = self._joined
+        while joined[piece] != piece:
+            joined[piece] = joined[joined[piece]]
+            piece = joined[piece]
+        return piece
+
+    def parts(self, tokens: int) -> tuple[Int64s, Bools]:
+        """int64 [M]: the part of every token; bool [P]: which parts are kept. The runs must cover all tokens."""
+        start = np.array(self._start, np.int64)
+        order = np.argsort(start)
+        piece = np.array([self._find(piece) for piece in self._piece], np.int64)[order]
+        names, part = np.unique(piece, return_inverse=True)
+        kept = np.isin(names, np.array(self._kept, np.int64))  # kept pieces are never joined
+        return np.repeat(part, np.diff(start[order], append=tokens)), kept
+
+
+def pack_bins(sizes: Sequence[int], capacity: int) -> tuple[list[int], list[int]]:
+    """Best fit decreasing: every item, the largest first, goes where it leaves the least room.
+
+    Args:
+        sizes: n items, each > 0; equal items keep their order. One above the capacity has a bin of its own.
+        capacity: of each bin.
+
+    Returns: the bin of every item, and how full the bins are. Time n log n and a little more.
+    """
+    total = sum(sizes)
+    if total <= capacity:
+        return [0] * len(sizes), [total] if sizes else []
+    smallest = min(sizes)
+    bin_of, loads = [0] * len(sizes), []
+    room: list[tuple[int, int]] = []  # (room, bin) of bins that can still take the smallest item
+    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        size = sizes[item]
+        at = bisect_left(room, (size, -1))
+        if at < len(room):
+            left, number = room.pop(at)
+            loads[number] += size
+        else:
+            left, number = capacity, len(loads)
+            loads.append(size)
+        bin_of[item] = number
+        if left - size >= smallest:
+            insort(room, (left - size, number))
+    return bin_of, loads

@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.planning.crown import segment_heights
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.layout import PackedLayout
 
@@ -249,6 +248,11 @@ class Plan:
         return most
 
     @cached_property
+    def is_recomputed_token(self) -> Bools:
+        """bool [M]: tokens that a prefill runs forward, and their part once more."""
+        return self.exported & (self.prefill >= 0)[self.part_of] if self.num_parts else self.exported
+
+    @cached_property
     def recomputed_tokens(self) -> int:
         """Tokens that run forward twice: once without graph, and again with it."""
         if not self.num_parts:
@@ -302,6 +306,17 @@ def least_recomputed(layout: PackedLayout, budget: int) -> int:
     its height, in tokens, is within the budget.
     """
     return int((heights(layout) > budget).sum())
+
+
+def segment_heights(layout: PackedLayout) -> Int64s:
+    """int64 [S]: tokens on the longest path down from each segment's first token."""
+    above = layout.segment_parent.tolist()
+    top = np.diff(layout.segment_start).tolist()
+    below = [0] * (len(above) + 1)
+    for segment in range(len(above) - 1, -1, -1):
+        top[segment] += below[segment]
+        below[above[segment]] = max(below[above[segment]], top[segment])
+    return np.array(top, np.int64)
 
 
 def heights(layout: PackedLayout) -> Int64s:
