@@ -27,7 +27,8 @@ class Scores:
     def __init__(self):
         self.asked, self.log = [], []
 
-    def run(self, ids, masks):
+    def run(self, tree, masks):
+        ids = [row.ids for row in tree.trajectories]
         self.asked.append([row.tolist() for row in ids])
         leaves = [torch.tensor(row[1:], dtype=torch.float32, requires_grad=True) for row in ids]
         number = len(self.asked) - 1

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import treetrain as tt
-from treetrain.trainers.async_grpo import rows_of_packed_tree
+from treetrain.trainers.batch_rows import rows_of
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -154,7 +154,7 @@ def test_the_rows_of_a_packed_tree_are_its_samples(async_grpo):
     for sample in drawn:
         tree.add(dataclasses.asdict(sample))
     packed = tree.pack()
-    rows = rows_of_packed_tree({k: v if k.startswith("tree") else v[None] for k, v in packed.items()})
+    rows = rows_of({k: v if k.startswith("tree") else v[None] for k, v in packed.items()})
     expected = {tuple(sample.input_ids.tolist()): sample.completion_mask[1:].bool().tolist() for sample in drawn}
     assert {tuple(ids.tolist()): mask.tolist() for ids, mask in zip(rows.ids, rows.masks)} == expected
     # What belongs to a prediction lands at the token it is made from.

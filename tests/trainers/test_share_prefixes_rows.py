@@ -76,7 +76,7 @@ def test_the_first_label_of_a_packed_row_is_refused():
 
 
 def test_a_label_that_is_not_the_token_is_refused():
-    with pytest.raises(tt.DataError, match="label 9 at column 1, where its token is 4"):
+    with pytest.raises(tt.DataError, match=r"label 9 at column 1 \(token 4\)"):
         rows_of({"input_ids": torch.tensor([[3, 4]]), "labels": torch.tensor([[-100, 9]])})
 
 

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treetrain.trainers.async_grpo import packed_tree_of
-from treetrain.trainers.batch_rows import IGNORED
-from treetrain.tree.build import build_tree
+from treetrain.trainers.batch_rows import IGNORED, packed_tree_of, tree_of
+from treetrain.tree.token_tree import TokenTree
 
 WORTH_JOINING = 0.9
 """Micro-batches are scored as one tree where it has at most so many of the tokens of their own trees: its graphs need
 more memory, and where they do not fit it is run forward twice."""
 
-Run = Callable[[list[np.ndarray], list[np.ndarray]], Any]
+Run = Callable[[TokenTree, list[np.ndarray]], Any]
+"""Scores a tree, given the masks of its rows."""
 
 
 class BatchRows(Protocol):
@@ -112,7 +112,7 @@ class StepScores:
         Args:
             key: the model that is called, and what is asked of it.
             rows: of the call.
-            run: scores rows, given their ids and their masks.
+            run: scores a tree of rows, given their masks.
             together: False scores them by themselves: for what depends on the whole batch, as a routers' loss does.
         """
         key = (key, torch.is_grad_enabled())
@@ -123,10 +123,12 @@ class StepScores:
         known = self._upcoming() if together and number is None and key not in self._apart else []
         if not (known and _equal(known[0], rows)):
             known, self._foreseen = [rows], []  # a generation may be under way, which makes others
-        elif len(known) > 1 and not _share(known):
+        tree, masks = _joined(known)
+        if len(known) > 1 and not _shares(tree, known):
             known = [rows]
             self._apart.add(key)
-        scored = run([ids for batch in known for ids in batch.ids], [mask for batch in known for mask in batch.masks])
+            tree, masks = _joined(known)
+        scored = run(tree, masks)
         joint = _Joint(scored, known, self._position)
         if len(known) > 1:
             self._joint[key] = joint
@@ -185,10 +187,18 @@ def _model_inputs(batch: dict[str, Any]) -> dict[str, Any] | None:
     return inputs
 
 
-def _share(batches: list[BatchRows]) -> bool:
-    """Whether micro-batches share enough with each other to be scored as one tree."""
-    apart = sum(build_tree(rows.ids).num_tokens for rows in batches)
-    return build_tree([ids for rows in batches for ids in rows.ids]).num_tokens <= WORTH_JOINING * apart
+def _joined(batches: list[BatchRows]) -> tuple[TokenTree, list[np.ndarray]]:
+    """Micro-batches as one tree, and the masks of all rows."""
+    masks = [mask for rows in batches for mask in rows.masks]
+    return tree_of([ids for rows in batches for ids in rows.ids], masks), masks
+
+
+def _shares(tree: TokenTree, batches: list[BatchRows]) -> bool:
+    """Whether micro-batches share enough with each other to be scored as the tree of all of them."""
+    offsets, tokens = tree.paths()
+    ends = offsets[np.cumsum([len(rows.ids) for rows in batches])]
+    apart = sum(len(np.unique(own)) for own in np.split(tokens, ends[:-1]))
+    return tree.num_tokens <= WORTH_JOINING * apart
 
 
 def _equal(one: BatchRows, other: BatchRows) -> bool:
