@@ -36,12 +36,12 @@ def measure(name: str, steps: int) -> None:
     from transformers import TrainerCallback
 
     import treetrain as tt
-    from treetrain.engine.walk import Walk
+    from treetrain.engine.executor import Executor
     from treetrain.models.loading import load_model, load_tokenizer
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     walking = [0.0]
-    original = Walk.train
+    original = Executor.train
 
     def train(self, feed):
         start = time.perf_counter()
@@ -50,7 +50,7 @@ def measure(name: str, steps: int) -> None:
         finally:
             walking[0] += time.perf_counter() - start
 
-    Walk.train = train
+    Executor.train = train
     starts: list[tuple[float, float]] = []
     updates: list[float] = []
 

@@ -16,10 +16,10 @@ from treetrain.engine import calibrate as calibration
 from treetrain.engine import constants_cache, free_bytes
 from treetrain.engine.batch import Batch
 from treetrain.engine.calibrate import calibrate, cost_model, model_shape, remember
-from treetrain.engine.feed import Board, Known
+from treetrain.engine.executor import Executor
 from treetrain.engine.live_bytes import live_bytes
+from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
 from treetrain.engine.planning import formula_cost
-from treetrain.engine.walk import Walk
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import check_model
 from treetrain.models.loading import load_model
@@ -95,9 +95,9 @@ def test_tensors_alive_at_the_peak_of_a_plan_are_predicted_within_a_tenth(budget
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with live_bytes(CPU) as meter:
-        board = Board(layout.num_edges, len(layout.rows), torch.float32, CPU, entropy=False)
-        walk = Walk(model, capabilities, plan, temperature=1.0, gradients=True)
-        walk.train(Known(board, torch.ones(layout.num_edges)))
+        table = ScoreTable(layout.num_edges, len(layout.rows), torch.float32, CPU, entropy=False)
+        executor = Executor(model, capabilities, plan, temperature=1.0, gradients=True)
+        executor.train(KnownGradients(table, torch.ones(layout.num_edges)))
     assert meter.peak == pytest.approx(cost.peak_bytes(plan), rel=0.1)
 
 

@@ -11,11 +11,11 @@ from support.families import FAMILIES, MAMBA
 from support.hybrids import make_hybrid
 from treetrain.engine.batch import Batch
 from treetrain.engine.calibrate import _Bench, _gradients_aside, _memory, model_shape
-from treetrain.engine.feed import Board, Known
+from treetrain.engine.executor import Executor
 from treetrain.engine.formula import formula_constants
 from treetrain.engine.gradients import gradient_buffers
 from treetrain.engine.live_bytes import live_bytes
-from treetrain.engine.walk import Walk
+from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
 from treetrain.models.capability import check_model
 from treetrain.planning.partition import partition
 from treetrain.planning.price import CostModel
@@ -66,9 +66,9 @@ def test_what_the_carry_takes_is_known_exactly_and_the_peak_within_a_fifth(name,
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with live_bytes(CPU) as meter:
-        board = Board(layout.num_edges, len(layout.rows), torch.float32, CPU, entropy=False)
-        walk = Walk(model, capabilities, plan, temperature=1.0, gradients=True)
-        walk.train(Known(board, torch.ones(layout.num_edges)))
-    held = walk._carry.num_bytes + walk._states.num_bytes
+        table = ScoreTable(layout.num_edges, len(layout.rows), torch.float32, CPU, entropy=False)
+        executor = Executor(model, capabilities, plan, temperature=1.0, gradients=True)
+        executor.train(KnownGradients(table, torch.ones(layout.num_edges)))
+    held = executor._carry.num_bytes + executor._states.num_bytes
     assert held == pytest.approx(cost.bytes_by(plan)["carry"], rel=1e-9)
     assert meter.peak == pytest.approx(cost.peak_bytes(plan), rel=0.2)

@@ -67,7 +67,7 @@ def primitive(model, budget: int | None, **limits) -> tuple[list[int], torch.Ten
         (None, {"alive": 9}, 1),
         (None, {"backward": 9}, 1),
         (None, {"backward": 2}, 1),
-        (12, {"plain": 7}, 1),
+        (12, {"plain": 7}, 2),
         (12, {"graph": 5}, 1),
         (12, {"total": 6}, 2),
         (12, {"backward": 5}, 1),

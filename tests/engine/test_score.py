@@ -17,8 +17,8 @@ from support.models import make_model
 from support.passes import unique_ids
 from support.plans import planned
 from support.pure import PureFloat64
-from treetrain.engine.memory import StepOutOfMemory
-from treetrain.engine.walk import Walk
+from treetrain.engine.executor import Executor
+from treetrain.engine.out_of_memory import StepOutOfMemory
 from treetrain.planning.price import CostModel
 
 TRUNK = list(range(9))
@@ -328,7 +328,7 @@ def test_graphs_are_kept_where_they_fit_into_the_budget(model, monkeypatch):
 
 def test_memory_that_runs_out_costs_time_and_nothing_else(model, monkeypatch):
     _, truth, _ = linear_gradients(model, ROWS)
-    forward_all, backward_all, failed = Walk.forward_all, Walk.backward_all, []
+    forward_all, backward_all, failed = Executor.forward_all, Executor.backward_all, []
 
     def fails_once(phase, run):
         def wrapped(self, *args, **options):
@@ -336,7 +336,7 @@ def test_memory_that_runs_out_costs_time_and_nothing_else(model, monkeypatch):
                 failed.append(phase)
                 if phase == "backward":
                     self._begun = True
-                raise StepOutOfMemory(30, begun=phase == "backward")
+                raise StepOutOfMemory(30, backward_begun=phase == "backward")
             return run(self, *args, **options)
 
         return wrapped
@@ -344,9 +344,9 @@ def test_memory_that_runs_out_costs_time_and_nothing_else(model, monkeypatch):
     for phase in ("forward", "backward"):
         failed.clear()
         monkeypatch.setattr(
-            Walk, "forward_all", fails_once("forward", forward_all) if phase == "forward" else forward_all
+            Executor, "forward_all", fails_once("forward", forward_all) if phase == "forward" else forward_all
         )
-        monkeypatch.setattr(Walk, "backward_all", fails_once("backward", backward_all))
+        monkeypatch.setattr(Executor, "backward_all", fails_once("backward", backward_all))
         failed += ["backward"] if phase == "forward" else ["forward"]
         model.zero_grad()
         with pytest.warns(RuntimeWarning, match="out of memory"):

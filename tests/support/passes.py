@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from treetrain.engine import walk
+from treetrain.engine import executor
 from treetrain.engine.engine import TreeEngine
 from treetrain.planning.plan import Plan
 from treetrain.tree.build import build_tree
@@ -49,10 +49,10 @@ def watched(model: nn.Module) -> Iterator[Passes]:
         handle.remove()
 
 
-class WatchedCarry(walk.Carry):
+class WatchedCarry(executor.Carry):
     """A carry that notes what is asked of it; `made` lists all of them."""
 
-    made: list["WatchedCarry"] = []  # noqa: RUF012 - walks make them out of sight
+    made: list["WatchedCarry"] = []  # noqa: RUF012 - executors make them out of sight
 
     def __init__(self, rows: int, device: torch.device, *, gradients: bool):
         super().__init__(rows, device, gradients=gradients)

@@ -19,8 +19,8 @@ from support.pure import PureFloat64
 from support.rank_errors import Oops, told_by
 from support.rank_work import LOSSES, OwnLoss, gradients, relative_error, rows_of, sharded
 from treetrain.engine import ranks as ranks_module
-from treetrain.engine.feed import Board
-from treetrain.engine.walk import Walk
+from treetrain.engine.executor import Executor
+from treetrain.engine.loss_gradients import ScoreTable
 from treetrain.engine.whole_step import share_of
 from treetrain.tree import Node, NodeTrajectory, TokenTree
 
@@ -88,7 +88,7 @@ def comparing_rows_while_one_fails(group: Any, parallel: str) -> tuple[str, floa
     rows, loss = rows_of(2, "dpo"), LOSSES["dpo"]
     engine = tt.TreeEngine(model, **sharing)
     if rank == 1:
-        _instead_once(Board, "write", Oops("while scoring"))
+        _instead_once(ScoreTable, "write", Oops("while scoring"))
     told = told_by(lambda: engine.forward_backward(rows[rank::2], loss))
     with PureFloat64():
         engine.forward_backward(rows[rank::2], loss)
@@ -102,7 +102,7 @@ def comparing_rows_while_one_starts_over(group: Any) -> float:
     model, alone, sharing = _models("ddp", group)
     rows, loss = rows_of(2, "dpo"), LOSSES["dpo"]
     if rank == 1:
-        _instead_once(Walk, "_backward", torch.OutOfMemoryError("CUDA out of memory"))
+        _instead_once(Executor, "_backward", torch.OutOfMemoryError("CUDA out of memory"))
     with PureFloat64(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         tt.TreeEngine(model, **sharing).forward_backward(rows[rank::2], loss)

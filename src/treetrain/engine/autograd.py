@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 from treetrain.device_arrays import on_device
 from treetrain.engine.batch import Batch, check_batch, predictions_of, rewards_layout
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.feed import Board
 from treetrain.engine.gradients import gradients_of
+from treetrain.engine.loss_gradients import ScoreTable
 from treetrain.engine.routing import check_auxiliary
 from treetrain.engine.score import Scoring, is_live
 from treetrain.errors import UnsupportedModel
@@ -81,13 +81,13 @@ def logprobs(
         return tree, Batch.of(tree, weighted=False, every_token=return_aux, mask=predictions_of(tree, mask))
 
     tree, batch = engine.together("treetrain.logprobs", prepared)
-    board, aux = scored(engine, tree, batch.layout, "treetrain.logprobs", entropy=return_entropy, balanced=return_aux)
+    table, aux = scored(engine, tree, batch.layout, "treetrain.logprobs", entropy=return_entropy, balanced=return_aux)
     every = batch.everything()
-    found: list[Any] = [every.of_edges(board.logprobs)]
-    if board.entropies is not None:
-        found.append(every.of_rows(board.entropies))
+    found: list[Any] = [every.of_edges(table.logprobs)]
+    if table.entropies is not None:
+        found.append(every.of_rows(table.entropies))
     if return_values:
-        found.append(every.of_rows(board.values_or_zeros))
+        found.append(every.of_rows(table.values_or_zeros))
     if return_aux:
         found.append(aux)
     return found[0] if len(found) == 1 else tuple(found)
@@ -174,10 +174,10 @@ def _values_at(engine: TreeEngine, tree: TokenTree, layout: PackedLayout, index:
     Args:
         index: int64 [T]: the rows that are read, in order.
     """
-    board, _ = scored(engine, tree, layout, "treetrain.values")
-    if board.values is None:
-        return board.logprobs.new_zeros(0)
-    return board.values.index_select(0, on_device(index, board.values.device))
+    table, _ = scored(engine, tree, layout, "treetrain.values")
+    if table.values is None:
+        return table.logprobs.new_zeros(0)
+    return table.values.index_select(0, on_device(index, table.values.device))
 
 
 def check_alone_where_live(engine: TreeEngine, what: str) -> None:
@@ -207,7 +207,7 @@ def scored(
     *,
     entropy: bool = False,
     balanced: bool = False,
-) -> tuple[Board, Tensor]:
+) -> tuple[ScoreTable, Tensor]:
     """All scores of a layout that the engine has been prepared for, live where that can be, and the auxiliary loss.
 
     Args:
@@ -217,12 +217,12 @@ def scored(
     if not scoring.live or not layout.num_tokens:
         return scoring.forward(), scoring.aux
     parameters = [p for p in engine.parameters if p.requires_grad]
-    board = scoring.board
+    table = scoring.table
     found = _TreeScores.apply(scoring, parameters, what, *parameters)
-    live = Board(0, board.num_rows, board.logprobs.dtype, board.device, entropy=False)
+    live = ScoreTable(0, table.num_rows, table.logprobs.dtype, table.device, entropy=False)
     live.logprobs, entropies, values, aux = found  # type: ignore[misc]
     live.entropies = entropies if entropy else None
-    live.values = values if board.values is not None else None
+    live.values = values if table.values is not None else None
     return live, aux
 
 
@@ -236,22 +236,22 @@ class _TreeScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx, scoring: Scoring, parameters: list[nn.Parameter], what: str, *_: Tensor):
         ctx.given = scoring, parameters, what
-        board = scoring.forward()
-        nothing = board.logprobs.new_zeros(0)
-        entropies, values = (nothing if x is None else x for x in (board.entropies, board.values))
+        table = scoring.forward()
+        nothing = table.logprobs.new_zeros(0)
+        entropies, values = (nothing if x is None else x for x in (table.entropies, table.values))
         # Copies: what is handed out may be written into.
-        return board.logprobs.clone(), entropies.clone(), values.clone(), scoring.aux.clone()
+        return table.logprobs.clone(), entropies.clone(), values.clone(), scoring.aux.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, edges: Tensor, rows: Tensor, values: Tensor, aux: Tensor):
         scoring, parameters, what = ctx.given
         scoring.check_backward(what)
-        board = scoring.board
+        table = scoring.table
         gradients = scoring.backward(
             edges,
-            None if board.entropies is None else rows,
-            None if board.values is None else values,
+            None if table.entropies is None else rows,
+            None if table.values is None else values,
             aux,
             attempt=partial(gradients_of, parameters),
         )

@@ -25,7 +25,7 @@ from treetrain.engine import constants_cache
 from treetrain.engine.formula import compute_dtype, formula_constants, head_softmax, is_checkpointed, trained_share
 from treetrain.engine.gradients import GradientBuffers, gradient_buffers
 from treetrain.engine.live_bytes import live_bytes
-from treetrain.engine.memory import is_out_of_memory
+from treetrain.engine.out_of_memory import is_out_of_memory
 from treetrain.engine.packed import PackedRun, model_device
 from treetrain.engine.planning import device_free_bytes
 from treetrain.models.capability import Capabilities, causal_lm

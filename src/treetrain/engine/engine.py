@@ -18,9 +18,10 @@ from treetrain.engine.batch import Batch, check_batch, predictions_of, rewards_l
 from treetrain.engine.begin import Begun, begin, check_hooks
 from treetrain.engine.calibrate import cost_model
 from treetrain.engine.checks import check_temperature
-from treetrain.engine.feed import Board
+from treetrain.engine.executor import Executor
 from treetrain.engine.lockstep import Reduces, lockstep_of
-from treetrain.engine.memory import Passes, StepOutOfMemory, cannot_start_over, why_not_again, within_memory
+from treetrain.engine.loss_gradients import ScoreTable
+from treetrain.engine.out_of_memory import PassCounts, StepOutOfMemory, cannot_start_over, why_not_again, within_memory
 from treetrain.engine.packed import PackedRun, model_device, wide_dtype
 from treetrain.engine.planning import (
     AMPLE,
@@ -37,7 +38,6 @@ from treetrain.engine.routing import Routing
 from treetrain.engine.score import Scored, Scoring, is_live
 from treetrain.engine.sharing import rows_if_faster
 from treetrain.engine.step import Step, StepRun, Way, result_of
-from treetrain.engine.walk import Walk
 from treetrain.errors import RanksDisagree
 from treetrain.models.capability import Capabilities, check_model
 from treetrain.planning.budget import Bytes, parse_budget
@@ -185,8 +185,8 @@ class TreeEngine:
         never = why_not_again(self.parameters, waiting_gradients(self.model, self.value_head))
 
         def step() -> tuple[None, StepResult]:
-            done, _, passes = self._within_memory(begun, plan, never, balance)
-            result = result_of(done, begun, passes)
+            done, _, counts = self._within_memory(begun, plan, never, balance)
+            result = result_of(done, begun, counts)
             return None, result if self.ranks.alone else result.on_host()
 
         try:
@@ -213,13 +213,13 @@ class TreeEngine:
 
     def _within_memory(
         self, begun: Begun, plan: Plan, never: str | None, balance: RouterBalance | None
-    ) -> tuple[Step, Plan, Passes]:
-        def run(plan: Plan, passes: Passes) -> Step:
-            return self._try(plan, begun, passes, never, balance)
+    ) -> tuple[Step, Plan, PassCounts]:
+        def run(plan: Plan, counts: PassCounts) -> Step:
+            return self._try(plan, begun, counts, never, balance)
 
         if self.in_lockstep:
-            passes = Passes()
-            return run(plan, passes), plan, passes
+            counts = PassCounts()
+            return run(plan, counts), plan, counts
         return within_memory(self.model, plan, run, partial(self.smaller_plan, begun.batch.layout))
 
     def plan_of(self, layout: PackedLayout) -> Plan:
@@ -251,7 +251,7 @@ class TreeEngine:
         self,
         plan: Plan,
         begun: Begun,
-        passes: Passes,
+        counts: PassCounts,
         never: str | None,
         balance: RouterBalance | None,
     ) -> Step:
@@ -264,7 +264,7 @@ class TreeEngine:
         def run() -> Step:
             scale = self.capabilities.auxiliary * self.ranks.size
             routing = self.routing(begun.batch.tree, balanced=self._balanced, whole=balance, scale=scale)
-            step = self._step(begun, plan, passes, routing)
+            step = self._step(begun, plan, counts, routing)
             return step if routing is None else Step(*routing.added_to(*step))
 
         return self.undone_if_it_fails(never, run)
@@ -278,7 +278,7 @@ class TreeEngine:
         try:
             return run()
         except BaseException as error:
-            if isinstance(error, StepOutOfMemory) and not error.begun:
+            if isinstance(error, StepOutOfMemory) and not error.backward_begun:
                 raise
             if never is not None and isinstance(error, StepOutOfMemory):
                 raise cannot_start_over(error, never) from error
@@ -296,26 +296,26 @@ class TreeEngine:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _step(self, begun: Begun, plan: Plan, passes: Passes, routing: Routing | None) -> Step:
+    def _step(self, begun: Begun, plan: Plan, counts: PassCounts, routing: Routing | None) -> Step:
         entropy, layout = bool(getattr(begun.loss, "needs_entropy", False)), begun.batch.layout
         sizes = layout.num_edges, len(layout.rows)
-        board = Board(*sizes, device=model_device(self.model), dtype=wide_dtype(self.model), entropy=entropy)
+        table = ScoreTable(*sizes, device=model_device(self.model), dtype=wide_dtype(self.model), entropy=entropy)
 
-        def walk(way: Way) -> Walk | None:
+        def executor(way: Way) -> Executor | None:
             if way != "keeping all":
-                return self.walk(plan, passes, routing, gradients=way == "training", reduces=begun.reduces)
+                return self.executor(plan, counts, routing, gradients=way == "training", reduces=begun.reduces)
             kept = plan.with_all_kept()
             # Ranks in lockstep would have to agree on it; a step that starts over has run out of memory.
-            if self.in_lockstep or passes.budget is not None or not self._fits(kept):
+            if self.in_lockstep or counts.starts_over or not self._fits(kept):
                 return None
             keep_logits = self.has_room_for_logits(kept)
-            return self.walk(kept, passes, routing, gradients=True, keep_logits=keep_logits)
+            return self.executor(kept, counts, routing, gradients=True, keep_logits=keep_logits)
 
         return StepRun(
             begun,
             plan,
-            board,
-            walk,
+            table,
+            executor,
             routing,
             self.ranks,
             in_lockstep=self.in_lockstep,
@@ -347,9 +347,9 @@ class TreeEngine:
 
         (routing, layout, plan), _ = self.ranks.agree("router_balance", prepared)
 
-        def route(plan: Plan, passes: Passes) -> None:
+        def route(plan: Plan, counts: PassCounts) -> None:
             routing.begin()
-            self.walk(plan, passes, routing, gradients=False).route()
+            self.executor(plan, counts, routing, gradients=False).route()
 
         def balance() -> tuple[None, RouterBalance]:
             self._without_gradients(plan, layout, route)
@@ -358,33 +358,33 @@ class TreeEngine:
         _, found = self.ranks.agree("counting choices", balance)
         return functools.reduce(operator.add, found).to(model_device(self.model))
 
-    def _without_gradients(self, plan: Plan, layout: PackedLayout, run: Callable[[Plan, Passes], None]) -> None:
-        """A walk that starts over in smaller parts where memory runs out and no other rank waits."""
+    def _without_gradients(self, plan: Plan, layout: PackedLayout, run: Callable[[Plan, PassCounts], None]) -> None:
+        """A run that starts over in smaller parts where memory runs out and no other rank waits."""
         if self.in_lockstep:
-            run(plan, Passes(trains=False))
+            run(plan, PassCounts())
         else:
-            within_memory(self.model, plan, run, partial(self.smaller_plan, layout), trains=False)
+            within_memory(self.model, plan, run, partial(self.smaller_plan, layout))
 
-    def walk(
+    def executor(
         self,
         plan: Plan,
-        passes: Passes,
+        counts: PassCounts,
         routing: Routing | None,
         *,
         gradients: bool,
         reduces: Reduces = "each",
         statistics: bool = False,
         keep_logits: bool = False,
-    ) -> Walk:
-        """What runs a plan on the model; under FSDP2 a collective call. See `Walk`."""
-        return Walk(
+    ) -> Executor:
+        """What runs a plan on the model; under FSDP2 a collective call. See `Executor`."""
+        return Executor(
             self.model,
             self.capabilities,
             plan,
             temperature=self.temperature,
             gradients=gradients,
             run_type=self.run_type,
-            passes=passes,
+            counts=counts,
             routing=routing,
             lockstep=lockstep_of(self, plan, routing, gradients=gradients, reduces=reduces),
             statistics=statistics,

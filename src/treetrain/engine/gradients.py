@@ -95,8 +95,6 @@ class GradientBuffer:
     def __init__(self, weight: nn.Parameter):
         self._weight = weight
         self._total: Tensor | None = None
-        self.uncertain = False
-        """Whether a forward that has not ended has added to the sum. If it fails, the sum is worth nothing."""
 
     @property
     def total(self) -> Tensor:
@@ -123,16 +121,6 @@ class GradientBuffers:
         if not (type(weight) is nn.Parameter and weight.requires_grad):
             return None
         return self._by_weight.setdefault(id(weight), GradientBuffer(weight))
-
-    @property
-    def uncertain(self) -> bool:
-        """Whether a forward that has not ended has added to a sum."""
-        return any(buffer.uncertain for buffer in self._by_weight.values())
-
-    def settle(self) -> None:
-        """The forward has ended."""
-        for buffer in self._by_weight.values():
-            buffer.uncertain = False
 
     def deliver(self) -> None:
         """Hand all sums to autograd."""

@@ -295,8 +295,6 @@ class _LinearLoss(torch.autograd.Function):
                 logprobs[taken] = logits.at(own) - lse[own.row]
                 by_row = torch.zeros_like(lse).index_add_(0, own.row, coefficients[taken])
                 grad = logits.gradient(lse, own, coefficients[taken], by_row, None)
-                if buffer is not None:
-                    buffer.uncertain = True
                 grads.add(chunk, grad, x, made.weight)
         ctx.grads = _outgoing(grads, rows, weight, bias, buffer)
         ctx.mark_non_differentiable(logprobs)

@@ -11,7 +11,7 @@ the parts are scored without graph, and run again when the gradients are known.
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,14 +20,14 @@ from torch import Tensor
 from treetrain.device_arrays import on_device
 from treetrain.engine.batch import Batch
 from treetrain.engine.evaluate import added_up
-from treetrain.engine.feed import Board, Known
+from treetrain.engine.executor import Executor
 from treetrain.engine.lockstep import Reduces
-from treetrain.engine.memory import Passes, Sizes, why_not_again, within_memory
+from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
+from treetrain.engine.out_of_memory import PassCounts, why_not_again, within_memory
 from treetrain.engine.packed import model_device, wide_dtype
 from treetrain.engine.ranks import check_same, is_shard, waiting_gradients
 from treetrain.engine.routing import Routing
 from treetrain.engine.switches import check_switches, switches_of
-from treetrain.engine.walk import Walk
 from treetrain.errors import RanksDisagree
 from treetrain.planning.plan import Plan
 from treetrain.tree.layout import PackedLayout
@@ -35,6 +35,8 @@ from treetrain.tree.token_tree import TokenTree
 
 if TYPE_CHECKING:
     from treetrain.engine.engine import TreeEngine
+
+T = TypeVar("T")
 
 
 def is_live(engine: "TreeEngine") -> bool:
@@ -65,13 +67,12 @@ class Scoring:
         self.engine, self.layout, self.live = engine, layout, is_live(engine)
         self.routing: Routing | None = engine.routing(tree, balanced=balanced)
         self.plan = self._planned()
-        self.passes = Passes(trains=self.live)
+        self.tokens_without_graph = 0
         device, wide = model_device(engine.model), wide_dtype(engine.model)
         sizes = layout.num_edges, len(layout.rows)
-        self.board = Board(*sizes, wide, device, entropy=entropy, statistics=statistics)
+        self.table = ScoreTable(*sizes, wide, device, entropy=entropy, statistics=statistics)
         self._entropy, self._spent = entropy, False
-        self._kept: Walk | None = None
-        self._scored: Sizes = []
+        self._kept: Executor | None = None
         if self.live:
             self._weights, self._switches = self._fingerprint(), switches_of(engine)
         # Backward usually happens outside the caller's autocast; what is run again there needs it back.
@@ -107,35 +108,34 @@ class Scoring:
     @property
     def aux(self) -> Tensor:
         """The auxiliary loss of the routers, before its coefficient; 0 where it was not asked for."""
-        nothing = self.board.logprobs.new_zeros(())
+        nothing = self.table.logprobs.new_zeros(())
         return nothing if self.routing is None or not self.routing.balanced else self.routing.loss.to(nothing)
 
-    def forward(self) -> Board:
-        """Score everything; returns the board, whose tensors are in no graph."""
+    def forward(self) -> ScoreTable:
+        """Score everything; returns the table, whose tensors are in no graph."""
         if self.layout.num_tokens or self.engine.in_lockstep:
-            _, self.plan, self.passes = self._within_memory(self._forward)
-            self._scored = self.passes.scored
+            self._within_memory(self._forward)
         if self.routing is not None:
             self.routing.settle()
-        return self.board
+        return self.table
 
-    def _forward(self, plan: Plan, passes: Passes) -> None:
+    def _forward(self, plan: Plan, counts: PassCounts) -> None:
         if self.routing is not None:
             self.routing.begin()
         keeps = plan.scores_first == "kept"
-        walk = self.engine.walk(
+        executor = self.engine.executor(
             plan,
-            passes,
+            counts,
             self.routing,
             gradients=keeps,
-            statistics=self.board.statistics is not None,
+            statistics=self.table.statistics is not None,
             keep_logits=keeps and self.engine.has_room_for_logits(plan),
         )
         if keeps:
-            walk.forward_all(self.board, need_entropy=self._entropy)
-            self._kept = walk
+            executor.forward_all(self.table, need_entropy=self._entropy)
+            self._kept = executor
         else:
-            walk.score(self.board, need_entropy=self._entropy)
+            executor.score(self.table, need_entropy=self._entropy)
 
     def check_backward(self, what: str) -> None:
         """Raise RuntimeError where a backward now would not be that of what was scored.
@@ -183,30 +183,38 @@ class Scoring:
         if not self.layout.num_tokens and not self.engine.in_lockstep:
             return attempt(lambda: None)
 
-        def run(plan: Plan, passes: Passes) -> Any:
-            return attempt(lambda: self._backward(plan, passes, edges, rows, values, reduces))
+        def run(plan: Plan, counts: PassCounts) -> Any:
+            return attempt(lambda: self._backward(plan, counts, edges, rows, values, reduces))
 
-        found, self.plan, self.passes = self._within_memory(run)
-        return found
+        return self._within_memory(run)
 
     def _backward(
-        self, plan: Plan, passes: Passes, edges: Tensor, rows: Tensor | None, values: Tensor | None, reduces: Reduces
+        self,
+        plan: Plan,
+        counts: PassCounts,
+        edges: Tensor,
+        rows: Tensor | None,
+        values: Tensor | None,
+        reduces: Reduces,
     ) -> None:
-        walk, self._kept = self._kept, None
-        if walk is not None:
-            walk.backward_all(Known(self.board, edges, rows, values), reduces)
+        executor, self._kept = self._kept, None
+        if executor is not None:
+            executor.backward_all(KnownGradients(self.table, edges, rows, values), reduces)
             return
-        board = Board(len(edges), len(plan.layout.rows), edges.dtype, edges.device, entropy=self._entropy)
-        again = self.engine.walk(plan, passes, self.routing, gradients=True, reduces=reduces)
+        table = ScoreTable(len(edges), len(plan.layout.rows), edges.dtype, edges.device, entropy=self._entropy)
+        again = self.engine.executor(plan, counts, self.routing, gradients=True, reduces=reduces)
         with self._autocast():
-            again.train(Known(board, edges, rows, values))
+            again.train(KnownGradients(table, edges, rows, values))
 
-    def _within_memory(self, run: Callable[[Plan, Passes], Any]) -> tuple[Any, Plan, Passes]:
+    def _within_memory(self, run: Callable[[Plan, PassCounts], T]) -> T:
         if self.engine.in_lockstep:
-            passes = Passes(None, self._scored, trains=self.live)
-            return run(self.plan, passes), self.plan, passes
-        smaller = partial(self.engine.smaller_plan_to_score, self.layout, live=self.live)
-        return within_memory(self.engine.model, self.plan, run, smaller, scored=self._scored, trains=self.live)
+            counts = PassCounts()
+            found = run(self.plan, counts)
+        else:
+            smaller = partial(self.engine.smaller_plan_to_score, self.layout, live=self.live)
+            found, self.plan, counts = within_memory(self.engine.model, self.plan, run, smaller)
+        self.tokens_without_graph += counts.tokens_without_graph
+        return found
 
 
 class Scored:
@@ -252,17 +260,17 @@ class Scored:
     @classmethod
     def of_predictions(cls, scoring: Scoring, batch: Batch, *, values: bool, aux: bool) -> "Scored":
         """What a scoring gives for every prediction of a batch."""
-        self, board, every = cls(scoring, batch.tree), scoring.board, batch.everything()
+        self, table, every = cls(scoring, batch.tree), scoring.table, batch.everything()
         self._batch = batch
-        self.logprobs = self._leaves(every.of_edges(board.logprobs))
-        if board.entropies is not None:
-            self.entropies = self._leaves(every.of_rows(board.entropies))
+        self.logprobs = self._leaves(every.of_edges(table.logprobs))
+        if table.entropies is not None:
+            self.entropies = self._leaves(every.of_rows(table.entropies))
         if values:
-            self.values = self._leaves(every.of_rows(board.values_or_zeros))
-        if board.statistics is not None:
-            self.is_top1 = every.of_edges(board.statistics.is_top1)
-            self.mean_logits = every.of_rows(board.statistics.mean_logits)
-            self.log_sum_sq_probs = every.of_rows(board.statistics.log_sum_sq_probs)
+            self.values = self._leaves(every.of_rows(table.values_or_zeros))
+        if table.statistics is not None:
+            self.is_top1 = every.of_edges(table.statistics.is_top1)
+            self.mean_logits = every.of_rows(table.statistics.mean_logits)
+            self.log_sum_sq_probs = every.of_rows(table.statistics.log_sum_sq_probs)
         self.aux_loss = self._leaves([scoring.aux])[0] if aux else None
         return self
 
@@ -274,7 +282,7 @@ class Scored:
             last: int64 [K]: the row that holds the value of each trajectory's last token.
         """
         self = cls(scoring, tree)
-        values = scoring.board.values_or_zeros
+        values = scoring.table.values_or_zeros
         self._last, self.rewards = last, self._leaves([values[on_device(last, values.device)]])[0]
         return self
 
@@ -289,8 +297,7 @@ class Scored:
     @property
     def recomputed_tokens(self) -> int:
         """Tokens run forward without graph so far, beside those of passes with graph."""
-        passes = self._scoring.passes
-        return sum(tokens for _, tokens in passes.published + passes.scored)
+        return self._scoring.tokens_without_graph
 
     @property
     def parts(self) -> int:
@@ -339,7 +346,7 @@ class Scored:
 
     def _gradients(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | float]:
         """What has arrived, by edge and row of the layout."""
-        board, values = self._scoring.board, self._scoring.board.values
+        table, values = self._scoring.table, self._scoring.table.values
         leaves = [*self.logprobs, *(self.entropies or []), *(self.values or [])]
         leaves += [x for x in (self.rewards, self.aux_loss) if x is not None]
         if any(x.numel() for x in leaves) and all(x.grad is None for x in leaves):
@@ -347,12 +354,12 @@ class Scored:
                 "no gradient has arrived in what TreeEngine.score gave: call backward on a loss that is computed from "
                 "it first"
             )
-        nothing = torch.zeros_like(board.logprobs)
+        nothing = torch.zeros_like(table.logprobs)
         if self._last is not None and self.rewards is not None:
             return nothing, None, None if values is None else added_up(values, self._last, self.rewards.grad), 0.0
         assert self._batch is not None
         every = self._batch.everything()
-        used = on_device(np.flatnonzero(self._batch.used), board.device)
+        used = on_device(np.flatnonzero(self._batch.used), table.device)
 
         def per_place(like: Tensor | None, leaves: list[Tensor] | None, places: np.ndarray) -> Tensor | None:
             if like is None or leaves is None:
@@ -361,8 +368,8 @@ class Scored:
             flat = torch.cat([like.new_zeros(0, *like.shape[1:]), *(g.to(like.dtype) for g in grads)])
             return added_up(like, places, flat.index_select(0, used))
 
-        edges = per_place(board.logprobs, self.logprobs, every.edges)
+        edges = per_place(table.logprobs, self.logprobs, every.edges)
         assert edges is not None
         aux = 0.0 if self.aux_loss is None or self.aux_loss.grad is None else self.aux_loss.grad
-        rows = per_place(board.entropies, self.entropies, every.rows)
+        rows = per_place(table.entropies, self.entropies, every.rows)
         return edges, rows, per_place(values, self.values, every.rows), aux

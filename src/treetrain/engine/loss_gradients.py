@@ -1,8 +1,8 @@
-"""What a walk asks while it runs the parts: what becomes of log-probabilities, and what their gradients are.
+"""Takes the scores of parts from the executor, and gives it the gradients of the loss by these scores.
 
-`Known` has the gradients beforehand (a loss linear in the log-probabilities, or one already evaluated). `Stream`
-evaluates a loss as the walk goes: each trajectory when its last prediction is scored, so that a part's gradients are
-complete when everything below it has run.
+`KnownGradients` has the gradients beforehand (of a loss linear in the log-probabilities, or one already evaluated).
+`StreamedGradients` evaluates a loss as the parts run: each trajectory when its last prediction is scored. So a part's
+gradients are complete when everything below it has run, which is when the executor asks for them.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -20,8 +20,8 @@ from treetrain.engine.results import MetricSums, add_sums
 from treetrain.tree.layout import Piece, ranges
 
 
-class Seeds(NamedTuple):
-    """Gradients of the loss with respect to what a part's head gave."""
+class ScoreGradients(NamedTuple):
+    """Gradients of the loss by the scores of a part."""
 
     edges: Tensor
     """[e]: of the log-probabilities."""
@@ -31,29 +31,27 @@ class Seeds(NamedTuple):
     """[r] or [r, c]: of the values."""
 
 
-class Feed(Protocol):
-    """What the walk asks."""
+class LossGradients(Protocol):
+    """What the executor needs of a loss."""
 
     needs_entropy: bool
     needs_scores_early: bool
     """Whether a pass without graph must score its edges, since trajectories that end below read them."""
-    in_parts: bool
-    """Whether gradients are known as parts go; False where the loss must see the whole batch before any backward."""
 
     def coefficients(self, piece: Piece) -> Tensor | None:
         """[e] d loss / d log-probability where it is known before the piece is scored; else None."""
         ...
 
     def scored(self, piece: Piece, scores: Scores) -> None:
-        """Take what the head gave."""
+        """Take the scores of a piece."""
         ...
 
-    def seeds(self, piece: Piece) -> Seeds:
+    def gradients_of(self, piece: Piece) -> ScoreGradients:
         """Gradients of a piece of which everything below has run."""
         ...
 
 
-class Board:
+class ScoreTable:
     """Log-probabilities of the E edges, entropies and values of the R rows of a batch, as far as they are scored."""
 
     def __init__(
@@ -99,7 +97,7 @@ class Board:
         return on_device(numbers, self.device)
 
 
-class Known:
+class KnownGradients:
     """Gradients known beforehand; only collects the scores.
 
     Args:
@@ -109,27 +107,26 @@ class Known:
     """
 
     needs_scores_early = False
-    in_parts = True
 
-    def __init__(self, board: Board, edges: Tensor, rows: Tensor | None = None, values: Tensor | None = None):
-        self.board, self._edges, self._rows, self._values = board, edges, rows, values
+    def __init__(self, table: ScoreTable, edges: Tensor, rows: Tensor | None = None, values: Tensor | None = None):
+        self.table, self._edges, self._rows, self._values = table, edges, rows, values
         self.needs_entropy = rows is not None
 
     def coefficients(self, piece: Piece) -> Tensor | None:
-        """See `Feed`."""
-        return None if self.needs_entropy else self._edges[self.board.index(piece.edges)]
+        """See `LossGradients`."""
+        return None if self.needs_entropy else self._edges[self.table.index(piece.edges)]
 
     def scored(self, piece: Piece, scores: Scores) -> None:
-        """See `Feed`."""
-        self.board.write(piece, scores)
+        """See `LossGradients`."""
+        self.table.write(piece, scores)
 
-    def seeds(self, piece: Piece) -> Seeds:
-        """See `Feed`."""
-        rows, values = (None if x is None else x[self.board.index(piece.rows)] for x in (self._rows, self._values))
-        return Seeds(self._edges[self.board.index(piece.edges)], rows, values)
+    def gradients_of(self, piece: Piece) -> ScoreGradients:
+        """See `LossGradients`."""
+        rows, values = (None if x is None else x[self.table.index(piece.rows)] for x in (self._rows, self._values))
+        return ScoreGradients(self._edges[self.table.index(piece.edges)], rows, values)
 
 
-class Stream:
+class StreamedGradients:
     """Evaluates a loss over trajectories as they end.
 
     A loss over several trajectories at once is evaluated when all of them have ended: one part only.
@@ -137,32 +134,31 @@ class Stream:
 
     needs_scores_early = True
 
-    def __init__(self, board: Board, batch: Batch | MergedBatch, loss: Any, normaliser: float):
-        self.board, self._batch, self._loss, self._normaliser = board, batch, loss, normaliser
-        self.needs_entropy = board.entropies is not None
+    def __init__(self, table: ScoreTable, batch: Batch | MergedBatch, loss: Any, normaliser: float):
+        self.table, self._batch, self._loss, self._normaliser = table, batch, loss, normaliser
+        self.needs_entropy = table.entropies is not None
         # Float64: a shared edge may collect thousands of rows.
-        self._edges = torch.zeros(len(board.logprobs), dtype=torch.float64, device=board.device)
-        self._rows = None if board.entropies is None else torch.zeros_like(board.entropies, dtype=torch.float64)
+        self._edges = torch.zeros(len(table.logprobs), dtype=torch.float64, device=table.device)
+        self._rows = None if table.entropies is None else torch.zeros_like(table.entropies, dtype=torch.float64)
         self._values: Tensor | None = None
         self._order = np.argsort(batch.deepest_row, kind="stable")
         self._ends = batch.deepest_row[self._order]
         self._seen = np.zeros(batch.layout.num_edges and len(batch.layout.rows), bool)
         self._at_once = getattr(loss, "scope", "trajectory") == "batch"
-        self.in_parts = not self._at_once
         self._pending = True
         self.total: Any = 0.0
         self.sums: MetricSums = {}
 
     def coefficients(self, piece: Piece) -> Tensor | None:
-        """Known for a piece that is scored a second time: everything that reads it has ended."""
+        """KnownGradients for a piece that is scored a second time: everything that reads it has ended."""
         if self.needs_entropy or not self._seen[piece.rows].all():
             return None
-        return self._edges[self.board.index(piece.edges)].to(self.board.logprobs.dtype)
+        return self._edges[self.table.index(piece.edges)].to(self.table.logprobs.dtype)
 
     def scored(self, piece: Piece, scores: Scores) -> None:
         """Take scores, and evaluate the trajectories that end here."""
         new = piece.rows[~self._seen[piece.rows]]
-        self.board.write(piece, scores)
+        self.table.write(piece, scores)
         self._seen[new] = True
         if self._at_once:
             if self._seen.all() and self._pending:
@@ -183,32 +179,32 @@ class Stream:
         if len(idle) and not hasattr(self._loss, "packed"):
             self._evaluate(self._batch.select(np.sort(idle)))
 
-    def known(self) -> Known:
-        """The gradients, for a second walk, once the whole batch has been evaluated."""
+    def known(self) -> KnownGradients:
+        """The gradients, for a second run, once the whole batch has been evaluated."""
         assert not self._pending
-        dtype = self.board.logprobs.dtype
+        dtype = self.table.logprobs.dtype
         rows, values = (None if x is None else x.to(dtype) for x in (self._rows, self._values))
-        return Known(self.board, self._edges.to(dtype), rows, values)
+        return KnownGradients(self.table, self._edges.to(dtype), rows, values)
 
-    def seeds(self, piece: Piece) -> Seeds:
-        """See `Feed`."""
+    def gradients_of(self, piece: Piece) -> ScoreGradients:
+        """See `LossGradients`."""
         assert not (self._at_once and self._pending), "gradients asked for before the loss has seen the batch"
-        dtype = self.board.logprobs.dtype
-        at = self.board.index(piece.rows)
+        dtype = self.table.logprobs.dtype
+        at = self.table.index(piece.rows)
         rows, values = (None if x is None else x[at].to(dtype) for x in (self._rows, self._values))
-        return Seeds(self._edges[self.board.index(piece.edges)].to(dtype), rows, values)
+        return ScoreGradients(self._edges[self.table.index(piece.edges)].to(dtype), rows, values)
 
     def _evaluate(self, rows: Reads) -> None:
         self._pending = False
-        board = self.board
-        found = evaluate_gradients(self._loss, self._normaliser, board.logprobs, board.entropies, rows, board.values)
+        table = self.table
+        found = evaluate_gradients(self._loss, self._normaliser, table.logprobs, table.entropies, rows, table.values)
         self.total = self.total + found.total
         self.sums = add_sums(self.sums, found.sums)
         if found.edges is not None:
-            self._edges.index_add_(0, on_device(rows.edges, self.board.device), found.edges.double())
+            self._edges.index_add_(0, on_device(rows.edges, self.table.device), found.edges.double())
         if self._rows is not None and found.rows is not None:
-            self._rows.index_add_(0, on_device(rows.rows, self.board.device), found.rows.double())
-        if found.values is not None and board.values is not None:
+            self._rows.index_add_(0, on_device(rows.rows, self.table.device), found.rows.double())
+        if found.values is not None and table.values is not None:
             if self._values is None:
-                self._values = torch.zeros_like(board.values, dtype=torch.float64)
-            self._values.index_add_(0, on_device(rows.rows, board.device), found.values.double())
+                self._values = torch.zeros_like(table.values, dtype=torch.float64)
+            self._values.index_add_(0, on_device(rows.rows, table.device), found.values.double())

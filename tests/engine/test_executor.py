@@ -1,4 +1,4 @@
-"""What a walk over a plan runs and holds: every token once, exported ones of late parts twice, one path of carry."""
+"""What an executor runs and holds of a plan: every token once, exported ones of late parts twice, one path of carry."""
 
 import itertools
 from collections import Counter
@@ -16,7 +16,7 @@ from support.pairwise import pairwise
 from support.passes import WatchedCarry, unique_ids, watched
 from support.plans import KEEPS, planned
 from support.pure import PureFloat64
-from treetrain.engine import walk
+from treetrain.engine import executor
 
 TRUNK = list(range(14))
 IDS = {
@@ -66,9 +66,9 @@ def no_gradients(model):
 
 @pytest.fixture
 def carries(monkeypatch):
-    """The carries of all walks of a test."""
+    """The carries of all executors of a test."""
     monkeypatch.setattr(WatchedCarry, "made", [])
-    monkeypatch.setattr(walk, "Carry", WatchedCarry)
+    monkeypatch.setattr(executor, "Carry", WatchedCarry)
     return WatchedCarry.made
 
 
@@ -125,16 +125,16 @@ def test_the_carry_is_made_once_and_holds_what_the_plan_says(model, carries, sha
 
 @every_plan
 def test_rows_of_the_carry_are_given_back(model, shape, keep):
-    walks = []
+    executors = []
 
     class Watched(planned(shape, keep)):
-        def walk(self, *args, **options):
-            walks.append(super().walk(*args, **options))
-            return walks[-1]
+        def executor(self, *args, **options):
+            executors.append(super().executor(*args, **options))
+            return executors[-1]
 
     Watched(model).forward_backward(dress(IDS["deep"], 1), LOSSES["ppo"])
     Watched(model).logprobs(IDS["deep"])
-    assert len(walks) == 2 and all(w._top == 0 and (w._row_of == -1).all() for w in walks)
+    assert len(executors) == 2 and all(w._rows_in_use == 0 and (w._row_of == -1).all() for w in executors)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
