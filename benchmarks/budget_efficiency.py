@@ -8,10 +8,8 @@ longest path. The ideal counts, besides the tree's own FLOPs, one forward of the
 within the budget must run twice (plan.least_recomputed). Rows are appended to results/budget_efficiency.csv.
 """
 
-import argparse
 import os
 import statistics
-import subprocess
 import sys
 import time
 
@@ -107,22 +105,11 @@ def _rounds(engines, batch, count: int) -> dict[str, list[float]]:
     return seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", default=NAMES, help=", ".join(NAMES))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--baselines", nargs="+", default=list(BASELINES), choices=BASELINES)
-    parser.add_argument("--here", action="store_true", help="in this process (one workload)")
-    options = parser.parse_args()
-    unknown = set(options.workloads) - set(NAMES)
-    if unknown:
-        parser.error(f"unknown workload {sorted(unknown)[0]!r}; there are {', '.join(NAMES)}")
-    if options.here:
-        return measure(options.workloads[0], options.repeats, options.baselines)
-    for name in options.workloads:
-        command = [sys.executable, __file__, name, "--here", "--repeats", str(options.repeats), "--baselines"]
-        subprocess.run([*command, *options.baselines], check=True)
-
-
 if __name__ == "__main__":
-    main()
+    rows.run_each(
+        NAMES,
+        measure,
+        __doc__,
+        repeats=rows.count(5),
+        baselines={"nargs": "+", "default": list(BASELINES), "choices": BASELINES},
+    )

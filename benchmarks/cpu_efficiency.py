@@ -6,9 +6,7 @@ Forward and backward of SFT, float32, a Qwen3-shaped model of 30M parameters (be
 alternating in one process; a fresh process per workload. Rows are appended to results/cpu_efficiency.csv.
 """
 
-import argparse
 import os
-import subprocess
 import sys
 
 import rows
@@ -40,22 +38,6 @@ def _say(line: str) -> None:
     print(f"  {line}", file=sys.stderr, flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), help=", ".join(WORKLOADS))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--no-memory", dest="memory", action="store_false")
-    parser.add_argument("--here", action="store_true", help="in this process (one workload)")
-    options = parser.parse_args()
-    unknown = set(options.workloads) - set(WORKLOADS)
-    if unknown:
-        parser.error(f"unknown workload {sorted(unknown)[0]!r}; there are {', '.join(WORKLOADS)}")
-    if options.here:
-        return measure(options.workloads[0], options.repeats, options.memory)
-    for name in options.workloads:
-        command = [sys.executable, __file__, name, "--here", "--repeats", str(options.repeats)]
-        subprocess.run(command + ([] if options.memory else ["--no-memory"]), check=True)
-
-
 if __name__ == "__main__":
-    main()
+    no_memory = {"dest": "memory", "action": "store_false"}
+    rows.run_each(WORKLOADS, measure, __doc__, repeats=rows.count(5), no_memory=no_memory)

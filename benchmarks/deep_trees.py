@@ -6,9 +6,6 @@ A chain of 100,000 nested forks (a leaf of one token hangs off every token of a 
 by TokenTree.from_nodes and never flattened, and a star of 10,000 leaves. Rows are appended to results/deep_trees.csv.
 """
 
-import argparse
-import subprocess
-import sys
 import time
 
 import rows
@@ -95,19 +92,5 @@ def measure(name: str) -> None:
     print(row, flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(CASES), help="; ".join(CASES))
-    parser.add_argument("--here", action="store_true", help="in this process (one case)")
-    options = parser.parse_args()
-    unknown = set(options.cases) - set(CASES)
-    if unknown:
-        parser.error(f"unknown case {sorted(unknown)[0]!r}; there are {'; '.join(CASES)}")
-    if options.here:
-        return measure(options.cases[0])
-    for name in options.cases:
-        subprocess.run([sys.executable, __file__, name, "--here"], check=True)
-
-
 if __name__ == "__main__":
-    main()
+    rows.run_each(CASES, measure, __doc__)

@@ -8,9 +8,7 @@ baselines (packed and padded, two sizes each) run on every fourth row; the faste
 rows. One process, a fresh one per model. Rows are appended to results/families.csv.
 """
 
-import argparse
 import os
-import subprocess
 import sys
 
 import rows
@@ -93,23 +91,12 @@ def _say(line: str) -> None:
     print(f"  {line}", file=sys.stderr, flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=list(MODELS), help=", ".join(MODELS))
-    parser.add_argument("--workload", default="tau_airline_calls", choices=WORKLOADS)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--trial", type=int, default=4, help="baselines are tried on every so many-th row; 1: on all")
-    parser.add_argument("--here", action="store_true", help="in this process (one model)")
-    options = parser.parse_args()
-    unknown = set(options.models) - set(MODELS)
-    if unknown:
-        parser.error(f"unknown model {sorted(unknown)[0]!r}; there are {', '.join(MODELS)}")
-    if options.here:
-        return measure(options.models[0], options.workload, options.repeats, options.trial)
-    for name in options.models:
-        command = [sys.executable, __file__, name, "--here", "--workload", options.workload]
-        subprocess.run([*command, "--repeats", str(options.repeats), "--trial", str(options.trial)], check=True)
-
-
 if __name__ == "__main__":
-    main()
+    rows.run_each(
+        MODELS,
+        measure,
+        __doc__,
+        workload={"default": "tau_airline_calls", "choices": WORKLOADS},
+        repeats=rows.count(3),
+        trial={"type": int, "default": 4, "help": "baselines are tried on every so many-th row; 1: on all"},
+    )

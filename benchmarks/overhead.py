@@ -7,11 +7,8 @@ model call, forward and backward) and of the optimiser are taken off the time be
 left is the share reported, the median over the steps but the first. Rows are appended to results/overhead.csv.
 """
 
-import argparse
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -101,20 +98,5 @@ def measure(name: str, steps: int) -> None:
     print(row, flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("works", nargs="*", default=list(WORKS), help=", ".join(WORKS))
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--here", action="store_true", help="in this process (one work)")
-    options = parser.parse_args()
-    unknown = set(options.works) - set(WORKS)
-    if unknown:
-        parser.error(f"unknown work {sorted(unknown)[0]!r}; there are {', '.join(WORKS)}")
-    if options.here:
-        return measure(options.works[0], options.steps)
-    for name in options.works:
-        subprocess.run([sys.executable, __file__, name, "--here", "--steps", str(options.steps)], check=True)
-
-
 if __name__ == "__main__":
-    main()
+    rows.run_each(WORKS, measure, __doc__, steps=rows.count(6))

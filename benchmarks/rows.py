@@ -1,15 +1,57 @@
-"""Result rows: every benchmark appends to a CSV of its own, with the commit and the machine that made the row."""
+"""What benchmarks share: their command line, and result rows.
 
+Every benchmark appends to a CSV of its own, with the commit and the machine that made the row.
+"""
+
+import argparse
 import csv
 import datetime
 import os
 import platform
 import re
 import subprocess
+import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def run_each(
+    names: Collection[str], measure: Callable[..., None], description: str | None, **options: dict[str, Any]
+) -> None:
+    """Read the command line and measure every name that is given there, each in a process of its own.
+
+    Args:
+        names: of all works; those that run where none is given.
+        measure: called with a name and the options as keyword arguments.
+        description: of the benchmark, for ``--help``.
+        options: by name, what `argparse.ArgumentParser.add_argument` takes for each.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(names), help="; ".join(names))
+    parser.add_argument("--here", action="store_true", help="in this process (one name)")
+    for name, settings in options.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **settings)
+    given = vars(parser.parse_args())
+    wanted, here = given.pop("names"), given.pop("here")
+    if unknown := sorted(set(wanted) - set(names)):
+        parser.error(f"unknown name {unknown[0]!r}; there are {'; '.join(names)}")
+    if here:
+        return measure(wanted[0], **given)
+    flags = [argument for argument in sys.argv[1:] if argument not in names]
+    for name in wanted:
+        subprocess.run([sys.executable, sys.argv[0], name, "--here", *flags], check=True)
+
+
+DRY_RUN: dict[str, Any] = {"action": "store_true", "help": "print the rows and append none"}
+"""The option of benchmarks that can do so."""
+
+
+def count(default: int) -> dict[str, Any]:
+    """An option that is a number."""
+    return {"type": int, "default": default}
 
 
 def provenance() -> dict[str, str]:

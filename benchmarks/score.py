@@ -8,11 +8,8 @@ workload; ratios of neighbours, medians. A second row per workload has a budget 
 runs its parts twice. Rows are appended to results/score.csv.
 """
 
-import argparse
 import os
 import statistics
-import subprocess
-import sys
 import time
 
 import rows
@@ -71,22 +68,5 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
         rows.report("score", row, dry_run=dry_run)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), help=", ".join(WORKLOADS))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--dry-run", action="store_true", help="print the rows only")
-    parser.add_argument("--here", action="store_true", help="in this process (one workload)")
-    options = parser.parse_args()
-    unknown = set(options.workloads) - set(WORKLOADS)
-    if unknown:
-        parser.error(f"unknown workload {sorted(unknown)[0]!r}; there are {', '.join(WORKLOADS)}")
-    if options.here:
-        return measure(options.workloads[0], options.repeats, options.dry_run)
-    for name in options.workloads:
-        command = [sys.executable, __file__, name, "--here", "--repeats", str(options.repeats)]
-        subprocess.run(command + (["--dry-run"] if options.dry_run else []), check=True)
-
-
 if __name__ == "__main__":
-    main()
+    rows.run_each(WORKLOADS, measure, __doc__, repeats=rows.count(5), dry_run=rows.DRY_RUN)

@@ -11,12 +11,9 @@ ratio of FLOPs; under a budget (a quarter of the tree's tokens, or the longest r
 plan avoids. Rows are appended to results/trainers.csv.
 """
 
-import argparse
 import copy
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 
@@ -256,22 +253,5 @@ def _version() -> str:
     return trl.__version__
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("works", nargs="*", default=list(WORKS), help=", ".join(WORKS))
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dry-run", action="store_true", help="print the rows and append none")
-    parser.add_argument("--here", action="store_true", help="in this process (one work)")
-    options = parser.parse_args()
-    unknown = set(options.works) - set(WORKS)
-    if unknown:
-        parser.error(f"unknown work {sorted(unknown)[0]!r}; there are {', '.join(WORKS)}")
-    if options.here:
-        return measure(options.works[0], options.repeats, options.dry_run)
-    for name in options.works:
-        command = [sys.executable, __file__, name, "--here", "--repeats", str(options.repeats)]
-        subprocess.run(command + (["--dry-run"] if options.dry_run else []), check=True)
-
-
 if __name__ == "__main__":
-    main()
+    rows.run_each(WORKS, measure, __doc__, repeats=rows.count(3), dry_run=rows.DRY_RUN)
