@@ -42,8 +42,7 @@ USED = {
     "Plan": "explain explanation events num_parts peak_tokens recomputed_tokens",
     "CostModel": "from_shape seconds seconds_by peak_bytes bytes_by",
     "ModelShape": "named from_config parameters flops",
-    "losses.Loss": "sums_tokens needs_entropy needs_logprobs needs_values needs_facts needs_step for_step normaliser "
-    "total_weight check evaluate evaluate_valued coefficients",
+    "losses.Loss": "sums_tokens for_step normaliser total_weight check evaluate coefficients",
 }
 """Members that users of a class call; of a class that is not named here, all that are public. Fields are as well."""
 MADE_FOR_YOU = {"Scored", "Plan", "StepResult"}

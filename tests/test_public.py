@@ -90,30 +90,12 @@ METHODS = {
     "ModelShape.named": "(name)",
     "ModelShape.from_config": "(config)",
     "losses.sft": "(*, reduction='token')",
-    "losses.reinforce": (
-        "(*, kl=0.0, kl_estimator='k3', entropy=0.0, reduction='token', importance_cap=None, "
-        "importance_mode='token_truncate')"
-    ),
-    "losses.ppo": (
-        "(*, clip=0.2, clip_low=None, clip_high=None, kl=0.0, kl_estimator='k3', entropy=0.0, reduction='token', "
-        "importance_cap=None, importance_mode='token_truncate', on_policy=False, value_coefficient=0.0, value_clip=0.2)"
-    ),
-    "losses.grpo": (
-        "(*, clip=0.2, clip_low=None, clip_high=None, kl=0.0, kl_estimator='k3', entropy=0.0, "
-        "reduction='trajectory', importance_cap=None, importance_mode='token_truncate', on_policy=False)"
-    ),
-    "losses.dapo": (
-        "(*, clip_low=0.2, clip_high=0.28, kl=0.0, kl_estimator='k3', entropy=0.0, importance_cap=None, "
-        "importance_mode='token_truncate', on_policy=False)"
-    ),
-    "losses.dr_grpo": (
-        "(*, length, clip=0.2, clip_low=None, clip_high=None, kl=0.0, kl_estimator='k3', entropy=0.0, "
-        "importance_cap=None, importance_mode='token_truncate', on_policy=False)"
-    ),
-    "losses.gspo": (
-        "(*, clip_low=0.0003, clip_high=0.0004, kl=0.0, kl_estimator='k3', entropy=0.0, on_policy=False, "
-        "level='sequence')"
-    ),
+    "losses.reinforce": "(*, reduction='token', **options)",
+    "losses.ppo": "(*, reduction='token', value_coefficient=0.0, value_clip=0.2, **options)",
+    "losses.grpo": "(*, reduction='trajectory', **options)",
+    "losses.dapo": "(*, clip_low=0.2, clip_high=0.28, on_policy=False, **options)",
+    "losses.dr_grpo": "(*, length, **options)",
+    "losses.gspo": "(*, clip_low=0.0003, clip_high=0.0004, level='sequence', on_policy=False, **options)",
     "losses.dpo": "(*, beta=0.1, label_smoothing=0.0, reference_free=False)",
     "losses.ipo": "(*, beta=0.1)",
     "losses.simpo": "(*, beta=2.0, margin=1.0)",

@@ -42,7 +42,7 @@ def test_a_mixture_that_was_told_of_its_step_needs_no_normaliser(run_on_ranks, p
 def test_losses_of_ones_own_must_be_the_same_on_all_ranks(run_on_ranks) -> None:
     for function, needs in run_on_ranks(rank_traps.different_losses_of_ones_own):
         assert "the ranks differ in loss" in function and "_one" in function and "_two" in function
-        assert "the ranks differ in what the loss needs" in needs and "'needs_entropy': True" in needs
+        assert "the ranks differ in what the loss needs" in needs and "'entropies'" in needs
 
 
 def test_a_function_among_the_options_of_a_loss_is_no_disagreement(run_on_ranks) -> None:

@@ -146,14 +146,14 @@ class OwnLoss:
 
 
 REFUSED = {
-    "SFTLoss": tt.losses.sft(reduction="trajectory"),
-    "ClippedLoss": tt.losses.grpo(),
-    "GSPOLoss": tt.losses.gspo(),
-    "DrGRPOLoss": tt.losses.dr_grpo(length=8),
-    "DPOLoss": tt.losses.dpo(),
-    "KTOLoss": tt.losses.kto(),
-    "ReinforceLoss": tt.losses.reinforce(importance_cap=2.0, importance_mode="sequence_mask"),
-    "ActorCriticLoss": tt.losses.actor_critic(tt.losses.grpo()),
+    "sft": tt.losses.sft(reduction="trajectory"),
+    "grpo": tt.losses.grpo(),
+    "gspo": tt.losses.gspo(),
+    "dr_grpo": tt.losses.dr_grpo(length=8),
+    "dpo": tt.losses.dpo(),
+    "kto": tt.losses.kto(),
+    "reinforce": tt.losses.reinforce(importance_cap=2.0, importance_mode="sequence_mask"),
+    "actor_critic": tt.losses.actor_critic(tt.losses.grpo()),
     "Mixture": tt.losses.mix({"a": tt.losses.ppo(), "b": tt.losses.sft()}, select="facts"),
     "OwnLoss": OwnLoss(),
 }
@@ -162,8 +162,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_loss_that_is_no_sum_over_tokens_is_refused_by_name(name):
     tree = tt.TokenTree.from_nodes(*prepared(4), count="once")
-    head = torch.nn.Linear(24, 1) if name == "ActorCriticLoss" else None
-    with pytest.raises(ValueError, match=f"{name} is no sum over tokens .*count='per trajectory'"):
+    head = torch.nn.Linear(24, 1) if name == "actor_critic" else None
+    kind = type(REFUSED[name]).__name__
+    with pytest.raises(ValueError, match=f"{kind} is no sum over tokens .*count='per trajectory'"):
         tt.TreeEngine(make_model("qwen3"), value_head=head).forward_backward(tree, REFUSED[name])
 
 

@@ -45,14 +45,14 @@ def model():
 NO_LOSS = {
     "sft": r"loss='sft' is a name; pass tt.losses.by_name\('sft'\)",
     torch.zeros(()): r"tensor of shape \(\); the engine calls the loss itself.*tt.logprobs\(model, rows\)",
-    tt.losses.grpo: r"the function grpo itself, which makes a loss; call it: tt.losses.grpo\(\)",
+    tt.losses.grpo: r"loss grpo.* does not take .* If grpo makes a loss, call it and pass what it returns",
     Own: r"the class Own; pass an instance of it, Own\(\)",
     3.5: r"loss is 3.5, which cannot be called; a loss is called as loss\(logprobs, entropies, trajectory\)",
     takes_logits: r"takes_logits\(logits, labels\) does not take \(logprobs, entropies, trajectory\)",
     functools.partial(right, None): "does not take",
     torch.nn.CrossEntropyLoss(): "CrossEntropyLoss.*does not take",
     OfTheBacth(): "scope 'bacth'; give 'trajectory'.* or 'batch'",
-    ValuesUnnamed(): "and with values=... as it has needs_values",
+    ValuesUnnamed(): "and with values=... as it needs predicted values",
     right: r"loss right has no normaliser\(trajectories\)",
 }
 

@@ -583,12 +583,9 @@ def test_what_a_head_says_of_untrained_tokens_never_reaches_a_loss():
 class Plain(tt.losses.Loss):
     """A loss on this library's base: v - R."""
 
-    needs_values = True
+    needs = ("predicted_values", "returns")
 
-    def evaluate(self, logprobs, entropies, facts):
-        raise AssertionError("never without values")
-
-    def evaluate_valued(self, logprobs, entropies, values, facts):
+    def evaluate(self, logprobs, entropies, facts, values):
         return (facts.shares(self.reduction) * (values - facts.returns)).sum(), {}
 
 

@@ -136,7 +136,7 @@ def test_the_signatures_are_those_people_use():
         "ppo": clipped | {"value_coefficient": 0.0, "value_clip": 0.2},
         "grpo": clipped | {"reduction": "trajectory"},
         "dapo": {"clip_low": 0.2, "clip_high": 0.28, "on_policy": False} | penalties | correction,
-        "dr_grpo": bounds | penalties | correction | {"length": inspect.Parameter.empty, "on_policy": False},
+        "dr_grpo": bounds | penalties | correction | {"length": losses.REQUIRED, "on_policy": False},
         "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "on_policy": False, "level": "sequence"} | penalties,
         "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "reference_point": "rows"},
         "distill": {"estimator": "k3", "reduction": "token"} | correction,
@@ -144,13 +144,9 @@ def test_the_signatures_are_those_people_use():
         "ipo": {"beta": 0.1},
         "simpo": {"beta": 2.0, "margin": 1.0},
     }
-    found = {
-        name: {p.name: p.default for p in inspect.signature(make).parameters.values()}
-        for name, make in losses.LOSSES.items()
-    }
-    assert found == expected
+    assert {name: losses.options_of(name) for name in losses.LOSSES} == expected
     kinds = {p.kind for make in losses.LOSSES.values() for p in inspect.signature(make).parameters.values()}
-    assert kinds == {inspect.Parameter.KEYWORD_ONLY}
+    assert kinds == {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
 
 
 def test_losses_do_not_change_after_they_are_made():

@@ -19,18 +19,16 @@ ROWS = [
 def test_facts_are_concatenated_without_entry_0_and_zero_where_the_weight_is():
     facts = PackedFacts.pack(ROWS, dtype=torch.float64)
     assert len(facts) == 4
-    assert facts.lengths.tolist() == [2, 0, 0, 2]
     assert facts.rows.tolist() == [0, 0, 3, 3]
     assert facts.weights.tolist() == [0, 2, 0.5, 0.5]
     assert facts.advantages.tolist() == [0, 2, -1, -1]
     assert facts.weights.dtype == facts.advantages.dtype == torch.float64
-    assert facts.lengths.dtype == facts.rows.dtype == torch.int64
+    assert facts.rows.dtype == torch.int64
 
 
-def test_a_mask_of_used_predictions_shortens_all_but_the_lengths():
+def test_a_mask_of_used_predictions_shortens_all():
     facts = PackedFacts.pack(ROWS, used=np.array([False, True, False, True]))
     assert len(facts) == 2
-    assert facts.lengths.tolist() == [2, 0, 0, 2]
     assert facts.rows.tolist() == [0, 3]
     assert facts.weights.tolist() == [2, 0.5]
     assert facts.advantages.tolist() == [2, -1]

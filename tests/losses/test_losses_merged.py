@@ -12,7 +12,6 @@ from support.node_trees import random_node_tree
 from treetrain import losses
 from treetrain.errors import DataError
 from treetrain.losses import PackedFacts
-from treetrain.losses.facts import MergedFacts
 from treetrain.losses.sft import SFTLoss
 from treetrain.tree import Node, NodeTrajectory, TokenTree
 
@@ -72,13 +71,13 @@ def test_value_gradients_and_metrics_are_those_of_the_rows(name, reduction, adva
         tree = random_node_tree(seed, advantages)
         used, index = predictions(tree)
         logprobs, entropies = numbers(tree, seed)
-        spread = entropies if loss.needs_entropy or seed % 2 else None
+        spread = entropies if "entropies" in loss.needs or seed % 2 else None
         facts = PackedFacts.pack(list(tree.trajectories), dtype=torch.float64, used=used)
         total, metrics = loss.packed(logprobs[index], None if spread is None else spread[index], facts)
 
         merged = tree.merged(reduction)
         at = torch.from_numpy(merged.tokens)
-        merged_facts = loss.pack_merged(merged, dtype=torch.float64)
+        merged_facts = loss.pack(merged, dtype=torch.float64)
         found, found_metrics = loss.packed(logprobs[at], None if spread is None else spread[at], merged_facts)
 
         assert_close(found, total)
@@ -90,7 +89,7 @@ def test_value_gradients_and_metrics_are_those_of_the_rows(name, reduction, adva
         for one, other in zip(*gradients):
             assert_close(one, other)
         if len(index):
-            assert loss.merged_normaliser(merged) == pytest.approx(loss.normaliser(list(tree.trajectories)), rel=1e-13)
+            assert loss.normaliser(merged) == pytest.approx(loss.normaliser(list(tree.trajectories)), rel=1e-13)
 
 
 @pytest.mark.parametrize("name", sorted(LINEAR))
@@ -103,7 +102,7 @@ def test_coefficients_sum_to_those_of_the_rows_on_every_token(name, reduction, a
         used, index = predictions(tree)
         merged = tree.merged(reduction)
         rows = loss.coefficients(PackedFacts.pack(list(tree.trajectories), dtype=torch.float64, used=used))
-        ours = loss.coefficients(loss.pack_merged(merged, dtype=torch.float64))
+        ours = loss.coefficients(loss.pack(merged, dtype=torch.float64))
         per_token = torch.zeros(2, tree.num_tokens, dtype=torch.float64)
         per_token[0].index_add_(0, torch.from_numpy(index), rows)
         per_token[1].index_add_(0, torch.from_numpy(merged.tokens), ours)
@@ -113,7 +112,7 @@ def test_coefficients_sum_to_those_of_the_rows_on_every_token(name, reduction, a
 @every_loss
 def test_coefficients_are_given_just_where_the_loss_is_linear(name):
     loss = MAKE[name](reduction="token")
-    facts = loss.pack_merged(random_node_tree(1, "of some rows").merged("token"))
+    facts = loss.pack(random_node_tree(1, "of some rows").merged("token"))
     assert len(facts)
     assert (loss.coefficients(facts) is not None) == (name in LINEAR)
 
@@ -125,11 +124,11 @@ def test_pieces_add_up_to_the_whole(name, reduction):
     merged = tree.merged(reduction)
     logprobs, entropies = numbers(tree, 0)
     whole = torch.from_numpy(merged.tokens)
-    total, metrics = loss.packed(logprobs[whole], entropies[whole], loss.pack_merged(merged, dtype=torch.float64))
+    total, metrics = loss.packed(logprobs[whole], entropies[whole], loss.pack(merged, dtype=torch.float64))
     sums, sum_metrics = torch.zeros((), dtype=torch.float64), {}
     for index in np.array_split(np.random.default_rng(0).permutation(len(merged)), 3):
         at = whole[torch.from_numpy(index)]
-        facts = loss.pack_merged(merged, dtype=torch.float64, index=index)
+        facts = loss.pack(merged, dtype=torch.float64, used=index)
         part, part_metrics = loss.packed(logprobs[at], entropies[at], facts)
         sums, sum_metrics = sums + part, losses.add_metrics(sum_metrics, part_metrics)
     assert_close(sums, total)
@@ -142,9 +141,9 @@ def test_merged_facts_follow_the_dtype_of_the_logprobs(name):
     merged = tree.merged("token")
     logprobs, entropies = (x[torch.from_numpy(merged.tokens)] for x in numbers(tree, 0))
     index = np.arange(len(merged))[::-1].copy()
-    narrow = loss.pack_merged(merged, index=index)
+    narrow = loss.pack(merged, used=index)
     total, metrics = loss.packed(logprobs, entropies, narrow)
-    expected, _ = loss.packed(logprobs, entropies, loss.pack_merged(merged, dtype=torch.float64, index=index))
+    expected, _ = loss.packed(logprobs, entropies, loss.pack(merged, dtype=torch.float64, used=index))
     assert narrow.shares("token").dtype == torch.float32
     assert total.dtype == torch.float64
     assert total.item() == expected.item()
@@ -165,10 +164,10 @@ class Squared(SFTLoss):
 def test_a_loss_that_does_not_say_it_is_mergeable_is_refused_by_name():
     loss, merged = Squared(reduction="token"), TREE.merged("token")
     for call in (
-        lambda: loss.pack_merged(merged),
-        lambda: loss.check_merged(merged),
-        lambda: loss.merged_normaliser(merged),
-        lambda: loss.packed(torch.zeros(3), None, MergedFacts.pack(merged)),
+        lambda: loss.pack(merged),
+        lambda: loss.check(merged),
+        lambda: loss.normaliser(merged),
+        lambda: loss.packed(torch.zeros(3), None, losses.sft().pack(merged)),
     ):
         with pytest.raises(ValueError, match=r"Squared does not say that it is mergeable, .* pass the rows"):
             call()
@@ -191,23 +190,23 @@ def test_a_correction_of_whole_rows_cannot_be_merged_one_of_tokens_can(make, mod
 def test_rows_merged_for_another_reduction_are_refused_with_both():
     merged = TREE.merged("token")
     with pytest.raises(ValueError, match="SFTLoss: rows merged for reduction 'token', the loss has 'trajectory'"):
-        losses.sft(reduction="trajectory").merged_normaliser(merged)
+        losses.sft(reduction="trajectory").normaliser(merged)
     with pytest.raises(ValueError, match="rows merged for reduction 'token', asked for 'trajectory'"):
-        MergedFacts.pack(merged).shares("trajectory")
+        losses.sft().pack(merged).shares("trajectory")
 
 
 def test_a_missing_fact_names_the_node_before_the_step_and_in_the_step():
     merged = TREE.merged("token")
     loss = losses.ppo()
-    for call in (lambda: loss.merged_normaliser(merged), lambda: loss.pack_merged(merged)):
+    for call in (lambda: loss.normaliser(merged), lambda: loss.pack(merged)):
         with pytest.raises(DataError, match=r"node 1 has no old_logprobs, which the loss needs; .*on_policy=True"):
             call()
     with pytest.raises(DataError, match="node 1 has no ref_logprobs, which the loss needs"):
-        _ = MergedFacts.pack(merged).ref_logprobs
+        _ = losses.sft().pack(merged).ref_logprobs
     rows = [NodeTrajectory(node=1, advantages=1.0), NodeTrajectory(node=1)]
     mixed = TokenTree.from_nodes([Node(None, [1]), Node(0, [2])], rows).merged("token")
     with pytest.raises(DataError, match=r"node 1 \(of trajectory number 1, counted from 0\) has no advantages"):
-        losses.reinforce().merged_normaliser(mixed)
+        losses.reinforce().normaliser(mixed)
 
 
 def raises(check, given) -> bool:
@@ -225,7 +224,7 @@ def test_a_missing_fact_is_missed_on_merged_rows_just_where_it_is_on_rows(reduct
         for advantages in ("of nodes", "of rows", "of some rows", "none"):
             tree = random_node_tree(seed, advantages)
             rows, merged = list(tree.trajectories), tree.merged(reduction)
-            refused = [raises(loss.check, rows), raises(loss.check_merged, merged)]
+            refused = [raises(loss.check, rows), raises(loss.check, merged)]
             assert refused[0] == refused[1]
             outcomes.add(refused[0])
     assert outcomes == {False, True}
@@ -235,13 +234,13 @@ def test_a_missing_fact_is_missed_on_merged_rows_just_where_it_is_on_rows(reduct
 def test_merged_rows_with_nothing_to_train_are_an_error(reduction):
     merged = TokenTree.from_nodes([Node(None, [1, 2], loss_weights=[1, 0])], [0]).merged(reduction)
     with pytest.raises(DataError, match="nothing to train: the loss weights of all nodes sum to 0"):
-        losses.sft(reduction=reduction).merged_normaliser(merged)
+        losses.sft(reduction=reduction).normaliser(merged)
 
 
 def test_signed_weights_have_no_normaliser_but_a_sum():
     tree = TokenTree.from_nodes([Node(None, [1, 2, 3], loss_weights=[-9, 1, -0.5])], [0])
     merged = tree.merged("token")
     with pytest.raises(DataError, match=r"node 0: loss_weights\[2\] = -0.5, but a mean needs weights of 0 or more"):
-        losses.sft().merged_normaliser(merged)
-    total, _ = losses.sft().packed(torch.tensor([-2.0, -6.0]), None, losses.sft().pack_merged(merged))
+        losses.sft().normaliser(merged)
+    total, _ = losses.sft().packed(torch.tensor([-2.0, -6.0]), None, losses.sft().pack(merged))
     assert total.item() == -1.0

@@ -122,9 +122,11 @@ def test_coefficients_are_the_gradient_where_every_loss_is_linear():
 
 def test_needs_of_the_losses_are_those_of_the_mixture():
     mixed = losses.mix({"a": losses.ppo(entropy=0.1, kl=0.1), "b": losses.distill(), "c": losses.sft()})
-    assert mixed.needs_entropy and mixed.scope == "trajectory" and not mixed.mergeable
-    assert mixed.needs_facts == ("advantages", "old_logprobs", "ref_logprobs", "teacher_logprobs")
-    assert not losses.mix({"c": losses.sft()}).needs_entropy
+    assert mixed.scope == "trajectory" and not mixed.mergeable
+    assert mixed.needs == (
+        "logprobs", "advantages", "old_logprobs", "ref_logprobs", "entropies", "teacher_logprobs", "step"
+    )  # fmt: skip
+    assert losses.mix({"c": losses.sft()}).needs == ("logprobs", "step")
     _, _, metrics, _ = packed(losses.mix({"a": losses.ppo(entropy=0.1)}).for_step(POLICY), POLICY, entropies=0.5)
     assert metrics["a/entropy"] == pytest.approx(0.5)
 

@@ -57,7 +57,7 @@ def test_the_normaliser_of_dr_grpo_is_the_same_on_merged_rows():
         tree = random_node_tree(seed, "of rows")
         rows = list(tree.trajectories)
         if loss.total_weight(rows):
-            assert loss.merged_normaliser(tree.merged("token")) == loss.normaliser(rows)
+            assert loss.normaliser(tree.merged("token")) == loss.normaliser(rows)
             seen.add(loss.normaliser(rows))
     assert len(seen) > 3
 

@@ -21,7 +21,7 @@ from support.rank_work import Rows, gradients, relative_error, rows_of, sharded
 
 DISAGREEMENTS = {
     "temperature": ("differ in the temperature: rank 0 has 1.0, rank 1 0.5", "rank 1 0.5"),
-    "loss": ('differ in loss: rank 0 has "SFTLoss', "ClippedLoss"),
+    "loss": ('differ in loss: rank 0 has "SFTLoss', "PolicyLoss"),
     "frozen": ("differ in the weights' shapes and kinds", "differ in the weights' shapes and kinds"),
     "normaliser": ("differ in a normaliser: rank 0 has None, rank 1 3.0", "rank 1 3.0"),
     "call": ("differ in the call: rank 0 has 'forward_backward', rank 1 'router_balance'", "'router_balance'"),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.device_arrays import on_device
+from treetrain.engine.loss import PackedLoss, split_by_trajectory
 from treetrain.errors import DataError
 from treetrain.models.capability import Capabilities
 from treetrain.models.moe import MixtureOfExperts
@@ -112,7 +113,7 @@ class Reads:
     rows: np.ndarray
     """int64 [T]: the row that makes it."""
 
-    def facts(self, loss: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    def facts(self, loss: PackedLoss, device: torch.device, dtype: torch.dtype) -> Any:
         """What a loss of ours reads of these predictions."""
         raise NotImplementedError
 
@@ -133,7 +134,7 @@ class Selection(Reads):
     used: np.ndarray
     """bool [sum of L_k - 1]."""
 
-    def facts(self, loss: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    def facts(self, loss: PackedLoss, device: torch.device, dtype: torch.dtype) -> Any:
         """See `Reads`."""
         return loss.pack(self.trajectories, device=device, dtype=dtype, used=self.used)
 
@@ -147,13 +148,7 @@ class Selection(Reads):
 
     def per_trajectory(self, per_prediction: Tensor) -> list[Tensor]:
         """[T] -> one [L_k - 1] tensor per trajectory; predictions that were not computed hold 0. [T, c] likewise."""
-        if self.used.all():
-            flat = per_prediction
-        else:
-            place = on_device(np.flatnonzero(self.used), per_prediction.device)
-            shape = (len(self.used), *per_prediction.shape[1:])
-            flat = per_prediction.new_zeros(shape).index_copy(0, place, per_prediction)
-        return list(flat.split([max(len(t) - 1, 0) for t in self.trajectories]))
+        return split_by_trajectory(per_prediction, self.trajectories, self.used)
 
 
 def predictions_of(tree: TokenTree, mask: Sequence[Any] | None) -> np.ndarray | None:

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.batch import Batch, check_batch, predictions_of
-from treetrain.engine.checks import check_count, check_loss, check_trainable
+from treetrain.engine.checks import check_trainable
 from treetrain.engine.lockstep import Reduces
+from treetrain.engine.loss import PackedLoss, as_loss, check_count, needs_logprobs
 from treetrain.engine.merged import MergedBatch
 from treetrain.engine.ranks import Ranks, is_shard
 from treetrain.engine.whole_step import Share, every_row, share_of, whole_step
@@ -21,7 +22,7 @@ class Begun(NamedTuple):
 
     tree: TokenTree
     batch: Batch | MergedBatch
-    loss: Any
+    loss: PackedLoss
     normaliser: float
     """Of the whole step, divided by the number of ranks: gradients are averaged over them."""
     rows: list[Trajectory]
@@ -49,29 +50,27 @@ def begin(
     """
     ranks: Ranks = engine.ranks
 
-    def checked() -> tuple[tuple[TokenTree, Any, Any], Share]:
-        check_loss(loss, normaliser)
-        values, entropy = bool(getattr(loss, "needs_values", False)), bool(getattr(loss, "needs_entropy", False))
-        engine.prepare(logprobs=entropy or getattr(loss, "needs_logprobs", True), values=values)
+    def checked() -> tuple[tuple[TokenTree, PackedLoss, Any, Any], Share]:
+        packed = as_loss(loss, normaliser)
+        engine.prepare(logprobs=needs_logprobs(packed), values="predicted_values" in packed.needs)
         check_trainable(engine.parameters)
         check_hooks(engine)
         tree = as_tree(trajectories, merge=merge)
         check_batch(tree, engine.capabilities)
-        check_count(loss, tree)
+        check_count(packed, tree)
         # A tree of nodes stays unflattened where the loss can bear it.
-        mergeable = mask is None and getattr(loss, "mergeable", False)
-        merged = tree.merged(loss.reduction) if mergeable else None
+        merged = tree.merged(packed.reduction) if mask is None and packed.mergeable else None
         predicted = predictions_of(tree, mask)
-        return (tree, merged, predicted), share_of(tree, merged, loss, normaliser, _settings(engine), ranks)
+        return (tree, packed, merged, predicted), share_of(tree, merged, packed, normaliser, _settings(engine), ranks)
 
-    (tree, merged, predicted), shares = ranks.agree("forward_backward", checked)
-    loss, whole = whole_step(tree, merged, loss, normaliser, shares, ranks)
+    (tree, packed, merged, predicted), shares = ranks.agree("forward_backward", checked)
+    packed, whole = whole_step(tree, merged, packed, normaliser, shares, ranks)
     every_token = engine.capabilities.auxiliary != 0
     if merged is None:
-        batch = Batch.of(tree, weighted=hasattr(loss, "packed"), every_token=every_token, mask=predicted)
+        batch = Batch.of(tree, weighted=not packed.reads_untrained, every_token=every_token, mask=predicted)
     else:
         batch = MergedBatch.of(tree, merged, every_token=every_token)
-    return Begun(tree, batch, loss, whole / ranks.size, every_row(shares), [])
+    return Begun(tree, batch, packed, whole / ranks.size, every_row(shares), [])
 
 
 def check_hooks(engine: Any) -> None:

@@ -152,9 +152,9 @@ class TreeEngine:
 
         Args:
             loss: called with log-probabilities [L - 1], entropies and a trajectory; returns an unnormalised sum
-                and metrics; one that says ``needs_values`` is also given ``values``, [L - 1]. The losses of this
-                library compute only what has a loss weight; a loss of your own gets every row and every prediction,
-                whatever the weights.
+                and metrics; one whose ``needs`` list "predicted_values" is also given ``values``, [L - 1]. The losses
+                of this library compute only what has a loss weight; a loss of your own gets every row and every
+                prediction, whatever the weights.
             normaliser: what the sum is divided by; pass that of the whole step when accumulating over calls.
                 None asks the loss.
             balance: of the routers over the whole step, the sum of `router_balance` over its calls; None takes each
@@ -297,7 +297,7 @@ class TreeEngine:
             parameter.grad = None
 
     def _step(self, begun: Begun, plan: Plan, counts: PassCounts, routing: Routing | None) -> Step:
-        entropy, layout = bool(getattr(begun.loss, "needs_entropy", False)), begun.batch.layout
+        entropy, layout = "entropies" in begun.loss.needs, begun.batch.layout
         sizes = layout.num_edges, len(layout.rows)
         table = ScoreTable(*sizes, device=model_device(self.model), dtype=wide_dtype(self.model), entropy=entropy)
 

@@ -1,25 +1,22 @@
-"""Calls a loss, ours or a user's own, on log-probabilities of some trajectories."""
+"""Evaluates a loss on log-probabilities of some trajectories."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from treetrain.device_arrays import on_device
-from treetrain.engine.batch import Reads, Selection
-from treetrain.engine.checks import checked_sum
-from treetrain.engine.results import MetricSums, add_sums
+from treetrain.engine.batch import Reads
+from treetrain.engine.loss import PackedLoss
+from treetrain.engine.results import Metrics
 
 
 def linear_coefficients(
-    loss: Any, rows: Reads, num_edges: int, device: torch.device, dtype: torch.dtype
+    loss: PackedLoss, rows: Reads, num_edges: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor | None:
     """[E] d sum / d log-probability of every edge, for a loss that states it beforehand; else None."""
-    if not hasattr(loss, "coefficients"):
-        return None
-    facts = rows.facts(loss, device, dtype)
-    per_prediction = loss.coefficients(facts)
+    per_prediction = loss.coefficients(rows.facts(loss, device, dtype))
     if per_prediction is None:
         return None
     # Float64 on the way: a shared edge may collect thousands of rows.
@@ -42,8 +39,8 @@ def added_up(like: Tensor, places: np.ndarray, found: Tensor | None) -> Tensor:
 
 
 def evaluate(
-    loss: Any, logprobs: Tensor, entropies: Tensor | None, rows: Reads, values: Tensor | None = None
-) -> tuple[Tensor, MetricSums]:
+    loss: PackedLoss, logprobs: Tensor, entropies: Tensor | None, rows: Reads, values: Tensor | None = None
+) -> tuple[Tensor, Metrics]:
     """The loss's unnormalised sum over some trajectories, and its metrics as (weighted sum, weight).
 
     Args:
@@ -51,12 +48,7 @@ def evaluate(
         entropies: [T], or None.
         values: [T] or [T, c], of the states that make these predictions; None for a loss that needs none.
     """
-    if hasattr(loss, "packed"):
-        facts = rows.facts(loss, logprobs.device, logprobs.dtype)
-        given = {} if values is None else {"values": values}
-        return checked_sum(loss, loss.packed(logprobs, entropies, facts, **given))
-    assert isinstance(rows, Selection)
-    return _evaluate_rows(loss, logprobs, entropies, rows, values)
+    return loss.packed(logprobs, entropies, rows.facts(loss, logprobs.device, logprobs.dtype), values)
 
 
 class Evaluation(NamedTuple):
@@ -64,7 +56,7 @@ class Evaluation(NamedTuple):
 
     total: Tensor
     """The sum divided by the normaliser, detached."""
-    sums: MetricSums
+    sums: Metrics
     edges: Tensor | None
     """[T] d loss / d log-probability of each used prediction; None where the loss does not depend on them."""
     rows: Tensor | None
@@ -74,7 +66,7 @@ class Evaluation(NamedTuple):
 
 
 def evaluate_gradients(
-    loss: Any,
+    loss: PackedLoss,
     normaliser: float,
     logprobs: Tensor,
     entropies: Tensor | None,
@@ -88,7 +80,7 @@ def evaluate_gradients(
         entropies: [R] of all rows, or None.
         values: [R] or [R, c] of all rows; None where no row has been scored, or the loss needs none.
     """
-    if values is None and getattr(loss, "needs_values", False):
+    if values is None and "predicted_values" in loss.needs:
         values = logprobs.new_zeros(len(rows.rows) and int(rows.rows.max()) + 1)
     with torch.enable_grad():
         given = rows.per_prediction(logprobs).requires_grad_()
@@ -103,40 +95,3 @@ def evaluate_gradients(
             for number, grad in zip(live, found):
                 grads[number] = grad
     return Evaluation(total.detach() / normaliser, sums, *grads)
-
-
-def _evaluate_rows(loss: Any, logprobs: Tensor, entropies: Tensor | None, rows: Selection, values: Tensor | None):
-    """A user's own loss: called row by row, or once with lists where its scope is the batch.
-
-    One that says ``needs_values`` gets them as the keyword argument ``values``.
-    """
-    # Clones: it may write into what it is given.
-    logprob_rows = [row.clone() for row in rows.per_trajectory(logprobs)]
-    entropy_rows: list[Tensor | None] = [None] * len(logprob_rows)
-    if entropies is not None:
-        entropy_rows = [row.clone() for row in rows.per_trajectory(entropies)]
-    value_rows: list[Tensor] = []
-    if values is not None:
-        value_rows = [row.clone() for row in rows.per_trajectory(values)]
-    if getattr(loss, "scope", "trajectory") == "batch":
-        given = {} if values is None else {"values": value_rows}
-        returned = loss(logprob_rows, None if entropies is None else entropy_rows, list(rows.trajectories), **given)
-        total, metrics = checked_sum(loss, returned)
-        return torch.as_tensor(total), _as_sums(metrics)
-    total, sums = logprobs.new_zeros(()), {}
-    options = [{}] * len(logprob_rows) if values is None else [{"values": row} for row in value_rows]
-    for row, entropy_row, trajectory, given in zip(logprob_rows, entropy_rows, rows.trajectories, options):
-        row_sum, metrics = checked_sum(loss, loss(row, entropy_row, trajectory, **given))
-        total = total + row_sum
-        sums = add_sums(sums, _as_sums(metrics))
-    return total, sums
-
-
-def _as_sums(metrics: dict[str, Any] | None) -> MetricSums:
-    """A plain number is the mean of one observation. Clones: a loss may go on to write into what it has reported."""
-    pairs = {name: value if isinstance(value, tuple) else (value, 1.0) for name, value in (metrics or {}).items()}
-    return {name: (_fixed(total), _fixed(weight)) for name, (total, weight) in pairs.items()}
-
-
-def _fixed(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value

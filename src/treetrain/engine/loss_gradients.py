@@ -15,8 +15,9 @@ from treetrain.device_arrays import on_device
 from treetrain.engine.batch import Batch, Reads
 from treetrain.engine.evaluate import evaluate_gradients
 from treetrain.engine.head import Scores, Statistics
+from treetrain.engine.loss import PackedLoss
 from treetrain.engine.merged import MergedBatch
-from treetrain.engine.results import MetricSums, add_sums
+from treetrain.engine.results import Metrics, add_metrics
 from treetrain.tree.layout import Piece, ranges
 
 
@@ -134,7 +135,7 @@ class StreamedGradients:
 
     needs_scores_early = True
 
-    def __init__(self, table: ScoreTable, batch: Batch | MergedBatch, loss: Any, normaliser: float):
+    def __init__(self, table: ScoreTable, batch: Batch | MergedBatch, loss: PackedLoss, normaliser: float):
         self.table, self._batch, self._loss, self._normaliser = table, batch, loss, normaliser
         self.needs_entropy = table.entropies is not None
         # Float64: a shared edge may collect thousands of rows.
@@ -144,10 +145,10 @@ class StreamedGradients:
         self._order = np.argsort(batch.deepest_row, kind="stable")
         self._ends = batch.deepest_row[self._order]
         self._seen = np.zeros(batch.layout.num_edges and len(batch.layout.rows), bool)
-        self._at_once = getattr(loss, "scope", "trajectory") == "batch"
+        self._at_once = loss.scope == "batch"
         self._pending = True
         self.total: Any = 0.0
-        self.sums: MetricSums = {}
+        self.sums: Metrics = {}
 
     def coefficients(self, piece: Piece) -> Tensor | None:
         """KnownGradients for a piece that is scored a second time: everything that reads it has ended."""
@@ -176,7 +177,7 @@ class StreamedGradients:
                 self._evaluate(self._batch.everything())
             return
         idle = self._order[: np.searchsorted(self._ends, 0)]
-        if len(idle) and not hasattr(self._loss, "packed"):
+        if len(idle) and self._loss.reads_untrained:
             self._evaluate(self._batch.select(np.sort(idle)))
 
     def known(self) -> KnownGradients:
@@ -199,7 +200,7 @@ class StreamedGradients:
         table = self.table
         found = evaluate_gradients(self._loss, self._normaliser, table.logprobs, table.entropies, rows, table.values)
         self.total = self.total + found.total
-        self.sums = add_sums(self.sums, found.sums)
+        self.sums = add_metrics(self.sums, found.sums)
         if found.edges is not None:
             self._edges.index_add_(0, on_device(rows.edges, self.table.device), found.edges.double())
         if self._rows is not None and found.rows is not None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from treetrain.engine.batch import Reads
+from treetrain.engine.loss import PackedLoss
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.merged import MergedPredictions
 from treetrain.tree.token_tree import TokenTree
@@ -56,6 +57,6 @@ class MergedSelection(Reads):
     index: np.ndarray
     """int64 [T]: which of them."""
 
-    def facts(self, loss: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    def facts(self, loss: PackedLoss, device: torch.device, dtype: torch.dtype) -> Any:
         """See `Reads`."""
-        return loss.pack_merged(self.merged, device=device, dtype=dtype, index=self.index)
+        return loss.pack(self.merged, device=device, dtype=dtype, used=self.index)

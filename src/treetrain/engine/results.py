@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MetricSums = dict[str, tuple[Any, Any]]
+Metrics = dict[str, tuple[Any, Any]]
 """Name -> (weighted sum, weight), numbers or tensors of one number: parts, micro-batches and ranks add up."""
 
 
-def add_sums(a: MetricSums, b: MetricSums) -> MetricSums:
+def add_metrics(a: Metrics, b: Metrics) -> Metrics:
     """Metrics of two parts as those of both."""
     total = dict(a)
     for name, (value, weight) in b.items():
@@ -21,13 +21,13 @@ def add_sums(a: MetricSums, b: MetricSums) -> MetricSums:
     return total
 
 
-def read_sums(sums: MetricSums) -> MetricSums:
+def read_sums(sums: Metrics) -> Metrics:
     """The same as floats, in one copy from the device."""
     numbers = _read(number for pair in sums.values() for number in pair)
     return dict(zip(sums, zip(numbers[0::2], numbers[1::2])))
 
 
-def means(sums: MetricSums) -> dict[str, float]:
+def mean_metrics(sums: Metrics) -> dict[str, float]:
     """Weighted sums to means; a metric without weight is left out."""
     return {name: total / weight for name, (total, weight) in read_sums(sums).items() if weight != 0}
 
@@ -49,7 +49,7 @@ class StepResult:
 
     loss_tensor: Tensor | float
     """The loss where it was computed: a detached tensor of one number, or a number."""
-    metric_sums: MetricSums = field(repr=False)
+    metric_sums: Metrics = field(repr=False)
     """Name -> (weighted sum, weight) of what the loss reports, to be added over calls; numbers or tensors likewise."""
     flat_tokens: int
     """Tokens summed over the trajectories."""
@@ -70,7 +70,7 @@ class StepResult:
     @cached_property
     def metrics(self) -> dict[str, float]:
         """Means of what the loss reports."""
-        return means(self.metric_sums)
+        return mean_metrics(self.metric_sums)
 
     def on_host(self) -> "StepResult":
         """The same with plain numbers; waits for the device."""
@@ -85,9 +85,9 @@ def summed(results: Sequence[StepResult], *, over: int = 1) -> StepResult:
     """
     if len(results) == 1 and over == 1:
         return results[0]
-    sums: MetricSums = {}
+    sums: Metrics = {}
     for result in results:
-        sums = add_sums(sums, result.metric_sums)
+        sums = add_metrics(sums, result.metric_sums)
     return StepResult(
         loss_tensor=sum(result.loss_tensor for result in results) / over,
         metric_sums=sums,

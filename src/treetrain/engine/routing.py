@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from treetrain.device_arrays import on_device
-from treetrain.engine.results import MetricSums, add_sums
+from treetrain.engine.results import Metrics, add_metrics
 from treetrain.engine.router_balance import OwnAuxiliary, RouterBalance
 from treetrain.errors import UnsupportedModel
 from treetrain.models.moe import MixtureOfExperts, Router, as_routed, routers_switched
@@ -125,13 +125,13 @@ class Routing:
             return torch.zeros((), dtype=torch.float64)
         return self.found.share_of(self.whole or self.found)
 
-    def added_to(self, total: Any, sums: MetricSums) -> tuple[Any, MetricSums]:
+    def added_to(self, total: Any, sums: Metrics) -> tuple[Any, Metrics]:
         """A step's loss and metrics with the auxiliary loss."""
         if not self.balanced:
             return total, sums
         # Parts and ranks have shares of one loss, so their weights add up to 1.
         part = 1.0 if self.whole is None or self.found is None else self.found.tokens / self.whole.tokens
-        return total + self.scale * self.loss, add_sums(sums, {METRIC: (self.loss, part)})
+        return total + self.scale * self.loss, add_metrics(sums, {METRIC: (self.loss, part)})
 
     def slope(self, counts: Tensor) -> Tensor:
         """[n, E]: d loss / d probability of some tokens, float64."""

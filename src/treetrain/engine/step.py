@@ -13,7 +13,7 @@ from treetrain.engine.executor import Executor
 from treetrain.engine.loss_gradients import KnownGradients, ScoreTable, StreamedGradients
 from treetrain.engine.out_of_memory import PassCounts
 from treetrain.engine.ranks import Ranks
-from treetrain.engine.results import MetricSums, StepResult
+from treetrain.engine.results import Metrics, StepResult
 from treetrain.engine.routing import Routing
 from treetrain.planning.plan import Plan
 
@@ -25,7 +25,7 @@ class Step(NamedTuple):
     """What a step's loss came to."""
 
     total: Any
-    sums: MetricSums
+    sums: Metrics
 
 
 def result_of(step: Step, begun: Begun, counts: PassCounts) -> StepResult:
@@ -71,7 +71,7 @@ class StepRun:
     def run(self) -> Step:
         """Accumulate the gradients."""
         several = self._plan.num_parts > 1 or not self._ranks.alone
-        at_once = getattr(self._loss, "scope", "trajectory") == "batch" and several
+        at_once = self._loss.scope == "batch" and several
         if self._plan.num_parts == 0 and not self._in_lockstep and not at_once:
             return self._without_predictions()
         if at_once:

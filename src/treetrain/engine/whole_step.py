@@ -4,7 +4,6 @@ A step over several ranks is one step: what each rank tells of its own rows is p
 so that all of them come to the same numbers.
 """
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,13 +11,10 @@ import torch
 
 from treetrain import __version__
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.checks import check_normaliser, step_loss, step_normaliser
+from treetrain.engine.loss import PackedLoss, check_normaliser, step_loss, step_normaliser
 from treetrain.engine.ranks import Ranks, check_same
 from treetrain.errors import DataError
 from treetrain.tree.token_tree import TokenTree
-
-SAID = "scope", "mergeable", "needs_entropy", "needs_values", "needs_logprobs", "needs_step"
-"""What a loss says of itself."""
 
 
 class Share(NamedTuple):
@@ -33,7 +29,7 @@ class Share(NamedTuple):
 
 
 def share_of(
-    tree: TokenTree, merged: Any, loss: Any, normaliser: float | None, settings: dict[str, Any], ranks: Ranks
+    tree: TokenTree, merged: Any, loss: PackedLoss, normaliser: float | None, settings: dict[str, Any], ranks: Ranks
 ) -> Share:
     """This rank's. Raises DataError for a row that lacks what the loss needs.
 
@@ -42,26 +38,19 @@ def share_of(
     """
     if ranks.alone:
         return Share({}, None, None)
-    settings |= {"treetrain": __version__, "torch": torch.__version__, "loss": _named(loss)}
-    settings |= {"what the loss needs": {name: _says(loss, name) for name in SAID}}
+    settings |= {"treetrain": __version__, "torch": torch.__version__, "loss": loss.identity}
+    settings |= {"what the loss needs": {"scope": loss.scope, "needs": sorted(loss.needs), "step": loss.needs_step}}
     settings |= {"a normaliser": None if normaliser is None else float(normaliser)}
-    if _sees_all_rows(loss, normaliser):
+    if loss.scope == "batch" or loss.needs_step or (normaliser is None and "step" in loss.needs):
         return Share(settings, None, list(tree.trajectories))
-    if merged is not None:
-        loss.check_merged(merged)
-    else:
-        loss.check(list(tree.trajectories))
-    if normaliser is not None:
-        return Share(settings, None, None)
-    if merged is None:
-        return Share(settings, loss.total_weight(list(tree.trajectories)), None)
-    loss.check_signs(merged)
-    return Share(settings, loss.merged_weight(merged), None)
+    rows = list(tree.trajectories) if merged is None else merged
+    loss.check(rows)
+    return Share(settings, loss.total_weight(rows) if normaliser is None else None, None)
 
 
 def whole_step(
-    tree: TokenTree, merged: Any, loss: Any, normaliser: float | None, shares: Sequence[Share], ranks: Ranks
-) -> tuple[Any, float]:
+    tree: TokenTree, merged: Any, loss: PackedLoss, normaliser: float | None, shares: Sequence[Share], ranks: Ranks
+) -> tuple[PackedLoss, float]:
     """The loss with what it must know of the step, and what the step's sum is divided by.
 
     Raises:
@@ -70,8 +59,7 @@ def whole_step(
         ValueError: a normaliser that is not above 0, or a part of a step that was not told of the whole.
     """
     if ranks.alone and merged is not None:
-        loss.check_merged(merged)
-        return loss, check_normaliser(loss.merged_normaliser(merged) if normaliser is None else normaliser)
+        return loss, step_normaliser(loss, merged, normaliser)
     if ranks.alone:
         loss = step_loss(loss, list(tree.trajectories), normaliser)
         return loss, step_normaliser(loss, list(tree.trajectories), normaliser)
@@ -97,37 +85,3 @@ def _some(weight: float, ranks: Ranks) -> float:
         f"nothing to train: the loss weights of all rows on all {ranks.size} ranks sum to 0 (entry 0 of a row is never "
         "trained); give loss_weights that are not 0, or rows of two tokens and more"
     )
-
-
-def _named(loss: Any) -> str:
-    """A loss of ours with its options (ranks must not differ in them), or the name of another."""
-    if _is_ours(loss):
-        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(loss))  # every process has a function at another address
-    named = loss if hasattr(loss, "__qualname__") else type(loss)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
-def _says(loss: Any, name: str) -> Any:
-    found = getattr(loss, name, None)
-    return found if isinstance(found, str) else bool(found)
-
-
-def _sees_all_rows(loss: Any, normaliser: float | None) -> bool:
-    """Whether a loss, or its normaliser, is of the whole step's rows and no sum over those of the ranks.
-
-    Of a loss of the user's own nothing is known.
-    """
-    if getattr(loss, "scope", "trajectory") == "batch" or getattr(loss, "needs_step", False) or not _is_ours(loss):
-        return True
-    return normaliser is None and type(_within(loss)).for_step.__qualname__ != "Loss.for_step"
-
-
-def _is_ours(loss: Any) -> bool:
-    """Whether a loss counts its rows as the losses of this library do: the normaliser is a sum over rows."""
-    found = [getattr(type(one), "normaliser", None) for one in (loss, _within(loss))]
-    return all(own is not None and own.__module__.startswith("treetrain.losses") for own in found)
-
-
-def _within(loss: Any) -> Any:
-    """The loss whose normaliser is taken: that of the policy, where a critic's is beside it."""
-    return getattr(loss, "policy", loss)

@@ -1,23 +1,18 @@
 """Pure functions of log-probabilities and trajectory facts; they know nothing of trees."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-from treetrain.losses.base import Loss, Metrics, add_metrics, mean_metrics
-from treetrain.losses.critic import actor_critic, value
-from treetrain.losses.distill import distill
-from treetrain.losses.dr_grpo import dr_grpo
-from treetrain.losses.facts import PackedFacts, Reduction
-from treetrain.losses.gspo import gspo
-from treetrain.losses.importance import IMPORTANCE_MODES, ImportanceMode
-from treetrain.losses.kl import KL_ESTIMATORS, KLEstimator
-from treetrain.losses.kto import kto
+from treetrain.engine.results import Metrics, add_metrics, mean_metrics
+from treetrain.losses.kl import IMPORTANCE_MODES, KL_ESTIMATORS, ImportanceMode, KLEstimator
+from treetrain.losses.loss import Loss, PackedFacts, Reduction
 from treetrain.losses.mix import Mixture, mix
-from treetrain.losses.policy import dapo, grpo, ppo, reinforce
-from treetrain.losses.preference import dpo, ipo, simpo
-from treetrain.losses.sft import sft
-from treetrain.losses.value import value_loss
+from treetrain.losses.policy import PolicyLoss, actor_critic, dapo, dr_grpo, grpo, gspo, ppo, reinforce
+from treetrain.losses.preference import dpo, ipo, kto, simpo
+from treetrain.losses.sft import distill, sft
+from treetrain.losses.value import value, value_loss
 
 LOSSES: dict[str, Callable[..., Loss]] = {
     "sft": sft,
@@ -45,6 +40,7 @@ __all__ = [
     "Metrics",
     "Mixture",
     "PackedFacts",
+    "PolicyLoss",
     "Reduction",
     "actor_critic",
     "add_metrics",
@@ -76,12 +72,28 @@ def by_name(name: str, **options: Any) -> Loss:
     """
     if name not in LOSSES:
         raise ValueError(f"unknown loss {name!r}; there are {', '.join(LOSSES)}")
-    known = inspect.signature(LOSSES[name]).parameters
+    known = options_of(name)
     unknown = [option for option in options if option not in known]
     if unknown:
         raise ValueError(f"loss {name!r} has no option {unknown[0]!r}; it has {', '.join(known)}")
-    required = [option for option in known if known[option].default is inspect.Parameter.empty]
-    missing = [option for option in required if option not in options]
+    missing = [option for option, default in known.items() if default is REQUIRED and option not in options]
     if missing:
         raise ValueError(f"loss {name!r} needs the option {missing[0]!r}, which has no default")
     return LOSSES[name](**options)
+
+
+REQUIRED = inspect.Parameter.empty
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """The options of the loss of a name with their defaults; `REQUIRED` for an option without."""
+    found: dict[str, Any] = {}
+    for parameter in inspect.signature(LOSSES[name]).parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            found[parameter.name] = parameter.default
+            continue
+        (shared,) = get_args(parameter.annotation)  # Unpack[a TypedDict]
+        defaults = {"clip": 0.2, "clip_low": None, "clip_high": None}
+        defaults = {field.name: field.default for field in dataclasses.fields(PolicyLoss)} | defaults
+        found |= {option: defaults[option] for option in get_type_hints(shared)}
+    return found

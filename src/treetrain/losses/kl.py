@@ -1,12 +1,17 @@
-"""Estimators of the divergence from a reference policy, from the sampled tokens alone."""
+"""Estimates of divergences from the sampled tokens alone, and the correction for the sampler's numerics."""
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from treetrain.losses.loss import Facts, PackedFacts
+
 KLEstimator = Literal["k1", "k2", "k3"]
+ImportanceMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+IMPORTANCE_MODES: tuple[ImportanceMode, ...] = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -37,3 +42,44 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": 
 
 Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html
 """
+
+
+def sampler_log_ratio(old: Tensor, facts: Facts, mode: ImportanceMode) -> Tensor:
+    """[T]: old - rollout of every token, or of the row it is in, summed over the row's trained tokens."""
+    log_ratio = old - facts.rollout_logprobs
+    if mode.startswith("token"):
+        return log_ratio
+    assert isinstance(facts, PackedFacts)
+    # Both read 0 at untrained predictions, so only trained ones count.
+    return facts.sum_by_row(log_ratio)[facts.rows]
+
+
+@torch.no_grad()
+def importance(old: Tensor, facts: Facts, cap: float, mode: ImportanceMode) -> tuple[Tensor, dict[str, Tensor]]:
+    """Truncated importance sampling for rows that were sampled with other numerics than training's.
+
+    The policy term is multiplied by exp(d), bounded, with d = old - rollout: the log-probability of a token in
+    training's numerics less the one that the sampler recorded.
+
+    Args:
+        old: [T], log-probabilities in training's numerics of the policy that sampled the rows.
+        facts: with rollout_logprobs.
+        cap: the largest exp(d), above 0.
+        mode: exp(d) of every token, or exp of the sum of d over a row's trained tokens for all of them; what is above
+            the cap is set to the cap (truncate) or to 0 (mask).
+
+    Returns:
+        [T] factors without gradient; names and [T] of what to watch.
+    """
+    old = old.detach()
+    log_ratio = sampler_log_ratio(old, facts, mode)
+    beyond = log_ratio > math.log(cap)
+    factor = log_ratio.clamp(max=math.log(cap)).exp()
+    if mode.endswith("mask"):
+        factor = factor.masked_fill(beyond, 0.0)
+    return factor, {
+        "importance": factor,
+        "importance_square": factor.square(),
+        "importance_capped": beyond.to(factor.dtype),
+        "rollout_kl": k3(facts.rollout_logprobs, old),  # sampled from the rollout policy: KL(rollout || old)
+    }

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.device_arrays import on_device
+from treetrain.engine.loss import Scope, describe
+from treetrain.engine.results import Metrics
 from treetrain.errors import DataError
-from treetrain.losses.base import LARGEST, Loss, Metrics, check_number
-from treetrain.losses.facts import Facts, PackedFacts, Reduction, describe
+from treetrain.losses.loss import LARGEST, Facts, Loss, PackedFacts, Reduction, check_number
 
 Int64s = NDArray[np.int64]
 Select = Literal["all", "facts"] | Callable[[Trajectory], str | None]
@@ -37,7 +38,7 @@ class Mixture(Loss):
     """Normaliser of every loss over the whole step, 0 where the step has no row of it; None before `for_step`."""
 
     @property
-    def scope(self) -> Literal["trajectory", "batch"]:
+    def scope(self) -> Scope:
         return "batch" if any(loss.scope == "batch" for loss in self.losses) else "trajectory"
 
     @property
@@ -45,16 +46,19 @@ class Mixture(Loss):
         return self.select == "all" and all(loss.sums_tokens for loss in self.losses)
 
     @property
-    def needs_entropy(self) -> bool:
-        return any(loss.needs_entropy for loss in self.losses)
-
-    @property
-    def needs_facts(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for loss in self.losses for name in loss.needs_facts))
+    def needs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([*(need for loss in self.losses for need in loss.needs), "step"]))
 
     @property
     def needs_step(self) -> bool:
         return self.totals is None
+
+    @property
+    def identity(self) -> str:
+        """See `Loss.identity`; every process has a function at another address."""
+        select = self.select if isinstance(self.select, str) else getattr(self.select, "__qualname__", "")
+        losses = ", ".join(f"{name}: {loss.identity}" for name, loss in zip(self.names, self.losses))
+        return f"Mixture({losses}, weights={self.weights}, select={select}, totals={self.totals})"
 
     def for_step(self, trajectories: Sequence[Trajectory]) -> "Mixture":
         """The mixture with every loss's normaliser over these rows, which are the whole step.
@@ -62,20 +66,25 @@ class Mixture(Loss):
         Raises:
             DataError: a row lacks a fact that its loss needs, or nothing is trained.
         """
-        numbers = self._assign(trajectories)
-        self._check_all(trajectories, numbers)
-        totals = self._totals(trajectories, numbers)
+        self.check(trajectories)
+        own = self._own_rows(trajectories)
+        totals = tuple(loss.total_weight(rows) for loss, rows in zip(self.losses, own))
         if not any(weight * total > 0 for weight, total in zip(self.weights, totals)):
             raise DataError(
                 f"nothing to train: none of the {len(trajectories)} trajectories has a loss weight above 0 in a loss "
                 f"of weight above 0 ({', '.join(self.names)})"
             )
-        parts = [loss.for_step(_picked(trajectories, own)) for loss, own in zip(self.losses, numbers)]
-        return dataclasses.replace(self, losses=tuple(parts), totals=totals)
+        parts = tuple(loss.for_step(rows) for loss, rows in zip(self.losses, own))
+        return dataclasses.replace(self, losses=parts, totals=totals)
 
     def check(self, trajectories: Sequence[Trajectory]) -> None:
         """Raise DataError where a row lacks what its loss needs, or no loss takes it."""
-        self._check_all(trajectories, self._assign(trajectories))
+        for name, loss, rows in zip(self.names, self.losses, self._own_rows(trajectories)):
+            try:
+                loss.check(rows)
+            except DataError as error:
+                counted = "" if len(rows) == len(trajectories) else f" (rows are counted among its own {len(rows)})"
+                raise DataError(f"loss {name!r} of the mixture: {error}{counted}") from error
 
     def normaliser(self, trajectories: Sequence[Trajectory]) -> float:
         """1: every loss is divided by its own. Checks the rows, as `for_step` does."""
@@ -87,38 +96,47 @@ class Mixture(Loss):
 
     def total_weight(self, trajectories: Sequence[Trajectory]) -> float:
         """The share of the step's losses that these rows have, by weight: it adds up to 1 over the step."""
-        totals = self._known_totals()
-        own = self._totals(trajectories, self._assign(trajectories))
-        present = [(w, part / whole) for w, part, whole in zip(self.weights, own, totals) if whole > 0]
-        return sum(w * share for w, share in present) / sum(w for w, _ in present)
+        parts = zip(self.weights, self._known_totals(), self.losses, self._own_rows(trajectories))
+        present = [(weight, loss.total_weight(rows) / whole) for weight, whole, loss, rows in parts if whole > 0]
+        return sum(weight * share for weight, share in present) / sum(weight for weight, _ in present)
 
-    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts) -> tuple[Tensor, Metrics]:
-        assert isinstance(facts, PackedFacts)
+    def evaluate(
+        self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None
+    ) -> tuple[Tensor, Metrics]:
         total, metrics = logprobs.new_zeros(()), {}
-        for name, loss, scale, numbers in self._parts(facts):
-            own, places = _own(facts, numbers)
-            value, seen = loss.evaluate(_at(logprobs, places), _at(entropies, places), own)
+        for name, loss, scale, own, places in self._parts(facts):
+            at = (lambda x: x) if places is None else (lambda x, places=places: x.index_select(0, places))
+            value, watched = loss.evaluate(at(logprobs), None if entropies is None else at(entropies), own, None)
             total = total + scale * value
-            metrics |= {f"{name}/{metric}": pair for metric, pair in seen.items()}
+            metrics |= {f"{name}/{metric}": pair for metric, pair in watched.items()}
             metrics[f"{name}/loss"] = (value.detach(), loss.total_weight(own.trajectories))
         return total, metrics
 
     def coefficients(self, facts: Facts) -> Tensor | None:
-        assert isinstance(facts, PackedFacts)
         total = torch.zeros(len(facts), dtype=facts.dtype, device=facts.device)
-        for _, loss, scale, numbers in self._parts(facts):
-            own, places = _own(facts, numbers)
-            found = loss.coefficients(own)
-            if found is None:
+        for _, loss, scale, own, places in self._parts(facts):
+            known = loss.coefficients(own)
+            if known is None:
                 return None
-            total = total + scale * found if places is None else total.index_add(0, places, scale * found)
+            total = total + scale * known if places is None else total.index_add(0, places, scale * known)
         return total
 
-    def _parts(self, facts: PackedFacts) -> list[tuple[str, Loss, float, Int64s]]:
-        """Name, loss, factor and rows of every loss that has a say in these rows."""
-        totals = self._known_totals()
-        parts = zip(self.names, self.losses, self.weights, totals, self._assign(facts.trajectories))
-        return [(name, loss, weight / whole, own) for name, loss, weight, whole, own in parts if whole > 0 and len(own)]
+    def _parts(self, facts: Facts) -> list[tuple[str, Loss, float, PackedFacts, Tensor | None]]:
+        """Name, loss, factor, facts of its rows and int64 [t] their predictions' places (None: all), for every loss
+        that has a say in these rows."""
+        assert isinstance(facts, PackedFacts)
+        totals, parts = self._known_totals(), []
+        for name, loss, weight, whole, numbers in zip(
+            self.names, self.losses, self.weights, totals, self._assign(facts.trajectories)
+        ):
+            if whole == 0 or not len(numbers):
+                continue
+            own, places = facts, None
+            if len(numbers) < len(facts.trajectories):
+                own, found = facts.of_rows(numbers)
+                places = on_device(found, facts.device)
+            parts.append((name, loss, weight / whole, own, places))
+        return parts
 
     def _known_totals(self) -> tuple[float, ...]:
         if self.totals is None:
@@ -127,6 +145,9 @@ class Mixture(Loss):
                 "step: call mixture.for_step(all trajectories of the step) and use what it returns"
             )
         return self.totals
+
+    def _own_rows(self, trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+        return [[trajectories[number] for number in numbers.tolist()] for numbers in self._assign(trajectories)]
 
     def _assign(self, trajectories: Sequence[Trajectory]) -> list[Int64s]:
         """Numbers of the rows of every loss, ascending."""
@@ -140,12 +161,10 @@ class Mixture(Loss):
         return [np.array(own, np.int64) for own in rows]
 
     def _by_facts(self, row: Trajectory, number: int) -> int | None:
-        for place, loss in enumerate(self.losses):
-            if loss.takes(row):
-                return place
-        if not row.weights.any():
-            return None
-        needs = "; ".join(f"{name}: {', '.join(loss.needed(row))}" for name, loss in zip(self.names, self.losses))
+        lacking = [loss.lacking(row) for loss in self.losses]
+        if [] in lacking:
+            return lacking.index([])
+        needs = "; ".join(f"{name}: {', '.join(names)}" for name, names in zip(self.names, lacking))
         raise DataError(f"{describe(row, number)} has the facts of none of the mixed losses; it lacks {needs}")
 
     def _by_name(self, row: Trajectory, number: int) -> int | None:
@@ -157,33 +176,6 @@ class Mixture(Loss):
                 "None leaves the row to none of them"
             )
         return None if name is None else self.names.index(name)
-
-    def _check_all(self, trajectories: Sequence[Trajectory], numbers: list[Int64s]) -> None:
-        for name, loss, own in zip(self.names, self.losses, numbers):
-            try:
-                loss.check(_picked(trajectories, own))
-            except DataError as error:
-                counted = "" if len(own) == len(trajectories) else f" (rows are counted among its own {len(own)})"
-                raise DataError(f"loss {name!r} of the mixture: {error}{counted}") from error
-
-    def _totals(self, trajectories: Sequence[Trajectory], numbers: list[Int64s]) -> tuple[float, ...]:
-        return tuple(loss.total_weight(_picked(trajectories, own)) for loss, own in zip(self.losses, numbers))
-
-
-def _picked(trajectories: Sequence[Trajectory], numbers: Int64s) -> list[Trajectory]:
-    return [trajectories[number] for number in numbers.tolist()]
-
-
-def _own(facts: PackedFacts, numbers: Int64s) -> tuple[PackedFacts, Tensor | None]:
-    """The facts of some rows, and int64 [t] their predictions' places; None for all of them."""
-    if len(numbers) == len(facts.trajectories):
-        return facts, None
-    own, places = facts.of_rows(numbers)
-    return own, on_device(places, facts.device)
-
-
-def _at(values: Any, places: Tensor | None) -> Any:
-    return values if values is None or places is None else values.index_select(0, places)
 
 
 def mix(losses: Mapping[str, Loss], *, weights: Mapping[str, float] | None = None, select: Select = "all") -> Mixture:
@@ -215,7 +207,7 @@ def mix(losses: Mapping[str, Loss], *, weights: Mapping[str, float] | None = Non
         if not isinstance(loss, Loss) or isinstance(loss, Mixture):
             kind = "a mixture: put its losses in this one" if isinstance(loss, Mixture) else "no treetrain.losses.Loss"
             raise ValueError(f"{name!r} is {kind}" + ("" if isinstance(loss, Loss) else f" but {type(loss).__name__}"))
-        if loss.needs_values:
+        if "predicted_values" in loss.needs:
             raise ValueError(
                 f"{name!r} needs values, which a mixture does not hand on; make the mixture's policy part an "
                 "actor_critic by itself, in a step of its own"

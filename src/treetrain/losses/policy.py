@@ -1,170 +1,167 @@
-"""Policy-gradient losses on recorded rollouts: REINFORCE, PPO-clip, GRPO, DAPO; KL to a reference, entropy bonus.
+"""Policy losses: one class, of which REINFORCE, PPO, GRPO, DAPO, Dr. GRPO and GSPO are presets.
 
-l = log-probability of the token now, old = when the row was sampled, A = its advantage, r = exp(l - old).
+Notation: l = the log-probability now, old = that under the policy that sampled the row, A = the advantage,
+r = exp(l - old).
 """
 
-import abc
 import dataclasses
 import math
-from typing import Any
+from typing import Literal, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor
 
-from treetrain.losses.base import LARGEST, Loss, Metrics, check_choice, check_flag, check_number, check_positive
-from treetrain.losses.critic import ActorCriticLoss, actor_critic
-from treetrain.losses.facts import Facts, Reduction
-from treetrain.losses.importance import IMPORTANCE_MODES, ImportanceMode, importance, per_sequence
-from treetrain.losses.kl import KL_ESTIMATORS, KLEstimator, k3
+from treetrain.engine.loss import Rows
+from treetrain.engine.results import Metrics
+from treetrain.losses.kl import IMPORTANCE_MODES, KL_ESTIMATORS, ImportanceMode, KLEstimator, importance, k3
+from treetrain.losses.loss import (
+    LARGEST,
+    Facts,
+    Loss,
+    PackedFacts,
+    Reduction,
+    check_choice,
+    check_flag,
+    check_number,
+    check_positive,
+    weighted_means,
+)
+from treetrain.losses.value import check_clip, value_facts, value_loss
+from treetrain.tree.merged import MergedPredictions
+
+Level = Literal["sequence", "token"]
+
+
+class Penalties(TypedDict, total=False):
+    """Terms beside the policy's, which every policy loss may have."""
+
+    kl: float
+    """Coefficient of the KL to the reference policy, 0 or more (0 by default); above 0 rows need ref_logprobs."""
+    kl_estimator: KLEstimator
+    """"k1", "k2" or "k3" (default); see `treetrain.losses.kl`. k1 has no useful gradient."""
+    entropy: float
+    """Coefficient of the entropy bonus, 0 or more (0 by default)."""
+
+
+class PolicyOptions(Penalties, total=False):
+    """The same with the correction for a sampler of other numerics than training's."""
+
+    importance_cap: float | None
+    """Above 0, the policy term (not KL or entropy) is multiplied by exp(old - rollout) up to this number; rows then
+    need rollout_logprobs. 2 to 5 is common. None (default): no correction."""
+    importance_mode: ImportanceMode
+    """"token_truncate" (default; larger factors become the cap) or "token_mask" (they become 0), for each token;
+    "sequence_truncate" or "sequence_mask", one factor for all of a row, of the sum over its tokens."""
+
+
+class ClippedOptions(PolicyOptions, total=False):
+    """The same with those of the clipped surrogate."""
+
+    clip: float
+    """r is followed from 1 - clip to 1 + clip, 0 to 1 (0.2 by default)."""
+    clip_low: float | None
+    """The lower bound by itself in place of `clip`; 1 never clips."""
+    clip_high: float | None
+    """The upper bound by itself; infinity never clips."""
+    on_policy: bool
+    """The rows were sampled by the model of this very step: r = 1, its gradient that of l, and old_logprobs are not
+    read. Otherwise (default) every trained row must have them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss(Loss):
     """A policy term per token, corrected for the sampler's numerics, + kl * KL(policy || reference) - entropy *
-    entropy of the policy."""
+    entropy of the policy + value_coefficient * value loss. The options are those of the presets."""
 
-    kl: float
-    """Coefficient of the KL to the reference policy; above 0 it needs ref_logprobs."""
-    kl_estimator: KLEstimator
-    """One of KL_ESTIMATORS."""
-    entropy: float
-    """Coefficient of the entropy bonus; above 0 it needs entropies."""
+    surrogate: Literal["logprob", "clipped", "clipped sequence"] = "clipped"
+    """-A l; -min(r A, clip(r) A); or that with the row's ratio, exp of the mean of l - old over its tokens."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    level: Level = "sequence"
+    """Whether the gradient goes through the row's ratio, or through each token's own l with that as its factor."""
+    length: float | None = None
+    """What every trained row counts in the normaliser, in place of its weights (Dr. GRPO)."""
+    kl: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    entropy: float = 0.0
     importance_cap: float | None = None
-    """Largest correction for the sampler's numerics (see treetrain.losses.importance); None for no correction."""
     importance_mode: ImportanceMode = "token_truncate"
-    """One of IMPORTANCE_MODES."""
+    on_policy: bool = False
+    value_coefficient: float = 0.0
+    value_clip: float | None = 0.2
 
     def __post_init__(self) -> None:
         Loss.__post_init__(self)
+        check_number("clip_low", self.clip_low, 0.0, 1.0)
+        check_number("clip_high", self.clip_high, 0.0, math.inf)
+        check_choice("level", self.level, get_args(Level))
+        if self.length is not None:
+            check_positive("length", self.length)
         check_number("kl", self.kl, 0.0, LARGEST)
         check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         check_number("entropy", self.entropy, 0.0, LARGEST)
         if self.importance_cap is not None:
             check_positive("importance_cap", self.importance_cap)
         check_choice("importance_mode", self.importance_mode, IMPORTANCE_MODES)
+        check_flag("on_policy", self.on_policy)
+        check_number("value_coefficient", self.value_coefficient, 0.0, LARGEST)
+        check_clip(self.value_clip, "value_clip")
 
     @property
-    def needs_entropy(self) -> bool:
-        return self.entropy != 0
+    def clipped(self) -> bool:
+        """Whether there is a ratio to an old policy."""
+        return self.surrogate != "logprob"
 
     @property
-    def needs_facts(self) -> tuple[str, ...]:
-        rollout = () if self.importance_cap is None else ("rollout_logprobs",)
-        reference = () if self.kl == 0 else ("ref_logprobs",)
-        return ("advantages", *self.policy_facts, *rollout, *reference)
+    def mergeable(self) -> bool:
+        # The bound that holds depends on the sign of A, not on its size. What looks at whole rows cannot be merged.
+        by_row = self.importance_cap is not None and self.importance_mode.startswith("sequence")
+        return self.surrogate != "clipped sequence" and not by_row
 
     @property
-    def policy_facts(self) -> tuple[str, ...]:
-        """What the policy term needs besides advantages."""
-        return ()
+    def sums_tokens(self) -> bool:
+        return self.mergeable and self.reduction == "token" and self.length is None
 
     @property
-    def reads_whole_rows(self) -> bool:
-        """Whether the correction looks at whole rows, so that they cannot be merged."""
-        return self.importance_cap is not None and per_sequence(self.importance_mode)
+    def needs(self) -> tuple[str, ...]:
+        needs = ["logprobs", "advantages"]
+        needs += ["old_logprobs"] if self.clipped and not self.on_policy else []
+        needs += [] if self.importance_cap is None else ["rollout_logprobs"]
+        needs += [] if self.kl == 0 else ["ref_logprobs"]
+        needs += [] if self.entropy == 0 else ["entropies"]
+        needs += [] if self.value_coefficient == 0 else ["predicted_values", *value_facts(self.value_clip)]
+        return tuple(needs)
 
-    @property
-    @abc.abstractmethod
-    def policy_gradient_is_constant(self) -> bool:
-        """Whether d policy term / d l is minus `credit` whatever l is."""
+    def total_weight(self, rows: Rows) -> float:
+        total = Loss.total_weight(self, rows)
+        if self.length is None:
+            return total
+        merged = isinstance(rows, MergedPredictions)
+        return self.length * (rows.num_trained if merged else sum(bool(row.weights.any()) for row in rows))
 
-    def credit(self, facts: Facts) -> Tensor:
-        """[T]: what a token's log-probability is credited with where the gradient is constant."""
-        return facts.advantages
-
-    @abc.abstractmethod
     def sampling_logprobs(self, logprobs: Tensor, facts: Facts) -> Tensor:
         """[T] without gradient: under the policy that sampled the rows, in training's numerics."""
+        return facts.old_logprobs if self.clipped and not self.on_policy else logprobs.detach()
 
-    @abc.abstractmethod
-    def policy_term(self, logprobs: Tensor, facts: Facts) -> tuple[Tensor, dict[str, Tensor]]:
+    def log_ratio(self, logprobs: Tensor, facts: Facts) -> Tensor:
+        """[T]: ln r of every token, or of the row it is in."""
+        difference = logprobs - self.sampling_logprobs(logprobs, facts)
+        if self.surrogate == "clipped":
+            return difference
+        mean = self._mean_of_row(difference, facts)
+        return mean if self.level == "sequence" else mean.detach() + (difference - difference.detach())
+
+    def _mean_of_row(self, per_prediction: Tensor, facts: Facts) -> Tensor:
+        """[T]: the weighted mean over the row that each prediction is in."""
+        assert isinstance(facts, PackedFacts)
+        return facts.sum_by_row(facts.shares("trajectory") * per_prediction)[facts.rows]
+
+    def _policy_term(self, logprobs: Tensor, facts: Facts) -> tuple[Tensor, dict[str, Tensor]]:
         """The policy's loss per token, [T], and what to watch per token, each [T]."""
-
-    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts) -> tuple[Tensor, Metrics]:
-        loss, watched = self.policy_term(logprobs, facts)
-        if self.importance_cap is not None:
-            old = self.sampling_logprobs(logprobs, facts)
-            factor, seen = importance(old, facts, self.importance_cap, self.importance_mode)
-            loss, watched = loss * factor, watched | seen
-        watched = {"policy_loss": loss, "advantage": facts.advantages} | watched
-        if self.kl != 0:
-            watched["kl"] = KL_ESTIMATORS[self.kl_estimator](logprobs, facts.ref_logprobs)
-            loss = loss + self.kl * watched["kl"]
-        if entropies is not None:
-            watched["entropy"] = entropies
-            loss = loss - self.entropy * entropies if self.entropy != 0 else loss
-        shares = facts.shares(self.reduction)
-        weight = shares.sum()
-        metrics: Metrics = {name: ((shares * x.detach()).sum(), weight) for name, x in watched.items()}
-        return (shares * loss).sum(), metrics
-
-    def coefficients(self, facts: Facts) -> Tensor | None:
-        kl_is_linear = self.kl == 0 or self.kl_estimator == "k1"
-        constant = self.policy_gradient_is_constant and self.importance_cap is None
-        if not (constant and kl_is_linear and self.entropy == 0):
-            return None
-        return facts.shares(self.reduction) * (self.kl - self.credit(facts))
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ReinforceLoss(PolicyLoss):
-    """-A l. Made by `reinforce`."""
-
-    @property
-    def mergeable(self) -> bool:
-        return not self.reads_whole_rows
-
-    @property
-    def policy_gradient_is_constant(self) -> bool:
-        return True
-
-    def sampling_logprobs(self, logprobs: Tensor, facts: Facts) -> Tensor:
-        return logprobs.detach()  # the rows are the policy's own
-
-    def policy_term(self, logprobs: Tensor, facts: Facts) -> tuple[Tensor, dict[str, Tensor]]:
-        return -facts.advantages * logprobs, {}
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ClippedLoss(PolicyLoss):
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A). Made by `ppo`, `grpo` and `dapo`."""
-
-    clip_low: float
-    """r is not followed below 1 - clip_low; 1 never clips."""
-    clip_high: float
-    """r is not followed above 1 + clip_high; infinity never clips."""
-    on_policy: bool
-    """r is taken against the present log-probabilities (so it is 1), whatever old_logprobs say."""
-
-    def __post_init__(self) -> None:
-        PolicyLoss.__post_init__(self)
-        check_number("clip_low", self.clip_low, 0.0, 1.0)
-        check_number("clip_high", self.clip_high, 0.0, math.inf)
-        check_flag("on_policy", self.on_policy)
-
-    @property
-    def mergeable(self) -> bool:
-        return not self.reads_whole_rows  # the bound that holds depends on the sign of A, not on its size
-
-    @property
-    def policy_facts(self) -> tuple[str, ...]:
-        return () if self.on_policy else ("old_logprobs",)
-
-    @property
-    def policy_gradient_is_constant(self) -> bool:
-        return self.on_policy
-
-    def sampling_logprobs(self, logprobs: Tensor, facts: Facts) -> Tensor:
-        return logprobs.detach() if self.on_policy else facts.old_logprobs
-
-    def log_ratio(self, differences: Tensor, facts: Facts) -> Tensor:
-        """[T]: ln r, from l - old."""
-        return differences
-
-    def policy_term(self, logprobs: Tensor, facts: Facts) -> tuple[Tensor, dict[str, Tensor]]:
-        old_logprobs = self.sampling_logprobs(logprobs, facts)
         advantages = facts.advantages
-        log_ratio = self.log_ratio(logprobs - old_logprobs, facts)
+        if not self.clipped:
+            return -advantages * logprobs, {}
+        log_ratio = self.log_ratio(logprobs, facts)
         log_low = math.log1p(-self.clip_low) if self.clip_low < 1 else -math.inf
         log_high = math.log1p(self.clip_high)
         # The smaller of the two products clips only above where A >= 0, only below where A < 0. Clipping
@@ -174,85 +171,93 @@ class ClippedLoss(PolicyLoss):
         with torch.no_grad():
             low = ((advantages < 0) & (log_ratio < log_low)).to(loss.dtype)
             high = ((advantages > 0) & (log_ratio > log_high)).to(loss.dtype)
-            watched = {
+            return loss, {
                 "ratio": log_ratio.exp(),
                 # Sampled from the old policy, so k3 of (old, now) estimates KL(old || now).
-                "approx_kl": k3(old_logprobs, logprobs),
+                "approx_kl": k3(self.sampling_logprobs(logprobs, facts), logprobs),
                 "clip_fraction": low + high,
                 "clip_fraction_low": low,
                 "clip_fraction_high": high,
             }
-        return loss, watched
+
+    def evaluate(
+        self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None
+    ) -> tuple[Tensor, Metrics]:
+        loss, watched = self._policy_term(logprobs, facts)
+        if self.importance_cap is not None:
+            old = self.sampling_logprobs(logprobs, facts)
+            factor, correction = importance(old, facts, self.importance_cap, self.importance_mode)
+            loss, watched = loss * factor, watched | correction
+        watched = {"policy_loss": loss, "advantage": facts.advantages} | watched
+        if self.kl != 0:
+            watched["kl"] = KL_ESTIMATORS[self.kl_estimator](logprobs, facts.ref_logprobs)
+            loss = loss + self.kl * watched["kl"]
+        if entropies is not None:
+            watched["entropy"] = entropies
+            loss = loss - self.entropy * entropies if self.entropy != 0 else loss
+        shares = facts.shares(self.reduction)
+        total, metrics = (shares * loss).sum(), weighted_means(watched, shares)
+        if values is None:
+            return total, metrics
+        of_values, value_metrics = value_loss(values, facts, clip=self.value_clip, reduction=self.reduction)
+        return total + self.value_coefficient * of_values, metrics | value_metrics
+
+    def coefficients(self, facts: Facts) -> Tensor | None:
+        # On policy r = 1, so the gradient of the policy term is -A whatever l is.
+        constant = (self.on_policy or not self.clipped) and self.importance_cap is None
+        kl_is_linear = self.kl == 0 or self.kl_estimator == "k1"
+        if not (constant and kl_is_linear and self.entropy == 0 and self.value_coefficient == 0):
+            return None
+        credit = facts.advantages
+        if self.surrogate == "clipped sequence" and self.level == "sequence":
+            credit = self._mean_of_row(credit, facts)
+        return facts.shares(self.reduction) * (self.kl - credit)
 
 
-def reinforce(
-    *,
-    kl: float = 0.0,
-    kl_estimator: KLEstimator = "k3",
-    entropy: float = 0.0,
-    reduction: Reduction = "token",
-    importance_cap: float | None = None,
-    importance_mode: ImportanceMode = "token_truncate",
-) -> ReinforceLoss:
+def reinforce(*, reduction: Reduction = "token", **options: Unpack[PolicyOptions]) -> PolicyLoss:
     """The score-function loss -A l (Williams 1992), plus kl * KL(policy || reference) - entropy * entropy.
 
     Args:
-        kl: coefficient of the KL, >= 0; above 0 the rows need ref_logprobs.
-        kl_estimator: "k1", "k2" or "k3" (treetrain.losses.kl). k1 has no useful gradient.
-        entropy: coefficient of the entropy bonus, >= 0.
         reduction: "token" (default) is the policy gradient, a sum over tokens, up to one factor for the
             whole step; "trajectory" divides each trajectory's sum by its length.
-        importance_cap, importance_mode: as `ppo`; the policy that sampled is taken to be the present one.
+        options: kl, kl_estimator, entropy, importance_cap, importance_mode: as `ppo`; the policy that sampled is taken
+            to be the present one.
 
     Metrics: policy_loss, advantage; kl and entropy where computed; those of the correction, see `ppo`.
 
     Raises:
         ValueError: an argument out of its range.
     """
-    return ReinforceLoss(
-        kl=kl,
-        kl_estimator=kl_estimator,
-        entropy=entropy,
-        reduction=reduction,
-        importance_cap=importance_cap,
-        importance_mode=importance_mode,
-    )
+    return PolicyLoss(surrogate="logprob", reduction=reduction, **options)
 
 
 def ppo(
     *,
-    clip: float = 0.2,
-    clip_low: float | None = None,
-    clip_high: float | None = None,
-    kl: float = 0.0,
-    kl_estimator: KLEstimator = "k3",
-    entropy: float = 0.0,
     reduction: Reduction = "token",
-    importance_cap: float | None = None,
-    importance_mode: ImportanceMode = "token_truncate",
-    on_policy: bool = False,
     value_coefficient: float = 0.0,
     value_clip: float | None = 0.2,
-) -> "ClippedLoss | ActorCriticLoss":
+    **options: Unpack[ClippedOptions],
+) -> PolicyLoss:
     """The clipped surrogate -min(r A, clip(r) A) of PPO (arXiv 1707.06347, eq. 7), with a value loss if asked for.
 
     Args:
-        clip: r is followed from 1 - clip to 1 + clip, 0 to 1.
-        clip_low, clip_high: either bound by itself in place of `clip`.
-        kl: coefficient of the KL to the reference policy, >= 0; above 0 the rows need ref_logprobs.
-        kl_estimator: "k1", "k2" or "k3" (treetrain.losses.kl). k1 has no useful gradient.
-        entropy: coefficient of the entropy bonus, >= 0.
         reduction: "token" (default), the mean over time steps of the paper; or "trajectory".
+        value_coefficient: above 0 (0.5 is common), this times the value loss of `value` is added: the model must have a
+            value head, and trained rows returns (and values, for the clip).
+        value_clip: of the value loss.
+        clip: r is followed from 1 - clip to 1 + clip, 0 to 1; 0.2 by default.
+        clip_low, clip_high: either bound by itself in place of `clip`.
+        kl: coefficient of the KL to the reference policy, >= 0 (default); above 0 the rows need ref_logprobs.
+        kl_estimator: "k1", "k2" or "k3" (default; see treetrain.losses.kl). k1 has no useful gradient.
+        entropy: coefficient of the entropy bonus, >= 0 (default).
         importance_cap: above 0, the policy term (not KL or entropy) is multiplied by exp(old - rollout), which
             corrects for a sampler of other numerics, up to this number; the rows then need rollout_logprobs. 2 to 5
-            is common. None: no correction.
-        importance_mode: "token_truncate" (larger factors become the cap) or "token_mask" (they become 0), for each
-            token; "sequence_truncate" or "sequence_mask", one factor for all of a row, of the sum over its tokens.
+            is common. None (default): no correction.
+        importance_mode: "token_truncate" (default; larger factors become the cap) or "token_mask" (they become 0), for
+            each token; "sequence_truncate" or "sequence_mask", one factor for all of a row, of the sum over its tokens.
         on_policy: the rows were sampled by the model of this very step: r = 1, its gradient that of l, and
-            old_logprobs are not read. Otherwise every trained row must have them.
-        value_coefficient: above 0 (0.5 is common), this times the value loss of `value` is added: it is an
-            `actor_critic`, the model must have a value head, and trained rows returns (and values, for the clip).
-        value_clip: of the value loss.
+            old_logprobs are not read. Otherwise (default) every trained row must have them.
+        options: all from `clip` on.
 
     Metrics: policy_loss, advantage, ratio, clip_fraction (and _low, _high), approx_kl = KL(old || now);
     kl and entropy where computed. With a correction: importance (the mean factor; importance_square that of its
@@ -262,37 +267,11 @@ def ppo(
     Raises:
         ValueError: an argument out of its range.
     """
-    policy = _clipped(
-        clip=clip,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        kl=kl,
-        kl_estimator=kl_estimator,
-        entropy=entropy,
-        reduction=reduction,
-        importance_cap=importance_cap,
-        importance_mode=importance_mode,
-        on_policy=on_policy,
-    )
-    check_number("value_coefficient", value_coefficient, 0.0, LARGEST)
-    if value_coefficient == 0:
-        return policy
-    return actor_critic(policy, value_coefficient=value_coefficient, value_clip=value_clip)
+    policy = _clipped(reduction=reduction, **options)
+    return dataclasses.replace(policy, value_coefficient=value_coefficient, value_clip=value_clip)
 
 
-def grpo(
-    *,
-    clip: float = 0.2,
-    clip_low: float | None = None,
-    clip_high: float | None = None,
-    kl: float = 0.0,
-    kl_estimator: KLEstimator = "k3",
-    entropy: float = 0.0,
-    reduction: Reduction = "trajectory",
-    importance_cap: float | None = None,
-    importance_mode: ImportanceMode = "token_truncate",
-    on_policy: bool = False,
-) -> ClippedLoss:
+def grpo(*, reduction: Reduction = "trajectory", **options: Unpack[ClippedOptions]) -> PolicyLoss:
     """GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3): the clipped surrogate on group advantages.
 
     The advantages are the caller's: rewards normalised within the group, see `treetrain.group_advantages`. The KL is
@@ -301,38 +280,20 @@ def grpo(
     Args:
         reduction: "trajectory" (default), as in the paper: the mean over an answer's tokens, then over answers; or
             "token".
-        clip, clip_low, clip_high, kl, kl_estimator, entropy, importance_cap, importance_mode, on_policy: as `ppo`.
+        options: clip, clip_low, clip_high, kl, kl_estimator, entropy, importance_cap, importance_mode, on_policy: as
+            `ppo`.
 
     Metrics: as `ppo`.
 
     Raises:
         ValueError: an argument out of its range.
     """
-    return _clipped(
-        clip=clip,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        kl=kl,
-        kl_estimator=kl_estimator,
-        entropy=entropy,
-        reduction=reduction,
-        importance_cap=importance_cap,
-        importance_mode=importance_mode,
-        on_policy=on_policy,
-    )
+    return _clipped(reduction=reduction, **options)
 
 
 def dapo(
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    kl: float = 0.0,
-    kl_estimator: KLEstimator = "k3",
-    entropy: float = 0.0,
-    importance_cap: float | None = None,
-    importance_mode: ImportanceMode = "token_truncate",
-    on_policy: bool = False,
-) -> ClippedLoss:
+    *, clip_low: float = 0.2, clip_high: float = 0.28, on_policy: bool = False, **options: Unpack[PolicyOptions]
+) -> PolicyLoss:
     """DAPO (arXiv 2503.14476, eq. 8): the clipped surrogate on group advantages, its upper bound further out.
 
     The mean over all tokens of the step, so that long answers count by their length. The rest of the method is in the
@@ -342,35 +303,106 @@ def dapo(
     Args:
         clip_low: the ratio is followed from 1 - clip_low, 0 to 1.
         clip_high: to 1 + clip_high.
-        kl, kl_estimator, entropy, importance_cap, importance_mode, on_policy: as `ppo`.
+        on_policy: as `ppo`.
+        options: kl, kl_estimator, entropy, importance_cap, importance_mode: as `ppo`.
 
     Metrics: as `ppo`.
 
     Raises:
         ValueError: an argument out of its range.
     """
-    return _clipped(
+    return PolicyLoss(reduction="token", clip_low=clip_low, clip_high=clip_high, on_policy=on_policy, **options)
+
+
+def dr_grpo(*, length: float, **options: Unpack[ClippedOptions]) -> PolicyLoss:
+    """GRPO done right (arXiv 2503.20783, section 3): no division by an answer's length, nor by a group's deviation.
+
+    The sum over all weighted tokens of the clipped surrogate (and of KL and entropy), divided by the number of trained
+    rows times `length`. The advantages should be rewards less the mean of the group, not divided by its standard
+    deviation: `group_advantages(..., divide_by_std=False)`.
+
+    Args:
+        length: the most tokens that an answer may have, the same number in every step of a run.
+        options: clip, clip_low, clip_high, kl, kl_estimator, entropy, importance_cap, importance_mode, on_policy: as
+            `ppo`.
+
+    Metrics: as `ppo`, means over tokens.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+    return dataclasses.replace(_clipped(reduction="token", **options), length=length)
+
+
+def gspo(
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    level: Level = "sequence",
+    on_policy: bool = False,
+    **options: Unpack[Penalties],
+) -> PolicyLoss:
+    """Group sequence policy optimisation (arXiv 2507.18071, eq. 5 to 7): -min(s A, clip(s) A), the mean over rows.
+
+    s = exp(sum of w (l - old) / sum of w) over the row's tokens, w being the loss weights: the likelihood ratio of
+    the row, to the power of 1 / length. KL and entropy are means over the row's tokens, then over rows.
+
+    Args:
+        clip_low, clip_high: s is followed from 1 - clip_low to 1 + clip_high; much narrower than a token's ratio,
+            since s is a mean. The defaults are the paper's (section 5.1).
+        level: "sequence", or "token" (GSPO-token, eq. 13 to 17): s has the same value, but each token's gradient is
+            weighted by its own advantage. Both are equal where a row's tokens have one advantage.
+        on_policy: as `ppo`.
+        options: kl, kl_estimator, entropy: as `ppo`.
+
+    Metrics: as `ppo`; ratio and clip_fraction are those of rows.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+    return PolicyLoss(
+        surrogate="clipped sequence",
+        reduction="trajectory",
         clip_low=clip_low,
         clip_high=clip_high,
-        kl=kl,
-        kl_estimator=kl_estimator,
-        entropy=entropy,
-        reduction="token",
-        importance_cap=importance_cap,
-        importance_mode=importance_mode,
+        level=level,
         on_policy=on_policy,
+        **options,
     )
 
 
+def actor_critic(policy: Loss, *, value_coefficient: float = 0.5, value_clip: float | None = 0.2) -> PolicyLoss:
+    """A loss of the policy with a value loss beside it, both from one pass through a shared trunk.
+
+    Args:
+        policy: such as `ppo()`, `reinforce()` (advantage actor-critic), `grpo()`: one whose rows are weighed by token
+            or by trajectory; the value loss is weighed and divided likewise.
+        value_coefficient: what the value loss is multiplied by, above 0.
+        value_clip: see `value`.
+
+    Metrics: those of the policy's loss and of `value_loss`.
+
+    Raises:
+        ValueError: an argument out of its range, or a loss that needs values already or is no policy loss.
+    """
+    if not isinstance(policy, PolicyLoss) or policy.value_coefficient:
+        raise ValueError(
+            f"actor_critic was given {type(policy).__name__}; give a policy loss such as ppo() or reinforce()"
+        )
+    check_positive("value_coefficient", value_coefficient)
+    return dataclasses.replace(policy, value_coefficient=value_coefficient, value_clip=value_clip)
+
+
 def _clipped(
-    *, clip: float = 0.2, clip_low: float | None = None, clip_high: float | None = None, **options: Any
-) -> ClippedLoss:
-    low, high = clip_bounds(clip, clip_low, clip_high)
-    return ClippedLoss(clip_low=low, clip_high=high, **options)
-
-
-def clip_bounds(clip: float, low: float | None, high: float | None) -> tuple[float, float]:
-    """Both bounds, where each may be given by itself. Raises ValueError for a `clip` in use outside 0 to 1."""
-    if low is None or high is None:
+    *,
+    reduction: Reduction,
+    clip: float = 0.2,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
+    **options: Unpack[PolicyOptions],
+) -> PolicyLoss:
+    """The clipped surrogate, each of whose bounds may be given by itself."""
+    if clip_low is None or clip_high is None:
         check_number("clip", clip, 0.0, 1.0)
-    return clip if low is None else low, clip if high is None else high
+    low, high = clip if clip_low is None else clip_low, clip if clip_high is None else clip_high
+    return PolicyLoss(reduction=reduction, clip_low=low, clip_high=high, **options)

@@ -1,10 +1,16 @@
-"""Regression of a value head on returns. A function of predicted values, for models that have such a head."""
+"""Losses on values that the model predicts.
+
+v = the value predicted for the state before a token, R = its return, both in the unit of the rewards.
+"""
+
+import dataclasses
+import math
 
 import torch
 from torch import Tensor
 
-from treetrain.losses.base import Metrics, check_number
-from treetrain.losses.facts import Facts, Reduction
+from treetrain.engine.results import Metrics
+from treetrain.losses.loss import Facts, Loss, Reduction, check_number, weighted_means
 
 
 def value_loss(
@@ -32,8 +38,7 @@ def value_loss(
     """
     if predicted.shape != (len(facts),):
         raise ValueError(f"predicted values have shape {tuple(predicted.shape)}, the facts {len(facts)} predictions")
-    if clip is not None:
-        check_number("clip", clip, 0.0, float("inf"))
+    check_clip(clip)
     facts = facts.like(predicted)
     returns, shares = facts.returns, facts.shares(reduction)
     # Not multiplied by 0: what a head says of untrained tokens may be anything.
@@ -47,13 +52,65 @@ def value_loss(
         held = (change.abs() > clip) & (clipped > error)
         error = torch.where(held, clipped.detach(), error)
     watched = {
-        "value_loss": 0.5 * error.detach(),
-        "value": predicted.detach(),
+        "value_loss": 0.5 * error,
+        "value": predicted,
         "value_clip_fraction": held.to(predicted.dtype),
         "value_error": (returns - predicted.detach()).square(),
         "return": returns,
         "return_square": returns.square(),
     }
-    weight = shares.sum()
-    metrics: Metrics = {name: ((shares * x).sum(), weight) for name, x in watched.items()}
-    return 0.5 * (shares * error).sum(), metrics
+    return 0.5 * (shares * error).sum(), weighted_means(watched, shares)
+
+
+def check_clip(clip: float | None, name: str = "clip") -> None:
+    """Raise ValueError unless it is None or a number from 0 on."""
+    if clip is not None:
+        check_number(name, clip, 0.0, math.inf)
+
+
+def value_facts(clip: float | None) -> tuple[str, ...]:
+    """The facts that `value_loss` reads."""
+    return ("returns",) if clip is None else ("returns", "values")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLoss(Loss):
+    """The clipped value loss alone. Made by `value`."""
+
+    mergeable = True  # it does not read the advantage
+
+    clip: float | None
+    """How far a value may move from the old one; None for the plain square."""
+
+    def __post_init__(self) -> None:
+        Loss.__post_init__(self)
+        check_clip(self.clip)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("predicted_values", *value_facts(self.clip))
+
+    def evaluate(
+        self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None
+    ) -> tuple[Tensor, Metrics]:
+        assert values is not None
+        return value_loss(values, facts, clip=self.clip, reduction=self.reduction)
+
+
+def value(*, clip: float | None = 0.2, reduction: Reduction = "token") -> ValueLoss:
+    """A critic's loss: PPO's clipped value loss (see `value_loss`) on values that the model predicts.
+
+    For a model for token classification with one label, or a value head on a causal LM (`TreeEngine(model,
+    value_head=...)`). A row's entry t is about the state before its token t: the value is predicted from the hidden
+    state of token t - 1, `returns[t]` is what it should be, `values[t]` what it was when the row was sampled.
+
+    Args:
+        clip: how far a value may move from the old one, 0 or more; None for (v - R)^2 / 2, without `values`.
+        reduction: "token" (default), the mean over all tokens; "trajectory", over each row's tokens first.
+
+    Metrics: those of `value_loss`.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+    return ValueLoss(clip=clip, reduction=reduction)

@@ -78,7 +78,7 @@ class Capabilities:
             raise UnsupportedModel(
                 f"log-probabilities are asked for, but the model's head ({type(self.head).__name__}) gives values and "
                 "no logits; a critic has tt.values, and losses that need values alone (tt.losses.value(); one of your "
-                "own says needs_logprobs = False). For policy and values in one pass give a causal LM and a value head."
+                "own needs predicted values alone). For both in one pass give a causal LM and a value head."
             )
         if values and self.scalar is None:
             raise UnsupportedModel(

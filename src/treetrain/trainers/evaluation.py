@@ -9,7 +9,8 @@ import torch
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.results import MetricSums, add_sums, means
+from treetrain.engine.loss import PackedLoss
+from treetrain.engine.results import Metrics, add_metrics, mean_metrics
 from treetrain.errors import DataError
 from treetrain.trainers.rollouts import OLD, REFERENCE, logprobs, missing_facts, on_policy, with_advantages
 from treetrain.trainers.watch import WatchedLoss
@@ -64,12 +65,12 @@ def evaluate(
         loss, `loss` and its metrics.
     """
     nll = weight = tokens = total = 0.0
-    sums: MetricSums = {}
-    loss = loss.for_step(rows) if hasattr(loss, "for_step") else loss
+    sums: Metrics = {}
+    loss = None if loss is None else loss.for_step(rows)
     for members in calls:
-        entropies = loss is not None and bool(getattr(loss, "needs_entropy", False))
+        entropies = loss is not None and "entropies" in loss.needs
         # A loss of the user's own may read any prediction.
-        found = logprobs(engine, members, entropies=entropies, every=loss is not None and not hasattr(loss, "packed"))
+        found = logprobs(engine, members, entropies=entropies, every=loss is not None and loss.reads_untrained)
         scored, spread = found if entropies else (found, None)
         for row, scores in zip(members, scored, strict=True):
             weights = row.weights[1:]
@@ -79,19 +80,19 @@ def evaluate(
             tokens += int(np.count_nonzero(weights))
         if loss is not None:
             part, metrics = _loss(loss, scored, spread, members)
-            total, sums = total + part, add_sums(sums, metrics)
-    numbers = means(sums) | {"nll": nll / weight, "trained_tokens": tokens}
+            total, sums = total + part, add_metrics(sums, metrics)
+    numbers = mean_metrics(sums) | {"nll": nll / weight, "trained_tokens": tokens}
     return numbers if loss is None else numbers | {"loss": total / loss.normaliser(rows)}
 
 
-def _loss(loss: Any, scored: Any, entropies: Any, rows: Sequence[Trajectory]) -> tuple[float, MetricSums]:
+def _loss(loss: PackedLoss, scored: Any, entropies: Any, rows: Sequence[Trajectory]) -> tuple[float, Metrics]:
     """The unnormalised sum of a call, and its metrics."""
-    if getattr(loss, "scope", "trajectory") == "batch":
+    if loss.scope == "batch":
         total, sums = loss(scored, entropies, rows)
         return float(total), sums
     total, sums = 0.0, {}
     for number, row in enumerate(rows):
         if row.weights[1:].any():
             part, found = loss(scored[number], None if entropies is None else entropies[number], row)
-            total, sums = total + float(part), add_sums(sums, found)
+            total, sums = total + float(part), add_metrics(sums, found)
     return total, sums

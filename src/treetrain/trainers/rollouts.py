@@ -17,15 +17,15 @@ from transformers import TrainerCallback
 from treetrain import losses
 from treetrain.data.advantages import advantages_of_groups
 from treetrain.data.columns import StoredColumns, columns_of
-from treetrain.data.trajectory import Trajectory
+from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
+from treetrain.engine.loss import as_loss, describe
 from treetrain.engine.planning import formula_cost
 from treetrain.engine.ranks import is_sharded
 from treetrain.errors import DataError
-from treetrain.losses.facts import describe
-from treetrain.losses.kto import KTOLoss
-from treetrain.losses.policy import ClippedLoss, PolicyLoss
+from treetrain.losses.policy import PolicyLoss
+from treetrain.losses.preference import KTOLoss
 from treetrain.planning.dispatch import balance
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.watch import Watch, WatchedLoss
@@ -51,17 +51,17 @@ def checked_loss(args: TreeArguments, loss: Any) -> Any:
     if loss is not None and (args.loss != "sft" or args.loss_kwargs):
         raise ValueError(f"a loss is given, and args name {args.loss!r} with {args.loss_kwargs}; give one of them")
     loss = losses.by_name(args.loss, **(args.loss_kwargs or {})) if loss is None else loss  # type: ignore[arg-type]
-    name = type(loss).__name__
-    if getattr(loss, "needs_values", False):
+    loss, name = as_loss(loss), type(loss).__name__
+    if "predicted_values" in loss.needs:
         raise ValueError(
             f"{name} needs values, and this trainer has no value head; use TreeEngine(model, value_head=...) in a loop "
             "of your own"
         )
     if args.log_entropy and not isinstance(loss, PolicyLoss):
         raise ValueError(f"log_entropy is true, but {name} is no policy loss, whose metrics have an entropy")
-    if args.target_kl is not None and not isinstance(loss, ClippedLoss):
+    if args.target_kl is not None and not (isinstance(loss, PolicyLoss) and loss.clipped):
         raise ValueError(f"target_kl is {args.target_kl}, but {name} measures no KL from an old policy")
-    if args.gradient_accumulation_steps > 1 and isinstance(loss, KTOLoss) and isinstance(loss.reference_point, str):
+    if args.gradient_accumulation_steps > 1 and isinstance(loss, KTOLoss) and loss.compares_with_the_step:
         raise ValueError(
             f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, but kto compares with a mean over the "
             "rows of a whole step; give a number as reference_point, or bound memory by budget"
@@ -82,8 +82,8 @@ def watched(loss: Any, rows: Sequence[Trajectory], *, log_entropy: bool) -> tupl
 
 
 def needed_facts(loss: Any) -> tuple[str, ...]:
-    """Names of the per-token facts that a loss needs; a loss of the user's own may not say."""
-    return getattr(loss, "needs_facts", ())
+    """Names of the per-token facts that a loss needs."""
+    return tuple(name for name in loss.needs if name in PER_TOKEN_FACTS)
 
 
 def with_advantages(rows: Sequence[Trajectory], loss: Any, options: dict[str, Any] | None) -> Sequence[Trajectory]:
@@ -146,14 +146,14 @@ def missing_facts(rows: Sequence[Trajectory], loss: Any) -> frozenset[str]:
                 "and computing the others would mix two policies; give all rows theirs, or none"
             )
         missing.add(fact)
-    if isinstance(rows, list) and getattr(loss, "scope", "trajectory") == "batch":  # pairs, which no column tells
+    if isinstance(rows, list) and loss.scope == "batch":  # pairs, which no column tells
         loss.check([row.replace(**{fact: np.zeros(len(row)) for fact in missing}) for row in rows])
     return frozenset(missing)
 
 
 def on_policy(loss: Any) -> Any:
     """The loss with every update on-policy (ratio 1), so that it needs no old log-probabilities; None: it cannot be."""
-    return dataclasses.replace(loss, on_policy=True) if hasattr(loss, "on_policy") else None
+    return dataclasses.replace(loss, on_policy=True) if isinstance(loss, PolicyLoss) else None
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from treetrain.engine.results import StepResult, add_sums, means
+from treetrain.engine.results import StepResult, add_metrics, mean_metrics
 
 EXECUTION = "tree/"
 """Beginning of the names of what tells how a step was executed."""
@@ -37,14 +37,14 @@ class StepLog(TrainerCallback):
                 `_max` and `_min` are extremes; of others the mean is logged.
         """
         self._losses.append(result.loss)
-        self._metrics = add_sums(self._metrics, result.metric_sums)
+        self._metrics = add_metrics(self._metrics, result.metric_sums)
         self._numbers.append({name: getattr(result, name) for name in COUNTS} | numbers)
 
     def read(self) -> dict[str, float]:
         """The numbers of these steps; empty where there was none. Begins anew."""
         if not self._losses:
             return {}
-        found = means(self._metrics) | {"loss": sum(self._losses) / len(self._losses)}
+        found = mean_metrics(self._metrics) | {"loss": sum(self._losses) / len(self._losses)}
         for name in dict.fromkeys(name for numbers in self._numbers for name in numbers):
             values = [numbers[name] for numbers in self._numbers if name in numbers]
             if name in SUMMED:

@@ -33,6 +33,7 @@ from treetrain.trainers.rollouts import (
     engine_of,
     logprobs,
     missing_facts,
+    needed_facts,
     on_policy,
     watched,
     with_advantages,
@@ -145,7 +146,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             if is_sharded(self.model):
                 raise ValueError("the model is in shards, of which no copy is made as reference policy: give ref_model")
             model = copy.deepcopy(self.model)
-        elif REFERENCE not in getattr(self.loss, "needs_facts", ()):
+        elif REFERENCE not in needed_facts(self.loss):
             raise ValueError("ref_model is given, but the loss, as it is set, has no reference policy")
         model = model.requires_grad_(False).eval()
         return engine_of(model if is_sharded(model) else model.to(self.args.device), self.args)
@@ -232,7 +233,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         self._numbers = {"scoring_seconds": time.perf_counter() - started} if self._compute else {}
         calls = [self._batch.with_facts(inputs) for inputs in calls]
         rows = [row for inputs in calls for row in inputs["rows"]]
-        self._step_loss = self.loss.for_step(rows) if hasattr(self.loss, "for_step") else self.loss
+        self._step_loss = self.loss.for_step(rows)
         self._balance = self._routing(calls)
         self._numbers |= facts_of_step(rows) if self._watch is not None else {}
         return calls, self._step_loss.normaliser(rows)

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
+from treetrain.engine.loss import Rows
 from treetrain.engine.ranks import Ranks
-from treetrain.losses import KL_ESTIMATORS, Loss, Metrics
-from treetrain.losses.facts import Facts, PackedFacts
-from treetrain.losses.importance import per_sequence
-from treetrain.losses.policy import ClippedLoss, PolicyLoss
+from treetrain.engine.results import Metrics
+from treetrain.losses.kl import KL_ESTIMATORS, sampler_log_ratio
+from treetrain.losses.loss import Facts, Loss
+from treetrain.losses.policy import PolicyLoss
 
 
 class Watch:
@@ -49,9 +50,6 @@ class Watch:
                     found[name] = better(found[name], value) if name in found else value
         return found
 
-    def __repr__(self) -> str:
-        return "Watch()"  # a loss is known by its repr to be that of the other ranks
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedLoss(Loss):
@@ -67,51 +65,37 @@ class WatchedLoss(Loss):
     """All rows have ref_logprobs: the KL to the reference is reported whether the loss has such a term or not."""
 
     @property
-    def needs_entropy(self) -> bool:
-        return self.log_entropy or self.inner.needs_entropy
+    def needs(self) -> tuple[str, ...]:
+        return (*self.inner.needs, *(("entropies",) if self.log_entropy else ()))
 
     @property
-    def needs_facts(self) -> tuple[str, ...]:
-        return self.inner.needs_facts
+    def identity(self) -> str:
+        return f"{self.inner.identity}, entropy {self.log_entropy}, reference {self.log_reference}"
 
-    def total_weight(self, trajectories: Sequence[Trajectory]) -> float:
-        """See `Loss.total_weight`."""
-        return self.inner.total_weight(trajectories)
-
-    def check(self, trajectories: Sequence[Trajectory]) -> None:
-        """See `Loss.check`."""
-        self.inner.check(trajectories)
-
-    def needed(self, trajectory: Trajectory) -> list[str]:
-        """See `Loss.needed`."""
-        return self.inner.needed(trajectory)
+    def total_weight(self, rows: Rows) -> float:
+        return self.inner.total_weight(rows)
 
     def coefficients(self, facts: Facts) -> Tensor | None:
         """See `Loss.coefficients`; None where entropies are wanted, which need the head's whole output."""
-        return None if self.needs_entropy else self.inner.coefficients(facts)
+        return None if "entropies" in self.needs else self.inner.coefficients(facts)
 
-    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts) -> tuple[Tensor, Metrics]:
-        total, metrics = self.inner.evaluate(logprobs, entropies, facts)
+    def evaluate(
+        self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None
+    ) -> tuple[Tensor, Metrics]:
+        inner = self.inner
+        total, metrics = inner.evaluate(logprobs, entropies, facts, values)
         with torch.no_grad():
             shares = facts.shares(self.reduction)
+            counts = shares != 0
             if self.log_reference and "kl" not in metrics:
-                kl = KL_ESTIMATORS[self.inner.kl_estimator](logprobs, facts.ref_logprobs)
+                kl = KL_ESTIMATORS[inner.kl_estimator](logprobs, facts.ref_logprobs)
                 metrics["kl"] = (shares * kl).sum(), shares.sum()
-            self._note(logprobs.detach(), facts, shares != 0)
+            if inner.clipped and not inner.on_policy:
+                self.watch.note("ratio", inner.log_ratio(logprobs, facts).exp(), counts, smallest=True)
+            if inner.importance_cap is not None:
+                old = inner.sampling_logprobs(logprobs, facts)
+                self.watch.note("importance", sampler_log_ratio(old, facts, inner.importance_mode).exp(), counts)
         return total, metrics
-
-    def _note(self, logprobs: Tensor, facts: Facts, counts: Tensor) -> None:
-        inner = self.inner
-        old = inner.sampling_logprobs(logprobs, facts)
-        if isinstance(inner, ClippedLoss) and not inner.on_policy:
-            ratio = inner.log_ratio(logprobs - old, facts).exp()
-            self.watch.note("ratio", ratio, counts, smallest=True)
-        if inner.importance_cap is not None:
-            log_ratio = old - facts.rollout_logprobs
-            if per_sequence(inner.importance_mode):
-                assert isinstance(facts, PackedFacts)
-                log_ratio = facts.sum_by_row(log_ratio)[facts.rows]
-            self.watch.note("importance", log_ratio.exp(), counts)
 
 
 def facts_of_step(rows: Sequence[Trajectory]) -> dict[str, float]:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from treetrain.engine.allocator import keep_memory
-from treetrain.engine.checks import check_loss
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
+from treetrain.engine.loss import as_loss
 from treetrain.engine.packed import model_device
 from treetrain.errors import UnsupportedModel
 from treetrain.losses.sft import sft
@@ -113,7 +113,7 @@ def bench(
     if repeats < 1 or warmup < 1:
         raise ValueError(f"repeats={repeats}, warmup={warmup}: both must be at least 1")
     loss = sft() if loss is None else loss
-    check_loss(loss)
+    as_loss(loss)
     if model_device(model).type == "cpu":
         keep_memory()
     say = progress or (lambda _line: None)

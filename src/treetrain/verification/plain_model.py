@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from treetrain.data.trajectory import Trajectory
+from treetrain.engine.loss import PackedLoss, needs_logprobs
 from treetrain.engine.packed import model_device
 from treetrain.engine.router_balance import RouterBalance
 from treetrain.engine.routing import by_place, route_as_recorded
@@ -28,11 +29,10 @@ class RowScores(NamedTuple):
 class RowScorer:
     """Computes of a row what a loss needs: log-probabilities, entropies, values."""
 
-    def __init__(self, model: nn.Module, value_head: nn.Module | None, loss: Any, temperature: float):
+    def __init__(self, model: nn.Module, value_head: nn.Module | None, loss: PackedLoss, temperature: float):
         self.model, self.value_head, self.temperature = model, value_head, temperature
-        self.needs_entropy = bool(getattr(loss, "needs_entropy", False))
-        self.needs_values = bool(getattr(loss, "needs_values", False))
-        self.needs_logprobs = self.needs_entropy or bool(getattr(loss, "needs_logprobs", True))
+        self.needs_entropy, self.needs_values = "entropies" in loss.needs, "predicted_values" in loss.needs
+        self.needs_logprobs = needs_logprobs(loss)
         self._wide = torch.promote_types(model.dtype, torch.float32)  # type: ignore[arg-type]
         self._head_input: Tensor | None = None
 
@@ -175,7 +175,7 @@ class PlainExperts:
 def linear_gradients(
     model: nn.Module,
     trajectories: Sequence[Trajectory],
-    loss: Any,
+    loss: PackedLoss,
     normaliser: float,
     temperature: float,
     value_head: nn.Module | None = None,
@@ -189,26 +189,25 @@ def linear_gradients(
 
 
 def _loss_gradients(
-    scorer: RowScorer, trajectories: Sequence[Trajectory], loss: Any, normaliser: float, experts: PlainExperts
+    scorer: RowScorer, trajectories: Sequence[Trajectory], loss: PackedLoss, normaliser: float, experts: PlainExperts
 ) -> float:
-    if getattr(loss, "scope", "trajectory") == "batch":
+    if loss.scope == "batch":
         scored = []
         for row in trajectories:
             with experts.of(row):
                 scored.append(scorer(row))
         entropies = [row.entropies for row in scored] if scorer.needs_entropy else None
-        values = {"values": [row.values for row in scored]} if scorer.needs_values else {}
-        total, _ = loss([row.logprobs for row in scored], entropies, list(trajectories), **values)
+        values = [row.values for row in scored] if scorer.needs_values else None
+        total, _ = loss([row.logprobs for row in scored], entropies, list(trajectories), values=values)
         (total / normaliser).backward()
         return float(total.detach()) / normaliser
     summed = 0.0
     for row in trajectories:
-        if hasattr(loss, "packed") and not row.weights.any():
+        if not loss.reads_untrained and not row.weights.any():
             continue
         with experts.of(row):
             scores = scorer(row)
-            values = {"values": scores.values} if scorer.needs_values else {}
-            total, _ = loss(scores.logprobs, scores.entropies, row, **values)
+            total, _ = loss(scores.logprobs, scores.entropies, row, values=scores.values)
             if total.requires_grad:
                 (total / normaliser).backward()
         summed += float(total.detach())

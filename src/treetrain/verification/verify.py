@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treetrain.engine.checks import check_loss, step_loss
 from treetrain.engine.engine import TreeEngine
+from treetrain.engine.loss import as_loss
 from treetrain.engine.results import StepResult
 from treetrain.losses.sft import sft
 from treetrain.models.capability import check_model
@@ -100,11 +100,10 @@ def verify(
     Raises:
         UnsupportedModel, DataError, ValueError, TypeError: as `TreeEngine.forward_backward`.
     """
-    loss = sft() if loss is None else loss
-    check_loss(loss)
+    loss = as_loss(sft() if loss is None else loss)
     tree = as_tree(trajectories, merge=True)
     rows = list(tree.trajectories)
-    loss = step_loss(loss, rows, None)
+    loss = loss.for_step(rows)
     dtype: torch.dtype = model.dtype  # type: ignore[assignment]
     if dtype not in TOLERANCE and check_model(model, critics=True).experts is not None:
         # A choice of experts that rounding turns over is no error of the tree's: all sides take the float32 model's.

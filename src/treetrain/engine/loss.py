@@ -1,0 +1,414 @@
+"""The loss protocol as the engine uses it, what is refused as no loss, and the adapter for a user's own loss.
+
+A loss has four members: `scope`, `needs`, `normaliser(trajectories)` and the call. `as_loss` checks them once. The
+losses of `treetrain.losses` implement `PackedLoss`, so that one call evaluates many rows; any other loss is wrapped in
+`RowLoss`, which calls it row by row. The engine then works with `PackedLoss` alone.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
+from treetrain.device_arrays import on_device
+from treetrain.engine.results import Metrics, add_metrics
+from treetrain.errors import DataError
+from treetrain.tree.merged import MergedPredictions
+from treetrain.tree.token_tree import TokenTree
+
+Scope = Literal["trajectory", "batch"]
+Rows = Sequence[Trajectory] | MergedPredictions
+"""The rows of a step, or the predictions that rows of a tree of nodes share."""
+
+FACTS = (*(name for name in PER_TOKEN_FACTS if name != "loss_weights"), "pair", "chosen")
+NEEDS = ("logprobs", "entropies", "predicted_values", *FACTS, "step")
+"""Everything that a loss may need: scores of the model, facts of the rows, and all rows of the step beforehand."""
+
+PROTOCOL = (
+    "a loss is called as loss(logprobs, entropies, trajectory) and returns (sum, metrics): logprobs is a tensor "
+    "[L - 1], entropies another or None, trajectory the row with its facts, sum a scalar tensor that is not yet "
+    "divided by anything, metrics a dict of numbers; loss.normaliser(trajectories) is what the step's sum is divided by"
+)
+
+
+class Loss(Protocol):
+    """The four members of a loss, ours or a user's own. `scope` and `needs` may be left out."""
+
+    @property
+    def scope(self) -> Scope:
+        """Whether the loss is called with one row at a time (the default), or once with lists of all rows."""
+        ...
+
+    @property
+    def needs(self) -> Sequence[str]:
+        """Names from `NEEDS`; ("logprobs",) by default. A loss that lists "predicted_values" is called with `values=`,
+        and is given log-probabilities only if it lists "logprobs" or "entropies" too."""
+        ...
+
+    def normaliser(self, trajectories: Any, /) -> float:
+        """The number above 0 that the sum over all rows of a step is divided by."""
+        ...
+
+    def __call__(self, logprobs: Any, entropies: Any, trajectory: Any, /) -> tuple[Any, Mapping[str, Any] | None]:
+        """The unnormalised sum over one row (or all), a scalar tensor, and metrics."""
+        ...
+
+
+@runtime_checkable
+class PackedLoss(Protocol):
+    """A loss that evaluates the predictions of many rows in one call, [T] of them."""
+
+    @property
+    def scope(self) -> Scope: ...
+    @property
+    def needs(self) -> Sequence[str]: ...
+    @property
+    def reduction(self) -> Literal["token", "trajectory"]: ...
+    @property
+    def mergeable(self) -> bool:
+        """Whether rows that share a prediction may be merged into one."""
+        ...
+
+    @property
+    def sums_tokens(self) -> bool:
+        """Whether the loss is a weighted mean over predictions, each by itself."""
+        ...
+
+    @property
+    def reads_untrained(self) -> bool:
+        """Whether the loss must see predictions and rows without a loss weight."""
+        ...
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether `for_step` must be called before the loss is given a part of a step and a normaliser."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Text that two ranks have in common if they have the same loss with the same options."""
+        ...
+
+    def check(self, rows: Any, /) -> None:
+        """Raise DataError for the first trained row that lacks a fact which the loss needs."""
+        ...
+
+    def total_weight(self, rows: Any, /) -> float:
+        """What these rows add to the normaliser of a step."""
+        ...
+
+    def normaliser(self, rows: Any, /) -> float: ...
+
+    def for_step(self, trajectories: Sequence[Trajectory], /) -> "PackedLoss":
+        """The loss with what it must know of all rows of a step."""
+        ...
+
+    def pack(self, rows: Any, /, *, device: torch.device, dtype: torch.dtype, used: NDArray | None) -> Any:
+        """The facts of [T] predictions. `used` picks them: a mask for rows, indices for merged predictions."""
+        ...
+
+    def packed(
+        self, logprobs: Tensor, entropies: Tensor | None, facts: Any, values: Tensor | None = None, /
+    ) -> tuple[Tensor, Metrics]:
+        """The unnormalised sum over the predictions of `facts`, and its metrics."""
+        ...
+
+    def coefficients(self, facts: Any, /) -> Tensor | None:
+        """[T] d sum / d log-probability if that does not depend on the log-probabilities; else None."""
+        ...
+
+    def __call__(self, logprobs: Any, entropies: Any, trajectory: Any, /, *, values: Any = None) -> tuple[Any, Any]: ...
+
+
+def split_by_trajectory(
+    per_prediction: Tensor, trajectories: Sequence[Trajectory], used: NDArray[np.bool_] | None
+) -> list[Tensor]:
+    """[T] or [T, c] of the used predictions -> one [L_k - 1] or [L_k - 1, c] per trajectory, 0 at unused ones."""
+    flat = per_prediction
+    if used is not None and not used.all():
+        place = on_device(np.flatnonzero(used), flat.device)
+        flat = flat.new_zeros((len(used), *flat.shape[1:])).index_copy(0, place, per_prediction)
+    return list(flat.split([max(len(t) - 1, 0) for t in trajectories]))
+
+
+class _PickedRows(NamedTuple):
+    trajectories: Sequence[Trajectory]
+    used: NDArray[np.bool_] | None
+    """[sum of L_k - 1]: which predictions were computed; None for all."""
+
+
+class RowLoss:
+    """A user's own loss as a `PackedLoss`: it is called row by row, or once with lists if its scope is the batch."""
+
+    reduction: Literal["token", "trajectory"] = "token"
+    mergeable = False
+    reads_untrained = True
+    needs_step = False
+
+    def __init__(self, loss: Any, *, normaliser_given: bool):
+        self.inner, self.name = loss, _name_of(loss)
+        self.scope: Scope = getattr(loss, "scope", "trajectory")
+        # A normaliser of the user's own need not be a sum over rows.
+        self.needs = (*_stated_needs(loss), *(() if normaliser_given else ("step",)))
+        self.sums_tokens = bool(getattr(loss, "sums_tokens", False))
+        named = loss if hasattr(loss, "__qualname__") else type(loss)
+        self.identity = f"{named.__module__}.{named.__qualname__}"
+
+    def __call__(self, logprobs: Any, entropies: Any, trajectory: Any, *, values: Any = None) -> tuple[Any, Any]:
+        given = {"values": values} if "predicted_values" in self.needs else {}
+        return checked_sum(self.name, self.inner(logprobs, entropies, trajectory, **given))
+
+    def check(self, rows: Sequence[Trajectory]) -> None:
+        require_facts(rows, [name for name in self.needs if name in FACTS])
+
+    def total_weight(self, rows: Sequence[Trajectory]) -> float:
+        return self.normaliser(rows)
+
+    def normaliser(self, rows: Sequence[Trajectory]) -> float:
+        return self.inner.normaliser(rows)
+
+    def for_step(self, trajectories: Sequence[Trajectory]) -> "RowLoss":
+        return self
+
+    def pack(self, rows: Sequence[Trajectory], *, used: NDArray[np.bool_] | None = None, **_: Any) -> _PickedRows:
+        return _PickedRows(rows, used)
+
+    def coefficients(self, facts: _PickedRows) -> None:
+        return None
+
+    def packed(
+        self, logprobs: Tensor, entropies: Tensor | None, facts: _PickedRows, values: Tensor | None = None
+    ) -> tuple[Tensor, Metrics]:
+        def split(flat: Tensor | None) -> list[Any]:
+            if flat is None:
+                return [None] * len(facts.trajectories)
+            # Clones: the loss may write into what it is given.
+            return [row.clone() for row in split_by_trajectory(flat, facts.trajectories, facts.used)]
+
+        by_row = split(logprobs), split(entropies), split(values)
+        if self.scope == "batch":
+            lists = [None if flat is None else rows for flat, rows in zip((logprobs, entropies, values), by_row)]
+            total, metrics = self(lists[0], lists[1], list(facts.trajectories), values=lists[2])
+            return torch.as_tensor(total), _as_sums(metrics)
+        total, sums = logprobs.new_zeros(()), {}
+        for row, entropy, value, trajectory in zip(*by_row, facts.trajectories):
+            row_sum, metrics = self(row, entropy, trajectory, values=value)
+            total, sums = total + row_sum, add_metrics(sums, _as_sums(metrics))
+        return total, sums
+
+
+def as_loss(loss: Any, normaliser: float | None = None) -> PackedLoss:
+    """What a user gave as a loss, as the engine calls it.
+
+    Args:
+        loss: what the user gave.
+        normaliser: what the user gave to divide by; a loss must have its own if there is none.
+
+    Raises:
+        TypeError: it cannot be called as a loss; the message says what to do.
+    """
+    if isinstance(loss, str):
+        raise TypeError(f"loss={loss!r} is a name; pass tt.losses.by_name({loss!r}), or the factory's: tt.losses.sft()")
+    if isinstance(loss, Tensor):
+        raise TypeError(
+            f"loss is a tensor of shape {tuple(loss.shape)}; the engine calls the loss itself, part by part: "
+            f"{PROTOCOL}. To compute it yourself, take tt.logprobs(model, rows) or engine.score(rows) and call backward"
+        )
+    name = _name_of(loss)
+    if inspect.isclass(loss):
+        raise TypeError(f"loss is the class {name}; pass an instance of it, {name}()")
+    if not callable(loss):
+        raise TypeError(f"loss is {loss!r}, which cannot be called; {PROTOCOL}")
+    if isinstance(loss, PackedLoss):
+        return loss
+    unknown = [need for need in _stated_needs(loss) if need not in NEEDS]
+    if unknown:
+        raise TypeError(f"loss {name} needs {unknown[0]!r}; a loss may need {', '.join(NEEDS)}")
+    _check_arguments(loss, name)
+    if getattr(loss, "scope", "trajectory") not in ("trajectory", "batch"):
+        raise TypeError(
+            f"loss {name} has scope {loss.scope!r}; give 'trajectory', to be called with one row, or 'batch', to be "
+            "called once with lists of all rows"
+        )
+    if normaliser is None and not callable(getattr(loss, "normaliser", None)):
+        raise TypeError(
+            f"loss {name} has no normaliser(trajectories), the number above 0 that the step's sum is divided by; give "
+            "it one (loss.normaliser = lambda trajectories: float(len(trajectories))), or pass normaliser= to "
+            "forward_backward"
+        )
+    return RowLoss(loss, normaliser_given=normaliser is not None)
+
+
+def needs_logprobs(loss: PackedLoss) -> bool:
+    """Whether log-probabilities must be computed for a loss; not if it reads predicted values alone."""
+    return "predicted_values" not in loss.needs or "logprobs" in loss.needs or "entropies" in loss.needs
+
+
+def step_loss(loss: PackedLoss, trajectories: Sequence[Trajectory], normaliser: float | None) -> PackedLoss:
+    """The loss with what it must know of the whole step, which these rows are unless a normaliser is given.
+
+    Raises:
+        ValueError: a part of a step, and a loss that was not told of the whole one.
+    """
+    if normaliser is None:
+        return loss.for_step(trajectories)
+    if loss.needs_step:
+        raise ValueError(
+            f"{_name_of(loss)} was given a normaliser, so a part of a step, but was not told of the whole step: "
+            "call loss = loss.for_step(all trajectories of the step) first, and pass loss.normaliser(the same)"
+        )
+    return loss
+
+
+def step_normaliser(loss: PackedLoss, rows: Rows, normaliser: float | None) -> float:
+    """What a step's sum is divided by; checks first that the loss finds every fact it needs.
+
+    Raises:
+        DataError: a fact is missing, or nothing is trained.
+        ValueError: a normaliser that is not above 0 and finite.
+    """
+    loss.check(rows)
+    return check_normaliser(loss.normaliser(rows) if normaliser is None else normaliser)
+
+
+def check_normaliser(normaliser: float) -> float:
+    """A normaliser above 0 and finite. Raises ValueError for anything else."""
+    value = float(normaliser)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"the normaliser is {value}; a step's loss is divided by it, so it must be above 0 and finite")
+    return value
+
+
+def check_count(loss: PackedLoss, tree: TokenTree) -> None:
+    """Raise ValueError if tokens count once and the loss is no sum over tokens."""
+    if tree.count == "once" and not loss.sums_tokens:
+        raise ValueError(
+            f"the tree counts each node's tokens once (count='once'), but {_name_of(loss)} is no sum over tokens by "
+            "themselves, each with its weight, divided by the sum of weights: it means, compares or counts whole rows. "
+            "Take a loss that is (sft, reinforce, ppo or distill with reduction='token', dapo, value), or "
+            "count='per trajectory'; a loss of your own that is one says sums_tokens = True"
+        )
+
+
+REMEDIES = {
+    "advantages": "give advantages=..., e.g. the rewards of a group normalised within the group",
+    "old_logprobs": "give old_logprobs=... (under the policy that sampled the row; the engine computes them "
+    "before the first update), or pass on_policy=True to the loss if the model of this very step sampled "
+    "the row",
+    "ref_logprobs": "give ref_logprobs=... (the engine computes them from the reference model), or set kl=0.0 in a "
+    "policy loss, reference_free=True in dpo",
+    "rollout_logprobs": "give rollout_logprobs=... as the sampler recorded them, or set importance_cap=None",
+    "teacher_logprobs": "give teacher_logprobs=..., the teacher's log-probabilities of the row's own tokens",
+    "values": "give values=..., the value estimates at sampling time",
+    "returns": "give returns=..., computed from rewards and values",
+    "pair": "give pair=... and chosen=True or False, or loss_weights=0 to keep the row as context",
+    "chosen": "give chosen=True or chosen=False",
+}
+
+
+def describe(trajectory: Trajectory, number: int) -> str:
+    """How messages name a trajectory: its id, or its number in the batch if it has none."""
+    return f"trajectory number {number} (from 0)" if trajectory.id is None else f"trajectory {trajectory.id!r}"
+
+
+def require_facts(rows: Rows, names: Sequence[str]) -> None:
+    """Raise DataError for the first row (or node) with something to train that lacks one of the named facts."""
+    if isinstance(rows, MergedPredictions):
+        lacking = [(rows.lacking[name], name) for name in names if name in rows.lacking]
+    else:
+        lacking = (
+            (describe(row, number), name)
+            for number, row in enumerate(rows)
+            for name in names
+            if getattr(row, name) is None and row.weights.any()
+        )
+    for place, name in lacking:
+        raise DataError(f"{place} has no {name}, which the loss needs; {REMEDIES[name]}")
+
+
+def _as_sums(metrics: Mapping[str, Any] | None) -> Metrics:
+    """A plain number is the mean of one observation. Clones: a loss may go on to write into what it has reported."""
+
+    def fixed(value: Any) -> Any:
+        return value.detach().clone() if isinstance(value, Tensor) else value
+
+    pairs = {name: value if isinstance(value, tuple) else (value, 1.0) for name, value in (metrics or {}).items()}
+    return {name: (fixed(total), fixed(weight)) for name, (total, weight) in pairs.items()}
+
+
+def _name_of(loss: Any) -> str:
+    """The name of a function or class, or of the class of any other object."""
+    return loss.name if isinstance(loss, RowLoss) else getattr(loss, "__name__", type(loss).__name__)
+
+
+def _stated_needs(loss: Any) -> tuple[str, ...]:
+    """What a user's own loss says that it needs, by `needs` or by the three flags that came before it."""
+    if hasattr(loss, "needs"):
+        return tuple(loss.needs)
+    logprobs = ("logprobs",) if getattr(loss, "needs_logprobs", True) else ()
+    entropies = ("entropies",) if getattr(loss, "needs_entropy", False) else ()
+    return (*logprobs, *entropies, *(("predicted_values",) if getattr(loss, "needs_values", False) else ()))
+
+
+def _check_arguments(loss: Callable[..., Any], name: str) -> None:
+    """Raise TypeError if Python itself knows that a loss does not take what it is given."""
+    try:
+        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except (TypeError, ValueError):
+        return  # written in C: nothing is known before it is called
+    values = {"values": None} if "predicted_values" in _stated_needs(loss) else {}
+    try:
+        signature.bind(None, None, None, **values)
+    except TypeError as error:
+        keyword = ", and with values=... as it needs predicted values" if values else ""
+        raise TypeError(
+            f"loss {name}{signature} does not take (logprobs, entropies, trajectory){keyword} ({error}); {PROTOCOL}. "
+            f"If {name} makes a loss, call it and pass what it returns"
+        ) from None
+
+
+def checked_sum(name: str, returned: Any) -> tuple[Any, Mapping[str, Any] | None]:
+    """What the loss of a name returned, as (sum, metrics).
+
+    Raises:
+        TypeError: it is no such pair, its sum is no scalar, or its metrics are no dict of numbers.
+    """
+    if not (isinstance(returned, tuple | list) and len(returned) == 2):
+        alone = "; return (sum, {}) where there are no metrics" if isinstance(returned, Tensor | float) else ""
+        alone = f"; pass what {name} returns, if it makes a loss" if callable(returned) else alone
+        raise TypeError(f"loss {name} returned {_described(returned)}, no pair (sum, metrics){alone}: {PROTOCOL}")
+    total, metrics = returned
+    if isinstance(total, Tensor):
+        if total.dim():
+            raise TypeError(
+                f"loss {name} returned a sum of shape {tuple(total.shape)}, no scalar; add it up, with the weights "
+                "that count: (weights * per_token).sum()"
+            )
+    elif isinstance(total, bool) or not isinstance(total, int | float):
+        raise TypeError(f"loss {name} returned {_described(total)} as its sum, no scalar tensor: {PROTOCOL}")
+    elif total:
+        raise TypeError(f"loss {name} returned the number {total} as its sum, which has no gradient; return the tensor")
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"loss {name} returned {_described(metrics)} as its metrics; give a dict of numbers or of pairs (weighted "
+            "sum, weight), or {}"
+        )
+    for key, value in (metrics or {}).items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(number, Tensor) and number.numel() != 1 for number in numbers):
+            raise TypeError(f"loss {name} returned the metric {key!r} as {_described(value)}; give its mean, a number")
+    return total, metrics
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"
