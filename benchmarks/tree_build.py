@@ -12,7 +12,7 @@ import tracemalloc
 import numpy as np
 
 import rows as result_rows
-from treetrain.tree import TokenTree, build_tree
+from treetrain.tree import TokenTree, build_tree, tree_stats
 
 REPEATS = 7
 GROUP = 16
@@ -68,7 +68,7 @@ def main() -> None:
                 "shape": shape,
                 "rows": kind,
                 "flat_tokens": tree.num_flat_tokens,
-                "overlap": round(tree.stats().overlap, 3),
+                "overlap": round(tree_stats(tree).overlap, 3),
                 "segments": tree.num_segments,
                 "repeats": len(speeds),
                 "mtokens_per_cpu_s_median": round(float(np.median(speeds[:, 0])), 2),

@@ -31,8 +31,7 @@ SECTIONS = {
 }
 """Public names that are not there yet are left out; one that is in no section is an error."""
 USED = {
-    "TokenTree": "from_nodes count num_tokens num_flat_tokens num_trajectories trajectories path paths trained_edges "
-    "stats",
+    "TokenTree": "from_nodes count num_tokens num_flat_tokens num_trajectories trajectories path paths trained_edges",
     "TreeEngine": "forward_backward score logprobs plan router_balance attention cost",
     "Scored": "backward plan parts recomputed_tokens",
     "SharePrefixesMixin": "",

@@ -71,7 +71,7 @@ def main(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        counted = tree.stats().trained_flat
+        counted = tt.stats(tree).trained_flat
         history.append({"reward": reward, "loss": result.loss, "trained": counted, "flat": result.flat_tokens})
         print(
             f"iteration {iteration}: reward {reward:.3f}, {counted} tokens trained of {result.flat_tokens} in all rows"

@@ -85,8 +85,6 @@ METHODS = {
     "TokenTree.from_nodes": "(nodes, trajectories, *, unused='error', count='per trajectory')",
     "TokenTree.path": "(self, number)",
     "TokenTree.paths": "(self)",
-    "TokenTree.stats": "(self, shape=None)",
-    "TokenTree.validate": "(self)",
     "ModelShape.named": "(name)",
     "ModelShape.from_config": "(config)",
     "losses.sft": "(*, reduction='token')",
@@ -165,7 +163,7 @@ def test_importing_the_package_loads_nothing_heavy():
 def test_data_trees_and_plans_work_without_torch():
     code = (
         "import treetrain as tt; tree = tt.build_tree([[1, 2], [1, 3]]); shape = tt.ModelShape.named('qwen3-8b'); "
-        "tree.stats(shape); tt.make_plan(tree, tt.CostModel.from_shape(shape), budget='8GiB').explain(); "
+        "tt.make_plan(tree, tt.CostModel.from_shape(shape), budget='8GiB').explain(); "
         "tt.dispatch(tree, 'qwen3-8b', 2); tt.stats([[1, 2], [1, 3]], 'qwen3-8b')"
     )
     assert imported_by(code) == {"numpy"}

@@ -14,6 +14,7 @@ from treetrain.planning.cost import ModelShape
 from treetrain.planning.make import make_plan
 from treetrain.planning.price import CostModel
 from treetrain.tree.build import build_tree
+from treetrain.tree.stats import tree_stats
 
 
 def unique_by_brute_force(rows: list[list[int]]) -> int:
@@ -58,7 +59,7 @@ def test_the_shape_behind_the_flop_figures_is_always_named(treetrain, token_file
     ):
         report = treetrain("inspect", token_file, "--json", *argv).json
         assert report["shape"] == {"name": name, "assumed": assumed}
-        assert report["file"]["flop_speedup"] == tree.stats(shape).flop_speedup
+        assert report["file"]["flop_speedup"] == tree_stats(tree, shape).flop_speedup
         assert name in "".join(treetrain("inspect", token_file, *argv).out.split())
 
 

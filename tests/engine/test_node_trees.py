@@ -8,7 +8,8 @@ from support import linear
 from support.models import make_model
 from support.node_trees import ADVANTAGES, random_node_tree
 from support.pure import PureFloat64
-from treetrain.tree.token_tree import LazyTrajectories, TokenTree
+from treetrain.tree.nodes import NodeRows
+from treetrain.tree.token_tree import TokenTree
 
 LOSSES = {
     "sft": tt.losses.sft(),
@@ -59,7 +60,7 @@ def test_a_step_on_a_tree_of_nodes_flattens_nothing(name, budget, monkeypatch):
     tree = TokenTree.from_nodes(nodes, ends)
     monkeypatch.setattr(TokenTree, "paths", refuse)
     monkeypatch.setattr(TokenTree, "path", refuse)
-    monkeypatch.setattr(LazyTrajectories, "__getitem__", refuse)
-    monkeypatch.setattr(LazyTrajectories, "__iter__", refuse)
+    monkeypatch.setattr(NodeRows, "__getitem__", refuse)
+    monkeypatch.setattr(NodeRows, "__iter__", refuse)
     result, found = gradient(make_model("qwen3", dtype=torch.float64), tree, LOSSES[name], budget)
     assert found.norm() > 0 and (result.parts > 1) == (budget is not None)

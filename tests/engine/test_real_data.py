@@ -133,7 +133,7 @@ def test_gradients_on_real_trajectories_are_those_of_the_rows(name, truths, mode
     tree = tt.build_tree(truth.rows)
     assert tree.num_tokens < 0.7 * tree.num_flat_tokens, "this sample shares nothing"
     assert sum(row.weights.sum() for row in truth.rows) > 50
-    assert tree.stats().forks >= 2 and tree.num_tokens > 250
+    assert tt.stats(tree).forks >= 2 and tree.num_tokens > 250
     for case in LOSSES:
         error, result = truth.check(model, case)
         record_property(case, error)

@@ -37,7 +37,7 @@ def model_of(family: str, dtype: torch.dtype, **changes) -> torch.nn.Module:
 def test_the_samples_fork_within_and_beyond_the_windows_and_are_trained(source, load):
     rows = load(source)
     tree = tt.build_tree(rows)
-    stats = tree.stats()
+    stats = tt.stats(tree)
     assert tree.num_tokens < 0.75 * tree.num_flat_tokens and stats.forks >= 2
     assert stats.longest_path > 8 * WINDOW and max(len(row) for row in rows) <= 150
     assert sum(row.weights.sum() for row in rows) > 50

@@ -16,6 +16,7 @@ from treetrain.planning.partition import partition
 from treetrain.planning.price import CostModel
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
+from treetrain.tree.stats import tree_stats
 
 SHAPE = ModelShape(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=128, tied=True)
 
@@ -138,7 +139,7 @@ def test_rows_are_planned_and_counted_as_their_tree_is_and_shapes_go_by_their_na
             assert (plan.part_of == expected.part_of).all()
         over = make_plan(batch, "qwen3-8b", ranks=3)
         assert [own.tolist() for own in over.trajectories] == [o.tolist() for o in dispatch(batch, "qwen3-8b", 3)]
-        assert stats(batch, "qwen3-8b") == tree.stats(shape) and stats(batch) == tree.stats()
+        assert stats(batch, "qwen3-8b") == tree_stats(tree, shape) and stats(batch) == tree_stats(tree)
 
 
 @pytest.mark.parametrize("call", [make_plan, lambda rows, cost: dispatch(rows, cost, 2), stats])

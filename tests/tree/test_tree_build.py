@@ -5,6 +5,7 @@ import pytest
 import trie_of_dicts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trie_of_dicts import check_tree
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
@@ -23,7 +24,7 @@ def rows_back(tree: TokenTree) -> list[list[int]]:
 @given(ROWS)
 def test_the_tree_is_the_trie_of_dicts_array_for_array(rows):
     tree, expected = build_tree(rows), trie_of_dicts.arrays(rows)
-    tree.validate()
+    check_tree(tree)
     for name in ("tokens", "parent", "depth", "end"):
         assert getattr(tree, name).tolist() == expected[name].tolist(), name
     offsets, index = tree.paths()
@@ -36,7 +37,7 @@ def test_the_tree_is_the_trie_of_dicts_array_for_array(rows):
 def test_rows_of_different_key_share_nothing(pairs):
     rows, keys = [row for row, _ in pairs], [key for _, key in pairs]
     tree = build_tree([Trajectory(row, key=key) for row, key in pairs])
-    tree.validate()
+    check_tree(tree)
     expected = trie_of_dicts.arrays(rows, keys)
     for name in ("tokens", "parent", "depth", "end"):
         assert getattr(tree, name).tolist() == expected[name].tolist(), name
@@ -70,7 +71,7 @@ def test_every_trajectory_comes_back_bit_for_bit(rows, merge):
 @given(ROWS)
 def test_without_merging_every_row_is_a_tree_of_its_own(rows):
     tree = build_tree(rows, merge=False)
-    tree.validate()
+    check_tree(tree)
     assert tree.num_tokens == sum(map(len, rows))
     assert (tree.parent == -1).sum() == sum(1 for row in rows if row) == tree.num_segments
 
@@ -108,7 +109,7 @@ def test_a_token_meets_at_most_log2_of_the_leaves_light_edges(rows):
 )
 def test_small_extremes(rows):
     tree = build_tree(rows)
-    tree.validate()
+    check_tree(tree)
     assert rows_back(tree) == rows
     assert tree.paths()[1].tolist() == trie_of_dicts.arrays(rows)["paths"].tolist()
 
@@ -122,7 +123,7 @@ def test_a_row_that_ends_inside_a_run_does_not_split_the_segment():
 def test_five_thousand_nested_forks_through_rows():
     rows = [np.append(np.zeros(k, np.int32), np.int32(7)) for k in range(5000)]
     tree = build_tree(rows)
-    tree.validate()
+    check_tree(tree)
     # The last row's 7 closes the chain: 4,999 zeros, each but the last a fork between 0 and 7.
     assert tree.num_tokens == 4999 + 5000
     offsets, index = tree.paths()
@@ -136,7 +137,7 @@ def test_long_rows_are_compared_across_blocks():
     other = base.copy()
     other[600_000] += 1
     tree = build_tree([base, other, base[:500_000]])
-    tree.validate()
+    check_tree(tree)
     assert tree.num_tokens == 800_000
     assert tree.segment_start.tolist() == [0, 600_000, 700_000, 800_000]
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.tree import build_tree, cut, flat_reads, pack, trained_predictions
+from treetrain.tree import build_tree, cut, flat_reads, pack
 
 ROWS = st.lists(st.lists(st.integers(0, 2), max_size=7), max_size=10)
 
@@ -96,7 +96,7 @@ def test_childless_tails_and_untrained_context_behind_the_last_use_are_trimmed()
         Trajectory([1, 2, 6, 7], loss_weights=[0, 0, 1, 0]),
         Trajectory([8, 9], loss_weights=0),
     ]
-    layout, reads = lay_out(rows, trained_predictions(rows))
+    layout, reads = lay_out(rows, build_tree(rows).trained_predictions)
     assert layout.input_ids.tolist() == [1, 2]
     assert layout.edge_targets.tolist() == [2, 6]
     assert reads.index.tolist() == [0, 5]

@@ -4,11 +4,12 @@ import time
 
 import numpy as np
 import pytest
+from trie_of_dicts import check_tree
 
 from support.node_trees import ADVANTAGES, OTHER_FACTS, random_node_tree
 from treetrain.errors import DataError
-from treetrain.tree import Node, NodeTrajectory, TokenTree, build_tree
-from treetrain.tree.nodes import NodeTrajectories
+from treetrain.tree import Node, NodeTrajectory, TokenTree, build_tree, tree_stats
+from treetrain.tree.nodes import NodeRows
 
 SEEDS = range(60)
 both_reductions = pytest.mark.parametrize("reduction", ["token", "trajectory"])
@@ -63,9 +64,9 @@ def test_merged_rows_sum_to_what_the_rows_sum_to_on_every_token(advantages, redu
 def test_there_is_one_prediction_per_trained_node_token_and_set_of_rows(advantages):
     for seed in SEEDS:
         tree = random_node_tree(seed, advantages)
-        merged, source = tree.merged("token"), tree.source
-        assert isinstance(source, NodeTrajectories)
-        trained = int(((source.weights != 0) & (tree.depth[source.tree_index] > 0)).sum())
+        merged = tree.merged("token")
+        assert isinstance(tree.rows, NodeRows)
+        trained = int((tree.rows.weights != 0).sum())
         assert (np.diff(merged.tokens) >= 0).all()
         assert merged.shares.all()
         if advantages in ("of nodes", "none"):
@@ -90,7 +91,7 @@ def test_every_prediction_reads_the_edge_of_its_token_also_piece_by_piece():
 
 def test_no_row_is_put_together(monkeypatch):
     tree = random_node_tree(3, "of some rows")
-    monkeypatch.setattr(NodeTrajectories, "trajectory", lambda *_: pytest.fail("a row was put together"))
+    monkeypatch.setattr(NodeRows, "__getitem__", lambda *_: pytest.fail("a row was put together"))
     monkeypatch.setattr(TokenTree, "paths", lambda _: pytest.fail("the tree was flattened"))
     assert len(tree.merged("token")) and len(tree.merged("trajectory"))
 
@@ -108,8 +109,8 @@ def nested() -> TokenTree:
 
 def test_one_hundred_thousand_nested_forks_are_checked_and_counted_in_seconds(nested):
     started = time.process_time()
-    nested.validate()
-    stats = nested.stats()
+    check_tree(nested)
+    stats = tree_stats(nested)
     uses, deepest = nested.trained_edges()
     assert time.process_time() - started < 5
     count = 100_000

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.tree import Node, TokenTree, build_tree
-from treetrain.tree.stats import linear_work, tree_work
+from treetrain.tree.stats import linear_work, tree_stats, tree_work
 
 
 @st.composite
@@ -58,7 +58,7 @@ def test_tree_and_linear_work_are_counted_over_sets_of_prefixes(rows):
 @settings(max_examples=200, deadline=None)
 @given(weighted_rows())
 def test_stats_agree_with_counts_over_the_rows(rows):
-    stats = build_tree(rows).stats()
+    stats = tree_stats(build_tree(rows))
     ids = [tuple(row.ids.tolist()) for row in rows]
     prefixes = [row[:n] for row in ids for n in range(1, len(row) + 1)]
     unique = set(prefixes)
@@ -86,13 +86,13 @@ def test_stats_agree_with_counts_over_the_rows(rows):
 
 def test_the_flop_speedup_is_a_ratio_of_works_and_counts_repeats_apart():
     rows = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 5]]
-    stats = build_tree(rows).stats(Count(1, 0, 0))
+    stats = tree_stats(build_tree(rows), Count(1, 0, 0))
     assert stats.flop_speedup == 9 / 3
     assert stats.flop_speedup_dedup == 6 / 3
-    assert build_tree(rows).stats(Count(0, 1, 0)).flop_speedup == 18 / 6
-    assert build_tree(rows).stats(Count(0, 0, 1)).flop_speedup == 9 / 3
-    assert build_tree([[1], []]).stats(Count(1, 1, 1)).flop_speedup == 1
-    assert build_tree([]).stats(Count(1, 1, 1)).overlap == 0
+    assert tree_stats(build_tree(rows), Count(0, 1, 0)).flop_speedup == 18 / 6
+    assert tree_stats(build_tree(rows), Count(0, 0, 1)).flop_speedup == 9 / 3
+    assert tree_stats(build_tree([[1], []]), Count(1, 1, 1)).flop_speedup == 1
+    assert tree_stats(build_tree([]), Count(1, 1, 1)).overlap == 0
 
 
 def test_stats_of_nested_forks_need_no_flat_rows():
@@ -100,7 +100,7 @@ def test_stats_of_nested_forks_need_no_flat_rows():
     for i in range(30_000):  # 450 million flat tokens
         nodes += [Node(2 * i - 2 if i else None, [1]), Node(2 * i, [2])]
     tree = TokenTree.from_nodes(nodes, [2 * i + 1 for i in range(30_000)])
-    stats = tree.stats(Count(1, 1, 1))
+    stats = tree_stats(tree, Count(1, 1, 1))
     assert stats.flat == 30_000 * 30_001 // 2 + 30_000
     assert stats.max_forks_on_path == 29_999
     assert "_paths" not in vars(tree)

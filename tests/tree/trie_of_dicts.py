@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from treetrain.tree import TokenTree
+
 
 def trie_of(rows: list[list[int]], keys: list[Any] | None = None) -> dict:
     root: dict = {"children": {}, "token": None, "rows": []}
@@ -48,3 +50,29 @@ def arrays(rows: list[list[int]], keys: list[Any] | None = None) -> dict[str, np
     result = {name: np.array(values, np.int64) for name, values in out.items()}
     result["paths"] = np.array([i for path in paths for i in path], np.int64)
     return result
+
+
+def check_tree(tree: TokenTree) -> None:
+    """Every invariant of the arrays of a token tree."""
+    count = tree.num_tokens
+    index = np.arange(count)
+    start, above = tree.segment_start, tree.segment_parent
+    assert len(tree.parent) == len(tree.depth) == len(tree.end) == count
+    assert len(start) == len(above) + 1 and start[-1] == count and start[0] == 0
+    assert (np.diff(start) > 0).all(), "an empty segment"
+    assert (above < np.arange(len(above))).all(), "a segment before its parent"
+    expected = index - 1
+    if len(above):
+        expected[start[:-1]] = np.where(above >= 0, start[above + 1] - 1, -1)
+    assert (tree.parent == expected).all(), "parents disagree with segments"
+    inner = tree.parent >= 0
+    assert (tree.depth[~inner] == 0).all()
+    assert (tree.depth[inner] == tree.depth[tree.parent[inner]] + 1).all(), "depths disagree with parents"
+    assert (tree.end > index).all() and (tree.end[inner] <= tree.end[tree.parent[inner]]).all()
+    children = np.bincount(tree.parent[inner], minlength=count) if count else np.zeros(0, np.int64)
+    closing = np.zeros(count, bool)
+    closing[start[1:] - 1] = True
+    assert (children[~closing] == 1).all() and (children[closing] != 1).all(), "segments are not maximal"
+    last = tree.trajectory_last
+    assert (tree.trajectory_length == np.where(last >= 0, tree.depth[last] + 1 if count else 0, 0)).all()
+    assert np.isin(np.flatnonzero(children == 0), last).all(), "a leaf where no trajectory ends"

@@ -82,12 +82,13 @@ def _plan(options: Namespace, found: "ReadRows", shape: "NamedShape") -> "Plan":
 def _report(options: Namespace, found: "ReadRows", shape: "NamedShape") -> dict[str, Any]:
     from treetrain.data.diagnosis import diagnose_prefixes
     from treetrain.tree.build import build_tree
+    from treetrain.tree.stats import tree_stats
 
     members: dict[Any, list[Any]] = {}
     for row in found.rows:
         if row.group is not None:
             members.setdefault(row.group, []).append(row)
-    groups = [(str(name), build_tree(rows).stats(shape.shape)) for name, rows in members.items()]
+    groups = [(str(name), tree_stats(build_tree(rows), shape.shape)) for name, rows in members.items()]
     flat, unique = (sum(getattr(stats, name) for _, stats in groups) for name in ("flat", "unique"))
     summary = {
         "count": len(groups),
@@ -108,7 +109,7 @@ def _report(options: Namespace, found: "ReadRows", shape: "NamedShape") -> dict[
         "format": found.format,
         "view": options.view if found.format == "chat" else None,
         "shape": {"name": shape.name, "assumed": shape.assumed},
-        "file": dataclasses.asdict(build_tree(found.rows).stats(shape.shape)),
+        "file": dataclasses.asdict(tree_stats(build_tree(found.rows), shape.shape)),
         "groups": summary if groups else None,
         "prefixes": prefixes
         and {name: getattr(prefixes, name) for name in ("calls", "successive", "broken")}

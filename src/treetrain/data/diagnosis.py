@@ -4,10 +4,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from treetrain.data.trajectory import Trajectory
+from treetrain.data.trajectory import Trajectory, common_prefix
 
 CONTEXT = 4  # tokens shown before the first difference
 SHOWN = 12  # tokens shown from it on
@@ -89,13 +86,6 @@ def diagnose_prefixes(trajectories: Iterable[Trajectory], tokenizer: Any = None)
             broken += 1
             example = example or _example(previous, call, position, decode)
     return PrefixReport(calls=calls, successive=successive, broken=broken, example=example)
-
-
-def common_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """Number of leading token ids that two rows share."""
-    length = min(one.size, other.size)
-    different = one[:length] != other[:length]
-    return int(different.argmax()) if different.any() else length
 
 
 def _example(

@@ -142,6 +142,13 @@ class Trajectory:
         return f"Trajectory({', '.join(given)})"
 
 
+def common_prefix(one: NDArray[Any], other: NDArray[Any]) -> int:
+    """Number of leading entries that two arrays share."""
+    length = min(one.size, other.size)
+    different = one[:length] != other[:length]
+    return int(different.argmax()) if different.any() else length
+
+
 def _token_ids(ids: ArrayLike, row: str) -> NDArray[np.int32]:
     try:
         array = np.asarray(ids)

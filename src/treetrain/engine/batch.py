@@ -15,7 +15,7 @@ from treetrain.engine.loss import PackedLoss, split_by_trajectory
 from treetrain.errors import DataError
 from treetrain.models.capability import Capabilities
 from treetrain.models.moe import MixtureOfExperts
-from treetrain.tree.layout import FlatReads, PackedLayout, flat_reads, pack, pack_states, ranges, trained_predictions
+from treetrain.tree.layout import FlatReads, PackedLayout, flat_reads, pack, pack_states, ranges
 from treetrain.tree.token_tree import TokenTree
 
 
@@ -44,13 +44,13 @@ class Batch:
         rows = list(tree.trajectories)
         offsets, index = tree.paths()
         if mask is not None:
-            wanted = mask & trained_predictions(rows) if weighted else mask
+            wanted = mask & tree.trained_predictions if weighted else mask
             predicted = np.zeros(tree.num_tokens, bool)
             predicted[index[wanted]] = True
             layout = pack(tree, predicted, trim=not every_token)
         elif weighted:
             layout = pack(tree, tree.trained_edges()[0] > 0, trim=not every_token)
-            wanted = trained_predictions(rows)
+            wanted = tree.trained_predictions
         else:
             layout = pack(tree, trim=not every_token)
             wanted = np.ones(tree.num_flat_tokens, dtype=bool)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from treetrain.planning.cost import ModelShape, step_flops
 from treetrain.planning.plan import Plan, heights
 from treetrain.tree.build import Row, as_tree
-from treetrain.tree.stats import TreeStats, flop_speedup
+from treetrain.tree.stats import TreeStats, flop_speedup, tree_stats
 from treetrain.tree.token_tree import TokenTree
 
 
@@ -23,7 +23,7 @@ def stats(rows: Sequence[Row] | TokenTree, shape: ModelShape | str | None = None
         DataError: rows that are none.
         ValueError: no shape's name.
     """
-    return as_tree(rows).stats(None if shape is None else ModelShape.of(shape))
+    return tree_stats(as_tree(rows), None if shape is None else ModelShape.of(shape))
 
 
 def ideal_speedup(tree: TokenTree, shape: ModelShape, *, dedup: bool = False) -> float:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.layout import PackedLayout
+from treetrain.tree.token_tree import path_to
 
 Bools = NDArray[np.bool_]
 
@@ -171,13 +172,7 @@ class Plan:
 
     def path(self, token: int) -> Int64s:
         """int64 [depth + 1]: the tokens from the root down to one."""
-        pieces, segment = [], int(np.searchsorted(self.layout.segment_start, token, side="right")) - 1
-        stop = token + 1
-        while segment >= 0:
-            pieces.append(np.arange(self.layout.segment_start[segment], stop, dtype=np.int64))
-            segment = int(self.layout.segment_parent[segment])
-            stop = int(self.layout.segment_start[segment + 1])
-        return np.concatenate([np.zeros(0, np.int64), *pieces[::-1]])
+        return path_to(token, self.layout.segment_start, self.layout.segment_parent)
 
     def traverse(self) -> Iterator[tuple[Literal["enter", "leave"], int]]:
         """Every part opened before, and closed after, all parts below it."""

@@ -30,7 +30,6 @@ from treetrain.planning.dispatch import balance
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.watch import Watch, WatchedLoss
 from treetrain.tree.build import as_tree
-from treetrain.tree.token_tree import RowTrajectories
 
 LINEAR_PACK_TOKENS = 8_192  # beyond this, larger packs cost memory and gain no speed
 OLD, REFERENCE = "old_logprobs", "ref_logprobs"
@@ -233,8 +232,8 @@ class RunningBatch(TrainerCallback):
         rows = list(inputs["rows"])
         for fact, scores in self.scores.items():
             rows = [with_fact(row, fact, scores[n]) for row, n in zip(rows, inputs["call"].rows.tolist(), strict=True)]
-        own = RowTrajectories([rows[number] for number in inputs["own"].tolist()])
-        return inputs | {"rows": rows, "tree": dataclasses.replace(inputs["tree"], source=own)}
+        own = [rows[number] for number in inputs["own"].tolist()]
+        return inputs | {"rows": rows, "tree": dataclasses.replace(inputs["tree"], rows=own)}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """No batch has begun."""

@@ -1,9 +1,9 @@
 """The token tree: a batch's rows merged by shared prefix. Numpy only."""
 
 from treetrain.tree.build import build_tree
-from treetrain.tree.layout import PackedLayout, cut, flat_reads, pack, trained_predictions
+from treetrain.tree.layout import PackedLayout, cut, flat_reads, pack
 from treetrain.tree.nodes import Node, NodeTrajectory
-from treetrain.tree.stats import TreeStats
+from treetrain.tree.stats import TreeStats, tree_stats
 from treetrain.tree.token_tree import TokenTree
 
 __all__ = [
@@ -16,5 +16,5 @@ __all__ = [
     "cut",
     "flat_reads",
     "pack",
-    "trained_predictions",
+    "tree_stats",
 ]

@@ -3,6 +3,7 @@
 Rows and nodes both end here, so that the same rollouts give the same tree, array for array.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ _THIN = 64  # pieces: below this a numpy call costs more than a loop over them
 
 
 class TreeArrays(NamedTuple):
-    """The arrays of a TokenTree (shapes there), and where a buffer position went: see `moved`."""
+    """The arrays of a TokenTree of N tokens and S segments, which says what they hold."""
 
     tokens: Int32s
     parent: Int64s
@@ -23,16 +24,6 @@ class TreeArrays(NamedTuple):
     end: Int64s
     segment_start: Int64s
     segment_parent: Int64s
-    piece_source: Int64s
-    piece_target: Int64s
-
-    def moved(self, positions: Int64s) -> Int64s:
-        """Tree indices of buffer positions (-1 stays -1)."""
-        piece = np.searchsorted(self.piece_source, positions, side="right") - 1
-        inside = positions >= 0
-        shift = np.zeros(len(positions), np.int64)
-        shift[inside] = self.piece_target[piece[inside]] - self.piece_source[piece[inside]]
-        return positions + shift
 
 
 class Pieces(NamedTuple):
@@ -43,7 +34,9 @@ class Pieces(NamedTuple):
     parent: Int64s  # piece, -1 at roots; a child attaches at the last token of its parent
 
 
-def assemble(buffer: Int32s, run_start: Int64s, run_length: Int64s, run_attach: Int64s, last: Int64s) -> TreeArrays:
+def assemble(
+    buffer: Int32s, run_start: Int64s, run_length: Int64s, run_attach: Int64s, last: Int64s
+) -> tuple[TreeArrays, Callable[[Int64s], Int64s]]:
     """Lay runs of tokens out as one tree in depth-first pre-order, heaviest child first.
 
     Args:
@@ -54,6 +47,9 @@ def assemble(buffer: Int32s, run_start: Int64s, run_length: Int64s, run_attach: 
         last: int64 [K], the buffer position of every trajectory's last token, -1 for an empty one.
 
     Two runs that attach to one position must begin with different tokens or keys: nothing is merged here.
+
+    Returns:
+        The arrays, and a function from buffer positions to tree indices (-1 stays -1).
     """
     pieces = _cut(run_start, run_length, run_attach)
     walk = _walk(pieces.parent)
@@ -61,7 +57,15 @@ def assemble(buffer: Int32s, run_start: Int64s, run_length: Int64s, run_attach: 
     # Siblings side by side: more leaves first, then more tokens, then the smaller trajectory number.
     order = np.lexsort((number, -weight, pieces.parent))
     target, depth = _positions(pieces, walk, tokens_below, order)
-    return _lay_out(buffer, pieces, target, depth, tokens_below)
+
+    def moved(positions: Int64s) -> Int64s:
+        piece = np.searchsorted(pieces.source, positions, side="right") - 1
+        inside = positions >= 0
+        shift = np.zeros(len(positions), np.int64)
+        shift[inside] = target[piece[inside]] - pieces.source[piece[inside]]
+        return positions + shift
+
+    return _lay_out(buffer, pieces, target, depth, tokens_below), moved
 
 
 def _cut(run_start: Int64s, run_length: Int64s, run_attach: Int64s) -> Pieces:
@@ -163,4 +167,10 @@ def _lay_out(buffer: Int32s, pieces: Pieces, target: Int64s, depth: Int64s, toke
     segment_start = np.append(start[opens], total)
     before = before[opens]
     segment_parent = np.where(before >= 0, np.searchsorted(segment_start, before, side="right") - 1, -1)
-    return TreeArrays(tokens, index, depths, end, segment_start, segment_parent, pieces.source, target)
+    return TreeArrays(tokens, index, depths, end, segment_start, segment_parent)
+
+
+def ranges(first: Int64s, count: Int64s) -> Int64s:
+    """first[0], first[0] + 1, ... (count[0] of them), first[1], ...: int64 [count.sum()]."""
+    before = np.cumsum(count) - count
+    return np.arange(int(count.sum()), dtype=np.int64) + np.repeat(first - before, count)

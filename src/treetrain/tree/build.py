@@ -1,4 +1,9 @@
-"""Rows of token ids to a token tree: sort, compare neighbours, keep what each row adds."""
+"""Rows of token ids to a token tree: sort, compare neighbours, keep what each row adds.
+
+In sorted order no earlier row shares more with a row than the one just before it, so one comparison with that
+neighbour finds all that is shared. What a row adds is one run of tokens, attached where the shared prefix ends;
+`assemble` lays the runs out.
+"""
 
 from array import array
 from collections.abc import Hashable, Sequence
@@ -7,14 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.data.trajectory import Trajectory
+from treetrain.data.trajectory import MAX_TOKEN_ID, Trajectory
 from treetrain.errors import DataError
 from treetrain.tree.assemble import Int32s, Int64s, assemble
-from treetrain.tree.identity import identities
-from treetrain.tree.token_tree import RowTrajectories, TokenTree
+from treetrain.tree.token_tree import TokenTree
 
-LARGEST_ID = np.iinfo(np.int32).max
-_INT32 = np.dtype(np.int32)
 _BLOCK = 1 << 18  # tokens compared at once: bounds the temporaries and stays in cache
 
 Row = Trajectory | Sequence[int] | NDArray[Any]
@@ -38,18 +40,27 @@ def build_tree(sequences: Sequence[Row], *, merge: bool = True, apart: Int64s | 
     Time is about linear in the tokens of all rows (memcmp sort), memory strictly.
     """
     rows = sequences if isinstance(sequences, list | tuple) else list(sequences)
-    given = _given(rows)
+    given = [row if isinstance(row, Trajectory) else None for row in rows]
+    flat, lengths = _token_ids(rows)
+    # Rows with recorded experts are merged by a number for each pair of an id and its experts.
+    routed = any(row is not None and row.experts is not None for row in given)
+    named = _name_by_experts(given, flat, lengths) if routed else None
+    blob = (flat if named is None else named[0]).tobytes()
+    del flat
+    stops = (4 * np.cumsum(lengths)).tolist()
+    blobs = [blob[start:stop] for start, stop in zip([0, *stops], stops)]
+    del blob
     ranks = _key_ranks(given, apart)
-    blobs = _row_bytes(rows)
-    named = identities(given, blobs) if any(row is not None and row.experts is not None for row in given) else None
-    blobs = blobs if named is None else named.rows
-    lengths = np.fromiter(map(len, blobs), np.int64, len(blobs)) >> 2
-    order = _sorted_rows(blobs, ranks) if merge else np.arange(len(rows))
+    order = np.arange(len(rows))
+    if merge:
+        # Byte order is not numeric order, but any order that keeps equal prefixes together will do.
+        order = np.array(sorted(range(len(blobs)), key=blobs.__getitem__), np.int64)
+        order = order if ranks is None else order[np.argsort(ranks[order], kind="stable")]
     flat = np.frombuffer(b"".join(map(blobs.__getitem__, order.tolist())), np.int32)
     del blobs
+
     length = lengths[order]
     start = np.cumsum(length) - length
-    _refuse_negative(flat if named is None else named.tokens[flat], start, order)
     shared = np.zeros(len(rows), np.int64)
     if merge:
         shared = shared_prefixes(flat, length)
@@ -57,27 +68,137 @@ def build_tree(sequences: Sequence[Row], *, merge: bool = True, apart: Int64s | 
             shared[np.flatnonzero(np.diff(ranks[order], prepend=-1))] = 0
     attach = _attach_points(start, shared)
     adds = length > shared
-    last_sorted = np.where(adds, start + length - 1, attach)
     last = np.empty(len(rows), np.int64)
-    last[order] = last_sorted
-    arrays = assemble(flat, (start + shared)[adds], (length - shared)[adds], attach[adds], last)
+    last[order] = np.where(adds, start + length - 1, attach)
+    arrays, moved = assemble(flat, (start + shared)[adds], (length - shared)[adds], attach[adds], last)
+    experts = None
+    if named is not None:
+        _, ids, experts_of = named
+        arrays, experts = arrays._replace(tokens=ids[arrays.tokens]), experts_of[arrays.tokens]
     return TokenTree(
-        tokens=arrays.tokens if named is None else named.tokens[arrays.tokens],
-        parent=arrays.parent,
-        depth=arrays.depth,
-        end=arrays.end,
-        segment_start=arrays.segment_start,
-        segment_parent=arrays.segment_parent,
-        trajectory_last=arrays.moved(last),
-        trajectory_length=lengths,
-        source=RowTrajectories(given),
-        experts=None if named is None else named.experts[arrays.tokens],
+        **arrays._asdict(), trajectory_last=moved(last), trajectory_length=lengths, rows=given, experts=experts
     )
 
 
 def as_tree(rows: Sequence[Row] | TokenTree, *, merge: bool = True) -> TokenTree:
     """Rows as their tree; a tree that is given is taken as it is."""
     return rows if isinstance(rows, TokenTree) else build_tree(rows, merge=merge)
+
+
+def _token_ids(rows: Sequence[Any]) -> tuple[Int32s, Int64s]:
+    """All rows one after the other, int32 [flat], and their lengths, int64 [K]."""
+    kinds = set(map(type, rows))
+    arrays: Sequence[NDArray[Any]]
+    # The common forms go without a call per row.
+    if kinds == {list} and (flat := _joined_lists(rows)) is not None:
+        return flat, np.fromiter(map(len, rows), np.int64, len(rows))
+    if kinds == {Trajectory}:
+        arrays = [row.ids for row in rows]
+    elif kinds == {np.ndarray} and {(ids.dtype, ids.ndim) for ids in rows} == {(np.dtype(np.int32), 1)}:
+        arrays = rows
+    else:
+        arrays = [row.ids if isinstance(row, Trajectory) else _as_array(number, row) for number, row in enumerate(rows)]
+    lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
+    narrow = {ids.dtype for ids in arrays} <= {np.dtype(np.int32)}
+    # Ids beyond int64 wrap to negative ones.
+    flat = np.concatenate([np.zeros(0, np.int32), *arrays], dtype=np.int32 if narrow else np.int64, casting="unsafe")
+    if flat.min(initial=0) < 0 or (not narrow and flat.max(initial=0) > MAX_TOKEN_ID):
+        at = int(np.flatnonzero((flat < 0) | (flat > MAX_TOKEN_ID))[0])
+        row = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+        raise DataError(_bad_id(row, int(arrays[row][at - int(lengths[:row].sum())])))
+    return flat.astype(np.int32, copy=False), lengths
+
+
+def _joined_lists(rows: Sequence[Any]) -> Int32s | None:
+    """Lists of ids one after the other; None where one of them holds what is no token id."""
+    joined = array("i")
+    try:
+        for row in rows:
+            joined.fromlist(row)
+    except (OverflowError, TypeError):
+        return None
+    flat = np.frombuffer(joined, np.int32)
+    return None if flat.min(initial=0) < 0 else flat
+
+
+def _as_array(number: int, row: Any) -> NDArray[Any]:
+    if isinstance(row, list | tuple):
+        try:
+            return np.frombuffer(array("i", row), np.int32)
+        except OverflowError:
+            raise DataError(_bad_id(number, next(i for i in row if not 0 <= i <= MAX_TOKEN_ID))) from None
+        except TypeError:
+            bad = next(i for i in row if not hasattr(i, "__index__"))
+            raise DataError(
+                f"row {number}: token ids must be integers, found {bad!r} ({type(bad).__name__}); "
+                "pass one flat list of ids per row"
+            ) from None
+    ids = np.asarray(row.cpu() if hasattr(row, "cpu") else row)  # a tensor may lie on another device
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise DataError(
+            f"row {number}: token ids must be a 1-D array of integers, found shape {ids.shape} of "
+            f"{ids.dtype}; pass one row per sequence"
+        )
+    return ids
+
+
+def _bad_id(number: int, token: int) -> str:
+    return f"row {number}: token id {token} is outside 0..{MAX_TOKEN_ID}; check the tokenizer that wrote it"
+
+
+def _key_ranks(rows: Sequence[Trajectory | None], apart: Int64s | None) -> Int64s | None:
+    """One number per distinct key, None when all are alike; bare rows have the key None."""
+    numbers: dict[Hashable, int] = {}
+    keys = [numbers.setdefault(None if row is None else row.key, len(numbers)) for row in rows]
+    if len(numbers) < 2:
+        return apart
+    return np.array(keys, np.int64) + (0 if apart is None else apart * len(numbers))
+
+
+def _name_by_experts(
+    rows: Sequence[Trajectory | None], ids: Int32s, lengths: Int64s
+) -> tuple[Int32s, Int32s, NDArray[np.int16]]:
+    """A number for every distinct pair of a token id and its recorded experts, -1 where there are none.
+
+    Args:
+        ids: int32 [flat], all rows one after the other.
+        lengths: int64 [K].
+
+    Returns:
+        names: int32 [flat], the number of every token.
+        ids: int32 [names], the token id that each number stands for.
+        experts: int16 [names, layers, k].
+
+    Raises:
+        DataError: experts of another shape than those of an earlier row.
+    """
+    recorded = {
+        k: row.experts for k, row in enumerate(rows) if row is not None and row.experts is not None and len(row)
+    }
+    shapes = {number: experts.shape[1:] for number, experts in recorded.items()}
+    first, shape = next(iter(shapes.items()), (0, (0, 0)))
+    for number, other in shapes.items():
+        if other != shape:
+            raise DataError(
+                f"row {number}: experts have {other[0]} layers of {other[1]}, those of row {first} {shape[0]} of "
+                f"{shape[1]}; all rows of a batch are routed by one model"
+            )
+    choices = np.full((len(ids), *shape), -1, np.int16)
+    ends = np.cumsum(lengths)
+    for number, experts in recorded.items():
+        choices[ends[number] - len(experts) : ends[number]] = experts
+    table = choices.reshape(len(ids), -1)
+    # Equal pairs by a hash of 64 bits, which is checked afterwards: sorting the experts themselves takes much longer.
+    factors = np.random.default_rng(0).integers(1, 1 << 62, table.shape[1] + 1, dtype=np.int64) * 2 + 1
+    with np.errstate(over="ignore"):
+        hashed = ids.astype(np.int64) * factors[0]
+        for column, factor in zip(table.T, factors[1:]):
+            hashed += column.astype(np.int64) * factor
+    _, at, names = np.unique(hashed, return_index=True, return_inverse=True)
+    if not ((ids[at[names]] == ids).all() and (table[at[names]] == table).all()):
+        whole = np.concatenate([ids[:, None], table], axis=1, dtype=np.int32)
+        _, at, names = np.unique(whole, axis=0, return_index=True, return_inverse=True)
+    return names.reshape(-1).astype(np.int32), ids[at], choices[at]
 
 
 def shared_prefixes(flat: Int32s, length: Int64s) -> Int64s:
@@ -123,116 +244,3 @@ def _attach_points(start: Int64s, shared: Int64s) -> Int64s:
             smaller[row] = above
     owner = np.array(smaller, np.int64)
     return np.where(owner >= 0, start[owner] + shared - 1, -1) if len(values) else owner
-
-
-def _sorted_rows(blobs: list[bytes], ranks: Int64s | None) -> Int64s:
-    # Byte order is not numeric order, but any order that keeps equal prefixes together will do.
-    order = np.array(sorted(range(len(blobs)), key=blobs.__getitem__), np.int64)
-    return order if ranks is None else order[np.argsort(ranks[order], kind="stable")]
-
-
-def _given(rows: Sequence[Row]) -> list[Trajectory | None]:
-    """The rows that come with facts, None for bare ids."""
-    if Trajectory not in set(map(type, rows)):
-        return [None] * len(rows)
-    return [row if isinstance(row, Trajectory) else None for row in rows]
-
-
-def _key_ranks(rows: Sequence[Trajectory | None], apart: Int64s | None) -> Int64s | None:
-    """One number per distinct key, None when all are alike; bare rows have the key None."""
-    if {row.key for row in rows if row is not None} <= {None}:
-        return apart
-    numbers: dict[Hashable, int] = {}
-    keys = np.array([numbers.setdefault(None if row is None else row.key, len(numbers)) for row in rows], np.int64)
-    return keys if apart is None else apart * len(numbers) + keys
-
-
-def _row_bytes(rows: Sequence[Row]) -> list[bytes]:
-    """Every row as the bytes of its int32 ids."""
-    if (blobs := _alike_row_bytes(rows)) is not None:
-        return blobs
-    blobs = []
-    wide: list[tuple[int, NDArray[Any]]] = []
-    for number, row in enumerate(rows):
-        if isinstance(row, Trajectory):
-            blobs.append(row.ids.tobytes())
-        elif isinstance(row, list | tuple):
-            blobs.append(_list_bytes(number, row))
-        else:
-            ids = _integer_array(number, row)
-            blobs.append(ids.tobytes() if ids.dtype == np.int32 else b"")
-            if ids.dtype != np.int32 and ids.size:
-                wide.append((number, ids))
-    _narrow(wide, blobs)
-    return blobs
-
-
-def _alike_row_bytes(rows: Sequence[Any]) -> list[bytes] | None:
-    """The common case in few numpy calls: int32 arrays or trajectories alone; None when it is another one."""
-    kinds = set(map(type, rows))
-    if kinds == {list}:
-        return [_list_bytes(number, row) for number, row in enumerate(rows)]
-    if kinds not in ({np.ndarray}, {Trajectory}):
-        return None
-    arrays: Sequence[NDArray[Any]] = [row.ids for row in rows] if kinds == {Trajectory} else rows
-    if {(ids.dtype, ids.ndim) for ids in arrays} != {(_INT32, 1)}:
-        return None
-    blob = np.concatenate(arrays).tobytes()
-    stops = (4 * np.cumsum(np.fromiter(map(len, arrays), np.int64))).tolist()
-    return [blob[start:stop] for start, stop in zip([0, *stops], stops)]
-
-
-def _list_bytes(number: int, row: Sequence[int]) -> bytes:
-    try:
-        return array("i", row).tobytes()
-    except OverflowError:
-        bad = next(i for i in row if not -LARGEST_ID - 1 <= i <= LARGEST_ID)
-        raise DataError(_bad_id(number, int(bad))) from None
-    except TypeError:
-        bad = next(i for i in row if not hasattr(i, "__index__"))
-        raise DataError(
-            f"row {number}: token ids must be integers, found {bad!r} ({type(bad).__name__}); "
-            "pass one flat list of ids per row"
-        ) from None
-
-
-def _integer_array(number: int, row: Any) -> NDArray[Any]:
-    ids = np.asarray(row.cpu() if hasattr(row, "cpu") else row)  # a tensor may lie on another device
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise DataError(
-            f"row {number}: token ids must be a 1-D array of integers, found shape {ids.shape} of "
-            f"{ids.dtype}; pass one row per sequence"
-        )
-    return ids
-
-
-def _narrow(wide: list[tuple[int, NDArray[Any]]], blobs: list[bytes]) -> None:
-    """Check the ids of other integer types and store them as int32 bytes, many rows per numpy call."""
-    begin = 0
-    while begin < len(wide):
-        stop, held = begin, 0
-        while stop < len(wide) and (stop == begin or held + len(wide[stop][1]) <= _BLOCK):
-            held += len(wide[stop][1])
-            stop += 1
-        block = wide[begin:stop]
-        ids = np.concatenate([row for _, row in block], dtype=np.int64, casting="unsafe")
-        if ids.min() < 0 or ids.max() > LARGEST_ID:
-            number, row = next((n, r) for n, r in block if r.min() < 0 or r.max() > LARGEST_ID)
-            raise DataError(_bad_id(number, int(row[(row < 0) | (row > LARGEST_ID)][0])))
-        narrow, at = ids.astype(np.int32).tobytes(), 0
-        for number, row in block:
-            blobs[number] = narrow[at : at + 4 * len(row)]
-            at += 4 * len(row)
-        begin = stop
-
-
-def _refuse_negative(flat: Int32s, start: Int64s, order: Int64s) -> None:
-    if len(flat) and flat.min() < 0:
-        at = np.flatnonzero(flat < 0)
-        rows = order[np.searchsorted(start, at, side="right") - 1]
-        number = int(rows.min())
-        raise DataError(_bad_id(number, int(flat[at[int(np.argmin(rows))]])))
-
-
-def _bad_id(number: int, token: int) -> str:
-    return f"row {number}: token id {token} is outside 0..{LARGEST_ID}; check the tokenizer that wrote it"

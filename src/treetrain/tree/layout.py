@@ -1,14 +1,12 @@
 """What a forward over a tree needs: the tokens that must be computed, the edges they own, and any piece of both."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.data.trajectory import Trajectory
-from treetrain.tree.assemble import Int64s
+from treetrain.tree.assemble import Int64s, ranges
 from treetrain.tree.stats import needed_tokens
 from treetrain.tree.token_tree import TokenTree
 
@@ -82,16 +80,6 @@ class FlatReads(NamedTuple):
     """int64 [T]: where these stand in the concatenation of the trajectories' (L_k - 1) predictions."""
     total: int
     """Length of that concatenation (an empty trajectory adds 0)."""
-
-
-def trained_predictions(trajectories: Sequence[Trajectory]) -> Bools:
-    """bool [flat]: predictions with non-zero loss weight, all trajectories' tokens one after the other."""
-    parts = []
-    for row in trajectories:
-        used = np.ones(len(row), bool) if row.loss_weights is None else row.loss_weights != 0
-        used[:1] = False
-        parts.append(used)
-    return np.concatenate([np.zeros(0, bool), *parts])
 
 
 def pack(tree: TokenTree, predicted: Bools | None = None, *, trim: bool = True) -> PackedLayout:
@@ -211,12 +199,6 @@ def flat_reads(tree: TokenTree, layout: PackedLayout, used: Bools) -> FlatReads:
         index=at - 1 - trajectory + empty_before[trajectory],
         total=len(index) - int((tree.trajectory_length > 0).sum()),
     )
-
-
-def ranges(first: Int64s, count: Int64s) -> Int64s:
-    """first[0], first[0] + 1, ... (count[0] of them), first[1], ...: int64 [count.sum()]."""
-    before = np.cumsum(count) - count
-    return np.arange(int(count.sum()), dtype=np.int64) + np.repeat(first - before, count)
 
 
 def segments(parent: Int64s) -> tuple[Int64s, Int64s]:

@@ -1,40 +1,29 @@
 """The trained predictions of a tree of nodes with the rows through a node merged, so that no row is put together.
 
-K = trajectories (rows), T = merged predictions.
+All rows through a node share the node's weights and facts; only a row's own advantage (NodeTrajectory) may differ. So
+the rows through a node fall into at most four sets: those that take the node's advantages, and those with an advantage
+of their own below, at and above 0. Each set is one prediction for every trained token of the node, with S = the sum of
+the rows' shares and A = the share-weighted mean of their advantages. Then sum_k share_k x(l, A_k) = S x(l, A), exactly,
+for every x that is affine in the advantage on each side of 0.
 """
 
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from treetrain.data.trajectory import PER_TOKEN_FACTS
 from treetrain.errors import DataError
-from treetrain.tree.assemble import Int64s
+from treetrain.tree.assemble import Int64s, ranges
+from treetrain.tree.nodes import NEEDED_FACTS, Float64s, NodeRows
 
-if TYPE_CHECKING:
-    from treetrain.tree.nodes import NodeTrajectories
-    from treetrain.tree.token_tree import TokenTree
-
-Float64s = NDArray[np.float64]
 Reduction = Literal["token", "trajectory"]
-
-NEEDED_FACTS = tuple(name for name in PER_TOKEN_FACTS if name != "loss_weights")
-"""Facts without a neutral value: where one node of a trajectory has them, its other trained nodes must too."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MergedPredictions:
-    """T predictions with a loss weight, each with all rows that share it and its facts.
-
-    All rows through a node share the node's weights and facts; only a row's own advantage (NodeTrajectory) may
-    differ. So the rows through a node fall into at most four sets: those that take the node's advantages, and those
-    with an advantage of their own below, at and above 0. Each set is one prediction for every trained token of the
-    node, with S = the sum of the rows' shares and A = the share-weighted mean of their advantages. Then
-    sum_k share_k x(l, A_k) = S x(l, A), exactly, for every x that is affine in the advantage on each side of 0.
-    """
+    """T predictions with a loss weight, each with all rows that share it and its facts."""
 
     reduction: Reduction
     """How shares are counted: "token", or "trajectory", where a row's weights are divided by their sum."""
@@ -81,43 +70,54 @@ class MergedPredictions:
         """
         first = np.searchsorted(self.tokens, edge_tokens)
         count = np.searchsorted(self.tokens, edge_tokens, side="right") - first
-        index = np.arange(int(count.sum())) + np.repeat(first - (np.cumsum(count) - count), count)
-        return np.repeat(np.arange(len(edge_tokens)), count), index
+        return np.repeat(np.arange(len(edge_tokens)), count), ranges(first, count)
 
 
-def merge(source: "NodeTrajectories", tree: "TokenTree", reduction: Reduction) -> MergedPredictions:
+def merge(rows: NodeRows, reduction: Reduction) -> MergedPredictions:
     """See TokenTree.merged."""
-    if reduction not in get_args(Reduction):
+    if reduction not in ("token", "trajectory"):
         raise ValueError(f"reduction is {reduction!r}; allowed are 'token', 'trajectory'")
-    if source.owner and reduction == "trajectory":
+    if rows.owner and reduction == "trajectory":
         raise ValueError("tokens count once (count='once'), so they have no mean over trajectories; reduce by 'token'")
-    weights = np.where(tree.depth[source.tree_index] > 0, source.weights, 0.0)
-    negative = _negative(source, weights)
+    negative = _negative(rows)
     if negative is not None and reduction == "trajectory":
         raise DataError(
             f"{negative}, but a mean over each trajectory needs weights of 0 or more; put signs into advantages and "
             'use the reinforce loss, or use reduction="token" and give the normaliser of the step yourself'
         )
-    totals = _row_totals(source, weights)
+    totals = rows.along_rows(np.bincount(rows.place, rows.weights, minlength=len(rows.contents)), operator.add)
     per_row = np.ones(len(totals))
     if reduction == "trajectory":
         per_row = np.divide(1.0, totals, out=np.zeros(len(totals)), where=totals > 0)
-    own = np.array([np.nan if row.advantages is None else row.advantages for row in source.rows], np.float64)
-    sets = list(_sets_of_rows(source, per_row, own))
-    trained = np.flatnonzero(weights)
-    lacking = _lacking(source, trained, own)
-    of_nodes = _on_tokens(source, "advantages")
-    at, shares, advantages = _predictions(source, weights, trained, sets, of_nodes)
-    order = np.argsort(source.tree_index[at], kind="stable")
+    own = np.array([np.nan if row.advantages is None else row.advantages for row in rows.rows], np.float64)
+    lacking = _lacking(rows, own)
+    facts = {name: None if name in lacking else _on_tokens(rows, name) for name in NEEDED_FACTS}
+
+    trained = np.flatnonzero(rows.weights)
+    node = rows.place[trained]
+    none = np.zeros(0)
+    parts = [(trained[:0], none, none)]
+    for members in (np.isnan(own), own < 0, own == 0, own > 0):
+        if not members.any():
+            continue
+        share = rows.sum_over_rows(np.where(members, per_row, 0.0))
+        at, here = trained[share[node] > 0], node[share[node] > 0]
+        if np.isnan(own[members][0]):
+            advantage = none if facts["advantages"] is None else facts["advantages"][at]
+        else:
+            advantage = rows.sum_over_rows(np.where(members, per_row * own, 0.0))[here] / share[here]
+        parts.append((at, rows.weights[at] * share[here], advantage))
+    at, shares, advantages = (np.concatenate(column) for column in zip(*parts))
+    order = np.argsort(rows.tree_index[at], kind="stable")
     at, shares = at[order], shares[order]
-    facts = {name: None if name in lacking else _on_tokens(source, name)[at] for name in NEEDED_FACTS}
+    taken = {name: None if values is None else values[at] for name, values in facts.items()}
     if "advantages" not in lacking:
-        facts["advantages"] = advantages[order]
+        taken["advantages"] = advantages[order]
     return MergedPredictions(
         reduction=reduction,
-        tokens=source.tree_index[at],
+        tokens=rows.tree_index[at],
         shares=shares,
-        **facts,
+        **taken,
         normaliser=float(shares.sum() if reduction == "token" else (totals > 0).sum()),
         num_trained=int((totals > 0).sum()),
         lacking=lacking,
@@ -125,114 +125,38 @@ def merge(source: "NodeTrajectories", tree: "TokenTree", reduction: Reduction) -
     )
 
 
-class _RowSet(NamedTuple):
-    """Rows that may be merged wherever they share a node."""
-
-    shares: Float64s
-    """Per place in `order`: the sum of the rows through it, each counted 1 or 1 / its weights."""
-    advantages: Float64s | None
-    """Per place in `order`: the mean of the rows' own advantages; None where they take the node's."""
-
-
-def _sets_of_rows(source: "NodeTrajectories", per_row: Float64s, own: Float64s) -> Iterator[_RowSet]:
-    """The sets of MergedPredictions that have rows.
-
-    Args:
-        per_row: [K], what a weight of 1 on each row counts.
-        own: [K], the rows' own advantages, NaN where they take the nodes'.
-    """
-    without = np.isnan(own)
-    if without.any():
-        yield _RowSet(_sum_below(source, np.where(without, per_row, 0.0)), None)
-    for rows in (own < 0, own == 0, own > 0):
-        if rows.any():
-            shares = _sum_below(source, np.where(rows, per_row, 0.0))
-            total = _sum_below(source, np.where(rows, per_row * own, 0.0))
-            yield _RowSet(shares, np.divide(total, shares, out=np.zeros(len(shares)), where=shares > 0))
-
-
-def _predictions(
-    source: "NodeTrajectories", weights: Float64s, trained: Int64s, sets: list[_RowSet], of_nodes: Float64s
-) -> tuple[Int64s, Float64s, Float64s]:
-    """[T] each: node token, share and advantage of every prediction, one set of rows after the other."""
-    place = source.place[trained]
-    parts = [(np.zeros(0, np.int64), np.zeros(0), np.zeros(0))]
-    for rows in sets:
-        here = rows.shares[place] > 0
-        at, node = trained[here], place[here]
-        advantages = of_nodes[at] if rows.advantages is None else rows.advantages[node]
-        parts.append((at, weights[at] * rows.shares[node], advantages))
-    at, shares, advantages = (np.concatenate(column) for column in zip(*parts))
-    return at, shares, advantages
-
-
-def _sum_below(source: "NodeTrajectories", per_row: Float64s) -> Float64s:
-    """Per place in `order`: the sum over the rows through that node that count its tokens."""
-    if source.owner:
-        return per_row[np.array(source.owner, np.int64)[source.order]]
-    ends = np.array([row.node for row in source.rows], np.int64)
-    total = np.bincount(ends, weights=per_row, minlength=len(source.parents)).tolist()
-    for node in reversed(source.order):
-        above = source.parents[node]
-        if above >= 0:
-            total[above] += total[node]
-    return np.array(total, np.float64)[source.order]
-
-
-def _row_totals(source: "NodeTrajectories", weights: Float64s) -> Float64s:
-    """[K]: the sum of the weights that each row counts."""
-    total = [0.0] * len(source.parents)
-    own = np.bincount(source.place, weights=weights, minlength=len(source.order)).tolist()
-    for node, weight in zip(source.order, own):
-        above = source.parents[node]
-        follows = above >= 0 and (not source.owner or source.owner[above] == source.owner[node])
-        total[node] = weight + (total[above] if follows else 0.0)
-    counted = [not source.owner or source.owner[row.node] == number for number, row in enumerate(source.rows)]
-    return np.array([total[row.node] if counts else 0.0 for row, counts in zip(source.rows, counted)], np.float64)
-
-
-def _negative(source: "NodeTrajectories", weights: Float64s) -> str | None:
-    below = weights < 0
-    if not below.any():
-        return None
-    at = int(below.argmax())
-    place = int(source.place[at])
-    entry = at - int(np.searchsorted(source.place, place))
-    return f"node {source.order[place]}: loss_weights[{entry}] = {weights[at]:g}"
-
-
-def _on_tokens(source: "NodeTrajectories", name: str) -> Float64s:
-    """A fact of the nodes' tokens, one node after the other; 0 on nodes without."""
-    given = [getattr(source.contents[node], name) for node in source.order]
-    if all(fact is None for fact in given):
-        return np.zeros(len(source.place))
-    blank = [np.zeros(len(source.contents[node])) if fact is None else fact for node, fact in zip(source.order, given)]
+def _on_tokens(rows: NodeRows, name: str) -> Float64s:
+    """[T]: a fact of the nodes' tokens, one node after the other; 0 on nodes without."""
+    given = [getattr(part, name) for part in rows.contents]
+    blank = [np.zeros(len(part)) if fact is None else fact for part, fact in zip(rows.contents, given)]
     return np.concatenate([np.zeros(0), *blank])
 
 
-def _lacking(source: "NodeTrajectories", trained: Int64s, own: Float64s) -> dict[str, str]:
-    """For every fact that a trained row misses: the first node where it does."""
-    is_trained = np.zeros(len(source.order), bool)
-    is_trained[source.place[trained]] = True
+def _negative(rows: NodeRows) -> str | None:
+    if not (rows.weights < 0).any():
+        return None
+    at = int((rows.weights < 0).argmax())
+    place = int(rows.place[at])
+    entry = at - int(np.searchsorted(rows.place, place))
+    return f"node {rows.numbers[place]}: loss_weights[{entry}] = {rows.weights[at]:g}"
+
+
+def _lacking(rows: NodeRows, own: Float64s) -> dict[str, str]:
+    """For every fact that a trained row misses: the first node where it does.
+
+    Args:
+        own: [K], the rows' own advantages, NaN where they take the nodes'.
+    """
+    trained = np.bincount(rows.place, rows.weights != 0, minlength=len(rows.contents)) > 0
     found = {}
     for name in NEEDED_FACTS:
-        has = np.array([getattr(source.contents[node], name) is not None for node in source.order], bool)
-        misses = is_trained & ~has
-        if name == "advantages" and misses.any():
-            misses &= _sum_below(source, np.isnan(own).astype(np.float64)) > 0
+        misses = trained & np.array([getattr(part, name) is None for part in rows.contents], bool)
+        if name == "advantages":
+            misses &= rows.sum_over_rows(np.isnan(own)) > 0
         if misses.any():
-            node = source.order[int(misses.argmax())]
-            found[name] = f"node {node}"
+            node = int(misses.argmax())
+            found[name] = f"node {rows.numbers[node]}"
             if name == "advantages" and not np.isnan(own).all():
-                found[name] += f" (of trajectory number {_row_through(source, node, np.isnan(own))}, counted from 0)"
+                row = next(k for k in np.flatnonzero(np.isnan(own)).tolist() if node in rows.path(k))
+                found[name] += f" (of trajectory number {row}, counted from 0)"
     return found
-
-
-def _row_through(source: "NodeTrajectories", node: int, rows: NDArray[np.bool_]) -> int:
-    """The first of the marked rows that passes through a node."""
-    inside = [False] * len(source.parents)
-    inside[node] = True
-    for number in source.order:
-        above = source.parents[number]
-        inside[number] = inside[number] or (above >= 0 and inside[above])
-    return next(k for k, row in enumerate(source.rows) if rows[k] and inside[row.node])

@@ -1,24 +1,26 @@
-"""A rollout that is already a tree: nodes with parents and facts, trajectories named by their last node."""
+"""A rollout that is already a tree: nodes with parents and facts, trajectories named by their last node.
 
-from collections.abc import Hashable, Sequence
+Nothing is flattened. Nodes are checked one by one and inserted into a set of runs of tokens, which `assemble` lays out
+as it does the rows of `build_tree`; sums over the trajectories through a node are sums over the tree of nodes.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
+from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory, common_prefix
 from treetrain.errors import DataError
-from treetrain.tree.assemble import Int64s, TreeArrays, assemble
-from treetrain.tree.graft import graft
-from treetrain.tree.merged import NEEDED_FACTS, MergedPredictions, Reduction, merge
+from treetrain.tree.assemble import Int32s, Int64s, TreeArrays, assemble
 
-if TYPE_CHECKING:
-    from treetrain.tree.token_tree import TokenTree
-
-
+Float64s = NDArray[np.float64]
 Count = Literal["per trajectory", "once"]
+
+NEEDED_FACTS = tuple(name for name in PER_TOKEN_FACTS if name != "loss_weights")
+"""Facts without a neutral value: where one node of a trajectory has them, its other trained nodes must too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,90 +77,115 @@ class NodeTrajectory:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class NodeTrajectories:
-    """The trajectories of a node tree: facts are gathered along a path only when a row is asked for."""
+class NodeRows(Sequence[Trajectory]):
+    """The K trajectories of n nodes, each put together only when it is asked for.
 
-    contents: list[Trajectory]
-    """Every node's ids and facts."""
+    Nodes are in an order in which parents come first; those on no trajectory are left out.
+    """
+
+    numbers: list[int]
+    """The user's number of each node, for messages."""
     parents: list[int]
-    keys: list[Hashable]
-    """Every node's key, inherited where it has none."""
-    order: list[int]
-    """The nodes that are on a trajectory, parents first."""
+    """Place of each node's parent in this order, -1 at roots."""
+    contents: list[Trajectory]
+    """Ids, facts and key (inherited where the node has none) of each node."""
     rows: list[NodeTrajectory]
-    tree_index: Int64s
-    """Tree index of every token of the nodes in `order`, one after the other."""
+    ends: list[int]
+    """Place of each trajectory's last node."""
     owner: list[int]
-    """Every node's first trajectory, where its tokens count once; empty where they count once per trajectory."""
+    """Each node's first trajectory, where its tokens count once; empty where they count once per trajectory."""
+    tree_index: Int64s
+    """int64 [T]: tree index of every token of the nodes, one node after the other."""
+    depth: Int64s
+    """int64 [T]: depth of these tokens."""
+    tree_tokens: int
+    """Tokens of the tree."""
 
-    @cached_property
-    def weights(self) -> NDArray[np.float64]:
-        """Loss weight of each of these tokens, as given (1 where none is)."""
-        parts = (self.contents[node] for node in self.order)
-        given = [np.ones(len(part)) if part.loss_weights is None else part.loss_weights for part in parts]
-        return np.concatenate([np.zeros(0), *given])
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, number: int) -> Trajectory: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Trajectory]: ...
+    def __getitem__(self, number: int | slice) -> Trajectory | list[Trajectory]:
+        if isinstance(number, slice):
+            return [self[k] for k in range(*number.indices(len(self)))]
+        row, number = self.rows[number], range(len(self))[number]
+        nodes = [node for node in self.path(number) if len(self.contents[node])]
+        parts = [self.contents[node] for node in nodes]
+        facts: dict[str, Any] = {}
+        for name in PER_TOKEN_FACTS:
+            given = [getattr(part, name) for part in parts]
+            if name == "loss_weights" and self.owner:
+                given = [one if self.owner[node] == number else 0.0 for node, one in zip(nodes, given)]
+            if any(one is not None for one in given):
+                # Tokens that are not trained may lack a fact.
+                neutral = 1.0 if name == "loss_weights" else 0.0
+                filled = [neutral if one is None else one for one in given]
+                facts[name] = np.concatenate([np.broadcast_to(one, len(part)) for one, part in zip(filled, parts)])
+        if row.advantages is not None:
+            facts["advantages"] = row.advantages
+        facts |= {name: getattr(row, name) for name in ("reward", "group", "pair", "chosen", "id", "episode")}
+        ids = np.concatenate([np.zeros(0, np.int32), *(part.ids for part in parts)])
+        return Trajectory(ids, **facts, key=self.contents[self.ends[number]].key)
+
+    def path(self, number: int) -> list[int]:
+        """The nodes of a trajectory, from its root down."""
+        node, path = self.ends[number], []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
 
     @cached_property
     def place(self) -> Int64s:
-        """Which node each of these tokens is of, by its place in `order`."""
-        lengths = np.array([len(self.contents[node]) for node in self.order], np.int64)
-        return np.repeat(np.arange(len(lengths)), lengths)
+        """int64 [T]: the node of every token."""
+        return np.repeat(np.arange(len(self.contents)), np.array([len(part) for part in self.contents], np.int64))
 
-    def trajectory(self, tree: "TokenTree", number: int) -> Trajectory:
-        """Trajectory `number`, joined from the nodes on its path."""
-        row = self.rows[number]
-        path, node = [], row.node
-        while node >= 0:
-            part = self.contents[node]
-            counts = not self.owner or self.owner[node] == number
-            path.append(part if counts else part.replace(loss_weights=0.0))
-            node = self.parents[node]
-        path.reverse()
-        facts: dict[str, Any] = {name: _joined(name, path) for name in PER_TOKEN_FACTS}
-        if row.advantages is not None:
-            facts["advantages"] = row.advantages
-        names = {name: getattr(row, name) for name in ("reward", "group", "pair", "chosen", "id", "episode")}
-        return Trajectory(np.concatenate([part.ids for part in path]), **facts, **names, key=self.keys[row.node])
+    @cached_property
+    def weights(self) -> Float64s:
+        """[T]: loss weight of every token; 0 at a root, which is never predicted."""
+        given = [np.ones(len(part)) if part.loss_weights is None else part.loss_weights for part in self.contents]
+        return np.where(self.depth > 0, np.concatenate([np.zeros(0), *given]), 0.0)
 
-    def trained_edges(self, tree: "TokenTree", rows: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
-        """As TokenTree.trained_edges, from the nodes' own weights: nothing is flattened."""
-        mask = (self.weights != 0) & (tree.depth[self.tree_index] > 0)
-        place = self.place[mask]
-        uses = np.zeros(tree.num_tokens, np.int64)
-        below = self._counts_of_nodes(rows)
-        index = self.tree_index[mask]
-        np.add.at(uses, index, below[place])
-        own = np.zeros(len(self.order), np.int64)
-        own[place] = tree.depth[index]  # the last write wins: the deepest
-        deepest = [0] * len(self.contents)
-        for node, depth in zip(self.order, own.tolist()):
-            above = self.parents[node]
-            # What a row trains of nodes that count once is the end of its path, from the first node that it owns.
-            follows = above >= 0 and (not self.owner or self.owner[above] == self.owner[node])
-            deepest[node] = depth or (deepest[above] if follows else 0)
+    def trained_edges(self, rows: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
+        """As TokenTree.trained_edges, from the nodes' own weights."""
+        trained = np.flatnonzero(self.weights)
+        uses, index = np.zeros(self.tree_tokens, np.int64), self.tree_index[trained]
+        np.add.at(uses, index, self.sum_over_rows(rows)[self.place[trained]].astype(np.int64))
+        deepest = np.zeros(len(self.contents), np.int64)
+        deepest[self.place[trained]] = self.depth[trained]  # the last write wins: the deepest
+        return uses, self.along_rows(deepest, max).astype(np.int64) * rows
+
+    def sum_over_rows(self, per_row: NDArray[Any]) -> Float64s:
+        """[n]: the sum of a number per trajectory over those that count the tokens of each node."""
         if self.owner:
-            rows = rows & np.array([self.owner[row.node] == number for number, row in enumerate(self.rows)], bool)
-        return uses, np.array([deepest[row.node] for row in self.rows], np.int64) * rows
+            return per_row[np.array(self.owner, np.int64)].astype(np.float64)
+        total = np.bincount(np.array(self.ends, np.int64), weights=per_row, minlength=len(self.parents)).tolist()
+        for node in range(len(total) - 1, -1, -1):
+            if self.parents[node] >= 0:
+                total[self.parents[node]] += total[node]
+        return np.array(total, np.float64)
 
-    def _counts_of_nodes(self, rows: NDArray[np.bool_]) -> Int64s:
-        """Per place in `order`: how often the marked rows count a token of the node."""
-        if self.owner:
-            return rows[np.array(self.owner, np.int64)[self.order]].astype(np.int64)
-        counted = [row for row, counts in zip(self.rows, rows.tolist()) if counts]
-        return np.array(_trajectories_below(self.parents, self.order, counted), np.int64)[self.order]
-
-    def merged(self, tree: "TokenTree", reduction: Reduction) -> MergedPredictions:
-        """As TokenTree.merged."""
-        return merge(self, tree, reduction)
+    def along_rows(self, per_node: NDArray[Any], join: Callable[[Any, Any], Any]) -> Float64s:
+        """[K]: a number per node joined over the nodes whose tokens each trajectory counts; 0 where it counts none."""
+        found = per_node.tolist()
+        for node, above in enumerate(self.parents):
+            # The nodes that a trajectory owns are the end of its path.
+            if above >= 0 and (not self.owner or self.owner[above] == self.owner[node]):
+                found[node] = join(found[above], found[node])
+        counts = [not self.owner or self.owner[end] == number for number, end in enumerate(self.ends)]
+        return np.array([found[end] if own else 0 for end, own in zip(self.ends, counts)], np.float64)
 
 
 class Grown(NamedTuple):
-    """What TokenTree.from_nodes needs."""
+    """A tree of nodes: its arrays, each trajectory's last token (-1 for an empty one) and length, and the rows."""
 
     arrays: TreeArrays
     last: Int64s
     length: Int64s
-    source: NodeTrajectories
+    rows: NodeRows
 
 
 def grow(
@@ -172,80 +199,81 @@ def grow(
         raise ValueError(f"unused={unused!r} is neither 'error' nor 'drop'")
     if count not in ("per trajectory", "once"):
         raise ValueError(f"count={count!r} is neither 'per trajectory' nor 'once'")
-    parents = _parents(nodes)
-    order = _parents_first(parents)
-    rows = _rows(trajectories, len(nodes))
-    below = _trajectories_below(parents, order, rows)
-    idle = [number for number, count in enumerate(below) if not count]
+    order, above = _parents_first(nodes)
+    rows = _rows(trajectories, len(nodes), count)
+    first_row = [len(rows)] * len(nodes)
+    for number, row in enumerate(rows):
+        first_row[row.node] = min(first_row[row.node], number)
+    for node in reversed(order):
+        if above[node] >= 0:
+            first_row[above[node]] = min(first_row[above[node]], first_row[node])
+    idle = [node for node in range(len(nodes)) if first_row[node] == len(rows)]
     if idle and unused == "error":
         raise DataError(
             f"node {idle[0]} is on no trajectory ({len(idle)} of {len(nodes)} nodes are not): name the "
             'trajectories that end there, or pass unused="drop" to leave such nodes out'
         )
-    order = [number for number in order if below[number]]
-    contents = [_content(number, node) for number, node in enumerate(nodes)]
-    keys = _inherited_keys(nodes, parents, order)
-    numbers: dict[Hashable, int] = {}
-    key_numbers = [numbers.setdefault(key, len(numbers)) for key in keys]
-    grafts = graft([part.ids for part in contents], parents, key_numbers, order)
-    lengths = _path_lengths(contents, parents, order)
-    _check_facts(contents, parents, order, lengths, rows)
-    ends = np.array([row.node for row in rows], np.int64)
-    last = np.array(grafts.last, np.int64)[ends]
-    arrays = assemble(grafts.buffer, grafts.run_start, grafts.run_length, grafts.run_attach, last)
-    shift = grafts.range_start - (np.cumsum(grafts.range_length) - grafts.range_length)
-    positions = np.repeat(shift, grafts.range_length)
-    positions += np.arange(len(positions))
-    source = NodeTrajectories(
-        contents=contents,
+    used = [node for node in order if first_row[node] < len(rows)]
+    place = dict(zip(used, range(len(used)))) | {-1: -1}
+    parents = [place[above[node]] for node in used]
+    contents: list[Trajectory] = []
+    for node, parent in zip(used, parents):
+        key = nodes[node].key
+        contents.append(_content(node, nodes[node], contents[parent].key if key is None and parent >= 0 else key))
+    runs = _insert([part.ids for part in contents], parents, [part.key for part in contents])
+    ends = [place[row.node] for row in rows]
+    last = np.array(runs.last, np.int64)[np.array(ends, np.int64)]
+    arrays, moved = assemble(runs.buffer, runs.start, runs.length, runs.attach, last)
+    last, tree_index = moved(last), moved(runs.position)
+    found = NodeRows(
+        numbers=used,
         parents=parents,
-        keys=keys,
-        order=order,
+        contents=contents,
         rows=rows,
-        tree_index=arrays.moved(positions),
-        owner=_owners(parents, order, rows) if count == "once" else [],
+        ends=ends,
+        owner=[first_row[node] for node in used] if count == "once" else [],
+        tree_index=tree_index,
+        depth=arrays.depth[tree_index].astype(np.int64),
+        tree_tokens=len(arrays.tokens),
     )
-    return Grown(arrays, arrays.moved(last), np.array(lengths, np.int64)[ends], source)
+    _check_facts(found)
+    length = np.zeros(len(rows), np.int64)
+    length[last >= 0] = arrays.depth[last[last >= 0]] + 1
+    return Grown(arrays, last, length, found)
 
 
-def _parents(nodes: Sequence[Node]) -> list[int]:
+def _parents_first(nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
+    """Node numbers with every parent before its children, and the parent of each node, -1 at roots."""
     parents = [-1 if node.parent is None else node.parent for node in nodes]
+    children: list[list[int]] = [[] for _ in parents]
     for number, parent in enumerate(parents):
         if not isinstance(parent, int | np.integer) or not -1 <= parent < len(parents):
             raise DataError(
                 f"node {number}: parent {parent!r} is no node; {len(parents)} nodes were given, numbered "
                 "from 0 (None or -1 at a root)"
             )
-    return [int(parent) for parent in parents]
-
-
-def _parents_first(parents: list[int]) -> list[int]:
-    """Node numbers, every parent before its children."""
-    if all(parent < number for number, parent in enumerate(parents)):
-        return list(range(len(parents)))
-    children: list[list[int]] = [[] for _ in parents]
-    for number, parent in enumerate(parents):
         if parent >= 0:
             children[parent].append(number)
+    if all(parent < number for number, parent in enumerate(parents)):
+        return list(range(len(parents))), parents
     order = [number for number, parent in enumerate(parents) if parent < 0]
     for number in order:  # grows while it is walked: breadth first
         order.extend(children[number])
     if len(order) < len(parents):
-        seen = set(order)
-        cycle = next(number for number in range(len(parents)) if number not in seen)
+        cycle = min(set(range(len(parents))) - set(order))
         raise DataError(
             f"node {cycle}: its parents form a cycle, no root is reached from it "
             f"({len(parents) - len(order)} nodes are cut off this way); set one parent to None"
         )
-    return order
+    return order, parents
 
 
-def _rows(trajectories: Sequence[int | NodeTrajectory], count: int) -> list[NodeTrajectory]:
+def _rows(trajectories: Sequence[int | NodeTrajectory], nodes: int, count: Count) -> list[NodeTrajectory]:
     rows = [row if isinstance(row, NodeTrajectory) else NodeTrajectory(node=row) for row in trajectories]
     for number, row in enumerate(rows):
-        if not isinstance(row.node, int | np.integer) or not 0 <= row.node < count:
+        if not isinstance(row.node, int | np.integer) or not 0 <= row.node < nodes:
             raise DataError(
-                f"trajectory {number}: {row.node!r} is no node; give the number of its last node, 0 to {count - 1}"
+                f"trajectory {number}: {row.node!r} is no node; give the number of its last node, 0 to {nodes - 1}"
             )
         own = row.advantages
         if own is not None and not (isinstance(own, int | float | np.number) and np.isfinite(own)):
@@ -253,97 +281,93 @@ def _rows(trajectories: Sequence[int | NodeTrajectory], count: int) -> list[Node
                 f"trajectory {number}: advantages = {own!r} is no finite number; give one number for the row, or "
                 "advantages per token on the nodes"
             )
+        if own is not None and count == "once":
+            raise DataError(
+                f"trajectory {number}: advantages={own!r} for the row, but a token counts once for "
+                "all rows through its node (count='once'); give advantages on the nodes"
+            )
     return rows
 
 
-def _trajectories_below(parents: list[int], order: list[int], rows: list[NodeTrajectory]) -> list[int]:
-    below = [0] * len(parents)
-    for row in rows:
-        below[row.node] += 1
-    for number in reversed(order):
-        if parents[number] >= 0:
-            below[parents[number]] += below[number]
-    return below
-
-
-def _owners(parents: list[int], order: list[int], rows: list[NodeTrajectory]) -> list[int]:
-    """The number of the first trajectory through each node. Raises DataError for a row with advantages of its own."""
-    owner = [len(rows)] * len(parents)
-    for number, row in enumerate(rows):
-        if row.advantages is not None:
-            raise DataError(
-                f"trajectory {number}: advantages={row.advantages!r} for the row, but a token counts once for "
-                "all rows through its node (count='once'); give advantages on the nodes"
-            )
-        owner[row.node] = min(owner[row.node], number)
-    for number in reversed(order):
-        if parents[number] >= 0:
-            owner[parents[number]] = min(owner[parents[number]], owner[number])
-    return owner
-
-
-def _content(number: int, node: Node) -> Trajectory:
+def _content(number: int, node: Node, key: Hashable) -> Trajectory:
     """A node's ids and facts, checked like a trajectory's."""
-    facts = {name: getattr(node, name) for name in PER_TOKEN_FACTS}
     try:
-        return Trajectory(node.ids, **facts, key=node.key)
+        return Trajectory(node.ids, **{name: getattr(node, name) for name in PER_TOKEN_FACTS}, key=key)
     except DataError as error:
         raise DataError(f"node {number}: {str(error).removeprefix('trajectory: ')}") from None
 
 
-def _inherited_keys(nodes: Sequence[Node], parents: list[int], order: list[int]) -> list[Hashable]:
-    keys: list[Hashable] = [node.key for node in nodes]
-    for number in order:
-        if keys[number] is None and parents[number] >= 0:
-            keys[number] = keys[parents[number]]
-    return keys
+class _Runs(NamedTuple):
+    """Runs of tokens as `assemble` takes them, and where each node's tokens went."""
+
+    buffer: Int32s
+    start: Int64s
+    length: Int64s
+    attach: Int64s
+    last: list[int]
+    """Buffer position of the last token of each node's path, -1 for an empty path."""
+    position: Int64s
+    """Buffer position of every token of the nodes, one node after the other."""
 
 
-def _path_lengths(contents: list[Trajectory], parents: list[int], order: list[int]) -> list[int]:
-    lengths = [len(part) for part in contents]
-    for number in order:
-        if parents[number] >= 0:
-            lengths[number] += lengths[parents[number]]
-    return lengths
+def _insert(contents: Sequence[Int32s], parents: list[int], keys: list[Hashable]) -> _Runs:
+    """Insert nodes one by one into runs of tokens that share whatever begins alike.
+
+    A node's tokens continue the run that holds the last token above them as far as both agree, then another run that
+    branches off there, and so on; what is left becomes a run of its own. Runs only ever grow by new runs, so a child of
+    a position is found by (position, key, token). The work is one look-up per run that a node passes through.
+    """
+    buffer, filled = np.zeros(sum(map(len, contents)), np.int32), 0
+    start: list[int] = []
+    stop: list[int] = []
+    attach: list[int] = []
+    key_of: list[Hashable] = []
+    child: dict[tuple[int, Hashable, int], int] = {}
+    last: list[int] = []
+    run_of: list[int] = []  # the run that holds `last`
+    position = [np.zeros(0, np.int64)]
+    for ids, parent, key in zip(contents, parents, keys):
+        at, run = (last[parent], run_of[parent]) if parent >= 0 else (-1, -1)
+        while len(ids):
+            begin, first = at + 1, int(ids[0])
+            goes_on = at >= 0 and key_of[run] == key and begin < stop[run] and buffer[begin] == first
+            if not goes_on:
+                run = child.setdefault((at, key, first), len(start))
+                if run == len(start):
+                    buffer[filled : filled + len(ids)] = ids
+                    start.append(filled)
+                    filled += len(ids)
+                    stop.append(filled)
+                    attach.append(at)
+                    key_of.append(key)
+                begin = start[run]
+            count = common_prefix(buffer[begin : stop[run]], ids)
+            position.append(np.arange(begin, begin + count))
+            at, ids = begin + count - 1, ids[count:]
+        last.append(at)
+        run_of.append(run)
+    begins = np.array(start, np.int64)
+    return _Runs(
+        buffer, begins, np.array(stop, np.int64) - begins, np.array(attach, np.int64), last, np.concatenate(position)
+    )
 
 
-def _trained(part: Trajectory) -> NDArray[np.bool_]:
-    return np.ones(len(part), bool) if part.loss_weights is None else part.loss_weights != 0
-
-
-def _check_facts(
-    contents: list[Trajectory],
-    parents: list[int],
-    order: list[int],
-    lengths: list[int],
-    rows: list[NodeTrajectory],
-) -> None:
+def _check_facts(found: NodeRows) -> None:
     """A fact given on one node of a trajectory must be given wherever the trajectory is trained."""
-    given, missing = [0] * len(parents), [0] * len(parents)
-    for number in order:
-        part, above = contents[number], parents[number]
-        has = sum(1 << bit for bit, name in enumerate(NEEDED_FACTS) if getattr(part, name) is not None)
-        first = lengths[number] == len(part)  # a row's first token is never predicted
-        lacks = (1 << len(NEEDED_FACTS)) - 1 - has if _trained(part)[1 if first else 0 :].any() else 0
-        given[number] = (given[above] if above >= 0 else 0) | (has if len(part) else 0)
-        missing[number] = (missing[above] if above >= 0 else 0) | lacks
-    for number, row in enumerate(rows):
-        clash = given[row.node] & missing[row.node]
-        if row.advantages is not None:
-            clash &= ~(1 << NEEDED_FACTS.index("advantages"))
-        if clash:
-            name = next(name for bit, name in enumerate(NEEDED_FACTS) if clash >> bit & 1)
-            raise DataError(
-                f"trajectory {number} (last node {row.node}): some of its nodes have {name}, others that are "
-                f"trained have none; give {name} on all of them, or loss_weights=0 on the ones without"
-            )
-
-
-def _joined(name: str, path: list[Trajectory]) -> NDArray[np.float64] | None:
-    """One fact along a path. Tokens that are not trained may lack it and get 0; weights default to 1."""
-    path = [part for part in path if len(part)]  # a fact of no token is no fact
-    facts = [getattr(part, name) for part in path]
-    if all(fact is None for fact in facts):
-        return None
-    neutral = 1.0 if name == "loss_weights" else 0.0
-    return np.concatenate([np.full(len(part), neutral) if fact is None else fact for part, fact in zip(path, facts)])
+    trained = (np.bincount(found.place, found.weights != 0, minlength=len(found.contents)) > 0).tolist()
+    for name in NEEDED_FACTS:
+        has = [getattr(part, name) is not None for part in found.contents]
+        if all(has) or not any(has):
+            continue
+        missing = [needs and not own for needs, own in zip(trained, has)]
+        given = [own and len(part) > 0 for part, own in zip(found.contents, has)]
+        for node, above in enumerate(found.parents):
+            if above >= 0:
+                given[node] |= given[above]
+                missing[node] |= missing[above]
+        for number, (row, end) in enumerate(zip(found.rows, found.ends)):
+            if given[end] and missing[end] and not (name == "advantages" and row.advantages is not None):
+                raise DataError(
+                    f"trajectory {number} (last node {row.node}): some of its nodes have {name}, others that are "
+                    f"trained have none; give {name} on all of them, or loss_weights=0 on the ones without"
+                )

@@ -2,16 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.attention_range import FULL, AttentionRange, Pairs, pairs_at, pairs_of_rows
-
-if TYPE_CHECKING:
-    from treetrain.tree.token_tree import TokenTree
+from treetrain.tree.token_tree import TokenTree
 
 Bools = NDArray[np.bool_]
 
@@ -82,8 +80,13 @@ class TreeStats:
     """Flat tokens that sharing saves, at context tokens."""
 
 
-def tree_stats(tree: "TokenTree", shape: FlopCounter | None = None) -> TreeStats:
-    """See TokenTree.stats."""
+def tree_stats(tree: TokenTree, shape: FlopCounter | None = None) -> TreeStats:
+    """How much is shared, where, and what it is worth; `treetrain.stats` takes rows and names of shapes too.
+
+    Args:
+        tree: the batch.
+        shape: the model's shape (`ModelShape`, or anything that counts FLOPs); None leaves the FLOP speed-ups out.
+    """
     flat, unique = tree.num_flat_tokens, tree.num_tokens
     children = np.bincount(tree.parent[tree.parent >= 0], minlength=unique)
     forks = children > 1
@@ -115,7 +118,7 @@ def tree_stats(tree: "TokenTree", shape: FlopCounter | None = None) -> TreeStats
     )
 
 
-def flop_speedup(tree: "TokenTree", shape: FlopCounter, *, dedup: bool = False) -> float:
+def flop_speedup(tree: TokenTree, shape: FlopCounter, *, dedup: bool = False) -> float:
     """FLOP-ideal: what a tree that costs nothing besides its arithmetic would gain. 1 if nothing is trained.
 
     Args:
@@ -128,7 +131,7 @@ def flop_speedup(tree: "TokenTree", shape: FlopCounter, *, dedup: bool = False) 
     return shape.flops(*linear_work(tree, ranges, dedup=dedup)) / ours if ours else 1.0
 
 
-def tree_work(tree: "TokenTree", ranges: Sequence[AttentionRange] = (FULL,)) -> Work:
+def tree_work(tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,)) -> Work:
     """The tree in one packed pass: tokens that a trained prediction looks at, each once.
 
     Args:
@@ -143,7 +146,7 @@ def tree_work(tree: "TokenTree", ranges: Sequence[AttentionRange] = (FULL,)) -> 
     )
 
 
-def linear_work(tree: "TokenTree", ranges: Sequence[AttentionRange] = (FULL,), *, dedup: bool = False) -> Work:
+def linear_work(tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,), *, dedup: bool = False) -> Work:
     """Every trajectory by itself, up to the token that predicts its last trained one.
 
     Args:
@@ -155,7 +158,7 @@ def linear_work(tree: "TokenTree", ranges: Sequence[AttentionRange] = (FULL,), *
     return Work(int(length.sum()), pairs_of_rows(length, ranges), int(uses.sum()))
 
 
-def distinct_rows(tree: "TokenTree") -> Bools:
+def distinct_rows(tree: TokenTree) -> Bools:
     """bool [K]: one of each set of non-empty trajectories with the same tokens, the one trained furthest."""
     _, deepest = tree.trained_edges()
     order = np.lexsort((-deepest, tree.trajectory_last))
@@ -165,14 +168,14 @@ def distinct_rows(tree: "TokenTree") -> Bools:
     return mark
 
 
-def trajectories_through(tree: "TokenTree") -> Int64s:
+def trajectories_through(tree: TokenTree) -> Int64s:
     """int64 [N]: how many trajectories hold each token."""
     ends = np.bincount(tree.trajectory_last[tree.trajectory_last >= 0] + 1, minlength=tree.num_tokens + 1)
     before = np.cumsum(ends)
     return before[tree.end] - before[:-1]
 
 
-def needed_tokens(tree: "TokenTree", edges: Int64s) -> Bools:
+def needed_tokens(tree: TokenTree, edges: Int64s) -> Bools:
     """bool [N]: tokens at or above the predecessor of an edge (edges are named by the token predicted)."""
     reads = np.zeros(tree.num_tokens + 1, np.int64)
     reads[tree.parent[edges] + 1] = 1
@@ -180,7 +183,7 @@ def needed_tokens(tree: "TokenTree", edges: Int64s) -> Bools:
     return reads[tree.end] > reads[:-1]
 
 
-def _most_on_a_path(tree: "TokenTree", marked: Bools) -> int:
+def _most_on_a_path(tree: TokenTree, marked: Bools) -> int:
     """Most marked tokens that lie on one path."""
     at = np.flatnonzero(marked)
     steps = np.zeros(tree.num_tokens + 1, np.int64)

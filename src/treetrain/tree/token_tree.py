@@ -3,85 +3,17 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol, Self, overload
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.tree.assemble import Int32s, Int64s
-from treetrain.tree.merged import MergedPredictions, Reduction
-from treetrain.tree.nodes import Count, Node, NodeTrajectories, NodeTrajectory, grow
-from treetrain.tree.stats import FlopCounter, TreeStats, tree_stats
+from treetrain.tree.merged import MergedPredictions, Reduction, merge
+from treetrain.tree.nodes import Count, Node, NodeRows, NodeTrajectory, grow
 
 Bools = NDArray[np.bool_]
-
-
-class TrajectorySource(Protocol):
-    """Where a tree's trajectories come from."""
-
-    def trajectory(self, tree: "TokenTree", number: int) -> Trajectory:
-        """Trajectory `number`, with all its facts."""
-        ...
-
-    def trained_edges(self, tree: "TokenTree", rows: Bools) -> tuple[Int64s, Int64s]:
-        """What TokenTree.trained_edges returns, counting only the trajectories marked in `rows`."""
-        ...
-
-    def merged(self, tree: "TokenTree", reduction: Reduction) -> MergedPredictions | None:
-        """What TokenTree.merged returns."""
-        ...
-
-
-@dataclass(frozen=True)
-class RowTrajectories:
-    """Rows as they were given; a row of bare ids is read back from the tree."""
-
-    rows: Sequence[Trajectory | None]
-
-    def trajectory(self, tree: "TokenTree", number: int) -> Trajectory:
-        row = self.rows[number]
-        return Trajectory(tree.tokens[tree.path(number)]) if row is None else row
-
-    def trained_edges(self, tree: "TokenTree", rows: Bools) -> tuple[Int64s, Int64s]:
-        offsets, index = tree.paths()
-        used = np.repeat(rows, tree.trajectory_length)
-        for number, row in enumerate(self.rows):
-            if row is not None and row.loss_weights is not None:
-                used[offsets[number] : offsets[number + 1]] &= row.loss_weights != 0
-        used[offsets[:-1][tree.trajectory_length > 0]] = False
-        at = np.flatnonzero(used)
-        owner = np.repeat(np.arange(tree.num_trajectories), tree.trajectory_length)[at]
-        deepest = np.zeros(tree.num_trajectories, np.int64)
-        deepest[owner] = at - offsets[owner]  # the last write wins: the deepest
-        return np.bincount(index[at], minlength=tree.num_tokens), deepest
-
-    def merged(self, tree: "TokenTree", reduction: Reduction) -> None:
-        """Rows are as long as their facts, so there is nothing to gain."""
-
-
-class LazyTrajectories(Sequence[Trajectory]):
-    """A tree's trajectories, each put together when it is asked for and not kept."""
-
-    def __init__(self, tree: "TokenTree") -> None:
-        self._tree = tree
-
-    def __len__(self) -> int:
-        return self._tree.num_trajectories
-
-    @overload
-    def __getitem__(self, number: int) -> Trajectory: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Trajectory]: ...
-    def __getitem__(self, number: int | slice) -> Trajectory | list[Trajectory]:
-        if isinstance(number, slice):
-            return [self[i] for i in range(*number.indices(len(self)))]
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"trajectory {number} of {len(self)}")
-        return self._tree.source.trajectory(self._tree, number % len(self))
-
-    def __iter__(self) -> Iterator[Trajectory]:
-        return (self[i] for i in range(len(self)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,6 +22,11 @@ class TokenTree:
 
     Siblings stand heaviest first: more leaves, then more tokens, then the smaller trajectory number below.
     Token i is an ancestor of j, or j itself, exactly when `i <= j < end[i]`: the attention mask.
+
+        a b c d e        index     0  1  2  3  4  5
+        a b c f          tokens    a  b  c  d  e  f        a b c ┬ d e
+                         parent   -1  0  1  2  3  2              └ f
+                         end       6  6  6  5  5  6
     """
 
     tokens: Int32s
@@ -108,8 +45,8 @@ class TokenTree:
     """int64 [K]: each trajectory's last token; -1 for an empty one."""
     trajectory_length: Int64s
     """int64 [K]: tokens of each trajectory."""
-    source: TrajectorySource = field(repr=False)
-    """Gives the trajectories with their facts."""
+    rows: Sequence[Trajectory | None] | NodeRows = field(repr=False)
+    """The K trajectories with their facts, None for a row of bare ids; `NodeRows` of a tree made from nodes."""
     experts: NDArray[np.int16] | None = field(default=None, repr=False)
     """int16 [N, layers, k]: the recorded experts of each token, -1 where the router chooses; None where none are."""
 
@@ -143,17 +80,9 @@ class TokenTree:
                 advantages of a trajectory's own where tokens count once.
             ValueError: another word for `unused` or `count`.
         """
-        arrays, last, length, source = grow(nodes, trajectories, unused, count)
+        grown = grow(nodes, trajectories, unused, count)
         return cls(
-            tokens=arrays.tokens,
-            parent=arrays.parent,
-            depth=arrays.depth,
-            end=arrays.end,
-            segment_start=arrays.segment_start,
-            segment_parent=arrays.segment_parent,
-            trajectory_last=last,
-            trajectory_length=length,
-            source=source,
+            **grown.arrays._asdict(), trajectory_last=grown.last, trajectory_length=grown.length, rows=grown.rows
         )
 
     def __repr__(self) -> str:
@@ -165,7 +94,7 @@ class TokenTree:
     @property
     def count(self) -> Count:
         """How often the loss of a token counts that several trajectories share; see `from_nodes`."""
-        return "once" if isinstance(self.source, NodeTrajectories) and self.source.owner else "per trajectory"
+        return "once" if isinstance(self.rows, NodeRows) and self.rows.owner else "per trajectory"
 
     @property
     def num_tokens(self) -> int:
@@ -189,24 +118,33 @@ class TokenTree:
 
     @cached_property
     def trajectories(self) -> Sequence[Trajectory]:
-        """The K trajectories with their facts, put together as they are asked for."""
-        return LazyTrajectories(self)
-
-    def segment_of(self, tokens: Int64s) -> Int64s:
-        """The segment of each token index (-1 for -1)."""
-        return np.searchsorted(self.segment_start, tokens, side="right") - 1
+        """The K trajectories with their facts; a tree made from nodes puts each together when it is asked for."""
+        if isinstance(self.rows, NodeRows):
+            return self.rows
+        ids = self.tokens
+        return [Trajectory(ids[self.path(k)]) if row is None else row for k, row in enumerate(self.rows)]
 
     def path(self, number: int) -> Int64s:
         """int64 [L_k]: tree indices of one trajectory, from its first token to its last."""
-        last = int(self.trajectory_last[number])
-        if last < 0:
-            return np.zeros(0, np.int64)
-        segment, stop, pieces = int(self.segment_of(np.array([last]))[0]), last + 1, []
-        while segment >= 0:
-            pieces.append(np.arange(self.segment_start[segment], stop, dtype=np.int64))
-            segment = int(self.segment_parent[segment])
-            stop = self.segment_start[segment + 1]
-        return np.concatenate(pieces[::-1])
+        return path_to(int(self.trajectory_last[number]), self.segment_start, self.segment_parent)
+
+    def climb(self, tokens: Int64s, depth: Int64s | int = 0) -> Iterator[tuple[Int64s, Int64s]]:
+        """Go from tokens up their paths, a segment at a time for all of them at once.
+
+        Args:
+            tokens: int64 [k]; -1 is left out.
+            depth: int64 [k]: the segment that holds this depth is the last; 0 goes to the root.
+
+        Yields:
+            Which of the tokens are still climbing, and the segment that each has come to.
+        """
+        at = np.flatnonzero(tokens >= 0)
+        goal = np.broadcast_to(depth, len(tokens))
+        segment = np.searchsorted(self.segment_start, tokens[at], side="right") - 1
+        while len(at):
+            yield at, segment
+            on = self.depth[self.segment_start[segment]] > goal[at]
+            at, segment = at[on], self.segment_parent[segment[on]]
 
     def paths(self) -> tuple[Int64s, Int64s]:
         """All paths one after the other: (offsets int64 [K + 1], tree indices int64 [flat]). Cached."""
@@ -217,17 +155,25 @@ class TokenTree:
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.trajectory_length)])
         # A path is +1 steps with a jump at each segment's first token: write the jumps, add them up.
         index = np.ones(int(offsets[-1]), np.int64)
-        rows = np.flatnonzero(self.trajectory_length)
-        first = offsets[rows]
-        previous = np.concatenate([np.zeros(1, np.int64), self.trajectory_last[rows][:-1]])
-        segment = self.segment_of(self.trajectory_last[rows])
-        while len(segment):
+        ended = self.trajectory_last[self.trajectory_last >= 0]
+        previous = np.zeros(self.num_trajectories, np.int64)  # where the path before it ended
+        previous[self.trajectory_last >= 0] = np.append(0, ended[:-1])[: len(ended)]
+        for row, segment in self.climb(self.trajectory_last):
             start, above = self.segment_start[segment], self.segment_parent[segment]
-            before = np.where(above >= 0, self.segment_start[above + 1] - 1, previous)
-            index[first + self.depth[start]] = start - before
-            inner = above >= 0
-            segment, first, previous = above[inner], first[inner], previous[inner]
+            before = np.where(above >= 0, self.segment_start[above + 1] - 1, previous[row])
+            index[offsets[row] + self.depth[start]] = start - before
         return offsets, np.cumsum(index, out=index)
+
+    @cached_property
+    def trained_predictions(self) -> Bools:
+        """bool [flat]: tokens whose prediction has a loss weight, all trajectories one after the other."""
+        trained = np.ones(self.num_flat_tokens, bool)
+        start = np.cumsum(self.trajectory_length) - self.trajectory_length
+        for first, length, row in zip(start.tolist(), self.trajectory_length.tolist(), self.rows, strict=True):
+            if row is not None and row.loss_weights is not None:
+                trained[first : first + length] = row.loss_weights != 0
+        trained[start[self.trajectory_length > 0]] = False
+        return trained
 
     def trained_edges(self, rows: Bools | None = None) -> tuple[Int64s, Int64s]:
         """What is trained, counted on the tree; a tree from nodes is not flattened for it.
@@ -240,11 +186,21 @@ class TokenTree:
             deepest: int64 [K], the depth of each trajectory's last trained token, which is also how many of
                 its tokens must be computed (0: none is trained).
         """
-        return self._trained_edges if rows is None else self.source.trained_edges(self, rows)
+        return self._all_trained_edges if rows is None else self._trained_edges(rows)
 
     @cached_property
-    def _trained_edges(self) -> tuple[Int64s, Int64s]:
-        return self.source.trained_edges(self, np.ones(self.num_trajectories, bool))
+    def _all_trained_edges(self) -> tuple[Int64s, Int64s]:
+        return self._trained_edges(np.ones(self.num_trajectories, bool))
+
+    def _trained_edges(self, rows: Bools) -> tuple[Int64s, Int64s]:
+        if isinstance(self.rows, NodeRows):
+            return self.rows.trained_edges(rows)
+        offsets, index = self.paths()
+        at = np.flatnonzero(self.trained_predictions & np.repeat(rows, self.trajectory_length))
+        owner = np.repeat(np.arange(self.num_trajectories), self.trajectory_length)[at]
+        deepest = np.zeros(self.num_trajectories, np.int64)
+        deepest[owner] = at - offsets[owner]  # the last write wins: the deepest
+        return np.bincount(index[at], minlength=self.num_tokens), deepest
 
     def merged(self, reduction: Reduction) -> MergedPredictions | None:
         """The trained predictions with the rows through each node merged; None for a tree made from rows. Cached.
@@ -259,44 +215,23 @@ class TokenTree:
             DataError: reduction "trajectory" and a negative loss weight.
             ValueError: another reduction.
         """
+        if not isinstance(self.rows, NodeRows):
+            return None
         if reduction not in self._merged:
-            self._merged[reduction] = self.source.merged(self, reduction)
+            self._merged[reduction] = merge(self.rows, reduction)
         return self._merged[reduction]
 
     @cached_property
-    def _merged(self) -> dict[Reduction, MergedPredictions | None]:
+    def _merged(self) -> dict[Reduction, MergedPredictions]:
         return {}
 
-    def stats(self, shape: FlopCounter | None = None) -> TreeStats:
-        """How much is shared, where, and what it is worth.
 
-        Args:
-            shape: the model's shape (`ModelShape`, or anything that counts FLOPs); None leaves the FLOP speed-ups
-                out. `treetrain.stats(tree, "qwen3-8b")` takes a shape's name.
-        """
-        return tree_stats(self, shape)
-
-    def validate(self) -> None:
-        """Check every invariant of the arrays. Raises AssertionError: a broken tree is our bug."""
-        count = self.num_tokens
-        index = np.arange(count)
-        start, above = self.segment_start, self.segment_parent
-        assert len(self.parent) == len(self.depth) == len(self.end) == count
-        assert len(start) == len(above) + 1 and start[-1] == count and start[0] == 0
-        assert (np.diff(start) > 0).all(), "an empty segment"
-        assert (above < np.arange(len(above))).all(), "a segment before its parent"
-        expected = index - 1
-        if len(above):
-            expected[start[:-1]] = np.where(above >= 0, start[above + 1] - 1, -1)
-        assert (self.parent == expected).all(), "parents disagree with segments"
-        inner = self.parent >= 0
-        assert (self.depth[~inner] == 0).all()
-        assert (self.depth[inner] == self.depth[self.parent[inner]] + 1).all(), "depths disagree with parents"
-        assert (self.end > index).all() and (self.end[inner] <= self.end[self.parent[inner]]).all()
-        children = np.bincount(self.parent[inner], minlength=count) if count else np.zeros(0, np.int64)
-        closing = np.zeros(count, bool)
-        closing[start[1:] - 1] = True
-        assert (children[~closing] == 1).all() and (children[closing] != 1).all(), "segments are not maximal"
-        last = self.trajectory_last
-        assert (self.trajectory_length == np.where(last >= 0, self.depth[last] + 1 if count else 0, 0)).all()
-        assert np.isin(np.flatnonzero(children == 0), last).all(), "a leaf where no trajectory ends"
+def path_to(token: int, segment_start: Int64s, segment_parent: Int64s) -> Int64s:
+    """int64 [depth + 1]: the tokens from the root down to one; empty for -1. Segments are those of a tree or layout."""
+    pieces, stop = [np.zeros(0, np.int64)], token + 1
+    segment = int(np.searchsorted(segment_start, token, side="right")) - 1
+    while segment >= 0:
+        pieces.append(np.arange(segment_start[segment], stop, dtype=np.int64))
+        segment = int(segment_parent[segment])
+        stop = int(segment_start[segment + 1])
+    return np.concatenate(pieces[::-1])

@@ -5,7 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from treetrain.tree.assemble import Int64s
-from treetrain.tree.token_tree import RowTrajectories, TokenTree
+from treetrain.tree.nodes import NodeRows
+from treetrain.tree.token_tree import TokenTree
 
 NOBODY = -1
 
@@ -27,14 +28,9 @@ def last_computed(tree: TokenTree, lengths: Int64s) -> Int64s:
         lengths: int64 [K]: how many of its first tokens a trajectory needs; at most its length.
     """
     found = np.full(tree.num_trajectories, -1, np.int64)
-    rows = np.flatnonzero(lengths > 0)
-    depth, segment = lengths[rows] - 1, tree.segment_of(tree.trajectory_last[rows])
-    while len(rows):
+    for row, segment in tree.climb(np.where(lengths > 0, tree.trajectory_last, -1), lengths - 1):
         start = tree.segment_start[segment]
-        inside = tree.depth[start] <= depth
-        found[rows[inside]] = (start + depth - tree.depth[start])[inside]
-        above = ~inside
-        rows, depth, segment = rows[above], depth[above], tree.segment_parent[segment[above]]
+        found[row] = start + lengths[row] - 1 - tree.depth[start]  # the last write is the segment that holds it
     return found
 
 
@@ -68,10 +64,9 @@ def row_users(tree: TokenTree, places: Int64s, *, whole_rows: bool = False) -> U
         places: int64 [K]: each trajectory's place in the order that is asked about; NOBODY for those that do not count.
         whole_rows: all predictions of all rows, instead of the trained ones.
     """
-    source = tree.source
     edges = np.flatnonzero(tree.parent >= 0 if whole_rows else tree.trained_edges()[0] > 0)
-    if isinstance(source, RowTrajectories) and not whole_rows and _has_weights(source):
-        users = _training_rows(tree, source, places)
+    if not isinstance(tree.rows, NodeRows) and not whole_rows and _has_weights(tree):
+        users = _training_rows(tree, places)
     else:
         counted = np.flatnonzero((places >= 0) & (tree.trajectory_last >= 0))
         counted = counted[np.argsort(tree.trajectory_last[counted], kind="stable")]
@@ -85,20 +80,15 @@ def row_users(tree: TokenTree, places: Int64s, *, whole_rows: bool = False) -> U
     return found
 
 
-def _has_weights(source: RowTrajectories) -> bool:
-    return any(row is not None and row.loss_weights is not None for row in source.rows)
+def _has_weights(tree: TokenTree) -> bool:
+    return any(row is not None and row.loss_weights is not None for row in tree.rows)
 
 
-def _training_rows(tree: TokenTree, source: RowTrajectories, places: Int64s) -> Users:
+def _training_rows(tree: TokenTree, places: Int64s) -> Users:
     """First and last place of the rows that train the prediction of each token."""
-    offsets, index = tree.paths()
-    used = np.repeat(places >= 0, tree.trajectory_length)
-    for number, row in enumerate(source.rows):
-        if row is not None and row.loss_weights is not None:
-            used[offsets[number] : offsets[number + 1]] &= row.loss_weights != 0
-    used[offsets[:-1][tree.trajectory_length > 0]] = False
+    used = tree.trained_predictions & np.repeat(places >= 0, tree.trajectory_length)
     place = np.repeat(places, tree.trajectory_length)[used]
-    token = index[used]
+    token = tree.paths()[1][used]
     first = np.full(tree.num_tokens, int(places.max(initial=0)) + 1, np.int64)
     last = np.full(tree.num_tokens, NOBODY, np.int64)
     np.minimum.at(first, token, place)
