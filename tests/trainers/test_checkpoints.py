@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,9 @@ from support.safe_runs import (
     outcome,
     saved_steps,
 )
-from treetrain.trainers import checkpoint_folders, checkpoints
-from treetrain.trainers.checkpoint_folders import CheckpointNotWritten, TornCheckpoint
-from treetrain.trainers.checkpoints import SafeCheckpointsMixin
-from treetrain.trainers.signals import Interrupted
+from treetrain.trainers import checkpoint_files, checkpoints
+from treetrain.trainers.checkpoint_files import CheckpointNotWritten, TornCheckpoint
+from treetrain.trainers.checkpoints import Interrupted, SafeCheckpointsMixin
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_a_run_that_is_complete_is_resumed_to_nothing(tmp_path) -> None:
 def test_the_newest_checkpoint_is_the_last_one_written_not_the_one_with_the_highest_number(copied) -> None:
     make_trainer(copied, max_steps=2).train()  # another run in the same folder
     assert saved_steps(copied) == {2: 5, 7: 4}
-    assert checkpoint_folders.newest_first(copied)[0].name == "checkpoint-2"
+    assert checkpoint_files.newest_first(copied)[0].name == "checkpoint-2"
 
 
 def test_an_older_checkpoint_can_be_named(copied, undisturbed) -> None:
@@ -168,10 +168,10 @@ def test_every_damaged_file_is_recognised(kind: str, stopped, tmp_path) -> None:
     assert {"model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json", "manifest.json"} < {*names}
     for name in names:
         copy = shutil.copytree(stopped / "checkpoint-7", tmp_path / name / "checkpoint-7")
-        checkpoint_folders.check_files(copy)
+        checkpoint_files.check_files(copy)
         damage(copy / name, kind)
         with pytest.raises(TornCheckpoint, match=name.replace(".", r"\.")):
-            checkpoint_folders.check_files(copy)
+            checkpoint_files.check_files(copy)
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning_and_the_one_before_it_resumed(copied, undisturbed) -> None:
@@ -238,11 +238,11 @@ def test_older_ones_are_deleted_only_when_the_new_one_is_whole(tmp_path, monkeyp
     def watched(folder: Path, *args: Any) -> None:
         seen.append(sorted(saved_steps(folder)))
         for path in folder.glob("checkpoint-*"):
-            checkpoint_folders.check_files(path)
+            checkpoint_files.check_files(path)
         rotate(folder, *args)
 
-    rotate = checkpoint_folders.rotate
-    monkeypatch.setattr(checkpoint_folders, "rotate", watched)
+    rotate = checkpoint_files.rotate
+    monkeypatch.setattr(checkpoint_files, "rotate", watched)
     make_trainer(tmp_path / "out", save_total_limit=1, max_steps=6).train()
     assert seen == [[2], [2, 4], [4, 6]] and [*saved_steps(tmp_path / "out")] == [6]
 
@@ -250,56 +250,43 @@ def test_older_ones_are_deleted_only_when_the_new_one_is_whole(tmp_path, monkeyp
 # ---- Kills within a save
 
 
-def test_a_kill_before_any_file_operation_of_a_save_leaves_a_whole_checkpoint(copied, tmp_path) -> None:
-    trainer = make_trainer(copied, save_total_limit=1)
-    trainer.train(resume_from_checkpoint=True)  # to step 12
-    shutil.copytree(copied, tmp_path / "before")
-    trainer.state.global_step = 13
-    found = set()
+def kill_saves(trainer: Any, folder: Path, aside: Path) -> Iterator[None]:
+    """Kill a save before its first, second, ... file operation, until there are no more; the folder is set up anew."""
+    shutil.copytree(folder, aside)
     for number in range(1, 1000):
-        shutil.rmtree(copied)
-        shutil.copytree(tmp_path / "before", copied)
+        shutil.rmtree(folder)
+        shutil.copytree(aside, folder)
         child = os.fork()
         if child == 0:
             kill_before_call(number)
             trainer._save_checkpoint(trainer.model, None)
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        whole = []
-        for path in checkpoint_folders.newest_first(copied):
-            checkpoint_folders.check_files(path)  # nothing that is named as a checkpoint is torn
-            whole.append(path.name)
-        checkpoint_folders.recover(copied)
-        newest = checkpoint_folders.newest_first(copied)[0]
-        checkpoint_folders.check_files(newest)
-        assert not (copied / ".writing").exists() and not [*copied.glob(".deleting-*")]
-        found.add(newest.name)
+        assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL
+        for path in folder.glob("checkpoint-*"):
+            checkpoint_files.check_files(path)  # nothing that is named as a checkpoint is torn
+        checkpoint_files.recover(folder)
+        for path in folder.glob("checkpoint-*"):
+            checkpoint_files.check_files(path)
+        assert not (folder / ".writing").exists() and not [*folder.glob(".deleting-*")]
+        yield
         if status == 0:
-            break
-        assert os.WTERMSIG(status) == signal.SIGKILL and (not whole or whole[0] in ("checkpoint-12", "checkpoint-13"))
-    assert found == {"checkpoint-12", "checkpoint-13"} and number > 20
+            assert number > 20
+            return
+
+
+def test_a_kill_before_any_file_operation_of_a_save_leaves_a_whole_checkpoint(copied, tmp_path) -> None:
+    trainer = make_trainer(copied, save_total_limit=1)
+    trainer.train(resume_from_checkpoint=True)  # to step 12
+    trainer.state.global_step = 13
+    newest = {checkpoint_files.newest_first(copied)[0].name for _ in kill_saves(trainer, copied, tmp_path / "aside")}
+    assert newest == {"checkpoint-12", "checkpoint-13"}
 
 
 def test_a_save_over_a_checkpoint_of_the_same_step_survives_a_kill_before_any_file_operation(copied, tmp_path) -> None:
     trainer = make_trainer(copied, max_steps=7)
     trainer.train(resume_from_checkpoint=True)
-    shutil.copytree(copied, tmp_path / "before")
-    for number in range(1, 1000):
-        shutil.rmtree(copied)
-        shutil.copytree(tmp_path / "before", copied)
-        child = os.fork()
-        if child == 0:
-            kill_before_call(number)
-            trainer._save_checkpoint(trainer.model, None)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        checkpoint_folders.recover(copied)
-        assert {*saved_steps(copied)} == {6, 7}, number
-        for path in copied.glob("checkpoint-*"):
-            checkpoint_folders.check_files(path)
-        if status == 0:
-            break
-    assert number > 20
+    assert all({*saved_steps(copied)} == {6, 7} for _ in kill_saves(trainer, copied, tmp_path / "aside"))
 
 
 # ---- Disks
@@ -455,7 +442,7 @@ def test_settings_that_cannot_be_made_safe_are_refused(tmp_path) -> None:
 
 def test_the_mixin_needs_nothing_else_of_treetrain() -> None:
     folder = Path(checkpoints.__file__).parent
-    for name in ("all_ranks", "checkpoint_folders", "checkpoints", "shards", "signals"):
+    for name in ("all_ranks", "checkpoint_files", "checkpoints"):
         for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("treetrain"):
                 assert node.module.startswith("treetrain.trainers")

@@ -17,8 +17,7 @@ from support.safe_runs import (
     rows,
     tiny_model,
 )
-from treetrain.trainers.checkpoints import SafeCheckpointsMixin
-from treetrain.trainers.signals import Interrupted
+from treetrain.trainers.checkpoints import Interrupted, SafeCheckpointsMixin
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 6,

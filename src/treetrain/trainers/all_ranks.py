@@ -5,7 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from treetrain.trainers.checkpoint_folders import CheckpointNotWritten, TornCheckpoint
+from treetrain.trainers.checkpoint_files import CheckpointNotWritten, TornCheckpoint
 
 
 def on_all_ranks(work: Callable[[], Any], group: dist.ProcessGroup | None) -> list[Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from treetrain.trainers.saving import save_whole
+from treetrain.trainers.checkpoints import save_whole
 
 
 class WeightAverage(TrainerCallback):

@@ -2,7 +2,7 @@
 
 transformers writes a checkpoint in place, file by file, and resumes from the folder with the highest number, whatever
 is in it (its issues 35525 and 35782). Here transformers and torch.distributed.checkpoint still write the files, but
-into a temporary folder that gets its name when it is whole (`checkpoint_folders`), and only whole ones are resumed.
+into a temporary folder that gets its name when it is whole (`checkpoint_files`), and only whole ones are resumed.
 """
 
 import hashlib
@@ -10,6 +10,8 @@ import os
 import shutil
 import signal
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,18 +22,44 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.constants import FSDP_MODEL_NAME
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as distributed_load
+from torch.distributed.checkpoint.state_dict_saver import save as distributed_save
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from treetrain.trainers import checkpoint_folders, shards
+from treetrain.trainers import checkpoint_files
 from treetrain.trainers.all_ranks import on_all_ranks
 from treetrain.trainers.attributes import plain_attributes, set_attributes
-from treetrain.trainers.checkpoint_folders import TornCheckpoint
-from treetrain.trainers.signals import NAMES, Interrupted, noted_signals
+from treetrain.trainers.checkpoint_files import CheckpointNotWritten, TornCheckpoint
 
 TESTED = "5.17.", "5.23."
 """Versions of transformers whose private methods, which the mixin overrides, are known."""
-CALLBACKS = "callbacks.pt"
+CALLBACKS = "callbacks"
+SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+SAME_PRESS_SECONDS = 2.0
+"""Within this time a second Ctrl-C is the same one: torchrun passes it on to processes that already have it."""
+
+
+class Interrupted(SystemExit):
+    """A run that Ctrl-C or SIGTERM stopped. A script that does not catch it ends with the exit code of that signal.
+
+    Args:
+        message: what was done, where the checkpoint is, and how to go on.
+        number: the signal.
+        checkpoint: the folder to go on from.
+    """
+
+    def __init__(self, message: str, number: int, checkpoint: Path) -> None:
+        super().__init__(128 + number)  # what shells expect: 130 after Ctrl-C, 143 after SIGTERM
+        self.message, self.number, self.checkpoint = message, number, checkpoint
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
@@ -48,12 +76,12 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     takes the newest whole one, or begins at step 0 where there is none yet. Older ones are deleted (`save_total_limit`)
     only when a new one is whole. Ctrl-C and SIGTERM on any rank stop all ranks after the step, with a checkpoint. A
     resumed run goes on bit for bit on as many ranks, and within rounding on another number of them. Callbacks get their
-    state back if they are `ExportableState` or have `state_dict` and `load_state_dict`. Models that were given to
-    `fully_shard` are written in shards. All ranks must share `output_dir`, which one run at a time uses.
+    state back if they are `ExportableState` or have `state_dict` and `load_state_dict`. Models in shards (FSDP2) are
+    written in shards. All ranks must share `output_dir`, which one run at a time uses.
 
     Raises:
         TypeError: the mixin stands after the Trainer in the list of bases.
-        RuntimeError: another version of transformers than the tested one is installed.
+        RuntimeError: another version of transformers than the tested ones is installed.
         ValueError: a setting that cannot be made safe (DeepSpeed, `save_on_each_node`).
     """
 
@@ -93,7 +121,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             raise ValueError("SafeCheckpointsMixin does not know DeepSpeed's checkpoints: use DDP or FSDP2")
         if self.args.save_on_each_node:
             raise ValueError("save_on_each_node=True: SafeCheckpointsMixin needs one output_dir that all nodes share")
-        self._frozen = shards.frozen_digest(self._model)
+        self._frozen = _frozen_digest(self._model)
 
     def step_size(self) -> str:
         """What an optimiser step takes of the data over all ranks. A trainer that counts otherwise overrides it."""
@@ -114,25 +142,17 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             ValueError: another run uses `output_dir`, or a step takes more or less data than those of the checkpoint.
             Interrupted: Ctrl-C or SIGTERM; a checkpoint of the last step is written.
         """
-        folder = Path(self.args.output_dir or ".")
-        lock = checkpoint_folders.one_run_at_a_time(folder) if self._is_first else nullcontext()
+        folder, callback = Path(self.args.output_dir or "."), _StepCallback(self)
+        lock = checkpoint_files.one_run_at_a_time(folder) if self._is_first else nullcontext()
         self._on_all_ranks(lock.__enter__)
-        try:
-            with noted_signals() as self._signal:
-                self._on_all_ranks(lambda: checkpoint_folders.recover(folder) if self._is_first else None)
-                chosen = self._last_good = self._choose(resume_from_checkpoint, folder)
-                self._resumed = self._read(chosen) if chosen else None
-                self._stop, self._save_postponed, self._epoch_ending = 0, False, False
-                return self._train(str(chosen) if chosen else None, *args, **kwargs)
-        finally:
-            lock.__exit__(None, None, None)
-
-    def _train(self, *args: Any, **kwargs: Any) -> Any:
-        callback = _StepCallback(self)
         self.add_callback(callback)
         try:
-            with _set(self.args, restore_callback_states_from_checkpoint=True):
-                return super().train(*args, **kwargs)
+            with _Signals() as self._signals, _set(self.args, restore_callback_states_from_checkpoint=True):
+                self._on_first(lambda: checkpoint_files.recover(folder))
+                path = self._last_good = self._choose(resume_from_checkpoint, folder)
+                self._resumed = self._read(path) if path else None
+                self._stop, self._save_postponed, self._epoch_ending = 0, False, False
+                return super().train(str(path) if path else None, *args, **kwargs)
         except Interrupted as stopped:
             self.callback_handler.on_train_end(self.args, self.state, self.control)  # trackers close their files
             if self._is_first:
@@ -141,6 +161,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         finally:
             self.remove_callback(callback)
             self._resumed = None
+            lock.__exit__(None, None, None)
 
     def _choose(self, wanted: str | bool | None, folder: Path) -> Path | None:
         """The checkpoint to resume; None for the start. Raises TornCheckpoint."""
@@ -150,7 +171,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             self._check_whole(Path(wanted))
             return Path(wanted)
         torn = []
-        for path in self._on_all_ranks(lambda: checkpoint_folders.newest_first(folder))[0]:
+        for path in self._on_all_ranks(lambda: checkpoint_files.newest_first(folder))[0]:
             try:
                 self._check_whole(path)
                 return path
@@ -164,11 +185,11 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     def _check_whole(self, path: Path) -> None:
         """Read every byte of a checkpoint, each rank a part of it. Raises TornCheckpoint on all ranks."""
-        self._on_all_ranks(lambda: checkpoint_folders.check_files(path, self.args.process_index, self.args.world_size))
+        self._on_all_ranks(lambda: checkpoint_files.check_files(path, self.args.process_index, self.args.world_size))
 
     def _read(self, path: Path) -> dict[str, Any]:
         """The manifest. Raises ValueError where going on would skip other samples than were trained on."""
-        manifest = checkpoint_folders.read_manifest(path)
+        manifest = checkpoint_files.read_manifest(path)
         then, now = manifest["step_size"], self.step_size()
         if then != now and not (self.args.ignore_data_skip or self.args.auto_find_batch_size):
             raise ValueError(
@@ -176,10 +197,9 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 f"{self.args.world_size}, with gradient_accumulation_steps={self.args.gradient_accumulation_steps}). "
                 "Make it the same, or set ignore_data_skip=True"
             )
-        rank, frozen = self.args.process_index, manifest["frozen"]
-        if manifest["ranks"] != self.args.world_size:  # whole weights are the same on all ranks, shards are not
-            rank, frozen = 0, [self._frozen] if self._is_sharded else frozen
-        if frozen[rank] != self._frozen:
+        # The shards of a rank differ with the number of ranks.
+        comparable = manifest["ranks"] == self.args.world_size or not self._is_sharded
+        if comparable and self._on_all_ranks(lambda: self._frozen)[0] != manifest["frozen"]:
             raise ValueError(
                 f"cannot go on from {path}: the weights that are not trained, which it does not hold, are others. Load "
                 "the base model with which the run began"
@@ -187,14 +207,6 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         if manifest["save_only_model"]:
             raise ValueError(f"cannot go on from {path}: with save_only_model=True it holds no optimiser state")
         return manifest | {"path": path}
-
-    def _agree_on_stop(self) -> None:
-        """Learn whether any rank got a signal: one integer over all ranks, on the CPU."""
-        number = torch.tensor([self._signal.number])
-        if self.args.world_size > 1:
-            dist.all_reduce(number, dist.ReduceOp.MAX, group=self._cpu_group())
-        self._stop = int(number)
-        self._signal.acted = self._stop > 0
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: nn.Module, trial: Any, *args: Any, **kwargs: Any
@@ -208,7 +220,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             self._save_checkpoint(model, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         raise Interrupted(
-            f"{NAMES[signal.Signals(self._stop)]}: stopped after step {step} of {self.state.max_steps}; all of it is "
+            f"{SIGNALS[signal.Signals(self._stop)]}: stopped after step {step} of {self.state.max_steps}; all of it is "
             f"saved in {place}. Go on with {self.how_to_resume}",
             self._stop,
             place,
@@ -231,10 +243,11 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint under a temporary name, give it its place when it is whole, then delete older ones."""
-        state, step, index, size = self.state, self.state.global_step, self.args.process_index, self.args.world_size
+        state, step, rank, ranks = self.state, self.state.global_step, self.args.process_index, self.args.world_size
         folder = Path(super()._get_output_dir(trial))
-        temporary = folder / checkpoint_folders.WRITING / f"checkpoint-{step}"
+        temporary = folder / checkpoint_files.WRITING / f"checkpoint-{step}"
         place, best = folder / temporary.name, state.best_global_step
+        callbacks = {name: callback.state_dict() for name, callback in self._callbacks().items()}
 
         def prepare() -> None:
             shutil.rmtree(temporary.parent, ignore_errors=True)
@@ -246,33 +259,37 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 super(SafeCheckpointsMixin, self)._save_checkpoint(model, trial)
             if best and (best == step or (folder / f"checkpoint-{best}").is_dir()):
                 state.best_model_checkpoint = str(folder / f"checkpoint-{best}")
-            torch.save(plain_attributes(self, self.also_saved), temporary / f"trainer_{index}.pt")
+            torch.save(plain_attributes(self, self.also_saved), temporary / f"trainer_{rank}.pt")
             if self._is_first:
-                torch.save(whole_states, temporary / CALLBACKS)
+                if not self._is_sharded:
+                    torch.save(callbacks, temporary / f"{CALLBACKS}.pt")
                 state.save_to_json(str(temporary / "trainer_state.json"))
             return float(self._tr_loss)
 
         try:
-            self._on_all_ranks(prepare if self._is_first else lambda: None)
-            whole_states, sharded_states = shards.split(self._callback_states())
-            if self._is_sharded:
-                self._save_shards(temporary, sharded_states)
+            self._on_first(prepare)
+            if self._is_sharded:  # before anything that can fail on one rank alone: this is a collective call
+                distributed_save(callbacks, checkpoint_id=temporary / CALLBACKS, process_group=self._cpu_group())
             losses = self._on_all_ranks(write)
-            described = self._on_all_ranks(lambda: checkpoint_folders.describe(temporary, index, size))
-            files = {name: entry for each in described for name, entry in each.items()}
-            facts = {"step": step, "ranks": size, "step_size": self.step_size()}
-            frozen = self._on_all_ranks(lambda: self._frozen)
-            facts |= {"save_only_model": self.args.save_only_model, "frozen": frozen}
+            described = self._on_all_ranks(lambda: checkpoint_files.describe(temporary, rank, ranks))
+            facts = {"step": step, "ranks": ranks, "step_size": self.step_size(), "frozen": self._frozen}
             facts |= {"loss_since_log": losses, "last_logged": self._globalstep_last_logged}
-            self._on_all_ranks(lambda: checkpoint_folders.publish(temporary, files, facts) if self._is_first else None)
+            facts |= {"save_only_model": self.args.save_only_model}
+            written = {name: entry for each in described for name, entry in each.items()}
+            self._on_first(lambda: checkpoint_files.commit(temporary, written, facts))
         except Exception as error:
             if self._is_first:
                 shutil.rmtree(temporary.parent, ignore_errors=True)
-            raise checkpoint_folders.not_written(place, error, self._last_good, self.how_to_resume) from error
+            room = f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free there" if folder.is_dir() else "no folder"
+            good = f"the last good checkpoint is {self._last_good}" if self._last_good else "there is no checkpoint yet"
+            raise CheckpointNotWritten(
+                f"{place} could not be written ({error}; {room}); {good}. Make room or make the folder writable, and "
+                f"go on with {self.how_to_resume}"
+            ) from error
         self._last_good = place
         if self._is_first:
             try:
-                checkpoint_folders.rotate(folder, self.args.save_total_limit, state.best_model_checkpoint)
+                checkpoint_files.rotate(folder, self.args.save_total_limit, state.best_model_checkpoint)
             except OSError as error:
                 self._warn(f"older checkpoints in {folder} could not be deleted: {error}")
         if self.args.push_to_hub:
@@ -280,7 +297,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
-        return os.path.join(folder, checkpoint_folders.WRITING) if self._writing else folder
+        return os.path.join(folder, checkpoint_files.WRITING) if self._writing else folder
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if not self._writing:  # only when it has its place
@@ -296,87 +313,83 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             # The other ranks are already waiting inside transformers; the checkpoint itself will fail on all of them.
             self._warn(f"the model card could not be written: {error}")
 
-    def _save_shards(self, folder: Path, callback_states: dict[str, Any]) -> None:
-        """Write the shards of all ranks, before anything that can fail on one rank alone."""
-        group = self._cpu_group()
-        shards.save_model(self._model, folder, group)
-        if not self.args.save_only_model:
-            shards.save_optimizer(self._model, self.optimizer, folder, group)
-            if callback_states:
-                shards.save_callbacks(callback_states, folder, group)
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as `Trainer.save_model` does; beside the shards of a checkpoint only its configuration."""
-        if output_dir is None or not (self._writing and self._is_sharded):
+        """Save the model as a folder for `from_pretrained`; in a checkpoint shards are written beside it."""
+        folder = output_dir or self.args.output_dir or "."
+        if not self._is_sharded:
             super().save_model(output_dir, _internal_call)
+        elif not self._writing:
+            save_whole(self._model, folder, self.processing_class, write=self.args.should_save)
         elif self._is_first:
-            self._model.config.save_pretrained(output_dir)
+            self._model.config.save_pretrained(folder)
             if self.processing_class is not None:
-                self.processing_class.save_pretrained(output_dir)
+                self.processing_class.save_pretrained(folder)
+
+    @contextmanager
+    def _in_shards(self, wanted: bool) -> Iterator[None]:
+        """Inside the block transformers writes or reads shards by torch.distributed.checkpoint, where that is wanted.
+
+        Every rank writes and reads its own shards, and any number of ranks reads what any other number has written. The
+        same code serves models that accelerate wrapped, that were given to `fully_shard`, and to read shards whole.
+        """
+        state, name = self.accelerator.state.__dict__, "fsdp_plugin"
+        before = {name: state[name]} if name in state else {}
+        if wanted:
+            state[name] = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+        try:
+            with _set(self, is_fsdp_enabled=wanted or self.is_fsdp_enabled):
+                yield
+        finally:
+            state.pop(name, None)
+            state.update(before)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self._is_sharded:
+        with self._in_shards(self._is_sharded):
             super()._save_optimizer_and_scheduler(output_dir)
-        elif self._is_first:
-            scheduler: Any = self.lr_scheduler
-            torch.save(scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
     # ---- Loading
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if os.path.isdir(os.path.join(resume_from_checkpoint, shards.MODEL)):
-            return shards.load_model(model or self._model, Path(resume_from_checkpoint), self._cpu_group())
-        if self._is_sharded:
+        in_shards = _has_shards(resume_from_checkpoint)
+        if self._is_sharded and not in_shards:
             raise ValueError(
-                f"{resume_from_checkpoint} is of a model that was not sharded, and this one is: go on without "
-                "fully_shard, or begin a new run with its weights by from_pretrained"
+                f"{resume_from_checkpoint} is of a model that was not sharded, and this one is: go on without FSDP, or "
+                "begin a new run with its weights by from_pretrained"
             )
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with self._in_shards(in_shards):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not os.path.isdir(os.path.join(checkpoint, shards.OPTIMIZER)):
-            return super()._load_optimizer_and_scheduler(checkpoint)
-        shards.load_optimizer(self._model, self.optimizer, Path(checkpoint), self._cpu_group())
-        scheduler: Any = self.lr_scheduler
-        scheduler.load_state_dict(torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True))
+        with self._in_shards(checkpoint is not None and _has_shards(checkpoint)):
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint or "")
         self._check_whole(best)
-        if (best / shards.MODEL).is_dir():
-            return shards.load_model(self._model, best, self._cpu_group())
-        super()._load_best_model()
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self._resumed is None or self._resumed["ranks"] == self.args.world_size:
-            return super()._load_rng_state(checkpoint)
-        # Other ranks find no states of their own. Each begins with a seed made of the first rank's state and its own
-        # number, the same one whenever this is done again.
-        files = self._resumed["files"]
-        first = (files.get("rng_state.pth") or files["rng_state_0.pth"])["sha256"]
-        digest = hashlib.sha256(f"{first} {self.args.process_index} {self.args.world_size}".encode()).digest()
-        set_seed(int.from_bytes(digest[:4], "big"))
+        with self._in_shards(_has_shards(best)):
+            super()._load_best_model()
 
     def _restore_progress(self) -> None:
         """Restore what transformers forgets: the loss since the last log, `also_saved`, callbacks with tensors."""
         if self._resumed is None:
             return
-        losses, path = self._resumed["loss_since_log"], self._resumed["path"]
-        own = losses[self.args.process_index] if len(losses) == self.args.world_size else sum(losses) / len(losses)
+        losses, path, rank = self._resumed["loss_since_log"], self._resumed["path"], self.args.process_index
+        own = losses[rank] if len(losses) == self.args.world_size else sum(losses) / len(losses)
         self._tr_loss += own
         self._total_loss_scalar -= own  # the mean that train() returns is that of the steps of this call
         self._globalstep_last_logged = self._resumed["last_logged"]
-        own_state = path / f"trainer_{self.args.process_index}.pt"
         if len(losses) == self.args.world_size:
-            set_attributes(self, torch.load(own_state, map_location=self.args.device, weights_only=True))
-        found = torch.load(path / CALLBACKS, map_location="cpu", weights_only=True)
-        sharded = {name: state for name, state in self._callback_states().items() if name not in found}
-        if sharded and (path / shards.CALLBACKS).is_dir():
-            shards.load_callbacks(sharded, path, self._cpu_group())
-            found |= sharded
-        for name, callback in self._callbacks().items():
-            if name in found:
-                callback.load_state_dict(found[name])
+            saved = torch.load(path / f"trainer_{rank}.pt", map_location=self.args.device, weights_only=True)
+            set_attributes(self, saved)
+        callbacks = self._callbacks()
+        if (path / CALLBACKS).is_dir():
+            states = {name: callback.state_dict() for name, callback in callbacks.items()}
+            planner = DefaultLoadPlanner(allow_partial_load=True)
+            distributed_load(states, checkpoint_id=path / CALLBACKS, planner=planner, process_group=self._cpu_group())
+        else:
+            states = torch.load(path / f"{CALLBACKS}.pt", map_location="cpu", weights_only=True)
+        for name in callbacks.keys() & states.keys():
+            callbacks[name].load_state_dict(states[name])
 
     # ---- Helpers
 
@@ -390,16 +403,12 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     @property
     def _is_sharded(self) -> bool:
-        """Whether the mixin writes the model itself, in shards, whoever has sharded it."""
-        return shards.is_sharded(self._model)
+        return is_sharded(self._model)
 
     def _callbacks(self) -> dict[str, Any]:
         """Callbacks with a state of torch's protocol, by number and class."""
-        found = [each for each in self.callback_handler.callbacks if hasattr(each, "load_state_dict")]
-        return {f"{number}.{type(each).__name__}": each for number, each in enumerate(found)}
-
-    def _callback_states(self) -> dict[str, Any]:
-        return {name: callback.state_dict() for name, callback in self._callbacks().items()}
+        stateful = [each for each in self.callback_handler.callbacks if hasattr(each, "load_state_dict")]
+        return {f"{number}.{type(each).__name__}": each for number, each in enumerate(stateful)}
 
     def _warn(self, message: str) -> None:
         if self._is_first:
@@ -416,6 +425,10 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         """See `on_all_ranks`."""
         return on_all_ranks(work, self._cpu_group())
 
+    def _on_first(self, work: Callable[[], Any]) -> None:
+        """Do something on the first rank; all ranks fail where it does."""
+        self._on_all_ranks(work if self._is_first else lambda: None)
+
 
 class _StepCallback(TrainerCallback):
     """Tells the mixin when steps and epochs end; added last, so that it sees what other callbacks have decided."""
@@ -428,7 +441,11 @@ class _StepCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self.trainer
-        trainer._agree_on_stop()
+        number = torch.tensor([trainer._signals.number])
+        if trainer.args.world_size > 1:
+            dist.all_reduce(number, dist.ReduceOp.MAX, group=trainer._cpu_group())
+        trainer._stop = int(number)
+        trainer._signals.handled = trainer._stop > 0
         control.should_training_stop |= trainer._stop > 0
         # An evaluation may follow the last step of an epoch. A checkpoint before it would lose it, and so waits for it.
         trainer._epoch_ending = float(state.epoch or 0.5).is_integer()
@@ -438,6 +455,57 @@ class _StepCallback(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_save |= self.trainer._save_postponed
         self.trainer._save_postponed = self.trainer._epoch_ending = False
+
+
+class _Signals:
+    """Notes Ctrl-C and SIGTERM inside a block instead of dying. A second Ctrl-C is a KeyboardInterrupt at once.
+
+    A signal that is not handled is raised again at the end. One that the process ignores stays ignored. Outside the
+    main thread Python cannot catch signals.
+    """
+
+    number = 0
+    """The first signal; 0 while there is none."""
+    handled = False
+    _since = 0.0
+
+    def __enter__(self) -> "_Signals":
+        on_main = threading.current_thread() is threading.main_thread()
+        handlers = {number: signal.getsignal(number) for number in SIGNALS if on_main}
+        self._before = {number: each for number, each in handlers.items() if each not in (signal.SIG_IGN, None)}
+        for number in self._before:
+            signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, frame: Any) -> None:
+        if not self.number:
+            self.number, self._since = number, time.monotonic()
+            text = f"\n{SIGNALS[signal.Signals(number)]}: stopping after this step (Ctrl-C again: at once)\n"
+            os.write(2, text.encode())  # not print, which may be in the middle of a line
+        elif number == signal.SIGINT and time.monotonic() - self._since > SAME_PRESS_SECONDS:
+            raise KeyboardInterrupt
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if kind is None and self.number and not self.handled:
+            signal.raise_signal(self.number)
+
+
+def _frozen_digest(model: nn.Module) -> str:
+    """SHA-256 of the weights that are not trained, by name, shape and content; of shards those that this rank holds."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if not parameter.requires_grad and not parameter.is_meta:
+            local = parameter.detach()
+            local = local.to_local() if isinstance(local, DTensor) else local
+            content = torch.hash_tensor(local).item() if local.numel() else 0
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {content}\n".encode())
+    return digest.hexdigest()
+
+
+def _has_shards(checkpoint: str | Path) -> bool:
+    return Path(checkpoint, f"{FSDP_MODEL_NAME}_0").is_dir()
 
 
 @contextmanager
@@ -451,3 +519,36 @@ def _set(target: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(target, name, value)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether any parameter is held in shards."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def save_whole(model: Any, folder: str | Path, processing_class: Any = None, *, write: bool) -> None:
+    """Save a model, or its adapter, as a folder for `from_pretrained`; a collective call where it is in shards.
+
+    Args:
+        processing_class: saved beside it; None: nothing.
+        write: whether this process writes the files; of several one must.
+    """
+    options = {"state_dict": whole_state(model)} if is_sharded(model) else {}
+    if write:
+        model.save_pretrained(folder, **options)
+        if processing_class is not None:
+            processing_class.save_pretrained(folder)
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """All weights by name in CPU memory on the first rank, nothing on the others; a collective call.
+
+    What is frozen beside an adapter is left out.
+    """
+    adapter = hasattr(model, "peft_config")
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter)
+    state: dict[str, Any] = dict(get_model_state_dict(model, options=options))
+    # Tied weights have several names, of which the first is gathered whole.
+    first: dict[nn.Parameter, str] = {}
+    same = {name: first.setdefault(p, name) for name, p in model.named_parameters(remove_duplicate=False)}
+    return {name: state.get(same.get(name, name), tensor) for name, tensor in state.items()}

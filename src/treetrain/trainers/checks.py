@@ -14,10 +14,10 @@ from transformers import Trainer
 from treetrain.data.prefix_order import sorted_by_prefix
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.gradients import gradients_of
+from treetrain.engine.ranks import is_sharded
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
 from treetrain.trainers.batch_rows import IGNORED, Rows, tree_of
-from treetrain.trainers.shards import is_sharded
 from treetrain.tree.token_tree import TokenTree
 
 logger = logging.getLogger(__name__)

@@ -4,13 +4,11 @@ Reads what any `transformers.Trainer` leaves in its output folder: the `log_hist
 are matplotlib's SVG, whose colours become CSS variables, so that the page is light or dark as the reader's system is.
 """
 
-import dataclasses
-import datetime
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass
+from datetime import timedelta
 from importlib.metadata import distributions
 from importlib.resources import files
 from pathlib import Path
@@ -30,25 +28,25 @@ PAGE, STATE = "report.html", "trainer_state.json"
 PACKAGES = ("treetrain", "torch", "transformers", "trl", "peft")
 COLOURS = {"c0": "#0b6fb8", "c1": "#d9730d", "c2": "#0b8a63", "c3": "#b0509a", "soft": "#5b6672", "grid": "#e9ecf0"}
 """Names of the page's CSS variables, and the colours that stand for them in figures."""
-NARROW, WIDE = (4.7, 2.5), (9.6, 2.7)
-"""Inches of a figure, at 72 pixels each, in one column of the page and in two."""
 PREFIX = "tree/"
-"""Of what the execution of a step is logged as: tree/flat_tokens, tree/computed_tokens, tree/seconds and so on."""
+"""What the names of execution figures begin with: tree/flat_tokens, tree/computed_tokens, tree/seconds and so on."""
 SHOWN = ("loss", "eval_loss", "seconds", "computed_tokens", "unique_tokens", "flat_tokens", "peak_memory_bytes")
 NOT_SHOWN = re.compile(r".*(_flops|_runtime|_per_second|num_tokens|ideal_speedup)$")
-SMOOTHED_FROM, SMALLEST_DIFFERENCE = 60, 1e-9
+SMOOTHED_FROM, LOG_FROM = 60, 1e-9
+STYLES = {"line": {"lw": 1.9}, "under": {"lw": 6.5, "alpha": 0.45}, "dashed": {"lw": 1.6, "ls": (0, (4, 3))}}
+STYLES["dots"] = {"lw": 0, "marker": "o", "markersize": 5}
 Series = dict[int, float]
 """Values by optimiser step, ascending."""
+Line = tuple[str, Series, str, str, str | None]
+"""Name, values, name of a colour, name of a style, and what the legend says instead of the last value."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Run:
-    """What a Trainer logged."""
+    """What a Trainer logged: series by name (`tree/` taken off), and what it logged once at the end."""
 
     logs: dict[str, Series]
-    """By name, `tree/` taken off."""
     final: dict[str, float]
-    """Logged once, at the end: `train_runtime` and so on."""
     step: int
     steps: int
 
@@ -57,38 +55,21 @@ class Run:
 
     def values(self, name: str) -> np.ndarray:
         """The finite values."""
-        found = np.array(list(self[name].values()), float)
-        return found[np.isfinite(found)]
+        values = np.array(list(self[name].values()), float)
+        return values[np.isfinite(values)]
+
+    @property
+    def others(self) -> list[str]:
+        """Names of further measures that change; the loss of supervised training is logged as nll too."""
+        names = [name for name in self.logs if name not in SHOWN and not NOT_SHOWN.match(name)]
+        twice = self["loss"], self["eval_loss"]
+        return [name for name in names if len(set(self[name].values())) > 1 and self[name] not in twice]
 
     @property
     def flops(self) -> Series:
         """FLOPs of the passes of each step; a run that computes every token of every row shares nothing."""
         shares = self.values("computed_tokens").sum() < self.values("flat_tokens").sum()
         return self["tree_flops" if shares else "linear_flops"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """A line of a figure; its style is line, dashed, dots, or under: broad, for another to lie on."""
-
-    name: str
-    series: Series
-    colour: str = "c0"
-    style: str = "line"
-    said: str | None = None
-    """In the legend; None: the last value."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Chart:
-    """A figure with its title and legend."""
-
-    title: str
-    lines: list[Line]
-    form: Callable[[float], str] = lambda value: plain(value)
-    log: bool = False
-    zero: bool = False
-    wide: bool = False
 
 
 class RunPageCallback(TrainerCallback):
@@ -110,34 +91,27 @@ class RunPageCallback(TrainerCallback):
 
 
 def write_page(run_folder: str | Path, linear: str | Path | None = None, out: str | Path | None = None) -> Path:
-    """Write one HTML file about a run; it loads nothing when it is opened.
+    """Write one HTML file about a run and return it; it loads nothing when it is opened.
 
     Args:
         run_folder: output folder of a `transformers.Trainer`.
         linear: output folder of the same training without shared prefixes, to compare with.
         out: the file; None: `report.html` in `run_folder`.
 
-    Returns:
-        The file.
-
     Raises:
         DataError: a folder has no `trainer_state.json`.
     """
     run, other = read_run(run_folder), None if linear is None else read_run(linear)
-    title = Path(run_folder).resolve().name if other is None else "The same training, every shared prefix computed once"
-    known = {package.name: package.version for package in distributions()}
+    installed = {package.name: package.version for package in distributions()}
     template = files("treetrain.trainers").joinpath("run_page.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     text = environment.from_string(template).render(
-        title=title,
-        versions=[
-            f"{name} {known[name]}" for name in ("treetrain", "torch", "transformers", "trl", "peft") if name in known
-        ],
-        runs={"": run} if other is None else {"tree": run, "linear": other},
-        plain=plain,
-        tiles=list(_tiles(run, other)),
-        bars=[] if other is None else list(_bars(run, other)),
-        sections=[(name, [_drawn(chart) for chart in charts]) for name, charts in _sections(run, other) if charts],
+        title=Path(run_folder).resolve().name if other is None else "The same training, every shared prefix once",
+        versions=[f"{name} {installed[name]}" for name in PACKAGES if name in installed],
+        run=run,
+        linear=other,
+        compared=None if other is None else compare_runs(run, other),
+        **{each.__name__: each for each in (draw, ratio, differences, plain, si, written, timedelta)},
     )
     path = Path(run_folder, PAGE) if out is None else Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -174,8 +148,8 @@ def compare_runs(run: Run, linear: Run) -> dict[str, Any]:
     """
     common = sorted(run["loss"].keys() & linear["loss"].keys())
     same = bool(common) and all(run["flat_tokens"].get(step) == linear["flat_tokens"].get(step) for step in common)
-    apart = [value for name in ("loss", "eval_loss") for value in _differences(run[name], linear[name]).values()]
-    speedups = list(_ratio(linear["seconds"], run["seconds"]).values())[1:] if same else []
+    apart = [value for name in ("loss", "eval_loss") for value in differences(run[name], linear[name]).values()]
+    speedups = list(ratio(linear["seconds"], run["seconds"]).values())[1:] if same else []
     flops = [(linear.flops[step], run.flops[step]) for step in common[1:] if step in linear.flops and step in run.flops]
     speedup = float(np.median(speedups)) if speedups else None
     ideal = float(np.divide(*np.sum(flops, axis=0))) if same and flops else None
@@ -199,130 +173,42 @@ def si(value: float, unit: str = "") -> str:
     return EngFormatter(unit, sep=" " if unit else "")(float(f"{value:.3g}"))
 
 
-_seconds, _bytes = partial(si, unit="s"), partial(si, unit="B")
+def written(value: float, unit: str | None = None) -> str:
+    """A value in a figure's unit: "×", one with a prefix of the SI, or none."""
+    if unit is None:
+        return plain(value)
+    return f"{value:.3g}×" if unit == "×" else si(value, unit)
 
 
-def _ratio(above: Series, below: Series) -> Series:
+def ratio(above: Series, below: Series) -> Series:
     return {step: value / below[step] for step, value in above.items() if below.get(step)}
 
 
-def _differences(one: Series, other: Series) -> Series:
+def differences(one: Series, other: Series) -> Series:
     return {step: abs(value - other[step]) for step, value in one.items() if step in other}
 
 
-def _tiles(run: Run, linear: Run | None) -> Iterator[tuple[str, str, str]]:
-    """(label, value, detail) of the key figures."""
-    if linear is not None:
-        found = compare_runs(run, linear)
-        if found["speedup"]:
-            ideal = f"; FLOP-ideal {found['ideal']:.2f}×" if found["ideal"] else ""
-            yield "measured speed-up", f"{found['speedup']:.2f}×", f"median over steps, tree against linear{ideal}"
-        elif "train_runtime" in run.final and "train_runtime" in linear.final:
-            times = linear.final["train_runtime"] / run.final["train_runtime"]
-            yield "measured speed-up", f"{times:.2f}×", "of the whole training, tree against linear"
-        if found["efficiency"]:
-            yield "efficiency", f"{found['efficiency']:.3f}", "measured speed-up over the FLOP-ideal one"
-        if found["largest_difference"] is not None:
-            same = " of the same rows" if found["same_work"] else ""
-            value = f"{found['largest_difference']:.2g}"
-            yield "largest distance of the losses", value, f"over {found['common_steps']} steps{same}"
-    for name, label in (("loss", "loss"), ("eval_loss", "held-out loss"), ("reward", "reward")):
-        if len(values := run.values(name)):
-            yield label, plain(values[-1]), f"from {plain(values[0])} at the first step"
-    if linear is None:
-        flat, unique, seconds = (run.values(name).sum() for name in ("flat_tokens", "unique_tokens", "seconds"))
-        if flat and seconds:
-            yield "tokens a second", si(flat / seconds), f"of all rows; {si(flat)} tokens"
-        if flat and unique:
-            yield "overlap", f"{1 - unique / flat:.1%}", "of all tokens lie on a prefix that another row has computed"
-        if len(peaks := run.values("peak_memory_bytes")):
-            yield "peak memory", _bytes(peaks.max()), ""
-        if "train_runtime" in run.final:
-            time = datetime.timedelta(seconds=round(run.final["train_runtime"]))
-            yield "time", str(time), f"{run.step:,} optimiser steps"
+def draw(title: str, lines: list[Line], unit: str | None, *, zero: bool, log: bool) -> Markup:
+    """A figure as SVG to stand in a page: letters as letters, colours as CSS variables.
 
-
-def _bars(run: Run, linear: Run) -> Iterator[tuple[str, list[tuple[str, str, float, str]], float | None]]:
-    """(title, (name, colour, share of the longest, value) of both runs, share at which the ideal is)."""
-    ideal = compare_runs(run, linear)["ideal"]
-    for title, name, pick, form, mark in (
-        ("Forward and backward, median step", "seconds", lambda v: np.median(v[1:]), _seconds, ideal and 1 / ideal),
-        ("Tokens through the model", "computed_tokens", np.sum, "{:,.0f}".format, None),
-        ("Peak memory", "peak_memory_bytes", np.max, _bytes, None),
-    ):
-        if min(len(each.values(name)) for each in (run, linear)) > 1:
-            both = [float(pick(each.values(name))) for each in (run, linear)]
-            names = zip(("tree", "linear"), ("c0", "c1"), both)
-            yield title, [(who, colour, value / max(both), form(value)) for who, colour, value in names], mark
-
-
-def _sections(run: Run, linear: Run | None) -> Iterator[tuple[str, list[Chart]]]:
-    """The figures under their headings; those without a line are left out."""
-
-    def chart(title: str, name: str, style: str = "under", **more: Any) -> Chart:
-        if linear is None:
-            return Chart(title, [Line(name.replace("_", " "), run[name])], **more)
-        lines = [Line("linear", linear[name], "c1", style), Line("tree", run[name])]
-        return Chart(title, lines if all(line.series for line in lines) else [], **more)
-
-    loss, tokens = chart("Loss", "loss", wide=True), chart("Tokens through the model", "computed_tokens", form=si)
-    time = chart("Forward and backward", "seconds", "line", form=_seconds, zero=True)
-    memory = chart("Peak memory", "peak_memory_bytes", "line", form=_bytes, zero=True)
-    rest = [name for name, series in run.logs.items() if name not in SHOWN and not NOT_SHOWN.match(name)]
-    twice = [run["loss"], run["eval_loss"]]  # the loss of supervised training is logged as nll too
-    more = [chart(name, name) for name in rest if len(set(run[name].values())) > 1 and run[name] not in twice]
-    if linear is None:
-        loss.lines.append(Line("held out", run["eval_loss"], "c1", "dots"))
-        tokens.lines.append(Line("of all rows", run["flat_tokens"], "c1"))
-        tokens.lines.append(Line("unique", run["unique_tokens"], "c2", "dashed"))
-        sections = {
-            "Learning": [loss, *more[:1]],
-            "Speed, sharing and memory": [time, tokens, memory],
-            "More measures": more[1:],
-        }
-    else:
-        found = compare_runs(run, linear)
-        loss.lines.append(Line("linear, held out", linear["eval_loss"], "c1", "dots"))
-        loss.lines.append(Line("tree, held out", run["eval_loss"], "c0", "dots"))
-        apart = {
-            step: max(value, SMALLEST_DIFFERENCE) for step, value in _differences(run["loss"], linear["loss"]).items()
-        }
-        said = f"at most {found['largest_difference'] or 0:.2g}"
-        said += f"; 0 is drawn at {SMALLEST_DIFFERENCE:g}" * (0 in _differences(run["loss"], linear["loss"]).values())
-        distance = Chart("Distance of the losses", [Line("|tree − linear|", apart, "c3", said=said)], log=True)
-        times = Line("measured", _ratio(linear["seconds"], run["seconds"]), said=f"median {found['speedup'] or 0:.2f}×")
-        ideal = Line("FLOP-ideal", _ratio(linear.flops, run.flops), "c2", "dashed", f"{found['ideal'] or 0:.2f}×")
-        speed = [Chart("Speed-up", [times, ideal], "{:.3g}×".format, zero=True)] if found["same_work"] else []
-        sections = {
-            "Do they learn the same?": [loss, distance],
-            "Speed and memory": [*speed, time, memory],
-            "More measures": more,
-        }
-    for title, charts in sections.items():
-        yield title, [chart for chart in charts if any(line.series for line in chart.lines)]
-
-
-def _drawn(chart: Chart) -> dict[str, Any]:
-    """A wide figure is drawn twice, since its letters could not be read on a phone."""
-    lines = [line for line in chart.lines if line.series]
-    said = [line.said or chart.form(list(line.series.values())[-1]) for line in lines]
-    wide = _svg(chart, WIDE) if chart.wide else ""
-    return {"title": chart.title, "legend": list(zip(lines, said)), "narrow": _svg(chart, NARROW), "wide": wide}
-
-
-def _svg(chart: Chart, inches: tuple[float, float]) -> Markup:
-    """The figure as SVG to stand in a page: letters as letters, colours as CSS variables."""
+    Args:
+        lines: those with any value.
+        unit: see `written`.
+        zero: the axis begins at 0.
+        log: the axis is logarithmic, from LOG_FROM.
+    """
     # The salt keeps the ids of a page's figures apart, and makes them the same in every page.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"{chart.title}{inches}", "font.size": 11}):
-        figure = Figure(figsize=inches, dpi=72, layout="constrained")
-        axes = figure.add_subplot(xmargin=0.02, yscale="log" if chart.log else "linear")
-        for line in chart.lines:
-            _plot(axes, line)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 11}):
+        figure = Figure(figsize=(4.7, 2.5), dpi=72, layout="constrained")
+        axes = figure.add_subplot(xmargin=0.02, yscale="log" if log else "linear")
+        for _, series, colour, style, _ in lines:
+            values = np.array(list(series.values()), float)
+            _plot(axes, np.array(list(series)), np.maximum(values, LOG_FROM) if log else values, COLOURS[colour], style)
         axes.set_ymargin(0.08)
-        if chart.zero:
+        if zero:
             axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 3), numticks=6) if chart.log else MaxNLocator(5))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: chart.form(value)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 3), numticks=6) if log else MaxNLocator(5))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: written(value, unit)))
         axes.yaxis.set_minor_formatter("")
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.set_xlabel("optimiser step", color=COLOURS["soft"])
@@ -339,17 +225,11 @@ def _svg(chart: Chart, inches: tuple[float, float]) -> Markup:
     return Markup(re.sub(r' id="[a-zA-Z_.0-9]*_\d+"', "", text))
 
 
-def _plot(axes: Any, line: Line) -> None:
-    steps, values = np.array(list(line.series)), np.array(list(line.series.values()), float)
-    colour = COLOURS[line.colour]
-    if line.style != "dots" and len(steps) >= SMOOTHED_FROM:
+def _plot(axes: Any, steps: np.ndarray, values: np.ndarray, colour: str, style: str) -> None:
+    many = len(steps) >= SMOOTHED_FROM
+    if style != "dots" and many:
         axes.plot(steps, values, color=colour, linewidth=1, alpha=0.3)
         window = np.ones(len(steps) // 30)
         values = np.convolve(values, window, "same") / np.convolve(np.ones(len(steps)), window, "same")
-    styles = {
-        "line": {"linewidth": 1.9, "marker": "o" if len(steps) < SMOOTHED_FROM else None, "markersize": 2.6},
-        "under": {"linewidth": 6.5, "alpha": 0.45},
-        "dashed": {"linewidth": 1.6, "linestyle": (0, (4, 3))},
-        "dots": {"linewidth": 0, "marker": "o", "markersize": 5},
-    }
-    axes.plot(steps, values, color=colour, solid_capstyle="round", **styles[line.style])
+    marks = {"marker": "o", "markersize": 2.6} if style == "line" and not many else {}
+    axes.plot(steps, values, color=colour, solid_capstyle="round", **marks, **STYLES[style])

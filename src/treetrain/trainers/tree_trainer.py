@@ -39,7 +39,6 @@ from treetrain.trainers.rollouts import (
     with_advantages,
     with_fact,
 )
-from treetrain.trainers.saving import save_whole
 from treetrain.trainers.step_log import EXECUTION, StepLog, peak_memory_bytes
 from treetrain.trainers.steps import Call, StepDataset, StepLoader, StepSampler
 from treetrain.trainers.watch import facts_of_step
@@ -380,13 +379,6 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(rows))  # type: ignore[arg-type]
 
     # ---- Models, engines, optimisers ----
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as a folder for `from_pretrained`; in a checkpoint every rank saves its shards."""
-        if self._writing or not self._is_sharded:
-            return super().save_model(output_dir, _internal_call)
-        folder = output_dir or self.args.output_dir
-        save_whole(self.model, folder, self.processing_class, write=self.args.should_save)  # type: ignore[arg-type]
 
     def _engine_of(self, model: nn.Module) -> TreeEngine:
         """The engine on the model, as it is wrapped now."""

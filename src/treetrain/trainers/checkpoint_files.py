@@ -1,8 +1,8 @@
 """Checkpoints as folders on disk: whole or not there at all, and recognised when something has changed them.
 
 A checkpoint is written in a temporary folder beside its place. When every file is on the disk, a manifest with the
-sizes and SHA-256 of all files (and of itself) is added, and one rename gives the folder its name. So a kill at any
-moment leaves the whole checkpoint or none, and what a disk, a copy or an editor did later is seen before loading.
+sizes and SHA-256 of all files (and of itself) is added, and one rename gives the folder its name. A kill at any moment
+therefore leaves the whole checkpoint or none. What a disk, a copy or an editor changes later is seen before loading.
 
 Nothing here needs torch.
 """
@@ -36,33 +36,23 @@ class CheckpointNotWritten(OSError):
 
 
 def describe(folder: Path, rank: int = 0, ranks: int = 1) -> dict[str, dict[str, Any]]:
-    """Bring the files of a folder to the disk and compute their sizes and SHA-256.
-
-    Args:
-        folder: searched with all its subfolders.
-        rank, ranks: only every `ranks`-th file is described, so that several processes share the work.
-    """
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    found = {}
-    for path in files[rank::ranks]:
+    """Bring the files of a folder to the disk and compute their sizes and SHA-256, on each rank a share of them."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())[rank::ranks]
+    for path in files:
         sync(path)
-        found[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-    return found
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    return {name: {"bytes": size, "sha256": _sha256(folder / name)} for name, size in sizes.items()}
 
 
-def publish(temporary: Path, files: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> Path:
+def commit(temporary: Path, files: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
     """Write the manifest of a checkpoint whose files are on the disk, and give the folder its place.
 
     Args:
         temporary: `<folder>/.writing/<name>`; it becomes `<folder>/<name>`.
         files: from `describe`.
-        facts: plain JSON data that the manifest holds too.
-
-    Returns:
-        The checkpoint's place.
+        facts: JSON data that the manifest holds too.
     """
     folder = temporary.parents[1]
-    place = folder / temporary.name
     order = 1 + max((manifest["order"] for _, manifest in manifests(folder)), default=0)
     contents = {"order": order, "files": dict(sorted(files.items())), **facts}
     text = json.dumps({"contents": contents, "sha256": _digest(contents)}, indent=1)
@@ -71,34 +61,25 @@ def publish(temporary: Path, files: Mapping[str, Mapping[str, Any]], facts: Mapp
     for path in [*temporary.rglob("*"), temporary, temporary.parent]:
         if path.is_dir():
             sync(path)
+    place = folder / temporary.name
     replaced = place.with_name(f"{DELETING}{place.name}")
-    if place.exists():  # torn, or of a run that was left behind; see `recover` for a kill between the two renames
+    if place.exists():  # torn, or of a run that was abandoned; see `recover` for a kill between the two renames
         shutil.rmtree(replaced, ignore_errors=True)
         os.rename(place, replaced)
     os.rename(temporary, place)
     sync(folder)
     for path in (temporary.parent, replaced):
         shutil.rmtree(path, ignore_errors=True)
-    return place
-
-
-def not_written(place: Path, error: Exception, last_good: Path | None, how_to_resume: str) -> CheckpointNotWritten:
-    """The error that says why a checkpoint could not be written, what is left of the run, and how to go on."""
-    try:
-        room = f"{shutil.disk_usage(place.parent).free / 1e6:,.1f} MB are free there"
-    except OSError:
-        room = "its free space is unknown"
-    last = f"the last good checkpoint is {last_good}" if last_good else "the run has no checkpoint yet"
-    return CheckpointNotWritten(
-        f"{place} could not be written ({error}; {room}); {last}. Make room or make the folder writable, and go on "
-        f"with {how_to_resume}"
-    )
 
 
 def recover(folder: Path) -> None:
-    """Clear away what killed runs left half written; a whole checkpoint that only lacked its name gets it."""
+    """Delete what killed runs left half written; a whole checkpoint that only lacked its name gets it."""
     for path in (folder / WRITING).glob("*"):
-        if not (folder / path.name).exists() and _is_whole(path):
+        try:
+            check_files(path)
+        except TornCheckpoint:
+            continue
+        if not (folder / path.name).exists():
             os.rename(path, folder / path.name)
             sync(folder)
     for path in [folder / WRITING, *folder.glob(f"{DELETING}*")]:
@@ -109,26 +90,25 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """The contents of a checkpoint's manifest. Raises TornCheckpoint where it is missing or altered."""
     try:
         stored = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        contents, expected = stored["contents"], stored["sha256"]
+        contents, written = stored["contents"], stored["sha256"]
     except FileNotFoundError:
         raise TornCheckpoint(
             f"{checkpoint}: {MANIFEST} is missing, so this is not a checkpoint of SafeCheckpointsMixin or a torn one"
         ) from None
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise TornCheckpoint(f"{checkpoint}: {MANIFEST} cannot be read ({error})") from None
-    if (found := _digest(contents)) != expected:
-        raise TornCheckpoint(f"{checkpoint}: {MANIFEST} has SHA-256 {found[:16]}, {expected[:16]} was written")
+    if (digest := _digest(contents)) != written:
+        raise TornCheckpoint(f"{checkpoint}: {MANIFEST} has SHA-256 {digest[:16]}, {written[:16]} was written")
     return contents
 
 
 def check_files(checkpoint: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Compare every file of a checkpoint with its manifest; of several processes each takes a part.
+    """Compare the files of a checkpoint with its manifest, on each rank a share of them.
 
     Raises:
         TornCheckpoint: the manifest or a file is missing, has another size or other contents.
     """
-    files = sorted(read_manifest(checkpoint)["files"].items())
-    for name, written in files[rank::ranks]:
+    for name, written in sorted(read_manifest(checkpoint)["files"].items())[rank::ranks]:
         path = checkpoint / name
         if not path.is_file():
             raise TornCheckpoint(f"{checkpoint}: {name} is missing, {written['bytes']:,} bytes were written")
@@ -140,22 +120,6 @@ def check_files(checkpoint: Path, rank: int = 0, ranks: int = 1) -> None:
             )
 
 
-def newest_first(folder: Path) -> list[Path]:
-    """All folders named as checkpoints, in the order in which resuming tries them.
-
-    The newest is the last one written, which is not always that of the highest step: a run that goes on from an older
-    checkpoint, or begins again in the same folder, passes lower steps later. Those without a legible manifest come
-    first, so that resuming warns of them.
-    """
-    orders = {path: manifest["order"] for path, manifest in manifests(folder)}
-    illegible = 1 + max(orders.values(), default=0)
-    return sorted(
-        (path for path in folder.glob("checkpoint-*") if path.is_dir()),
-        key=lambda path: (orders.get(path, illegible), path.name),
-        reverse=True,
-    )
-
-
 def manifests(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The checkpoints of a folder whose manifests are legible, with them; their files are not looked at."""
     for path in folder.glob("checkpoint-*"):
@@ -165,16 +129,28 @@ def manifests(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
             continue
 
 
+def newest_first(folder: Path) -> list[Path]:
+    """All folders named as checkpoints, in the order in which resuming tries them.
+
+    The newest is the last one written, which is not always that of the highest step: a run that goes on from an older
+    checkpoint, or begins again in the same folder, passes lower steps later. Those without a legible manifest come
+    first, so that resuming warns of them.
+    """
+    orders = {path: manifest["order"] for path, manifest in manifests(folder)}
+    paths = [path for path in folder.glob("checkpoint-*") if path.is_dir()]
+    return sorted(paths, key=lambda path: (path not in orders, orders.get(path, 0), path.name), reverse=True)
+
+
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:
     """Delete the oldest checkpoints beyond `limit`, but never the newest one nor the best one.
 
     Folders without a legible manifest are left alone: nobody knows what they are.
     """
-    newest = sorted(manifests(folder), key=lambda found: found[1]["order"], reverse=True)
+    newest = [path for path, _ in sorted(manifests(folder), key=lambda each: each[1]["order"], reverse=True)]
     if not limit or limit < 1 or not newest:
         return
-    kept = {newest[0][0].resolve(), *([Path(best).resolve()] if best else [])}
-    others = [path for path, _ in newest if path.resolve() not in kept]
+    kept = {newest[0].resolve(), *([Path(best).resolve()] if best else [])}
+    others = [path for path in newest if path.resolve() not in kept]
     for path in others[max(0, limit - len(kept)) :]:
         # Renamed first: a kill while the files go leaves nothing that looks like a checkpoint.
         doomed = path.with_name(f"{DELETING}{path.name}")
@@ -224,14 +200,6 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(handle)
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    try:
-        check_files(checkpoint)
-    except TornCheckpoint:
-        return False
-    return True
 
 
 def _sha256(path: Path) -> str:
