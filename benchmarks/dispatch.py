@@ -20,7 +20,7 @@ import numpy as np
 import rows as result_rows
 import treetrain as tt
 from planning import PRICES, batches
-from treetrain.planning.dispatch import PASS_TOKENS, dispatch
+from treetrain.planning.balance import PASS_TOKENS, dispatch
 from treetrain.planning.rates import Rates
 from treetrain.tree import TokenTree, build_tree
 from treetrain.tree.layout import pack

@@ -22,7 +22,7 @@ import rows as result_rows
 import treetrain as tt
 from treetrain.engine.planning import formula_cost
 from treetrain.losses import sft
-from treetrain.planning.dispatch import dispatch
+from treetrain.planning.balance import dispatch
 from workloads import load_workload, model_30m
 
 SIZE, WARMUP = 2, 1

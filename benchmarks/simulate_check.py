@@ -126,7 +126,7 @@ def steps(rank: int, size: int, parallel: str, budget: int, repeats: int) -> dic
 
     import treetrain as tt
     from treetrain.engine.planning import formula_cost_of
-    from treetrain.planning.dispatch import dispatch
+    from treetrain.planning.balance import dispatch
     from treetrain.tree import build_tree
 
     batch = load_workload(TASK)

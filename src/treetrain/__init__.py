@@ -21,7 +21,7 @@ _PUBLIC = {
     "ModelShape": "treetrain.planning.cost",
     "CostModel": "treetrain.planning.price",
     "Plan": "treetrain.planning.plan",
-    "dispatch": "treetrain.planning.dispatch",
+    "dispatch": "treetrain.planning.balance",
     "make_plan": "treetrain.planning.make",
     "stats": "treetrain.planning.ideal",
     "load_model": "treetrain.models.loading",
@@ -110,8 +110,8 @@ if TYPE_CHECKING:
     from treetrain.errors import UnsupportedModel as UnsupportedModel
     from treetrain.models.loading import load_model as load_model
     from treetrain.models.loading import load_tokenizer as load_tokenizer
+    from treetrain.planning.balance import dispatch as dispatch
     from treetrain.planning.cost import ModelShape as ModelShape
-    from treetrain.planning.dispatch import dispatch as dispatch
     from treetrain.planning.ideal import stats as stats
     from treetrain.planning.make import make_plan as make_plan
     from treetrain.planning.plan import Plan as Plan

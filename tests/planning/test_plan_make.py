@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from support.layouts import LinearPrices, check_plan, layout_of, nested_forks
 from treetrain.data.trajectory import Trajectory
+from treetrain.planning.balance import dispatch
 from treetrain.planning.budget import Bytes
 from treetrain.planning.cost import ModelShape
-from treetrain.planning.dispatch import dispatch
 from treetrain.planning.ideal import stats
 from treetrain.planning.make import PART_TOKENS, make_plan
 from treetrain.planning.partition import partition

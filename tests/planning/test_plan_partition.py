@@ -304,9 +304,15 @@ def test_many_small_segments_share_parts():
     assert plan.num_parts <= 12 < len(layout.segment_parent) / 10
 
 
-@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 60))
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 60), st.booleans())
 @RUNS
-def test_bins_hold_every_item_within_the_capacity(sizes, capacity):
-    bin_of, loads = pack_bins(sizes, capacity)
+def test_bins_hold_every_item_within_the_capacity(sizes, capacity, even):
+    bin_of, loads = pack_bins(sizes, capacity, even=even)
     assert loads == (np.bincount(bin_of, sizes, len(loads)).tolist() if sizes else [])
     assert all(load <= capacity or bin_of.count(number) == 1 for number, load in enumerate(loads))
+    assert len(loads) == len(pack_bins(sizes, capacity)[1])
+
+
+def test_few_bins_are_filled_evenly_where_that_is_asked_for():
+    assert max(pack_bins([10] * 11, 100, even=True)[1]) == 60
+    assert max(pack_bins([10] * 11, 100)[1]) == 100

@@ -9,7 +9,7 @@ import treetrain as tt
 from support.models import make_model
 from support.rank_work import LOSSES, gradients, relative_error, sharded
 from treetrain.engine.planning import formula_cost_of
-from treetrain.planning.dispatch import dispatch
+from treetrain.planning.balance import dispatch
 from treetrain.tree.build import build_tree
 
 

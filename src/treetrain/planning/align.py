@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treetrain.planning.dispatch import Cutter
+from treetrain.planning.balance import Balancer
 from treetrain.planning.explain import Purpose
 from treetrain.planning.lockstep import Pass, Timed, lockstep_seconds, passes_of, timed
 from treetrain.planning.partition import partition
@@ -181,7 +181,7 @@ def _in_runs(
 ) -> Iterator[Way]:
     """The rows in the fewest runs that fit, and in some more: each run is a part of its own."""
     fewest = max(2, math.ceil(lay_out(tree).num_tokens / room))
-    cutter, found = Cutter(tree, prices, whole_rows=whole_rows), 0
+    cutter, found = Balancer(tree, prices, whole_rows=whole_rows), 0
     for runs in range(fewest, math.ceil(RUNS_WITHIN * fewest) + RUNS_TRIED):
         cut = cutter.over(runs)
         if cut.tokens.max() > room:

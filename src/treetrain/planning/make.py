@@ -8,9 +8,9 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from treetrain.planning.align import choose, offers_of, ways_of
+from treetrain.planning.balance import balance
 from treetrain.planning.budget import Bytes, parse_budget
 from treetrain.planning.cost import ModelShape
-from treetrain.planning.dispatch import balance
 from treetrain.planning.explain import Prices, Purpose
 from treetrain.planning.partition import partition
 from treetrain.planning.plan import Plan

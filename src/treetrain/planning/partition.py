@@ -27,7 +27,7 @@ best, so several sizes are tried, and the plan of the least predicted time is ta
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -51,6 +51,8 @@ _SMALLER = (0.5, 0.75, 0.25)
 _NEAR, _LITTLE = 0.02, 0.1
 """Plans this close in predicted time count as equally fast; one that recomputes at most a tenth more than the least
 possible is then preferred."""
+_FEW_BINS = 64
+"""Siblings that share at most so many leaves fill them evenly."""
 _SEGMENTS_TRIED, _TOKENS_TRIED = 500_000, 10_000_000
 """Segments and tokens over all tries; bounds the time of planning. The first two tries are always made."""
 
@@ -464,7 +466,7 @@ class _Pieces:
 
     def pack(self, open_pieces: list[_Item], subtrees: list[_Item], capacity: int) -> tuple[int, int]:
         """Put siblings into as few pieces as fit; returns the emptiest: its tokens and its number, (0, -1) if none."""
-        bin_of, loads = pack_bins([tokens for tokens, _ in (*open_pieces, *subtrees)], capacity)
+        bin_of, loads = pack_bins([tokens for tokens, _ in (*open_pieces, *subtrees)], capacity, even=not open_pieces)
         if not loads:
             return 0, -1
         held = [-1] * len(loads)
@@ -497,12 +499,14 @@ class _Pieces:
         return np.repeat(part, np.diff(start[order], append=tokens)), kept
 
 
-def pack_bins(sizes: Sequence[int], capacity: int) -> tuple[list[int], list[int]]:
+def pack_bins(sizes: Sequence[int], capacity: int, *, even: bool = False) -> tuple[list[int], list[int]]:
     """Best fit decreasing: every item, the largest first, goes where it leaves the least room.
 
     Args:
         sizes: n items, each > 0; equal items keep their order. One above the capacity has a bin of its own.
         capacity: of each bin.
+        even: fill few bins about equally if they then still hold all: parts of one size on several ranks, which run
+            them together under FSDP, wait less for one another.
 
     Returns: the bin of every item, and how full the bins are. Time n log n and a little more.
     """
@@ -512,7 +516,8 @@ def pack_bins(sizes: Sequence[int], capacity: int) -> tuple[list[int], list[int]
     smallest = min(sizes)
     bin_of, loads = [0] * len(sizes), []
     room: list[tuple[int, int]] = []  # (room, bin) of bins that can still take the smallest item
-    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+    largest_first = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    for item in largest_first:
         size = sizes[item]
         at = bisect_left(room, (size, -1))
         if at < len(room):
@@ -524,4 +529,11 @@ def pack_bins(sizes: Sequence[int], capacity: int) -> tuple[list[int], list[int]
         bin_of[item] = number
         if left - size >= smallest:
             insort(room, (left - size, number))
+    if even and len(loads) <= _FEW_BINS:
+        heap, evened = [(0, number) for number in range(len(loads))], bin_of.copy()
+        for item in largest_first:  # to the emptiest
+            load, evened[item] = heap[0]
+            heapreplace(heap, (load + sizes[item], evened[item]))
+        if max(heap)[0] < max(loads):
+            return evened, [load for load, _ in sorted(heap, key=lambda entry: entry[1])]
     return bin_of, loads

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from treetrain.planning.balance import Dispatch
 from treetrain.planning.budget import Bytes
-from treetrain.planning.dispatch import Dispatch
 from treetrain.planning.explain import Prices
 from treetrain.planning.plan import Plan
 from treetrain.planning.price import Floats

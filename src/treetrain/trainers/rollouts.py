@@ -26,7 +26,7 @@ from treetrain.engine.ranks import is_sharded
 from treetrain.errors import DataError
 from treetrain.losses.policy import PolicyLoss
 from treetrain.losses.preference import KTOLoss
-from treetrain.planning.dispatch import balance
+from treetrain.planning.balance import balance
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.watch import Watch, WatchedLoss
 from treetrain.tree.build import as_tree

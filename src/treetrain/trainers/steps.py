@@ -20,8 +20,8 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.engine.calibrate import model_shape
 from treetrain.engine.planning import formula_cost
 from treetrain.errors import DataError, UnsupportedModel
+from treetrain.planning.balance import balance
 from treetrain.planning.cost import ModelShape
-from treetrain.planning.dispatch import balance
 from treetrain.planning.price import CostModel
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.groups import RowGroups, make_groups

@@ -1,0 +1,332 @@
+"""Divide a batch over ranks so that the slowest has as little to do as possible.
+
+    pre-order   row 0     row 1     row 2     row 3
+    tokens      a b c d   a b e     a b f g   h i
+                |--- rank 0 ----|   |--- rank 1 ---|        a and b are computed on both
+
+The rows, in pre-order of the tree, are cut into one contiguous range per rank. Every token of a range is computed once
+on its rank; a token that two ranges need is computed on both, and the cut counts it for both.
+
+Why it is right. Let rows f and l be the first and the last that need a token. The rows between them pass through it
+too, so the range [i, j) needs it exactly when f < j and l >= i. With opened[j] = the seconds of all tokens with f < j,
+and closed[i] = those of all tokens with l < i, a range takes opened[j] - closed[i], whatever its length. That grows
+with j and falls with i. So filling one rank after the other up to a limit needs the fewest ranks, and bisection finds
+the least limit that the ranks can keep. Over all ranks the sum is that of the tree plus opened[b] - closed[b] for every
+inner bound b, the seconds that are spent twice there: of the places where a bound may lie within the limit, the one
+with the least is taken. Seconds are counted in whole steps, so that sums are exact and every rank finds the same cut.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treetrain.planning.cost import ModelShape
+from treetrain.planning.price import CostModel, Floats
+from treetrain.planning.rates import Rates
+from treetrain.tree.assemble import Int64s
+from treetrain.tree.build import Row, as_tree
+from treetrain.tree.nodes import NodeRows
+from treetrain.tree.token_tree import TokenTree
+
+PASS_TOKENS = 8192
+"""A pass's fixed cost is spread over so many tokens: the size of a part where memory allows it."""
+_STEPS = 2.0**50
+"""All seconds are counted in so many whole steps."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dispatch:
+    """A batch over ranks."""
+
+    trajectories: list[Int64s]
+    """Per rank: the numbers of its trajectories, ascending; may be empty."""
+    seconds: Floats
+    """float64 [ranks]: predicted seconds of a step's work, waiting and communication excluded."""
+    tokens: Int64s
+    """int64 [ranks]: tokens that a rank computes."""
+    unique: int
+    """Tokens that one process would compute."""
+    trained: Int64s = field(repr=False)
+    """int64 [ranks]: trajectories that a rank computes anything of."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks, idle ones included."""
+        return len(self.trajectories)
+
+    @property
+    def idle(self) -> int:
+        """Ranks that compute nothing."""
+        return int((self.tokens == 0).sum())
+
+    @cached_property
+    def imbalance(self) -> float:
+        """Slowest rank's seconds over the mean's: 1 is perfect; 1 where nothing is computed."""
+        return slowest_over_mean(self.seconds)
+
+    @cached_property
+    def duplicated(self) -> float:
+        """Tokens computed on more than one rank, each copy but the first, over the tokens of one process."""
+        return float(self.tokens.sum()) / self.unique - 1 if self.unique else 0.0
+
+    def rank_of(self) -> Int64s:
+        """int64 [K]: the rank of every trajectory."""
+        found = np.empty(sum(map(len, self.trajectories)), np.int64)
+        for rank, numbers in enumerate(self.trajectories):
+            found[numbers] = rank
+        return found
+
+
+def slowest_over_mean(seconds: Floats) -> float:
+    """The largest of the ranks' seconds over their mean; 1 where all are 0."""
+    mean = float(np.mean(seconds))
+    return float(np.max(seconds)) / mean if mean else 1.0
+
+
+def dispatch(
+    rows: Sequence[Row] | TokenTree,
+    cost: CostModel | ModelShape | str | None,
+    ranks: int,
+    *,
+    together: Sequence[Hashable] | None = None,
+    whole_rows: bool = False,
+) -> list[Int64s]:
+    """Divide a batch over processes so that the slowest has as little to do as possible.
+
+    Each process gets whole trajectories: a contiguous range of the tree's pre-order. Rows that share prefixes stay
+    together, and every process finds the same division from the same arguments.
+
+    Args:
+        rows: the batch, K rows (trajectories, or lists or arrays of token ids) or their tree.
+        cost: a cost model, a model's shape, or the name of one ("qwen3-8b"). None counts unique tokens alone.
+        ranks: number of processes, from 1; more than rows leaves some idle.
+        together: K names: rows of one name stay on one rank (the two of a preference pair); None is no name.
+        whole_rows: all predictions of all rows are wanted (log-probabilities of whole rows), instead of those that have
+            a loss weight.
+
+    Returns:
+        For each rank an int64 array of its row numbers, ascending; it may be empty.
+
+    Raises:
+        ValueError: no rank, another number of names than rows, or no shape's name.
+        DataError: rows that are none.
+    """
+    return balance(as_tree(rows), cost, ranks, together=together, whole_rows=whole_rows).trajectories
+
+
+def balance(
+    tree: TokenTree,
+    cost: CostModel | ModelShape | str | None,
+    ranks: int,
+    *,
+    together: Sequence[Hashable] | None = None,
+    whole_rows: bool = False,
+) -> Dispatch:
+    """`dispatch`, with the predictions that it rests on; arguments and errors are the same.
+
+    No other contiguous cut has a faster slowest rank, by the cost model. The tokens between rows of one name are
+    counted as if all rows between them needed them too.
+    """
+    return Balancer(tree, cost, together=together, whole_rows=whole_rows).over(ranks)
+
+
+class Balancer:
+    """A batch priced once, to be divided over several numbers of ranks; arguments as for `dispatch`."""
+
+    def __init__(
+        self,
+        tree: TokenTree,
+        cost: CostModel | ModelShape | str | None,
+        *,
+        together: Sequence[Hashable] | None = None,
+        whole_rows: bool = False,
+    ):
+        if together is not None and len(together) != tree.num_trajectories:
+            raise ValueError(
+                f"together has {len(together)} names, the batch {tree.num_trajectories} trajectories; give one each"
+            )
+        self._tree, self._together = tree, together
+        lengths = np.maximum(tree.trajectory_length - 1, 0) if whole_rows else tree.trained_edges()[1]
+        self._ends = _last_computed(tree, lengths)
+        rows = np.argsort(self._ends, kind="stable")
+        self._rows = rows = rows[np.searchsorted(self._ends[rows], 0) :]
+        """int64 [C]: the rows that compute anything, in pre-order."""
+        self._place = _places(rows, tree.num_trajectories, together)
+        """int64 [K]: the place of each row in the sequence that is cut; -1 for rows that compute nothing."""
+        rates, count = _rates(cost), int(self._place.max(initial=-1)) + 1
+        tokens = _users_below(tree, self._ends[rows], self._place[rows])
+        heads = _head_users(tree, self._place, whole_rows=whole_rows)
+        depth = tree.depth[tokens.tokens].astype(np.int64)
+        seconds = np.concatenate(
+            [rates.at(depth) + rates.graph_pass / PASS_TOKENS, np.full(len(heads.tokens), rates.row)]
+        )
+        self._unit = float(seconds.sum()) / _STEPS or 1.0
+        opened, closed = (
+            np.rint(np.bincount(np.concatenate(places), seconds, count) / self._unit).astype(np.int64)
+            for places in ((tokens.first, heads.first), (tokens.last, heads.last))
+        )
+        self._opened, self._closed = _sums(opened), _sums(closed)
+        self._tokens = tuple(_sums(np.bincount(places, minlength=count)) for places in (tokens.first, tokens.last))
+
+    def over(self, ranks: int) -> Dispatch:
+        """Divide the batch. Raises ValueError: no number of ranks."""
+        if isinstance(ranks, bool) or not isinstance(ranks, int | np.integer) or ranks < 1:
+            raise ValueError(f"ranks={ranks!r}: give the number of processes, from 1")
+        # A range of no cost may come out a few steps off, since each place's share was rounded.
+        bounds = cut_evenly(self._opened, self._closed, int(ranks), slack=2 * len(self._opened))
+        rank_of = self._rank_of(bounds)
+        order = np.argsort(rank_of, kind="stable")
+        return Dispatch(
+            trajectories=np.split(order, np.searchsorted(rank_of[order], np.arange(1, ranks))),
+            seconds=range_costs(self._opened, self._closed, bounds) * self._unit,
+            tokens=range_costs(*self._tokens, bounds),
+            unique=int(self._tokens[0][-1]),
+            trained=np.bincount(rank_of[self._rows], minlength=ranks),
+        )
+
+    def _rank_of(self, bounds: Int64s) -> Int64s:
+        """int64 [K]: every row's rank; rows that compute nothing go where their neighbours, or their partners, are."""
+        rows, ranks = self._rows, len(bounds) - 1
+        rank_of = np.searchsorted(bounds, self._place, side="right") - 1
+        rest = np.flatnonzero(self._place < 0)
+        if not len(rows):
+            rank_of[rest] = np.arange(len(rest)) * ranks // max(len(rest), 1)
+        else:
+            at = np.searchsorted(self._ends[rows], self._tree.trajectory_last[rest])
+            rank_of[rest] = rank_of[rows[np.minimum(at, len(rows) - 1)]]
+        if self._together is not None and len(rest):
+            home = {self._together[row]: int(rank_of[row]) for row in rows.tolist()}
+            for row in rest.tolist():
+                if self._together[row] is not None:
+                    rank_of[row] = home.setdefault(self._together[row], int(rank_of[row]))
+        return rank_of
+
+
+def cut_evenly(opened: Int64s, closed: Int64s, ranges: int, slack: int = 0) -> Int64s:
+    """int64 [ranges + 1]: bounds of U places, the first 0 and the last U; the costliest range is as cheap as possible.
+
+    Args:
+        opened: int64 [U + 1], ascending: the cost of what begins before each place.
+        closed: int64 [U + 1], ascending: the cost of what ends before each place.
+        slack: how much more than the least limit a range may cost, so that less is paid twice.
+    """
+    last = len(opened) - 1
+    if last == 0:
+        return np.zeros(ranges + 1, np.int64)
+
+    def filled(limit: int) -> list[int]:
+        """The furthest bounds within a limit."""
+        bounds = [0]
+        for _ in range(ranges):
+            bounds.append(int(np.searchsorted(opened, limit + closed[bounds[-1]], side="right")) - 1)
+        return bounds
+
+    low, high = int((opened[1:] - closed[:-1]).max()), int(opened[-1])
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if filled(middle)[-1] == last else (middle + 1, high)
+    furthest, paid_twice = filled(low + slack), opened - closed
+    bounds = [last]
+    for latest in furthest[-2:0:-1]:
+        stop = bounds[-1]
+        earliest = int(np.searchsorted(closed, opened[stop] - low - slack))
+        window = paid_twice[earliest : max(earliest, min(latest, stop - 1)) + 1]
+        if latest >= stop and window.min() > 0:  # an empty range pays nothing twice
+            bounds.append(stop)
+        else:  # of equal ones the last: more is left for the ranges before
+            bounds.append(earliest + len(window) - 1 - int(np.argmin(window[::-1])))
+    return np.array([0, *bounds[::-1]], np.int64)
+
+
+def range_costs(opened: Int64s, closed: Int64s, bounds: Int64s) -> Int64s:
+    """int64 [R]: the costs of the ranges between R + 1 bounds; 0 where one is empty."""
+    return np.where(np.diff(bounds) > 0, opened[bounds[1:]] - closed[bounds[:-1]], 0)
+
+
+def _sums(values: NDArray[np.int64]) -> Int64s:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])
+
+
+def _rates(cost: CostModel | ModelShape | str | None) -> Rates:
+    if cost is None:
+        return Rates.unique_tokens()
+    return Rates.of(cost if isinstance(cost, CostModel) else CostModel.from_shape(ModelShape.of(cost)))
+
+
+def _places(rows: Int64s, count: int, together: Sequence[Hashable] | None) -> Int64s:
+    """int64 [K]: the place of each row in pre-order; rows of one name have that of their first; -1 for other rows."""
+    places = np.full(count, -1, np.int64)
+    if together is None:
+        places[rows] = np.arange(len(rows))
+        return places
+    place_of: dict[Hashable, int] = {}
+    for row in rows.tolist():  # a row without a name is alone
+        name = ("row", row) if together[row] is None else ("name", together[row])
+        places[row] = place_of.setdefault(name, len(place_of))
+    return places
+
+
+def _last_computed(tree: TokenTree, lengths: Int64s) -> Int64s:
+    """int64 [K]: the token at which the computation of each trajectory's first `lengths` tokens ends; -1 for none."""
+    found = np.full(tree.num_trajectories, -1, np.int64)
+    for row, segment in tree.climb(np.where(lengths > 0, tree.trajectory_last, -1), lengths - 1):
+        start = tree.segment_start[segment]
+        found[row] = start + lengths[row] - 1 - tree.depth[start]  # the last write is the segment that holds it
+    return found
+
+
+class _Users(NamedTuple):
+    """Tokens that rows need, T of them, and the first and the last place that needs each; int64 [T]."""
+
+    tokens: Int64s
+    first: Int64s
+    last: Int64s
+
+
+def _users_below(tree: TokenTree, ends: Int64s, places: Int64s) -> _Users:
+    """Find who needs each token: the rows that end at it or below it.
+
+    Args:
+        ends: int64 [C], ascending: the last token that each row needs.
+        places: int64 [C]: its place.
+    """
+    before = np.searchsorted(ends, np.arange(tree.num_tokens + 1))
+    low, high = before[:-1], before[tree.end]
+    tokens = np.flatnonzero(low < high)
+    low, high = low[tokens], high[tokens]
+    if (places == np.arange(len(places))).all():
+        return _Users(tokens, low, high - 1)
+    spans = np.stack([low, high], 1).ravel()  # reduceat wants every index inside
+    return _Users(
+        tokens,
+        np.minimum.reduceat(np.append(places, len(places)), spans)[::2],
+        np.maximum.reduceat(np.append(places, -1), spans)[::2],
+    )
+
+
+def _head_users(tree: TokenTree, places: Int64s, *, whole_rows: bool) -> _Users:
+    """Find who needs each token's hidden state for the LM head: the rows that train a prediction from it.
+
+    In a tree made from nodes a trained prediction counts for every trajectory through it, which is what nodes mean.
+    Where equal siblings with unlike weights were merged, that is an upper bound.
+    """
+    first = np.full(tree.num_tokens, len(places), np.int64)
+    last = np.full(tree.num_tokens, -1, np.int64)
+    if not isinstance(tree.rows, NodeRows) and not whole_rows:
+        used = tree.trained_predictions & np.repeat(places >= 0, tree.trajectory_length)
+        tokens, by_first = tree.paths()[1][used], np.repeat(places, tree.trajectory_length)[used]
+        by_last = by_first
+    else:
+        counted = np.flatnonzero((places >= 0) & (tree.trajectory_last >= 0))
+        counted = counted[np.argsort(tree.trajectory_last[counted], kind="stable")]
+        tokens, by_first, by_last = _users_below(tree, tree.trajectory_last[counted], places[counted])
+        wanted = (tree.parent[tokens] >= 0) & (whole_rows | (tree.trained_edges()[0][tokens] > 0))
+        tokens, by_first, by_last = tokens[wanted], by_first[wanted], by_last[wanted]
+    np.minimum.at(first, tree.parent[tokens], by_first)
+    np.maximum.at(last, tree.parent[tokens], by_last)
+    found = np.flatnonzero(last >= 0)
+    return _Users(found, first[found], last[found])
