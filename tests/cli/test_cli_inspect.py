@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from treetrain.data.load import load
+from treetrain.models.loading import load_config
 from treetrain.models.presets import preset_config, preset_tokenizer
-from treetrain.models.rows import read_config
 from treetrain.planning.cost import ModelShape
 from treetrain.planning.make import make_plan
 from treetrain.planning.price import CostModel
@@ -55,19 +55,12 @@ def test_the_shape_behind_the_flop_figures_is_always_named(treetrain, token_file
         ([], "qwen3-8b", True, ModelShape.named("qwen3-8b")),
         (["--shape", "qwen3-0.6b"], "qwen3-0.6b", False, ModelShape.named("qwen3-0.6b")),
         (["--model", "tiny"], "tiny", False, ModelShape.from_config(preset_config("tiny").to_dict())),
-        (["--model", model_folder], model_folder, False, ModelShape.from_config(read_config(model_folder))),
+        (["--model", model_folder], model_folder, False, ModelShape.from_config(load_config(model_folder).to_dict())),
     ):
         report = treetrain("inspect", token_file, "--json", *argv).json
         assert report["shape"] == {"name": name, "assumed": assumed}
         assert report["file"]["flop_speedup"] == tree_stats(tree, shape).flop_speedup
         assert name in "".join(treetrain("inspect", token_file, *argv).out.split())
-
-
-@pytest.mark.parametrize("name", ["tiny", "small"])
-def test_a_preset_s_shape_is_that_of_its_configuration(name) -> None:
-    given, full = read_config(name), preset_config(name).to_dict()
-    assert {key: full[key] for key in given} == given
-    assert ModelShape.from_config(given) == ModelShape.from_config(full)
 
 
 def test_the_table_shows_what_the_json_says(treetrain, token_file) -> None:
@@ -120,7 +113,7 @@ def test_a_budget_adds_the_plan_of_the_file_as_one_batch(treetrain, token_file) 
     assert treetrain(*argv, "--json").json["plan"] is None and "peak memory" not in treetrain(*argv).out
     plan = treetrain(*argv, "--json", "--budget", "20").json["plan"]
     tree = build_tree(load(token_file).trajectories)
-    made = make_plan(tree, CostModel.from_shape(ModelShape.from_config(read_config("tiny"))), budget=20)
+    made = make_plan(tree, CostModel.from_shape(ModelShape.from_config(load_config("tiny").to_dict())), budget=20)
     assert plan == json.loads(json.dumps(made.explanation()))
     assert plan["peak_tokens"] <= 20 and plan["parts"] == made.num_parts > 1
     out = treetrain(*argv, "--budget", "20").out

@@ -19,7 +19,7 @@ from support.triton_here import GPU, triton_or_skip
 from treetrain.engine.calibrate import _key, calibrate, model_shape
 from treetrain.engine.head_chunk import Chunk, EdgesOfChunk, Entropies, PlainChunk, Scaling, chunk_type
 from treetrain.models.capability import check_model
-from treetrain.models.logit_map import LogitMap
+from treetrain.models.heads import LogitMap
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 SCALINGS = {

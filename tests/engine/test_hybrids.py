@@ -17,11 +17,10 @@ from support.pure import PureFloat64, RoundsToFloat32
 from support.runs import runs
 from support.stand_in import StandIn
 from treetrain.attention.dispatch import Choice
-from treetrain.linear_attention import carry, dispatch, paths
-from treetrain.linear_attention.dispatch import KERNELS, TILES
+from treetrain.linear_attention import carry, paths
+from treetrain.linear_attention.dispatch import KERNELS
 from treetrain.linear_attention.tiles import TILE
-from treetrain.models import recurrence
-from treetrain.models.recurrence import delta_rule_of
+from treetrain.models import recurrent_layers
 
 DELTA = ("qwen3_5_text", "qwen3_next_dense")
 FAST = {"qwen3_5_text": ("1 part", "chunks of 7"), "qwen3_next_dense": ("1 part", "one segment per part")}
@@ -190,14 +189,6 @@ def test_by_kernels_that_scan_sequences_every_plan_is_exact(family, monkeypatch)
         assert linear.relative_error(gradient, truth) <= 1e-12
 
 
-def test_it_is_told_which_rule_runs_and_why(monkeypatch):
-    model, cuda = make_hybrid("qwen3_5_text"), torch.device("cuda")
-    assert str(delta_rule_of(model, torch.device("cpu"))).startswith("tiles (cpu: ")
-    assert delta_rule_of(make_hybrid("lfm2"), cuda) is delta_rule_of(make_hybrid("llama"), cuda) is None
-    monkeypatch.setattr(dispatch, "_found", StandIn)
-    assert delta_rule_of(model, cuda).name == TILES and delta_rule_of(model.bfloat16(), cuda).name == KERNELS
-
-
 def test_a_layer_is_tried_without_the_kernels_that_are_installed(monkeypatch):
     """transformers takes flash-linear-attention's on any device once it is installed, and it has none for the CPU."""
     from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
@@ -207,9 +198,9 @@ def test_a_layer_is_tried_without_the_kernels_that_are_installed(monkeypatch):
 
     kernel.__wrapped__ = inspect.unwrap(theirs.torch_chunk_gated_delta_rule)
     monkeypatch.setattr(theirs, "torch_chunk_gated_delta_rule", kernel)
-    monkeypatch.setattr(recurrence, "_TRUSTED", {})
+    monkeypatch.setattr(recurrent_layers, "_TRUSTED", {})
     model = make_hybrid("qwen3_5_text")
-    assert recurrence.check_recurrence(model, model.config) == 1
+    assert recurrent_layers.check_recurrence(model, model.config) == 1
     assert theirs.torch_chunk_gated_delta_rule is kernel
     with pytest.raises(RuntimeError, match="no driver"):  # as rows run it
         model(torch.tensor([[1, 2, 3]]))

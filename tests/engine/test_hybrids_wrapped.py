@@ -21,7 +21,7 @@ from support.plans import planned
 from support.pure import PureFloat64
 from support.shortage import Shortage
 from treetrain.errors import UnsupportedModel
-from treetrain.models.recurrence import kind_of
+from treetrain.models.recurrent_layers import kind_of
 
 peft = pytest.importorskip("peft")
 warnings.filterwarnings("ignore", module="peft")

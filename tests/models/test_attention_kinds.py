@@ -16,8 +16,7 @@ from support.models import as_dtype, build
 from support.plans import planned
 from support.pure import PureFloat64
 from treetrain.errors import DataError, UnsupportedModel
-from treetrain.models.config_check import check_config
-from treetrain.models.loading import load_model
+from treetrain.models.loading import check_config, load_model
 
 FAMILIES = ["gemma2", "gemma3_text", "mistral_window", "qwen2_window", "cohere2", "granite", "cohere"]
 if hasattr(transformers, "GraniteSWAConfig"):

@@ -9,6 +9,7 @@ import transformers
 
 from support.every_class import KEPT_CASTS, NAMES, ROUGH, Verdict, judge, small_model
 from support.every_class_contract import DOUBLE, RATIO, SINGLE, on_random_forests
+from support.families_page import markdown, stable, to_json
 from treetrain.models.table import FILE, ClassFound, FamilyTable
 
 ROOT = Path(__file__).parents[2]
@@ -60,11 +61,11 @@ def test_every_twelfth_class_is_as_the_table_says():
     if packaged.transformers != transformers.__version__:
         pytest.skip(f"the table is of transformers {packaged.transformers}; here is {transformers.__version__}")
     transformers.logging.set_verbosity_error()
-    known = {found.stable for found in packaged.classes}
+    known = {stable(found) for found in packaged.classes}
     for name in list(NAMES)[::12]:
         verdict = judge(name)
         assert verdict.verdict != "wrong", verdict
-        assert as_found(verdict, measured=False).stable in known, f"the table is stale; write it by: {COMMAND}"
+        assert stable(as_found(verdict, measured=False)) in known, f"the table is stale; write it by: {COMMAND}"
 
 
 @pytest.mark.slow
@@ -98,17 +99,17 @@ def test_the_errors_that_the_table_names_are_within_the_contract_and_all_are_nam
 @pytest.mark.slow
 def test_the_table_and_its_page_say_what_was_found(table):
     if os.environ.get(WRITE):
-        DATA.write_text(table.to_json(), encoding="utf-8")
-        PAGE.write_text(table.markdown(), encoding="utf-8")
+        DATA.write_text(to_json(table), encoding="utf-8")
+        PAGE.write_text(markdown(table), encoding="utf-8")
     packaged = FamilyTable.packaged()
-    assert PAGE.read_text(encoding="utf-8") == packaged.markdown(), f"docs/families.md is stale; write it by: {COMMAND}"
+    assert PAGE.read_text(encoding="utf-8") == markdown(packaged), f"docs/families.md is stale; write it by: {COMMAND}"
     if table.transformers != packaged.transformers:
         pytest.skip(f"the table is of transformers {packaged.transformers}; here is {table.transformers}")
-    stale = {found.stable for found in table.classes} ^ {found.stable for found in packaged.classes}
+    stale = {stable(found) for found in table.classes} ^ {stable(found) for found in packaged.classes}
     assert not stale, f"the table of families is stale; write it by: {COMMAND}\n{stale}"
 
 
 def test_a_table_comes_back_from_its_file_and_the_page_is_written_from_it():
     packaged = FamilyTable.packaged()
-    assert FamilyTable.from_json(packaged.to_json()) == packaged
-    assert PAGE.read_text(encoding="utf-8") == packaged.markdown()
+    assert FamilyTable.from_json(to_json(packaged)) == packaged
+    assert PAGE.read_text(encoding="utf-8") == markdown(packaged)

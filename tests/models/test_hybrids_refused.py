@@ -9,7 +9,7 @@ import treetrain as tt
 from support.families import BASE, MAMBA, make_family
 from support.hybrids import make_hybrid
 from treetrain.errors import UnsupportedModel
-from treetrain.models import recurrence
+from treetrain.models import recurrent_layers
 
 ROWS = [[1, 2, 3, 4, 5], [1, 2, 6], [1, 2, 3, 7, 7]]
 
@@ -112,14 +112,14 @@ def test_a_layer_with_another_part_is_refused():
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next_dense", "olmo_hybrid", "lfm2"])
 def test_trying_a_layer_draws_no_random_numbers_and_works_without_weights(name):
-    recurrence._TRUSTED.clear()
+    recurrent_layers._TRUSTED.clear()
     with torch.device("meta"):
         model = type(make_hybrid(name))(make_hybrid(name).config)
     torch.manual_seed(3)
     state = torch.get_rng_state()
     assert tt.TreeEngine(model).capabilities.recurrent_layers == 1
     assert torch.equal(state, torch.get_rng_state())
-    assert all(wrong is None for wrong in recurrence._TRUSTED.values())
+    assert all(wrong is None for wrong in recurrent_layers._TRUSTED.values())
 
 
 class DropsKeywords(transformers.models.qwen3_5.modeling_qwen3_5.Qwen3_5DecoderLayer):

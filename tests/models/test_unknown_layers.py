@@ -9,7 +9,7 @@ from torch import nn
 import treetrain as tt
 from support.families import FAMILIES, MAMBA, make_config, make_family
 from treetrain.errors import UnsupportedModel
-from treetrain.models.config_check import check_config
+from treetrain.models.loading import check_config
 
 ROWS = [tt.Trajectory(row) for row in ([1, 2, 3, 4], [1, 2, 5, 6, 7])]
 

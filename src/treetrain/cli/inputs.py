@@ -2,11 +2,11 @@
 
 import dataclasses
 from argparse import Namespace
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
-from treetrain.cli.options import read
+from treetrain.data.load import load, read_rows_of_file
 from treetrain.errors import DataError
-from treetrain.models.rows import read_config
 from treetrain.planning.cost import ModelShape
 
 if TYPE_CHECKING:
@@ -39,9 +39,53 @@ def find_shape(model: str | None, shape: str | None) -> NamedShape:
         ValueError: an unknown shape, a model that is not there, or a family whose cost is not known.
     """
     if shape is None and model is not None:
-        return NamedShape(shape=ModelShape.from_config(read_config(model)), name=model, assumed=False)
+        from treetrain.models.loading import load_config
+
+        return NamedShape(shape=ModelShape.from_config(load_config(model).to_dict()), name=model, assumed=False)
     name = shape or DEFAULT_SHAPE
     return NamedShape(shape=ModelShape.named(name), name=name, assumed=shape is None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReadRows:
+    """Rows, notes on them for the user, and the tokenizer they were made with."""
+
+    rows: "Sequence[Trajectory]"
+    notes: tuple[str, ...]
+    format: Literal["tokens", "chat"]
+    tokenizer: Any
+    """None for token rows."""
+
+
+def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) -> ReadRows:
+    """The rows of the files. The model gives the tokenizer, and the vocabulary and positions that rows must fit.
+
+    Args:
+        more: further options of `tt.load`.
+
+    Raises:
+        DataError: naming file and line, the model, or the tokenizer that cannot be had.
+    """
+    files = list(files or options.files)
+    name, chat = options.tokenizer or options.model, options.format == "chat"
+    if options.format == "auto" and files:
+        _, row = next(read_rows_of_file(files[0]))
+        chat = "messages" in row and "input_ids" not in row
+    config = tokenizer = None
+    if options.model is not None or (chat and name is not None):
+        from treetrain.models.loading import load_config, load_tokenizer
+
+        config = None if options.model is None else load_config(options.model).get_text_config()
+        tokenizer = load_tokenizer(name) if chat and name is not None else None
+    loaded = load(
+        files,
+        tokenizer=tokenizer,
+        vocab_size=getattr(config, "vocab_size", None),
+        max_positions=getattr(config, "max_position_embeddings", None),
+        **{option: getattr(options, option) for option in ("format", "view", "tools", "chat_template")},
+        **more,
+    )
+    return ReadRows(rows=loaded.trajectories, notes=loaded.notes, format=loaded.format, tokenizer=tokenizer)
 
 
 def sample_rows(options: Namespace) -> "list[Trajectory]":

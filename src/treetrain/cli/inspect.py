@@ -5,11 +5,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from treetrain.cli.options import Parser, at_least, read
+from treetrain.cli.options import Parser, at_least
 
 if TYPE_CHECKING:
-    from treetrain.cli.inputs import NamedShape
-    from treetrain.models.rows import ReadRows
+    from treetrain.cli.inputs import NamedShape, ReadRows
     from treetrain.planning.plan import Plan
 
 SUMMARY = "How much the rows of a file share, where, and what computing every shared prefix once is worth."
@@ -45,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
         parser.error("--calibrate measures a model; name it with --model")
     if options.calibrate and options.shape is not None:
         parser.error(f"--calibrate measures {options.model}; --shape {options.shape} names another; give one")
-    from treetrain.cli.inputs import find_shape
+    from treetrain.cli.inputs import find_shape, read
     from treetrain.cli.output import print_json, print_notes
 
     shape = find_shape(options.model, options.shape)

@@ -76,8 +76,7 @@ def _list(options: Namespace) -> None:
 def _one(name: str) -> dict[str, Any]:
     """The check of one model, and whether its cost is known."""
     from treetrain.errors import UnsupportedModel
-    from treetrain.models.config_check import check_config
-    from treetrain.models.loading import load_config
+    from treetrain.models.loading import check_config, load_config
     from treetrain.planning.cost import ModelShape
 
     config = load_config(name)

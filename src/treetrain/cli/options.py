@@ -5,10 +5,7 @@ No numpy, torch or transformers here: help must answer at once.
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    from treetrain.models.rows import ReadRows
+from typing import Any, NoReturn
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -123,11 +120,3 @@ def _budget(text: str) -> Any:
         return parse_budget(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def read(options: argparse.Namespace, files: Sequence[str] | None = None, **more: Any) -> "ReadRows":
-    """The rows of the files; the model gives the tokenizer and what rows must fit. Raises DataError."""
-    from treetrain.models.rows import read_rows
-
-    names = ("model", "format", "view", "tools", "chat_template", "tokenizer")
-    return read_rows(files or options.files, **{name: getattr(options, name) for name in names}, **more)

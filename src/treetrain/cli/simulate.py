@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from treetrain.cli.options import Parser, at_least, read
+from treetrain.cli.options import Parser, at_least
 
 if TYPE_CHECKING:
     from treetrain.cli.inputs import NamedShape
@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if max(options.ranks) > MOST_RANKS:
         parser.error(f"--ranks is {max(options.ranks)}; give at most {MOST_RANKS}")
-    from treetrain.cli.inputs import find_shape
+    from treetrain.cli.inputs import find_shape, read
     from treetrain.cli.output import print_json, print_notes
     from treetrain.planning.devices import find_device
     from treetrain.planning.simulate import simulate

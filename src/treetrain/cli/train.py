@@ -9,10 +9,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treetrain.cli.options import Parser, at_least, read
+from treetrain.cli.options import Parser, at_least
 
 if TYPE_CHECKING:
-    from treetrain.models.rows import ReadRows
+    from treetrain.cli.inputs import ReadRows
     from treetrain.trainers.tree_trainer import TreeTrainer
 
 SUMMARY = """From files of trajectories to a trained model folder; every shared prefix is computed once.
@@ -147,6 +147,7 @@ def _trainer(options: Namespace, arguments: Any) -> "tuple[TreeTrainer, Sequence
     """The trainer of a run, and what the user should know of its rows."""
     from transformers import EarlyStoppingCallback
 
+    from treetrain.cli.inputs import read
     from treetrain.models.loading import load_model
     from treetrain.trainers.callbacks import WeightAverage
     from treetrain.trainers.run_page import RunPageCallback

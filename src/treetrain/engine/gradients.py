@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from treetrain.models.switch import replaced_forward
+from treetrain.models.tree_mode import replaced_forward
 
 
 class _Deliver(torch.autograd.Function):

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from treetrain.engine.gradients import GradientBuffer
 from treetrain.engine.head_chunk import Chunk, EdgesOfChunk, Entropies, Scaling, chunk_type
-from treetrain.models.logit_map import IDENTITY, LogitMap
+from treetrain.models.heads import IDENTITY, LogitMap
 from treetrain.planning.constants import head_chunk_rows
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from treetrain.attention.dispatch import why_not
-from treetrain.models.logit_map import IDENTITY, LogitMap
+from treetrain.models.heads import IDENTITY, LogitMap
 
 ENVIRONMENT = "TREETRAIN_HEAD"
 KERNELS = ("torch", "triton")

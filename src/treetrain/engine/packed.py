@@ -22,9 +22,8 @@ from treetrain.errors import UnsupportedModel
 from treetrain.linear_attention.carry import StateView
 from treetrain.linear_attention.paths import Paths
 from treetrain.models.capability import Capabilities
-from treetrain.models.masks import windowless
-from treetrain.models.recurrence import tree_recurrence
-from treetrain.models.switch import RUN_KEYWORD, TreeRun, replaced_forward, tree_attention
+from treetrain.models.recurrent_layers import tree_recurrence
+from treetrain.models.tree_mode import RUN_KEYWORD, TreeRun, missing_window, replaced_forward, tree_attention
 from treetrain.tree.layout import PackedLayout
 
 _NONE = np.zeros(0, np.int64)
@@ -136,7 +135,7 @@ class PackedRun:
                     **({} if self.routers is None else self.routers.begin()),
                 )
         except ValueError as error:
-            refusal = windowless(type(self.model).__name__, error)
+            refusal = missing_window(type(self.model).__name__, error)
             if refusal is None:
                 raise
             raise refusal from error

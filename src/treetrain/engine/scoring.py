@@ -14,8 +14,8 @@ from treetrain.device_arrays import on_device
 from treetrain.engine.gradients import GradientBuffers
 from treetrain.engine.head import Edges, Scores, score_edges, without_logprobs, zero_of
 from treetrain.models.capability import Capabilities
-from treetrain.models.logit_map import IDENTITY, LogitMap
-from treetrain.models.switch import replaced_forward
+from treetrain.models.heads import IDENTITY, LogitMap
+from treetrain.models.tree_mode import replaced_forward
 
 PROBES = (0.37, -2.9, 11.0, 173.0, -64.0, 2.5e4, -3.1e4)
 """Stand beside the scores in what a model with a logit map is given for its logits: numbers that tell maps apart."""

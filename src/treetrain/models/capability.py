@@ -1,4 +1,4 @@
-"""What a model is made of, read before any work: exact on a tree, or refused by name.
+"""Checks a model before any work: it is exact on a tree, or refused by name.
 
 The checks ask what a layer *is* (its kind, its window, its rotary scaling), never what the model is called. What no
 static check can see (a layer that mixes tokens without the attention interface, a forward that rescales the logits
@@ -6,34 +6,36 @@ after the head) is caught at the first call, before any gradient exists: see ``e
 """
 
 import inspect
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
+from transformers import AttentionInterface
 
 from treetrain.errors import UnsupportedModel
-from treetrain.models.logit_map import IDENTITY, LogitMap
+from treetrain.models.heads import (
+    IDENTITY,
+    LogitMap,
+    ScalarHead,
+    inner_linear,
+    is_plain_linear,
+    models_own_head,
+    users_head,
+)
 from treetrain.models.moe import MixtureOfExperts, check_experts
-from treetrain.models.own_attention import check_own_attention
-from treetrain.models.recurrence import check_recurrence
-from treetrain.models.rotary import check_rotary
-from treetrain.models.scalar_head import ScalarHead, inner_linear, is_plain_linear, models_own_head, users_head
+from treetrain.models.recurrent_layers import check_recurrence
 
 LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv")
 """Kinds that a configuration may name; recurrent layers are also checked module by module."""
-_FACTORS = ("logit_scale", "lm_head_multiplier")
-_DIVISORS = ("logits_scaling",)
-_CAPS = ("final_logit_softcapping", "logits_soft_cap")
-"""Configuration fields by what families do with them to their logits; the first call checks that this one does so."""
+STATIC_SCALINGS = {"default", "linear", "llama3", "yarn", "proportional"}
+"""Rotary scalings whose frequencies do not depend on the length of the call."""
 _NOISES = {
     "neftune_noise_alpha": "NEFTune",
     "pvera_lambda_d": "PVeRA",
     "lora_monteclora_sampler": "MonteCLoRA",
 }
 """Fields of modules that draw random numbers in training mode, by generators that not every call is seen to move."""
-_UNKNOWN_SCALES = ("logits_scale", "mup_width_multiplier")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +63,7 @@ class Capabilities:
     scores_tokens: bool = True
     """Whether the head makes log-probabilities (and is wanted to)."""
     scalar: ScalarHead | None = None
-    """What gives hidden states values; None where nothing does, or nobody asks."""
+    """The head that gives hidden states values; None where there is none, or nobody asks."""
 
     @property
     def auxiliary(self) -> float:
@@ -72,7 +74,7 @@ class Capabilities:
         """The same for a call that wants these.
 
         Raises:
-            UnsupportedModel: what is asked for, the model has no head for.
+            UnsupportedModel: the model has no head for one of them.
         """
         if logprobs and not self.scores_tokens:
             raise UnsupportedModel(
@@ -113,48 +115,87 @@ def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Modul
             f"{type(lm).__name__} is not a Hugging Face model with a language-model head (no config or no "
             "get_output_embeddings); pass an AutoModelForCausalLM."
         )
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    _check_kind(lm, text)
-    check_own_attention(lm)
+    text = _text_config(config)
+    _check_class(lm, text)
+    if drops_softcap(lm):
+        raise UnsupportedModel(
+            f"{type(lm).__name__} asks for attn_logit_softcapping={text.attn_logit_softcapping}, but its own attention "
+            f"({text._attn_implementation}) has no soft-cap, so its rows by themselves are another computation than "
+            'its configuration says: call model.set_attn_implementation("eager"), or load it with '
+            'attn_implementation="eager".'
+        )
     recurrent_layers = check_recurrence(lm, text)
-    _check_layers(text)
-    _check_modules(model)
-    rotary_positions = check_rotary(lm, text)
+    for number, kind in enumerate(getattr(text, "layer_types", None) or []):
+        if kind not in LAYER_KINDS:
+            raise UnsupportedModel(
+                f"layer {number} is of kind {kind!r}; exact on a tree are only {', '.join(LAYER_KINDS)}."
+            )
+    if getattr(text, "alibi", None):
+        raise UnsupportedModel(f"alibi={text.alibi}: biases of attention by distance are not supported.")
+    _check_noise(model)
+    rotary_positions = _check_rotary(lm, text)
     _check_adapter(model)
     scalar = None if value_head is None else users_head(value_head)
-    scores_tokens = not critics or lm.get_output_embeddings() is not None  # type: ignore[operator]
-    if scores_tokens:
-        head, head_is_linear = _check_head(lm)
+    embeddings = lm.get_output_embeddings()  # type: ignore[operator]
+    if embeddings is not None or not critics:
+        if embeddings is None or inner_linear(embeddings) is None:
+            found = "missing" if embeddings is None else f"a {type(embeddings).__name__}"
+            raise UnsupportedModel(
+                f"the head of {type(lm).__name__} is {found}; known heads are nn.Linear and peft layers around one."
+            )
+        head, logit_map = embeddings, LogitMap.from_config(text)
     elif scalar is None:
         scalar = models_own_head(lm, text)
-        head, head_is_linear = scalar.module, is_plain_linear(scalar.module)
+        head, logit_map = scalar.module, IDENTITY
     else:
         raise UnsupportedModel(
             f"{type(lm).__name__} has a value head of its own and was given another; give one of both: this model "
             "alone, or a causal LM with the head."
         )
     if value_head is not None:
-        _check_modules(value_head)
+        _check_noise(value_head)
     # Layers may differ in the size of their heads; transformers then refuses to tell one size for all.
-    widths = [_heads_times_size(lm, layer) for layer in _layer_configs(text)]
+    layer_configs = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
     return Capabilities(
         layers=text.num_hidden_layers,
-        heads_times_size=max(widths),
+        heads_times_size=max(_heads_times_size(lm, layer) for layer in layer_configs),
         vocab_size=text.vocab_size,
         max_positions=getattr(text, "max_position_embeddings", None),
         head=head,
-        head_is_linear=head_is_linear,
-        logit_map=_logit_map(text) if scores_tokens else IDENTITY,
+        head_is_linear=is_plain_linear(head),
+        logit_map=logit_map,
         rotary_positions=rotary_positions,
         experts=check_experts(lm, text),
         recurrent_layers=recurrent_layers,
-        scores_tokens=scores_tokens,
+        scores_tokens=head is embeddings,
         scalar=scalar,
     )
 
 
-def _layer_configs(config: Any) -> list[Any]:
-    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+def drops_softcap(model: Any) -> bool:
+    """Whether the model's own attention leaves out the soft-cap on attention scores that its configuration asks for.
+
+    A tree follows the configuration. Some releases of transformers let such a model run by torch's fused attention
+    (`sdpa`), which has no soft-cap: its rows by themselves are then another computation than the model that was
+    trained.
+    """
+    config = _text_config(model.config)
+    if not getattr(config, "attn_logit_softcapping", None):
+        return False
+    # Under "eager" there is no function here: a family's own file has it.
+    function = AttentionInterface().get(config._attn_implementation)
+    return function is not None and "softcap" not in inspect.signature(function).parameters
+
+
+def with_softcap(model: Any) -> Any:
+    """The model, on its family's own attention where that of transformers' choice would leave out the soft-cap."""
+    if drops_softcap(model):
+        model.set_attn_implementation("eager")
+    return model
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _heads_times_size(lm: nn.Module, config: Any) -> int:
@@ -164,7 +205,7 @@ def _heads_times_size(lm: nn.Module, config: Any) -> int:
     return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
-def _check_kind(lm: nn.Module, config: Any) -> None:
+def _check_class(lm: nn.Module, config: Any) -> None:
     name = type(lm).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only causal LMs are supported.")
@@ -174,7 +215,8 @@ def _check_kind(lm: nn.Module, config: Any) -> None:
             f"{name} does not use transformers' attention interface, so its attention cannot be switched."
         )
     forwards = [vars(kind)["forward"] for kind in type(lm).__mro__ if "forward" in vars(kind)]
-    if not any("position_ids" in inspect.signature(forward).parameters for forward in forwards):
+    taken = {parameter for forward in forwards for parameter in inspect.signature(forward).parameters}
+    if "position_ids" not in taken:
         # Such a model counts positions by itself, through every branch (decoders of the BART family do).
         raise UnsupportedModel(f"{name} takes no position_ids, so a branch cannot start at its own position.")
     for module_name, module in lm.named_modules():
@@ -184,7 +226,7 @@ def _check_kind(lm: nn.Module, config: Any) -> None:
                 "id on and leaving padding out (create_position_ids_from_input_ids); a tree numbers them from 0, so "
                 "every token would be at another place than in its row."
             )
-    if any("shared_kv_states" in inspect.signature(forward).parameters for forward in forwards):
+    if "shared_kv_states" in taken:
         raise UnsupportedModel(
             f"{name} drafts tokens for another model, from that model's keys and values (shared_kv_states): it has no "
             "rows of its own. Pass the model that it drafts for."
@@ -200,21 +242,12 @@ def _check_adapter(model: nn.Module) -> None:
             f"{type(adapter).__name__}: prompt, prefix and p-tuning put tokens of their own before every row, which a "
             "tree has no place for; use LoRA or another adapter of weights."
         )
-    if getattr(adapter, "alora_invocation_tokens", None):
+    tokens = getattr(adapter, "alora_invocation_tokens", None)
+    if tokens:
         raise UnsupportedModel(
-            f"alora_invocation_tokens={list(adapter.alora_invocation_tokens)}: an activated LoRA begins at the last "  # type: ignore[union-attr]
-            "such tokens of a call, which on a tree are those of another row; use LoRA without them."
+            f"alora_invocation_tokens={list(tokens)}: an activated LoRA begins at the last such tokens of a call, "
+            "which on a tree are those of another row; use LoRA without them."
         )
-
-
-def _check_layers(config: Any) -> None:
-    for number, kind in enumerate(getattr(config, "layer_types", None) or []):
-        if kind not in LAYER_KINDS:
-            raise UnsupportedModel(
-                f"layer {number} is of kind {kind!r}; exact on a tree are only {', '.join(LAYER_KINDS)}."
-            )
-    if getattr(config, "alibi", None):
-        raise UnsupportedModel(f"alibi={config.alibi}: biases of attention by distance are not supported.")
 
 
 def _check_compiled(model: nn.Module) -> None:
@@ -224,63 +257,72 @@ def _check_compiled(model: nn.Module) -> None:
         compiled = wrapped or getattr(module, "_compiled_call_impl", None) is not None
         # Attention and recurrent layers of transformers know the number of their layer; norms and MLPs do not.
         if compiled and any(hasattr(inner, "layer_idx") for inner in module.modules()):
-            what = f"{name} is" if name else "the model is"
             how = "an OptimizedModule (torch.compile)" if wrapped else f"a {type(module).__name__} after .compile()"
             plain = "the model without it" if name or not wrapped else "the model within, model._orig_mod"
             raise UnsupportedModel(
-                f"{what} {how}; a graph that was traced once does not follow a tree. Pass {plain}; norms and MLPs may "
-                "be compiled by themselves: layer.mlp.compile(dynamic=True)."
+                f"{name or 'the model'} is {how}; a graph that was traced once does not follow a tree. Pass {plain}; "
+                "norms and MLPs may be compiled by themselves: layer.mlp.compile(dynamic=True)."
             )
 
 
-def _check_modules(model: nn.Module) -> None:
+def _check_noise(model: nn.Module) -> None:
+    """Refuse dropout and noise: a shared token would get one draw where every row has its own."""
     for name, module in model.named_modules():
-        _check_dropout(name, module)
-
-
-def _check_dropout(name: str, module: nn.Module) -> None:
-    if not module.training:
-        return
-    # Many layers keep their rates as plain numbers (dropout, layerdrop, ...), adapters as one for each adapter.
-    rates = {"p": module.p} if isinstance(module, _DropoutNd) else vars(module)
-    for field, found in rates.items():
-        for rate in found.values() if isinstance(found, dict) else (found,):
-            if isinstance(rate, float) and rate > 0 and (field == "p" or "drop" in field):
+        if not module.training:
+            continue
+        # Many layers keep their rates as plain numbers (dropout, layerdrop, ...), adapters as one for each adapter.
+        rates = {"p": module.p} if isinstance(module, _DropoutNd) else vars(module)
+        for field, found in rates.items():
+            for rate in found.values() if isinstance(found, dict) else (found,):
+                if isinstance(rate, float) and rate > 0 and (field == "p" or "drop" in field):
+                    raise UnsupportedModel(
+                        f"{name} ({type(module).__name__}) has dropout {rate} in training mode ({field}): a shared "
+                        "token would get one mask where every row has its own. Set it to 0 or call model.eval()."
+                    )
+        for field, what in _NOISES.items():
+            if getattr(module, field, None):
                 raise UnsupportedModel(
-                    f"{name} ({type(module).__name__}) has dropout {rate} in training mode ({field}): a shared token "
-                    "would get one mask where every row has its own. Set it to 0 or call model.eval()."
+                    f"{name} ({type(module).__name__}) adds noise in training mode ({what}): a shared token would get "
+                    "one noise where every row has its own. Switch it off or call model.eval()."
                 )
-    for field, what in _NOISES.items():
-        if getattr(module, field, None):
+
+
+def _check_rotary(model: nn.Module, config: Any) -> int | None:
+    """The longest row up to which rotary frequencies stay the same; None where they always do.
+
+    A tree is run in one call or in several, whose lengths are not those of its rows. So scalings that look at the
+    length are exact as long as every row is within the border.
+
+    Raises:
+        UnsupportedModel: naming a scaling that is not known, or frequencies that an earlier call has stretched.
+    """
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    entries = [entry for entry in scaling.values() if isinstance(entry, dict)] or [scaling]
+    borders = [border for entry in entries if (border := _rotary_border(entry, config)) is not None]
+    for name, module in model.named_modules() if borders else ():
+        original = getattr(module, "original_max_seq_len", None)
+        # Kinds of layers may have frequencies of their own, each under its name.
+        stretched = [int(value) for field, value in vars(module).items() if field.endswith("max_seq_len_cached")]
+        if isinstance(original, int) and max(stretched, default=0) > original:
             raise UnsupportedModel(
-                f"{name} ({type(module).__name__}) adds noise in training mode ({what}): a shared token would get one "
-                "noise where every row has its own. Switch it off or call model.eval()."
+                f"{name}: an earlier call of {max(stretched)} tokens has stretched its rotary frequencies beyond "
+                f"{original} positions; run a row of less than that through the model (which sets them back in newer "
+                "releases of transformers), or load it anew."
             )
+    return min(borders, default=None)
 
 
-def _logit_map(config: Any) -> LogitMap:
-    """What the configuration says of the logits."""
-
-    for field in _UNKNOWN_SCALES:
-        if getattr(config, field, None) not in (None, 1.0):
-            raise UnsupportedModel(f"{field}={getattr(config, field)}: how it changes the logits is not known here.")
-    factors, divisors, caps = (
-        [value for field in fields if (value := getattr(config, field, None)) is not None]
-        for fields in (_FACTORS, _DIVISORS, _CAPS)
-    )
-    if not factors + divisors + caps:
-        return IDENTITY
-    if len(caps) > 1:
-        raise UnsupportedModel(f"the logits are soft-capped twice ({caps}): in which order is not known here.")
-    return LogitMap(factor=math.prod(factors), divisor=math.prod(divisors), cap=caps[0] if caps else None)
-
-
-def _check_head(lm: nn.Module) -> tuple[nn.Module, bool]:
-    head = lm.get_output_embeddings()  # type: ignore[operator]
-    if head is None:
-        raise UnsupportedModel(f"{type(lm).__name__} has no output embeddings; an unknown head cannot be scored.")
-    if inner_linear(head) is not None:
-        return head, is_plain_linear(head)
+def _rotary_border(entry: dict[str, Any], config: Any) -> int | None:
+    kind = entry.get("rope_type", entry.get("type", "default"))
+    if kind in STATIC_SCALINGS:
+        return None
+    if kind == "dynamic":
+        return config.max_position_embeddings
+    if kind == "longrope":
+        original = entry.get("original_max_position_embeddings")
+        return original or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
     raise UnsupportedModel(
-        f"the head is a {type(head).__name__}; known heads are nn.Linear and peft layers around one."
+        f"rotary scaling {kind!r}: its frequencies may depend on the length of the call, which differs between a tree "
+        f"and its rows. Supported: {', '.join(sorted(STATIC_SCALINGS))}; dynamic and longrope for rows that do not "
+        "reach the length at which their frequencies change."
     )

@@ -1,18 +1,23 @@
-"""One way to name a model: a built-in preset, a local folder, or a repository of the Hugging Face hub."""
+"""Names a model in one way: a built-in preset, a local folder, or a repository of the Hugging Face hub.
+
+A model that would not be exact on a tree is refused from its configuration, before a weight is read or fetched.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treetrain.errors import DataError, UnsupportedModel
-from treetrain.models.config_check import check_named
-from treetrain.models.own_attention import with_softcap
-from treetrain.models.presets import PRESETS, is_preset, load_preset_model, preset_config, preset_tokenizer
+from treetrain.models.presets import PRESETS, load_preset_model, preset_config, preset_tokenizer
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from treetrain.models.capability import Capabilities
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+_FOR_CONFIG = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code", "code_revision")
 
 
 def load_model(
@@ -33,48 +38,41 @@ def load_model(
 
     Raises:
         DataError: the folder is missing or holds no model, or the hub cannot give it.
-        UnsupportedModel: what is there is no causal language model that transformers knows, or none that is exact on
-            a tree.
+        UnsupportedModel: transformers knows no causal language model there, or it is not exact on a tree.
     """
     name = str(name_or_path)
-    if is_preset(name):
+    if name in PRESETS:
         if options:
             raise ValueError(f"the preset {name!r} takes no options, got: {', '.join(sorted(options))}")
         return load_preset_model(name, seed=seed, dtype="float32" if dtype == "auto" else dtype)
-    folder = _local_folder(name)
-    if folder is not None:
-        _check_model_folder(folder)
-    check_named(name, str(folder or name), options)
+    folder = _model_folder(name)
+    source = str(folder or name)
+    _check_source(name, source, options)
+    import torch
     from transformers import AutoModelForCausalLM
 
+    from treetrain.models.capability import with_softcap
+
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(folder or name), dtype=dtype, **options)
-        model = model if "attn_implementation" in options else with_softcap(model)
-        return model if "experts_implementation" in options else _experts_in_float64(model)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
     except ValueError as error:
         raise UnsupportedModel(f"{name} is no causal language model that transformers can load: {error}") from error
     except OSError as error:
         raise _cannot_load("model", name, folder, error) from error
-
-
-def _experts_in_float64(model: "PreTrainedModel") -> "PreTrainedModel":
-    """Transformers' first choice for experts, torch's grouped products, knows no float64: then the plain loop."""
-    import torch
-
-    able = getattr(model, "_can_set_experts_implementation", None)  # not in every release of transformers
-    if model.dtype == torch.float64 and able is not None and able():
-        model.set_experts_implementation("eager")
-    return model
+    if "experts_implementation" not in options and model.dtype == torch.float64:
+        # Transformers' first choice for experts, torch's grouped products, knows no float64.
+        can_set = getattr(model, "_can_set_experts_implementation", None)  # not in every release of transformers
+        if can_set is not None and can_set():
+            model.set_experts_implementation("eager")
+    return model if "attn_implementation" in options else with_softcap(model)
 
 
 def load_config(name_or_path: str | Path) -> "PreTrainedConfig":
     """The configuration of a model named as in `load_model`. Raises DataError where there is none."""
     name = str(name_or_path)
-    if is_preset(name):
+    if name in PRESETS:
         return preset_config(name)
-    folder = _local_folder(name)
-    if folder is not None:
-        _check_model_folder(folder)
+    folder = _model_folder(name)
     from transformers import AutoConfig
 
     try:
@@ -96,7 +94,7 @@ def load_tokenizer(name_or_path: str | Path, **options: Any) -> "PreTrainedToken
         DataError: the folder holds no tokenizer, or the hub cannot give it.
     """
     name = str(name_or_path)
-    if is_preset(name):
+    if name in PRESETS:
         return preset_tokenizer(name)
     folder = _local_folder(name)
     if folder is not None and not any((folder / file).is_file() for file in TOKENIZER_FILES):
@@ -112,14 +110,110 @@ def load_tokenizer(name_or_path: str | Path, **options: Any) -> "PreTrainedToken
         raise _cannot_load("tokenizer", name, folder, error) from error
 
 
+def check_config(config: Any, **options: Any) -> "Capabilities | None":
+    """`check_model` on a model of this configuration without weights, in evaluation mode.
+
+    Args:
+        config: a transformers configuration.
+        options: for `AutoModelForCausalLM.from_config`.
+
+    Returns:
+        The capabilities; None where the class cannot be made without weights, so that only the loaded model can be
+        checked.
+
+    Raises:
+        UnsupportedModel: no causal language model, or one that would not be exact on a tree.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from treetrain.models.capability import check_model, with_softcap
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **options).eval()
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            return None
+        raise UnsupportedModel(
+            f"{type(config).__name__} belongs to no causal language model that transformers knows"
+        ) from error
+    except (RuntimeError, NotImplementedError, TypeError):  # it computes with its weights while it is made
+        return None
+    model = model if "attn_implementation" in options else with_softcap(model)
+    capabilities = check_model(model)
+    _check_masks(model)
+    return capabilities
+
+
+class _FirstLayer(Exception):
+    """A forward has reached its first layer, so its masks are made."""
+
+
+def _check_masks(model: "nn.Module") -> None:
+    """Let a model without weights make its masks, as every forward does before its first layer.
+
+    Whatever else goes wrong there may be for want of weights, and is left to the first call.
+
+    Raises:
+        UnsupportedModel: an unknown mask, or a window that the configuration does not have.
+    """
+    import torch
+    from torch import nn
+
+    from treetrain.models.tree_mode import missing_window, tree_attention
+
+    def stop(*_args: Any) -> None:
+        raise _FirstLayer
+
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    handles = [layer.register_forward_pre_hook(stop) for layers in lists for layer in layers]
+    two = torch.ones((1, 2), dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad(), tree_attention(model):
+            model(input_ids=two, position_ids=two, attention_mask=two, use_cache=False)
+    except UnsupportedModel:
+        raise
+    except ValueError as error:
+        refusal = missing_window(type(model).__name__, error)
+        if refusal is not None:
+            raise refusal from error
+    except Exception:
+        return
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _check_source(name: str, source: str, options: dict[str, Any]) -> None:
+    """`check_config` for a folder or hub id, as `from_pretrained` would load it with these options.
+
+    A model whose configuration cannot be read is left to the loader, which says why.
+    """
+    from transformers import AutoConfig
+
+    try:
+        passed = {key: options[key] for key in _FOR_CONFIG if key in options}
+        config = options.get("config") or AutoConfig.from_pretrained(source, **passed)
+    except (OSError, ValueError, KeyError):
+        return
+    try:
+        check_config(config, **{k: options[k] for k in ("trust_remote_code", "attn_implementation") if k in options})
+    except ImportError:  # what this attention needs is not installed
+        return
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{name}: {error}") from error
+
+
 def _local_folder(name: str) -> Path | None:
-    """The folder that `name` means; None where it reads as a hub id and no such folder exists."""
+    """The folder of that name; None where it reads as a hub id and no such folder exists."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
         raise DataError(f"{name} is a file; a model is named by its folder, a hub id or a preset ({_presets()})")
-    if _reads_as_hub_id(name):
+    parts = name.split("/")
+    if len(parts) <= 2 and all(part and part[0] not in ".~-" and not set(part) & set("\\ :") for part in parts):
         return None
     raise DataError(
         f"there is no folder {name}, and it cannot be a hub id either; give an existing model folder, a hub id such "
@@ -127,15 +221,11 @@ def _local_folder(name: str) -> Path | None:
     )
 
 
-def _reads_as_hub_id(name: str) -> bool:
-    parts = name.split("/")
-    plain = all(part and part[0] not in ".~-" and not set(part) & set("\\ :") for part in parts)
-    return plain and len(parts) <= 2
-
-
-def _check_model_folder(folder: Path) -> None:
-    if (folder / "config.json").is_file():
-        return
+def _model_folder(name: str) -> Path | None:
+    """As `_local_folder`, for a folder that must hold a model."""
+    folder = _local_folder(name)
+    if folder is None or (folder / "config.json").is_file():
+        return folder
     if (folder / "adapter_config.json").is_file():
         raise DataError(
             f"{folder} holds a LoRA adapter (adapter_config.json) and no model; name its base model here and put "

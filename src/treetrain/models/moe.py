@@ -10,13 +10,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from treetrain.errors import UnsupportedModel
-from treetrain.models.runs_around import runs_around
-from treetrain.models.switch import TreeRun, replaced_forward
+from treetrain.models.tree_mode import TreeRun, enclosing_runs, replaced_forward
 
 _LOSS = "load_balancing_loss_func"
 """What transformers calls the function of a model's auxiliary loss, in the model's own file."""
@@ -51,14 +50,6 @@ class MixtureOfExperts:
     """Experts of a token."""
     auxiliary: float
     """What the model multiplies its auxiliary loss by; 0 where it adds none."""
-
-
-class RouterRun(Protocol):
-    """What a step does with one forward's routers."""
-
-    def route(self, router: Router, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In place of a router's forward."""
-        ...
 
 
 def check_experts(lm: nn.Module, config: Any) -> MixtureOfExperts | None:
@@ -190,24 +181,24 @@ def routers_switched(model: nn.Module, experts: MixtureOfExperts) -> Iterator[No
     Raises:
         UnsupportedModel: in the block, by a router that is called outside of any run.
     """
-    with runs_around(model, [router.module for router in experts.routers]) as run_around, ExitStack() as stack:
+    with enclosing_runs(model, [router.module for router in experts.routers]) as current_run, ExitStack() as stack:
         for router in experts.routers:
-            stack.enter_context(replaced_forward(router.module, _routing(router, run_around)))
+            stack.enter_context(replaced_forward(router.module, _routing(router, current_run)))
         yield
 
 
-def _routing(router: Router, run_around: Callable[[], TreeRun | None]) -> Callable[..., Any]:
+def _routing(router: Router, current_run: Callable[[], TreeRun | None]) -> Callable[..., Any]:
     original = router.module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        tree_run = run_around()
+        tree_run = current_run()
         if tree_run is None:
             raise UnsupportedModel(
                 f"{router.name} was called outside of a layer that is told the tree run (by activation checkpointing "
                 "of a part of a layer?), so its recorded experts and auxiliary loss are not known; put the "
                 "checkpointing around whole layers."
             )
-        run: RouterRun | None = tree_run.routers
+        run = tree_run.routers
         return original(*args, **kwargs) if run is None else run.route(router, original, *args, **kwargs)
 
     return forward

@@ -25,7 +25,7 @@ from treetrain.engine.planning import formula_cost
 from treetrain.engine.score import Scored
 from treetrain.engine.switches import switches_of
 from treetrain.models.capability import causal_lm
-from treetrain.models.switch import RUN_KEYWORD
+from treetrain.models.tree_mode import RUN_KEYWORD
 from treetrain.planning.budget import Bytes
 from treetrain.planning.cost import ModelShape
 from treetrain.trainers.accumulation import RowScores, StepScores

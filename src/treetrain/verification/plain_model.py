@@ -14,7 +14,7 @@ from treetrain.engine.router_balance import RouterBalance
 from treetrain.engine.routing import by_place, route_as_recorded
 from treetrain.models.capability import causal_lm, check_model
 from treetrain.models.moe import Router
-from treetrain.models.switch import replaced_forward
+from treetrain.models.tree_mode import replaced_forward
 
 
 class RowScores(NamedTuple):

@@ -17,22 +17,14 @@ TOKENIZER_FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """The shape of a built-in Qwen3 model."""
+    """The shape of a built-in Qwen3 model; the embedding is shared with the head."""
 
     parameters: int
-    """How many weights it has, the embedding (shared with the head) counted once."""
     layers: int
     hidden: int
-    """Width of the residual stream."""
     feed_forward: int
-    """Width inside the MLP."""
     heads: int
     kv_heads: int
-    head_dim: int = 64
-    vocabulary: int = 2048
-    """Number of token ids, exactly those of the tokenizer."""
-    max_positions: int = 16_384
-    """Longest row, in tokens."""
 
 
 PRESETS = {
@@ -41,25 +33,20 @@ PRESETS = {
 }
 
 
-def is_preset(name: str) -> bool:
-    """Whether `name` names a built-in model."""
-    return name in PRESETS
-
-
 def preset_config(name: str) -> "Qwen3Config":
     """The transformers configuration of a built-in model. An unknown name is a ValueError that lists the names."""
     from transformers import Qwen3Config
 
     preset = _preset(name)
     return Qwen3Config(
-        vocab_size=preset.vocabulary,
+        vocab_size=2048,  # exactly the ids of the tokenizer
         hidden_size=preset.hidden,
         intermediate_size=preset.feed_forward,
         num_hidden_layers=preset.layers,
         num_attention_heads=preset.heads,
         num_key_value_heads=preset.kv_heads,
-        head_dim=preset.head_dim,
-        max_position_embeddings=preset.max_positions,
+        head_dim=64,
+        max_position_embeddings=16_384,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=2,

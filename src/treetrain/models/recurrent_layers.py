@@ -1,7 +1,13 @@
-"""Layers that mix tokens by recurrence or convolution: which are exact on a tree, and how they are switched.
+"""Layers that mix tokens by recurrence or convolution: which are exact on a tree, and their forward in tree mode.
 
-A layer is known by what it is made of, never by its name; and because the same parts may be put together differently,
-a tiny layer of its class is run once, by its own forward and by ours, before it is trusted.
+A layer is known by what it is made of, never by its name. The same parts may be put together differently, so a tiny
+layer of its class is run once, by its own forward and by ours, before it is trusted.
+
+In tree mode a layer's projections, gate, norm and output are called as the layer calls them, so that adapters and hooks
+on them work; only the convolution and the rule that mix tokens are ours. Gated DeltaNet layers are known with three
+ways of projecting (Qwen3-Next, Qwen3.5, OLMo hybrid); gated short convolutions (LFM2) are the same without the rule.
+
+Shape letters: N tokens, J key heads, H value heads, K and V sizes of keys and values.
 """
 
 import copy
@@ -9,62 +15,108 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
-from treetrain.attention.dispatch import Choice
 from treetrain.errors import UnsupportedModel
-from treetrain.linear_attention.dispatch import choose_rule
 from treetrain.linear_attention.paths import Paths
-from treetrain.models import deltanet
-from treetrain.models.runs_around import runs_around
-from treetrain.models.switch import TreeRun, replaced_forward
+from treetrain.models.tree_mode import TreeRun, enclosing_runs, replaced_forward
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
 
+# ---- forwards in tree mode: (layer, hidden states [1, N, D], paths) -> [1, N, D]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
+
+def _fused_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
+    """Two projections, their outputs interleaved by key head (Qwen3-Next)."""
+    parts = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(hidden), layer.in_proj_ba(hidden))
+    query, key, value, gate, beta, step = parts
+    mixed = torch.cat([x.flatten(2) for x in (query, key, value)], -1)
+    out = _gated_delta(layer, mixed, beta.sigmoid(), step, paths)
+    return layer.out_proj(_gated_norm(layer.norm, out, gate, hidden))
+
+
+def _split_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
+    """Queries, keys and values by one projection, the rest by one each (Qwen3.5)."""
+    mixed, gate = layer.in_proj_qkv(hidden), layer.in_proj_z(hidden)
+    beta, step = layer.in_proj_b(hidden), layer.in_proj_a(hidden)
+    out = _gated_delta(layer, mixed, beta.sigmoid(), step, paths)
+    return layer.out_proj(_gated_norm(layer.norm, out, gate, hidden))
+
+
+def _separate_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
+    """One projection for everything (OLMo hybrid), whose beta may go up to 2."""
+    mixed = torch.cat([layer.q_proj(hidden), layer.k_proj(hidden), layer.v_proj(hidden)], -1)
+    beta = layer.b_proj(hidden).sigmoid()
+    beta = beta * 2.0 if layer.allow_neg_eigval else beta
+    out = _gated_delta(layer, mixed, beta, layer.a_proj(hidden), paths)
+    return layer.o_proj(_gated_norm(layer.o_norm, out, layer.g_proj(hidden), hidden))
+
+
+def _short_convolution(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
+    """A convolution between two gates (LFM2)."""
+    before, after, values = layer.in_proj(hidden).chunk(3, -1)
+    gated = before * values
+    out = paths.convolve(layer.layer_idx, gated[0], layer.conv.weight.squeeze(1))
+    if layer.conv.bias is not None:
+        out = out + layer.conv.bias
+    return layer.out_proj(after * out.to(gated.dtype))
+
+
+def _gated_delta(layer: Any, mixed: Tensor, beta: Tensor, step: Tensor, paths: Paths) -> Tensor:
+    """Convolution and rule. mixed [1, N, 2 J K + H V], beta and step [1, N, H] -> [N, H, V] in the dtype of `mixed`."""
+    name, dtype = layer.layer_idx, mixed.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    conv = layer.conv1d
+    smoothed = paths.convolve(name, mixed[0], conv.weight.squeeze(1))
+    if conv.bias is not None:
+        smoothed = smoothed + conv.bias
+    smoothed = ACT2FN[layer.activation](smoothed).to(dtype)
+    query, key, value = smoothed.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
+    decay = -layer.A_log.to(wide).exp() * torch.nn.functional.softplus(step[0].to(wide) + layer.dt_bias)
+    out = paths.gated_delta(
+        name,
+        query.unflatten(-1, (-1, layer.head_k_dim)),
+        key.unflatten(-1, (-1, layer.head_k_dim)),
+        value.unflatten(-1, (-1, layer.head_v_dim)),
+        decay,
+        beta[0],
+    )
+    return out.to(dtype)
+
+
+def _gated_norm(norm: Any, out: Tensor, gate: Tensor, hidden: Tensor) -> Tensor:
+    """The gated norm of every head. out [N, H, V], gate [1, N, H, V] or [1, N, H V] -> [1, N, H V]."""
+    size = out.shape[-1]
+    return norm(out.reshape(-1, size), gate.reshape(-1, size)).reshape(*hidden.shape[:2], -1)
+
+
+# ---- which layers are known
+
+
+class Kind(NamedTuple):
     """A way of building a recurrent layer."""
 
     what: str
-    children: frozenset[str]
+    children: set[str]
     """Names of its submodules with parameters."""
-    parameters: frozenset[str]
+    parameters: set[str]
     """Names of its own parameters."""
     forward: Callable[[Any, Tensor, Paths], Tensor]
-    """(layer, hidden states [1, N, D], paths) -> [1, N, D]."""
 
 
-_DELTA: dict[str, Any] = {"what": "gated DeltaNet", "parameters": frozenset({"dt_bias", "A_log"})}
+_DELTA, _OWN = "gated DeltaNet", {"dt_bias", "A_log"}
+_SEPARATE = {"conv1d", "q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_norm", "o_proj"}
+_SPLIT = {"conv1d", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm", "out_proj"}
 KINDS = (
-    Kind(
-        children=frozenset({"conv1d", "in_proj_qkvz", "in_proj_ba", "norm", "out_proj"}),
-        forward=deltanet.fused_projections,
-        **_DELTA,
-    ),
-    Kind(
-        children=frozenset({"conv1d", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm", "out_proj"}),
-        forward=deltanet.split_projections,
-        **_DELTA,
-    ),
-    Kind(
-        children=frozenset(
-            {"conv1d", "q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_norm", "o_proj"},
-        ),
-        forward=deltanet.separate_projections,
-        **_DELTA,
-    ),
-    Kind(
-        what="gated short convolution",
-        children=frozenset({"conv", "in_proj", "out_proj"}),
-        parameters=frozenset(),
-        forward=deltanet.short_convolution,
-    ),
+    Kind(_DELTA, {"conv1d", "in_proj_qkvz", "in_proj_ba", "norm", "out_proj"}, _OWN, _fused_projections),
+    Kind(_DELTA, _SPLIT, _OWN, _split_projections),
+    Kind(_DELTA, _SEPARATE, _OWN, _separate_projections),
+    Kind("gated short convolution", {"conv", "in_proj", "out_proj"}, set(), _short_convolution),
 )
 _TINY = {  # the same layer, small
     "hidden_size": 12,
@@ -101,11 +153,10 @@ _MISSING = {  # by what a class is called, since these are refused in any case
 
 def kind_of(module: nn.Module) -> Kind | None:
     """The kind of a recurrent layer; None for any other module."""
-    names = module._modules.keys()
-    if not ("conv1d" in names or "conv" in names):
+    if not {"conv1d", "conv"} & module._modules.keys():
         return None
-    parameters = frozenset(name for name, _ in module.named_parameters(recurse=False))
-    children = frozenset(name for name, child in module.named_children() if any(True for _ in child.parameters()))
+    parameters = {name for name, _ in module.named_parameters(recurse=False)}
+    children = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
     return next((kind for kind in KINDS if (kind.children, kind.parameters) == (children, parameters)), None)
 
 
@@ -124,18 +175,23 @@ def check_recurrence(model: nn.Module, config: Any) -> int:
         if known and name.startswith(f"{known[-1]}."):
             continue
         if kind_of(module) is not None:
-            wrong = _wrong_with(module, config)
-            if wrong:
+            if type(module) not in _TRUSTED:
+                _TRUSTED[type(module)] = _try_tiny(module, config)
+            if wrong := _TRUSTED[type(module)]:
                 raise UnsupportedModel(f"{name} ({type(module).__name__}) {wrong}.")
             known.append(name)
         elif what := _mixes_by(module):
             unknown.append((name, type(module).__name__, what))
-    # What is merely called after a known layer inside it does not mix by itself.
+    # A module around a known layer may be called after it, and does not mix by itself.
     unknown = [
-        entry for entry in unknown if not any(layer.startswith(f"{entry[0]}.") or not entry[0] for layer in known)
+        found for found in unknown if not any(layer.startswith(f"{found[0]}.") or not found[0] for layer in known)
     ]
     if unknown:
-        name, kind, what = _innermost(unknown)
+        # A model is called after its layers: name the innermost.
+        name, kind, what = unknown[0]
+        for other in unknown[1:]:
+            if (not name or other[0].startswith(f"{name}.")) and "of unknown build" not in other[2]:
+                name, kind, what = other
         raise UnsupportedModel(
             f"{name} ({kind}) mixes tokens by {what}, whose state is not carried over the forks of a tree yet: a "
             "branch would go on from another branch's state. Exact so far: attention, gated DeltaNet and gated short "
@@ -150,26 +206,7 @@ def _mixes_by(module: nn.Module) -> str | None:
     for word, what in _MISSING.items():
         if word in kind and "norm" not in kind:
             return what
-    if isinstance(module, nn.RNNBase | nn.Conv1d):
-        return "a recurrence or convolution of unknown build"
-    return None
-
-
-def _innermost(found: list[tuple[str, str, str]]) -> tuple[str, str, str]:
-    """The first module found, or what is inside it where that was found too (a model is called after its layers)."""
-    at = found[0]
-    for other in found[1:]:
-        inside = not at[0] or other[0].startswith(f"{at[0]}.")
-        if inside and "of unknown build" not in other[2]:
-            at = other
-    return at
-
-
-def _wrong_with(layer: nn.Module, config: Any) -> str | None:
-    kind = type(layer)
-    if kind not in _TRUSTED:
-        _TRUSTED[kind] = _try_tiny(layer, config)
-    return _TRUSTED[kind]
+    return "a recurrence or convolution of unknown build" if isinstance(module, nn.RNNBase | nn.Conv1d) else None
 
 
 def _try_tiny(layer: Any, config: Any) -> str | None:
@@ -213,16 +250,7 @@ def _torch_functions(kind: type) -> Iterator[None]:
         names.update(wrapped)
 
 
-def delta_rule_of(model: nn.Module, device: torch.device) -> Choice | None:
-    """Which form of the gated delta rule runs on trees that suit it, and why; None for a model without such layers."""
-    for module in model.modules():
-        kind = kind_of(module)
-        if kind is not None and kind.what == _DELTA["what"]:
-            dtype = next(module.parameters()).dtype
-            if torch.is_autocast_enabled(device.type):
-                dtype = torch.get_autocast_dtype(device.type)
-            return choose_rule(device, dtype, int(module.head_k_dim), int(module.head_v_dim))  # type: ignore[arg-type]
-    return None
+# ---- tree mode
 
 
 @contextmanager
@@ -230,16 +258,16 @@ def tree_recurrence(model: nn.Module) -> Iterator[None]:
     """Let recurrent layers follow the paths of the tree run for the length of the block; restored on any exit."""
     layers = [(module, kind) for module in model.modules() if (kind := kind_of(module)) is not None]
     with (
-        runs_around(model, [layer for layer, _ in layers if not _takes_keywords(layer)]) as run_around,
+        enclosing_runs(model, [layer for layer, _ in layers if not _takes_keywords(layer)]) as current_run,
         ExitStack() as stack,
     ):
         for layer, kind in layers:
-            stack.enter_context(replaced_forward(layer, partial(_tree_forward, layer, kind, run_around)))
+            stack.enter_context(replaced_forward(layer, partial(_tree_forward, layer, kind, current_run)))
         yield
 
 
 def _takes_keywords(layer: nn.Module) -> bool:
-    """Whether what is around a layer could hand it the run; some releases of transformers hand it no keywords."""
+    """Whether the module around a layer could hand it the run; some releases of transformers hand it no keywords."""
     taken = inspect.signature(type(layer).forward).parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
 
@@ -247,7 +275,7 @@ def _takes_keywords(layer: nn.Module) -> bool:
 def _tree_forward(
     layer: Any,
     kind: Kind,
-    run_around: Callable[[], TreeRun | None],
+    current_run: Callable[[], TreeRun | None],
     hidden_states: Tensor,
     cache_params: Any = None,
     attention_mask: Tensor | None = None,
@@ -255,9 +283,8 @@ def _tree_forward(
     **kwargs: Any,
 ) -> Tensor:
     """In the place of a recurrent layer's forward. [1, N, D] -> [1, N, D]."""
-    name = type(layer).__name__
-    treetrain_run = treetrain_run or run_around()
-    if treetrain_run is None or treetrain_run.paths is None:
+    name, run = type(layer).__name__, treetrain_run or current_run()
+    if run is None or run.paths is None:
         raise UnsupportedModel(
             f"{name} was called without the tree run: the model does not pass keyword arguments on to it, or "
             "activation checkpointing is around it alone (put it around whole layers), so it cannot be told which "
@@ -265,11 +292,11 @@ def _tree_forward(
         )
     if attention_mask is not None or cache_params is not None or kwargs.get("past_key_values") is not None:
         raise UnsupportedModel(f"{name} is given a mask or a cache, which a tree has no place for.")
-    if hidden_states.shape[:2] != (1, treetrain_run.tokens):
+    if hidden_states.shape[:2] != (1, run.tokens):
         raise UnsupportedModel(
-            f"{name} is given {tuple(hidden_states.shape[:2])} tokens, but the tree has {treetrain_run.tokens}: "
+            f"{name} is given {tuple(hidden_states.shape[:2])} tokens, but the tree has {run.tokens}: "
             "something adds tokens of its own (a prompt adapter, a cache)."
         )
-    number, seen = layer.layer_idx, treetrain_run.layers_seen
-    (treetrain_run.recurrent_twice if number in seen else seen).add(number)
-    return kind.forward(layer, hidden_states, treetrain_run.paths)
+    number, seen = layer.layer_idx, run.layers_seen
+    (run.recurrent_twice if number in seen else seen).add(number)
+    return kind.forward(layer, hidden_states, run.paths)

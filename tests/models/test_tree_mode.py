@@ -10,8 +10,7 @@ from transformers import LlamaConfig, masking_utils
 from support.forests import attention_forest
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.errors import UnsupportedModel
-from treetrain.models.masks import SightMask, sight_of
-from treetrain.models.switch import INTERFACE, TreeRun, _tree_attention
+from treetrain.models.tree_mode import INTERFACE, RangeMask, TreeRun, _tree_attention, mask_of
 from treetrain.tree.attention_range import AttentionRange
 
 
@@ -40,20 +39,20 @@ def call(value_size: int = 8, tokens: int = 4, module: nn.Module | None = None, 
         ({"softcap": 50.0}, r"softcap=50\.0, its configuration for attn_logit_softcapping=None"),
         ({"s_aux": torch.zeros(2)}, r"s_aux=\(2,\).*none in the layer"),
         (
-            {"attention_mask": SightMask(AttentionRange(window=3)), "sliding_window": 4},
+            {"attention_mask": RangeMask(AttentionRange(window=3)), "sliding_window": 4},
             "sliding_window=4, but its mask is a window of 3",
         ),
         (
-            {"attention_mask": SightMask(AttentionRange(chunk=4)), "sliding_window": 4},
+            {"attention_mask": RangeMask(AttentionRange(chunk=4)), "sliding_window": 4},
             "sliding_window=4, but its mask is chunks of 4",
         ),
         (
-            {"attention_mask": SightMask(AttentionRange(window=3)), "module": layer("full_attention")},
+            {"attention_mask": RangeMask(AttentionRange(window=3)), "module": layer("full_attention")},
             "'full_attention', but .* window of 3",
         ),
         ({"module": layer("sliding_attention")}, "'sliding_attention', but .* full attention"),
         (
-            {"module": layer("sliding_attention"), "attention_mask": SightMask(AttentionRange(chunk=2))},
+            {"module": layer("sliding_attention"), "attention_mask": RangeMask(AttentionRange(chunk=2))},
             "'sliding_attention', but .* chunks",
         ),
         ({"module": layer(softcap=30.0)}, r"softcap=None, its configuration for attn_logit_softcapping=30\.0"),
@@ -86,9 +85,9 @@ def test_keywords_that_change_nothing_are_accepted():
 def test_what_a_layer_and_its_configuration_agree_on_is_accepted():
     for module, keywords in (
         (layer("full_attention"), {}),
-        (layer("sliding_attention"), {"attention_mask": SightMask(AttentionRange(window=3)), "sliding_window": 3}),
-        (layer("sliding_attention"), {"attention_mask": SightMask(AttentionRange(window=3))}),
-        (layer("chunked_attention"), {"attention_mask": SightMask(AttentionRange(chunk=2))}),
+        (layer("sliding_attention"), {"attention_mask": RangeMask(AttentionRange(window=3)), "sliding_window": 3}),
+        (layer("sliding_attention"), {"attention_mask": RangeMask(AttentionRange(window=3))}),
+        (layer("chunked_attention"), {"attention_mask": RangeMask(AttentionRange(chunk=2))}),
         (layer(softcap=30.0), {"softcap": 30.0}),
         (layer(sinks=2), {"s_aux": torch.ones(2)}),
         (layer(), {"value_size": 4}),
@@ -122,16 +121,16 @@ def test_what_the_models_own_mask_says_is_read_from_it_or_refused(name):
                 make(**given, position_ids=positions, **options)
         else:
             found = make(**given, position_ids=positions, **options)
-            assert (None if found is None else found.sight) == expected
+            assert (None if found is None else found.range) == expected
 
 
 def test_a_mask_with_two_bounds_is_refused():
     window, chunks = masking_utils.sliding_window_overlay(3), masking_utils.chunked_overlay(2, torch.zeros(1))
     with pytest.raises(UnsupportedModel, match="a window of 3, chunks of 2"):
-        sight_of(masking_utils.and_masks(window, chunks))
+        mask_of(masking_utils.and_masks(window, chunks))
 
 
 @pytest.mark.parametrize("use", [lambda mask: mask.dtype, lambda mask: mask[:, :, :2], lambda mask: mask.to("cpu")])
 def test_a_model_that_computes_with_its_mask_is_refused(use):
     with pytest.raises(UnsupportedModel, match="computes with its attention mask, a window of 3"):
-        use(SightMask(AttentionRange(window=3)))
+        use(RangeMask(AttentionRange(window=3)))

@@ -1,5 +1,6 @@
-"""Heads that give every hidden state a number (or several): critics, reward models, and heads of the user's own."""
+"""The heads of a model: what becomes of the logits of a language-model head, and heads that give values."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,80 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from treetrain.errors import UnsupportedModel
 
-NAMES = ("score", "classifier")
-"""What the classification models of transformers call their heads."""
+# Fields of a configuration by what they do to the logits. The first call checks that this model does so.
+_FACTORS = ("logit_scale", "lm_head_multiplier")
+_DIVISORS = ("logits_scaling",)
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+_UNKNOWN_SCALES = ("logits_scale", "mup_width_multiplier")
 _MIXING = (_BatchNorm, _InstanceNorm, nn.RNNBase, nn.MultiheadAttention, nn.modules.conv._ConvNd)
 """Modules whose result at one row depends on the other rows of a call (or may)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogitMap:
+    """Logits z become cap * tanh(z / cap), after z is multiplied by a factor and divided by a divisor."""
+
+    factor: float = 1.0
+    divisor: float = 1.0
+    cap: float | None = None
+
+    @classmethod
+    def from_config(cls, config: Any) -> "LogitMap":
+        """Read from a configuration. Raises UnsupportedModel for scales that are not known here."""
+        for field in _UNKNOWN_SCALES:
+            if getattr(config, field, None) not in (None, 1.0):
+                raise UnsupportedModel(
+                    f"{field}={getattr(config, field)}: how it changes the logits is not known here."
+                )
+        factors, divisors, caps = (
+            [value for field in fields if (value := getattr(config, field, None)) is not None]
+            for fields in (_FACTORS, _DIVISORS, _CAPS)
+        )
+        if not factors + divisors + caps:
+            return IDENTITY
+        if len(caps) > 1:
+            raise UnsupportedModel(f"the logits are soft-capped twice ({caps}): in which order is not known here.")
+        return cls(factor=math.prod(factors), divisor=math.prod(divisors), cap=caps[0] if caps else None)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Differentiable; in the order of operations that models use."""
+        if self.factor != 1.0:
+            logits = logits * self.factor
+        if self.divisor != 1.0:
+            logits = logits / self.divisor
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+    def apply_(self, logits: Tensor, *, want_slope: bool) -> Tensor | None:
+        """In place. Returns the derivative by the given logits where it differs from one to the next."""
+        if self.factor != 1.0:
+            logits.mul_(self.factor)
+        if self.divisor != 1.0:
+            logits.div_(self.divisor)
+        if self.cap is None:
+            return None
+        logits.div_(self.cap).tanh_()
+        slope = (1 - logits.square()).mul_(self.factor / self.divisor) if want_slope else None
+        logits.mul_(self.cap)
+        return slope
+
+    def pull_back_(self, grad: Tensor, slope: Tensor | None) -> Tensor:
+        """Turn the gradient by the mapped logits into that by the given ones, in place."""
+        if slope is not None:
+            return grad.mul_(slope)
+        scale = self.factor / self.divisor
+        return grad if scale == 1.0 else grad.mul_(scale)
+
+    def __str__(self) -> str:
+        words = [
+            f"times {self.factor}" if self.factor != 1.0 else "",
+            f"over {self.divisor}" if self.divisor != 1.0 else "",
+            f"soft-capped at {self.cap}" if self.cap is not None else "",
+        ]
+        return ", ".join(word for word in words if word) or "as they are"
+
+
+IDENTITY = LogitMap()
+"""The map of a model whose configuration says nothing about its logits: it must return them untouched."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,27 +96,26 @@ class ScalarHead:
     is_models_own: bool
     """Whether the model calls it, in place of a language-model head; otherwise it is the user's."""
     labels: int | None
-    """c; None for a head of the user's, which its first call tells."""
+    """c; None for a head of the user's, whose first call shows it."""
     pooled: bool = False
     """Whether the model keeps the value of each row's last token only."""
     pad_token: int | None = None
-    """Ids at the end of a row that such a model does not take for its last token."""
+    """The id that such a model skips at the end of a row when it looks for the last token."""
 
     def values(self, forward: Callable[[Tensor], Any], rows: Tensor) -> Tensor:
         """[n] or [n, c] values of rows [n, D], float32 or wider.
 
         Args:
-            forward: what the module does when it is called.
+            forward: the forward of the module.
 
         Raises:
             UnsupportedModel: something else than one value, or c, per row.
         """
+        given = rows
         if not self.is_models_own and not torch.is_autocast_enabled(rows.device.type):
             # A float32 head on a bf16 model is common.
             first = next(self.module.parameters(), None)
             given = rows if first is None or not first.dtype.is_floating_point else rows.to(first.dtype)
-        else:
-            given = rows
         found = forward(given)
         if not isinstance(found, Tensor) or found.dim() not in (1, 2) or len(found) != len(rows):
             shape = tuple(found.shape) if isinstance(found, Tensor) else f"of type {type(found).__name__}"
@@ -64,10 +134,11 @@ def models_own_head(lm: nn.Module, text_config: Any) -> ScalarHead:
         UnsupportedModel: no head of a name that is known, or one that is more than a matrix.
     """
     name = type(lm).__name__
-    heads = [getattr(lm, attribute) for attribute in NAMES if isinstance(getattr(lm, attribute, None), nn.Module)]
+    found = [getattr(lm, attribute, None) for attribute in ("score", "classifier")]
+    heads = [head for head in found if isinstance(head, nn.Module)]
     if len(heads) != 1:
         raise UnsupportedModel(
-            f"{name} has no output embeddings and {len(heads)} heads called {' or '.join(NAMES)}; an unknown head "
+            f"{name} has no output embeddings and {len(heads)} heads called score or classifier; an unknown head "
             "cannot be scored. Pass a causal LM, or a model for token or sequence classification."
         )
     linear = inner_linear(heads[0])
@@ -104,13 +175,13 @@ def users_head(head: nn.Module) -> ScalarHead:
 
 
 def is_plain_linear(head: nn.Module) -> bool:
-    """A matrix and nothing more; FSDP2 makes a class of its own of one that is a shard by itself."""
+    """Whether a head is a matrix and nothing more; FSDP2 makes a class of its own of one that is a shard by itself."""
     kind = type(head)
     return kind is nn.Linear or (kind.__name__ == "FSDPLinear" and kind.__bases__[-1] is nn.Linear)
 
 
 def inner_linear(head: nn.Module) -> nn.Linear | None:
-    """The matrix of a head, within what peft has put around it; None for anything else."""
+    """The matrix of a head, within the layer that peft puts around it; None for anything else."""
     if is_plain_linear(head):
         return head  # type: ignore[return-value]
     inner = getattr(head, "base_layer", None) or getattr(head, "original_module", None)

@@ -1,0 +1,373 @@
+"""Puts a Hugging Face causal LM into tree mode for the length of one call, and back.
+
+Attention goes through transformers' own attention interface under a name of ours. The run travels to the attention
+layers as a keyword argument of the model's forward, so that it is still there when activation checkpointing calls a
+layer a second time.
+
+No mask is built. A model makes its masks by transformers' functions, which hand a *mask function*, put together from a
+few known ones, to whoever is registered for the attention implementation. Under ours it is taken apart, and the range
+that each layer sees travels in place of the mask (`RangeMask`). Anything unknown in it is refused, so a layer is never
+given a wider or a narrower view than the model's own.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from treetrain.attention.sight import Ask
+from treetrain.errors import UnsupportedModel
+from treetrain.linear_attention.paths import Paths
+from treetrain.tree.attention_range import FULL, AttentionRange
+
+INTERFACE = "treetrain"
+RUN_KEYWORD = "treetrain_run"
+# Keyword arguments that transformers' layers hand to attention and that do not change what a token sees.
+_NEUTRAL = {
+    "position_ids",
+    "position_embeddings",
+    "cache_position",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "num_items_in_batch",
+    "logits_to_keep",
+    "token_type_ids",
+}
+
+
+class AttentionBackend(Protocol):
+    """Tree attention over one packed run."""
+
+    name: str
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, layer: int, ask: Ask, sinks: Tensor | None
+    ) -> Tensor:
+        """query [N, H, D], key [N, G, D], value [N, G, V] -> [N, H, V]; `layer` tells the layers' carries apart."""
+        ...
+
+
+class RouterRun(Protocol):
+    """Takes hold of the routers of one forward."""
+
+    def route(self, router: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Called in place of the forward of a router (see `moe.Router`)."""
+        ...
+
+
+class TreeRun:
+    """Everything that the layers of one forward need, and a note of which layers have been through it."""
+
+    def __init__(self, attention: AttentionBackend, tokens: int, positions: Tensor | None = None):
+        self.attention = attention
+        self.tokens = tokens
+        self.positions = positions
+        """int64 [N]: every token's place on its path."""
+        self.layers_seen: set[int] = set()
+        self.layers_twice: set[int] = set()
+        """Layers that called attention more than once; layers that backward runs again are counted here too."""
+        self.recurrent_twice: set[int] = set()
+        """Likewise recurrent layers."""
+        self.routers: RouterRun | None = None
+        """Takes hold of the routers of experts; None leaves them as they are."""
+        self.paths: Paths | None = None
+        """The paths that recurrent layers follow; None in a model without."""
+
+
+@contextmanager
+def tree_attention(model: nn.Module) -> Iterator[None]:
+    """Route the model's attention through the tree run for the length of the block; restored on any exit."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            config = getattr(module, "config", None)
+            if getattr(config, "_attn_implementation_internal", INTERFACE) != INTERFACE:  # modules share configurations
+                _set(stack, config, "_attn_implementation_internal", INTERFACE)
+            if _scales_queries(module):
+                _set(stack, module, _TUNING, False)
+        yield
+
+
+def _set(stack: ExitStack, holder: Any, name: str, value: Any) -> None:
+    """Set an attribute until the stack is left."""
+    stack.callback(setattr, holder, name, getattr(holder, name))
+    setattr(holder, name, value)
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace one module's ``forward`` for the length of the block; hooks around it still run."""
+    had_own, before = "forward" in vars(module), vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if had_own:
+            module.forward = before  # type: ignore[assignment]
+        else:
+            del module.forward
+
+
+# ---- attention
+
+
+def _tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: "RangeMask | EmptyMask | Tensor | None",
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    treetrain_run: TreeRun | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention interface's function. query [1, H, N, D], key and value [1, G, N, D] -> [1, N, H, D]."""
+    name, run = type(module).__name__, treetrain_run
+    if run is None:
+        raise UnsupportedModel(
+            f"{name} was called without the tree run: the model does not pass keyword arguments on to its "
+            "attention, so it cannot be told which tokens see which. It cannot be trained on a tree."
+        )
+    seen = attention_mask.range if isinstance(attention_mask, RangeMask | EmptyMask) else FULL
+    if isinstance(attention_mask, Tensor):
+        kwargs["attention_mask"] = attention_mask
+    if dropout:
+        kwargs["dropout"] = dropout
+    if is_causal is False or not getattr(module, "is_causal", True):
+        kwargs["is_causal"] = False
+    unknown = {k: v for k, v in kwargs.items() if v is not None and k not in _NEUTRAL}
+    if unknown:
+        listed = ", ".join(f"{k}={v if isinstance(v, (int, float, str)) else '...'}" for k, v in unknown.items())
+        raise UnsupportedModel(f"{name} asks its attention for {listed}, which is not exact on a tree yet.")
+    ask = Ask(seen, softcap or None)
+    _check_agreement(module, ask, sliding_window, s_aux, query.shape[1])
+    lengths = {x.shape[2] for x in (query, key, value)}
+    if query.shape[0] != 1 or lengths != {run.tokens}:
+        raise UnsupportedModel(
+            f"{name} attends over a batch of {query.shape[0]} with {sorted(lengths)} tokens, but the tree has "
+            f"{run.tokens}: something adds tokens or keys of its own (a prompt adapter, a cache)."
+        )
+    query = _scaled_by_position(module, query, run.positions)
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        # A normalised query may be float32 beside a bfloat16 value: cast as stock attention would.
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    layer = getattr(module, "layer_idx", id(module))
+    (run.layers_twice if layer in run.layers_seen else run.layers_seen).add(layer)
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    return run.attention(q, k, v, scale, layer, ask, s_aux).unsqueeze(0), None
+
+
+_KINDS = {"full_attention": "full", "sliding_attention": "window", "chunked_attention": "chunk"}
+
+
+def _check_agreement(module: nn.Module, ask: Ask, sliding_window: int | None, sinks: Tensor | None, heads: int) -> None:
+    """The mask, the keywords and the configuration must say the same: where they differ, so do stock backends."""
+    name, seen, config = type(module).__name__, ask.sight, getattr(module, "config", None)
+    if sliding_window is not None and sliding_window != seen.window:
+        raise UnsupportedModel(
+            f"{name} asks its attention for sliding_window={sliding_window}, but its mask is {seen}."
+        )
+    kinds, number = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds and number is not None and number < len(kinds):
+        kind = "window" if seen.window else "chunk" if seen.chunk else "full"
+        if _KINDS.get(kinds[number], kind) != kind:
+            raise UnsupportedModel(f"layer {number} is of kind {kinds[number]!r}, but {name} asks for {seen}.")
+    declared = getattr(config, "attn_logit_softcapping", None) or None
+    if declared != ask.softcap:
+        raise UnsupportedModel(
+            f"{name} asks its attention for softcap={ask.softcap}, its configuration for "
+            f"attn_logit_softcapping={declared}."
+        )
+    own = getattr(module, "sinks", None)
+    if (own is None) != (sinks is None) or (sinks is not None and sinks.shape != (heads,)):
+        raise UnsupportedModel(
+            f"{name} asks its attention for s_aux={'nothing' if sinks is None else tuple(sinks.shape)}, where one sink "
+            f"for each of {heads} heads was expected ({'none' if own is None else 'some'} in the layer)."
+        )
+
+
+# Llama 4's layers without rotary embedding scale queries by their position ("temperature tuning"). They count positions
+# over the call, which in a packed tree are not those of the rows. So their own scaling is off in tree mode, and done
+# here by each token's place on its path.
+
+_TUNING = "attn_temperature_tuning"
+
+
+def _scales_queries(module: nn.Module) -> bool:
+    fields = (_TUNING, "use_rope", "floor_scale", "attn_scale")
+    return all(hasattr(module, field) for field in fields) and not module.use_rope
+
+
+def _scaled_by_position(module: nn.Module, query: Tensor, positions: Tensor | None) -> Tensor:
+    """Scale queries [1, H, N, D] as the layer would in a row by itself; only where it would."""
+    if not _scales_queries(module) or not getattr(getattr(module, "config", None), _TUNING, False):
+        return query
+    assert positions is not None
+    steps = torch.floor((positions.float() + 1.0) / module.floor_scale)  # type: ignore[operator]
+    scales = torch.log1p(steps) * module.attn_scale + 1.0  # type: ignore[operator]
+    return (query * scales[:, None]).to(query.dtype)
+
+
+# ---- masks
+
+_COMBINATIONS = {"and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.inner_mask"}
+# The tree's own rule says these already: causal, and no token of one row sees another row.
+_IMPLIED = {"causal_mask_function", "packed_sequence_mask_function.<locals>.inner_mask"}
+_WINDOW = "sliding_window_overlay.<locals>.inner_mask"
+_CHUNK = "chunked_overlay.<locals>.inner_mask"
+
+
+class RangeMask:
+    """Stands for a mask. Layers hand it on; one that computes with it is refused."""
+
+    def __init__(self, seen: AttentionRange):
+        self.range = seen
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse(f"reads .{name} of it")
+
+    def __getitem__(self, _key: Any) -> NoReturn:
+        self._refuse("takes a part of it")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedModel(
+            f"the model computes with its attention mask, {self.range} (it {what}): what its layers see is not known."
+        )
+
+
+class EmptyMask:
+    """Stands for the mask of a window of 0 tokens, which Qwen2-MoE makes beside the one its layers take."""
+
+    @property
+    def range(self) -> NoReturn:
+        raise UnsupportedModel("a layer takes an attention mask whose window is 0, so that no token sees any.")
+
+
+def mask_of(mask_function: Callable) -> RangeMask | EmptyMask | None:
+    """The mask that a mask function stands for; None where a token sees everything above it.
+
+    Raises:
+        UnsupportedModel: the mask is something else than causal, a window or chunks; naming what.
+    """
+    ranges = []
+    for function in _leaves(mask_function):
+        name = function.__qualname__
+        known = function.__module__ == "transformers.masking_utils"
+        if known and name in _IMPLIED:
+            continue
+        size = inspect.getclosurevars(function).nonlocals
+        if known and name == _WINDOW:
+            if not size["sliding_window"]:
+                return EmptyMask()
+            ranges.append(AttentionRange(window=int(size["sliding_window"])))
+        elif known and name == _CHUNK:
+            ranges.append(AttentionRange(chunk=int(size["chunk_size"])))
+        else:
+            raise UnsupportedModel(f"the model's attention mask has a part that is not known here: {name}.")
+    if len(ranges) > 1:
+        raise UnsupportedModel(f"the model's attention mask has several bounds at once: {', '.join(map(str, ranges))}.")
+    return RangeMask(ranges[0]) if ranges else None
+
+
+def _leaves(function: Callable) -> Iterator[Callable]:
+    """The mask functions that one is put together from."""
+    if function.__qualname__ not in _COMBINATIONS:
+        yield function
+        return
+    for value in inspect.getclosurevars(function).nonlocals.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if callable(part):
+                yield from _leaves(part)
+
+
+def missing_window(name: str, error: ValueError) -> UnsupportedModel | None:
+    """The refusal of a model whose masks need a window that its configuration lacks; None for another error.
+
+    Args:
+        name: of the model's class.
+        error: of its forward.
+    """
+    if "`sliding_window`" not in str(error):
+        return None
+    return UnsupportedModel(
+        f"{name} makes the mask of a window, but its configuration has sliding_window=None, so it runs on no row "
+        f"either ({error}); give it a window (as long as the longest row for none)."
+    )
+
+
+AttentionInterface.register(INTERFACE, _tree_attention)
+AttentionMaskInterface.register(INTERFACE, lambda *_args, mask_function, **_kwargs: mask_of(mask_function))
+
+
+# ---- modules that are handed no keyword arguments
+
+_CHECKPOINT = "_gradient_checkpointing_func"
+"""By which transformers' modules call what is to be called again; newer releases leave a layer's hooks outside."""
+
+
+@contextmanager
+def enclosing_runs(model: nn.Module, inside: Collection[nn.Module]) -> Iterator[Callable[[], TreeRun | None]]:
+    """Give a function that tells the run of the call that is under way, for the length of the block.
+
+    Routers and some recurrent layers are handed no keyword arguments, but the modules around them are. Activation
+    checkpointing calls a part of the model a second time, in backward, when other runs may have been forward
+    meanwhile: what is called again is in the run that it was in at first, never in the one that happened to be last.
+
+    The function gives None outside of any call that is known, such as of a part of a layer that something other than
+    transformers checkpoints without what is around it.
+
+    Args:
+        inside: the modules that will ask.
+    """
+    calls: list[tuple[Any, TreeRun | None]] = []  # under way, from the outermost in: what is called, and its run
+
+    def current() -> TreeRun | None:
+        return calls[-1][1] if calls else None
+
+    def enter(module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        calls.append((module, kwargs.get(RUN_KEYWORD, current())))
+
+    def leave(module: nn.Module, _args: Any, _output: Any) -> None:
+        if calls and calls[-1][0] is module:  # where another hook failed before `enter`, the call had not begun
+            calls.pop()
+
+    def call_in(run: TreeRun | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        calls.append((function, run))
+        depth = len(calls)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            del calls[depth - 1 :]
+
+    def remembering(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """A checkpointing function whose second call is in the run of the first."""
+        if isinstance(checkpoint, partial):  # its keywords are looked at
+            return partial(remembering(checkpoint.func), *checkpoint.args, **checkpoint.keywords)
+        return lambda function, *args, **kwargs: checkpoint(partial(call_in, current(), function), *args, **kwargs)
+
+    asking = {id(module) for module in inside}
+    with ExitStack() as stack:
+        for module in model.modules() if asking else ():
+            if id(module) not in asking and any(id(child) in asking for child in module.modules()):
+                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+                if _CHECKPOINT in vars(module):
+                    _set(stack, module, _CHECKPOINT, remembering(vars(module)[_CHECKPOINT]))
+        yield current
