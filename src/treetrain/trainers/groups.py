@@ -1,8 +1,8 @@
 """Groups of rows that shuffling never tears apart.
 
-Rows of one `group` are a unit; rows without a group are one if they are of one tree, and a tree that is larger than a
-step is cut at its forks. Rows of one `pair` are always of one unit. Trees are those of token ids and keys: experts that
-a sampler recorded say what rows can share, not what belongs together.
+Rows of one `group` stay together. Rows without a group stay together if they are of one tree, and a tree that is larger
+than a step is cut at its forks. Rows of one `pair` are always in one group. Trees are those of token ids and keys:
+experts that a sampler recorded say what rows can share, not what belongs together.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -11,8 +11,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.data.columns import RowColumns, columns_of
-from treetrain.data.prefix_order import PrefixOrder, prefix_order
+from treetrain.data.columns import columns_of
+from treetrain.data.prefix_order import prefix_order
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 
@@ -21,56 +21,8 @@ WORTH_KEEPING = 0.1
 """Rows stay together where that saves this share of the tokens they have below what all rows around them share."""
 
 
-class RowGroups(Sequence[Int64s]):
-    """Row numbers of every unit, ascending; two arrays, however many units there are.
-
-    Args:
-        rows: int64 [K], unit after unit.
-        start: int64 [units + 1]: where each begins, and K.
-    """
-
-    def __init__(self, rows: Int64s, start: Int64s) -> None:
-        self._rows, self._start = rows, start
-
-    @classmethod
-    def of_labels(cls, labels: Int64s) -> "RowGroups":
-        """Rows of equal label, from 0 without gaps, are a unit, which has the label as its number."""
-        rows = np.argsort(labels, kind="stable")
-        start = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(labels))]).astype(np.int64)
-        return cls(rows, start)
-
-    def __len__(self) -> int:
-        return len(self._start) - 1
-
-    def __getitem__(self, unit):  # type: ignore[override]
-        """Row numbers of a unit."""
-        if not -len(self) <= unit < len(self):
-            raise IndexError(unit)
-        unit %= len(self)
-        return self._rows[self._start[unit] : self._start[unit + 1]]
-
-    def __iter__(self) -> Iterator[Int64s]:
-        return iter(np.split(self._rows, self._start[1:-1]) if len(self) else [])
-
-    def rows_of(self, units: Int64s) -> Int64s:
-        """Row numbers of some units, unit after unit."""
-        size = self._start[units + 1] - self._start[units]
-        first = np.repeat(self._start[units] - np.cumsum(size) + size, size)
-        return self._rows[first + np.arange(int(size.sum()))]
-
-    def unit_of_rows(self) -> Int64s:
-        """int64 [K]: the unit of every row."""
-        found = np.empty(len(self._rows), np.int64)
-        found[self._rows] = np.repeat(np.arange(len(self)), np.diff(self._start))
-        return found
-
-    def sums(self, values: Int64s) -> Int64s:
-        """The sum of a column over every unit."""
-        return np.add.reduceat(values[self._rows], self._start[:-1]) if len(self) else np.zeros(0, np.int64)
-
-
-def make_groups(trajectories: Sequence[Trajectory], *, tokens_per_step: int | None = None) -> RowGroups:
-    """The units of rows, in the order of each unit's first row.
+def make_groups(trajectories: Sequence[Trajectory], *, tokens_per_step: int | None = None) -> list[Int64s]:
+    """Row numbers of every group, ascending, in the order of the groups' first rows.
 
     Args:
         trajectories: the rows, in memory or not.
@@ -80,18 +32,29 @@ def make_groups(trajectories: Sequence[Trajectory], *, tokens_per_step: int | No
     labels = columns.group.copy()
     loose = np.flatnonzero(labels < 0)
     if len(loose):
-        own = _tree_labels(prefix_order(trajectories), columns, tokens_per_step)[loose]
+        order, own = prefix_order(trajectories), np.zeros(len(labels), np.int64)  # rows without tokens stay at 0
+        length = columns.tokens[order.rows]
+        for number, (low, high) in enumerate(cut_trees(order.shared, length, length, tokens_per_step), start=1):
+            own[order.rows[low:high]] = number
         # Calls of one conversation belong together, though their prompts may differ early.
-        labels[loose] = _joined(own, columns.episode[loose]) + labels.max() + 1
-    return RowGroups.of_labels(_by_first_row(_joined(labels, columns.pair)))
+        labels[loose] = _joined(own[loose], columns.episode[loose]) + labels.max() + 1
+    labels = _joined(labels, columns.pair)
+    rows = np.argsort(labels, kind="stable")
+    groups = np.split(rows, np.flatnonzero(np.diff(labels[rows])) + 1) if len(rows) else []
+    return sorted(groups, key=lambda group: group[0])
 
 
-def _tree_labels(order: PrefixOrder, columns: RowColumns, target: int | None) -> Int64s:
-    """A number for every row without a group: of its tree, or of the piece of it; 0 for all rows without tokens."""
-    labels, length = np.zeros(len(columns.tokens), np.int64), columns.tokens[order.rows]
-    for number, (low, high) in enumerate(cut_trees(order.shared, length, length, target), start=1):
-        labels[order.rows[low:high]] = number
-    return labels
+def _joined(labels: Int64s, codes: Int64s) -> Int64s:
+    """Labels, made equal where rows have the same code; -1 joins nothing. Both are numbers from 0."""
+    coded = codes >= 0
+    while True:
+        least = np.full(codes.max(initial=-1) + 1, np.iinfo(np.int64).max)
+        np.minimum.at(least, codes[coded], labels[coded])
+        into = np.arange(labels.max(initial=-1) + 1)
+        np.minimum.at(into, labels[coded], least[codes[coded]])
+        if (into[labels] == labels).all():
+            return labels
+        labels = into[labels]
 
 
 def cut_trees(shared: Int64s, length: Int64s, size: Int64s, limit: int | None) -> Iterator[tuple[int, int]]:
@@ -148,41 +111,6 @@ def cut_trees(shared: Int64s, length: Int64s, size: Int64s, limit: int | None) -
                 yield start, high
 
 
-def _joined(labels: Int64s, codes: Int64s) -> Int64s:
-    """Labels of which some are made equal: those of rows with the same code.
-
-    Args:
-        labels: int64 [K], 0 or more.
-        codes: int64 [K]; -1 joins nothing.
-    """
-    coded = np.flatnonzero(codes >= 0)
-    pairs = np.unique(np.stack([codes[coded], labels[coded]], axis=1), axis=0)
-    # Only codes that stand in several labels have something to join.
-    same = np.flatnonzero(pairs[1:, 0] == pairs[:-1, 0]) + 1
-    if not len(same):
-        return labels
-    into = np.arange(int(labels.max()) + 1).tolist()
-
-    def find(label: int) -> int:
-        while into[label] != label:
-            into[label] = into[into[label]]
-            label = into[label]
-        return label
-
-    for one, other in zip(pairs[same - 1, 1].tolist(), pairs[same, 1].tolist(), strict=True):
-        one, other = find(one), find(other)
-        into[max(one, other)] = min(one, other)
-    return np.array([find(label) for label in range(len(into))], np.int64)[labels]
-
-
-def _by_first_row(labels: Int64s) -> Int64s:
-    """Labels as numbers from 0, in the order of the first row of each."""
-    _, first, number = np.unique(labels, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), np.int64)
-    rank[np.argsort(first)] = np.arange(len(first))
-    return rank[number.reshape(-1)]
-
-
 def sample_groups(trajectories: Sequence[Trajectory], count: int) -> tuple[list[Trajectory], bool]:
     """The first rows of a file, whole groups (else whole trees) of them, up to `count` rows.
 
@@ -231,6 +159,6 @@ def hold_out(
         )
     count = min(max(round(fraction * len(groups)), 1), len(groups) - 1)
     drawn = np.random.default_rng([seed, len(groups)]).permutation(len(groups))[:count]
-    held = set(groups.rows_of(drawn).tolist())
+    held = {number for group in drawn.tolist() for number in groups[group].tolist()}
     kept = [row for number, row in enumerate(trajectories) if number not in held]
     return kept, [trajectories[number] for number in sorted(held)]

@@ -21,15 +21,10 @@ from treetrain.engine.calibrate import model_shape
 from treetrain.engine.planning import formula_cost
 from treetrain.errors import DataError, UnsupportedModel
 from treetrain.planning.balance import balance
-from treetrain.planning.cost import ModelShape
-from treetrain.planning.price import CostModel
 from treetrain.trainers.arguments import TreeArguments
-from treetrain.trainers.groups import RowGroups, make_groups
+from treetrain.trainers.groups import Int64s, make_groups
 from treetrain.tree.build import as_tree
 from treetrain.tree.stats import linear_work, tree_work
-from treetrain.tree.token_tree import TokenTree
-
-Int64s = NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -75,7 +70,7 @@ class StepSampler(Sampler[list[Call]]):
     ) -> None:
         columns = columns_of(rows)
         self.groups = _with_something_to_train(make_groups(rows, tokens_per_step=tokens_per_step), columns.trained)
-        self._tokens = self.groups.sums(columns.tokens)
+        self._tokens = np.array([columns.tokens[group].sum() for group in self.groups])
         self._updates, self._minibatches, self._calls, self._seed = updates_per_batch, minibatches, calls, seed
         self._epoch = 0
         if minibatches > len(self.groups):
@@ -99,7 +94,7 @@ class StepSampler(Sampler[list[Call]]):
         epoch = self._epoch
         batches = self._cut(self._shuffled(np.arange(len(self.groups)), epoch), self.batches, self._minibatches)
         for number, groups in enumerate(batches, start=epoch * self.batches):
-            rows = np.sort(self.groups.rows_of(groups))
+            rows = self._rows(groups)
             for update in range(1, self._updates + 1):
                 # One more word than the shuffle of a pass has, so that the two never draw the same numbers.
                 order = groups if self._minibatches == 1 else self._shuffled(np.sort(groups), 1, number, update)
@@ -107,8 +102,11 @@ class StepSampler(Sampler[list[Call]]):
                     calls = self._cut(np.sort(members), min(self._calls, len(members)))
                     # What ends a step must have rows: there gradients are reduced over the ranks.
                     for call in [members[:0]] * (self._calls - len(calls)) + calls:
-                        own = np.sort(self.groups.rows_of(call))
+                        own = self._rows(call)
                         yield [Call(batch=number, update=update, minibatch=part, batch_rows=rows, rows=own)]
+
+    def _rows(self, groups: Int64s) -> Int64s:
+        return np.sort(np.concatenate([np.zeros(0, np.int64), *(self.groups[group] for group in groups.tolist())]))
 
     def _shuffled(self, groups: Int64s, *words: int) -> Int64s:
         return groups if self._seed is None else np.random.default_rng([self._seed, *words]).permutation(groups)
@@ -122,18 +120,16 @@ class StepSampler(Sampler[list[Call]]):
         return np.split(groups, np.minimum(cuts, len(groups) - count * at_least + places))
 
 
-def _with_something_to_train(groups: RowGroups, trained: NDArray[np.bool_]) -> RowGroups:
+def _with_something_to_train(groups: list[Int64s], trained: NDArray[np.bool_]) -> list[Int64s]:
     """Groups without anything to train go with the first one that has something: no step may be without."""
-    busy = groups.sums(trained.astype(np.int64)) > 0
-    if not busy.any():
+    busy = [group for group in groups if trained[group].any()]
+    if not busy:
         raise DataError(
             f"nothing to train: no token of the {len(trained)} rows has a loss weight; "
             "conversations need assistant messages, token rows labels or a loss_mask that is not all 0"
         )
-    if busy.all():
-        return groups
-    number = np.where(busy, np.cumsum(busy) - 1, 0)
-    return RowGroups.of_labels(number[groups.unit_of_rows()])
+    idle = [group for group in groups if not trained[group].any()]
+    return [np.sort(np.concatenate([busy[0], *idle])), *busy[1:]]
 
 
 class StepDataset(Dataset[dict[str, Any]]):
@@ -141,43 +137,18 @@ class StepDataset(Dataset[dict[str, Any]]):
 
     Args:
         rows: all rows.
-        merge: whether rows share prefixes.
-        rank, ranks: this process, and how many share every call.
-        cost: of the model's passes, for the rows to be cut over the ranks; None counts tokens.
-        shape: of the model, for FLOPs; None where it is not known.
-        ids: whether the token ids are given too, as `input_ids`, for Trainer to count.
+        model: says what passes cost, for the rows to be cut over the ranks, and FLOPs where its shape is known.
+        args: of the run.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Trajectory],
-        *,
-        merge: bool,
-        rank: int,
-        ranks: int,
-        cost: CostModel | None,
-        shape: ModelShape | None,
-        ids: bool = False,
-    ) -> None:
-        self.rows, self._merge, self._rank, self._ranks = rows, merge, rank, ranks
-        self._cost, self._shape, self._ids = cost, shape, ids
-
-    @classmethod
-    def of(cls, rows: Sequence[Trajectory], model: Any, args: TreeArguments) -> "StepDataset":
-        """The data set of a run's rows."""
+    def __init__(self, rows: Sequence[Trajectory], model: Any, args: TreeArguments) -> None:
+        self.rows, self._merge, self._cost = rows, args.execution == "tree", formula_cost(model)
+        self._rank, self._ranks = args.process_index, args.world_size
+        self._count_tokens = args.include_num_input_tokens_seen != "no"
         try:
-            shape = model_shape(model)
+            self._shape = model_shape(model)
         except UnsupportedModel:
-            shape = None
-        return cls(
-            rows,
-            merge=args.execution == "tree",
-            rank=args.process_index,
-            ranks=args.world_size,
-            cost=formula_cost(model),
-            shape=shape,
-            ids=args.include_num_input_tokens_seen != "no",
-        )
+            self._shape = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -185,18 +156,17 @@ class StepDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, call: Call) -> dict[str, Any]:
         """The inputs of `TreeTrainer.training_step`."""
         rows = [self.rows[number] for number in call.rows.tolist()]
-        tree: TokenTree = as_tree(rows, merge=self._merge)
-        own, numbers = tree, np.arange(len(rows))
+        tree = own = as_tree(rows, merge=self._merge)
+        numbers = np.arange(len(rows))
         if self._ranks > 1 and rows:
             numbers = balance(tree, self._cost, self._ranks).trajectories[self._rank]
             own = as_tree([rows[number] for number in numbers.tolist()], merge=self._merge)
         inputs = {"call": call, "rows": rows, "tree": own, "own": numbers, "unique_tokens": tree.num_tokens}
         if self._shape is not None:
-            work = (self._shape.flops(*count(tree)) if rows else 0.0 for count in (tree_work, linear_work))
-            inputs |= dict(zip(("tree_flops", "linear_flops"), work, strict=True))
-        if self._ids:
-            flat = [row.ids for row in rows]
-            inputs["input_ids"] = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *flat]))
+            inputs["tree_flops"] = self._shape.flops(*tree_work(tree)) if rows else 0.0
+            inputs["linear_flops"] = self._shape.flops(*linear_work(tree)) if rows else 0.0
+        if self._count_tokens:  # Trainer counts this
+            inputs["input_ids"] = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *(row.ids for row in rows)]))
         return inputs
 
 

@@ -158,7 +158,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             raise ValueError("training needs a train_dataset")
         args, self._next = self.args, None
         return StepLoader(
-            StepDataset.of(self.train_dataset, self.model, self.args),  # type: ignore[arg-type]
+            StepDataset(self.train_dataset, self.model, self.args),  # type: ignore[arg-type]
             self._sampler,
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
@@ -173,7 +173,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         if rows is None:
             raise ValueError("evaluation needs an eval_dataset")
         return StepLoader(
-            StepDataset.of(rows, self.model, self.args),
+            StepDataset(rows, self.model, self.args),
             StepSampler(rows, tokens_per_step=self.args.tokens_per_step),
         )
 
