@@ -22,9 +22,11 @@ from typing import Any
 from unittest import mock
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # read when torch is imported
+import numpy as np
 import torch
 
 from treetrain.attention import flex
+from treetrain.attention.visits import keys_of
 from treetrain.tree.attention_range import AttentionRange
 from triton_report import SHARED_BYTES, assembled
 
@@ -161,10 +163,10 @@ def _source(graph: torch.fx.GraphModule, inputs: Any, mode: Any, backward: bool)
 
 def sources(size: int, dtype: torch.dtype, *, own: bool, queries=300, path=0, window=None, cap=None, sinks=False):
     """What `FlexTreeAttention` would compile for a chain of `queries` tokens below a path, 4 heads over 2."""
-    backend, ends, depth = Sources(), torch.full((queries,), queries), torch.arange(path, path + queries)
-    sight = AttentionRange(window=window)
-    mask = flex.local_block_mask(ends, depth, sight, path=path) if window else flex.block_mask(ends, path=path)
-    shapes = [(4, queries), (2, path + queries), (2, path + queries)]
+    backend, ends, depth = Sources(), np.full(queries, queries), np.arange(path, path + queries)
+    keys = keys_of(ends, depth, path, AttentionRange(window=window))
+    mask = flex.block_mask(keys, torch.device("cpu"))
+    shapes = [(4, queries), (2, len(keys.ends)), (2, len(keys.ends))]
     q, k, v = (torch.randn(1, n, h, size, dtype=dtype, requires_grad=True).transpose(1, 2) for h, n in shapes)
     options: dict[str, Any] = {} if own else {"kernel_options": flex.kernel_options(dtype, size)}
     options |= {"score_mod": flex._capped(cap)} if cap else {}

@@ -56,7 +56,7 @@ def carried_reference(layout: PackedLayout, view):
     ends = torch.from_numpy(np.concatenate([above, layout.ends + path]))
 
     def attend(query, key, value, scale, layer):
-        key, value = carried_keys(key, value, view, layer)
+        key, value = carried_keys(key, value, view, layer, view.path_tokens)
         nobody = query.new_zeros((path, *query.shape[1:]))
         return reference_attention(torch.cat([nobody, query]), key, value, ends, scale)[path:]
 

@@ -1,5 +1,6 @@
 """Which backend is taken, how another is asked for, and what is said where it cannot run."""
 
+import dataclasses
 import importlib.util
 
 import numpy as np
@@ -99,8 +100,8 @@ def test_every_name_is_described_and_made():
     forest = attention_forest([[1, 2], [1, 3]])
     assert set(dispatch.DEFAULTS.values()) <= set(BACKENDS)
     assert make_attention(forest, CPU, 64).name == "rectangles"
-    assert dispatch._flex(forest, CPU, None, None).name == "flex"
-    flash = dispatch._flex(forest, CPU, None, "FLASH")
+    assert FlexTreeAttention(forest, CPU).name == "flex"
+    flash = FlexTreeAttention(forest, CPU, kernels="FLASH")
     assert flash.name == "flex-flash" and flash._kernels == "FLASH"
 
 
@@ -119,11 +120,13 @@ def test_flexattention_is_compiled_once_for_all_lengths_and_paths(ask, monkeypat
     attend = flex._compiled()
     for count, path in ((300, 0), (301, 0), (128 * 3, 0), (1000, 0), (40, 0), (300, 7), (40, 300), (126, 254), (9, 2)):
         forest = attention_forest([list(range(count)), [0, 5]])
-        ends, depth = torch.from_numpy(forest.ends), torch.from_numpy(forest.depth) + path
+        forest = dataclasses.replace(forest, depth=forest.depth + path)
         carry = Carry(path + 1, CPU, gradients=False)
-        attention = FlexTreeAttention(ends, depth=depth, carry=carry.view(np.arange(path), np.full(len(ends), -1)))
+        view = carry.view(np.arange(path), np.full(len(forest.ends), -1))
+        attention = FlexTreeAttention(forest, CPU, carry=view)
         attention._attend = attend
-        q, kv = torch.randn(len(ends), 4, 16, requires_grad=True), torch.randn(len(ends), 2, 16)
+        n = len(forest.ends)
+        q, kv = torch.randn(n, 4, 16, requires_grad=True), torch.randn(n, 2, 16)
         attention(q, kv, kv, 0.25, 0, ask)
         assert (counter.frame_count, counter.op_count > 0) == (1, True), f"compiled again for {count} below {path}"
     flex._compiled.cache_clear()

@@ -14,91 +14,68 @@ from support.linear import relative_error
 from support.runs import runs
 from treetrain.attention import flex
 from treetrain.attention.carry import Carry
-from treetrain.attention.flex import BLOCK, FlexTreeAttention, block_mask, kernel_options, local_block_mask
+from treetrain.attention.flex import BLOCK, FlexTreeAttention, block_mask, kernel_options
 from treetrain.attention.reference import reference_attention, visible
 from treetrain.attention.sight import PLAIN, Ask
+from treetrain.attention.visits import keys_of, visits_of
 from treetrain.planning.partition import uniform
-from treetrain.tree.attention_range import AttentionRange
+from treetrain.tree.attention_range import FULL, AttentionRange
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import cut, pack
 
+CPU = torch.device("cpu")
 SIGHTS = st.one_of(
-    st.builds(AttentionRange, window=st.integers(1, 40)), st.builds(AttentionRange, chunk=st.integers(1, 40))
+    st.just(FULL),
+    st.builds(AttentionRange, window=st.integers(1, 40)),
+    st.builds(AttentionRange, chunk=st.integers(1, 40)),
 )
 
 
-def chosen(count: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def chosen(count: torch.Tensor, index: torch.Tensor) -> np.ndarray:
     """(count [1, 1, A], index [1, 1, A, B]) -> bool [A, B]."""
-    grid = torch.zeros(index.shape[2:], dtype=torch.bool)
+    grid = np.zeros(index.shape[2:], bool)
     for row in range(len(grid)):
-        columns = index[0, 0, row, : count[0, 0, row]].long()
-        assert len(columns.unique()) == len(columns)
-        grid[row, columns] = True
+        grid[row, index[0, 0, row, : count[0, 0, row]].numpy()] = True
     return grid
 
 
-def without_filling(grid: torch.Tensor, n: int, path: int, block: int) -> torch.Tensor:
-    """bool [A, B] of blocks that hold tokens; lists have at least two blocks, and those without tokens are in none."""
-    blocks = -(-n // block), -(-(path + n) // block)
-    assert grid.shape == tuple(max(size, 2) for size in blocks)
-    kept = grid[: blocks[0], : blocks[1]]
-    assert kept.sum() == grid.sum()
-    return kept
-
-
-def check_blocks(ends: torch.Tensor, block: int, path: int = 0) -> None:
-    """The mask of a forest below `path` tokens that all of it sees, against the dense mask, tile by tile."""
-    mask = block_mask(ends, block, path)
-    n = len(ends)
-    truth = torch.cat([torch.ones(n, path, dtype=torch.bool), visible(ends)], dim=1)
-    partial = without_filling(chosen(mask.kv_num_blocks, mask.kv_indices), n, path, block)
-    full = without_filling(chosen(mask.full_kv_num_blocks, mask.full_kv_indices), n, path, block)
-    for forward, back in (
-        (partial, (mask.q_num_blocks, mask.q_indices)),
-        (full, (mask.full_q_num_blocks, mask.full_q_indices)),
+def check_mask(forest, sight: AttentionRange, block: int, path: int) -> None:
+    """The mask is the lists of tiles, which test_visits.py holds against the truth; its rule is the truth."""
+    keys = keys_of(forest.ends, forest.depth + path, path, sight)
+    mask, lists = block_mask(keys, CPU, block), visits_of(keys, block).by_query
+    for first, count, index, back in (
+        (1, mask.kv_num_blocks, mask.kv_indices, (mask.q_num_blocks, mask.q_indices)),
+        (0, mask.full_kv_num_blocks, mask.full_kv_indices, (mask.full_q_num_blocks, mask.full_q_indices)),
     ):
-        assert torch.equal(without_filling(chosen(*back).T, n, path, block), forward)
-    assert not (partial & full).any()
-    assert torch.equal(partial | full, tiles(truth, block).any(-1)), "a missing or a useless block"
-    assert not tiles(~truth, block)[full].any(), "a full block that is not full"
-    # A full block that is called partial costs time only; before the queries there is none.
-    everywhere = tiles(truth, block).sum(-1) == tiles(torch.ones_like(truth), block).sum(-1)
-    before = (torch.arange(1, partial.shape[1] + 1) * block)[None] <= torch.arange(len(partial))[:, None] * block + path
-    assert not (everywhere & partial & before).any()
-    assert mask.seq_lengths == (n, path + n)
-    queries, keys = torch.meshgrid(torch.arange(n), torch.arange(path + n), indexing="ij")
-    assert torch.equal(mask.mask_mod(0, 0, queries, keys), truth)
+        grid = chosen(count, index)
+        assert min(grid.shape) >= 2 and (grid == chosen(*back).T).all()
+        listed = np.zeros_like(grid)
+        for row, bounds in enumerate(lists.bounds.tolist()):
+            listed[row, lists.tiles[bounds[first] : bounds[first + 1]]] = True
+        assert (grid == listed).all()
+    n, kept = len(forest.ends), keys.path
+    assert mask.seq_lengths == (n, kept + n)
+    ends = torch.from_numpy(np.concatenate([np.full(path, path + n), forest.ends + path]))
+    depth = torch.from_numpy(np.concatenate([np.arange(path), forest.depth + path]))
+    truth = visible(ends, depth, sight.window, sight.chunk)[path:, path - kept :]
+    queries, places = torch.meshgrid(torch.arange(n), torch.arange(kept + n), indexing="ij")
+    assert torch.equal(mask.mask_mod(0, 0, queries, places), truth)
 
 
-def check_local_blocks(forest, sight: AttentionRange, block: int, path: int = 0) -> None:
-    """The same where tokens see their nearest ancestors only; blocks of no use are allowed, missing ones are not."""
-    ends, depth = torch.from_numpy(forest.ends), torch.from_numpy(forest.depth) + path
-    mask, n = local_block_mask(ends, depth, sight, block, path), len(ends)
-    above = torch.full((path,), path + n)
-    everything = torch.cat([above, ends + path]), torch.cat([torch.arange(path), depth])
-    truth = visible(*everything, sight.window, sight.chunk)[path:]
-    partial = without_filling(chosen(mask.kv_num_blocks, mask.kv_indices), n, path, block)
-    full = without_filling(chosen(mask.full_kv_num_blocks, mask.full_kv_indices), n, path, block)
-    assert not (partial & full).any()
-    assert not (tiles(truth, block).any(-1) & ~(partial | full)).any(), "a missing block"
-    assert not tiles(~truth, block)[full].any(), "a full block that is not full"
-    queries, keys = torch.meshgrid(torch.arange(n), torch.arange(path + n), indexing="ij")
-    assert torch.equal(mask.mask_mod(0, 0, queries, keys), truth)
-
-
-@runs(80)
-@given(forests(max_rows=12, max_length=30), SIGHTS, st.sampled_from([1, 2, 4, 16]), st.integers(0, 40))
-def test_windows_and_chunks_miss_no_block(rows, sight, block, path):
+@runs(120)
+@given(forests(max_rows=12, max_length=30), SIGHTS, st.sampled_from([1, 2, 4, 16]), st.integers(0, 70))
+def test_the_block_mask_is_that_of_the_lists_of_tiles(rows, sight, block, path):
     forest = attention_forest(rows)
     if len(forest.ends):
-        check_local_blocks(forest, sight, block, path)
+        check_mask(forest, sight, block, path)
 
 
-def test_a_long_row_in_a_window_has_few_blocks():
-    forest = attention_forest([[i % 37 for i in range(4000)]])
-    ends, depth = torch.from_numpy(forest.ends), torch.from_numpy(forest.depth)
-    mask = local_block_mask(ends, depth, AttentionRange(window=256))
-    assert int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()) <= 32 * 4
+@pytest.mark.parametrize("path", [0, 1, 127, 128, 129, 300])
+@pytest.mark.parametrize("trunk", [1, 127, 128, 129])
+def test_the_block_mask_of_the_default_size(trunk, path):
+    rng = np.random.default_rng(trunk)
+    rows = [[*(list(range(37)) * 9)[:trunk], i, *rng.integers(0, 37, 150).tolist()] for i in range(3)]
+    check_mask(attention_forest(rows), FULL, BLOCK, path)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -114,15 +91,13 @@ def test_the_eager_forward_of_what_layers_ask_equals_the_reference(ask, parts):
     generator = torch.Generator().manual_seed(0)
     q, sinks = torch.randn(n, 4, 16, generator=generator), torch.randn(4, generator=generator)
     k, v = torch.randn(n, 2, 16, generator=generator), torch.randn(n, 2, 8, generator=generator)
-    carry, got = Carry(n, torch.device("cpu"), gradients=False), torch.zeros(n, 4, 8)
+    carry, got = Carry(n, CPU, gradients=False), torch.zeros(n, 4, 8)
     with torch.no_grad():
         for part in range(plan.num_parts):
             tokens, attach = plan.tokens(part), int(plan.attach[part])
             path = plan.path(attach) if attach >= 0 else np.zeros(0, np.int64)
             view = carry.view(path, np.where(plan.exported[tokens], tokens, -1))
-            forest = forest_of(cut(layout, tokens).layout)
-            ends, depth = torch.from_numpy(forest.ends), torch.from_numpy(forest.depth)
-            attention = FlexTreeAttention(ends, carry=view, depth=depth)
+            attention = FlexTreeAttention(forest_of(cut(layout, tokens).layout), CPU, carry=view)
             got[tokens] = attention(q[tokens], k[tokens], v[tokens], 0.3, 0, ask, sinks)
     ends, depth = torch.from_numpy(layout.ends), torch.from_numpy(layout.positions)
     sight = {"depth": depth, "window": ask.sight.window, "chunk": ask.sight.chunk}
@@ -130,51 +105,14 @@ def test_the_eager_forward_of_what_layers_ask_equals_the_reference(ask, parts):
     assert relative_error(got, expected) <= 1e-5
 
 
-def tiles(grid: torch.Tensor, block: int) -> torch.Tensor:
-    """bool [n, m] -> [A, B, block * block], filled up with False."""
-    rows, columns = (-(-size // block) * block for size in grid.shape)
-    padded = torch.nn.functional.pad(grid, (0, columns - grid.shape[1], 0, rows - grid.shape[0]))
-    return padded.view(rows // block, block, columns // block, block).transpose(1, 2).flatten(2)
-
-
-@runs(60)
-@given(forests(max_rows=12, max_length=30), st.sampled_from([1, 2, 4, 16]))
-def test_no_block_is_missing_and_no_full_block_is_not_full(rows, block):
-    ends = torch.from_numpy(attention_forest(rows).ends)
-    if len(ends):
-        check_blocks(ends, block)
-
-
-@runs(80)
-@given(forests(max_rows=12, max_length=30), st.sampled_from([1, 2, 4, 16]), st.integers(1, 70))
-def test_below_a_path_no_block_is_missing_and_no_full_block_is_not_full(rows, block, path):
-    ends = torch.from_numpy(attention_forest(rows).ends)
-    if len(ends):
-        check_blocks(ends, block, path)
-
-
-@pytest.mark.parametrize("path", [1, 127, 128, 129, 300])
-@pytest.mark.parametrize("trunk", [1, 127, 128, 129])
-def test_blocks_of_the_default_size_below_a_path(trunk, path):
-    rng = np.random.default_rng(trunk)
-    rows = [[*(list(range(37)) * 9)[:trunk], i, *rng.integers(0, 37, 150).tolist()] for i in range(3)]
-    check_blocks(torch.from_numpy(attention_forest(rows).ends), BLOCK, path)
-
-
-@pytest.mark.parametrize("trunk", [1, 127, 128, 129, 300])
-def test_blocks_of_the_default_size(trunk):
-    rng = np.random.default_rng(trunk)
-    rows = [[*(list(range(37)) * 9)[:trunk], i, *rng.integers(0, 37, 150).tolist()] for i in range(4)]
-    check_blocks(torch.from_numpy(attention_forest(rows).ends), BLOCK)
-
-
 def check_forward(rows, groups: int = 2) -> None:
-    ends = torch.from_numpy(attention_forest(rows).ends)
+    forest = attention_forest(rows)
+    ends = torch.from_numpy(forest.ends)
     generator = torch.Generator().manual_seed(len(ends))
     q = torch.randn(len(ends), 4, 16, generator=generator)
     k, v = torch.randn(2, len(ends), groups, 16, generator=generator)
     with torch.no_grad():
-        got = FlexTreeAttention(ends)(q, k, v, 0.3)
+        got = FlexTreeAttention(forest, CPU)(q, k, v, 0.3)
     assert got.shape == q.shape
     assert relative_error(got, reference_attention(q, k, v, ends, 0.3)) <= 1e-5
 
@@ -197,13 +135,13 @@ def test_the_eager_forward_of_parts_equals_the_reference_over_the_whole_tree(gro
     generator = torch.Generator().manual_seed(groups)
     q = torch.randn(n, 4, 16, generator=generator)
     k, v = torch.randn(2, n, groups, 16, generator=generator)
-    carry, got = Carry(n, torch.device("cpu"), gradients=False), torch.zeros_like(q)
+    carry, got = Carry(n, CPU, gradients=False), torch.zeros_like(q)
     with torch.no_grad():
         for part in range(plan.num_parts):
             tokens, attach = plan.tokens(part), int(plan.attach[part])
             path = plan.path(attach) if attach >= 0 else np.zeros(0, np.int64)
             view = carry.view(path, np.where(plan.exported[tokens], tokens, -1))
-            attention = FlexTreeAttention(torch.from_numpy(cut(layout, tokens).layout.ends), carry=view)
+            attention = FlexTreeAttention(forest_of(cut(layout, tokens).layout), CPU, carry=view)
             got[tokens] = attention(q[tokens], k[tokens], v[tokens], 0.3)
     assert relative_error(got, reference_attention(q, k, v, torch.from_numpy(layout.ends), 0.3)) <= 1e-5
 

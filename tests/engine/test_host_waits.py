@@ -18,7 +18,7 @@ from support.plans import planned
 from treetrain.attention.flex import FlexTreeAttention
 from treetrain.attention.schedule import Forest
 from treetrain.attention.varlen import VarlenAttention
-from treetrain.device_arrays import on_device, to_device
+from treetrain.device_arrays import on_device
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.scoring import HeadCall
 from treetrain.linear_attention.scans import Scans
@@ -134,10 +134,9 @@ def test_tables_of_the_backends_of_a_gpu_make_no_wait(path):
     )
     carry = mock.Mock(path_tokens=path) if path else None
     with noticed():
-        ends, depth = to_device([forest.ends, forest.depth], META)
-        attention = FlexTreeAttention(ends, carry=carry, depth=depth, deepest=int(forest.depth.max()))
+        attention = FlexTreeAttention(forest, META, carry=carry)
         for sight in (FULL, AttentionRange(window=70), AttentionRange(chunk=90)):
-            assert attention.mask(sight).kv_indices.device == META
+            assert attention.mask(sight)[0].kv_indices.device == META
         VarlenAttention(forest, META, otherwise=lambda: None, carry=carry)
         Scans(make_segments(layout, np.array([3, 60])), META)
 

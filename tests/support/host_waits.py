@@ -69,7 +69,7 @@ class StandIn:
 
     def __call__(self, query, key, value, scale, layer=0, ask=None, sinks=None):
         if self._carry is not None:
-            key, value = carried_keys(key, value, self._carry, layer)
+            key, value = carried_keys(key, value, self._carry, layer, self._carry.path_tokens)
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) * scale

@@ -150,27 +150,30 @@ class _CarriedKeys(torch.autograd.Function):
     """Keys and values of the path before a part's own, for a backend that is differentiable by itself."""
 
     @staticmethod
-    def forward(ctx, key: Tensor, value: Tensor, carry: CarryView, layer: int):
-        ctx.carry, ctx.layer = carry, layer
+    def forward(ctx, key: Tensor, value: Tensor, carry: CarryView, layer: int, path: int):
+        ctx.carry, ctx.layer, ctx.path = carry, layer, path
         carry.publish(layer, key, value)
-        path_key, path_value = carry.read(layer, key, value)
+        path_key, path_value = carry.read(layer, key, value, path)
         return torch.cat([path_key, key]), torch.cat([path_value, value])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_key: Tensor, grad_value: Tensor):
-        carry, layer, path = ctx.carry, ctx.layer, ctx.carry.path_tokens
+        carry, layer, path = ctx.carry, ctx.layer, ctx.path
         wide = torch.promote_types(grad_key.dtype, torch.float32)
         if path:
-            carry.add_path_gradient(layer, grad_key[:path], grad_value[:path])
+            carry.add_path_gradient(layer, grad_key[:path], grad_value[:path], path)
         own_key, own_value = grad_key[path:].to(wide, copy=True), grad_value[path:].to(wide, copy=True)
         carry.collect(layer, own_key, own_value)
-        return own_key.to(grad_key.dtype), own_value.to(grad_value.dtype), None, None
+        return own_key.to(grad_key.dtype), own_value.to(grad_value.dtype), None, None, None
 
 
-def carried_keys(key: Tensor, value: Tensor, carry: CarryView, layer: int) -> tuple[Tensor, Tensor]:
-    """[N, G, D] keys and values of a part -> [P + N, G, D], the path's first; publishes the part's own."""
-    return _CarriedKeys.apply(key, value, carry, layer)  # type: ignore[return-value]
+def carried_keys(key: Tensor, value: Tensor, carry: CarryView, layer: int, path: int) -> tuple[Tensor, Tensor]:
+    """[N, G, D] keys and values of a part -> [P + N, G, D], the last P = `path` tokens of the path first.
+
+    Hands the part's own on too.
+    """
+    return _CarriedKeys.apply(key, value, carry, layer, path)  # type: ignore[return-value]
 
 
 def _take(tensor: Tensor, rows: Rows) -> Tensor:

@@ -19,7 +19,6 @@ from treetrain.attention.flex import FlexTreeAttention
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.schedule import Forest
 from treetrain.attention.varlen import VarlenAttention
-from treetrain.device_arrays import to_device
 
 ENVIRONMENT = "TREETRAIN_ATTENTION"
 BACKENDS = {
@@ -138,11 +137,7 @@ def make_attention(forest: Forest, device: torch.device, heads_times_size: int, 
 
         return TritonTreeAttention(forest, device, carry=carry)
     if name == "varlen":
-        return VarlenAttention(forest, device, carry=carry, otherwise=lambda: _flex(forest, device, carry, None))
-    return _flex(forest, device, carry, "FLASH" if name == "flex-flash" else None)
-
-
-def _flex(forest: Forest, device: torch.device, carry: CarryView | None, kernels: str | None) -> FlexTreeAttention:
-    ends, depth = to_device([forest.ends, forest.depth], device)
-    deepest = int(forest.depth.max(initial=0))
-    return FlexTreeAttention(ends, carry=carry, depth=depth, deepest=deepest, kernels=kernels)
+        return VarlenAttention(
+            forest, device, carry=carry, otherwise=lambda: FlexTreeAttention(forest, device, carry=carry)
+        )
+    return FlexTreeAttention(forest, device, carry=carry, kernels="FLASH" if name == "flex-flash" else None)
