@@ -20,10 +20,9 @@ import rows as result_rows
 import treetrain as tt
 from dispatch import codet_humaneval, tau_airline_calls
 from tree_build import rollouts
-from treetrain.planning.align import Way, choose, offers_of, ways_of
+from treetrain.planning.collective_order import Candidate, Passes, candidates, choose, offers_of, order_seconds
 from treetrain.planning.cost import ModelShape
 from treetrain.planning.devices import DEVICES
-from treetrain.planning.lockstep import Timed, lockstep_seconds
 from treetrain.planning.make import over_ranks
 from treetrain.planning.simulate import state_of
 from treetrain.tree import build_tree
@@ -59,9 +58,9 @@ def trained(tree: TokenTree) -> PackedLayout:
     return pack(tree, tree.trained_edges()[0] > 0)
 
 
-def total(work: list[Timed]) -> tuple[float, float]:
+def total(work: list[Passes]) -> tuple[float, float]:
     """Seconds of the common order, and what it adds to the slowest rank's own work."""
-    seconds = lockstep_seconds(work)
+    seconds = order_seconds(work)
     return seconds, seconds / max(sum(own.seconds) for own in work) - 1
 
 
@@ -74,14 +73,14 @@ def compared(name: str, rows: list[tt.Trajectory], tree: TokenTree, ranks: int) 
         plans = over_ranks(tree, cost, ranks, budget=budget, free_bytes=limit)
         trees = [build_tree([rows[number] for number in own.tolist()]) for own in plans.trajectories]
         clock = time.process_time()
-        ways = [ways_of(own, plan, trained, free_bytes=limit) for own, plan in zip(trees, plans.plans)]
+        ways = [candidates(own, plan, trained, free_bytes=limit) for own, plan in zip(trees, plans.plans)]
         offers = [offers_of(own) for own in ways]
         looking = (time.process_time() - clock) / ranks
         clock = time.process_time()
         chosen = choose(offers)
         choosing = time.process_time() - clock
-        taken: list[Way] = [own[number] for own, number in zip(ways, chosen)]
-        before = [offers_of([Way(plan, own, "")])[0].passes for plan, own in zip(plans.plans, trees)]
+        taken: list[Candidate] = [own[number] for own, number in zip(ways, chosen)]
+        before = [offers_of([Candidate(plan, own, "")])[0].passes for plan, own in zip(plans.plans, trees)]
         after = [own[number].passes for own, number in zip(offers, chosen)]
         mean = float(np.mean([sum(own.seconds) for own in before]))
         tokens = sum(way.plan.layout.num_tokens for way in taken)

@@ -4,9 +4,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.forests import trajectories
-from treetrain.planning.align import Offer, Way, choose, largest_first, offers_of, ways_of
+from treetrain.planning.collective_order import (
+    Candidate,
+    Offer,
+    Passes,
+    candidates,
+    choose,
+    largest_first,
+    offers_of,
+    order_seconds,
+    passes_of,
+)
 from treetrain.planning.cost import ModelShape
-from treetrain.planning.lockstep import Timed, lockstep_seconds, passes_of, timed
 from treetrain.planning.make import make_plan, over_ranks
 from treetrain.planning.partition import uniform
 from treetrain.planning.plan import Plan
@@ -35,17 +44,17 @@ def groups(count: int, seed: int = 0) -> list[list[int]]:
     return rows
 
 
-def chosen_ways(rows, ranks: int, budget: int | None) -> tuple[list[list[Way]], list[int]]:
+def chosen_ways(rows, ranks: int, budget: int | None) -> tuple[list[list[Candidate]], list[int]]:
     found = over_ranks(build_tree(rows), PRICES, ranks, budget=budget)
     trees = [build_tree([rows[number] for number in own]) for own in found.trajectories]
-    ways = [ways_of(tree, plan, trained) for tree, plan in zip(trees, found.plans)]
+    ways = [candidates(tree, plan, trained) for tree, plan in zip(trees, found.plans)]
     return ways, choose([offers_of(own) for own in ways])
 
 
 def waiting(plans: list[Plan]) -> tuple[float, float]:
     """Seconds of the common order, and what it adds to the slowest rank's own work as a share of that."""
-    work = [timed(passes_of(plan, Rates.of(PRICES))) for plan in plans]
-    total = lockstep_seconds(work)
+    work = [passes_of(plan, Rates.of(PRICES)) for plan in plans]
+    total = order_seconds(work)
     return total, total / max(sum(own.seconds) for own in work) - 1
 
 
@@ -54,7 +63,7 @@ def waiting(plans: list[Plan]) -> tuple[float, float]:
 def test_every_way_computes_all_that_is_trained_within_the_budget(rows, budget):
     tree = build_tree(rows)
     plan = make_plan(tree, PRICES, budget=budget)
-    ways = ways_of(tree, plan, trained)
+    ways = candidates(tree, plan, trained)
     assert len({way.name for way in ways}) == len(ways)
     for way in ways:
         assert way.plan.peak_tokens <= budget
@@ -97,8 +106,8 @@ def test_siblings_in_another_order_are_the_same_parts_and_cost_the_same(rows, ch
 def test_aligned_ranks_are_never_slower_than_with_plans_of_their_own(rows, ranks, budget):
     ways, chosen = chosen_ways(rows, ranks, budget)
     offers = [offers_of(own) for own in ways]
-    aligned = lockstep_seconds([own[number].passes for own, number in zip(offers, chosen)])
-    assert aligned <= lockstep_seconds([own[0].passes for own in offers]) * (1 + 1e-9)
+    aligned = order_seconds([own[number].passes for own, number in zip(offers, chosen)])
+    assert aligned <= order_seconds([own[0].passes for own in offers]) * (1 + 1e-9)
     assert chosen == choose(offers), "every rank finds the same"
 
 
@@ -125,7 +134,7 @@ def test_without_a_budget_no_way_needs_more_than_is_free():
     peak = PRICES.peak_bytes(make_plan(tree, PRICES, budget=tree.num_tokens))
     for share in (0.9, 0.5, 0.2):
         plan = make_plan(tree, PRICES, free_bytes=round(share * peak))
-        ways = ways_of(tree, plan, trained, free_bytes=share * peak)
+        ways = candidates(tree, plan, trained, free_bytes=share * peak)
         assert len(ways) > 1
         assert all(PRICES.peak_bytes(way.plan) <= share * peak for way in ways)
 
@@ -133,17 +142,17 @@ def test_without_a_budget_no_way_needs_more_than_is_free():
 def test_a_plan_that_nobody_made_for_a_budget_is_the_only_way():
     tree = build_tree(groups(4))
     plan = uniform(trained(tree), 9, "mixed")
-    assert [way.plan for way in ways_of(tree, plan, trained)] == [plan]
+    assert [way.plan for way in candidates(tree, plan, trained)] == [plan]
 
 
 def test_tokens_are_computed_once_where_that_is_asked_for():
     tree = build_tree(groups(30))
-    ways = ways_of(tree, make_plan(tree, PRICES, budget=300), trained, apart=False)
+    ways = candidates(tree, make_plan(tree, PRICES, budget=300), trained, apart=False)
     assert len(ways) > 1 and all(way.tree is tree for way in ways)
 
 
 def test_a_rank_takes_the_way_that_fits_the_others_even_where_its_own_is_faster():
-    fast, same = Offer("fast", Timed("FFBB", [1.0] * 4)), Offer("same", Timed("FBFB", [1.1] * 4))
-    other = [Offer("fast", Timed("FBFB", [1.1] * 4))]
+    fast, same = Offer("fast", Passes("FFBB", [1.0] * 4)), Offer("same", Passes("FBFB", [1.1] * 4))
+    other = [Offer("fast", Passes("FBFB", [1.1] * 4))]
     assert choose([[fast, same], other]) == [1, 0]
     assert choose([[fast, same], [fast]]) == [0, 0]

@@ -23,7 +23,7 @@ def test_numbers_say_what_the_plan_does(layout, budget):
     plan = make_plan(layout, prices, budget=budget)
     facts = plan.explanation()
     assert json.loads(json.dumps(facts)) == facts
-    assert facts["parts"] == facts["closed_parts"] + facts["kept_parts"] + facts["late_parts"] == plan.num_parts
+    assert facts["parts"] == facts["leaf_parts"] + facts["kept_parts"] + facts["recomputed_parts"] == plan.num_parts
     assert facts["tokens"] == layout.num_tokens == 300 + 12 * 251
     assert facts["longest_path"] == 551
     assert facts["largest_part"] == plan.sizes.max() and facts["median_part"] == np.median(plan.sizes)
@@ -76,7 +76,7 @@ def test_words_fit_a_hundred_columns_and_hold_the_numbers(layout, budget):
             "400kB": f"390.6 KiB: {facts['budget_tokens']} tokens alive at once",
         }[budget]
     )
-    assert named["parts"].startswith(f"{plan.num_parts}: {facts['closed_parts']} closed, {facts['kept_parts']} kept")
+    assert named["parts"].startswith(f"{plan.num_parts}: {facts['leaf_parts']} leaves, {facts['kept_parts']} kept")
     assert f"{facts['recomputed_tokens']:,} tokens" in named["recomputed"]
     assert f"{facts['least_recomputed_tokens']:,} is the least" in named["recomputed"]
     assert f"{facts['seconds']:.3g} s" in named["time of a step"]

@@ -7,13 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.forests import trajectories
+from treetrain.planning.collective_order import Passes, Turn, passes_of, spelled, timed_order
 from treetrain.planning.cost import ModelShape
 from treetrain.planning.devices import DEVICES, Device
-from treetrain.planning.lockstep import Pass, in_lockstep, passes_of, timed
-from treetrain.planning.make import make_plan
+from treetrain.planning.make import SHOWN, RankedPlan, make_plan
 from treetrain.planning.partition import uniform
 from treetrain.planning.price import CostModel
-from treetrain.planning.ranked import SHOWN, RankedPlan
 from treetrain.planning.rates import Rates
 from treetrain.planning.simulate import collective_seconds, simulate, state_of
 from treetrain.tree.build import build_tree
@@ -76,42 +75,35 @@ def test_the_seconds_of_a_plans_passes_add_up_to_those_of_the_cost_model(rows, c
     tree = build_tree(rows)
     plan = uniform(pack(tree, tree.trained_edges()[0] > 0), chunk, keep)
     passes = passes_of(plan, Rates.of(PRICES))
-    assert [one.kind for one in passes] == [event.kind for event in plan.events()]
-    assert sum(one.seconds for one in passes) == pytest.approx(PRICES.seconds(plan), rel=1e-9)
+    assert passes.kinds == spelled(event.kind for event in plan.events())
+    assert sum(passes.seconds) == pytest.approx(PRICES.seconds(plan), rel=1e-9)
 
 
-PASSES = st.lists(st.lists(st.sampled_from(["prefill", "forward", "backward"]), max_size=8), min_size=1, max_size=5)
-
-
-@given(PASSES)
+@given(st.lists(st.text("PFB", max_size=8), min_size=1, max_size=5))
 @settings(max_examples=100, deadline=None)
-def test_the_common_order_holds_every_ranks_own_and_a_slot_takes_as_long_as_its_slowest(kinds):
-    ranks = [[Pass(kind, 1.0 + rank + place) for place, kind in enumerate(own)] for rank, own in enumerate(kinds)]
-    slots = in_lockstep([timed(own) for own in ranks])
-    assert sum(slot.busy for slot in slots) == sum(map(len, ranks))
+def test_the_common_order_holds_every_ranks_own_and_a_turn_takes_as_long_as_its_slowest(kinds):
+    ranks = [Passes(own, [1.0 + rank + place for place in range(len(own))]) for rank, own in enumerate(kinds)]
+    order = timed_order(ranks)
+    assert sum(len(turn.takers) for turn, _ in order) == sum(map(len, kinds))
     for own in kinds:
-        order = iter(slot.kind for slot in slots)
-        assert all(kind in order for kind in own), "a rank's passes in their order"
-    own_seconds = [sum(one.seconds for one in passes) for passes in ranks]
-    assert max(own_seconds) - 1e-9 <= sum(slot.seconds for slot in slots) <= sum(own_seconds) + 1e-9
+        left = iter(spelled(turn.kind for turn, _ in order))
+        assert all(kind in left for kind in own), "a rank's passes in their order"
+    own_seconds = [sum(passes.seconds) for passes in ranks]
+    assert max(own_seconds) - 1e-9 <= sum(seconds for _, seconds in order) <= sum(own_seconds) + 1e-9
 
 
 def test_ranks_of_one_sequence_wait_for_nobody():
-    same = [[Pass("forward", 2.0), Pass("backward", 3.0)]] * 7
-    assert [(slot.kind, slot.seconds, slot.busy) for slot in in_lockstep([timed(own) for own in same])] == [
-        ("forward", 2.0, 7),
-        ("backward", 3.0, 7),
-    ]
+    everybody = tuple(range(7))
+    order = timed_order([Passes("FB", [2.0, 3.0])] * 7)
+    assert order == [(Turn("forward", everybody), 2.0), (Turn("backward", everybody), 3.0)]
 
 
 def test_a_backward_waits_while_another_rank_has_a_forward_to_run():
-    short, long = (
-        [Pass("forward", 1.0), Pass("backward", 1.0)],
-        [Pass("forward", 5.0)] * 2 + [Pass("backward", 7.0)] * 2,
-    )
-    slots = in_lockstep([timed(own) for own in (short, short, long)])
-    assert [slot.kind for slot in slots] == ["forward", "forward", "backward", "backward"]
-    assert [slot.seconds for slot in slots] == [5.0, 5.0, 7.0, 7.0] and [slot.busy for slot in slots] == [3, 1, 3, 1]
+    short, long = Passes("FB", [1.0, 1.0]), Passes("FFBB", [5.0, 5.0, 7.0, 7.0])
+    order = timed_order([short, short, long])
+    assert spelled(turn.kind for turn, _ in order) == "FFBB"
+    assert [seconds for _, seconds in order] == [5.0, 5.0, 7.0, 7.0]
+    assert [len(turn.takers) for turn, _ in order] == [3, 1, 3, 1]
 
 
 def test_one_rank_has_no_links_and_its_step_is_the_cost_models():

@@ -10,8 +10,8 @@ from treetrain.engine.packed import wide_dtype
 from treetrain.engine.planning import AMPLE, formula_cost
 from treetrain.engine.ranks import Ranks, check_same
 from treetrain.engine.router_balance import RouterBalance
-from treetrain.planning.align import Way, choose, offers_of, ways_of
 from treetrain.planning.budget import Bytes
+from treetrain.planning.collective_order import Candidate, candidates, choose, offers_of
 from treetrain.planning.plan import Plan
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree
@@ -39,13 +39,13 @@ def agreed_plan(
     ranks: Ranks = engine.ranks
     aligned: bool = engine.in_lockstep
 
-    def ways() -> tuple[tuple[Begun, list[Way]], Any]:
+    def offered() -> tuple[tuple[Begun, list[Candidate]], Any]:
         begun, plan = planned()
-        own = _ways(engine, begun, plan, apart=apart) if aligned else [Way(plan, begun.batch.tree, "")]
+        own = _ways(engine, begun, plan, apart=apart) if aligned else [Candidate(plan, begun.batch.tree, "")]
         offers = offers_of(own) if aligned else []
         return (begun, own), (_same(ranks, begun, sync, balance), _have_room(engine, own), offers)
 
-    (begun, own), found = ranks.agree("planning", ways)
+    (begun, own), found = ranks.agree("planning", offered)
     for name in found[0][0]:
         check_same(name, [same[name] for same, *_ in found])
     told = [(room, offers) for _, room, offers in found]
@@ -68,7 +68,7 @@ def _same(ranks: Ranks, begun: Begun, sync: bool, balance: RouterBalance | None)
     }
 
 
-def _have_room(engine: Any, ways: Sequence[Way]) -> list[bool]:
+def _have_room(engine: Any, ways: Sequence[Candidate]) -> list[bool]:
     """Of each way, whether there is room for all gradients as a whole until the last backward."""
     if not engine.in_lockstep or engine.reduce != "auto":
         return [engine.reduce == "step"] * len(ways)
@@ -80,11 +80,11 @@ def _have_room(engine: Any, ways: Sequence[Way]) -> list[bool]:
     return [AMPLE * (cost.peak_bytes(way.plan) + whole) < room for way in ways]
 
 
-def _ways(engine: Any, begun: Begun, plan: Plan, *, apart: bool) -> list[Way]:
+def _ways(engine: Any, begun: Begun, plan: Plan, *, apart: bool) -> list[Candidate]:
     """How a rank's rows can be run; the plan given is the first."""
     batch, free = begun.batch, engine.free_bytes() if engine.budget is None else None
     weighted = not isinstance(batch, Batch) or batch.weighted
-    return ways_of(
+    return candidates(
         batch.tree,
         plan,
         partial(_laid_out, weighted=weighted),

@@ -16,7 +16,7 @@ from treetrain.engine.packed import PackedRun
 from treetrain.engine.ranks import Ranks, sharded_modules, waiting_gradients, was_left_by_others
 from treetrain.engine.routing import Routing
 from treetrain.models.capability import Capabilities
-from treetrain.planning.lockstep import Kind, Turn, common_order, spelled
+from treetrain.planning.collective_order import Kind, Turn, common_order, spelled
 from treetrain.planning.plan import Plan
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack

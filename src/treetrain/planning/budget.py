@@ -1,10 +1,15 @@
-"""Budgets as users write them: a number of tokens, or bytes with a unit."""
+"""Budgets as users write them, a number of tokens or bytes with a unit, and the tokens that bytes come to."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from treetrain.planning.partition import partition
+from treetrain.planning.plan import Plan, Prices
+from treetrain.tree.layout import PackedLayout
 
 _UNITS = {"b": 1} | {
     f"{letter}{ending}": base ** (power + 1)
@@ -12,6 +17,10 @@ _UNITS = {"b": 1} | {
     for ending, base in (("ib", 1024), ("b", 1000))
 }
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e\+?[0-9]{1,2})?\s*([a-z]+)")
+_SMALLEST_PARTS = 10_000
+"""The smallest budget tried for a number of bytes: one token, or so many parts where that is more."""
+_TRIES, _CLOSE = 40, 0.97
+"""A budget in bytes: most plans looked at, and the share of it that is not worth another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +39,7 @@ class Bytes:
 
 
 def parse_budget(value: Any) -> int | Bytes | None:
-    """What a budget means.
+    """Read a budget.
 
     Args:
         value: a whole number of tokens (also as text, "4096"), bytes as text with a unit ("8GiB", "1.5 GB", "2e9B";
@@ -39,31 +48,62 @@ def parse_budget(value: Any) -> int | Bytes | None:
     Raises:
         ValueError: anything else, or less than 1.
     """
+    found: int | Bytes | None = None
     if value is None or isinstance(value, Bytes):
         found = value
     elif isinstance(value, int | np.integer) and not isinstance(value, bool):
         found = int(value)
     elif isinstance(value, str):
-        found = _parse_text(value)
-    else:
-        raise _refused(value)
-    if found is not None and (found.count if isinstance(found, Bytes) else found) < 1:
-        raise _refused(value)
+        text = value.strip().lower()
+        match = _SIZE.fullmatch(text)
+        if re.fullmatch("[0-9]+", text):
+            found = int(text)
+        elif match is not None and match[3] in _UNITS:
+            found = Bytes(int(float(match[1] + (match[2] or "")) * _UNITS[match[3]]))
+    count = found.count if isinstance(found, Bytes) else found
+    if value is not None and (count is None or count < 1):
+        raise ValueError(
+            f"budget={value!r}: give a whole number of tokens from 1 (4096), or bytes with a unit: B, KiB, MiB, GiB, "
+            'TiB, KB, MB, GB or TB ("8GiB", "900 MB")'
+        )
     return found
 
 
-def _parse_text(value: str) -> int | Bytes:
-    text = value.strip().lower()
-    if re.fullmatch("[0-9]+", text):
-        return int(text)
-    match = _SIZE.fullmatch(text)
-    if match is None or match[3] not in _UNITS:
-        raise _refused(value)
-    return Bytes(int(float(match[1] + (match[2] or "")) * _UNITS[match[3]]))
+def within_bytes(layout: PackedLayout, prices: Prices, limit: Bytes) -> tuple[Plan, int]:
+    """The plan of the largest budget in tokens that is predicted to fit, and that budget.
 
+    Predicted peaks grow with the budget, nearly in proportion to it. So the search is between a budget that fits and
+    one that does not, where a straight line through both meets the limit.
 
-def _refused(value: Any) -> ValueError:
-    return ValueError(
-        f"budget={value!r}: give a whole number of tokens from 1 (4096), or bytes with a unit: B, KiB, MiB, GiB, TiB, "
-        'KB, MB, GB or TB ("8GiB", "900 MB")'
-    )
+    Raises:
+        ValueError: bytes that no plan fits into.
+    """
+    tokens = max(layout.num_tokens, 1)
+    smallest = max(1, tokens // _SMALLEST_PARTS)
+    fits: tuple[int, float, Plan] | None = None
+    above, peak_above = tokens + 1, math.inf  # the smallest budget that did not fit
+    guess = tokens
+    for _ in range(_TRIES):
+        plan = partition(layout, guess, prices.seconds)
+        peak = prices.peak_bytes(plan)
+        if peak <= limit.count:
+            fits = guess, peak, plan
+        else:
+            above, peak_above = guess, peak
+        if fits is None:
+            if above <= smallest:
+                break
+            guess = max(smallest, min(int(above * limit.count / peak_above * 0.9), above // 2))
+        else:
+            low, low_peak, _ = fits
+            if low_peak >= _CLOSE * limit.count or above - low <= max(1, low // 50):
+                break
+            share = (limit.count - low_peak) / (peak_above - low_peak)
+            guess = min(max(low + int((above - low) * min(max(share, 0.1), 0.9)), low + 1), above - 1)
+    if fits is None:
+        least = Bytes(math.ceil(peak_above))
+        raise ValueError(
+            f"budget={limit}: the smallest plan of this batch, {smallest} tokens at once, needs {least} "
+            f"({least.count} bytes) above model, gradients and optimiser state; give at least that"
+        )
+    return fits[2], fits[0]

@@ -1,38 +1,24 @@
 """A plan in words and numbers, beside the plans that other budgets would give."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from treetrain.planning.budget import Bytes
 from treetrain.planning.partition import partition
-from treetrain.planning.plan import Plan, heights, least_recomputed
+from treetrain.planning.plan import Plan, Prices, heights, least_recomputed
 
-
-class Prices(Protocol):
-    """What planning asks of a cost model; `treetrain.planning.price.CostModel` is one."""
-
-    def seconds(self, plan: Plan) -> float:
-        """Predicted time of a training step."""
-        ...
-
-    def seconds_by(self, plan: Plan) -> dict[str, float]:
-        """What that time goes to; "recomputation", "bytes" and "passes" are named."""
-        ...
-
-    def peak_bytes(self, plan: Plan) -> float:
-        """Predicted peak memory above model, gradients and optimiser state."""
-        ...
-
-    def bytes_by(self, plan: Plan) -> dict[str, float]:
-        """What is alive at that peak."""
-        ...
+SCORED_FIRST = {
+    "kept": "all parts run forward once; their graphs are kept until the loss is known",
+    "recomputed": "all parts run forward without graph, and again with graph when the loss is known (4/3 of the work)",
+}
+"""How a plan runs where the loss is known only when everything has been scored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Purpose:
-    """What a plan was made for."""
+    """The prices and the budget that a plan was made for."""
 
     prices: Prices
     budget: int | Bytes | None
@@ -43,7 +29,7 @@ class Purpose:
     def explanation(self, plan: Plan) -> dict[str, Any]:
         """Plain JSON data: the plan's numbers, and one entry of "budgets" for each budget of the table."""
         by = self.prices.seconds_by(plan)
-        closed, late = ~plan.is_inner, plan.prefill >= 0
+        recomputed = plan.prefill >= 0
         longest = int(heights(plan.layout).max(initial=0))
         given = self.budget
         return {
@@ -53,15 +39,15 @@ class Purpose:
             "tokens": plan.layout.num_tokens,
             "longest_path": longest,
             "parts": plan.num_parts,
-            "closed_parts": int(closed.sum()),
+            "leaf_parts": int((~plan.is_inner).sum()),
             "kept_parts": int(plan.kept.sum()),
-            "late_parts": int(late.sum()),
+            "recomputed_parts": int(recomputed.sum()),
             "largest_part": int(plan.sizes.max(initial=0)),
             "median_part": float(np.median(plan.sizes)) if plan.num_parts else 0.0,
             "kept_tokens": int(plan.sizes[plan.kept].sum()),
             "recomputed_tokens": plan.recomputed_tokens,
             "least_recomputed_tokens": least_recomputed(plan.layout, longest if self.tokens is None else self.tokens),
-            "passes_without_graph": _passes_without_graph(plan),
+            "passes_without_graph": plan.num_prefills + plan.num_parts * (plan.scores_first == "recomputed"),
             "scores_first": plan.scores_first,
             "peak_tokens": plan.peak_tokens,
             "peak_bytes": self.prices.peak_bytes(plan),
@@ -71,29 +57,53 @@ class Purpose:
             "seconds_recomputation": by["recomputation"],
             "seconds_fixed": by["bytes"] + by["passes"],
             "constants": str(getattr(getattr(self.prices, "constants", None), "source", "")),
-            "budgets": self._table(plan, longest),
+            "budgets": self._other_budgets(plan, longest),
         }
 
     def explain(self, plan: Plan) -> str:
         """The same as text of at most 100 columns."""
         facts = self.explanation(plan)
-        lines = [f"{name:<17}{text}" for name, text in _sentences(facts, self.budget)]
-        return "\n".join([*lines, "", *_table_lines(facts["budgets"])])
+        f = {name: f"{value:,}" if isinstance(value, int) else value for name, value in facts.items()}
+        given = "none given: " if self.budget is None else f"{self.budget}: " * isinstance(self.budget, Bytes)
+        alive = "no bound" if self.tokens is None else f"{f['budget_tokens']} tokens alive at once"
+        kinds = f"{f['leaf_parts']} leaves, {f['kept_parts']} kept, {f['recomputed_parts']} recomputed"
+        seconds = [f"{facts[name]:.3g} s" for name in ("seconds", "seconds_recomputation", "seconds_fixed")]
+        sentences = {
+            "budget": given + alive,
+            "parts": f"{f['parts']}: {kinds}; largest {f['largest_part']} tokens, median {f['median_part']:,.0f}",
+            "tokens": f"{f['tokens']} computed, {f['kept_tokens']} in kept parts; longest path {f['longest_path']}",
+            "recomputed": f"{f['recomputed_tokens']} tokens forward; {f['least_recomputed_tokens']} is the least "
+            "possible at this budget",
+            "passes": f"{f['parts']} with graph, {f['passes_without_graph']} without",
+            "scored first": SCORED_FIRST.get(facts["scores_first"], ""),
+            "alive at once": f"{f['peak_tokens']} tokens",
+            "peak memory": f"{Bytes(round(facts['peak_bytes']))} above model, gradients and optimiser state "
+            "(predicted)",
+            "time of a step": f"{seconds[0]} (predicted): {seconds[1]} recomputation, {seconds[2]} passes' fixed cost",
+            "constants": facts["constants"],
+        }
+        lines = [f"{name:<17}{text}" for name, text in sentences.items() if text]
+        lines += ["", f"{'budget, tokens':>15}{'parts':>9}{'recomputed':>13}{'peak':>12}{'step':>11}{'speed':>8}"]
+        for row in facts["budgets"]:
+            words = ", ".join(filter(None, ["this plan" if row["this_plan"] else "", row["name"]]))
+            budget = "none" if row["budget_tokens"] is None else f"{row['budget_tokens']:,}"
+            peak = str(Bytes(round(row["peak_bytes"])))
+            line = f"{budget:>15}{row['parts']:>9,}{row['recomputed_tokens']:>13,}{peak:>12}"
+            lines.append(f"{line}{row['seconds']:>9.3g} s{row['relative_speed']:>7.2f}x  {words}".rstrip())
+        return "\n".join(lines)
 
-    def _table(self, plan: Plan, longest: int) -> list[dict[str, Any]]:
+    def _other_budgets(self, plan: Plan, longest: int) -> list[dict[str, Any]]:
+        """This plan among those of smaller and larger budgets, which are made for it."""
         tokens = plan.layout.num_tokens
         quarter, own = -(-tokens // 4), tokens if self.tokens is None else self.tokens
         wanted = {-(-own // 4), own // 2, 2 * own, 4 * own, longest, quarter, tokens}
-        budgets = sorted({min(max(budget, 1), tokens) for budget in wanted if tokens} - {self.tokens})
-        found: list[tuple[int | None, Plan]] = [
-            (budget, partition(plan.layout, budget, self.prices.seconds)) for budget in budgets
-        ]
-        place = len(found) if self.tokens is None else sum(budget < self.tokens for budget in budgets)
-        found.insert(place, (self.tokens, plan))
-        own_seconds = self.prices.seconds(plan)
+        budgets = {min(max(budget, 1), tokens) for budget in wanted if tokens} - {self.tokens}
+        plans: list[tuple[int | None, Plan]] = [(b, partition(plan.layout, b, self.prices.seconds)) for b in budgets]
+        plans.append((self.tokens, plan))
+        plans.sort(key=lambda entry: (entry[0] is None, entry[0] or 0))
         names = {longest: "longest path", quarter: "quarter of the tree", tokens: "whole tree"}
-        rows = []
-        for budget, other in found:
+        rows, own_seconds = [], self.prices.seconds(plan)
+        for budget, other in plans:
             seconds = self.prices.seconds(other)
             rows.append(
                 {
@@ -108,53 +118,3 @@ class Purpose:
                 }
             )
         return rows
-
-
-SCORED_FIRST = {
-    "kept": "all parts run forward once; their graphs are kept until the loss is known",
-    "recomputed": "all parts run forward without graph, and again with graph when the loss is known (4/3 of the work)",
-}
-"""What a plan does where the loss is known only when everything has been scored."""
-
-
-def _passes_without_graph(plan: Plan) -> int:
-    scored = plan.num_parts if plan.scores_first == "recomputed" else 0
-    return plan.num_prefills + scored
-
-
-def _sentences(facts: dict[str, Any], budget: int | Bytes | None) -> list[tuple[str, str]]:
-    bound = "no bound" if facts["budget_tokens"] is None else f"{facts['budget_tokens']:,} tokens alive at once"
-    given = {"int": "", "NoneType": "none given: "}.get(type(budget).__name__, f"{budget}: ")
-    kinds = f"{facts['closed_parts']:,} closed, {facts['kept_parts']:,} kept, {facts['late_parts']:,} late"
-    sizes = f"largest {facts['largest_part']:,} tokens, median {facts['median_part']:,.0f}"
-    again, least = facts["recomputed_tokens"], facts["least_recomputed_tokens"]
-    passes = f"{facts['parts']:,} with graph, {facts['passes_without_graph']:,} without"
-    computed = f"{facts['tokens']:,} computed, {facts['kept_tokens']:,} in kept parts"
-    longest = f"longest path {facts['longest_path']:,}"
-    twice, fixed = f"{facts['seconds_recomputation']:.3g} s", f"{facts['seconds_fixed']:.3g} s"
-    return [
-        ("budget", given + bound),
-        ("parts", f"{facts['parts']:,}: {kinds}; {sizes}"),
-        ("tokens", f"{computed}; {longest}"),
-        ("recomputed", f"{again:,} tokens forward; {least:,} is the least possible at this budget"),
-        ("passes", passes),
-        *([] if facts["scores_first"] == "no" else [("scored first", SCORED_FIRST[facts["scores_first"]])]),
-        ("alive at once", f"{facts['peak_tokens']:,} tokens"),
-        ("peak memory", f"{Bytes(round(facts['peak_bytes']))} above model, gradients and optimiser state (predicted)"),
-        (
-            "time of a step",
-            f"{facts['seconds']:.3g} s (predicted): {twice} recomputation, {fixed} passes' fixed cost",
-        ),
-        *([("constants", facts["constants"])] if facts["constants"] else []),
-    ]
-
-
-def _table_lines(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [f"{'budget, tokens':>15}{'parts':>9}{'recomputed':>13}{'peak':>12}{'step':>11}{'speed':>8}"]
-    for row in rows:
-        words = ", ".join(filter(None, ["this plan" if row["this_plan"] else "", row["name"]]))
-        peak = str(Bytes(round(row["peak_bytes"])))
-        budget = "none" if row["budget_tokens"] is None else f"{row['budget_tokens']:,}"
-        line = f"{budget:>15}{row['parts']:>9,}{row['recomputed_tokens']:>13,}{peak:>12}"
-        lines.append(f"{line}{row['seconds']:>9.3g} s{row['relative_speed']:>7.2f}x  {words}".rstrip())
-    return lines

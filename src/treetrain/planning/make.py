@@ -1,31 +1,29 @@
-"""A plan for a budget in tokens or bytes."""
+"""A plan for a budget in tokens or bytes, for one process or for several ranks."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, overload
 
 import numpy as np
 
-from treetrain.planning.align import choose, offers_of, ways_of
-from treetrain.planning.balance import balance
-from treetrain.planning.budget import Bytes, parse_budget
+from treetrain.planning.balance import Dispatch, balance, slowest_over_mean
+from treetrain.planning.budget import Bytes, parse_budget, within_bytes
+from treetrain.planning.collective_order import candidates, choose, offers_of
 from treetrain.planning.cost import ModelShape
-from treetrain.planning.explain import Prices, Purpose
+from treetrain.planning.explain import Purpose
 from treetrain.planning.partition import partition
-from treetrain.planning.plan import Plan
-from treetrain.planning.price import CostModel
-from treetrain.planning.ranked import RankedPlan
+from treetrain.planning.plan import Plan, Prices
+from treetrain.planning.price import CostModel, Floats
+from treetrain.tree.assemble import Int64s
 from treetrain.tree.build import Row, as_tree, build_tree
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree
 
 PART_TOKENS = 8192
 """Size that parts need not exceed where no budget binds."""
-_SMALLEST_PARTS = 10_000
-"""The smallest budget tried for a number of bytes: one token, or so many parts where that is more."""
-_TRIES, _CLOSE = 40, 0.97
-"""A budget in bytes: most plans looked at, and the share of it that is not worth another."""
+SHOWN = 16
+"""Ranks that `RankedPlan.explain` lists; of more, the slowest."""
 
 
 @overload
@@ -46,7 +44,7 @@ def make_plan(
     ranks: int,
     free_bytes: int | None = ...,
     aligned: bool = ...,
-) -> Plan | RankedPlan: ...
+) -> "Plan | RankedPlan": ...
 def make_plan(
     rows: Sequence[Row] | TokenTree | PackedLayout,
     cost: Prices | ModelShape | str,
@@ -55,7 +53,7 @@ def make_plan(
     ranks: int = 1,
     free_bytes: int | None = None,
     aligned: bool = False,
-) -> Plan | RankedPlan:
+) -> "Plan | RankedPlan":
     """The fastest plan found for a batch within a budget; `plan.explain()` says what it does and why.
 
     Args:
@@ -69,29 +67,28 @@ def make_plan(
         ranks: processes that share the batch. Above 1: a `RankedPlan`, which says who runs which trajectories, with a
             plan for each rank; not of a packed layout.
         free_bytes: without a budget, what the device has free.
-        aligned: plans of ranks that run every pass together, as under FSDP (see `plan.align`). A rank's tree is then
-            that of its rows in runs that share nothing, where that is faster.
+        aligned: plans of ranks that run every pass together, as under FSDP (see `planning.collective_order`). A rank's
+            tree is then that of its rows in runs that share nothing, where that is faster.
 
     Raises:
         ValueError: no budget, one below the smallest that this batch needs, no number of ranks, or no shape's name.
         DataError: rows that are none.
     """
     tree = rows if isinstance(rows, PackedLayout) else as_tree(rows)
-    if ranks is not True and isinstance(ranks, int | np.integer) and ranks > 1:
-        return over_ranks(tree, cost, int(ranks), budget=budget, free_bytes=free_bytes, aligned=aligned)
-    if isinstance(ranks, bool) or ranks != 1:
+    if isinstance(ranks, bool) or not isinstance(ranks, int | np.integer) or ranks < 1:
         raise ValueError(f"ranks={ranks!r}: give the number of processes, from 1")
-    given = parse_budget(budget)
+    if ranks > 1:
+        return over_ranks(tree, cost, int(ranks), budget=budget, free_bytes=free_bytes, aligned=aligned)
+    given, prices = parse_budget(budget), _prices(cost)
     layout = _trained(tree) if isinstance(tree, TokenTree) else tree
-    prices = _prices(cost)
     if isinstance(given, Bytes):
-        plan, tokens = _within_bytes(layout, prices, given)
+        plan, tokens = within_bytes(layout, prices, given)
     elif given is not None:
         plan, tokens = partition(layout, given, prices.seconds), given
     else:
         plan, tokens = partition(layout, None, prices.seconds, part_tokens=PART_TOKENS), None
         if free_bytes is not None and prices.peak_bytes(plan) > free_bytes:
-            plan, tokens = _within_bytes(layout, prices, Bytes(free_bytes))
+            plan, tokens = within_bytes(layout, prices, Bytes(free_bytes))
     return replace(plan, made_for=Purpose(prices=prices, budget=given, tokens=tokens))
 
 
@@ -103,7 +100,7 @@ def over_ranks(
     budget: Any = None,
     free_bytes: int | None = None,
     aligned: bool = False,
-) -> RankedPlan:
+) -> "RankedPlan":
     """`make_plan` over any number of ranks, 1 included; arguments and errors are the same."""
     if not isinstance(tree, TokenTree):
         raise ValueError(f"ranks={ranks}: a layout no longer knows its trajectories; give the token tree")
@@ -117,9 +114,9 @@ def over_ranks(
         except ValueError as error:
             raise ValueError(f"rank {rank} of {ranks}: {error}") from error
     if aligned:
-        ways = [ways_of(own, plan, _trained, free_bytes=free_bytes) for own, plan in zip(trees, plans)]
-        chosen = choose([offers_of(own) for own in ways])
-        plans = [own[number].plan for own, number in zip(ways, chosen)]
+        offered = [candidates(own, plan, _trained, free_bytes=free_bytes) for own, plan in zip(trees, plans)]
+        chosen = choose([offers_of(own) for own in offered])
+        plans = [own[number].plan for own, number in zip(offered, chosen)]
     return RankedPlan(plans=plans, dispatch=found, prices=prices)
 
 
@@ -128,50 +125,104 @@ def _prices(cost: Prices | ModelShape | str) -> Prices:
 
 
 def _trained(tree: TokenTree) -> PackedLayout:
-    """What training computes."""
+    """The layout of what training computes."""
     return pack(tree, tree.trained_edges()[0] > 0)
 
 
-def _within_bytes(layout: PackedLayout, prices: Prices, limit: Bytes) -> tuple[Plan, int]:
-    """The plan of the largest budget in tokens that is predicted to fit, and that budget.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankedPlan:
+    """One plan per rank. A rank's plan is for a tree of its own trajectories, in the order of their numbers.
 
-    Predicted peaks grow with the budget, nearly in proportion to it, so that the search is between what fits and what
-    does not, where a straight line through both meets the limit.
+    Aligned plans may be for several trees of them, which share nothing.
     """
-    tokens = max(layout.num_tokens, 1)
-    smallest = max(1, tokens // _SMALLEST_PARTS)
-    fits: tuple[int, float, Plan] | None = None
-    above = (tokens + 1, float("inf"))  # the smallest budget that did not fit, and its peak
-    guess = tokens
-    for _ in range(_TRIES):
-        plan = partition(layout, guess, prices.seconds)
-        peak = prices.peak_bytes(plan)
-        if peak <= limit.count:
-            fits = (guess, peak, plan)
-        else:
-            above = (guess, peak)
-        if _is_close(fits, above, limit) or (fits is None and above[0] <= smallest):
-            break
-        guess = _next_guess(fits, above, limit, smallest)
-    if fits is None:
-        least = Bytes(math.ceil(above[1]))
-        raise ValueError(
-            f"budget={limit}: the smallest plan of this batch, {smallest} tokens at once, needs {least} "
-            f"({least.count} bytes) above model, gradients and optimiser state; give at least that"
-        )
-    return fits[2], fits[0]
 
+    plans: list[Plan]
+    """Per rank; one without parts where the rank computes nothing."""
+    dispatch: Dispatch
+    prices: Prices
 
-def _is_close(fits: tuple[int, float, Plan] | None, above: tuple[int, float], limit: Bytes) -> bool:
-    return fits is not None and (fits[1] >= _CLOSE * limit.count or above[0] - fits[0] <= max(1, fits[0] // 50))
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.plans)
 
+    @property
+    def trajectories(self) -> list[Int64s]:
+        """Per rank: the numbers of its trajectories, ascending."""
+        return self.dispatch.trajectories
 
-def _next_guess(fits: tuple[int, float, Plan] | None, above: tuple[int, float], limit: Bytes, smallest: int) -> int:
-    low, low_peak = (smallest, 0.0) if fits is None else fits[:2]
-    high, high_peak = above
-    if fits is None:
-        guess = int(high * limit.count / high_peak * 0.9)
-        return max(smallest, min(guess, high // 2))
-    share = (limit.count - low_peak) / (high_peak - low_peak)
-    guess = low + int((high - low) * min(max(share, 0.1), 0.9))
-    return min(max(guess, low + 1), high - 1)
+    @cached_property
+    def seconds(self) -> Floats:
+        """float64 [ranks]: predicted seconds of each rank's work."""
+        return np.array([self.prices.seconds(plan) for plan in self.plans])
+
+    @cached_property
+    def peak_bytes(self) -> Floats:
+        """float64 [ranks]: predicted peak of each rank above model, gradients and optimiser state."""
+        return np.array([self.prices.peak_bytes(plan) for plan in self.plans])
+
+    @property
+    def imbalance(self) -> float:
+        """Slowest rank's seconds over the mean's: 1 is perfect."""
+        return slowest_over_mean(self.seconds)
+
+    @cached_property
+    def tokens(self) -> Int64s:
+        """int64 [ranks]: tokens that a rank computes, those of aligned plans that it computes again included."""
+        return np.array([plan.layout.num_tokens for plan in self.plans], np.int64)
+
+    @property
+    def duplicated(self) -> float:
+        """Tokens computed more than once, each copy but the first, over the tokens of one process."""
+        return float(self.tokens.sum()) / self.dispatch.unique - 1 if self.dispatch.unique else 0.0
+
+    def explanation(self) -> dict[str, Any]:
+        """Plain JSON data: the balance, and one entry per rank."""
+        return {
+            "ranks": self.ranks,
+            "idle_ranks": self.dispatch.idle,
+            "imbalance": self.imbalance,
+            "unique_tokens": self.dispatch.unique,
+            "duplicated": self.duplicated,
+            "seconds": float(self.seconds.max()),
+            "peak_bytes": float(self.peak_bytes.max()),
+            "per_rank": [
+                {
+                    "rank": rank,
+                    "trajectories": len(self.trajectories[rank]),
+                    "tokens": plan.layout.num_tokens,
+                    "trained_rows": int(self.dispatch.trained[rank]),
+                    "parts": plan.num_parts,
+                    "recomputed_tokens": plan.recomputed_tokens,
+                    "peak_bytes": float(self.peak_bytes[rank]),
+                    "seconds": float(self.seconds[rank]),
+                }
+                for rank, plan in enumerate(self.plans)
+            ],
+        }
+
+    def explain(self) -> str:
+        """The same as text; `plans[r].explain()` says more of one rank."""
+        facts = self.explanation()
+        again = int(self.tokens.sum()) - self.dispatch.unique
+        idle = f"; {facts['idle_ranks']:,} idle: too few trajectories with anything to train" * (self.dispatch.idle > 0)
+        lines = [
+            f"ranks            {self.ranks:,}{idle}",
+            f"balance          slowest over mean {facts['imbalance']:.3f} (predicted time)",
+            f"tokens           {facts['unique_tokens']:,} unique; {again:,} more ({facts['duplicated']:.1%}) are "
+            "computed more than once",
+            f"time of a step   {facts['seconds']:.3g} s on the slowest rank (predicted; communication excluded)",
+            f"peak memory      {Bytes(round(facts['peak_bytes']))} on the fullest rank (predicted), above model, "
+            "gradients and optimiser state",
+            "",
+        ]
+        rows = facts["per_rank"]
+        if len(rows) > SHOWN:
+            rows = sorted(rows, key=lambda row: -row["seconds"])[:SHOWN]
+            lines.append(f"the {SHOWN} slowest ranks:")
+        lines.append(f"{'rank':>5}{'rows':>9}{'tokens':>11}{'parts':>8}{'recomputed':>13}{'peak':>12}{'step':>11}")
+        for row in rows:
+            peak = str(Bytes(round(row["peak_bytes"])))
+            counts = f"{row['rank']:>5}{row['trajectories']:>9,}{row['tokens']:>11,}{row['parts']:>8,}"
+            lines.append(f"{counts}{row['recomputed_tokens']:>13,}{peak:>12}{row['seconds']:>9.3g} s")
+        return "\n".join(lines)

@@ -330,7 +330,7 @@ class _Cutter:
             piece = pieces.new() if piece < 0 else piece
             pieces.add(start, piece)
             waiting[self._above[segment]].append((load + stop - start, piece))
-        pieces.pack(waiting[-1], subtrees.get(-1, []), self.target)
+        pieces.pack(waiting[-1], subtrees.get(-1, []), self.target, even=not waiting[-1])
 
     def _cut_kept(
         self,
@@ -376,7 +376,7 @@ class _Cutter:
                     pieces.add(start, piece)
             room -= sum(tokens[:taken])
             for _, segment in groups[taken:]:
-                pieces.pack([], subtrees[segment], min(room, self.target))
+                pieces.pack([], subtrees[segment], min(room, self.target), even=True)
             pending += [(segment, room) for segment in below]
 
 
@@ -464,9 +464,11 @@ class _Pieces:
         self._start.append(start)
         self._piece.append(piece)
 
-    def pack(self, open_pieces: list[_Item], subtrees: list[_Item], capacity: int) -> tuple[int, int]:
+    def pack(
+        self, open_pieces: list[_Item], subtrees: list[_Item], capacity: int, *, even: bool = False
+    ) -> tuple[int, int]:
         """Put siblings into as few pieces as fit; returns the emptiest: its tokens and its number, (0, -1) if none."""
-        bin_of, loads = pack_bins([tokens for tokens, _ in (*open_pieces, *subtrees)], capacity, even=not open_pieces)
+        bin_of, loads = pack_bins([tokens for tokens, _ in (*open_pieces, *subtrees)], capacity, even=even)
         if not loads:
             return 0, -1
         held = [-1] * len(loads)

@@ -23,16 +23,36 @@ Bools = NDArray[np.bool_]
 
 
 class Event(NamedTuple):
-    """One forward of the model, or one backward, in the order they are run."""
+    """One pass of the model: a forward or a backward."""
 
     kind: Literal["prefill", "forward", "backward"]
-    """prefill: a pass without graph over exported tokens of late parts. forward: with graph. backward."""
+    """prefill: a forward without graph over exported tokens of recomputed parts. forward: with graph."""
     number: int
-    """Of the pass (prefill) or of the part (forward, backward)."""
+    """The prefill's, or the part's."""
+
+
+class Prices(Protocol):
+    """A cost model as planning needs it; `treetrain.planning.price.CostModel` is one."""
+
+    def seconds(self, plan: "Plan") -> float:
+        """Predicted time of a training step."""
+        ...
+
+    def seconds_by(self, plan: "Plan") -> dict[str, float]:
+        """What that time goes to; "recomputation", "bytes" and "passes" are named."""
+        ...
+
+    def peak_bytes(self, plan: "Plan") -> float:
+        """Predicted peak memory above model, gradients and optimiser state."""
+        ...
+
+    def bytes_by(self, plan: "Plan") -> dict[str, float]:
+        """What is alive at that peak."""
+        ...
 
 
 class Explainer(Protocol):
-    """Knows what a plan was made for."""
+    """Knows the budget and the prices that a plan was made for."""
 
     def explain(self, plan: "Plan") -> str:
         """See Plan.explain."""
@@ -60,17 +80,17 @@ class Plan:
     attach: Int64s
     """int64 [P]: the token that all pieces of the part continue; -1 at roots."""
     kept: Bools
-    """bool [P]: open parts whose graph stays alive. False elsewhere."""
+    """bool [P]: inner parts whose graph stays alive while the parts below run."""
     exported: Bools
     """bool [M]: tokens with descendants in another part."""
     prefill: Int64s
-    """int64 [P]: the pass without graph that publishes a late part's exported tokens; -1 for kept and closed parts."""
+    """int64 [P]: the prefill that runs a recomputed part's exported tokens; -1 for kept parts and leaves."""
     scores_first: Literal["no", "kept", "recomputed"] = "no"
     """When the loss is evaluated. no: while the parts run, each trajectory when its last prediction is scored. kept:
     when all parts have run forward, and the graphs of all are kept for that long. recomputed: when all parts have run
     once without graph; then they run as this plan says."""
     made_for: Explainer | None = None
-    """What `make_plan` made it for; None for a plan made otherwise."""
+    """The budget and prices of `make_plan`; None for a plan made otherwise."""
 
     @classmethod
     def of_parts(
@@ -81,9 +101,9 @@ class Plan:
         Args:
             layout: M tokens.
             part_of: int64 [M]: any numbering 0..P-1 of the parts.
-            kept: bool [P], in that numbering; ignored for parts without parts below. None keeps none.
-            prefill_limit: late parts below one another share a prefill while it has at most this many
-                tokens; 0 gives each a pass of its own.
+            kept: bool [P], in that numbering; ignored for leaves. None keeps none.
+            prefill_limit: recomputed parts below one another share a prefill while it has at most this many tokens; 0
+                gives each one of its own.
 
         Raises:
             ValueError: an empty part, or one whose pieces continue different tokens.
@@ -102,12 +122,18 @@ class Plan:
         if (attach == -2).any():
             raise ValueError(f"part {int(np.argmax(attach == -2))} of {count} has no tokens")
         parent = np.where(attach >= 0, part_of[attach], -1)
-        order = depth_first(parent, _first_tokens(part_of, count))
-        rank = np.empty(count, np.int64)
-        rank[order] = np.arange(count)
-        part_of, attach = rank[part_of], attach[order]
-        parent = np.where(parent[order] >= 0, rank[parent[order]], -1)
-        exported = _exported(layout, attach)
+        first = np.zeros(count, np.int64)
+        first[part_of[::-1]] = np.arange(len(part_of))[::-1]  # the last write wins: the first token
+        order = depth_first(parent, first)
+        number = np.empty(count, np.int64)
+        number[order] = np.arange(count)
+        part_of, attach = number[part_of], attach[order]
+        parent = np.where(parent[order] >= 0, number[parent[order]], -1)
+        # A part's exported tokens are those at or above an attach token in it.
+        attached = np.zeros(len(before) + 1, np.int64)
+        attached[np.unique(attach[attach >= 0]) + 1] = 1
+        attached = np.cumsum(attached)
+        exported = attached[layout.ends] > attached[:-1]
         is_inner = np.zeros(count, bool)
         is_inner[parent[parent >= 0]] = True
         stays = np.zeros(count, bool) if kept is None else kept[order] & is_inner
@@ -119,7 +145,7 @@ class Plan:
             attach=attach,
             kept=stays,
             exported=exported,
-            prefill=_prefill_passes(parent, is_inner & ~stays, sizes, prefill_limit),
+            prefill=_prefills(parent, is_inner & ~stays, sizes, prefill_limit),
         )
 
     @property
@@ -140,9 +166,7 @@ class Plan:
     @cached_property
     def is_inner(self) -> Bools:
         """bool [P]: parts with parts below them."""
-        found = np.zeros(self.num_parts, bool)
-        found[self.parent[self.parent >= 0]] = True
-        return found
+        return self.kept | (self.prefill >= 0)
 
     @cached_property
     def _by_part(self) -> tuple[Int64s, Int64s]:
@@ -162,12 +186,12 @@ class Plan:
         return found
 
     def prefill_tokens(self, number: int) -> Int64s:
-        """int64 [m]: the tokens of a prefill, ascending."""
+        """int64 [m]: tokens of a prefill, ascending."""
         tokens = np.concatenate([self.tokens(part) for part in self._members[number]])
         return np.sort(tokens[self.exported[tokens]])
 
     def prefill_parts(self, number: int) -> list[int]:
-        """The late parts of a prefill; the first one continues what stands before the pass."""
+        """The recomputed parts of a prefill; the first continues what stands before the prefill."""
         return self._members[number]
 
     def path(self, token: int) -> Int64s:
@@ -175,7 +199,7 @@ class Plan:
         return path_to(token, self.layout.segment_start, self.layout.segment_parent)
 
     def traverse(self) -> Iterator[tuple[Literal["enter", "leave"], int]]:
-        """Every part opened before, and closed after, all parts below it."""
+        """Every part, entered before and left after all parts below it."""
         stack: list[int] = []
         for part, parent in enumerate(self.parent.tolist()):
             while stack and stack[-1] != parent:
@@ -187,8 +211,7 @@ class Plan:
 
     def with_all_kept(self) -> Self:
         """The same parts, all run forward before the first goes backward."""
-        late = np.full_like(self.prefill, -1)
-        return replace(self, kept=self.is_inner, prefill=late, scores_first="kept")
+        return replace(self, kept=self.is_inner, prefill=np.full_like(self.prefill, -1), scores_first="kept")
 
     def events(self) -> Iterator[Event]:
         """The passes of a training step, in order; those that score parts beforehand without graph are left out."""
@@ -197,18 +220,17 @@ class Plan:
             yield from (Event("backward", part) for part in reversed(range(self.num_parts)))
             return
         for visit, part in self.traverse():
-            if visit == "enter":
-                if self.kept[part]:
+            if visit == "leave":
+                if not self.kept[part]:
                     yield Event("forward", part)
-                elif self.starts_prefill(part):
-                    yield Event("prefill", int(self.prefill[part]))
-                continue
-            if not self.kept[part]:
+                yield Event("backward", part)
+            elif self.kept[part]:
                 yield Event("forward", part)
-            yield Event("backward", part)
+            elif self._starts_prefill(part):
+                yield Event("prefill", int(self.prefill[part]))
 
-    def starts_prefill(self, part: int) -> bool:
-        """Whether a part is the first of its prefill: the one that is opened before the others."""
+    def _starts_prefill(self, part: int) -> bool:
+        """Whether a part is the first of its prefill: the one that is entered before the others."""
         return bool(self.prefill[part] >= 0) and self._members[self.prefill[part]][0] == part
 
     def exported_tokens(self, part: int) -> Int64s:
@@ -236,7 +258,7 @@ class Plan:
         top, most = [0] * (self.num_parts + 1), 0  # the last entry is read at roots, whose parent is -1
         for part, parent in enumerate(self.parent.tolist()):
             rows = exports[part] if self.kept[part] else 0
-            if self.starts_prefill(part):
+            if self._starts_prefill(part):
                 rows = sum(exports[member] for member in self._members[self.prefill[part]])
             top[part] = top[parent] + rows
             most = max(most, top[part])
@@ -250,10 +272,8 @@ class Plan:
     @cached_property
     def recomputed_tokens(self) -> int:
         """Tokens that run forward twice: once without graph, and again with it."""
-        if not self.num_parts:
-            return 0
-        late = int(self.exported[(self.prefill >= 0)[self.part_of]].sum())
-        return late + (self.layout.num_tokens if self.scores_first == "recomputed" else 0)
+        again = int(self.is_recomputed_token.sum())
+        return again + (self.layout.num_tokens if self.scores_first == "recomputed" else 0)
 
     @cached_property
     def alive(self) -> Int64s:
@@ -261,13 +281,17 @@ class Plan:
         if self.scores_first == "kept":
             return np.cumsum(self.sizes)
         alive = np.zeros(self.num_parts, np.int64)
-        held = np.zeros(self.num_parts + 1, np.int64)  # by kept parts, down to and including each
-        sizes, kept, parent = self.sizes.tolist(), self.kept.tolist(), self.parent.tolist()
-        for part in range(self.num_parts):
-            above = held[parent[part]] if parent[part] >= 0 else 0
-            alive[part] = above + sizes[part]
-            held[part] = above + (sizes[part] if kept[part] else 0)
+        held = [0] * (self.num_parts + 1)  # by kept parts, down to and including each; the last is read at roots
+        sizes, kept = self.sizes.tolist(), self.kept.tolist()
+        for part, parent in enumerate(self.parent.tolist()):
+            alive[part] = held[parent] + sizes[part]
+            held[part] = held[parent] + sizes[part] * kept[part]
         return alive
+
+    @property
+    def peak_tokens(self) -> int:
+        """Most tokens whose graph is alive at once."""
+        return int(self.alive.max(initial=0))
 
     def explain(self) -> str:
         """Words and numbers: parts, recomputation, predicted memory and time, and a table over other budgets.
@@ -287,11 +311,6 @@ class Plan:
         if self.made_for is None:
             raise ValueError("this plan knows no budget and no cost model; plans of make_plan can be explained")
         return self.made_for
-
-    @property
-    def peak_tokens(self) -> int:
-        """Most tokens whose graph is alive at once."""
-        return int(self.alive.max(initial=0))
 
 
 def least_recomputed(layout: PackedLayout, budget: int) -> int:
@@ -320,12 +339,6 @@ def heights(layout: PackedLayout) -> Int64s:
     return np.repeat(segment_heights(layout) + start, length) - np.arange(len(layout.parent))
 
 
-def _first_tokens(part_of: Int64s, count: int) -> Int64s:
-    first = np.zeros(count, np.int64)
-    first[part_of[::-1]] = np.arange(len(part_of))[::-1]  # the last write wins: the first token
-    return first
-
-
 def depth_first(parent: Int64s, key: NDArray[Any]) -> Int64s:
     """Part numbers depth first, siblings by a key of theirs, the smallest first."""
     children: list[list[int]] = [[] for _ in range(len(parent) + 1)]
@@ -340,26 +353,16 @@ def depth_first(parent: Int64s, key: NDArray[Any]) -> Int64s:
     return np.array(order, np.int64)
 
 
-def _exported(layout: PackedLayout, attach: Int64s) -> Bools:
-    """Tokens at or above an attach token, within that token's part: all of them, since parts nest."""
-    exported = np.zeros(len(layout.parent), bool)
-    marks = np.zeros(len(layout.parent) + 1, np.int64)
-    marks[np.unique(attach[attach >= 0]) + 1] = 1
-    marks = np.cumsum(marks)
-    exported[:] = marks[layout.ends] > marks[:-1]
-    return exported
-
-
-def _prefill_passes(parent: Int64s, late: Bools, exported: Int64s, most: int) -> Int64s:
-    """Which pass publishes each late part: one of its own, or that of the late part right above it."""
-    passes = np.full(len(parent), -1, np.int64)
+def _prefills(parent: Int64s, recomputed: Bools, exported: Int64s, limit: int) -> Int64s:
+    """The prefill of each recomputed part: one of its own, or that of the recomputed part right above it."""
+    prefill = np.full(len(parent), -1, np.int64)
     filled: list[int] = []
-    for part in np.flatnonzero(late).tolist():
-        above = int(passes[parent[part]]) if parent[part] >= 0 else -1
-        if above >= 0 and filled[above] + exported[part] <= most:
-            passes[part] = above
+    for part in np.flatnonzero(recomputed).tolist():
+        above = int(prefill[parent[part]]) if parent[part] >= 0 else -1
+        if above >= 0 and filled[above] + exported[part] <= limit:
+            prefill[part] = above
             filled[above] += int(exported[part])
         else:
-            passes[part] = len(filled)
+            prefill[part] = len(filled)
             filled.append(int(exported[part]))
-    return passes
+    return prefill

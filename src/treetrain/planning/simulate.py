@@ -1,4 +1,4 @@
-"""What a training step over many ranks would take: balance, time and memory, from a batch, a model shape and a device.
+"""Predict a training step over many ranks: balance, time and memory, from a batch, a model shape and a device.
 
 No process is started. The formulas are in docs/distributed.md; letters there: P parameters, n ranks, w bytes of a
 weight in float32 (8 in float64), b bytes of the arithmetic.
@@ -9,13 +9,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from treetrain.planning.balance import slowest_over_mean
 from treetrain.planning.budget import Bytes
+from treetrain.planning.collective_order import passes_of, timed_order
 from treetrain.planning.cost import ModelShape
 from treetrain.planning.devices import Device
-from treetrain.planning.lockstep import Slot, Timed, in_lockstep, passes_of, timed
 from treetrain.planning.make import make_plan, over_ranks
-from treetrain.planning.price import CostModel, Floats
-from treetrain.planning.ranked import RankedPlan
+from treetrain.planning.price import CostModel
 from treetrain.planning.rates import Rates
 from treetrain.tree.token_tree import TokenTree
 
@@ -26,12 +26,12 @@ OPTIMISER_BYTES = 28
 
 
 class State(NamedTuple):
-    """Bytes on every rank besides what a plan needs."""
+    """Bytes on every rank beside those that a plan needs."""
 
     model: float
     """Weights, gradients and two moments."""
     gathered: float
-    """FSDP: what is whole for a while: two layers' weights, the embedding and head, unsharded gradients."""
+    """FSDP: parameters that are whole for a while: two layers' weights, the embedding and head, unsharded gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,9 +51,9 @@ class Simulation:
     slowest_rank_seconds: float
     """Its own work."""
     waiting_seconds: float
-    """FSDP: what the passes' common order adds to that."""
+    """FSDP: added to that by the passes' common order."""
     communication_seconds: float
-    """What collectives add to that: all under DDP, what is not hidden behind arithmetic under FSDP."""
+    """Added to that by collectives: all under DDP; under FSDP those that arithmetic does not hide."""
     optimiser_seconds: float
     step_seconds: float
     """The sum of these four."""
@@ -87,7 +87,6 @@ def simulate(
     parallel: Parallel = "fsdp",
     sync: Sync = "part",
     checkpointing: bool = False,
-    alone: float | None = None,
 ) -> Simulation:
     """Predict a step of a batch over ranks.
 
@@ -96,14 +95,13 @@ def simulate(
         shape: the model.
         ranks: processes, from 1.
         device: one rank's device, and the links.
-        cost: what plans are made with; None: by formula, with the device's speeds.
-        measured: how long their passes take; None: as by `cost`. Measured constants predict better than formulas, but
-            ranks that share weights plan by formula.
+        cost: the cost model that plans are made with; None: by formula, with the device's speeds.
+        measured: the cost model that says how long their passes take; None: `cost`. Measured constants predict better
+            than formulas, but ranks that share weights plan by formula.
         budget: of every rank, as `make_plan` takes it; None: what the device's memory leaves beside the state.
         parallel: fsdp (weights, gradients and moments in shards) or ddp (whole on every rank).
         sync: fsdp: gradients are reduced after every part, or once per step, which keeps them whole meanwhile.
         checkpointing: every layer is run again in backward.
-        alone: predicted seconds of one rank, for `speedup`; None: found here.
 
     Raises:
         ValueError: no such way to share, a state that leaves no memory, a budget that is too small for some rank.
@@ -111,24 +109,62 @@ def simulate(
     if parallel not in ("fsdp", "ddp") or sync not in ("part", "step"):
         raise ValueError(f"parallel={parallel!r}, sync={sync!r}: known are fsdp and ddp, part and step")
     prices = device.cost(shape, checkpointing=checkpointing) if cost is None else cost
-    state = state_of(shape, ranks, device, parallel, sync)
     times = prices if measured is None else measured
-    plans = _plans(tree, prices, ranks, device, budget, state, aligned=parallel == "fsdp" and ranks > 1)
+    state = state_of(shape, ranks, device, parallel, sync)
+    free = int(device.memory_bytes - sum(state))
+    if budget is None and free <= 0:
+        raise ValueError(
+            f"{ranks} ranks of {device.name}: weights, gradients and moments take {Bytes(round(sum(state)))} of "
+            f"{Bytes(round(device.memory_bytes))} on each; give more ranks or a device with more memory"
+        )
+    free_bytes, aligned = free if budget is None else None, parallel == "fsdp" and ranks > 1
+    plans = over_ranks(tree, prices, ranks, budget=budget, free_bytes=free_bytes, aligned=aligned)
     rates = Rates.of(times)
-    work = [timed(passes_of(plan, rates)) for plan in plans.plans]
-    spent = _spent(work, shape, device, parallel, sync)
-    if alone is None:
-        alone = spent.step_seconds if ranks == 1 else _alone(tree, prices, times, shape, device)
-    peak = state.model + state.gathered + max(times.peak_bytes(plan) for plan in plans.plans)
+    work = [passes_of(plan, rates) for plan in plans.plans]
+    seconds = np.array([sum(own.seconds) for own in work])
+    slowest = float(seconds.max())
+    # Bytes of all weights, and of all gradients; FSDP sends them layer by layer, DDP in a few buckets.
+    sizes = np.array([device.dtype_bytes, max(4, device.dtype_bytes)]) * float(shape.parameters)
+    pieces = shape.layers + 1 if parallel == "fsdp" else 1
+    each = np.array([collective_seconds(device, ranks, size, pieces) for size in sizes])
+    if parallel == "ddp":
+        needs = np.array([[0.0, 2.0]])  # an all-reduce of the gradients
+        waiting, passes, exposed = 0.0, max(len(own.kinds) for own in work), float((needs @ each).sum())
+    else:
+        order = timed_order(work)
+        hidden = np.array([spent for _, spent in order])
+        waiting, passes = float(hidden.sum()) - slowest, len(order)
+        # Every pass gathers the weights; every backward, or the last one alone, reduces the gradients.
+        backward = [number for number, (turn, _) in enumerate(order) if turn.kind == "backward"]
+        needs = np.zeros((passes, 2))
+        needs[:, 0] = 1
+        needs[backward if sync == "part" else backward[-1:], 1] = 1
+        sent = needs @ each
+        if device.kind == "cpu":  # the cores that compute also send
+            hidden = np.zeros_like(hidden)
+        # A layer's weights are gathered while the one before it computes: only the first has nothing to hide behind.
+        exposed = float((np.maximum(sent - hidden, 0) + np.minimum(sent, hidden) / shape.layers).sum())
+    whole_optimiser = shape.parameters * OPTIMISER_BYTES / device.memory_bandwidth
+    optimiser = whole_optimiser / (ranks if parallel == "fsdp" else 1)
+    step = slowest + waiting + exposed + optimiser
+    # One rank with room for everything: nothing is recomputed, nothing is sent.
+    alone = step if ranks == 1 else times.seconds(make_plan(tree, prices)) + whole_optimiser
+    peak = sum(state) + max(times.peak_bytes(plan) for plan in plans.plans)
     return Simulation(
         ranks=ranks,
         idle_ranks=plans.dispatch.idle,
         parallel=parallel,
-        imbalance=_imbalance([sum(own.seconds) for own in work]),
+        imbalance=slowest_over_mean(seconds),
         duplicated=plans.duplicated,
         tokens=plans.tokens.tolist(),
-        **spent._asdict(),
-        speedup=alone / spent.step_seconds if spent.step_seconds else 1.0,
+        slowest_rank_seconds=slowest,
+        waiting_seconds=waiting,
+        communication_seconds=exposed,
+        optimiser_seconds=optimiser,
+        step_seconds=step,
+        passes=passes,
+        collective_bytes=(ranks - 1) / ranks * float((needs @ sizes).sum()),
+        speedup=alone / step if step else 1.0,
         state_bytes=state.model,
         peak_bytes=peak,
         fits=peak <= device.memory_bytes,
@@ -136,13 +172,13 @@ def simulate(
 
 
 def collective_seconds(device: Device, ranks: int, whole_bytes: float, pieces: int = 1) -> float:
-    """Of one all-gather, or one reduce-scatter, whose whole is so many bytes; an all-reduce takes two of these.
-
-    Args:
-        pieces: collectives that it is made of.
+    """Seconds of one all-gather, or one reduce-scatter, of so many bytes; an all-reduce takes two of these.
 
     Every rank receives all but its own share over the links of its node; a node receives what it lacks over its ranks'
     network connections together. The slower of both counts.
+
+    Args:
+        pieces: the number of collectives that it is made of.
     """
     if ranks == 1:
         return 0.0
@@ -163,80 +199,3 @@ def state_of(shape: ModelShape, ranks: int, device: Device, parallel: Parallel, 
     ends = whole - shape.layer_weights
     gathered = narrow * (2 * layer + ends) + wide * (whole if sync == "step" else layer + ends)
     return State(4.0 * wide * whole / ranks, gathered)
-
-
-class _Spent(NamedTuple):
-    """Fields of a Simulation."""
-
-    slowest_rank_seconds: float
-    waiting_seconds: float
-    communication_seconds: float
-    optimiser_seconds: float
-    step_seconds: float
-    passes: int
-    collective_bytes: float
-
-
-def _plans(
-    tree: TokenTree, prices: CostModel, ranks: int, device: Device, budget: Any, state: State, *, aligned: bool
-) -> RankedPlan:
-    free = int(device.memory_bytes - state.model - state.gathered)
-    if budget is None and free <= 0:
-        raise ValueError(
-            f"{ranks} ranks of {device.name}: weights, gradients and moments take {Bytes(round(sum(state)))} of "
-            f"{Bytes(round(device.memory_bytes))} on each; give more ranks or a device with more memory"
-        )
-    return over_ranks(tree, prices, ranks, budget=budget, free_bytes=free if budget is None else None, aligned=aligned)
-
-
-def _spent(work: list[Timed], shape: ModelShape, device: Device, parallel: Parallel, sync: Sync) -> _Spent:
-    """What the ranks' passes, one list for each, take together."""
-    ranks, wide = len(work), max(4, device.dtype_bytes)
-    slowest = max(sum(own.seconds) for own in work)
-    shards = ranks if parallel == "fsdp" else 1
-    optimiser = shape.parameters / shards * OPTIMISER_BYTES / device.memory_bandwidth
-    sizes = np.array([device.dtype_bytes, wide]) * float(shape.parameters)
-    # FSDP gathers layer by layer, and the embedding with the head; DDP sends a few buckets.
-    pieces = shape.layers + 1 if parallel == "fsdp" else 1
-    each = np.array([collective_seconds(device, ranks, size, pieces) for size in sizes])
-    if parallel == "ddp":
-        waiting, passes, needs = 0.0, max(len(own.kinds) for own in work), np.array([[0.0, 2.0]])
-        exposed = float((needs @ each).sum())
-    else:
-        slots = in_lockstep(work)
-        hidden = np.array([slot.seconds for slot in slots])
-        waiting, passes, needs = float(hidden.sum()) - slowest, len(slots), _collectives(slots, sync)
-        times = needs @ each
-        if device.kind == "cpu":  # the cores that compute also send
-            hidden = np.zeros_like(hidden)
-        # A layer's weights are gathered while the one before it computes: only the first has nothing to hide behind.
-        exposed = float((np.maximum(times - hidden, 0) + np.minimum(times, hidden) / shape.layers).sum())
-    return _Spent(
-        slowest_rank_seconds=slowest,
-        waiting_seconds=waiting,
-        communication_seconds=exposed,
-        optimiser_seconds=optimiser,
-        step_seconds=slowest + waiting + exposed + optimiser,
-        passes=passes,
-        collective_bytes=(ranks - 1) / ranks * float((needs @ sizes).sum()),
-    )
-
-
-def _imbalance(seconds: list[float]) -> float:
-    """The largest over the mean."""
-    mean = sum(seconds) / len(seconds)
-    return max(seconds) / mean if mean else 1.0
-
-
-def _collectives(slots: list[Slot], sync: Sync) -> Floats:
-    """float64 [slots, 2]: all-gathers of the weights and reduce-scatters of the gradients of every slot."""
-    found = np.zeros((len(slots), 2))
-    found[:, 0] = 1
-    backward = [number for number, slot in enumerate(slots) if slot.kind == "backward"]
-    found[backward if sync == "part" else backward[-1:], 1] = 1
-    return found
-
-
-def _alone(tree: TokenTree, prices: CostModel, times: CostModel, shape: ModelShape, device: Device) -> float:
-    """Seconds of one rank with room for everything: nothing recomputed, nothing communicated."""
-    return times.seconds(make_plan(tree, prices)) + shape.parameters * OPTIMISER_BYTES / device.memory_bandwidth
