@@ -12,8 +12,8 @@ from treetrain.engine.engine import TreeEngine
 from treetrain.engine.loss import PackedLoss
 from treetrain.engine.results import Metrics, add_metrics, mean_metrics
 from treetrain.errors import DataError
+from treetrain.trainers.policy_log import LoggedPolicyLoss
 from treetrain.trainers.rollouts import OLD, REFERENCE, logprobs, missing_facts, on_policy, with_advantages
-from treetrain.trainers.watch import WatchedLoss
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def loss_of_held_out(
         the rows; the loss, None where they lack a fact that it needs; whether they are to be scored by the reference,
         which zeros stand for until then.
     """
-    loss = loss.inner if isinstance(loss, WatchedLoss) else loss
+    loss = loss.inner if isinstance(loss, LoggedPolicyLoss) else loss
     try:
         rows = with_advantages(rows, loss, None)
         missing = missing_facts(rows, loss)

@@ -28,7 +28,7 @@ from treetrain.losses.policy import PolicyLoss
 from treetrain.losses.preference import KTOLoss
 from treetrain.planning.balance import balance
 from treetrain.trainers.arguments import TreeArguments
-from treetrain.trainers.watch import Watch, WatchedLoss
+from treetrain.trainers.policy_log import Extremes, LoggedPolicyLoss
 from treetrain.tree.build import as_tree
 
 LINEAR_PACK_TOKENS = 8_192  # beyond this, larger packs cost memory and gain no speed
@@ -68,16 +68,15 @@ def checked_loss(args: TreeArguments, loss: Any) -> Any:
     return loss
 
 
-def watched(loss: Any, rows: Sequence[Trajectory], *, log_entropy: bool) -> tuple[Any, Watch | None]:
-    """A policy loss that also tells a watch the extremes of its ratios, and that watch; another loss as it is."""
+def logged(loss: Any, rows: Sequence[Trajectory], *, log_entropy: bool) -> Any:
+    """A policy loss as one that logs more; another loss as it is."""
     if not isinstance(loss, PolicyLoss):
-        return loss, None
-    columns, watch = columns_of(rows), Watch()
+        return loss
+    columns = columns_of(rows)
     recorded = bool(columns.given[REFERENCE][columns.trained].all())
-    found = WatchedLoss(
-        reduction=loss.reduction, inner=loss, watch=watch, log_entropy=log_entropy, log_reference=recorded
+    return LoggedPolicyLoss(
+        reduction=loss.reduction, inner=loss, extremes=Extremes(), log_entropy=log_entropy, log_reference=recorded
     )
-    return found, watch
 
 
 def needed_facts(loss: Any) -> tuple[str, ...]:
@@ -170,31 +169,27 @@ def logprobs(engine: TreeEngine, rows: Sequence[Trajectory], *, entropies: bool 
 
     def scores(rows: Sequence[Trajectory]) -> Any:
         mask = None if every else [row.weights[1:] != 0 for row in rows]
-        return engine.logprobs(rows, return_entropy=entropies, mask=mask)
+        found = engine.logprobs(rows, return_entropy=entropies, mask=mask)
+        return found if entropies else (found,)
+
+    def own_scores() -> list[list[NDArray[np.floating]]]:
+        own = [rows[number] for number in shares[ranks.rank].tolist()]
+        found = scores(own) if own or engine.in_lockstep else ([],) * (1 + entropies)
+        return [[one.cpu().numpy() for one in each] for each in found]
 
     if ranks.alone:
-        return scores(rows)
-    tree = as_tree(rows, merge=engine._merge)
-    shares = balance(tree, formula_cost(engine.model), ranks.size, whole_rows=every).trajectories
-    own = [rows[number] for number in shares[ranks.rank].tolist()]
-
-    def score() -> tuple[None, list[list[Any]]]:
-        if not own and not engine.in_lockstep:
-            return None, [[], []]
-        found = scores(own)
-        return None, [[one.cpu().numpy() for one in each] for each in (found if entropies else (found, []))]
-
-    if engine.in_lockstep:
-        told = ranks.gather(score()[1])  # the passes are collectives: nobody waits here for one that failed in them
+        found = scores(rows)
     else:
-        _, told = ranks.agree("scoring", score)
-    columns = []
-    for column in range(1 + entropies):
-        found: dict[int, Any] = {}
-        for numbers, each in zip(shares, told, strict=True):
-            found |= {n: torch.from_numpy(x) for n, x in zip(numbers.tolist(), each[column], strict=True)}
-        columns.append([found[number] for number in range(len(found))])
-    return tuple(columns) if entropies else columns[0]
+        tree = as_tree(rows, merge=engine._merge)
+        shares = balance(tree, formula_cost(engine.model), ranks.size, whole_rows=every).trajectories
+        if engine.in_lockstep:
+            everywhere = ranks.gather(own_scores())  # collective passes: nobody waits here for one that failed in them
+        else:
+            _, everywhere = ranks.agree("scoring", lambda: (None, own_scores()))
+        order = np.argsort(np.concatenate(shares))
+        columns = ([one for of_rank in everywhere for one in of_rank[column]] for column in range(1 + entropies))
+        found = tuple([torch.from_numpy(column[number]) for number in order] for column in columns)
+    return found if entropies else found[0]
 
 
 def with_fact(row: Trajectory, fact: str, scores: NDArray[np.floating]) -> Trajectory:
@@ -206,7 +201,7 @@ def with_fact(row: Trajectory, fact: str, scores: NDArray[np.floating]) -> Traje
 
 
 class RunningBatch(TrainerCallback):
-    """What is known of the batch that is updated: log-probabilities of its rows, computed before its first update.
+    """The batch that is updated, with log-probabilities of its rows that were computed before its first update.
 
     A callback, so that checkpoints hold it (see `SafeCheckpointsMixin`) and a run goes on in the middle of a batch.
     """
@@ -218,8 +213,8 @@ class RunningBatch(TrainerCallback):
         self.scores: dict[str, dict[int, NDArray[np.floating]]] = {}
         """Name of the fact -> number of the row -> [L - 1]."""
 
-    def begin(self, number: int) -> None:
-        """A step of this batch begins; it may be the first one."""
+    def start_step(self, number: int) -> None:
+        """Take note that a step of this batch begins; it may be the first one."""
         if number != self.number:
             self.number, self.stopped, self.scores = number, False, {}
 
@@ -236,22 +231,15 @@ class RunningBatch(TrainerCallback):
         return inputs | {"rows": rows, "tree": dataclasses.replace(inputs["tree"], rows=own)}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """No batch has begun."""
-        self.number, self.stopped, self.scores = -1, False, {}
+        """Start without a batch."""
+        self.start_step(-1)
 
     def state_dict(self) -> dict[str, str]:
         """All of it as text: what has another form in every batch cannot be loaded into tensors in place."""
-        scores = {
-            fact: {number: [str(one.dtype), one.tolist()] for number, one in rows.items()}
-            for fact, rows in self.scores.items()
-        }
-        return {"json": json.dumps({"number": self.number, "stopped": self.stopped, "scores": scores})}
+        scores = {fact: {n: one.tolist() for n, one in rows.items()} for fact, rows in self.scores.items()}
+        return {"json": json.dumps([self.number, self.stopped, scores])}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
         """Go on with that batch."""
-        found = json.loads(state["json"])
-        self.number, self.stopped = found["number"], found["stopped"]
-        self.scores = {
-            fact: {int(number): np.array(values, dtype) for number, (dtype, values) in rows.items()}
-            for fact, rows in found["scores"].items()
-        }
+        self.number, self.stopped, scores = json.loads(state["json"])
+        self.scores = {fact: {int(n): np.array(one) for n, one in rows.items()} for fact, rows in scores.items()}

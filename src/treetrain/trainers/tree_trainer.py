@@ -25,23 +25,23 @@ from treetrain.trainers.arguments import MUON, TreeArguments
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin
 from treetrain.trainers.evaluation import evaluate, loss_of_held_out
 from treetrain.trainers.optimizers import muon_and_options
+from treetrain.trainers.policy_log import LoggedPolicyLoss, step_metrics
 from treetrain.trainers.rollouts import (
     OLD,
     REFERENCE,
     RunningBatch,
     checked_loss,
     engine_of,
+    logged,
     logprobs,
     missing_facts,
     needed_facts,
     on_policy,
-    watched,
     with_advantages,
     with_fact,
 )
 from treetrain.trainers.step_log import EXECUTION, StepLog, peak_memory_bytes
 from treetrain.trainers.steps import Call, StepDataset, StepLoader, StepSampler
-from treetrain.trainers.watch import facts_of_step
 
 
 class TreeTrainer(SafeCheckpointsMixin, Trainer):
@@ -93,7 +93,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             raise ValueError(
                 f"args is a {type(args).__name__}; give TreeArguments, which has the same arguments and more"
             )
-        self.loss, self._watch = checked_loss(args, loss), None
+        self.loss = checked_loss(args, loss)
         self._compute: frozenset[str] = frozenset()
         self._batch, self._log = RunningBatch(), StepLog()
         if train_dataset is not None:
@@ -134,7 +134,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         self._compute = missing_facts(rows, self.loss)
         if OLD in self._compute and not args.several_updates and (policy := on_policy(self.loss)) is not None:
             self.loss, self._compute = policy, self._compute - {OLD}
-        self.loss, self._watch = watched(self.loss, rows, log_entropy=args.log_entropy)
+        self.loss = logged(self.loss, rows, log_entropy=args.log_entropy)
         return rows
 
     def _reference(self, model: Any) -> TreeEngine | None:
@@ -224,7 +224,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         if not calls:
             return [], None
         first: Call = calls[0]["call"]
-        self._batch.begin(first.batch)
+        self._batch.start_step(first.batch)
         if self._batch.stopped:
             return [inputs | {"left_out": True} for inputs in calls], None
         started = time.perf_counter()
@@ -234,7 +234,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         rows = [row for inputs in calls for row in inputs["rows"]]
         self._step_loss = self.loss.for_step(rows)
         self._balance = self._routing(calls)
-        self._numbers |= facts_of_step(rows) if self._watch is not None else {}
+        self._numbers |= step_metrics(rows) if isinstance(self.loss, LoggedPolicyLoss) else {}
         return calls, self._step_loss.normaliser(rows)
 
     def _compute_facts(self, call: Call) -> None:
@@ -308,10 +308,9 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         """All calls of a step are done: their numbers wait to be logged, and the KL decides on the batch's rest."""
         result = self._calls[0] if len(self._calls) == 1 else summed(self._calls)
         self._calls = []
-        extremes = {} if self._watch is None else self._watch.read(engine.ranks)
-        if self._watch is not None:
-            self._watch.begin()
-        self._log.add(result, self._numbers | extremes)
+        if isinstance(self.loss, LoggedPolicyLoss):
+            self._numbers |= self.loss.extremes.take(engine.ranks)
+        self._log.add(result, self._numbers)
         self._numbers = {}
         limit = self.args.target_kl
         # A mixture names its losses before the metric.
