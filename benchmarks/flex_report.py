@@ -26,12 +26,12 @@ import numpy as np
 import torch
 
 from treetrain.attention import flex
-from treetrain.attention.visits import keys_of
+from treetrain.attention.tile_lists import keys_of
 from treetrain.tree.attention_range import AttentionRange
 from triton_report import SHARED_BYTES, assembled
 
 GPU = torch.device("cuda", 0)
-ASKS: dict[str, dict[str, Any]] = {
+SPECS: dict[str, dict[str, Any]] = {
     "full": {},
     "path": {"path": 200},
     "short": {"queries": 100, "path": 200},
@@ -208,16 +208,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="64,128,256")
     parser.add_argument("--dtypes", default="bfloat16,float32")
-    parser.add_argument("--asks", default="full,path,local", help=", ".join(ASKS))
+    parser.add_argument("--asks", default="full,path,local", help=", ".join(SPECS))
     parser.add_argument("--own", action="store_true", help="FlexAttention's own choice of kernels and blocks")
     options = parser.parse_args()
     failed = 0
     for dtype in options.dtypes.split(","):
         for size in map(int, options.sizes.split(",")):
-            for ask in options.asks.split(","):
-                shown = f"{dtype} {size} {ask}"
+            for spec in options.specs.split(","):
+                shown = f"{dtype} {size} {spec}"
                 try:
-                    found = sources(size, getattr(torch, dtype), own=options.own, **ASKS[ask])
+                    found = sources(size, getattr(torch, dtype), own=options.own, **SPECS[spec])
                 except Exception as error:
                     print(f"{shown}: {type(error).__name__}: {str(error)[:200]}", flush=True)
                     failed += 1

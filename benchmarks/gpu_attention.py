@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from gpu_correctness import forest_of
 from gpu_rows import Out, device, forget, load_tuned, seconds
 from tree_shapes import load, rows_of, synthetic
-from treetrain.attention.dispatch import make_attention, runnable, using
+from treetrain.attention.backends import make_attention, runnable, using
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 

@@ -15,21 +15,20 @@ import torch
 import treetrain as tt
 from gpu_rows import Out, device
 from tree_shapes import rows_of, synthetic
-from treetrain.attention.carry import Carry
-from treetrain.attention.dispatch import make_attention, runnable, using
+from treetrain.attention.backends import make_attention, runnable, using
+from treetrain.attention.kv_cache import KVCache
 from treetrain.attention.reference import reference_attention
-from treetrain.attention.schedule import Forest
-from treetrain.attention.sight import PLAIN, Ask
+from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.engine.engine import TreeEngine
 from treetrain.planning.partition import uniform
 from treetrain.tree.attention_range import AttentionRange
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, cut, pack
 
-ASKS = {
-    "full": (PLAIN, False),
-    "window and sinks": (Ask(AttentionRange(window=100)), True),
-    "cap": (Ask(softcap=30.0), False),
+SPECS = {
+    "full": (PLAIN_ATTENTION, False),
+    "window and sinks": (AttentionSpec(AttentionRange(window=100)), True),
+    "cap": (AttentionSpec(softcap=30.0), False),
 }
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2}
 """Of ||got - expected|| / ||expected||; of the truth in float64."""
@@ -71,10 +70,15 @@ def both_ways(attend: Any, tensors: list[torch.Tensor], sinks: bool) -> list[tor
     return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
 
 
-def expected(layout: PackedLayout, tensors: list[torch.Tensor], ask: Ask, sinks: bool) -> list[torch.Tensor]:
+def expected(layout: PackedLayout, tensors: list[torch.Tensor], spec: AttentionSpec, sinks: bool) -> list[torch.Tensor]:
     """By the reference, in float64."""
     ends, depth = (torch.from_numpy(x).to(device()) for x in (layout.ends, layout.positions))
-    where = {"depth": depth, "window": ask.sight.window, "chunk": ask.sight.chunk, "softcap": ask.softcap}
+    where = {
+        "depth": depth,
+        "window": spec.visible_range.window,
+        "chunk": spec.visible_range.chunk,
+        "softcap": spec.softcap,
+    }
 
     def attend(q, k, v, s=None):
         return reference_attention(q, k, v, ends, q.shape[2] ** -0.5, sinks=s, **where)
@@ -82,22 +86,22 @@ def expected(layout: PackedLayout, tensors: list[torch.Tensor], ask: Ask, sinks:
     return both_ways(attend, [t.double() for t in tensors], sinks)
 
 
-def in_parts(layout: PackedLayout, tensors: list[torch.Tensor], ask: Ask, sinks: bool) -> list[torch.Tensor]:
+def in_parts(layout: PackedLayout, tensors: list[torch.Tensor], spec: AttentionSpec, sinks: bool) -> list[torch.Tensor]:
     """Output and gradients where a part's keys are handed on to the parts below, as a walk does it."""
     plan = uniform(layout, max(2, layout.num_tokens // 4))
     rows = np.full(layout.num_tokens, -1)
     rows[plan.exported] = np.arange(int(plan.exported.sum()))
-    carry = Carry(int(plan.exported.sum()), device(), gradients=True)
+    cache = KVCache(int(plan.exported.sum()), device(), gradients=True)
     results = [torch.zeros_like(tensors[3]), *(torch.zeros_like(t) for t in (*tensors[:3], *tensors[4:]))]
 
     def forward(part: int, tokens: np.ndarray):
         attach = int(plan.attach[part])
         path = rows[plan.path(attach)] if attach >= 0 else np.zeros(0, np.int64)
-        view = carry.view(path, rows[tokens])
+        view = cache.view(path, rows[tokens])
         attention = make_attention(forest_of(cut(layout, tokens).layout), device(), 64, view)
         leaves = [t[torch.from_numpy(tokens).to(device())].requires_grad_(torch.is_grad_enabled()) for t in tensors[:3]]
         leaves += [tensors[4].clone().requires_grad_(torch.is_grad_enabled())] if sinks else []
-        return attention(*leaves[:3], tensors[0].shape[2] ** -0.5, 0, ask, leaves[3] if sinks else None), leaves
+        return attention(*leaves[:3], tensors[0].shape[2] ** -0.5, 0, spec, leaves[3] if sinks else None), leaves
 
     for kind, part in plan.traverse():
         tokens = plan.tokens(part)
@@ -119,15 +123,15 @@ def attention_cases(backend: str, smoke: bool) -> list[tuple]:
     """(tree, ask, dtype, head size): more where compiling is cheap."""
     dtypes = [torch.float32] if device().type == "cpu" else [torch.bfloat16, torch.float32]
     sizes = {"triton": (64, 80, 96, 128, 256), "varlen": (64, 128), "flex": (128, 256)}.get(backend, (128,))
-    asks = ["full"] if backend in ("varlen", "flex-flash") else list(ASKS)
+    specs = ["full"] if backend in ("varlen", "flex-flash") else list(SPECS)
     found = [
-        ("bushy", ask, dtype, size)
-        for size, ask, dtype in itertools.product(sizes, asks, dtypes)
-        if (size == 128 or ask == "full")
-        and not (dtype == torch.float32 and (backend == "varlen" or ask == "cap" or size not in (64, 128)))
+        ("bushy", spec, dtype, size)
+        for size, spec, dtype in itertools.product(sizes, specs, dtypes)
+        if (size == 128 or spec == "full")
+        and not (dtype == torch.float32 and (backend == "varlen" or spec == "cap" or size not in (64, 128)))
     ]
     found.append(("deep and single", "full", dtypes[0], 128))
-    return [(tree, ask, dtype, 16) for tree, ask, dtype, _ in found[:3]] if smoke else found
+    return [(tree, spec, dtype, 16) for tree, spec, dtype, _ in found[:3]] if smoke else found
 
 
 def check_attention(out: Out, backend: str, smoke: bool, part: str | None = None) -> bool:
@@ -141,15 +145,15 @@ def check_attention(out: Out, backend: str, smoke: bool, part: str | None = None
                 "gpu_correctness", _row(backend, f"{tree}, {ask_name}", dtype, head_size, "skipped: no time left")
             )
             continue
-        ask, sinks = ASKS[ask_name]
+        spec, sinks = SPECS[ask_name]
         layout = layouts[tree]
         tensors = inputs(layout.num_tokens, 4, 2, head_size, dtype)
-        truth = expected(layout, tensors, ask, sinks)
+        truth = expected(layout, tensors, spec, sinks)
         for name, attend in (("whole", _whole), ("in parts", in_parts)):
             start, shown = time.perf_counter(), (backend, f"{tree}, {ask_name}, {name}", dtype, head_size)
             try:
                 with using(backend):
-                    got, again = (attend(layout, tensors, ask, sinks) for _ in range(2))
+                    got, again = (attend(layout, tensors, spec, sinks) for _ in range(2))
                 errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(got, truth)]
                 fine = all(error <= BOUNDS[dtype] for error in errors)
                 row = _row(*shown, "right" if fine else "WRONG", errors)
@@ -161,10 +165,10 @@ def check_attention(out: Out, backend: str, smoke: bool, part: str | None = None
     return right
 
 
-def _whole(layout: PackedLayout, tensors: list[torch.Tensor], ask: Ask, sinks: bool) -> list[torch.Tensor]:
+def _whole(layout: PackedLayout, tensors: list[torch.Tensor], spec: AttentionSpec, sinks: bool) -> list[torch.Tensor]:
     attention = make_attention(forest_of(layout), device(), 64)
     scale = tensors[0].shape[2] ** -0.5
-    return both_ways(lambda q, k, v, s=None: attention(q, k, v, scale, 0, ask, s), tensors, sinks)
+    return both_ways(lambda q, k, v, s=None: attention(q, k, v, scale, 0, spec, s), tensors, sinks)
 
 
 def _said(error: BaseException) -> str:
@@ -253,7 +257,7 @@ def groups(smoke: bool) -> list[str]:
     backends, found = runnable(device()), []
     for backend in backends:
         found.append(f"{backend}/{STEPS}")
-        found += dict.fromkeys(f"{backend}/{ask} {size}" for _, ask, _, size in attention_cases(backend, smoke))
+        found += dict.fromkeys(f"{backend}/{spec} {size}" for _, spec, _, size in attention_cases(backend, smoke))
     from gpu_attention import HEADS
 
     return found + [f"{backend}/{WARM} {heads}" for heads in HEADS for backend in backends if not smoke]

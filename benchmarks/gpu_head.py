@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpu_rows import Out, device, forget, seconds, wait
-from treetrain.attention.dispatch import why_not
+from treetrain.attention.backends import why_not
 from treetrain.engine.head import Edges, score_edges
 from treetrain.engine.head_chunk import ENVIRONMENT, KERNELS
 

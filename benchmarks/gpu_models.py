@@ -12,7 +12,7 @@ from torch import nn
 
 import treetrain as tt
 from gpu_rows import device, forget, wait
-from treetrain.attention.dispatch import using
+from treetrain.attention.backends import using
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.planning import formula_cost

@@ -24,7 +24,7 @@ from gpu_models import (
 )
 from gpu_rows import Out, device, forget, load_tuned
 from tree_shapes import load, rows_of, synthetic
-from treetrain.attention.dispatch import DEFAULTS, using
+from treetrain.attention.backends import DEFAULTS, using
 from treetrain.engine.calibrate import model_shape
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.head_chunk import ENVIRONMENT as HEAD

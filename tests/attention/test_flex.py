@@ -13,18 +13,18 @@ from support.forests import attention_forest, bushy_rows, forest_of, forests
 from support.linear import relative_error
 from support.runs import runs
 from treetrain.attention import flex
-from treetrain.attention.carry import Carry
 from treetrain.attention.flex import BLOCK, FlexTreeAttention, block_mask, kernel_options
+from treetrain.attention.kv_cache import KVCache
 from treetrain.attention.reference import reference_attention, visible
-from treetrain.attention.sight import PLAIN, Ask
-from treetrain.attention.visits import keys_of, visits_of
+from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec
+from treetrain.attention.tile_lists import keys_of, make_tile_lists
 from treetrain.planning.partition import uniform
 from treetrain.tree.attention_range import FULL, AttentionRange
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import cut, pack
 
 CPU = torch.device("cpu")
-SIGHTS = st.one_of(
+RANGES = st.one_of(
     st.just(FULL),
     st.builds(AttentionRange, window=st.integers(1, 40)),
     st.builds(AttentionRange, chunk=st.integers(1, 40)),
@@ -39,10 +39,10 @@ def chosen(count: torch.Tensor, index: torch.Tensor) -> np.ndarray:
     return grid
 
 
-def check_mask(forest, sight: AttentionRange, block: int, path: int) -> None:
-    """The mask is the lists of tiles, which test_visits.py holds against the truth; its rule is the truth."""
-    keys = keys_of(forest.ends, forest.depth + path, path, sight)
-    mask, lists = block_mask(keys, CPU, block), visits_of(keys, block).by_query
+def check_mask(forest, visible_range: AttentionRange, block: int, path: int) -> None:
+    """The mask is the lists of tiles, which test_`tile_lists.py` holds against the truth; its rule is the truth."""
+    keys = keys_of(forest.ends, forest.depth + path, path, visible_range)
+    mask, lists = block_mask(keys, CPU, block), make_tile_lists(keys, block).by_query
     for first, count, index, back in (
         (1, mask.kv_num_blocks, mask.kv_indices, (mask.q_num_blocks, mask.q_indices)),
         (0, mask.full_kv_num_blocks, mask.full_kv_indices, (mask.full_q_num_blocks, mask.full_q_indices)),
@@ -57,17 +57,17 @@ def check_mask(forest, sight: AttentionRange, block: int, path: int) -> None:
     assert mask.seq_lengths == (n, kept + n)
     ends = torch.from_numpy(np.concatenate([np.full(path, path + n), forest.ends + path]))
     depth = torch.from_numpy(np.concatenate([np.arange(path), forest.depth + path]))
-    truth = visible(ends, depth, sight.window, sight.chunk)[path:, path - kept :]
+    truth = visible(ends, depth, visible_range.window, visible_range.chunk)[path:, path - kept :]
     queries, places = torch.meshgrid(torch.arange(n), torch.arange(kept + n), indexing="ij")
     assert torch.equal(mask.mask_mod(0, 0, queries, places), truth)
 
 
 @runs(120)
-@given(forests(max_rows=12, max_length=30), SIGHTS, st.sampled_from([1, 2, 4, 16]), st.integers(0, 70))
-def test_the_block_mask_is_that_of_the_lists_of_tiles(rows, sight, block, path):
+@given(forests(max_rows=12, max_length=30), RANGES, st.sampled_from([1, 2, 4, 16]), st.integers(0, 70))
+def test_the_block_mask_is_that_of_the_lists_of_tiles(rows, visible_range, block, path):
     forest = attention_forest(rows)
     if len(forest.ends):
-        check_mask(forest, sight, block, path)
+        check_mask(forest, visible_range, block, path)
 
 
 @pytest.mark.parametrize("path", [0, 1, 127, 128, 129, 300])
@@ -80,10 +80,17 @@ def test_the_block_mask_of_the_default_size(trunk, path):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
-    "ask", [Ask(AttentionRange(window=9)), Ask(AttentionRange(chunk=16), softcap=0.7), Ask(softcap=1.5), PLAIN], ids=str
+    "spec",
+    [
+        AttentionSpec(AttentionRange(window=9)),
+        AttentionSpec(AttentionRange(chunk=16), softcap=0.7),
+        AttentionSpec(softcap=1.5),
+        PLAIN_ATTENTION,
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("parts", [1, 4])
-def test_the_eager_forward_of_what_layers_ask_equals_the_reference(ask, parts):
+def test_the_eager_forward_of_what_layers_ask_equals_the_reference(spec, parts):
     layout = pack(build_tree(bushy_rows(np.random.default_rng(5), rows=8, segment=40, levels=4)), trim=False)
     n = layout.num_tokens
     plan = uniform(layout, -(-n // parts))
@@ -91,17 +98,17 @@ def test_the_eager_forward_of_what_layers_ask_equals_the_reference(ask, parts):
     generator = torch.Generator().manual_seed(0)
     q, sinks = torch.randn(n, 4, 16, generator=generator), torch.randn(4, generator=generator)
     k, v = torch.randn(n, 2, 16, generator=generator), torch.randn(n, 2, 8, generator=generator)
-    carry, got = Carry(n, CPU, gradients=False), torch.zeros(n, 4, 8)
+    cache, got = KVCache(n, CPU, gradients=False), torch.zeros(n, 4, 8)
     with torch.no_grad():
         for part in range(plan.num_parts):
             tokens, attach = plan.tokens(part), int(plan.attach[part])
             path = plan.path(attach) if attach >= 0 else np.zeros(0, np.int64)
-            view = carry.view(path, np.where(plan.exported[tokens], tokens, -1))
-            attention = FlexTreeAttention(forest_of(cut(layout, tokens).layout), CPU, carry=view)
-            got[tokens] = attention(q[tokens], k[tokens], v[tokens], 0.3, 0, ask, sinks)
+            view = cache.view(path, np.where(plan.exported[tokens], tokens, -1))
+            attention = FlexTreeAttention(forest_of(cut(layout, tokens).layout), CPU, cache=view)
+            got[tokens] = attention(q[tokens], k[tokens], v[tokens], 0.3, 0, spec, sinks)
     ends, depth = torch.from_numpy(layout.ends), torch.from_numpy(layout.positions)
-    sight = {"depth": depth, "window": ask.sight.window, "chunk": ask.sight.chunk}
-    expected = reference_attention(q, k, v, ends, 0.3, **sight, softcap=ask.softcap, sinks=sinks)
+    visible_range = {"depth": depth, "window": spec.visible_range.window, "chunk": spec.visible_range.chunk}
+    expected = reference_attention(q, k, v, ends, 0.3, **visible_range, softcap=spec.softcap, sinks=sinks)
     assert relative_error(got, expected) <= 1e-5
 
 
@@ -135,13 +142,13 @@ def test_the_eager_forward_of_parts_equals_the_reference_over_the_whole_tree(gro
     generator = torch.Generator().manual_seed(groups)
     q = torch.randn(n, 4, 16, generator=generator)
     k, v = torch.randn(2, n, groups, 16, generator=generator)
-    carry, got = Carry(n, CPU, gradients=False), torch.zeros_like(q)
+    cache, got = KVCache(n, CPU, gradients=False), torch.zeros_like(q)
     with torch.no_grad():
         for part in range(plan.num_parts):
             tokens, attach = plan.tokens(part), int(plan.attach[part])
             path = plan.path(attach) if attach >= 0 else np.zeros(0, np.int64)
-            view = carry.view(path, np.where(plan.exported[tokens], tokens, -1))
-            attention = FlexTreeAttention(forest_of(cut(layout, tokens).layout), CPU, carry=view)
+            view = cache.view(path, np.where(plan.exported[tokens], tokens, -1))
+            attention = FlexTreeAttention(forest_of(cut(layout, tokens).layout), CPU, cache=view)
             got[tokens] = attention(q[tokens], k[tokens], v[tokens], 0.3)
     assert relative_error(got, reference_attention(q, k, v, torch.from_numpy(layout.ends), 0.3)) <= 1e-5
 

@@ -10,7 +10,7 @@ from support.forests import attention_forest, bushy_rows, forests
 from support.linear import relative_error, rms
 from support.runs import runs
 from treetrain.attention import schedule as schedule_module
-from treetrain.attention.dispatch import choose_backend, make_attention
+from treetrain.attention.backends import choose_backend, make_attention
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.reference import reference_attention
 from treetrain.attention.schedule import Forest

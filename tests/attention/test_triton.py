@@ -1,7 +1,7 @@
 """The Triton kernels against the reference: on a GPU where there is one, else by Triton's interpreter on the CPU.
 
 Without Triton (it comes with torch on a GPU) these tests are skipped; what its kernels are given is tested in
-test_visits.py everywhere.
+test_`tile_lists.py` everywhere.
 """
 
 import os
@@ -27,10 +27,13 @@ from support.parts import PartsByHand, Tensors  # noqa: E402
 from support.plans import KEEPS  # noqa: E402
 from support.runs import runs, seeded  # noqa: E402
 from treetrain.attention import triton_shapes  # noqa: E402
-from treetrain.attention.dispatch import make_attention, using  # noqa: E402
+from treetrain.attention.backends import make_attention, using  # noqa: E402
 from treetrain.attention.reference import reference_attention  # noqa: E402
-from treetrain.attention.schedule import Forest  # noqa: E402
-from treetrain.attention.sight import PLAIN, Ask  # noqa: E402
+from treetrain.attention.schedule import (  # noqa: E402
+    PLAIN_ATTENTION,
+    AttentionSpec,
+    Forest,
+)
 from treetrain.attention.triton_attention import TritonTreeAttention  # noqa: E402
 from treetrain.attention.triton_shapes import Shape, Shapes, candidates, shapes_for  # noqa: E402
 from treetrain.planning.partition import one_segment_per_part, uniform  # noqa: E402
@@ -41,13 +44,13 @@ from treetrain.tree.layout import PackedLayout, pack  # noqa: E402
 DEVICE = torch.device("cuda" if GPU else "cpu")
 SCALE = 0.4
 NAMES = ("out", "dq", "dk", "dv", "dsinks")
-ASKS = {
-    "full": PLAIN,
-    "window of 1": Ask(AttentionRange(window=1)),
-    "window of 13": Ask(AttentionRange(window=13)),
-    "chunks of 8": Ask(AttentionRange(chunk=8)),
-    "cap": Ask(softcap=1.5),
-    "cap in a window": Ask(AttentionRange(window=5), softcap=50.0),
+SPECS = {
+    "full": PLAIN_ATTENTION,
+    "window of 1": AttentionSpec(AttentionRange(window=1)),
+    "window of 13": AttentionSpec(AttentionRange(window=13)),
+    "chunks of 8": AttentionSpec(AttentionRange(chunk=8)),
+    "cap": AttentionSpec(softcap=1.5),
+    "cap in a window": AttentionSpec(AttentionRange(window=5), softcap=50.0),
 }
 pytestmark = pytest.mark.slow
 
@@ -69,27 +72,35 @@ def both_ways(attend, tensors: Tensors) -> Tensors:
     return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
 
 
-def by_reference(ends: np.ndarray, depth: np.ndarray, tensors: Tensors, ask: Ask) -> Tensors:
+def by_reference(ends: np.ndarray, depth: np.ndarray, tensors: Tensors, spec: AttentionSpec) -> Tensors:
     def attend(q, k, v, sinks=None):
-        where = {"depth": torch.from_numpy(depth), "window": ask.sight.window, "chunk": ask.sight.chunk}
-        return reference_attention(q, k, v, torch.from_numpy(ends), SCALE, **where, softcap=ask.softcap, sinks=sinks)
+        where = {
+            "depth": torch.from_numpy(depth),
+            "window": spec.visible_range.window,
+            "chunk": spec.visible_range.chunk,
+        }
+        return reference_attention(q, k, v, torch.from_numpy(ends), SCALE, **where, softcap=spec.softcap, sinks=sinks)
 
     return both_ways(attend, [t.cpu().double() for t in tensors])
 
 
-def errors_of(forest: Forest, tensors: Tensors, ask: Ask = PLAIN, tile: int = 32) -> dict[str, float]:
+def errors_of(
+    forest: Forest, tensors: Tensors, spec: AttentionSpec = PLAIN_ATTENTION, tile: int = 32
+) -> dict[str, float]:
     attention = TritonTreeAttention(forest, DEVICE, tile=tile)
-    got = both_ways(lambda q, k, v, sinks=None: attention(q, k, v, SCALE, 0, ask, sinks), tensors)
-    expected = by_reference(forest.ends, forest.depth, tensors, ask)
+    got = both_ways(lambda q, k, v, sinks=None: attention(q, k, v, SCALE, 0, spec, sinks), tensors)
+    expected = by_reference(forest.ends, forest.depth, tensors, spec)
     return {name: relative_error(a.cpu(), b) for name, a, b in zip(NAMES, got, expected)}
 
 
-def check(forest: Forest, tensors: Tensors, ask: Ask = PLAIN, tile: int = 32, tolerance: float = 3e-6) -> None:
-    errors = errors_of(forest, tensors, ask, tile)
+def check(
+    forest: Forest, tensors: Tensors, spec: AttentionSpec = PLAIN_ATTENTION, tile: int = 32, tolerance: float = 3e-6
+) -> None:
+    errors = errors_of(forest, tensors, spec, tile)
     assert max(errors.values()) <= tolerance, errors
 
 
-@pytest.mark.parametrize("name", ASKS)
+@pytest.mark.parametrize("name", SPECS)
 def test_random_forests_equal_the_reference(name):
     @seeded(f"triton {name}")
     @runs(8 if GPU else 4, derandomize=False)
@@ -97,7 +108,7 @@ def test_random_forests_equal_the_reference(name):
     def every_forest(rows, tile, seed, sinks):
         forest = attention_forest(rows)
         if len(forest.ends):
-            check(forest, inputs(len(forest.ends), sinks=sinks, seed=seed), ASKS[name], tile)
+            check(forest, inputs(len(forest.ends), sinks=sinks, seed=seed), SPECS[name], tile)
 
     every_forest()
 
@@ -122,7 +133,7 @@ def test_small_forests_equal_the_reference(rows):
 def test_deep_chains_of_forks_equal_the_reference():
     forest = forest_of(nested_forks(60))
     check(forest, inputs(len(forest.ends)))
-    check(forest, inputs(len(forest.ends)), Ask(AttentionRange(window=7)))
+    check(forest, inputs(len(forest.ends)), AttentionSpec(AttentionRange(window=7)))
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 2), (3, 1)])
@@ -146,7 +157,7 @@ def test_blocks_smaller_than_a_tile_equal_the_reference(monkeypatch):
     monkeypatch.setattr(triton_shapes, "_chosen", {})
     triton_shapes.use(16, torch.float32, Shapes(Shape(16, 32, 4, 1), Shape(32, 16, 4, 1), Shape(16, 16, 4, 1)))
     assert shapes_for(16, torch.float32).forward.queries == 16
-    check(forest, inputs(len(forest.ends), size=16, sinks=True), Ask(AttentionRange(window=11)), tile=64)
+    check(forest, inputs(len(forest.ends), size=16, sinks=True), AttentionSpec(AttentionRange(window=11)), tile=64)
     check(forest, inputs(len(forest.ends), size=16), tile=64)
 
 
@@ -158,9 +169,11 @@ def test_every_setting_cuts_a_tile_into_whole_blocks(size, dtype):
 
 
 @pytest.mark.parametrize(
-    "ask", [PLAIN, Ask(AttentionRange(window=9)), Ask(AttentionRange(chunk=7), softcap=2.0)], ids=str
+    "spec",
+    [PLAIN_ATTENTION, AttentionSpec(AttentionRange(window=9)), AttentionSpec(AttentionRange(chunk=7), softcap=2.0)],
+    ids=str,
 )
-def test_parts_with_a_carry_equal_the_whole_tree(ask):
+def test_parts_with_a_carry_equal_the_whole_tree(spec):
     """Paths of every length in front of a part, their gradients handed back in float32."""
     rng, seen = np.random.default_rng(0), set()
     for rows, keep in zip(([[*range(9), 1, 2], [*range(9), 3], [*range(4), 5, 6, 7]], *_bushy(rng, 2)), KEEPS):
@@ -168,10 +181,10 @@ def test_parts_with_a_carry_equal_the_whole_tree(ask):
         for plan in (uniform(layout, 9, keep), one_segment_per_part(layout, keep)):
             tensors = [inputs(layout.num_tokens, sinks=True, seed=seed) for seed in range(2)]
             order = rng.permutation(int(plan.exported.sum()) + 3)
-            got = PartsByHand(plan, tensors, _backend, order, SCALE, [ask, ask]).run()
+            got = PartsByHand(plan, tensors, _backend, order, SCALE, [spec, spec]).run()
             seen |= {len(plan.path(int(a))) for a in plan.attach if a >= 0}
             for layer, result in zip(tensors, got):
-                expected = by_reference(layout.ends, layout.positions, layer, ask)
+                expected = by_reference(layout.ends, layout.positions, layer, spec)
                 errors = [relative_error(a.cpu(), b) for a, b in zip(result, expected)]
                 assert max(errors) <= 3e-6, dict(zip(NAMES, errors))
     assert len(seen) > 5
@@ -182,7 +195,7 @@ def _bushy(rng, count: int):
 
 
 def _backend(layout: PackedLayout, view):
-    return TritonTreeAttention(forest_of(layout), DEVICE, carry=view, tile=16)
+    return TritonTreeAttention(forest_of(layout), DEVICE, cache=view, tile=16)
 
 
 def test_a_tree_in_bfloat16_is_as_close_as_its_rows_by_themselves():
@@ -203,7 +216,9 @@ def test_two_runs_give_the_same_bits():
     forest = attention_forest(bushy_rows(np.random.default_rng(3), rows=8, segment=9, levels=3))
     tensors = inputs(len(forest.ends), heads=4, groups=1, sinks=True, dtype=torch.bfloat16)
     attention = TritonTreeAttention(forest, DEVICE, tile=32)
-    first, second = (both_ways(lambda q, k, v, s: attention(q, k, v, SCALE, 0, PLAIN, s), tensors) for _ in range(2))
+    first, second = (
+        both_ways(lambda q, k, v, s: attention(q, k, v, SCALE, 0, PLAIN_ATTENTION, s), tensors) for _ in range(2)
+    )
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 

@@ -16,7 +16,7 @@ from treetrain.attention import varlen
 from treetrain.attention.kernels import StockKernel
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.reference import reference_attention, visible
-from treetrain.attention.sight import PLAIN, Ask
+from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec
 from treetrain.attention.varlen import DeviceCall, StockVarlen, VarlenAttention, varlen_calls
 from treetrain.planning.partition import one_segment_per_part, uniform
 from treetrain.tree.attention_range import AttentionRange
@@ -77,10 +77,10 @@ def attention_of(forest, view=None) -> VarlenAttention:
     return VarlenAttention(
         forest,
         CPU,
-        carry=view,
+        cache=view,
         kernel=SequenceBySequence(),
         dtypes=WIDE,
-        otherwise=lambda: RectangleAttention(forest, carry=view),
+        otherwise=lambda: RectangleAttention(forest, cache=view),
     )
 
 
@@ -97,18 +97,18 @@ def both_ways(attend, tensors: Tensors) -> Tensors:
     return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
 
 
-def expected(forest, tensors: Tensors, ask: Ask = PLAIN) -> Tensors:
+def expected(forest, tensors: Tensors, spec: AttentionSpec = PLAIN_ATTENTION) -> Tensors:
     ends, depth = torch.from_numpy(forest.ends), torch.from_numpy(forest.depth)
-    where = {"depth": depth, "window": ask.sight.window, "softcap": ask.softcap}
+    where = {"depth": depth, "window": spec.visible_range.window, "softcap": spec.softcap}
     return both_ways(
         lambda q, k, v, sinks=None: reference_attention(q, k, v, ends, SCALE, sinks=sinks, **where), tensors
     )
 
 
-def check(forest, tensors: Tensors, ask: Ask = PLAIN, tolerance: float = 1e-12) -> None:
+def check(forest, tensors: Tensors, spec: AttentionSpec = PLAIN_ATTENTION, tolerance: float = 1e-12) -> None:
     attention = attention_of(forest)
-    got = both_ways(lambda q, k, v, sinks=None: attention(q, k, v, SCALE, 0, ask, sinks), tensors)
-    errors = [relative_error(a, b) for a, b in zip(got, expected(forest, tensors, ask))]
+    got = both_ways(lambda q, k, v, sinks=None: attention(q, k, v, SCALE, 0, spec, sinks), tensors)
+    errors = [relative_error(a, b) for a, b in zip(got, expected(forest, tensors, spec))]
     assert max(errors) <= tolerance, errors
 
 
@@ -158,7 +158,7 @@ def test_parts_with_a_carry_equal_the_whole_tree():
         for plan in (uniform(layout, 11, keep), one_segment_per_part(layout, keep)):
             tensors = [inputs(layout.num_tokens, sinks=True, seed=number + layer) for layer in range(2)]
             order = rng.permutation(int(plan.exported.sum()) + 3)
-            got = PartsByHand(plan, tensors, _backend, order, SCALE, [PLAIN, PLAIN]).run()
+            got = PartsByHand(plan, tensors, _backend, order, SCALE, [PLAIN_ATTENTION, PLAIN_ATTENTION]).run()
             for layer, result in zip(tensors, got):
                 errors = [relative_error(a, b) for a, b in zip(result, expected(forest_of(layout), layer))]
                 assert max(errors) <= 1e-12, errors
@@ -168,10 +168,10 @@ def _backend(layout: PackedLayout, view):
     return attention_of(forest_of(layout), view)
 
 
-@pytest.mark.parametrize("ask", [Ask(AttentionRange(window=5)), Ask(softcap=1.5)], ids=str)
-def test_what_varlen_calls_cannot_do_goes_to_another_backend(ask):
+@pytest.mark.parametrize("spec", [AttentionSpec(AttentionRange(window=5)), AttentionSpec(softcap=1.5)], ids=str)
+def test_what_varlen_calls_cannot_do_goes_to_another_backend(spec):
     forest, before = attention_forest([[1, 2, 3, 4], [1, 2, 5]]), SequenceBySequence.calls
-    check(forest, inputs(len(forest.ends)), ask)
+    check(forest, inputs(len(forest.ends)), spec)
     assert SequenceBySequence.calls == before
 
 

@@ -69,6 +69,6 @@ def test_what_the_carry_takes_is_known_exactly_and_the_peak_within_a_fifth(name,
         table = ScoreTable(layout.num_edges, len(layout.rows), torch.float32, CPU, entropy=False)
         executor = Executor(model, capabilities, plan, temperature=1.0, gradients=True)
         executor.train(KnownGradients(table, torch.ones(layout.num_edges)))
-    held = executor._carry.num_bytes + executor._states.num_bytes
+    held = executor._cache.num_bytes + executor._states.num_bytes
     assert held == pytest.approx(cost.bytes_by(plan)["carry"], rel=1e-9)
     assert meter.peak == pytest.approx(cost.peak_bytes(plan), rel=0.2)

@@ -112,13 +112,13 @@ def test_parts_run_in_the_order_of_the_plans_events(model, shape, keep):
 def test_the_carry_is_made_once_and_holds_what_the_plan_says(model, carries, shape, keep, tree, loss):
     engine = planned(shape, keep)(model)
     engine.forward_backward(dress(IDS[tree], 1), LOSSES[loss])
-    (carry,), plan = carries, engine.plans[-1]
-    assert max(carry.reserved) == carry.first_rows == plan.cached_tokens, "rows held at once"
-    assert len(carry.buffers) == (2 if (plan.parent >= 0).any() else 0), "one buffer per layer"
-    for number, layer in carry._layers.items():
-        assert (layer.key.data_ptr(), layer.value.data_ptr()) == carry.buffers[number]
+    (cache,), plan = carries, engine.plans[-1]
+    assert max(cache.reserved) == cache.first_rows == plan.cached_tokens, "rows held at once"
+    assert len(cache.buffers) == (2 if (plan.parent >= 0).any() else 0), "one buffer per layer"
+    for number, layer in cache._layers.items():
+        assert (layer.key.data_ptr(), layer.value.data_ptr()) == cache.buffers[number]
         assert len(layer.key) == plan.cached_tokens
-    writing = sum(int((own >= 0).any()) for _, own in carry.views)
+    writing = sum(int((own >= 0).any()) for _, own in cache.views)
     passes = int(plan.is_inner.sum()) + plan.num_prefills
     assert writing == passes, "closed parts hand nothing on"
 
@@ -159,9 +159,9 @@ def test_scores_of_parts_are_those_of_the_rows_in_one_pass_without_graph(model, 
         plan = engine.plans[-1]
     assert not seen.graph and counted(seen.plain) == Counter(plan.layout.input_ids.tolist())
     assert [len(p) for p in seen.plain] == plan.sizes.tolist()
-    (carry,) = carries
-    assert max(carry.reserved) <= carry.first_rows == plan.cached_tokens
-    assert all(layer.key_grad is None for layer in carry._layers.values())
+    (cache,) = carries
+    assert max(cache.reserved) <= cache.first_rows == plan.cached_tokens
+    assert all(layer.key_grad is None for layer in cache._layers.values())
     with PureFloat64():
         reference = linear.score_rows(model, IDS[tree])
     for got, row in zip(logps + entropies, reference[0] + reference[1]):
@@ -173,9 +173,9 @@ def test_scores_of_parts_are_those_of_the_rows_in_one_pass_without_graph(model, 
 def test_scores_of_a_long_path_in_small_parts_hold_one_path(model, carries, keep):
     rows = unique_ids([[*range(60), 61], [*range(60), 62], [*range(30), 63, 64]])
     planned("chunks of 7", keep)(model).logprobs(rows)
-    (carry,) = carries
+    (cache,) = carries
     longest = max(map(len, rows))
-    assert longest - 10 < max(carry.reserved) <= longest + 7
+    assert longest - 10 < max(cache.reserved) <= longest + 7
 
 
 class Counting:

@@ -132,12 +132,12 @@ def test_tables_of_the_backends_of_a_gpu_make_no_wait(path):
         segment_start=layout.segment_start,
         segment_parent=layout.segment_parent,
     )
-    carry = mock.Mock(path_tokens=path) if path else None
+    cache = mock.Mock(path_tokens=path) if path else None
     with noticed():
-        attention = FlexTreeAttention(forest, META, carry=carry)
-        for sight in (FULL, AttentionRange(window=70), AttentionRange(chunk=90)):
-            assert attention.mask(sight)[0].kv_indices.device == META
-        VarlenAttention(forest, META, otherwise=lambda: None, carry=carry)
+        attention = FlexTreeAttention(forest, META, cache=cache)
+        for visible_range in (FULL, AttentionRange(window=70), AttentionRange(chunk=90)):
+            assert attention.mask(visible_range)[0].kv_indices.device == META
+        VarlenAttention(forest, META, otherwise=lambda: None, cache=cache)
         Scans(make_segments(layout, np.array([3, 60])), META)
 
 

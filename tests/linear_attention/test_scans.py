@@ -15,8 +15,8 @@ from support.linear import relative_error, rms
 from support.rules import SHAPES, inputs, layout_of
 from support.runs import runs
 from support.stand_in import StandIn
-from treetrain.linear_attention import dispatch
-from treetrain.linear_attention.dispatch import KERNELS, TILES, choose_for, choose_rule
+from treetrain.linear_attention import backends
+from treetrain.linear_attention.backends import KERNELS, TILES, choose_for, choose_rule
 from treetrain.linear_attention.reference import reference_gated_delta
 from treetrain.linear_attention.scans import Scans, scanned_gated_delta
 from treetrain.linear_attention.segments import make_segments
@@ -131,7 +131,7 @@ LONG_RUNS = segments_of([[*range(2000), 5000 + i, *range(1000)] for i in range(4
 
 @pytest.fixture
 def kernels_there(monkeypatch):
-    monkeypatch.setattr(dispatch, "_found", StandIn)
+    monkeypatch.setattr(backends, "_found", StandIn)
 
 
 @pytest.mark.parametrize(
@@ -169,19 +169,19 @@ def test_kernels_run_on_long_runs_and_tiles_on_trees_that_fork_often(kernels_the
 def test_it_is_said_why_there_is_no_kernel(monkeypatch, version, says):
     def installed(name):
         if version is None:
-            raise dispatch.importlib.metadata.PackageNotFoundError(name)
+            raise backends.importlib.metadata.PackageNotFoundError(name)
         return version
 
     def broken(name):
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(dispatch.importlib.metadata, "version", installed)
-    monkeypatch.setattr(dispatch.importlib, "import_module", broken)
-    dispatch._found.cache_clear()
+    monkeypatch.setattr(backends.importlib.metadata, "version", installed)
+    monkeypatch.setattr(backends.importlib, "import_module", broken)
+    backends._found.cache_clear()
     try:
         choice = choose_rule(CUDA, torch.bfloat16, 128, 128)
     finally:
-        dispatch._found.cache_clear()
+        backends._found.cache_clear()
     assert choice.name == TILES and says in choice.reason
 
 
@@ -247,9 +247,9 @@ NARROW = [torch.bfloat16, torch.float16]
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels are for CUDA")
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_by_the_real_kernels_a_tree_is_as_exact_as_rows(dtype):
-    if isinstance(dispatch._found(), str):
-        pytest.skip(dispatch._found())
-    compare(dispatch.load_kernel(), CUDA, dtype)
+    if isinstance(backends._found(), str):
+        pytest.skip(backends._found())
+    compare(backends.load_kernel(), CUDA, dtype)
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)

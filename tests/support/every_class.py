@@ -17,7 +17,7 @@ from support import families, linear
 from support.models import as_dtype
 from support.pure import PureFloat64
 from treetrain.attention.rectangles import RectangleAttention
-from treetrain.attention.sight import PLAIN
+from treetrain.attention.schedule import PLAIN_ATTENTION
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import check_model
 
@@ -203,12 +203,18 @@ def seen_by_attention() -> Iterator[Asked]:
     asked: Asked = set()
     call = RectangleAttention.__call__
 
-    def noting(self, query, key, value, scale, layer=0, ask=PLAIN, sinks=None):
-        sight = ask.sight
-        asked.add("sliding_attention" if sight.window else "chunked_attention" if sight.chunk else "full_attention")
-        asked.update({"sinks"} if sinks is not None else (), {"soft-cap"} if ask.softcap else ())
+    def noting(self, query, key, value, scale, layer=0, spec=PLAIN_ATTENTION, sinks=None):
+        visible_range = spec.visible_range
+        asked.add(
+            "sliding_attention"
+            if visible_range.window
+            else "chunked_attention"
+            if visible_range.chunk
+            else "full_attention"
+        )
+        asked.update({"sinks"} if sinks is not None else (), {"soft-cap"} if spec.softcap else ())
         asked.update({"value heads of another size"} if key.shape[-1] != value.shape[-1] else ())
-        return call(self, query, key, value, scale, layer, ask, sinks)
+        return call(self, query, key, value, scale, layer, spec, sinks)
 
     with mock.patch.object(RectangleAttention, "__call__", noting):
         yield asked

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from treetrain.attention.carry import carried_keys
-from treetrain.attention.dispatch import Choice
+from treetrain.attention.backends import Choice
+from treetrain.attention.kv_cache import cached_keys
 from treetrain.engine import engine as engine_module
 from treetrain.engine import packed, planning
 
@@ -64,12 +64,12 @@ class StandIn:
 
     name = "stand-in"
 
-    def __init__(self, carry: Any):
-        self._carry = carry
+    def __init__(self, cache: Any):
+        self._cache = cache
 
-    def __call__(self, query, key, value, scale, layer=0, ask=None, sinks=None):
-        if self._carry is not None:
-            key, value = carried_keys(key, value, self._carry, layer, self._carry.path_tokens)
+    def __call__(self, query, key, value, scale, layer=0, spec=None, sinks=None):
+        if self._cache is not None:
+            key, value = cached_keys(key, value, self._cache, layer, self._cache.path_tokens)
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) * scale
@@ -88,7 +88,7 @@ def on_meta() -> Iterator[None]:
         replace(transformers.masking_utils, "find_packed_sequence_indices", lambda positions: None)
         # What meta has not: a backend, free memory, autocast.
         replace(engine_module, "choose_backend", lambda device: Choice("stand-in", "meta"))
-        replace(packed, "make_attention", lambda forest, device, size, carry=None: StandIn(carry))
+        replace(packed, "make_attention", lambda forest, device, size, cache=None: StandIn(cache))
         replace(planning, "free_bytes", lambda device: None)
         replace(torch, "autocast", lambda *args, **options: contextlib.nullcontext())
         replace(torch, "is_autocast_enabled", lambda kind=None: False)

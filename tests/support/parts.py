@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from treetrain.attention.carry import Carry
-from treetrain.attention.sight import Ask
+from treetrain.attention.kv_cache import KVCache
+from treetrain.attention.schedule import AttentionSpec
 from treetrain.planning.plan import Plan
 from treetrain.tree.layout import cut
 
@@ -30,11 +30,11 @@ class PartsByHand:
         backend: Callable,
         order: np.ndarray,
         scale: float,
-        asks: list[Ask] | None = None,
+        specs: list[AttentionSpec] | None = None,
     ):
         self.plan, self.layout, self.tensors, self.backend = plan, plan.layout, tensors, backend
-        self.scale, self.asks = scale, asks
-        self.carry = Carry(len(order), tensors[0][0].device, gradients=True)
+        self.scale, self.specs = scale, specs
+        self.cache = KVCache(len(order), tensors[0][0].device, gradients=True)
         self.row_of = np.full(self.layout.num_tokens, -1)
         self.row_of[plan.exported] = order[: int(plan.exported.sum())]
         self.results = []
@@ -59,15 +59,15 @@ class PartsByHand:
         attach = int(self.plan.attach[part])
         path = self.row_of[self.plan.path(attach)] if attach >= 0 else np.zeros(0, np.int64)
         assert (path >= 0).all(), "a token on the path has no row"
-        attention = self.backend(cut(self.layout, tokens).layout, self.carry.view(path, self.row_of[tokens]))
+        attention = self.backend(cut(self.layout, tokens).layout, self.cache.view(path, self.row_of[tokens]))
         done = []
         for layer, tensors in enumerate(self.tensors):
             given = [x[tokens] for x in tensors[:3]] + tensors[4:]
             leaves = [x.clone().requires_grad_(torch.is_grad_enabled()) for x in given]
-            if self.asks is None:
+            if self.specs is None:
                 out = attention(*leaves, self.scale, layer)
             else:
-                out = attention(*leaves[:3], self.scale, layer, self.asks[layer], *leaves[3:])
+                out = attention(*leaves[:3], self.scale, layer, self.specs[layer], *leaves[3:])
             done.append((out, leaves))
         return done
 

@@ -49,7 +49,7 @@ def watched(model: nn.Module) -> Iterator[Passes]:
         handle.remove()
 
 
-class WatchedCarry(executor.Carry):
+class WatchedCarry(executor.KVCache):
     """A carry that notes what is asked of it; `made` lists all of them."""
 
     made: list["WatchedCarry"] = []  # noqa: RUF012 - executors make them out of sight

@@ -1,7 +1,7 @@
 """Tree attention with FlexAttention: the GPU path. Its forward also runs on the CPU, where it is tested.
 
-The block mask is made on the host from the lists of tiles that meet (`visits.py`), which the Triton kernels read too.
-Nothing of size N x N is built. Caps and sinks go by way of scores and log-sum-exps.
+The block mask is made on the host from the lists of tiles (`tile_lists.py`) that the Triton kernels read too. Nothing
+of size N x N is built. Caps and sinks go by way of scores and log-sum-exps.
 
 A mask rule reads nothing but tensors: a length or an offset that it held as a number would be compiled in, and every
 length would be compiled anew.
@@ -17,10 +17,9 @@ import torch.fx.experimental._config as symbolic_shapes_config
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from treetrain.attention.carry import CarryView, carried_keys
-from treetrain.attention.schedule import Forest
-from treetrain.attention.sight import PLAIN, Ask
-from treetrain.attention.visits import TILE, Keys, keys_of, visits_of
+from treetrain.attention.kv_cache import KVCacheView, cached_keys
+from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
+from treetrain.attention.tile_lists import TILE, Keys, keys_of, make_tile_lists
 from treetrain.device_arrays import on_device
 from treetrain.tree.attention_range import FULL, AttentionRange
 from treetrain.tree.layout import ranges
@@ -30,9 +29,9 @@ BLOCK = TILE
 
 
 def block_mask(keys: Keys, device: torch.device, block: int = BLOCK) -> BlockMask:
-    """The block mask of the pairs of blocks that `visits_of` lists, for queries and keys of a forest."""
+    """The block mask of the pairs of blocks that `make_tile_lists` lists, for queries and keys of a forest."""
     total, path = len(keys.ends), keys.path
-    lists = visits_of(keys, block).by_query
+    lists = make_tile_lists(keys, block).by_query
     # Lists of one would be compiled apart. No query is in the blocks that are added, and no list has them.
     shape = tuple(max(-(-size // block), 2) for size in (total - path, total))
     begin, middle, stop = lists.bounds.T
@@ -90,7 +89,7 @@ def _capped(cap: float):
 
 
 COMPILATIONS = 64
-"""At most. Lengths do not count; asks, sinks, heads, dtypes, with or without graph do, and PyTorch's own bound is met
+"""At most. Lengths do not count; specs, sinks, heads, dtypes, with or without graph do, and PyTorch's own bound is met
 by a model of two kinds of layers: behind it FlexAttention would run uncompiled, with all scores in memory."""
 
 
@@ -153,29 +152,29 @@ class FlexTreeAttention:
 
     Args:
         forest: segments of the packed run.
-        carry: the path above, and where own keys are handed on.
+        cache: the path above, and where own keys are handed on.
         kernels: what FlexAttention calls its backend, "TRITON" or "FLASH"; None leaves it the choice.
     """
 
     def __init__(
-        self, forest: Forest, device: torch.device, *, carry: CarryView | None = None, kernels: str | None = None
+        self, forest: Forest, device: torch.device, *, cache: KVCacheView | None = None, kernels: str | None = None
     ):
         self.name = "flex-flash" if kernels == "FLASH" else "flex"
-        self.carry = carry
+        self.cache = cache
         self._forest, self._device, self._kernels = forest, device, kernels
         self._masks: dict[AttentionRange, tuple[BlockMask, int]] = {}
         self._attend = _compiled() if device.type == "cuda" else flex_attention
 
-    def mask(self, sight: AttentionRange) -> tuple[BlockMask, int]:
+    def mask(self, visible_range: AttentionRange) -> tuple[BlockMask, int]:
         """The mask of layers that see so far, and how many tokens of the path are keys; made at first use."""
-        if sight not in self._masks:
-            forest, path = self._forest, 0 if self.carry is None else self.carry.path_tokens
-            keys = keys_of(forest.ends, forest.depth, path, sight)
+        if visible_range not in self._masks:
+            forest, path = self._forest, 0 if self.cache is None else self.cache.path_tokens
+            keys = keys_of(forest.ends, forest.depth, path, visible_range)
             bounded = keys.depth is not None
-            self._masks[sight] = (
-                (block_mask(keys, self._device), keys.path) if bounded or sight == FULL else self.mask(FULL)
+            self._masks[visible_range] = (
+                (block_mask(keys, self._device), keys.path) if bounded or visible_range == FULL else self.mask(FULL)
             )
-        return self._masks[sight]
+        return self._masks[visible_range]
 
     def __call__(
         self,
@@ -184,18 +183,18 @@ class FlexTreeAttention:
         value: Tensor,
         scale: float,
         layer: int = 0,
-        ask: Ask = PLAIN,
+        spec: AttentionSpec = PLAIN_ATTENTION,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Args: query [N, H, D], key [N, G, D], value [N, G, V], sinks [H] (logits). Returns [N, H, V]."""
-        mask, path = self.mask(ask.sight)
-        if self.carry is not None:
-            key, value = carried_keys(key, value, self.carry, layer, path)
+        mask, path = self.mask(spec.visible_range)
+        if self.cache is not None:
+            key, value = cached_keys(key, value, self.cache, layer, path)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         options = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
         options["kernel_options"] = kernel_options(q.dtype, max(q.shape[3], v.shape[3]), self._kernels)
-        if ask.softcap is not None:
-            options["score_mod"] = _capped(ask.softcap)
+        if spec.softcap is not None:
+            options["score_mod"] = _capped(spec.softcap)
         if sinks is None:
             out = self._attend(q, k, v, **options)
         else:

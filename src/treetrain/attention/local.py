@@ -48,7 +48,7 @@ class _Tile(NamedTuple):
 
 
 def local_schedule(
-    forest: Forest, sight: AttentionRange, *, path_tokens: int = 0, call_pairs: float = 8192.0
+    forest: Forest, visible_range: AttentionRange, *, path_tokens: int = 0, call_pairs: float = 8192.0
 ) -> LocalSchedule:
     """Choose the calls.
 
@@ -57,11 +57,11 @@ def local_schedule(
         path_tokens: tokens above the forest, all of them ancestors of all of it.
         call_pairs: cost of one more call, in query-key pairs.
     """
-    lowest = sight.lowest(forest.depth)
+    lowest = visible_range.lowest(forest.depth)
     tail = max(0, path_tokens - int(lowest.min()))
     whole = _below_tail(forest, tail)
     lowest = np.concatenate([np.zeros(tail, np.int64), lowest])
-    size = sight.window or sight.chunk or TILE
+    size = visible_range.window or visible_range.chunk or TILE
     queries = min(max(TILE, size // QUERIES_PER_WINDOW), MOST_QUERIES)
     paths = _Paths(whole)
     schedule, tiles = Schedule(num_tokens=len(forest.ends)), []

@@ -3,7 +3,7 @@
 The backward of softmax attention over a union of key sets is the sum of the backwards over the sets, each computed
 with the *global* output and log-sum-exp. A kernel's backward takes both as arguments, so every call of the forward has
 its twin in the backward and the result is exact. The path above a part is one more rectangle, of all its queries
-against the carry; where tokens see near ancestors only, the last tokens of that path stand before the part's own keys.
+against the cache; where tokens see near ancestors only, the last tokens of that path stand before the part's own keys.
 
 An attention sink is a key without value: it enters the log-sum-exp once, when everything else is merged.
 
@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treetrain.attention.carry import CarryView
 from treetrain.attention.kernels import CappedKernel, Kernel, StockKernel
+from treetrain.attention.kv_cache import KVCacheView
 from treetrain.attention.local import local_schedule
-from treetrain.attention.schedule import Batch, Forest, Schedule, make_schedule
-from treetrain.attention.sight import PLAIN, Ask
+from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Batch, Forest, Schedule, make_schedule
 from treetrain.tree.attention_range import FULL, AttentionRange
 
 CALL_MICROSECONDS = 350.0
@@ -68,18 +67,18 @@ class RectangleAttention:
         self,
         forest: Forest,
         *,
-        carry: CarryView | None = None,
+        cache: KVCacheView | None = None,
         call_pairs: float | None = None,
         heads_times_size: int = 512,
     ):
         """Args:
         forest: segments of the packed run.
-        carry: the path above it, and where its own keys are handed on; None for a whole batch in one run.
+        cache: the path above it, and where its own keys are handed on; None for a whole batch in one run.
         call_pairs: cost of one more call in query-key pairs; None derives it from ``heads_times_size`` (H * D).
         """
         if call_pairs is None:
             call_pairs = CALL_MICROSECONDS * PAIR_FLOPS_PER_MICROSECOND / (14.0 * heads_times_size)
-        self.carry = carry
+        self.cache = cache
         self._forest, self._call_pairs = forest, call_pairs
         self._calls: dict[AttentionRange, _Calls] = {}
 
@@ -95,26 +94,26 @@ class RectangleAttention:
         value: Tensor,
         scale: float,
         layer: int = 0,
-        ask: Ask = PLAIN,
+        spec: AttentionSpec = PLAIN_ATTENTION,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Args: query [N, H, D], key [N, G, D], value [N, G, V], sinks [H] (logits). Returns [N, H, V]."""
-        return _RectangleFunction.apply(query, key, value, sinks, self, scale, layer, ask)  # type: ignore[return-value]
+        return _RectangleFunction.apply(query, key, value, sinks, self, scale, layer, spec)  # type: ignore[return-value]
 
-    def calls(self, sight: AttentionRange) -> _Calls:
+    def calls(self, visible_range: AttentionRange) -> _Calls:
         """What covers the pairs of layers that see so far; made at first use."""
-        if sight not in self._calls:
-            self._calls[sight] = self._make_calls(sight)
-        return self._calls[sight]
+        if visible_range not in self._calls:
+            self._calls[visible_range] = self._make_calls(visible_range)
+        return self._calls[visible_range]
 
-    def _make_calls(self, sight: AttentionRange) -> _Calls:
+    def _make_calls(self, visible_range: AttentionRange) -> _Calls:
         forest, pairs = self._forest, self._call_pairs
-        if sight == FULL:
+        if visible_range == FULL:
             return _Calls(make_schedule(forest, call_pairs=pairs), None)
-        if not sight.lowest(forest.depth).any():  # no path is longer than it reaches
+        if not visible_range.lowest(forest.depth).any():  # no path is longer than it reaches
             return self.calls(FULL)
-        path = 0 if self.carry is None else self.carry.path_tokens
-        return _Calls(*local_schedule(forest, sight, path_tokens=path, call_pairs=pairs))
+        path = 0 if self.cache is None else self.cache.path_tokens
+        return _Calls(*local_schedule(forest, visible_range, path_tokens=path, call_pairs=pairs))
 
 
 def _to_tensors(batch: Batch, dtype: torch.dtype) -> _BatchTensors:
@@ -167,16 +166,16 @@ class _RectangleFunction(torch.autograd.Function):
         attention: RectangleAttention,
         scale: float,
         layer: int,
-        ask: Ask,
+        spec: AttentionSpec,
     ):
-        carry, calls = attention.carry, attention.calls(ask.sight)
-        kernel: Kernel = StockKernel() if ask.softcap is None else CappedKernel(ask.softcap)
-        if carry is not None:
-            carry.publish(layer, key, value)
-        keys, values = _with_tail(carry, calls.tail, layer, key, value)
+        cache, calls = attention.cache, attention.calls(spec.visible_range)
+        kernel: Kernel = StockKernel() if spec.softcap is None else CappedKernel(spec.softcap)
+        if cache is not None:
+            cache.publish(layer, key, value)
+        keys, values = _with_tail(cache, calls.tail, layer, key, value)
         out, lse = _forward_calls(kernel, calls, query, keys, values, scale)
-        if carry is not None and calls.tail is None and carry.path_tokens:
-            q, k, v = (_heads_first(x) for x in (query, *carry.read(layer, key, value)))
+        if cache is not None and calls.tail is None and cache.path_tokens:
+            q, k, v = (_heads_first(x) for x in (query, *cache.read(layer, key, value)))
             piece, piece_lse = kernel.forward(q, k, v, False, None, scale)
             _merge(out, lse, _heads_last(piece), _heads_last(piece_lse))
         if sinks is not None:
@@ -192,31 +191,31 @@ class _RectangleFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out: Tensor):
         query, key, value, sinks, out, lse = ctx.saved_tensors
-        carry, calls, kernel, scale, layer = ctx.attention.carry, ctx.calls, ctx.kernel, ctx.scale, ctx.layer
+        cache, calls, kernel, scale, layer = ctx.attention.cache, ctx.calls, ctx.kernel, ctx.scale, ctx.layer
         grad_out, tail = grad_out.to(query.dtype), calls.tail or 0
         grad_sinks = None if sinks is None else _sink_gradient(sinks, grad_out, out, lse)
-        keys, values = _with_tail(carry, calls.tail, layer, key, value)
+        keys, values = _with_tail(cache, calls.tail, layer, key, value)
         tensors = grad_out, query, keys, values, out, lse
         grad_query, grad_key, grad_value = _backward_calls(kernel, calls, tensors, scale)
-        if carry is not None:
-            if calls.tail is None and carry.path_tokens:
-                path = carry.read(layer, key, value)
+        if cache is not None:
+            if calls.tail is None and cache.path_tokens:
+                path = cache.read(layer, key, value)
                 dq, dk, dv = _call_backward(kernel, (grad_out, query, *path, out, lse), False, scale)
                 grad_query += dq
-                carry.add_path_gradient(layer, dk, dv)
+                cache.add_path_gradients(layer, dk, dv)
             elif tail:
-                carry.add_path_gradient(layer, grad_key[:tail], grad_value[:tail], tail)
+                cache.add_path_gradients(layer, grad_key[:tail], grad_value[:tail], tail)
                 grad_key, grad_value = grad_key[tail:], grad_value[tail:]
-            carry.collect(layer, grad_key, grad_value)
+            cache.collect(layer, grad_key, grad_value)
         grads = grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks
         return (*grads, None, None, None, None)
 
 
-def _with_tail(carry: CarryView | None, tail: int | None, layer: int, key: Tensor, value: Tensor):
+def _with_tail(cache: KVCacheView | None, tail: int | None, layer: int, key: Tensor, value: Tensor):
     """Keys and values [K, G, .] that a schedule numbers: the last tokens of the path, then a part's own."""
-    if carry is None or not tail:
+    if cache is None or not tail:
         return key, value
-    path_key, path_value = carry.read(layer, key, value, tail)
+    path_key, path_value = cache.read(layer, key, value, tail)
     return torch.cat([path_key, key]), torch.cat([path_value, value])
 
 

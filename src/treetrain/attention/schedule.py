@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from treetrain.attention.forks import fork_blocks, path_tops
+from treetrain.tree.attention_range import FULL, AttentionRange
 
 TILE = 64
 """Queries in a tile."""
@@ -51,6 +52,18 @@ class Forest:
     """[S + 1] offsets of the segments in pre-order."""
     segment_parent: np.ndarray
     """[S] parent segment, -1 at roots; a child hangs below the last token of its parent."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """How far a layer sees, and its cap on scores. Layers with equal ones share schedules and masks."""
+
+    visible_range: AttentionRange = FULL
+    softcap: float | None = None
+    """Scores s become softcap * tanh(s / softcap) before the softmax."""
+
+
+PLAIN_ATTENTION = AttentionSpec()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

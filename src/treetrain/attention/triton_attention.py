@@ -1,7 +1,7 @@
 """Tree attention by our own Triton kernels: reads the subtree ends, visits only what is visible.
 
 Needs Triton and a CUDA device (or Triton's interpreter, TRITON_INTERPRET=1, which runs the same code on a CPU, slowly).
-The backward has no atomics: the same input gives the same bits. Gradients that go through the carry stay in float32
+The backward has no atomics: the same input gives the same bits. Gradients that go through the cache stay in float32
 until the last part has added to them.
 
 Shape letters: N tokens, K keys: the tokens of the path that are seen, then the part's own; H query heads, G key/value
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treetrain.attention.carry import CarryView
-from treetrain.attention.schedule import Forest
-from treetrain.attention.sight import PLAIN, Ask
+from treetrain.attention.kv_cache import KVCacheView
+from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
+from treetrain.attention.tile_lists import TILE, Lists, TileLists, keys_of, make_tile_lists
 from treetrain.attention.triton_kernels import (
     delta_kernel,
     forward_kernel,
@@ -26,7 +26,6 @@ from treetrain.attention.triton_kernels import (
     query_gradient_kernel,
 )
 from treetrain.attention.triton_shapes import Shape, shapes_for, tf32_is_allowed
-from treetrain.attention.visits import TILE, Lists, Visits, keys_of, visits_of
 from treetrain.device_arrays import to_device
 from treetrain.tree.attention_range import FULL, AttentionRange
 
@@ -35,7 +34,7 @@ LARGEST_HEAD = 256
 
 
 class _Lists(NamedTuple):
-    """One side of the visits on the device; see `visits.Lists`."""
+    """One side of the visits on the device; see `tile_lists.Lists`."""
 
     order: Tensor
     bounds: Tensor
@@ -47,7 +46,7 @@ class _Tables(NamedTuple):
 
     ends: Tensor
     depth: Tensor
-    """The ends once more where sight has no bound: never read then."""
+    """The ends once more if every token sees its whole path: never read then."""
     lowest: Tensor
     by_query: _Lists
     by_key: _Lists
@@ -65,14 +64,14 @@ class TritonTreeAttention:
 
     Args:
         forest: segments of the packed run.
-        carry: the path above it, and where its own keys are handed on; None for a whole batch in one run.
+        cache: the path above it, and where its own keys are handed on; None for a whole batch in one run.
         tile: tokens of a tile: the grain in which visibility is listed.
     """
 
     name = "triton"
 
-    def __init__(self, forest: Forest, device: torch.device, *, carry: CarryView | None = None, tile: int = TILE):
-        self.carry, self.tile = carry, tile
+    def __init__(self, forest: Forest, device: torch.device, *, cache: KVCacheView | None = None, tile: int = TILE):
+        self.cache, self.tile = cache, tile
         self._forest, self._device = forest, device
         self._tables: dict[AttentionRange, _Tables] = {}
 
@@ -83,7 +82,7 @@ class TritonTreeAttention:
         value: Tensor,
         scale: float,
         layer: int = 0,
-        ask: Ask = PLAIN,
+        spec: AttentionSpec = PLAIN_ATTENTION,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Args: query [N, H, D], key [N, G, D], value [N, G, V], sinks [H] (logits). Returns [N, H, V].
@@ -96,22 +95,22 @@ class TritonTreeAttention:
                 f"the Triton kernels take bfloat16, float16 and float32 and heads of up to {LARGEST_HEAD}, got "
                 f"{query.dtype} and heads of {query.shape[2]} and {value.shape[2]}; set TREETRAIN_ATTENTION=flex"
             )
-        return _TreeFunction.apply(query, key, value, sinks, self, scale, layer, ask)  # type: ignore[return-value]
+        return _TreeFunction.apply(query, key, value, sinks, self, scale, layer, spec)  # type: ignore[return-value]
 
-    def tables(self, sight: AttentionRange) -> _Tables:
+    def tables(self, visible_range: AttentionRange) -> _Tables:
         """Of layers that see so far; made at first use."""
-        if sight not in self._tables:
+        if visible_range not in self._tables:
             forest = self._forest
-            path = 0 if self.carry is None else self.carry.path_tokens
-            if sight != FULL and not np.asarray(sight.lowest(forest.depth)).any():
-                self._tables[sight] = self.tables(FULL)
+            path = 0 if self.cache is None else self.cache.path_tokens
+            if visible_range != FULL and not np.asarray(visible_range.lowest(forest.depth)).any():
+                self._tables[visible_range] = self.tables(FULL)
             else:
-                self._tables[sight] = self._made(sight, path)
-        return self._tables[sight]
+                self._tables[visible_range] = self._made(visible_range, path)
+        return self._tables[visible_range]
 
-    def _made(self, sight: AttentionRange, path: int) -> _Tables:
-        keys = keys_of(self._forest.ends, self._forest.depth, path, sight)
-        visits: Visits = visits_of(keys, self.tile)
+    def _made(self, visible_range: AttentionRange, path: int) -> _Tables:
+        keys = keys_of(self._forest.ends, self._forest.depth, path, visible_range)
+        visits: TileLists = make_tile_lists(keys, self.tile)
         local = keys.depth is not None and keys.lowest is not None
         arrays = [keys.ends, *_padded(visits.by_query), *_padded(visits.by_key)]
         ends, *rest = to_device(arrays + ([keys.depth, keys.lowest] if local else []), self._device)  # type: ignore[list-item]
@@ -132,16 +131,16 @@ class _TreeFunction(torch.autograd.Function):
         attention: TritonTreeAttention,
         scale: float,
         layer: int,
-        ask: Ask,
+        spec: AttentionSpec,
     ):
-        carry, tables = attention.carry, attention.tables(ask.sight)
-        if carry is not None:
-            carry.publish(layer, key, value)
+        cache, tables = attention.cache, attention.tables(spec.visible_range)
+        if cache is not None:
+            cache.publish(layer, key, value)
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        keys, values = _with_path(carry, tables.path, layer, key, value)
-        out, lse = _forward(query, keys, values, sinks, tables, attention.tile, scale, ask.softcap)
+        keys, values = _with_path(cache, tables.path, layer, key, value)
+        out, lse = _forward(query, keys, values, sinks, tables, attention.tile, scale, spec.softcap)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.attention, ctx.tables, ctx.scale, ctx.layer, ctx.softcap = attention, tables, scale, layer, ask.softcap
+        ctx.attention, ctx.tables, ctx.scale, ctx.layer, ctx.softcap = attention, tables, scale, layer, spec.softcap
         return out
 
     @staticmethod
@@ -149,19 +148,19 @@ class _TreeFunction(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         attention, tables, layer = ctx.attention, ctx.tables, ctx.layer
-        carry, path = attention.carry, tables.path
-        keys, values = _with_path(carry, path, layer, key, value)
+        cache, path = attention.cache, tables.path
+        keys, values = _with_path(cache, path, layer, key, value)
         grad_out = grad_out.to(query.dtype).contiguous()
         delta = _delta(out, grad_out)
         given = query, keys, values, grad_out, lse, delta
         grad_query = _query_gradient(given, tables, attention.tile, ctx.scale, ctx.softcap)
         # In float32: rounded only when nothing is added any more.
         grad_key, grad_value = _key_gradient(given, tables, attention.tile, ctx.scale, ctx.softcap)
-        if carry is not None:
+        if cache is not None:
             if path:
-                carry.add_path_gradient(layer, grad_key[:path], grad_value[:path], path)
+                cache.add_path_gradients(layer, grad_key[:path], grad_value[:path], path)
                 grad_key, grad_value = grad_key[path:], grad_value[path:]
-            carry.collect(layer, grad_key, grad_value)
+            cache.collect(layer, grad_key, grad_value)
         grad_sinks = None
         if sinks is not None:
             # A sink takes its share of every query's attention and gives nothing for it.
@@ -170,11 +169,11 @@ class _TreeFunction(torch.autograd.Function):
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks, None, None, None, None
 
 
-def _with_path(carry: CarryView | None, path: int, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _with_path(cache: KVCacheView | None, path: int, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values [K, G, .]: the last tokens of the path, then a part's own."""
-    if carry is None or not path:
+    if cache is None or not path:
         return key, value
-    path_key, path_value = carry.read(layer, key, value, path)
+    path_key, path_value = cache.read(layer, key, value, path)
     return torch.cat([path_key, key]), torch.cat([path_value, value])
 
 

@@ -1,8 +1,8 @@
 """Triton kernels of tree attention: forward with its log-sum-exp, and the gradients of queries and of keys and values.
 
-One program owns one block of queries (or of keys) and walks the list of tiles that it meets (visits.py): first those
-that it sees in full, without a mask, then the others, whose pairs are decided by the interval rule. Nobody else writes
-what a program writes, so there are no atomics and the same input gives the same bits.
+One program owns one block of queries (or of keys) and walks its list of tiles (`tile_lists.py`): first those that it
+sees in full, without a mask, then the others, whose pairs are decided by the interval rule. Nobody else writes what a
+program writes, so there are no atomics and the same input gives the same bits.
 
 Every step of a walk reads which tile the next one meets. If it read its own, the compiler would fetch that number ahead
 in place of the keys and values themselves, and wait for these in every step. So a list has one more entry at its end.

@@ -22,10 +22,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from treetrain.attention.carry import CarryView
 from treetrain.attention.forks import path_tops
-from treetrain.attention.schedule import Forest
-from treetrain.attention.sight import PLAIN, Ask
+from treetrain.attention.kv_cache import KVCacheView
+from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.device_arrays import to_device
 from treetrain.tree.layout import ranges
 
@@ -154,7 +153,7 @@ class VarlenAttention:
     Args:
         forest: segments of the packed run.
         otherwise: makes the attention of what varlen calls cannot do.
-        carry: the path above, and where own keys are handed on.
+        cache: the path above, and where own keys are handed on.
         kernel: None is PyTorch's.
         dtypes: that the kernel has.
     """
@@ -167,18 +166,18 @@ class VarlenAttention:
         device: torch.device,
         *,
         otherwise: Callable[[], Any],
-        carry: CarryView | None = None,
+        cache: KVCacheView | None = None,
         kernel: Varlen | None = None,
         dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16),
     ):
-        self.carry, self.kernel, self._dtypes = carry, kernel or StockVarlen(), dtypes
+        self.cache, self.kernel, self._dtypes = cache, kernel or StockVarlen(), dtypes
         self._otherwise, self._other = otherwise, None
         calls = varlen_calls(forest)
         copies = sum(len(call.keys) for call in calls[1:])
         sequences = max((len(call.query_offsets) - 1 for call in calls), default=0)
         self.suits = copies <= MOST_COPIES * len(forest.ends) and sequences <= MOST_SEQUENCES
         """Whether the forest's chains are not copied too often, and not too many for a call."""
-        path = 0 if carry is None else carry.path_tokens
+        path = 0 if cache is None else cache.path_tokens
         self.calls = [_on_device(call, number == 0, device) for number, call in enumerate(calls)] if self.suits else []
         self.above = _on_device(_against_path(len(forest.ends), path), True, device) if path else None
 
@@ -189,17 +188,17 @@ class VarlenAttention:
         value: Tensor,
         scale: float,
         layer: int = 0,
-        ask: Ask = PLAIN,
+        spec: AttentionSpec = PLAIN_ATTENTION,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Args: query [N, H, D], key [N, G, D], value [N, G, V], sinks [H] (logits). Returns [N, H, V]."""
         if (
             not self.suits
-            or ask != PLAIN
+            or spec != PLAIN_ATTENTION
             or query.dtype not in self._dtypes
             or max(query.shape[2], value.shape[2]) > 256
         ):
-            return self.other(query, key, value, scale, layer, ask, sinks)
+            return self.other(query, key, value, scale, layer, spec, sinks)
         return _VarlenFunction.apply(query, key, value, sinks, self, scale, layer)  # type: ignore[return-value]
 
     @property
@@ -226,9 +225,9 @@ def _on_device(call: Call, in_order: bool, device: torch.device) -> DeviceCall:
 class _VarlenFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sinks, attention: VarlenAttention, scale: float, layer: int):
-        carry = attention.carry
-        if carry is not None:
-            carry.publish(layer, key, value)
+        cache = attention.cache
+        if cache is not None:
+            cache.publish(layer, key, value)
         heads = _Filled(query, key, value)
         whole, *rectangles = attention.calls
         piece, piece_lse = attention.kernel.forward(*heads.inputs, whole, scale)
@@ -241,8 +240,8 @@ class _VarlenFunction(torch.autograd.Function):
             piece, piece_lse = attention.kernel.forward(q, k, v, call, scale)
             merged = _merged(out[call.queries], lse[:, call.queries], piece, piece_lse)
             out[call.queries], lse[:, call.queries] = merged
-        if attention.above is not None and carry is not None:
-            above = heads.like(*carry.read(layer, key, value))
+        if attention.above is not None and cache is not None:
+            above = heads.like(*cache.read(layer, key, value))
             out, lse = _merged(out, lse, *attention.kernel.forward(heads.inputs[0], *above, attention.above, scale))
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
@@ -257,12 +256,12 @@ class _VarlenFunction(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         attention, scale, layer = ctx.attention, ctx.scale, ctx.layer
-        carry, kernel, heads = attention.carry, attention.kernel, _Filled(query, key, value)
+        cache, kernel, heads = attention.cache, attention.kernel, _Filled(query, key, value)
         do, o = heads.filled(grad_out.to(query.dtype)), heads.filled(out)
         lse = lse.contiguous()
         whole, *rectangles = attention.calls
         dq, dk, dv = kernel.backward(do, *heads.inputs, o, lse, whole, scale)
-        if rectangles or carry is not None:  # more is to be added
+        if rectangles or cache is not None:  # more is to be added
             dq, dk, dv = (x.to(_wide(x)) for x in (dq, dk, dv))
         for call in rectangles:
             at = call.queries
@@ -271,14 +270,14 @@ class _VarlenFunction(torch.autograd.Function):
             for total, part, index in zip((dq, dk, dv), piece, (at, call.keys, call.keys)):
                 total.index_add_(0, index, part.to(total.dtype))
         size, value_size = query.shape[2], value.shape[2]
-        if carry is not None:
+        if cache is not None:
             if attention.above is not None:
-                above = heads.like(*carry.read(layer, key, value))
+                above = heads.like(*cache.read(layer, key, value))
                 piece = kernel.backward(do, heads.inputs[0], *above, o, lse, attention.above, scale)
                 dq += piece[0]
-                carry.add_path_gradient(layer, piece[1][..., :size], piece[2][..., :value_size])
+                cache.add_path_gradients(layer, piece[1][..., :size], piece[2][..., :value_size])
             dk, dv = dk[..., :size].contiguous(), dv[..., :value_size].contiguous()
-            carry.collect(layer, dk, dv)
+            cache.collect(layer, dk, dv)
         grads = dq[..., :size].to(query.dtype), dk[..., :size].to(key.dtype), dv[..., :value_size].to(value.dtype)
         return *grads, None if sinks is None else _sink_gradient(sinks, grad_out, out, lse), None, None, None
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treetrain.attention.dispatch import choose_backend, make_attention
+from treetrain.attention.backends import choose_backend, make_attention
 from treetrain.attention.schedule import Forest
 from treetrain.engine import constants_cache
 from treetrain.engine.formula import compute_dtype, formula_constants, head_softmax, is_checkpointed, trained_share

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from treetrain.attention.dispatch import Choice, choose_backend
+from treetrain.attention.backends import Choice, choose_backend
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.aligned import agreed_plan
 from treetrain.engine.batch import Batch, check_batch, predictions_of, rewards_layout

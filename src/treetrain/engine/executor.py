@@ -1,16 +1,16 @@
-"""Runs the parts of a plan on the model, depth first, each against the carry of the path above it.
+"""Runs the parts of a plan on the model, depth first, each against the cache of the path above it.
 
 One code path serves every plan: the whole tree as one part, one segment per part, and everything in between.
 
 Why the gradients are whole: a token's keys and values are read by later tokens of its own part, whose graph autograd
-holds, and by tokens of parts below, which read copies from the carry. The carry adds up the gradients of these copies.
-The parts below go backward first, so when a part goes backward its rows of the carry hold everything that came from
+holds, and by tokens of parts below, which read copies from the cache. The cache adds up the gradients of these copies.
+The parts below go backward first, so when a part goes backward its rows of the cache hold everything that came from
 below, and the attention Function adds it in.
 
     plan.events():   forward 0   forward 1   backward 1   forward 2   backward 2   backward 0
     rows in use:     0           0 1         0            0 2         0
 
-Rows of the carry are given out on the way down and taken back on the way up, like a stack.
+Rows of the cache are given out on the way down and taken back on the way up, like a stack.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treetrain.attention.carry import Carry
+from treetrain.attention.kv_cache import KVCache
 from treetrain.engine.gradients import GradientBuffers, gradient_buffers, hooks_once
 from treetrain.engine.head import Scores
 from treetrain.engine.lockstep import Lockstep, Reduces, in_step
@@ -29,7 +29,7 @@ from treetrain.engine.loss_gradients import LossGradients, ScoreGradients, Score
 from treetrain.engine.out_of_memory import PassCounts, StepOutOfMemory, out_of_memory_in
 from treetrain.engine.packed import PackedRun, model_device
 from treetrain.engine.routing import Routing, switched
-from treetrain.linear_attention.carry import StateCarry, state_slots
+from treetrain.linear_attention.state_cache import StateCache, state_slots
 from treetrain.models.capability import Capabilities
 from treetrain.planning.plan import Plan
 from treetrain.tree.layout import Piece, cut
@@ -43,7 +43,7 @@ class _Forward(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """The places in the carry that were given to a part's tokens."""
+    """The places in the cache that were given to a part's tokens."""
 
     rows: np.ndarray
     """int64: tokens that got a row for their keys and values."""
@@ -85,10 +85,10 @@ class Executor:
         self._counts = PassCounts() if counts is None else counts
         self._routing, self._lockstep = routing, lockstep
         self._statistics, self._keep_logits = statistics, keep_logits
-        self._carry = Carry(plan.cached_tokens, model_device(model), gradients=gradients)
+        self._cache = KVCache(plan.cached_tokens, model_device(model), gradients=gradients)
         self._row_of = np.full(plan.layout.num_tokens, -1, np.int64)
         self._rows_in_use = 0
-        self._states = StateCarry(plan.layout.num_tokens, state_slots(plan), gradients=gradients)
+        self._states = StateCache(plan.layout.num_tokens, state_slots(plan), gradients=gradients)
         self._states.attach_at(plan.attach)
         self._held: dict[int, _Held] = {}
         self._graphs: dict[int, _Forward] = {}
@@ -151,7 +151,7 @@ class Executor:
                 self._gradient_buffers() as self._buffers,
                 in_step(self._lockstep, forwards=True),
             ):
-                # Parts are numbered depth first, so what a part continues has run. Nothing of the carry is released.
+                # Parts are numbered depth first, so what a part continues has run. Nothing of the cache is released.
                 for part in range(plan.num_parts):
                     self._allocate(part, plan.exported_tokens(part))
                     done = self._forward(plan.tokens(part), int(plan.attach[part]), need_entropy=need_entropy)
@@ -263,7 +263,7 @@ class Executor:
         coefficients: Callable[[Piece], Tensor | None] | None = None,
         score: bool = True,
     ) -> _Forward:
-        """Run some tokens against the carry of the path down to the token that they continue (-1: none).
+        """Run some tokens against the cache of the path down to the token that they continue (-1: none).
 
         Args:
             coefficients: gives the gradients of a piece's log-probabilities where they are known beforehand.
@@ -278,7 +278,7 @@ class Executor:
         options: dict[str, Any] = {}
         if attach >= 0 or (own >= 0).any():
             path = self._row_of[self._plan.path(attach)] if attach >= 0 else np.zeros(0, np.int64)
-            options["carry"] = self._carry.view(path, own)
+            options["cache"] = self._cache.view(path, own)
             if self._capabilities.recurrent_layers:
                 options["states"] = self._states.view(tokens, attach)
         if not score:
@@ -319,10 +319,10 @@ class Executor:
         return [self._model] if scalar is None or scalar.is_models_own else [self._model, scalar.module]
 
     def _allocate(self, part: int, tokens: np.ndarray) -> None:
-        """Give tokens their places in the carry, on top of those in use, until `part` is done."""
+        """Give tokens their places in the cache, on top of those in use, until `part` is done."""
         rows = slice(self._rows_in_use, self._rows_in_use + len(tokens))
-        self._carry.reserve(rows.stop)
-        self._carry.clear_gradients(rows)
+        self._cache.reserve(rows.stop)
+        self._cache.clear_gradients(rows)
         self._row_of[tokens] = np.arange(rows.start, rows.stop)
         self._rows_in_use = rows.stop
         self._held[part] = _Held(tokens, self._states.allocate(tokens))

@@ -140,7 +140,7 @@ def score_edges(
         found = Statistics.empty(len(edges.targets), len(edges.rows), wide, hidden.device)
     rows = hidden.index_select(0, edges.rows)
     if len(edges.rows) == 0:
-        # Still a part of the graph: gradients that come back through the carry need a backward to ride on.
+        # Still a part of the graph: gradients that come back through the cache need a backward to ride on.
         nothing = rows.sum(-1, dtype=torch.promote_types(hidden.dtype, torch.float32))
         if meets_all:
             nothing = nothing + zero_of(head_forward(hidden[:1]))

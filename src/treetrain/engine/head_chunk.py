@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from treetrain.attention.dispatch import why_not
+from treetrain.attention.backends import why_not
 from treetrain.models.heads import IDENTITY, LogitMap
 
 ENVIRONMENT = "TREETRAIN_HEAD"

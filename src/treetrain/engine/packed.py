@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treetrain.attention.carry import CarryView
-from treetrain.attention.dispatch import make_attention
+from treetrain.attention.backends import make_attention
+from treetrain.attention.kv_cache import KVCacheView
 from treetrain.attention.schedule import Forest
 from treetrain.device_arrays import to_device
 from treetrain.engine.gradients import GradientBuffers
@@ -19,8 +19,8 @@ from treetrain.engine.ranks import output_dtype
 from treetrain.engine.routing import RouterPass
 from treetrain.engine.scoring import scoring_head
 from treetrain.errors import UnsupportedModel
-from treetrain.linear_attention.carry import StateView
 from treetrain.linear_attention.paths import Paths
+from treetrain.linear_attention.state_cache import StateView
 from treetrain.models.capability import Capabilities
 from treetrain.models.recurrent_layers import tree_recurrence
 from treetrain.models.tree_mode import RUN_KEYWORD, TreeRun, missing_window, replaced_forward, tree_attention
@@ -33,7 +33,7 @@ class PackedRun:
     """A layout on a model's device, ready to be run forward (and, inside `mode`, backward).
 
     Args:
-        carry: the path that the layout continues and the tokens it hands on; None for whole trees.
+        cache: the path that the layout continues and the tokens it hands on; None for whole trees.
         states: the same for recurrent layers.
         score: False runs the layers alone, for their keys and values.
         routers: what the step does with the routers of experts; None leaves them as they are.
@@ -44,7 +44,7 @@ class PackedRun:
         model: nn.Module,
         capabilities: Capabilities,
         layout: PackedLayout,
-        carry: CarryView | None = None,
+        cache: KVCacheView | None = None,
         *,
         states: StateView | None = None,
         score: bool = True,
@@ -65,7 +65,7 @@ class PackedRun:
             segment_parent=layout.segment_parent,
         )
         self.paths = Paths(layout, device, states) if capabilities.recurrent_layers else None
-        self.attention = make_attention(forest, device, capabilities.heads_times_size, carry)
+        self.attention = make_attention(forest, device, capabilities.heads_times_size, cache)
 
     @staticmethod
     @contextmanager

@@ -6,14 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treetrain.attention.dispatch import Choice
+from treetrain.attention.backends import Choice
 from treetrain.device_arrays import on_device
-from treetrain.linear_attention.carry import StateView
+from treetrain.linear_attention.backends import KERNELS, choose_for, choose_rule, load_kernel
 from treetrain.linear_attention.convolution import Taps, convolve, make_taps
 from treetrain.linear_attention.delta_rule import DeltaTiles, gated_delta
-from treetrain.linear_attention.dispatch import KERNELS, choose_for, choose_rule, load_kernel
 from treetrain.linear_attention.scans import Scans, scanned_gated_delta
 from treetrain.linear_attention.segments import make_segments
+from treetrain.linear_attention.state_cache import StateView
 from treetrain.linear_attention.tiles import make_tiles
 from treetrain.tree.layout import PackedLayout
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from treetrain.attention.sight import Ask
+from treetrain.attention.schedule import AttentionSpec
 from treetrain.errors import UnsupportedModel
 from treetrain.linear_attention.paths import Paths
 from treetrain.tree.attention_range import FULL, AttentionRange
@@ -50,9 +50,16 @@ class AttentionBackend(Protocol):
     name: str
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, layer: int, ask: Ask, sinks: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        layer: int,
+        spec: AttentionSpec,
+        sinks: Tensor | None,
     ) -> Tensor:
-        """query [N, H, D], key [N, G, D], value [N, G, V] -> [N, H, V]; `layer` tells the layers' carries apart."""
+        """query [N, H, D], key [N, G, D], value [N, G, V] -> [N, H, V]; `layer` tells the layers' caches apart."""
         ...
 
 
@@ -152,8 +159,8 @@ def _tree_attention(
     if unknown:
         listed = ", ".join(f"{k}={v if isinstance(v, (int, float, str)) else '...'}" for k, v in unknown.items())
         raise UnsupportedModel(f"{name} asks its attention for {listed}, which is not exact on a tree yet.")
-    ask = Ask(seen, softcap or None)
-    _check_agreement(module, ask, sliding_window, s_aux, query.shape[1])
+    spec = AttentionSpec(seen, softcap or None)
+    _check_agreement(module, spec, sliding_window, s_aux, query.shape[1])
     lengths = {x.shape[2] for x in (query, key, value)}
     if query.shape[0] != 1 or lengths != {run.tokens}:
         raise UnsupportedModel(
@@ -169,15 +176,17 @@ def _tree_attention(
     layer = getattr(module, "layer_idx", id(module))
     (run.layers_twice if layer in run.layers_seen else run.layers_seen).add(layer)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    return run.attention(q, k, v, scale, layer, ask, s_aux).unsqueeze(0), None
+    return run.attention(q, k, v, scale, layer, spec, s_aux).unsqueeze(0), None
 
 
 _KINDS = {"full_attention": "full", "sliding_attention": "window", "chunked_attention": "chunk"}
 
 
-def _check_agreement(module: nn.Module, ask: Ask, sliding_window: int | None, sinks: Tensor | None, heads: int) -> None:
+def _check_agreement(
+    module: nn.Module, spec: AttentionSpec, sliding_window: int | None, sinks: Tensor | None, heads: int
+) -> None:
     """The mask, the keywords and the configuration must say the same: where they differ, so do stock backends."""
-    name, seen, config = type(module).__name__, ask.sight, getattr(module, "config", None)
+    name, seen, config = type(module).__name__, spec.visible_range, getattr(module, "config", None)
     if sliding_window is not None and sliding_window != seen.window:
         raise UnsupportedModel(
             f"{name} asks its attention for sliding_window={sliding_window}, but its mask is {seen}."
@@ -188,9 +197,9 @@ def _check_agreement(module: nn.Module, ask: Ask, sliding_window: int | None, si
         if _KINDS.get(kinds[number], kind) != kind:
             raise UnsupportedModel(f"layer {number} is of kind {kinds[number]!r}, but {name} asks for {seen}.")
     declared = getattr(config, "attn_logit_softcapping", None) or None
-    if declared != ask.softcap:
+    if declared != spec.softcap:
         raise UnsupportedModel(
-            f"{name} asks its attention for softcap={ask.softcap}, its configuration for "
+            f"{name} asks its attention for softcap={spec.softcap}, its configuration for "
             f"attn_logit_softcapping={declared}."
         )
     own = getattr(module, "sinks", None)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from treetrain.attention.carry import CarryView
 from treetrain.attention.flex import FlexTreeAttention
+from treetrain.attention.kv_cache import KVCacheView
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.schedule import Forest
 from treetrain.attention.varlen import VarlenAttention
@@ -121,23 +121,25 @@ def _has_flash_attention_4() -> bool:
         return False
 
 
-def make_attention(forest: Forest, device: torch.device, heads_times_size: int, carry: CarryView | None = None) -> Any:
+def make_attention(
+    forest: Forest, device: torch.device, heads_times_size: int, cache: KVCacheView | None = None
+) -> Any:
     """Tree attention for one packed forest on ``device``.
 
     Args:
         heads_times_size: H * D of the model.
-        carry: the path that the forest continues; None where it begins with roots and nothing follows.
+        cache: the path that the forest continues; None where it begins with roots and nothing follows.
     """
     name = choose_backend(device).name
     if name == "rectangles":
-        return RectangleAttention(forest, carry=carry, heads_times_size=heads_times_size)
+        return RectangleAttention(forest, cache=cache, heads_times_size=heads_times_size)
     if name == "triton":
         # Imports Triton, which is not there on every machine.
         from treetrain.attention.triton_attention import TritonTreeAttention
 
-        return TritonTreeAttention(forest, device, carry=carry)
+        return TritonTreeAttention(forest, device, cache=cache)
     if name == "varlen":
         return VarlenAttention(
-            forest, device, carry=carry, otherwise=lambda: FlexTreeAttention(forest, device, carry=carry)
+            forest, device, cache=cache, otherwise=lambda: FlexTreeAttention(forest, device, cache=cache)
         )
-    return FlexTreeAttention(forest, device, carry=carry, kernels="FLASH" if name == "flex-flash" else None)
+    return FlexTreeAttention(forest, device, cache=cache, kernels="FLASH" if name == "flex-flash" else None)

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from treetrain.attention.dispatch import Choice
+from treetrain.attention.backends import Choice
 from treetrain.linear_attention.scans import Kernel
 from treetrain.linear_attention.segments import Segments
 

@@ -12,7 +12,7 @@ from support.pairwise import pairwise
 from support.parts import PartsByHand, Tensors
 from support.plans import KEEPS
 from support.runs import runs
-from treetrain.attention.carry import Carry, carried_keys
+from treetrain.attention.kv_cache import KVCache, cached_keys
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.reference import reference_attention
 from treetrain.planning.partition import one_segment_per_part, uniform
@@ -46,7 +46,7 @@ def whole(layout: PackedLayout, tensors: Tensors) -> Tensors:
 
 
 def rectangles(layout: PackedLayout, view):
-    return RectangleAttention(forest_of(layout), carry=view)
+    return RectangleAttention(forest_of(layout), cache=view)
 
 
 def carried_reference(layout: PackedLayout, view):
@@ -56,7 +56,7 @@ def carried_reference(layout: PackedLayout, view):
     ends = torch.from_numpy(np.concatenate([above, layout.ends + path]))
 
     def attend(query, key, value, scale, layer):
-        key, value = carried_keys(key, value, view, layer, view.path_tokens)
+        key, value = cached_keys(key, value, view, layer, view.path_tokens)
         nobody = query.new_zeros((path, *query.shape[1:]))
         return reference_attention(torch.cat([nobody, query]), key, value, ends, scale)[path:]
 
@@ -152,69 +152,69 @@ def test_bfloat16_parts_err_no_more_than_the_whole_in_bfloat16():
 
 def test_gradients_are_added_up_in_float32_or_wider():
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64,) * 2):
-        carry = Carry(3, torch.device("cpu"), gradients=True)
-        layer = carry.layer(0, torch.zeros(5, 2, 4, dtype=dtype), torch.zeros(5, 2, 8, dtype=dtype))
+        cache = KVCache(3, torch.device("cpu"), gradients=True)
+        layer = cache.layer(0, torch.zeros(5, 2, 4, dtype=dtype), torch.zeros(5, 2, 8, dtype=dtype))
         assert (layer.key.shape, layer.value.shape) == ((3, 2, 4), (3, 2, 8))
         assert (layer.key.dtype, layer.value.dtype) == (dtype, dtype)
         assert layer.key_grad is not None and layer.value_grad is not None
         assert (layer.key_grad.dtype, layer.value_grad.dtype) == (wide, wide)
         size, wide_size = torch.finfo(dtype).bits // 8, torch.finfo(wide).bits // 8
-        assert carry.num_bytes == 3 * 2 * (4 + 8) * (size + wide_size)
+        assert cache.num_bytes == 3 * 2 * (4 + 8) * (size + wide_size)
 
 
 def test_a_thousand_small_gradients_are_not_lost_in_bfloat16():
-    carry = Carry(1, torch.device("cpu"), gradients=True)
+    cache = KVCache(1, torch.device("cpu"), gradients=True)
     like = torch.zeros(1, 1, 1, dtype=torch.bfloat16)
-    view = carry.view(np.array([0]), np.array([-1]))
+    view = cache.view(np.array([0]), np.array([-1]))
     view.read(0, like, like)
     for _ in range(1000):
-        view.add_path_gradient(0, like + 1, like + 1)
+        view.add_path_gradients(0, like + 1, like + 1)
     total = torch.zeros(1, 1, 1)
-    carry.view(np.zeros(0, np.int64), np.array([0])).collect(0, total, total.clone())
+    cache.view(np.zeros(0, np.int64), np.array([0])).collect(0, total, total.clone())
     assert float(total) == 1000.0  # bfloat16 stops at 256
 
 
 def test_a_carry_without_gradients_has_no_room_for_them():
-    carry = Carry(3, torch.device("cpu"), gradients=False)
-    layer = carry.layer(0, torch.zeros(5, 2, 4), torch.zeros(5, 2, 4))
-    assert layer.key_grad is None and layer.value_grad is None and carry.num_bytes == 3 * 2 * 8 * 4
+    cache = KVCache(3, torch.device("cpu"), gradients=False)
+    layer = cache.layer(0, torch.zeros(5, 2, 4), torch.zeros(5, 2, 4))
+    assert layer.key_grad is None and layer.value_grad is None and cache.num_bytes == 3 * 2 * 8 * 4
 
 
 def test_room_that_is_made_later_keeps_what_is_there():
-    carry = Carry(2, torch.device("cpu"), gradients=True)
+    cache = KVCache(2, torch.device("cpu"), gradients=True)
     key, value = torch.randn(2, 2, 1, 4)
-    view = carry.view(np.zeros(0, np.int64), np.array([1, 0]))
+    view = cache.view(np.zeros(0, np.int64), np.array([1, 0]))
     view.publish(0, key, value)
-    path = carry.view(np.array([1, 0]), np.array([-1]))
-    path.add_path_gradient(0, key, value)
-    before = carry.layer(0, key, value).key
-    carry.reserve(2)
-    assert carry.layer(0, key, value).key is before
-    carry.reserve(7)
+    path = cache.view(np.array([1, 0]), np.array([-1]))
+    path.add_path_gradients(0, key, value)
+    before = cache.layer(0, key, value).key
+    cache.reserve(2)
+    assert cache.layer(0, key, value).key is before
+    cache.reserve(7)
     got = path.read(0, key, value)
     assert torch.equal(got[0], key) and torch.equal(got[1], value)
     grads = torch.zeros_like(key), torch.zeros_like(value)
     view.collect(0, *grads)
     assert torch.equal(grads[0], key) and torch.equal(grads[1], value)
-    assert carry.num_bytes == 4 * 7 * 4 * 4
+    assert cache.num_bytes == 4 * 7 * 4 * 4
 
 
 def test_rows_are_a_slice_where_they_are_consecutive_and_ascend():
-    carry = Carry(9, torch.device("cpu"), gradients=False)
-    assert carry.as_rows(np.array([3, 4, 5])) == slice(3, 6)
-    assert carry.as_rows(np.zeros(0, np.int64)) == slice(0, 0)
+    cache = KVCache(9, torch.device("cpu"), gradients=False)
+    assert cache.as_rows(np.array([3, 4, 5])) == slice(3, 6)
+    assert cache.as_rows(np.zeros(0, np.int64)) == slice(0, 0)
     for rows in ([5, 4, 3], [3, 5, 4, 6], [3, 5]):
-        got = carry.as_rows(np.array(rows))
+        got = cache.as_rows(np.array(rows))
         assert isinstance(got, torch.Tensor) and got.tolist() == rows
 
 
 def test_rows_given_again_start_without_gradients():
-    carry = Carry(4, torch.device("cpu"), gradients=True)
+    cache = KVCache(4, torch.device("cpu"), gradients=True)
     key, value = torch.randn(2, 4, 1, 4)
-    view = carry.view(np.arange(4), np.arange(4))
+    view = cache.view(np.arange(4), np.arange(4))
     view.publish(0, key, value)
-    view.add_path_gradient(0, key, value)
-    carry.clear_gradients(slice(1, 3))
+    view.add_path_gradients(0, key, value)
+    cache.clear_gradients(slice(1, 3))
     grads = torch.zeros_like(key), torch.zeros_like(value)
     view.collect(0, *grads)
     for grad, given_up in zip(grads, (key, value)):

@@ -14,11 +14,10 @@ from support.parts import PartsByHand, Tensors
 from support.plans import KEEPS
 from support.runs import runs, seeded
 from treetrain.attention import kernels, local
-from treetrain.attention.carry import Carry, CarryView
+from treetrain.attention.kv_cache import KVCache, KVCacheView
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.reference import reference_attention, visible
-from treetrain.attention.schedule import Forest
-from treetrain.attention.sight import PLAIN, Ask
+from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.planning.partition import one_segment_per_part, uniform
 from treetrain.tree.attention_range import FULL, AttentionRange
 from treetrain.tree.build import build_tree
@@ -27,13 +26,13 @@ from treetrain.tree.layout import PackedLayout, pack
 SCALE = 0.4
 NAMES = ("out", "dq", "dk", "dv", "dsinks")
 SIZES = (1, 2, 3, 5, 8, 13, 30, 1000)
-ASKS = {
-    "full": PLAIN,
-    **{f"window of {w}": Ask(AttentionRange(window=w)) for w in SIZES},
-    **{f"chunks of {c}": Ask(AttentionRange(chunk=c)) for c in SIZES},
-    "cap": Ask(softcap=1.5),
-    "cap in a window": Ask(AttentionRange(window=5), softcap=0.7),
-    "cap in chunks": Ask(AttentionRange(chunk=4), softcap=50.0),
+SPECS = {
+    "full": PLAIN_ATTENTION,
+    **{f"window of {w}": AttentionSpec(AttentionRange(window=w)) for w in SIZES},
+    **{f"chunks of {c}": AttentionSpec(AttentionRange(chunk=c)) for c in SIZES},
+    "cap": AttentionSpec(softcap=1.5),
+    "cap in a window": AttentionSpec(AttentionRange(window=5), softcap=0.7),
+    "cap in chunks": AttentionSpec(AttentionRange(chunk=4), softcap=50.0),
 }
 
 
@@ -55,7 +54,7 @@ def both_ways(attend, tensors: Tensors) -> Tensors:
     return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
 
 
-def by_reference(ends: np.ndarray, depth: np.ndarray, tensors: Tensors, ask: Ask) -> Tensors:
+def by_reference(ends: np.ndarray, depth: np.ndarray, tensors: Tensors, spec: AttentionSpec) -> Tensors:
     def attend(q, k, v, sinks=None):
         return reference_attention(
             q,
@@ -64,23 +63,23 @@ def by_reference(ends: np.ndarray, depth: np.ndarray, tensors: Tensors, ask: Ask
             torch.from_numpy(ends),
             SCALE,
             depth=torch.from_numpy(depth),
-            window=ask.sight.window,
-            chunk=ask.sight.chunk,
-            softcap=ask.softcap,
+            window=spec.visible_range.window,
+            chunk=spec.visible_range.chunk,
+            softcap=spec.softcap,
             sinks=sinks,
         )
 
     return both_ways(attend, tensors)
 
 
-def whole_errors(forest: Forest, tensors: Tensors, ask: Ask, call_pairs: float | None) -> list[float]:
+def whole_errors(forest: Forest, tensors: Tensors, spec: AttentionSpec, call_pairs: float | None) -> list[float]:
     attention = RectangleAttention(forest, call_pairs=call_pairs)
-    got = both_ways(lambda q, k, v, sinks=None: attention(q, k, v, SCALE, 0, ask, sinks), tensors)
-    expected = by_reference(forest.ends, forest.depth, [t.double() for t in tensors], ask)
+    got = both_ways(lambda q, k, v, sinks=None: attention(q, k, v, SCALE, 0, spec, sinks), tensors)
+    expected = by_reference(forest.ends, forest.depth, [t.double() for t in tensors], spec)
     return [relative_error(a, b) for a, b in zip(got, expected)]
 
 
-@pytest.mark.parametrize("name", ASKS)
+@pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-6)])
 def test_random_forests_equal_the_reference(name, dtype, tolerance):
     @seeded(f"{name} {dtype}")
@@ -90,17 +89,17 @@ def test_random_forests_equal_the_reference(name, dtype, tolerance):
         forest = attention_forest(rows)
         if len(forest.ends):
             tensors = inputs(len(forest.ends), sinks=sinks, dtype=dtype, seed=seed)
-            errors = whole_errors(forest, tensors, ASKS[name], call_pairs)
+            errors = whole_errors(forest, tensors, SPECS[name], call_pairs)
             assert max(errors) <= tolerance, dict(zip(NAMES, errors))
 
     every_forest()
 
 
 @pytest.mark.parametrize(
-    ("sight", "rectangles"), [({"window": 600}, True), ({"window": 90}, False), ({"chunk": 700}, True)], ids=str
+    ("visible_range", "rectangles"), [({"window": 600}, True), ({"window": 90}, False), ({"chunk": 700}, True)], ids=str
 )
-def test_long_paths_take_rectangles_and_tiles_and_equal_the_reference(sight, rectangles):
-    sight = AttentionRange(**sight)
+def test_long_paths_take_rectangles_and_tiles_and_equal_the_reference(visible_range, rectangles):
+    visible_range = AttentionRange(**visible_range)
     rng = np.random.default_rng(0)
     trunk = rng.integers(0, 37, 1100).tolist()
     rows = [trunk, *[[*trunk[: 1 + 97 * i], 40, *rng.integers(0, 37, 50 * (i % 4)).tolist()] for i in range(10)]]
@@ -108,8 +107,8 @@ def test_long_paths_take_rectangles_and_tiles_and_equal_the_reference(sight, rec
     forest = attention_forest(rows)
     tensors = inputs(len(forest.ends), heads=2, groups=1)
     for call_pairs in (0.0, 1e9):
-        assert max(whole_errors(forest, tensors, Ask(sight), call_pairs)) <= 1e-12
-    schedule = local.local_schedule(forest, sight, call_pairs=0.0).schedule
+        assert max(whole_errors(forest, tensors, AttentionSpec(visible_range), call_pairs)) <= 1e-12
+    schedule = local.local_schedule(forest, visible_range, call_pairs=0.0).schedule
     assert schedule.batches and bool(schedule.rectangles) == rectangles
 
 
@@ -123,26 +122,26 @@ def test_a_window_costs_tokens_times_window_whatever_the_length_of_the_paths():
     assert len(schedule.rectangles) + len(schedule.batches) <= length / 64
 
 
-@pytest.mark.parametrize("sight", [AttentionRange(window=128), AttentionRange(chunk=128)], ids=str)
-def test_a_part_reads_no_more_of_a_deep_path_than_its_tokens_see(sight, monkeypatch):
+@pytest.mark.parametrize("visible_range", [AttentionRange(window=128), AttentionRange(chunk=128)], ids=str)
+def test_a_part_reads_no_more_of_a_deep_path_than_its_tokens_see(visible_range, monkeypatch):
     reads: list[tuple[int | None, int]] = []
-    read = CarryView.read
+    read = KVCacheView.read
 
     def noting(self, layer, key, value, tail=None):
         found = read(self, layer, key, value, tail)
         reads.append((tail, len(found[0])))
         return found
 
-    monkeypatch.setattr(CarryView, "read", noting)
+    monkeypatch.setattr(KVCacheView, "read", noting)
     tokens, pairs = 64, []
     for path in (1000, 4000, 64_100):
         below = attention_forest([list(range(tokens))])
         forest = dataclasses.replace(below, depth=below.depth + path)
-        view = Carry(path + tokens, torch.device("cpu"), gradients=True).view(np.arange(path), np.full(tokens, -1))
-        attention = RectangleAttention(forest, carry=view)
+        view = KVCache(path + tokens, torch.device("cpu"), gradients=True).view(np.arange(path), np.full(tokens, -1))
+        attention = RectangleAttention(forest, cache=view)
         tensors = [x.requires_grad_() for x in inputs(tokens, heads=2, groups=1)[:3]]
-        attention(*tensors, 0.3, 0, Ask(sight)).sum().backward()
-        tail, schedule = attention.calls(sight).tail, attention.calls(sight).schedule
+        attention(*tensors, 0.3, 0, AttentionSpec(visible_range)).sum().backward()
+        tail, schedule = attention.calls(visible_range).tail, attention.calls(visible_range).schedule
         assert tail is not None and tail < 128
         pairs.append(
             sum(batch.mask.size for batch in schedule.batches if batch.mask is not None)
@@ -155,8 +154,8 @@ def test_a_part_reads_no_more_of_a_deep_path_than_its_tokens_see(sight, monkeypa
 
 def test_a_window_that_no_path_outgrows_runs_as_full_attention():
     attention = RectangleAttention(attention_forest([[1, 2, 3], [1, 4]]))
-    for sight in (AttentionRange(window=3), AttentionRange(chunk=3), AttentionRange(window=1000)):
-        assert attention.calls(sight) is attention.calls(FULL)
+    for visible_range in (AttentionRange(window=3), AttentionRange(chunk=3), AttentionRange(window=1000)):
+        assert attention.calls(visible_range) is attention.calls(FULL)
     assert attention.calls(AttentionRange(window=2)) is not attention.calls(FULL)
 
 
@@ -168,7 +167,7 @@ def test_the_capped_kernel_holds_few_scores_at_a_time(monkeypatch):
     for most in (1, 1000, 1 << 21):
         monkeypatch.setattr(kernels, "CAPPED_SCORES", most)
         for call_pairs in (0.0, 2e3, 1e9):
-            assert max(whole_errors(forest, tensors, ASKS["cap"], call_pairs)) <= 1e-12
+            assert max(whole_errors(forest, tensors, SPECS["cap"], call_pairs)) <= 1e-12
 
 
 @pytest.mark.parametrize(("size", "value_size"), [(24, 16), (8, 24), (16, 1)])
@@ -176,9 +175,9 @@ def test_the_capped_kernel_holds_few_scores_at_a_time(monkeypatch):
 def test_head_sizes_may_differ(size, value_size, groups):
     forest = attention_forest(bushy_rows(np.random.default_rng(1), rows=20, segment=6, levels=4))
     tensors = inputs(len(forest.ends), groups=groups, size=size, value_size=value_size, sinks=True)
-    for ask in (PLAIN, ASKS["window of 5"], ASKS["cap"]):
+    for spec in (PLAIN_ATTENTION, SPECS["window of 5"], SPECS["cap"]):
         for call_pairs in (0.0, 2e3, 1e9):
-            assert max(whole_errors(forest, tensors, ask, call_pairs)) <= 1e-12
+            assert max(whole_errors(forest, tensors, spec, call_pairs)) <= 1e-12
 
 
 # ---- parts
@@ -188,19 +187,19 @@ def layout_of(rows) -> PackedLayout:
     return pack(build_tree(rows), trim=False)
 
 
-def parts_errors(plan, tensors: list[Tensors], asks: list[Ask], order: np.ndarray) -> list[float]:
+def parts_errors(plan, tensors: list[Tensors], specs: list[AttentionSpec], order: np.ndarray) -> list[float]:
     def backend(layout, view):
-        return RectangleAttention(forest_of(layout), carry=view, call_pairs=2e3)
+        return RectangleAttention(forest_of(layout), cache=view, call_pairs=2e3)
 
-    got = PartsByHand(plan, tensors, backend, order, SCALE, asks).run()
+    got = PartsByHand(plan, tensors, backend, order, SCALE, specs).run()
     layout, worst = plan.layout, [0.0] * len(NAMES)
-    for ask, layer, found in zip(asks, tensors, got):
-        expected = by_reference(layout.ends, layout.positions, [t.double() for t in layer], ask)
+    for spec, layer, found in zip(specs, tensors, got):
+        expected = by_reference(layout.ends, layout.positions, [t.double() for t in layer], spec)
         worst = [max(a, b) for a, b in zip(worst, map(relative_error, found, expected))]
     return worst
 
 
-@pytest.mark.parametrize("name", [name for name in ASKS if name != "full"])
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "full"])
 def test_parts_equal_the_whole_tree(name):
     parts = []
 
@@ -212,12 +211,12 @@ def test_parts_equal_the_whole_tree(name):
         if not layout.num_tokens:
             return
         # Two layers that ask different things of one carry.
-        asks = [ASKS[name], ASKS["window of 3"]]
+        specs = [SPECS[name], SPECS["window of 3"]]
         tensors = [inputs(layout.num_tokens, value_size=5, sinks=layer == 0, seed=seed + layer) for layer in range(2)]
         for plan in (uniform(layout, chunk, keep), one_segment_per_part(layout, keep)):
             rows_given = int(plan.exported.sum())
             orders = np.arange(rows_given), np.random.default_rng(seed).permutation(rows_given + 5)
-            errors = parts_errors(plan, tensors, asks, orders[seed % 2])
+            errors = parts_errors(plan, tensors, specs, orders[seed % 2])
             parts.append(plan.num_parts)
             assert max(errors) <= 1e-12, dict(zip(NAMES, errors))
 
@@ -227,30 +226,32 @@ def test_parts_equal_the_whole_tree(name):
 
 @pytest.mark.parametrize("name", ["window of 5", "chunks of 5", "cap in a window"])
 def test_bfloat16_errs_no_more_than_the_reference_run_in_bfloat16(name):
-    ask = ASKS[name]
+    spec = SPECS[name]
     ours: list[list[float]] = []
     theirs: list[list[float]] = []
     for seed in range(10):
         layout = layout_of(bushy_rows(np.random.default_rng(seed), rows=12, segment=8, levels=3))
         tensors = inputs(layout.num_tokens, size=16, value_size=16, sinks=True, dtype=torch.bfloat16, seed=seed)
-        truth = by_reference(layout.ends, layout.positions, [t.double() for t in tensors], ask)
+        truth = by_reference(layout.ends, layout.positions, [t.double() for t in tensors], spec)
         plan = uniform(layout, 16, KEEPS[seed % 3])
         # Sinks in float32, as models keep them: the parts' sum of a bfloat16 parameter's gradient is not attention's.
         wide = [*tensors[:4], tensors[4].float()]
-        ours.append(parts_errors(plan, [wide], [ask], np.arange(int(plan.exported.sum()))))
-        plain = both_ways(lambda *leaves: plain_bfloat16(layout, ask, *leaves), tensors)  # noqa: B023
+        ours.append(parts_errors(plan, [wide], [spec], np.arange(int(plan.exported.sum()))))
+        plain = both_ways(lambda *leaves: plain_bfloat16(layout, spec, *leaves), tensors)  # noqa: B023
         theirs.append([relative_error(a, b) for a, b in zip(plain, truth)])
     for part, tree, plain in zip(NAMES, zip(*ours), zip(*theirs)):
         assert rms(tree) <= 1.5 * rms(plain), part
 
 
-def plain_bfloat16(layout: PackedLayout, ask: Ask, q, k, v, sinks):
+def plain_bfloat16(layout: PackedLayout, spec: AttentionSpec, q, k, v, sinks):
     """What a model's own eager attention rounds."""
-    mask = visible(*map(torch.from_numpy, (layout.ends, layout.positions)), ask.sight.window, ask.sight.chunk)
+    mask = visible(
+        *map(torch.from_numpy, (layout.ends, layout.positions)), spec.visible_range.window, spec.visible_range.chunk
+    )
     key, value = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, key) * SCALE
-    if ask.softcap is not None:
-        scores = (scores / ask.softcap).tanh() * ask.softcap
+    if spec.softcap is not None:
+        scores = (scores / spec.softcap).tanh() * spec.softcap
     scores = torch.cat([scores.masked_fill(~mask, float("-inf")), sinks[:, None, None].expand(-1, len(q), 1)], -1)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., :-1], value)
 

@@ -10,23 +10,23 @@ from support.forests import attention_forest, bushy_rows, forests
 from support.layouts import nested_forks, star
 from support.runs import runs
 from treetrain.attention.reference import visible
-from treetrain.attention.visits import Keys, Lists, keys_of, visits_of
+from treetrain.attention.tile_lists import Keys, Lists, keys_of, make_tile_lists
 from treetrain.device_arrays import to_device
 from treetrain.tree.attention_range import FULL, AttentionRange
 
-SIGHTS = st.one_of(
+RANGES = st.one_of(
     st.just(FULL),
     st.builds(AttentionRange, window=st.integers(1, 40)),
     st.builds(AttentionRange, chunk=st.integers(1, 40)),
 )
 
 
-def truth(forest, path: int, sight: AttentionRange, kept: int) -> np.ndarray:
+def truth(forest, path: int, visible_range: AttentionRange, kept: int) -> np.ndarray:
     """bool [N, kept + N]: which of the last `kept` tokens of the path, and of its own, each token sees."""
     n, depth = len(forest.ends), forest.depth + path
     ends = torch.from_numpy(np.concatenate([np.full(path, path + n), forest.ends + path]))
     depths = torch.from_numpy(np.concatenate([np.arange(path), depth]))
-    seen = visible(ends, depths, sight.window, sight.chunk)[path:].numpy()
+    seen = visible(ends, depths, visible_range.window, visible_range.chunk)[path:].numpy()
     assert not seen[:, : path - kept].any(), "a token of the path that is seen was dropped"
     return seen[:, path - kept :]
 
@@ -62,10 +62,10 @@ def listed(lists: Lists, others: int) -> tuple[np.ndarray, np.ndarray]:
     return full, part
 
 
-def check(forest, path: int, sight: AttentionRange, tile: int) -> None:
-    keys = keys_of(forest.ends, forest.depth + path, path, sight)
-    visits = visits_of(keys, tile)
-    seen = truth(forest, path, sight, keys.path)
+def check(forest, path: int, visible_range: AttentionRange, tile: int) -> None:
+    keys = keys_of(forest.ends, forest.depth + path, path, visible_range)
+    visits = make_tile_lists(keys, tile)
+    seen = truth(forest, path, visible_range, keys.path)
     assert (by_rule(keys) == seen).all()
     grid, real = tiles_of(seen, tile), tiles_of(np.ones_like(seen), tile)
     some = grid.any((2, 3))
@@ -76,7 +76,7 @@ def check(forest, path: int, sight: AttentionRange, tile: int) -> None:
     assert (full <= every).all(), "a tile is said to be seen in full and is not"
     # Tiles visited without masks hold no rows beyond the last key: kernels read them without looking.
     assert not full[:, (np.arange(grid.shape[1]) + 1) * tile > len(keys.ends)].any()
-    if sight == FULL:
+    if visible_range == FULL:
         assert ((full | part) == some).all(), "a tile that nobody sees is visited"
         before = (np.arange(grid.shape[1])[None] + 1) * tile <= np.arange(grid.shape[0])[:, None] * tile + path
         assert (full == (every & before)).all()
@@ -86,11 +86,13 @@ def check(forest, path: int, sight: AttentionRange, tile: int) -> None:
 
 
 @runs(150)
-@given(forests(max_rows=12, max_length=30), SIGHTS, st.sampled_from([1, 2, 4, 16]), st.integers(0, 40))
-def test_every_visible_pair_of_tiles_is_listed_and_no_pair_is_without_mask_that_needs_one(rows, sight, tile, path):
+@given(forests(max_rows=12, max_length=30), RANGES, st.sampled_from([1, 2, 4, 16]), st.integers(0, 40))
+def test_every_visible_pair_of_tiles_is_listed_and_no_pair_is_without_mask_that_needs_one(
+    rows, visible_range, tile, path
+):
     forest = attention_forest(rows)
     if len(forest.ends):
-        check(forest, path, sight, tile)
+        check(forest, path, visible_range, tile)
 
 
 @pytest.mark.parametrize("path", [0, 1, 127, 128, 129, 300])
@@ -98,31 +100,31 @@ def test_every_visible_pair_of_tiles_is_listed_and_no_pair_is_without_mask_that_
 def test_tiles_of_the_size_that_kernels_use(trunk, path):
     rng = np.random.default_rng(trunk)
     rows = [[*(list(range(37)) * 9)[:trunk], i, *rng.integers(0, 37, 150).tolist()] for i in range(3)]
-    for sight in (FULL, AttentionRange(window=100), AttentionRange(chunk=130)):
-        check(attention_forest(rows), path, sight, 128)
+    for visible_range in (FULL, AttentionRange(window=100), AttentionRange(chunk=130)):
+        check(attention_forest(rows), path, visible_range, 128)
 
 
 def test_a_forest_of_nothing_visits_nothing():
-    visits = visits_of(keys_of(np.zeros(0, np.int64), np.zeros(0, np.int64), 5), 4)
+    visits = make_tile_lists(keys_of(np.zeros(0, np.int64), np.zeros(0, np.int64), 5), 4)
     assert visits.visited == 0 and len(visits.by_query.order) == 0
     assert visits.by_key.bounds.tolist() == [[0, 0, 0]] * 2, "the path's gradients are written, as zeros"
 
 
 def test_lists_grow_with_what_is_visible_and_not_with_the_square_of_the_tokens():
     leaves = star(4000, 128)  # half a million tokens, every one of which sees 129 at most
-    visits = visits_of(keys_of(leaves.ends, leaves.positions))
+    visits = make_tile_lists(keys_of(leaves.ends, leaves.positions))
     tiles = -(-leaves.num_tokens // 128)
     assert tiles == 4001 and visits.visited <= 3 * tiles
-    window = visits_of(keys_of(np.full(128_000, 128_000), np.arange(128_000), 0, AttentionRange(window=512)))
+    window = make_tile_lists(keys_of(np.full(128_000, 128_000), np.arange(128_000), 0, AttentionRange(window=512)))
     assert window.visited <= 6 * 1000
     nested = nested_forks(100_000)
-    assert visits_of(keys_of(nested.ends, nested.positions)).visited <= (200_000 // 128 + 1) ** 2
+    assert make_tile_lists(keys_of(nested.ends, nested.positions)).visited <= (200_000 // 128 + 1) ** 2
 
 
 def test_rows_without_common_tokens_visit_as_many_tiles_as_causal_attention():
     rows = attention_forest(bushy_rows(np.random.default_rng(0), rows=1, segment=640, levels=2))
     tiles = -(-len(rows.ends) // 128)
-    visits = visits_of(keys_of(rows.ends, rows.depth))
+    visits = make_tile_lists(keys_of(rows.ends, rows.depth))
     assert visits.visited == tiles * (tiles + 1) // 2 and visits.unmasked == tiles * (tiles - 1) // 2
 
 

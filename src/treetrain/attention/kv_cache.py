@@ -1,4 +1,4 @@
-"""The carry: what attention hands from a part to the parts below it, and the gradients handed back.
+"""The cache: what attention hands from a part to the parts below it, and the gradients handed back.
 
 Keys and values of exported tokens lie in rows of buffers that are made once and reused along the walk; beside them lie
 accumulators of their gradients, in float32 (float64 for a float64 model). A part reads the rows of its root path,
@@ -31,7 +31,7 @@ class _Layer:
     value_grad: Tensor | None
 
 
-class Carry:
+class KVCache:
     """The buffers of all layers.
 
     Args:
@@ -66,7 +66,7 @@ class Carry:
                 layer.key_grad[rows].zero_()
                 layer.value_grad[rows].zero_()
 
-    def view(self, path_rows: np.ndarray, own_rows: np.ndarray) -> "CarryView":
+    def view(self, path_rows: np.ndarray, own_rows: np.ndarray) -> "KVCacheView":
         """What one pass of a part reads and writes.
 
         Args:
@@ -74,7 +74,7 @@ class Carry:
             own_rows: int64 [N]: the row of each token of the part, -1 for those that are not exported.
         """
         exported = np.flatnonzero(own_rows >= 0)
-        return CarryView(self, path_rows, exported, own_rows[exported])
+        return KVCacheView(self, path_rows, exported, own_rows[exported])
 
     def layer(self, number: int, like: Tensor, like_value: Tensor) -> _Layer:
         """A layer's buffers, made for tensors like the first keys and values [N, G, D] it was given."""
@@ -99,39 +99,39 @@ class Carry:
         return on_device(rows, self._device)
 
 
-class CarryView:
-    """One pass's window on the carry. Made by `Carry.view`."""
+class KVCacheView:
+    """One pass's view of the cache. Made by `KVCache.view`."""
 
-    def __init__(self, carry: Carry, path_rows: np.ndarray, exported: np.ndarray, exported_rows: np.ndarray):
+    def __init__(self, cache: KVCache, path_rows: np.ndarray, exported: np.ndarray, exported_rows: np.ndarray):
         self.path_tokens = len(path_rows)
         self.exports = len(exported) > 0
-        self._carry = carry
-        self._path_rows, self._path = path_rows, carry.as_rows(path_rows)
+        self._cache = cache
+        self._path_rows, self._path = path_rows, cache.as_rows(path_rows)
         self._tails: dict[int, Rows] = {}
-        self._own, self._own_rows = carry.as_rows(exported), carry.as_rows(exported_rows)
+        self._own, self._own_rows = cache.as_rows(exported), cache.as_rows(exported_rows)
 
     def read(self, layer: int, key: Tensor, value: Tensor, tail: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values of the path (or its last `tail` tokens), [P, G, D] each; views where rows are consecutive."""
-        buffers, rows = self._carry.layer(layer, key, value), self._rows(tail)
+        buffers, rows = self._cache.layer(layer, key, value), self._rows(tail)
         return _take(buffers.key, rows), _take(buffers.value, rows)
 
     def _rows(self, tail: int | None) -> Rows:
         if tail is None or tail == self.path_tokens:
             return self._path
         if tail not in self._tails:
-            self._tails[tail] = self._carry.as_rows(self._path_rows[self.path_tokens - tail :])
+            self._tails[tail] = self._cache.as_rows(self._path_rows[self.path_tokens - tail :])
         return self._tails[tail]
 
     def publish(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Hand the exported tokens' keys and values [N, G, D] to the parts below."""
         if self.exports:
-            buffers = self._carry.layer(layer, key, value)
+            buffers = self._cache.layer(layer, key, value)
             _put(buffers.key, self._own_rows, _take(key, self._own))
             _put(buffers.value, self._own_rows, _take(value, self._own))
 
-    def add_path_gradient(self, layer: int, grad_key: Tensor, grad_value: Tensor, tail: int | None = None) -> None:
+    def add_path_gradients(self, layer: int, grad_key: Tensor, grad_value: Tensor, tail: int | None = None) -> None:
         """Hand gradients [P, G, D] (or those of the last `tail` tokens) up to the parts that the path belongs to."""
-        buffers = self._carry._layers[layer]
+        buffers = self._cache._layers[layer]
         assert buffers.key_grad is not None and buffers.value_grad is not None
         rows = self._rows(tail)
         _add(buffers.key_grad, rows, grad_key)
@@ -140,7 +140,7 @@ class CarryView:
     def collect(self, layer: int, grad_key: Tensor, grad_value: Tensor) -> None:
         """Add to the part's own gradients [N, G, D], in place, what the parts below have handed up."""
         if self.exports:
-            buffers = self._carry._layers[layer]
+            buffers = self._cache._layers[layer]
             assert buffers.key_grad is not None and buffers.value_grad is not None
             _add(grad_key, self._own, _take(buffers.key_grad, self._own_rows))
             _add(grad_value, self._own, _take(buffers.value_grad, self._own_rows))
@@ -150,30 +150,30 @@ class _CarriedKeys(torch.autograd.Function):
     """Keys and values of the path before a part's own, for a backend that is differentiable by itself."""
 
     @staticmethod
-    def forward(ctx, key: Tensor, value: Tensor, carry: CarryView, layer: int, path: int):
-        ctx.carry, ctx.layer, ctx.path = carry, layer, path
-        carry.publish(layer, key, value)
-        path_key, path_value = carry.read(layer, key, value, path)
+    def forward(ctx, key: Tensor, value: Tensor, cache: KVCacheView, layer: int, path: int):
+        ctx.cache, ctx.layer, ctx.path = cache, layer, path
+        cache.publish(layer, key, value)
+        path_key, path_value = cache.read(layer, key, value, path)
         return torch.cat([path_key, key]), torch.cat([path_value, value])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_key: Tensor, grad_value: Tensor):
-        carry, layer, path = ctx.carry, ctx.layer, ctx.path
+        cache, layer, path = ctx.cache, ctx.layer, ctx.path
         wide = torch.promote_types(grad_key.dtype, torch.float32)
         if path:
-            carry.add_path_gradient(layer, grad_key[:path], grad_value[:path], path)
+            cache.add_path_gradients(layer, grad_key[:path], grad_value[:path], path)
         own_key, own_value = grad_key[path:].to(wide, copy=True), grad_value[path:].to(wide, copy=True)
-        carry.collect(layer, own_key, own_value)
+        cache.collect(layer, own_key, own_value)
         return own_key.to(grad_key.dtype), own_value.to(grad_value.dtype), None, None, None
 
 
-def carried_keys(key: Tensor, value: Tensor, carry: CarryView, layer: int, path: int) -> tuple[Tensor, Tensor]:
+def cached_keys(key: Tensor, value: Tensor, cache: KVCacheView, layer: int, path: int) -> tuple[Tensor, Tensor]:
     """[N, G, D] keys and values of a part -> [P + N, G, D], the last P = `path` tokens of the path first.
 
     Hands the part's own on too.
     """
-    return _CarriedKeys.apply(key, value, carry, layer, path)  # type: ignore[return-value]
+    return _CarriedKeys.apply(key, value, cache, layer, path)  # type: ignore[return-value]
 
 
 def _take(tensor: Tensor, rows: Rows) -> Tensor:

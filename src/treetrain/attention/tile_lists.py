@@ -31,7 +31,7 @@ class Lists(NamedTuple):
     """int32 [T]: tiles with the most to do first, so that none of them starts when all others are done."""
 
 
-class Visits(NamedTuple):
+class TileLists(NamedTuple):
     """What meets what."""
 
     by_query: Lists
@@ -43,30 +43,30 @@ class Visits(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What a kernel asks about every key and query to decide single pairs."""
+    """What a kernel must know of every key and query to decide single pairs."""
 
     ends: np.ndarray
     """int32 [K]: one past the last query, as a key's number, that sees the key."""
     depth: np.ndarray | None
-    """int32 [K]: places on the path; None where sight has no bound."""
+    """int32 [K]: places on the path; None if every token sees its whole path."""
     lowest: np.ndarray | None
-    """int32 [N]: the least depth that each query sees; None where sight has no bound."""
+    """int32 [N]: the least depth that each query sees; None if every token sees its whole path."""
     path: int
     """Tokens of the path that are keys: its last ones, the rest is out of sight."""
 
 
-def keys_of(ends: np.ndarray, depth: np.ndarray | None, path: int = 0, sight: AttentionRange = FULL) -> Keys:
+def keys_of(ends: np.ndarray, depth: np.ndarray | None, path: int = 0, visible_range: AttentionRange = FULL) -> Keys:
     """The arrays of a forest below a path.
 
     Args:
         ends: int64 [N], the exclusive end of every token's subtree in pre-order.
-        depth: int64 [N], the place of every token on its path; its roots lie at depth `path`. Only for a bounded sight.
+        depth: int64 [N], the place of every token on its path; its roots lie at depth `path`. Only for a bounded range.
         path: tokens above the forest.
     """
     count, lowest = len(ends), None
-    if sight != FULL and count:
-        assert depth is not None, "a bounded sight needs the tokens' depths"
-        lowest = np.asarray(sight.lowest(depth))
+    if visible_range != FULL and count:
+        assert depth is not None, "a bounded range needs the tokens' depths"
+        lowest = np.asarray(visible_range.lowest(depth))
     if depth is None or lowest is None or not lowest.any():  # no path is longer than it reaches
         return Keys(_ends_below(path, ends), None, None, path)
     tail = max(0, path - int(lowest.min()))
@@ -81,7 +81,7 @@ def _ends_below(path: int, ends: np.ndarray) -> np.ndarray:
     return np.concatenate([np.full(path, total), ends + path]).astype(np.int32)
 
 
-def visits_of(keys: Keys, tile: int = TILE) -> Visits:
+def make_tile_lists(keys: Keys, tile: int = TILE) -> TileLists:
     """The pairs of tiles that meet.
 
     Args:
@@ -92,7 +92,7 @@ def visits_of(keys: Keys, tile: int = TILE) -> Visits:
     if count == 0:
         nothing = Lists(np.zeros((0, 3), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32))
         none = np.zeros((-(-total // tile), 3), np.int32)
-        return Visits(nothing, Lists(none, nothing.tiles, np.arange(len(none), dtype=np.int32)), 0, 0)
+        return TileLists(nothing, Lists(none, nothing.tiles, np.arange(len(none), dtype=np.int32)), 0, 0)
     starts = np.arange(0, total, tile)
     stops = np.minimum(starts + tile, total)
     furthest, nearest = (f.reduceat(keys.ends, starts).astype(np.int64) for f in (np.maximum, np.minimum))
@@ -111,7 +111,7 @@ def visits_of(keys: Keys, tile: int = TILE) -> Visits:
     tiles = -(-count // tile)
     by_query = _lists(query_tile, key_tile, whole, tiles)
     by_key = _lists(key_tile, query_tile, whole, len(starts))
-    return Visits(by_query, by_key, len(whole), int(whole.sum()))
+    return TileLists(by_query, by_key, len(whole), int(whole.sum()))
 
 
 def _in_sight(keys: Keys, key_tile, query_tile, whole, key_starts, tile: int):

@@ -9,11 +9,11 @@ import torch
 import torch.nn.attention.flex_attention as flex_module
 
 from support.forests import attention_forest
-from treetrain.attention import dispatch, flex
-from treetrain.attention.carry import Carry
-from treetrain.attention.dispatch import BACKENDS, ENVIRONMENT, choose_backend, make_attention, runnable, using, why_not
+from treetrain.attention import backends, flex
+from treetrain.attention.backends import BACKENDS, ENVIRONMENT, choose_backend, make_attention, runnable, using, why_not
 from treetrain.attention.flex import FlexTreeAttention
-from treetrain.attention.sight import PLAIN, Ask
+from treetrain.attention.kv_cache import KVCache
+from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec
 from treetrain.engine.engine import TreeEngine
 from treetrain.tree.attention_range import AttentionRange
 
@@ -77,7 +77,7 @@ def test_a_missing_parent_package_is_a_missing_package(monkeypatch):
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(importlib.util, "find_spec", find)
-    assert not dispatch._has_flash_attention_4()
+    assert not backends._has_flash_attention_4()
 
 
 def test_an_engine_says_what_it_takes_and_takes_it(monkeypatch):
@@ -98,15 +98,17 @@ def _row():
 
 def test_every_name_is_described_and_made():
     forest = attention_forest([[1, 2], [1, 3]])
-    assert set(dispatch.DEFAULTS.values()) <= set(BACKENDS)
+    assert set(backends.DEFAULTS.values()) <= set(BACKENDS)
     assert make_attention(forest, CPU, 64).name == "rectangles"
     assert FlexTreeAttention(forest, CPU).name == "flex"
     flash = FlexTreeAttention(forest, CPU, kernels="FLASH")
     assert flash.name == "flex-flash" and flash._kernels == "FLASH"
 
 
-@pytest.mark.parametrize("ask", [PLAIN, Ask(AttentionRange(window=9)), Ask(softcap=5.0)], ids=str)
-def test_flexattention_is_compiled_once_for_all_lengths_and_paths(ask, monkeypatch):
+@pytest.mark.parametrize(
+    "spec", [PLAIN_ATTENTION, AttentionSpec(AttentionRange(window=9)), AttentionSpec(softcap=5.0)], ids=str
+)
+def test_flexattention_is_compiled_once_for_all_lengths_and_paths(spec, monkeypatch):
     """By the tracer alone: what it would hand to the compiler is counted, and run as it is."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -121,13 +123,13 @@ def test_flexattention_is_compiled_once_for_all_lengths_and_paths(ask, monkeypat
     for count, path in ((300, 0), (301, 0), (128 * 3, 0), (1000, 0), (40, 0), (300, 7), (40, 300), (126, 254), (9, 2)):
         forest = attention_forest([list(range(count)), [0, 5]])
         forest = dataclasses.replace(forest, depth=forest.depth + path)
-        carry = Carry(path + 1, CPU, gradients=False)
-        view = carry.view(np.arange(path), np.full(len(forest.ends), -1))
-        attention = FlexTreeAttention(forest, CPU, carry=view)
+        cache = KVCache(path + 1, CPU, gradients=False)
+        view = cache.view(np.arange(path), np.full(len(forest.ends), -1))
+        attention = FlexTreeAttention(forest, CPU, cache=view)
         attention._attend = attend
         n = len(forest.ends)
         q, kv = torch.randn(n, 4, 16, requires_grad=True), torch.randn(n, 2, 16)
-        attention(q, kv, kv, 0.25, 0, ask)
+        attention(q, kv, kv, 0.25, 0, spec)
         assert (counter.frame_count, counter.op_count > 0) == (1, True), f"compiled again for {count} below {path}"
     flex._compiled.cache_clear()
     torch._dynamo.reset()

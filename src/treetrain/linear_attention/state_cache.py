@@ -1,4 +1,4 @@
-"""The recurrent carry: states that a part hands to the parts below it, and the gradients handed back.
+"""The recurrent cache: states that a part hands to the parts below it, and the gradients handed back.
 
 Unlike keys and values, which every token of a path has, a state stands for the whole path down to one token. So it is
 kept only at the tokens where other parts attach, one *slot* each: for every layer whatever its recurrence needs to go
@@ -31,7 +31,7 @@ class _Buffer:
     grad: Tensor | None
 
 
-class StateCarry:
+class StateCache:
     """The states of all layers at the tokens where parts attach.
 
     Args:
@@ -100,14 +100,14 @@ class StateCarry:
 
 
 class StateView:
-    """One pass's window on the carry. Made by `StateCarry.view`."""
+    """One pass's view of the cache. Made by `StateCache.view`."""
 
-    def __init__(self, carry: StateCarry, entry: int, exported: Int64s, slots: Int64s):
+    def __init__(self, cache: StateCache, entry: int, exported: Int64s, slots: Int64s):
         self.exported = exported
         """int64 [x]: the pass's tokens whose states are handed on."""
         self.continues = entry >= 0
-        """Whether the pass starts from a state of the carry."""
-        self._carry, self._entry, self._slots = carry, entry, slots
+        """Whether the pass starts from a state of the cache."""
+        self._cache, self._entry, self._slots = cache, entry, slots
         self._slot_index: Tensor | None = None
 
     def _slots_on(self, device: torch.device) -> Tensor:
@@ -133,21 +133,21 @@ class StateView:
 
     def value(self, key: Key) -> Tensor:
         """A copy of the entry's value: slots are written again while graphs that have read them are alive."""
-        return self._carry._buffers[key].value[self._entry].clone()
+        return self._cache._buffers[key].value[self._entry].clone()
 
     def publish(self, key: Key, states: Tensor) -> None:
         """Write the exported tokens' states."""
-        self._carry.buffer(key, states).value.index_copy_(0, self._slots_on(states.device), states)
+        self._cache.buffer(key, states).value.index_copy_(0, self._slots_on(states.device), states)
 
     def add_entry_gradient(self, key: Key, grad: Tensor) -> None:
         """Hand a gradient up to the part that the entry belongs to."""
-        buffer = self._carry._buffers[key]
+        buffer = self._cache._buffers[key]
         assert buffer.grad is not None
         buffer.grad[self._entry] += grad
 
     def collect(self, key: Key) -> Tensor:
         """What the parts below have handed up to the exported tokens' states, [x, ...]."""
-        buffer = self._carry._buffers[key]
+        buffer = self._cache._buffers[key]
         assert buffer.grad is not None
         return buffer.grad.index_select(0, self._slots_on(buffer.grad.device))
 
