@@ -40,7 +40,7 @@ def chosen(count: torch.Tensor, index: torch.Tensor) -> np.ndarray:
 
 
 def check_mask(forest, visible_range: AttentionRange, block: int, path: int) -> None:
-    """The mask is the lists of tiles, which test_`tile_lists.py` holds against the truth; its rule is the truth."""
+    """The mask is the lists of tiles, which test_tile_lists.py holds against the truth; its rule is the truth."""
     keys = keys_of(forest.ends, forest.depth + path, path, visible_range)
     mask, lists = block_mask(keys, CPU, block), make_tile_lists(keys, block).by_query
     for first, count, index, back in (

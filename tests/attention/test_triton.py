@@ -1,7 +1,7 @@
 """The Triton kernels against the reference: on a GPU where there is one, else by Triton's interpreter on the CPU.
 
 Without Triton (it comes with torch on a GPU) these tests are skipped; what its kernels are given is tested in
-test_`tile_lists.py` everywhere.
+test_tile_lists.py everywhere.
 """
 
 import os

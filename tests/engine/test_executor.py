@@ -68,7 +68,7 @@ def no_gradients(model):
 def carries(monkeypatch):
     """The carries of all executors of a test."""
     monkeypatch.setattr(WatchedCarry, "made", [])
-    monkeypatch.setattr(executor, "Carry", WatchedCarry)
+    monkeypatch.setattr(executor, "KVCache", WatchedCarry)
     return WatchedCarry.made
 
 

@@ -158,7 +158,7 @@ def test_states_are_held_only_where_parts_attach_and_room_is_made_once(keep, mon
             self.most = max(self.most, self._top)
             return fresh
 
-    monkeypatch.setattr("treetrain.engine.executor.StateCarry", Watched)
+    monkeypatch.setattr("treetrain.engine.executor.StateCache", Watched)
     model = make_hybrid("qwen3_5_deep")
     for shape in SHAPES:
         engine = planned(shape, keep)
