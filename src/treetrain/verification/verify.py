@@ -5,22 +5,21 @@ The linear side uses nothing of ours: the model's own forward, one row at a time
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from treetrain.engine.engine import TreeEngine
+from treetrain.engine.gradients import gradients_of
 from treetrain.engine.loss import as_loss
-from treetrain.engine.results import StepResult
 from treetrain.losses.sft import sft
 from treetrain.models.capability import check_model
 from treetrain.planning.budget import Bytes
 from treetrain.tree.build import Row, as_tree, build_tree
 from treetrain.tree.token_tree import TokenTree
-from treetrain.verification.plain_model import PlainExperts, linear_gradients
+from treetrain.verification.plain_model import PlainModel
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
 """Largest global gradient error by model dtype. Library layers compute parts of a float64 model in float32."""
@@ -105,43 +104,40 @@ def verify(
     rows = list(tree.trajectories)
     loss = loss.for_step(rows)
     dtype: torch.dtype = model.dtype  # type: ignore[assignment]
-    if dtype not in TOLERANCE and check_model(model, critics=True).experts is not None:
+    exact = dtype in TOLERANCE
+    if not exact and check_model(model, critics=True).experts is not None:
         # A choice of experts that rounding turns over is no error of the tree's: all sides take the float32 model's.
-        rows = PlainExperts(copy.deepcopy(model).float()).recorded(rows)
+        rows = PlainModel(copy.deepcopy(model).float()).with_experts(rows)
         tree = build_tree(rows)
     normaliser = float(loss.normaliser(rows))
-    with _own_gradients(model, value_head):
-        engine = TreeEngine(model, budget=budget, temperature=temperature, value_head=value_head)
-        result = engine.forward_backward(tree, loss, normaliser)
-        gradients = _gradients(model, value_head)
-    with _own_gradients(model, value_head):
-        loss_linear = linear_gradients(model, rows, loss, normaliser, temperature, value_head)
-        linear = _gradients(model, value_head)
-    reference, linear_error = linear, None
-    if dtype not in TOLERANCE:
-        reference = _float32_gradients(model, rows, loss, normaliser, temperature, value_head)
+
+    engine = TreeEngine(model, budget=budget, temperature=temperature, value_head=value_head)
+    result, gradients = _run(lambda: engine.forward_backward(tree, loss, normaliser), model, value_head)
+    plain = PlainModel(model, value_head, temperature)
+    loss_linear, linear = _run(lambda: plain.accumulate_gradients(rows, loss, normaliser), model, value_head)
+    reference, linear_error, limit = linear, None, TOLERANCE.get(dtype, 0.0)
+    if not exact:
+        wide, wide_head = copy.deepcopy((model, value_head))  # together: a head may be a part of the model
+        wide, wide_head = wide.float(), None if wide_head is None else wide_head.float()
+        plain = PlainModel(wide, wide_head, temperature)
+        _, reference = _run(lambda: plain.accumulate_gradients(rows, loss, normaliser), wide, wide_head)
         linear_error = gradient_error(linear, reference)
-    limit = _limit(dtype, linear_error) if tolerance is None else tolerance
-    return _report(len(rows), engine, result, loss_linear, gradients, reference, linear_error, limit)
+        limit = LOW_PRECISION_FACTOR * linear_error
+    limit = limit if tolerance is None else tolerance
 
-
-def _report(
-    rows: int,
-    engine: TreeEngine,
-    result: StepResult,
-    loss_linear: float,
-    gradients: dict[str, Tensor],
-    reference: dict[str, Tensor],
-    linear_error: float | None,
-    limit: float,
-) -> VerifyReport:
-    """Both sides compared; `reference` holds the float32 gradients where the model's dtype is a lower one."""
-    dtype: torch.dtype = engine.model.dtype  # type: ignore[assignment]
     error = gradient_error(gradients, reference)
-    same_loss = _close(result.loss, loss_linear, dtype)
+    same_loss = abs(result.loss - loss_linear) <= TOLERANCE.get(dtype, 2e-2) * max(1.0, abs(loss_linear))
+    against = "each row by itself" if exact else "a float32 run of each row by itself"
+    own = "" if linear_error is None else f" (the linear run's own error is {linear_error:.2e})"
+    if not same_loss:
+        verdict = f"NOT EXACT: the loss is {result.loss:.9g} as a tree and {loss_linear:.9g} row by row"
+    elif error <= limit:
+        verdict = f"exact: gradients differ from {against} by {error:.2e}, within {limit:.2e}{own}"
+    else:
+        verdict = f"NOT EXACT: gradients differ from {against} by {error:.2e}, allowed is {limit:.2e}{own}"
     return VerifyReport(
         passed=error <= limit and same_loss,
-        verdict=_verdict(error, limit, linear_error) if same_loss else _loss_verdict(result.loss, loss_linear),
+        verdict=verdict,
         loss_tree=result.loss,
         loss_linear=loss_linear,
         gradient_error=error,
@@ -149,7 +145,7 @@ def _report(
         tolerance=limit,
         dtype=str(dtype).removeprefix("torch."),
         attention=str(engine.attention),
-        trajectories=rows,
+        trajectories=len(rows),
         flat_tokens=result.flat_tokens,
         unique_tokens=result.unique_tokens,
         parts=result.parts,
@@ -158,48 +154,20 @@ def _report(
     )
 
 
-def _limit(dtype: torch.dtype, linear_error: float | None) -> float:
-    return TOLERANCE[dtype] if linear_error is None else LOW_PRECISION_FACTOR * linear_error
-
-
-@contextmanager
-def _own_gradients(model: nn.Module, value_head: nn.Module | None) -> Iterator[None]:
-    """Set the parameters' gradients aside for the length of the block."""
-    aside = [(p, p.grad) for _, p in _named_parameters(model, value_head)]
-    for parameter, _ in aside:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, grad in aside:
-            parameter.grad = grad
-
-
-def _named_parameters(model: nn.Module, value_head: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
-    """Of both, each once."""
-    named = {parameter: name for name, parameter in model.named_parameters()}
-    for name, parameter in () if value_head is None else value_head.named_parameters(prefix="value_head"):
-        named.setdefault(parameter, name)
-    return [(name, parameter) for parameter, name in named.items()]
-
-
-def _gradients(model: nn.Module, value_head: nn.Module | None) -> dict[str, Tensor]:
-    """Gradients by name; zeros where a trainable parameter got none."""
-    found = {}
-    for name, parameter in _named_parameters(model, value_head):
-        if parameter.requires_grad:
-            found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
-    return found
-
-
-def _float32_gradients(model, trajectories, loss, normaliser, temperature, value_head) -> dict[str, Tensor]:
-    # Together, since a head may be a part of the model.
-    twin, head = copy.deepcopy((model, value_head))
-    for _, parameter in _named_parameters(twin, head):
-        parameter.grad = None
-    twin, head = twin.float(), None if head is None else head.float()
-    linear_gradients(twin, trajectories, loss, normaliser, temperature, head)
-    return _gradients(twin, head)
+def _run(call: Callable[[], Any], model: nn.Module, value_head: nn.Module | None) -> tuple[Any, dict[str, Tensor]]:
+    """What a call returns and the gradients that it leaves, by the parameter's name; ``.grad`` stays as it is."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    if value_head is not None:
+        for name, parameter in value_head.named_parameters(prefix="value_head"):
+            names.setdefault(parameter, name)
+    returned: list[Any] = []
+    left = gradients_of(list(names), lambda: returned.append(call()))
+    gradients = {
+        name: torch.zeros_like(parameter) if grad is None else grad.detach()
+        for (parameter, name), grad in zip(names.items(), left)
+        if parameter.requires_grad
+    }
+    return returned[0], gradients
 
 
 def gradient_error(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
@@ -219,20 +187,3 @@ def _by_parameter(found: dict[str, Tensor], reference: dict[str, Tensor]) -> tup
         difference = float((found[name].double() - grad.double()).norm())
         errors.append(ParameterError(name=name, norm=norms[name], error=difference / (norms[name] or largest)))
     return tuple(sorted(errors, key=lambda e: -e.error))
-
-
-def _close(a: float, b: float, dtype: torch.dtype) -> bool:
-    allowed = TOLERANCE.get(dtype, 2e-2)
-    return abs(a - b) <= allowed * max(1.0, abs(b))
-
-
-def _loss_verdict(tree: float, linear: float) -> str:
-    return f"NOT EXACT: the loss is {tree:.9g} as a tree and {linear:.9g} row by row"
-
-
-def _verdict(error: float, limit: float, linear_error: float | None) -> str:
-    against = "each row by itself" if linear_error is None else "a float32 run of each row by itself"
-    own = "" if linear_error is None else f" (the linear run's own error is {linear_error:.2e})"
-    if error <= limit:
-        return f"exact: gradients differ from {against} by {error:.2e}, within {limit:.2e}{own}"
-    return f"NOT EXACT: gradients differ from {against} by {error:.2e}, allowed is {limit:.2e}{own}"
