@@ -69,14 +69,14 @@ def measure(name: str, workload: str, repeats: int, trial: int) -> None:
     """Benchmark one model in this process and append its row."""
     import torch
 
-    from treetrain.verification.bench import bench, fastest_baseline
+    from treetrain.verification.bench import bench
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
     model = MODELS[name]()
     tasks = load_workload(workload)
-    baseline = fastest_baseline(model, tasks[::trial], progress=_say)
-    report = bench(model, tasks, repeats=repeats, memory=False, baselines=[baseline], progress=_say)
+    tried = bench(model, tasks[::trial], repeats=1, memory=False, progress=_say)  # a round of all takes minutes
+    report = bench(model, tasks, repeats=repeats, memory=False, baselines=[tried.baseline], progress=_say)
     row = {
         "model": name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

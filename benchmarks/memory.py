@@ -59,7 +59,7 @@ def measure(case: str) -> None:
     from treetrain.engine.engine import TreeEngine
     from treetrain.engine.linear import LinearEngine
     from treetrain.models.capability import check_model
-    from treetrain.verification.peak_memory import peak_step_bytes
+    from treetrain.verification.bench import peak_step_bytes
 
     model, trajectories = load(case)
     capabilities = check_model(model)

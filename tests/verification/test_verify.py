@@ -87,7 +87,7 @@ def test_a_wrong_loss_with_right_gradients_is_named_as_such(model, rows, monkeyp
     monkeypatch.setattr(
         TreeEngine,
         "forward_backward",
-        lambda self, *a, **k: dataclasses.replace(original(self, *a, **k), loss=1.0),
+        lambda self, *a, **k: dataclasses.replace(original(self, *a, **k), loss_tensor=1.0),
     )
     report = tt.verify(model, rows)
     assert not report.passed and "the loss is 1 as a tree" in report.verdict

@@ -4,35 +4,41 @@ Forward and backward are timed (an optimiser's step costs both sides the same). 
 so that a machine that slows down slows all of them; medians are compared. All baselines run the same fused head.
 """
 
+import contextlib
+import ctypes
 import dataclasses
+import gc
+import multiprocessing
+import re
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from treetrain.data.trajectory import Trajectory
 from treetrain.engine.allocator import keep_memory
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.loss import as_loss
 from treetrain.engine.packed import model_device
-from treetrain.errors import UnsupportedModel
+from treetrain.engine.planning import formula_cost
 from treetrain.losses.sft import sft
-from treetrain.models.capability import causal_lm
 from treetrain.planning.budget import Bytes
-from treetrain.planning.cost import ModelShape
 from treetrain.planning.ideal import budget_share, ideal_speedup
 from treetrain.tree.build import Row, as_tree, build_tree
 from treetrain.tree.stats import distinct_rows
 from treetrain.tree.token_tree import TokenTree
 from treetrain.verification.padded_baseline import PaddedEngine
-from treetrain.verification.peak_memory import peak_step_bytes
 
 PACK_TOKENS = (4096, 8192)
 """Sizes of a linear run that are tried; the fastest is the baseline."""
+Seconds = dict[str, list[float]]
+"""Every round's time by the name of the engine."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +109,7 @@ def bench(
         repeats: measured rounds; every engine runs once in each.
         warmup: rounds before, not counted; the slower baselines drop out after them.
         memory: also measure peak memory, each side in a fresh process.
-        baselines: names of those to compare with, e.g. what `fastest_baseline` has found; None is all.
+        baselines: names of those to compare with, such as `BenchReport.baseline` of a few rows; None is all.
         progress: called with a line about what is running.
 
     Raises:
@@ -114,126 +120,78 @@ def bench(
         raise ValueError(f"repeats={repeats}, warmup={warmup}: both must be at least 1")
     loss = sft() if loss is None else loss
     as_loss(loss)
-    if model_device(model).type == "cpu":
-        keep_memory()
-    say = progress or (lambda _line: None)
-    rows = list(as_tree(trajectories, merge=True).trajectories)
-    distinct = [rows[k] for k in np.flatnonzero(distinct_rows(build_tree(rows)))]
-    engines = {"tree": TreeEngine(model, budget=budget, temperature=temperature)}
-    engines |= _baselines(model, temperature, baselines)
-    runs = {name: (engine, rows) for name, engine in engines.items()}
-    seconds = _take_turns(runs, loss, warmup, say, "warm-up")
-    best = min((name for name in engines if name != "tree"), key=lambda name: min(seconds[name]))
-    kept = {"tree": runs["tree"]} | {
-        name: run for name, run in runs.items() if min(seconds[name]) <= 1.05 * min(seconds[best])
-    }
-    if len(distinct) < len(rows):
-        kept["distinct"] = (engines[best], distinct)
-    measured = _take_turns(kept, loss, repeats, say, "round")
-    peaks = [None, None]
-    if memory:
-        say("peak memory")
-        peaks = [
-            peak_step_bytes(type(engines[name]), _options(engines[name], temperature), model, rows, loss)
-            for name in ("tree", best)
-        ]
-    return _report(engines["tree"], rows, distinct, seconds, measured, peaks, repeats)
-
-
-def fastest_baseline(
-    model: nn.Module,
-    trajectories: Sequence[Row] | TokenTree,
-    *,
-    loss: Any = None,
-    temperature: float = 1.0,
-    progress: Callable[[str], None] | None = None,
-) -> str:
-    """The name of the baseline that is fastest on these rows, for models on which every round of all takes minutes.
-
-    Each runs once, the first one once more before, which is not counted. Arguments are those of `bench`.
-    """
-    loss, say = sft() if loss is None else loss, progress or (lambda _line: None)
-    rows = list(as_tree(trajectories, merge=True).trajectories)
-    if model_device(model).type == "cpu":
-        keep_memory()
-    runs = {name: (engine, rows) for name, engine in _baselines(model, temperature, None).items()}
-    _take_turns(dict([next(iter(runs.items()))]), loss, 1, say, "warm-up")
-    seconds = _take_turns(runs, loss, 1, say, "trial")
-    return min(seconds, key=lambda name: seconds[name][0])
-
-
-def _baselines(model: nn.Module, temperature: float, wanted: Collection[str] | None) -> dict[str, TreeEngine]:
-    engines: dict[str, TreeEngine] = {}
+    kinds: dict[str, tuple[type[TreeEngine], dict[str, Any]]] = {}
     for size in PACK_TOKENS:
-        engines[f"packed {size}"] = LinearEngine(model, pack_tokens=size, temperature=temperature)
-        engines[f"padded {size}"] = PaddedEngine(model, pack_tokens=size, temperature=temperature)
-    if wanted is None:
-        return engines
-    unknown = sorted(set(wanted) - set(engines))
-    if unknown or not wanted:
-        raise ValueError(f"baselines={list(wanted)}: give one or more of {', '.join(engines)}")
-    return {name: engines[name] for name in engines if name in wanted}
+        kinds |= {f"packed {size}": (LinearEngine, {"pack_tokens": size})}
+        kinds |= {f"padded {size}": (PaddedEngine, {"pack_tokens": size})}
+    wanted = list(kinds) if baselines is None else list(baselines)
+    if not wanted or not set(wanted) <= set(kinds):
+        raise ValueError(f"baselines={wanted}: give one or more of {', '.join(kinds)}")
+    if model_device(model).type == "cpu":
+        keep_memory()
+    rows = list(as_tree(trajectories, merge=True).trajectories)
+    tree = build_tree(rows)
+    distinct = [rows[k] for k in np.flatnonzero(distinct_rows(tree))]
+    kinds = {"tree": (TreeEngine, {"budget": budget})} | {name: kinds[name] for name in wanted}
+    engines = {name: kind(model, temperature=temperature, **options) for name, (kind, options) in kinds.items()}
 
+    def take_turns(runs: dict[str, tuple[TreeEngine, list[Trajectory]]], rounds: int, label: str) -> Seconds:
+        seconds: Seconds = {name: [] for name in runs}
+        for number in range(rounds):
+            for name, (engine, batch) in runs.items():
+                if progress is not None:
+                    progress(f"{label} {number + 1} of {rounds}: {name}")
+                model.zero_grad(set_to_none=False)
+                _synchronise(model)
+                start = time.perf_counter()
+                engine.forward_backward(batch, loss)
+                _synchronise(model)
+                seconds[name].append(time.perf_counter() - start)
+        return seconds
 
-def _options(engine: TreeEngine, temperature: float) -> dict[str, Any]:
-    options: dict[str, Any] = {"temperature": temperature}
-    if isinstance(engine, LinearEngine):
-        options["pack_tokens"] = engine.pack_tokens
-    else:
-        options["budget"] = engine.budget
-    return options
-
-
-def _take_turns(runs: dict, loss: Any, rounds: int, say: Callable[[str], None], what: str) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds):
-        for name, (engine, rows) in runs.items():
-            say(f"{what} {number + 1} of {rounds}: {name}")
-            engine.model.zero_grad(set_to_none=False)
-            _synchronise(engine.model)
-            start = time.perf_counter()
-            engine.forward_backward(rows, loss)
-            _synchronise(engine.model)
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def _synchronise(model: nn.Module) -> None:
-    if model_device(model).type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _report(engine: TreeEngine, rows, distinct, warm, measured, peaks, repeats: int) -> BenchReport:
-    medians = {name: statistics.median(times) for name, times in measured.items()}
-    names = [name for name in medians if name not in ("tree", "distinct")]
-    baseline = min(names, key=lambda name: medians[name])
-    ratios = [a / b for a, b in zip(measured[baseline], measured["tree"])]
-    tree, plan = build_tree(rows), engine.plan(rows)
-    shape = _shape(engine.model)
-    budget = engine.budget if isinstance(engine.budget, int) else plan.peak_tokens
-    ideal = None if shape is None else ideal_speedup(tree, shape) * budget_share(plan, shape, budget)
-    speedup = statistics.median(ratios)
+    runs = {name: (engine, rows) for name, engine in engines.items()}
+    warm = take_turns(runs, warmup, "warm-up")
+    best = min(wanted, key=lambda name: min(warm[name]))
+    close = [name for name in wanted if min(warm[name]) <= 1.05 * min(warm[best])]
+    runs = {name: runs[name] for name in ("tree", *close)}
     repeated = len(distinct) < len(rows)
+    measured = take_turns(runs | ({"distinct": (engines[best], distinct)} if repeated else {}), repeats, "round")
+    peaks: list[int | None] = [None, None]
+    if memory:
+        if progress is not None:
+            progress("peak memory")
+        options = {"temperature": temperature}
+        peaks = [peak_step_bytes(kinds[n][0], options | kinds[n][1], model, rows, loss) for n in ("tree", best)]
+
+    medians = {name: statistics.median(times) for name, times in measured.items()}
+    baseline = min(close, key=lambda name: medians[name])
+    ratios = [a / b for a, b in zip(measured[baseline], measured["tree"])]
+    speedup, plan, cost = statistics.median(ratios), engines["tree"].plan(rows), formula_cost(model)
+    ideal = distinct_ideal = None
+    if cost is not None:
+        tokens = engines["tree"].budget
+        share = budget_share(plan, cost.shape, tokens if isinstance(tokens, int) else plan.peak_tokens)
+        ideal = ideal_speedup(tree, cost.shape) * share
+        distinct_ideal = ideal_speedup(tree, cost.shape, dedup=True) if repeated else None
     return BenchReport(
         trajectories=len(rows),
         flat_tokens=tree.num_flat_tokens,
         unique_tokens=tree.num_tokens,
         overlap=1 - tree.num_tokens / max(tree.num_flat_tokens, 1),
-        attention=str(engine.attention),
+        attention=str(engines["tree"].attention),
         parts=plan.num_parts,
         recomputed_tokens=plan.recomputed_tokens,
         tree_seconds=medians["tree"],
         linear_seconds=medians[baseline],
         baseline=baseline,
-        baselines={name: statistics.median(times) for name, times in warm.items() if name != "tree"}
-        | {name: medians[name] for name in names},
+        baselines={name: medians.get(name, statistics.median(warm[name])) for name in wanted},
         speedup=speedup,
         speedup_spread=(min(ratios), max(ratios)),
         ideal=ideal,
         efficiency=None if ideal is None else speedup / ideal,
         distinct_rows=len(distinct),
         distinct_speedup=medians["distinct"] / medians["tree"] if repeated else None,
-        distinct_ideal=ideal_speedup(tree, shape, dedup=True) if repeated and shape is not None else None,
+        distinct_ideal=distinct_ideal,
         tree_peak_bytes=peaks[0],
         linear_peak_bytes=peaks[1],
         repeats=repeats,
@@ -241,8 +199,82 @@ def _report(engine: TreeEngine, rows, distinct, warm, measured, peaks, repeats: 
     )
 
 
-def _shape(model: nn.Module) -> ModelShape | None:
-    try:
-        return ModelShape.from_config(causal_lm(model).config.to_dict())  # type: ignore[operator, union-attr]
-    except UnsupportedModel:
+def _synchronise(model: nn.Module) -> None:
+    if model_device(model).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_step_bytes(
+    engine_type: type[TreeEngine],
+    options: dict[str, Any],
+    model: nn.Module,
+    trajectories: Sequence[Trajectory],
+    loss: Any,
+) -> int | None:
+    """Peak bytes of one forward and backward above the model and its gradients.
+
+    A CPU model is sent to a new process, so that nothing that ran before is counted; a CUDA model is measured here.
+
+    Returns:
+        Bytes, or None on a system whose kernel does not report a process's peak.
+    """
+    if model_device(model).type == "cuda":
+        engine = engine_type(model, **options)
+        _touch_weights_and_gradients(model)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        engine.forward_backward(trajectories, loss)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    if not Path("/proc/self/clear_refs").exists():
         return None
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    arguments = (sender, engine_type, options, model, list(trajectories), loss, torch.get_num_threads())
+    process = context.Process(target=_measure_peak, args=arguments)
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        raise RuntimeError(
+            f"the process measuring memory ended with code {process.exitcode} (out of memory?)"
+        ) from None
+    finally:
+        process.join()
+
+
+def _measure_peak(sender, engine_type, options, model, trajectories, loss, threads) -> None:
+    torch.set_num_threads(threads)
+    _touch_weights_and_gradients(model)
+    # Libraries map their code when it first runs, which is no memory of a step.
+    engine_type(model).forward_backward([Trajectory([0, 0, 0, 0]), Trajectory([0, 0, 1, 1])], sft())
+    model.zero_grad(set_to_none=False)
+    engine = engine_type(model, **options)
+    if not isinstance(engine.budget, int):
+        engine.plan(trajectories)  # may measure what passes cost, which is no part of a step
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)  # free blocks that the C library keeps would be used again without being seen
+    before = _status_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # restarts the peak
+    engine.forward_backward(trajectories, loss)
+    sender.send(max(_status_bytes("VmHWM") - before, 0))
+    sender.close()
+
+
+def _touch_weights_and_gradients(model: nn.Module) -> None:
+    """Read and write every page once: memory that was sent from another process is mapped in when it is first used."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.detach().sum()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.add_(0.0)
+
+
+def _status_bytes(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found.group(1)) * 1024

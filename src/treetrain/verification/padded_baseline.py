@@ -15,7 +15,6 @@ from torch import nn
 from treetrain.engine.head import Edges, Scores
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.packed import model_device
-from treetrain.engine.routing import RouterPass
 from treetrain.engine.scoring import scoring_head
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities
@@ -24,23 +23,16 @@ from treetrain.tree.layout import PackedLayout
 
 
 class PaddedRun:
-    """A forest of single rows as one right-padded batch; the same interface as `PackedRun`."""
+    """A forest of single rows as one right-padded batch, with the interface of `PackedRun`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        capabilities: Capabilities,
-        layout: PackedLayout,
-        *,
-        score: bool = True,
-        routers: RouterPass | None = None,
+        self, model: nn.Module, capabilities: Capabilities, layout: PackedLayout, *, routers: Any = None, **_: Any
     ):
         if routers is not None:
             raise UnsupportedModel(
                 "padded batches have neither an auxiliary loss of routers, which would count the padding, nor recorded "
                 "experts: set config.output_router_logits=False and leave `experts` out to compare with them"
             )
-        assert score
         device = model_device(model)
         self.model, self.capabilities = model, capabilities
         row = np.cumsum(layout.positions == 0) - 1
@@ -58,7 +50,7 @@ class PaddedRun:
     @staticmethod
     @contextmanager
     def mode(model: nn.Module) -> Iterator[None]:
-        """Nothing to switch: attention is transformers' own."""
+        """Switch nothing: attention is transformers' own."""
         yield
 
     def scores(self, **options: Any) -> Scores:
@@ -69,19 +61,19 @@ class PaddedRun:
 
 
 class PaddedEngine(LinearEngine):
-    """As `LinearEngine`, in padded batches of at most ``pack_tokens`` slots (a longer row runs by itself)."""
+    """A `LinearEngine` that pads: batches of at most ``pack_tokens`` slots (a longer row runs by itself)."""
 
     run_type = PaddedRun
 
     def plan_of(self, layout: PackedLayout) -> Plan:
-        """See `TreeEngine.plan_of`."""
+        """Fill batches with rows in the order of their lengths."""
         lengths = np.diff(np.append(np.flatnonzero(layout.parent < 0), layout.num_tokens))
         slots = self.pack_tokens or (int(lengths.sum()) + 1) ** 2
-        group_of = np.zeros(len(lengths), np.int64)
-        group = rows = 0
+        batch_of = np.zeros(len(lengths), np.int64)
+        batch = rows = 0
         for row in np.argsort(lengths, kind="stable").tolist():
             if rows and (rows + 1) * int(lengths[row]) > slots:
-                group, rows = group + 1, 0
-            group_of[row] = group
+                batch, rows = batch + 1, 0
+            batch_of[row] = batch
             rows += 1
-        return Plan.of_parts(layout, np.repeat(group_of, lengths))
+        return Plan.of_parts(layout, np.repeat(batch_of, lengths))

@@ -14,6 +14,7 @@ from treetrain.engine.packed import model_device
 from treetrain.engine.router_balance import RouterBalance
 from treetrain.engine.routing import by_place, route_as_recorded
 from treetrain.models.capability import check_model
+from treetrain.models.moe import MixtureOfExperts
 from treetrain.models.switch import replaced_forward
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
@@ -112,24 +113,23 @@ class PlainModel:
         experts = self._experts
         if experts is None or experts.experts is None or experts.top_k is None:
             return list(rows)
-        found = []
-        for row in rows:
-            if row.experts is None and len(row):
-                chosen: dict[int, Tensor] = {}
-                with ExitStack() as stack:
-                    for router in experts.routers:
+        return [row if row.experts is not None or not len(row) else self._with_experts(row, experts) for row in rows]
 
-                        def note(_module: nn.Module, _args: Any, output: Any, place: int = router.place) -> None:
-                            chosen[place] = output[-1] if isinstance(output, tuple) else output
+    def _with_experts(self, row: Trajectory, experts: MixtureOfExperts) -> Trajectory:
+        chosen: dict[int, Tensor] = {}
 
-                        stack.callback(router.module.register_forward_hook(note).remove)
-                    self._model(input_ids=self._ids(row), use_cache=False)
-                shape = (len(row), experts.top_k)
-                known = all(tuple(x.shape) == shape and not x.is_floating_point() for x in chosen.values())
-                if known and len(chosen) == experts.places:  # routers of another form are left to themselves
-                    row = row.replace(experts=torch.stack([chosen[n] for n in sorted(chosen)], 1).cpu().numpy())
-            found.append(row)
-        return found
+        def note(place: int, _module: nn.Module, _args: Any, output: Any) -> None:
+            chosen[place] = output[-1] if isinstance(output, tuple) else output
+
+        with ExitStack() as stack:
+            for router in experts.routers:
+                stack.callback(router.module.register_forward_hook(partial(note, router.place)).remove)
+            self._model(input_ids=self._ids(row), use_cache=False)
+        shape = (len(row), experts.top_k)
+        usual = all(tuple(x.shape) == shape and not x.is_floating_point() for x in chosen.values())
+        if not usual or len(chosen) != experts.places:
+            return row  # routers of another form are left to themselves
+        return row.replace(experts=torch.stack([chosen[place] for place in sorted(chosen)], 1).cpu().numpy())
 
     def _accumulate_auxiliary_gradients(self, rows: Sequence[Trajectory]) -> float:
         """Add the gradient of the routers' auxiliary loss of all rows, times its coefficient; returns that product.
