@@ -15,7 +15,7 @@ from treetrain.engine.router_balance import RouterBalance
 from treetrain.engine.routing import by_place, route_as_recorded
 from treetrain.models.capability import check_model
 from treetrain.models.moe import MixtureOfExperts
-from treetrain.models.switch import replaced_forward
+from treetrain.models.tree_mode import replaced_forward
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
 """[L - 1] log-probabilities, entropies and values of a row; values stand at the tokens before the predicted ones."""
