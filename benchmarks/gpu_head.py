@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from gpu_rows import Out, device, forget, seconds, wait
 from treetrain.attention.backends import why_not
-from treetrain.engine.head import Edges, score_edges
-from treetrain.engine.head_chunk import ENVIRONMENT, KERNELS
+from treetrain.engine.lm_head import ENVIRONMENT, KERNELS, Edges, score_edges
 
 HEADS = {"0.6b": (1024, 151_936), "8b": (4096, 151_936)}
 """Hidden size and vocabulary."""

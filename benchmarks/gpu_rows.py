@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import rows
-from treetrain.engine.head_chunk import ENVIRONMENT as HEAD
+from treetrain.engine.lm_head import ENVIRONMENT as HEAD
 
 TUNED = "gpu_tuned.json"
 

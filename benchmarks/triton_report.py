@@ -60,7 +60,7 @@ def _for_hopper(kernel: Any, signature: Any, constants: Any, attributes: Any, **
 
 def compiled_head(kernel: Any, dtype: str, *, entropy: bool) -> Any:
     """A kernel of the LM head as Triton compiles it for sm_90, for a vocabulary that is a multiple of 16."""
-    from treetrain.engine.head_kernels import BLOCK, WARPS
+    from treetrain.engine.lm_head_kernels import BLOCK, WARPS
 
     types = {"logits_ptr": f"*{dtype}", "first_ptr": "*i64", "target_ptr": "*i64", "factor": "fp32"}
     types |= {"stride": "i32", "vocabulary": "i32"}
@@ -121,11 +121,11 @@ def report_attention(sizes: list[int], dtypes: list[str], *, every: bool) -> int
 
 def report_head(dtypes: list[str]) -> int:
     """See `report_attention`."""
-    from treetrain.engine import head_kernels
+    from treetrain.engine import lm_head_kernels
 
     too_large = 0
     for name, kernel_name, entropy in itertools.product(dtypes, ("statistics", "gradient"), (False, True)):
-        binary = compiled_head(getattr(head_kernels, f"{kernel_name}_kernel"), SHORT[name], entropy=entropy)
+        binary = compiled_head(getattr(lm_head_kernels, f"{kernel_name}_kernel"), SHORT[name], entropy=entropy)
         too_large += say(f"{name} head {kernel_name}{', entropy' if entropy else ''}", binary)
     return too_large
 

@@ -17,7 +17,7 @@ from support.linear import gradients, relative_error
 from support.models import make_model
 from support.triton_here import GPU, triton_or_skip
 from treetrain.engine.calibrate import _key, calibrate, model_shape
-from treetrain.engine.head_chunk import Chunk, EdgesOfChunk, Entropies, PlainChunk, Scaling, chunk_type
+from treetrain.engine.lm_head import EdgesOfChunk, Entropies, PlainChunk, Scaling, chunk_type
 from treetrain.models.capability import check_model
 from treetrain.models.heads import LogitMap
 
@@ -31,7 +31,7 @@ EDGES = ([0, 1, 1, 1, 3, 4, 4], [5, 0, 36, 17, 36, 2, 2])
 """Forks, a row of which nothing is predicted, and one token predicted twice from one row."""
 
 
-def chunk_of(kind: type[Chunk], dtype: torch.dtype, scaling: Scaling, vocabulary: int, *, entropy: bool):
+def chunk_of(kind: type[PlainChunk], dtype: torch.dtype, scaling: Scaling, vocabulary: int, *, entropy: bool):
     """What a kind of chunk gives for some rows; (log-sum-exps, logits at edges, entropies or None, gradient)."""
     generator = torch.Generator().manual_seed(vocabulary)
     rows, weight = (torch.randn(n, 8, generator=generator).to(DEVICE, dtype) for n in (5, vocabulary))
@@ -82,7 +82,7 @@ def test_the_softmax_of_a_chunk_by_pytorch_is_exact(scaling, entropy):
 def triton_chunk():
     """The kernels' chunk; the test is skipped where they cannot run."""
     triton_or_skip()
-    from treetrain.engine.head_chunk import TritonChunk
+    from treetrain.engine.lm_head import TritonChunk
 
     return TritonChunk
 
@@ -93,16 +93,16 @@ def triton_chunk():
 @pytest.mark.parametrize("scaling", list(SCALINGS.values()), ids=list(SCALINGS))
 def test_the_softmax_of_a_chunk_by_triton_is_exact(monkeypatch, scaling, dtype, entropy, vocabulary):
     kind = triton_chunk()
-    from treetrain.engine import head_kernels
+    from treetrain.engine import lm_head_kernels
 
-    monkeypatch.setattr(head_kernels, "BLOCK", 64)  # several blocks, the last one not full
+    monkeypatch.setattr(lm_head_kernels, "BLOCK", 64)  # several blocks, the last one not full
     # The interpreter truncates where a GPU rounds to 16 bits.
     check_chunk(kind, dtype, scaling, vocabulary, entropy=entropy)
 
 
 def test_a_logit_that_is_minus_infinity_has_no_share_and_no_gradient():
     triton_chunk()
-    from treetrain.engine.head_kernels import statistics, to_gradient_
+    from treetrain.engine.lm_head_kernels import statistics, to_gradient_
 
     logits = torch.tensor([[float("-inf"), 0.5, -1.0, float("-inf")]], device=DEVICE)
     expected = logits[:, 1:3].double()

@@ -251,12 +251,12 @@ def test_logprobs_of_the_engine_are_those_of_training_and_make_ratios_of_one(mod
 
 
 def test_many_head_chunks_give_the_same_as_one(model, monkeypatch):
-    from treetrain.engine import head
+    from treetrain.engine import lm_head
 
     results = [run(model, ROWS, loss) for loss in LOSSES.values()]
     rows = tt.logprobs(model, IDS)
     for size in (1, 2, 5):
-        monkeypatch.setattr(head, "head_chunk_rows", lambda vocabulary, device, size=size: size)
+        monkeypatch.setattr(lm_head, "head_chunk_rows", lambda vocabulary, device, size=size: size)
         for (whole, gradient), loss in zip(results, LOSSES.values()):
             result, got = run(model, ROWS, loss)
             assert linear.relative_error(got, gradient) <= 1e-12

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from treetrain.attention.kv_cache import KVCache
 from treetrain.engine.gradients import GradientBuffers, gradient_buffers, hooks_once
-from treetrain.engine.head import Scores
+from treetrain.engine.lm_head import Scores
 from treetrain.engine.lockstep import Lockstep, Reduces, in_step
 from treetrain.engine.loss_gradients import LossGradients, ScoreGradients, ScoreTable
 from treetrain.engine.out_of_memory import PassCounts, StepOutOfMemory, out_of_memory_in

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from treetrain.engine.head_chunk import Scaling, TritonChunk, chunk_type
+from treetrain.engine.lm_head import Scaling, TritonChunk, chunk_type
 from treetrain.engine.packed import model_device
 from treetrain.models.capability import Capabilities, causal_lm
 from treetrain.planning.constants import Constants

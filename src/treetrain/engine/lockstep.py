@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from treetrain.engine.head import Scores
+from treetrain.engine.lm_head import Scores
 from treetrain.engine.packed import PackedRun
 from treetrain.engine.ranks import Ranks, sharded_modules, waiting_gradients, was_left_by_others
 from treetrain.engine.routing import Routing

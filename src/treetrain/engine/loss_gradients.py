@@ -14,7 +14,7 @@ from torch import Tensor
 from treetrain.device_arrays import on_device
 from treetrain.engine.batch import Batch, Reads
 from treetrain.engine.evaluate import evaluate_gradients
-from treetrain.engine.head import Scores, Statistics
+from treetrain.engine.lm_head import Scores, Statistics
 from treetrain.engine.loss import PackedLoss
 from treetrain.engine.merged import MergedBatch
 from treetrain.engine.results import Metrics, add_metrics

@@ -14,7 +14,7 @@ from treetrain.attention.kv_cache import KVCacheView
 from treetrain.attention.schedule import Forest
 from treetrain.device_arrays import to_device
 from treetrain.engine.gradients import GradientBuffers
-from treetrain.engine.head import Edges, Scores
+from treetrain.engine.lm_head import Edges, Scores
 from treetrain.engine.ranks import output_dtype
 from treetrain.engine.routing import RouterPass
 from treetrain.engine.scoring import scoring_head

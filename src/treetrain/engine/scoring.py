@@ -12,7 +12,7 @@ from torch import Tensor
 
 from treetrain.device_arrays import on_device
 from treetrain.engine.gradients import GradientBuffers
-from treetrain.engine.head import Edges, Scores, score_edges, without_logprobs, zero_of
+from treetrain.engine.lm_head import Edges, Scores, score_edges, without_logprobs, zero_of
 from treetrain.models.capability import Capabilities
 from treetrain.models.heads import IDENTITY, LogitMap
 from treetrain.models.tree_mode import replaced_forward

@@ -1,0 +1,516 @@
+"""The language-model head for edges: log-probabilities and entropies without [tokens, vocabulary] logits.
+
+Rows are hidden states that own at least one wanted edge, each once, however many branches follow it. Logits exist for
+one chunk of rows at a time. When the loss is linear in the log-probabilities its coefficients are known beforehand, so
+the head's gradients are made together with its log-probabilities and the head runs once per row. Otherwise the logits
+of a chunk are computed again in backward, or kept until then where there is memory for them. Logits are scaled or
+capped as the model does it (`LogitMap`), then divided by the temperature.
+
+The softmax of a chunk runs by PyTorch, or by Triton kernels where ``TREETRAIN_HEAD=triton`` asks for them. By PyTorch
+the logits are widened, and every operation reads and writes all of them. The Triton kernels leave them as the matrix
+product gives them (16 bits where the model has 16), read them once for log-sum-exps and entropies, and once more to
+write the gradient in their place.
+
+Shape letters: R rows, E edges (sorted by row), r rows and e edges of a chunk, D hidden size, V vocabulary.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from treetrain.attention.backends import why_not
+from treetrain.engine.gradients import GradientBuffer
+from treetrain.models.heads import IDENTITY, LogitMap
+from treetrain.planning.constants import head_chunk_rows
+
+ENVIRONMENT = "TREETRAIN_HEAD"
+KERNELS = ("torch", "triton")
+"""The values of the environment variable; the first is the default."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Edges:
+    """The rows of the hidden states, and the tokens that they predict."""
+
+    rows: Tensor
+    """int64 [R]: index of each row in the packed run."""
+    edge_row: Tensor
+    """int64 [E]: which of the R rows predicts each edge; ascending."""
+    targets: Tensor
+    """int64 [E]: the predicted token ids."""
+    host_edge_row: np.ndarray | None = None
+    """`edge_row` on the host, where it is known there: reading it from a GPU would wait for the work queued there."""
+
+
+class Statistics(NamedTuple):
+    """Figures for the logs of trainers, of the distributions that tokens were drawn from, without gradient."""
+
+    is_top1: Tensor
+    """bool [E]: whether the predicted token is the most likely one."""
+    mean_logits: Tensor
+    """[R]: mean over the vocabulary, of logits divided by the temperature."""
+    log_sum_sq_probs: Tensor
+    """[R]: log of the sum of squared probabilities."""
+
+    @classmethod
+    def empty(cls, edges: int, rows: int, dtype: torch.dtype, device: torch.device) -> "Statistics":
+        """Zeros, to be written to."""
+        two = [torch.zeros(rows, dtype=dtype, device=device) for _ in range(2)]
+        return cls(torch.zeros(edges, dtype=torch.bool, device=device), *two)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The output of the heads: [E] log-probabilities, [R] entropies (or None), the fused loss (or None), and [R] or
+    [R, c] values (or None)."""
+
+    logprobs: Tensor
+    entropies: Tensor | None
+    linear_loss: Tensor | None
+    values: Tensor | None = None
+    carrier: Tensor | None = None
+    """The model's own output, where every backward must begin there too (FSDP listens to it)."""
+    statistics: Statistics | None = None
+
+    @property
+    def live(self) -> list[Tensor]:
+        """The tensors that a backward may start from: every output, the fused loss in place of log-probabilities."""
+        first = self.logprobs if self.linear_loss is None else self.linear_loss
+        return [x for x in (first, self.entropies, self.values, self.carrier) if x is not None and x.requires_grad]
+
+
+class _Zero(torch.autograd.Function):
+    """Zero, with a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx, given: Tensor):
+        ctx.shape = given.shape
+        return given.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return grad.new_zeros(ctx.shape)
+
+
+def zero_of(given: Tensor) -> Tensor:
+    """Zero, through which a backward reaches the graph of `given` with zeros, even where it holds infinities."""
+    return _Zero.apply(given)  # type: ignore[return-value]
+
+
+def without_logprobs(hidden: Tensor, edges: Edges) -> Scores:
+    """Scores of a run whose language-model head is not asked; zeros for its log-probabilities."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    if len(edges.rows) == 0:
+        return Scores(hidden.index_select(0, edges.rows).sum(-1, dtype=wide), None, None)  # as in `score_edges`
+    return Scores(hidden.new_zeros(len(edges.targets), dtype=wide), None, None)
+
+
+def score_edges(
+    hidden: Tensor,
+    head: nn.Module,
+    head_forward: Callable[[Tensor], Tensor],
+    edges: Edges,
+    *,
+    fused: bool,
+    vocab_size: int,
+    temperature: float,
+    need_entropy: bool,
+    coefficients: Tensor | None = None,
+    buffer: GradientBuffer | None = None,
+    logit_map: LogitMap = IDENTITY,
+    meets_all: bool = False,
+    need_statistics: bool = False,
+    keep_logits: bool = False,
+) -> Scores:
+    """Score the wanted edges of a packed run.
+
+    Args:
+        hidden: [N, D] hidden states as the model hands them to its head.
+        head: the head module.
+        head_forward: the head's forward.
+        fused: the head is a plain ``nn.Linear``, scored from its weight; otherwise it is called chunk by chunk.
+        coefficients: [E] d loss / d log-probability, when the loss is linear; the loss is then returned fused.
+        buffer: takes the gradient of a fused head's matrix; None gives it to autograd.
+        logit_map: what the model does to its logits after the head.
+        meets_all: the head's weights get a gradient, be it zero, also where no row is scored.
+        need_statistics: also give `Statistics`; not beside `coefficients`.
+        keep_logits: of a fused head, until the backward, in place of a second product.
+    """
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    found = Statistics.empty(len(edges.targets), len(edges.rows), wide, hidden.device) if need_statistics else None
+    rows = hidden.index_select(0, edges.rows)
+    if len(edges.rows) == 0:
+        # Still a part of the graph: gradients that come back through the caches need a backward to ride on.
+        nothing = rows.sum(-1, dtype=wide)
+        if meets_all:
+            nothing = nothing + zero_of(head_forward(hidden[:1]))
+        return Scores(nothing, nothing.detach() if need_entropy else None, None, statistics=found)
+    scaling = Scaling(logit_map, temperature)
+    if fused:
+        assert isinstance(head, nn.Linear)
+        device = hidden.device.type
+        compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        settings = _Settings(edges, scaling, compute, buffer, need_entropy, keep_logits)
+        if coefficients is not None and torch.is_grad_enabled():
+            given = rows, head.weight, head.bias, settings, coefficients.to(wide)
+            loss, logprobs = _LinearLoss.apply(*given)  # type: ignore[misc]
+            return Scores(logprobs, None, loss)
+        logprobs, entropies = _LinearScores.apply(rows, head.weight, head.bias, settings, found)  # type: ignore[misc]
+    else:
+        logprobs, entropies = _scores_through_module(
+            rows, head_forward, edges, vocab_size, scaling, need_entropy, found
+        )
+    loss = None if coefficients is None else (logprobs * coefficients.to(logprobs.dtype)).sum()
+    return Scores(logprobs, entropies if need_entropy else None, loss, statistics=found)
+
+
+# ---- the softmax of a chunk
+
+
+class Scaling(NamedTuple):
+    """The scaling that the model applies to its logits, and the temperature that divides them then."""
+
+    logit_map: LogitMap = IDENTITY
+    temperature: float = 1.0
+
+    @property
+    def factor(self) -> float:
+        """The number that a logit is multiplied with, where it is not capped."""
+        return self.logit_map.factor / self.logit_map.divisor / self.temperature
+
+
+class EdgesOfChunk(NamedTuple):
+    """The edges that are predicted from a chunk's rows."""
+
+    row: Tensor
+    """int64 [e]: row within the chunk; ascending."""
+    target: Tensor
+    """int64 [e]: the predicted token."""
+
+
+class Entropies(NamedTuple):
+    """[r] entropies of rows, and the gradient of the loss by them."""
+
+    values: Tensor
+    gradient: Tensor
+
+
+class PlainChunk:
+    """The logits of a chunk and their softmax, by PyTorch's operations, for any device and dtype.
+
+    Ask for log-sum-exps first, then for logits at edges, and last for entropies or for the gradient, either of which
+    may overwrite the logits. A chunk that is kept may be asked for the gradient last, once.
+
+    Args:
+        rows: [r, D].
+        weight: [V, D].
+        entropy: whether entropies will be asked for.
+        backward: whether the gradient will be asked for.
+    """
+
+    def __init__(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling, *, entropy: bool, backward: bool
+    ):
+        self._scaling = scaling
+        logits = nn.functional.linear(rows, weight, bias).to(torch.promote_types(rows.dtype, torch.float32))
+        self._slope = scaling.logit_map.apply_(logits, want_slope=backward)
+        self._logits = logits if scaling.temperature == 1.0 else logits.div_(scaling.temperature)
+        self._are_log_probs = False
+
+    def log_sum_exp(self) -> Tensor:
+        """[r], in the wide dtype."""
+        return self._logits.logsumexp(-1)
+
+    def at(self, edges: EdgesOfChunk) -> Tensor:
+        """[e] scaled logits of the predicted tokens, in the wide dtype."""
+        return self._logits[edges]
+
+    def statistics(self, lse: Tensor, edges: EdgesOfChunk) -> tuple[Tensor, Tensor, Tensor]:
+        """[e] whether each target is the most likely token, [r] mean scaled logits, [r] log of the sum of squared
+        probabilities; leaves the logits as they are."""
+        return _statistics(self._logits, lse, edges)
+
+    def entropies(self, lse: Tensor) -> Tensor:
+        """[r], in nats."""
+        log_p = self._log_probs(lse)
+        return -log_p.exp().mul_(log_p).sum(-1)
+
+    def _log_probs(self, lse: Tensor) -> Tensor:
+        """[r, V]: the logits, changed to log-probabilities once."""
+        if not self._are_log_probs:
+            self._logits.sub_(lse[:, None])
+            self._are_log_probs = True
+        return self._logits
+
+    def gradient(
+        self, lse: Tensor, edges: EdgesOfChunk, by_edge: Tensor, by_row: Tensor, entropies: Entropies | None
+    ) -> Tensor:
+        """[r, V]: gradient of the loss by the head's own logits.
+
+        Args:
+            by_edge: [e] gradient of the loss by the log-probabilities.
+            by_row: [r] their sums over each row's edges.
+        """
+        log_p = self._log_probs(lse)
+        if entropies is None:
+            grad = log_p.exp_().mul_(-by_row[:, None])
+        else:
+            # d H / d z_v = -p_v (log p_v + H)
+            weightings = (log_p + entropies.values[:, None]).mul_(entropies.gradient[:, None])
+            grad = log_p.exp_().mul_(weightings.add_(by_row[:, None]).neg_())
+        grad.index_put_(tuple(edges), by_edge, accumulate=True)
+        return self._scaling.logit_map.pull_back_(grad.div_(self._scaling.temperature), self._slope)
+
+
+class TritonChunk(PlainChunk):
+    """The same by Triton kernels, for 16-bit and float32 logits without bias and cap."""
+
+    def __init__(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling, *, entropy: bool, backward: bool
+    ):
+        from treetrain.engine import lm_head_kernels  # imports Triton, which is not there on every machine
+
+        assert bias is None and scaling.logit_map.cap is None
+        self._kernels, self._factor, self._entropy = lm_head_kernels, scaling.factor, entropy
+        self._logits = nn.functional.linear(rows, weight)
+        self._entropies: Tensor | None = None
+
+    def log_sum_exp(self) -> Tensor:
+        """See `PlainChunk`."""
+        lse, self._entropies = self._kernels.statistics(self._logits, self._factor, entropy=self._entropy)
+        return lse
+
+    def at(self, edges: EdgesOfChunk) -> Tensor:
+        """See `PlainChunk`."""
+        return self._logits[edges].float().mul_(self._factor)
+
+    def statistics(self, lse: Tensor, edges: EdgesOfChunk) -> tuple[Tensor, Tensor, Tensor]:
+        """See `PlainChunk`."""
+        return _statistics(self._logits.float() * self._factor, lse, edges)
+
+    def entropies(self, lse: Tensor) -> Tensor:
+        """See `PlainChunk`."""
+        assert self._entropies is not None, "entropies are found with the log-sum-exps"
+        return self._entropies
+
+    def gradient(
+        self, lse: Tensor, edges: EdgesOfChunk, by_edge: Tensor, by_row: Tensor, entropies: Entropies | None
+    ) -> Tensor:
+        """See `PlainChunk`."""
+        self._kernels.to_gradient_(self._logits, self._factor, lse, edges, by_edge, by_row, entropies)
+        return self._logits
+
+
+def _statistics(logits: Tensor, lse: Tensor, edges: EdgesOfChunk) -> tuple[Tensor, Tensor, Tensor]:
+    """`PlainChunk.statistics` of scaled logits [r, V]."""
+    top = logits.argmax(-1)
+    return top[edges.row] == edges.target, logits.mean(-1), (2 * logits).logsumexp(-1) - 2 * lse
+
+
+def chunk_type(logits: Tensor, bias: Tensor | None, scaling: Scaling) -> type[PlainChunk]:
+    """The class that runs the softmax: the environment variable names it, and PyTorch does what the kernels lack.
+
+    Args:
+        logits: of the dtype and device of the logits; the hidden states will do.
+
+    Raises:
+        ValueError: an unknown name, or kernels that cannot run here.
+    """
+    named = os.environ.get(ENVIRONMENT, "") or KERNELS[0]
+    if named not in KERNELS:
+        raise ValueError(f"{ENVIRONMENT}={named}: no kernels have that name; there are {', '.join(KERNELS)}")
+    if named == "torch":
+        return PlainChunk
+    hindrance = why_not("triton", logits.device)
+    if hindrance is not None:
+        raise ValueError(f"{ENVIRONMENT}={named} cannot run here: Triton kernels: {hindrance}; unset it, or name torch")
+    suits = logits.dtype in (torch.bfloat16, torch.float16, torch.float32) and scaling.factor > 0
+    return TritonChunk if suits and bias is None and scaling.logit_map.cap is None else PlainChunk
+
+
+# ---- a plain linear head, chunk by chunk
+
+
+class _Settings(NamedTuple):
+    """The arguments of a fused call that are no tensors of the graph."""
+
+    edges: Edges
+    scaling: Scaling
+    compute: torch.dtype
+    buffer: GradientBuffer | None
+    need_entropy: bool
+    keep_logits: bool
+
+
+class _Chunked(NamedTuple):
+    """One chunk of a call."""
+
+    rows: slice
+    edges: slice
+    own: EdgesOfChunk
+    """The edges as the chunk numbers its rows."""
+
+
+def _chunks(edges: Edges, vocab_size: int, device: torch.device) -> Iterator[_Chunked]:
+    step = head_chunk_rows(vocab_size, device.type)
+    bounds = list(range(0, len(edges.rows), step))
+    edge_row = edges.edge_row.cpu().numpy() if edges.host_edge_row is None else edges.host_edge_row
+    edge_cuts = np.searchsorted(edge_row, [*bounds, len(edges.rows)]).tolist()
+    for number, start in enumerate(bounds):
+        taken = slice(edge_cuts[number], edge_cuts[number + 1])
+        own = EdgesOfChunk(edges.edge_row[taken] - start, edges.targets[taken])
+        yield _Chunked(slice(start, start + step), taken, own)
+
+
+class _LinearHead:
+    """Makes the chunks of a call in the dtype that it computes in, and collects gradients in the wide dtype."""
+
+    def __init__(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings, *, backward: bool, needs=()
+    ):
+        compute, buffer = settings.compute, settings.buffer
+        wide = torch.promote_types(compute, torch.float32)
+        self._rows, self._given, self._settings, self._backward = rows, (rows, weight, bias), settings, backward
+        self._weight, self._bias = weight.to(compute), None if bias is None else bias.to(compute)
+        self._type = chunk_type(self._weight, bias, settings.scaling)
+        self._by_rows = self._by_weight = self._by_bias = None
+        if any(needs):
+            self._by_rows = torch.empty_like(rows, dtype=compute) if needs[0] else None
+            if needs[1]:
+                self._by_weight = torch.zeros_like(weight, dtype=wide) if buffer is None else buffer.total
+            self._by_bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
+
+    def chunks(self) -> Iterator[_Chunked]:
+        return _chunks(self._settings.edges, len(self._weight), self._rows.device)
+
+    def logits(self, chunk: _Chunked) -> PlainChunk:
+        x, entropy = self._rows[chunk.rows].to(self._settings.compute), self._settings.need_entropy
+        scaling = self._settings.scaling
+        return self._type(x, self._weight, self._bias, scaling, entropy=entropy, backward=self._backward)
+
+    def add(self, chunk: _Chunked, grad_logits: Tensor) -> None:
+        """Take the gradient of a chunk's logits [r, V], in the wide dtype or already in that of the product."""
+        narrow = grad_logits.to(self._settings.compute)
+        if self._by_rows is not None:
+            torch.matmul(narrow, self._weight, out=self._by_rows[chunk.rows])
+        if self._by_weight is not None:
+            x = self._rows[chunk.rows].to(narrow.dtype)
+            if narrow.dtype == self._by_weight.dtype:
+                self._by_weight.addmm_(narrow.t(), x)
+            else:
+                self._by_weight.add_(narrow.t() @ x)
+        if self._by_bias is not None:
+            self._by_bias += grad_logits.sum(0)
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """Gradients in the dtypes of the tensors they belong to, without those in a buffer."""
+        by_weight = self._by_weight if self._settings.buffer is None else None
+        found = zip((self._by_rows, by_weight, self._by_bias), self._given)
+        return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in found)
+
+
+class _LinearScores(torch.autograd.Function):
+    """Log-probabilities of edges and entropies of rows; logits are computed again in backward, or kept until then."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, bias, settings: _Settings, found: Statistics | None):
+        wide = torch.promote_types(settings.compute, torch.float32)
+        logprobs = rows.new_empty(len(settings.edges.targets), dtype=wide)
+        lse = rows.new_empty(len(rows), dtype=wide)
+        entropies = rows.new_zeros(len(rows) if settings.need_entropy else 0, dtype=wide)
+        kept: list[PlainChunk | None] | None = [] if settings.keep_logits else None
+        with torch.autocast(rows.device.type, enabled=False):
+            head = _LinearHead(rows, weight, bias, settings, backward=settings.keep_logits)
+            for chunk in head.chunks():
+                logits = head.logits(chunk)
+                if kept is not None:
+                    kept.append(logits)
+                lse[chunk.rows] = logits.log_sum_exp()
+                logprobs[chunk.edges] = logits.at(chunk.own) - lse[chunk.rows][chunk.own.row]
+                if found is not None:
+                    for whole, part in zip(found, logits.statistics(lse[chunk.rows], chunk.own)):
+                        whole[chunk.edges if whole is found.is_top1 else chunk.rows] = part
+                if settings.need_entropy:
+                    entropies[chunk.rows] = logits.entropies(lse[chunk.rows])
+        ctx.save_for_backward(rows, weight, bias, lse, entropies)
+        ctx.settings, ctx.kept = settings, kept
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprobs, grad_entropies):
+        rows, weight, bias, lse, entropies = ctx.saved_tensors
+        settings, kept, ctx.kept = ctx.settings, ctx.kept, None
+        with torch.autocast(rows.device.type, enabled=False):
+            head = _LinearHead(rows, weight, bias, settings, backward=True, needs=ctx.needs_input_grad[:3])
+            for number, chunk in enumerate(head.chunks()):
+                if kept is None:
+                    logits = head.logits(chunk)
+                else:
+                    logits, kept[number] = kept[number], None
+                by_edge = grad_logprobs[chunk.edges]
+                by_row = torch.zeros_like(lse[chunk.rows]).index_add_(0, chunk.own.row, by_edge)
+                by_entropy = None
+                if settings.need_entropy:
+                    by_entropy = Entropies(entropies[chunk.rows], grad_entropies[chunk.rows])
+                head.add(chunk, logits.gradient(lse[chunk.rows], chunk.own, by_edge, by_row, by_entropy))
+        return (*head.gradients(), None, None)
+
+
+class _LinearLoss(torch.autograd.Function):
+    """sum of coefficients * log-probabilities, with the gradients made in the same pass over the logits."""
+
+    @staticmethod
+    def forward(ctx, rows, weight, bias, settings: _Settings, coefficients):
+        wide = torch.promote_types(settings.compute, torch.float32)
+        logprobs = rows.new_empty(len(settings.edges.targets), dtype=wide)
+        with torch.autocast(rows.device.type, enabled=False):
+            head = _LinearHead(rows, weight, bias, settings, backward=True, needs=ctx.needs_input_grad[:3])
+            for chunk in head.chunks():
+                logits = head.logits(chunk)
+                lse = logits.log_sum_exp()
+                logprobs[chunk.edges] = logits.at(chunk.own) - lse[chunk.own.row]
+                by_edge = coefficients[chunk.edges]
+                by_row = torch.zeros_like(lse).index_add_(0, chunk.own.row, by_edge)
+                head.add(chunk, logits.gradient(lse, chunk.own, by_edge, by_row, None))
+        ctx.grads = head.gradients()
+        ctx.mark_non_differentiable(logprobs)
+        return (logprobs * coefficients).sum(), logprobs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss, _):
+        if ctx.grads is None:
+            raise RuntimeError("a second backward through a fused tree loss: run the forward again")
+        grads, ctx.grads = ctx.grads, None
+        # In place: the gradients were made for this loss alone.
+        return (*(None if g is None else g.mul_(grad_loss) for g in grads), None, None)
+
+
+def _scores_through_module(rows, head_forward, edges: Edges, vocab_size: int, scaling: Scaling, need_entropy, found):
+    """The same for a head that is more than a matrix (an adapter around it): autograd, one chunk at a time."""
+
+    def score(x: Tensor, chunk: _Chunked) -> tuple[Tensor, Tensor]:
+        logits = head_forward(x)
+        z = scaling.logit_map(logits.to(torch.promote_types(logits.dtype, torch.float32))) / scaling.temperature
+        log_p = z.log_softmax(-1)
+        entropies = -(log_p.exp() * log_p).sum(-1) if need_entropy else log_p.new_zeros(0)
+        if found is not None:
+            with torch.no_grad():
+                found.is_top1[chunk.edges] = z.argmax(-1)[chunk.own.row] == chunk.own.target
+                found.mean_logits[chunk.rows] = z.mean(-1)
+                found.log_sum_sq_probs[chunk.rows] = (2 * log_p).logsumexp(-1)
+        return log_p[chunk.own], entropies
+
+    chunks = _chunks(edges, vocab_size, rows.device)
+    pieces = [checkpoint(score, rows[chunk.rows], chunk, use_reentrant=False) for chunk in chunks]
+    logprobs, entropies = zip(*pieces)
+    return torch.cat(logprobs), torch.cat(entropies)
