@@ -11,7 +11,7 @@ _PUBLIC = {
     "RanksDisagree": "treetrain.errors",
     "UnsupportedModel": "treetrain.errors",
     "Trajectory": "treetrain.data.trajectory",
-    "gae": "treetrain.data.gae",
+    "gae": "treetrain.data.advantages",
     "group_advantages": "treetrain.data.advantages",
     "load": "treetrain.data.load",
     "TokenTree": "treetrain.tree.token_tree",
@@ -91,8 +91,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from treetrain import losses as losses
+    from treetrain.data.advantages import gae as gae
     from treetrain.data.advantages import group_advantages as group_advantages
-    from treetrain.data.gae import gae as gae
     from treetrain.data.load import load as load
     from treetrain.data.trajectory import Trajectory as Trajectory
     from treetrain.engine.autograd import logprobs as logprobs

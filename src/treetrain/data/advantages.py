@@ -1,12 +1,12 @@
-"""Group rewards to GRPO advantages."""
+"""Advantages: of groups from their rewards, and of single tokens from rewards and a critic's values."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from treetrain.data.columns import RowColumns, columns_of
+from treetrain.data.columns import columns_of
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 
@@ -45,14 +45,8 @@ def group_advantages(
         ValueError: `leave_one_out` without `subtract_mean`, or a `clip` that is not above 0.
     """
     rows = list(trajectories)
-    values = advantages_of_groups(
-        rows,
-        subtract_mean=subtract_mean,
-        divide_by_std=divide_by_std,
-        eps=eps,
-        leave_one_out=leave_one_out,
-        clip=clip,
-    )
+    options = {"subtract_mean": subtract_mean, "divide_by_std": divide_by_std, "eps": eps}
+    values = advantages_of_groups(rows, **options, leave_one_out=leave_one_out, clip=clip)
     return [row.replace(advantages=value) for row, value in zip(rows, values.tolist(), strict=True)]
 
 
@@ -71,11 +65,28 @@ def advantages_of_groups(
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip!r}; allowed are numbers above 0, and None")
     columns = columns_of(rows)
-    _check_rewards(rows, columns)
-    episodes = _episodes(rows, columns)
-    advantage = np.empty(len(episodes.reward))
-    for members in np.split(episodes.by_group, episodes.group_start[1:]):
-        values = episodes.reward[members]
+    for fact, lacking in (("reward", np.isnan(columns.reward)), ("group", columns.group < 0)):
+        if lacking.any():
+            row = _name(rows, int(lacking.argmax()))
+            raise DataError(f"{row} has no {fact}; group advantages need reward and group in every row")
+    # A row without an episode is one by itself.
+    episode = np.where(columns.episode < 0, -1 - np.arange(len(rows)), columns.episode)
+    names = np.stack([columns.group, episode], axis=1)
+    found, first, of_row = np.unique(names, axis=0, return_index=True, return_inverse=True)
+    of_row, rewards = of_row.reshape(-1), columns.reward[first]
+    differs = np.flatnonzero(columns.reward != rewards[of_row])
+    if len(differs):
+        number = int(differs[0])
+        raise DataError(
+            f"{_name(rows, number)} has reward {columns.reward[number]}, an earlier row of its episode "
+            f"{rows[number].episode!r} has {rewards[of_row[number]]}; "
+            "an episode has one reward: give rows of different episodes different `episode`s"
+        )
+    advantages = np.empty(len(rewards))
+    # Episodes lie group by group; within a group in the order of their first rows, in which sums are taken.
+    by_group = np.lexsort((first, found[:, 0]))
+    for members in np.split(by_group, np.flatnonzero(np.diff(found[by_group, 0])) + 1):
+        values = rewards[members]
         scaled = values - values.mean() if subtract_mean else values
         if leave_one_out and len(values) > 1:
             scaled = scaled * (len(values) / (len(values) - 1))  # r - mean of the others, from r - mean of all
@@ -83,51 +94,96 @@ def advantages_of_groups(
             scaled = scaled / (values.std(ddof=1) + eps)
         elif subtract_mean and np.ptp(values) == 0:
             scaled = np.zeros_like(values)  # not the rounding error of the mean
-        advantage[members] = scaled if clip is None else scaled.clip(-clip, clip)
-    return advantage[episodes.of_row]
-
-
-class _Episodes(NamedTuple):
-    """E episodes of K rows."""
-
-    of_row: NDArray[np.int64]
-    """int64 [K]"""
-    reward: NDArray[np.float64]
-    """[E]"""
-    by_group: NDArray[np.int64]
-    """int64 [E]: episodes group by group, in the order of their first rows."""
-    group_start: NDArray[np.int64]
-    """int64 [groups]: where each group begins in that."""
-
-
-def _check_rewards(rows: Sequence[Trajectory], columns: RowColumns) -> None:
-    lacking = {"reward": np.isnan(columns.reward), "group": columns.group < 0}
-    first = np.flatnonzero(lacking["reward"] | lacking["group"])
-    if len(first):
-        number = int(first[0])
-        fact = "reward" if lacking["reward"][number] else "group"
-        raise DataError(f"{_name(rows, number)} has no {fact}; group advantages need reward and group in every row")
-
-
-def _episodes(rows: Sequence[Trajectory], columns: RowColumns) -> _Episodes:
-    """A row without an episode is one by itself. Raises DataError for an episode of two rewards."""
-    numbers = np.arange(len(rows))
-    names = np.stack([columns.group, np.where(columns.episode < 0, -1 - numbers, columns.episode)], axis=1)
-    _, first, of_row = np.unique(names, axis=0, return_index=True, return_inverse=True)
-    of_row = of_row.reshape(-1)
-    reward = columns.reward[first]
-    differs = np.flatnonzero(columns.reward != reward[of_row])
-    if len(differs):
-        number = int(differs[0])
-        raise DataError(
-            f"{_name(rows, number)} has reward {columns.reward[number]}, an earlier row of its episode "
-            f"{rows[number].episode!r} has {reward[of_row[number]]}; "
-            "an episode has one reward: give rows of different episodes different `episode`s"
-        )
-    by_group = np.lexsort((first, columns.group[first]))
-    groups = columns.group[first][by_group]
-    return _Episodes(of_row, reward, by_group, np.flatnonzero(np.diff(groups, prepend=-1)))
+        advantages[members] = scaled if clip is None else scaled.clip(-clip, clip)
+    return advantages[of_row]
 
 
 def _name(rows: Sequence[Trajectory], number: int) -> str:
     return f"row {number}" + ("" if rows[number].id is None else f" ({rows[number].id})")
+
+
+class Advantages(NamedTuple):
+    """Per-token facts of a row, [L] float64; entry 0 is 0 and unused, as in a `Trajectory`."""
+
+    advantages: NDArray[np.float64]
+    returns: NDArray[np.float64]
+    """Advantage plus value: what the critic should have said."""
+
+
+def gae(
+    rewards: ArrayLike,
+    values: ArrayLike,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    *,
+    actions: ArrayLike | None = None,
+    last_value: float = 0.0,
+) -> Advantages:
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over the tokens of one row.
+
+    A_t = d_t + gamma * lam * A_next, d_t = r_t + gamma * V_next - V_t, over the tokens that are actions. "next" is the
+    next action, so text of users and tools costs no time: it is discounted by neither gamma nor lam. A reward on such
+    text is given to the last action before it.
+
+    Args:
+        rewards: [L], entry t for the token t; or one number, which the last action gets.
+        values: [L], entry t the value of the state before token t (entry 0 is unused, as in `Trajectory.values`). Of
+            `treetrain.values`, which count by the token just read, this is entry t - 1.
+        gamma: discount of a step, 0 to 1.
+        lam: how far advantages look past the critic, 0 (one step) to 1 (the whole row).
+        actions: [L], non-zero where the policy chose the token, such as `loss_weights`; None for all but the first.
+        last_value: of the state after the last token: 0 where the episode ended, the critic's where it was cut off.
+
+    Returns:
+        advantages and returns, 0 where the token is no action.
+
+    Raises:
+        DataError: lengths that differ, a number that is not finite, or a reward that no action has earned.
+        ValueError: gamma or lam outside 0 to 1.
+    """
+    for name, number in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= number <= 1:
+            raise ValueError(f"{name} is {number!r}; allowed are numbers from 0 to 1")
+    value = _numbers("values", values)
+    length = len(value)
+    chosen = np.ones(length, bool) if actions is None else _numbers("actions", actions, length) != 0
+    chosen[:1] = False
+    steps = np.flatnonzero(chosen)
+    reward = np.asarray(rewards, np.float64)
+    if reward.ndim == 0:
+        spread = np.zeros(length)
+        spread[steps[-1:]] = reward
+        reward = spread
+    earned = _earned(_numbers("rewards", reward, length), steps)
+    following = np.append(value[steps][1:], last_value)
+    errors = earned + gamma * following - value[steps]
+    found, advantage = np.zeros(len(steps)), 0.0
+    for step in range(len(steps) - 1, -1, -1):
+        advantage = errors[step] + gamma * lam * advantage
+        found[step] = advantage
+    advantages, returns = np.zeros(length), np.zeros(length)
+    advantages[steps], returns[steps] = found, found + value[steps]
+    return Advantages(advantages, returns)
+
+
+def _earned(rewards: NDArray[np.float64], steps: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[S]: what each action earned until the next one."""
+    before = rewards[1 : steps[0]] if len(steps) else rewards[1:]
+    if before.any():
+        at = 1 + int(np.flatnonzero(before)[0])
+        raise DataError(
+            f"rewards[{at}] = {rewards[at]:g} comes before any action; give it to an action, or leave it out"
+        )
+    return np.add.reduceat(rewards, steps) if len(steps) else np.zeros(0)
+
+
+def _numbers(name: str, given: ArrayLike, length: int | None = None) -> NDArray[np.float64]:
+    array = np.asarray(given, np.float64)
+    if array.ndim != 1 or (length is not None and len(array) != length):
+        wanted = "[L]" if length is None else f"[{length}], as the values have"
+        raise DataError(f"{name} have shape {array.shape}; give {wanted}")
+    # Entry 0 is unused whatever it holds.
+    if not np.isfinite(array[1:]).all():
+        at = 1 + int(np.flatnonzero(~np.isfinite(array[1:]))[0])
+        raise DataError(f"{name}[{at}] = {array[at]}; give finite numbers")
+    return array

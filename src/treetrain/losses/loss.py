@@ -23,6 +23,8 @@ from treetrain.errors import DataError
 from treetrain.tree.merged import MergedPredictions
 
 Reduction = Literal["token", "trajectory"]
+LossSum = tuple[Tensor, Metrics]
+"""The unnormalised sum over some predictions, and metrics."""
 LARGEST = sys.float_info.max
 
 
@@ -66,9 +68,7 @@ class Loss(abc.ABC):
         return repr(self)
 
     @abc.abstractmethod
-    def evaluate(
-        self, logprobs: Tensor, entropies: Tensor | None, facts: "Facts", values: Tensor | None
-    ) -> tuple[Tensor, Metrics]:
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: "Facts", values: Tensor | None) -> LossSum:
         """The unnormalised sum over T predictions, and metrics.
 
         Args:
@@ -158,7 +158,7 @@ class Loss(abc.ABC):
 
     def packed(
         self, logprobs: Tensor, entropies: Tensor | None, facts: "Facts", values: Tensor | None = None
-    ) -> tuple[Tensor, Metrics]:
+    ) -> LossSum:
         """The unnormalised sum over many trajectories, and metrics (detached, on the device of logprobs).
 
         Args:
@@ -185,7 +185,7 @@ class Loss(abc.ABC):
             values = None if values is None else torch.where(trained, values, 0)
         return self.evaluate(logprobs, entropies, facts, values)
 
-    def __call__(self, logprobs: Any, entropies: Any, trajectory: Any, *, values: Any = None) -> tuple[Tensor, Metrics]:
+    def __call__(self, logprobs: Any, entropies: Any, trajectory: Any, *, values: Any = None) -> LossSum:
         """The unnormalised sum over one trajectory, or over K of them where the scope is "batch". See `packed`.
 
         Args:

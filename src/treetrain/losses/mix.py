@@ -12,9 +12,8 @@ from torch import Tensor
 from treetrain.data.trajectory import Trajectory
 from treetrain.device_arrays import on_device
 from treetrain.engine.loss import Scope, describe
-from treetrain.engine.results import Metrics
 from treetrain.errors import DataError
-from treetrain.losses.loss import LARGEST, Facts, Loss, PackedFacts, Reduction, check_number
+from treetrain.losses.loss import LARGEST, Facts, Loss, LossSum, PackedFacts, Reduction, check_number
 
 Int64s = NDArray[np.int64]
 Select = Literal["all", "facts"] | Callable[[Trajectory], str | None]
@@ -100,9 +99,7 @@ class Mixture(Loss):
         present = [(weight, loss.total_weight(rows) / whole) for weight, whole, loss, rows in parts if whole > 0]
         return sum(weight * share for weight, share in present) / sum(weight for weight, _ in present)
 
-    def evaluate(
-        self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None
-    ) -> tuple[Tensor, Metrics]:
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
         total, metrics = logprobs.new_zeros(()), {}
         for name, loss, scale, own, places in self._parts(facts):
             at = (lambda x: x) if places is None else (lambda x, places=places: x.index_select(0, places))

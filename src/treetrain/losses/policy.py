@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from treetrain.engine.loss import Rows
-from treetrain.engine.results import Metrics
 from treetrain.losses.kl import IMPORTANCE_MODES, KL_ESTIMATORS, ImportanceMode, KLEstimator, importance, k3
 from treetrain.losses.loss import (
     LARGEST,
     Facts,
     Loss,
+    LossSum,
     PackedFacts,
     Reduction,
     check_choice,
@@ -33,39 +33,27 @@ Level = Literal["sequence", "token"]
 
 
 class Penalties(TypedDict, total=False):
-    """Terms beside the policy's, which every policy loss may have."""
+    """Terms beside the policy's, which every policy loss may have. `ppo` says what each option does."""
 
     kl: float
-    """Coefficient of the KL to the reference policy, 0 or more (0 by default); above 0 rows need ref_logprobs."""
     kl_estimator: KLEstimator
-    """"k1", "k2" or "k3" (default); see `treetrain.losses.kl`. k1 has no useful gradient."""
     entropy: float
-    """Coefficient of the entropy bonus, 0 or more (0 by default)."""
 
 
 class PolicyOptions(Penalties, total=False):
     """The same with the correction for a sampler of other numerics than training's."""
 
     importance_cap: float | None
-    """Above 0, the policy term (not KL or entropy) is multiplied by exp(old - rollout) up to this number; rows then
-    need rollout_logprobs. 2 to 5 is common. None (default): no correction."""
     importance_mode: ImportanceMode
-    """"token_truncate" (default; larger factors become the cap) or "token_mask" (they become 0), for each token;
-    "sequence_truncate" or "sequence_mask", one factor for all of a row, of the sum over its tokens."""
 
 
 class ClippedOptions(PolicyOptions, total=False):
     """The same with those of the clipped surrogate."""
 
     clip: float
-    """r is followed from 1 - clip to 1 + clip, 0 to 1 (0.2 by default)."""
     clip_low: float | None
-    """The lower bound by itself in place of `clip`; 1 never clips."""
     clip_high: float | None
-    """The upper bound by itself; infinity never clips."""
     on_policy: bool
-    """The rows were sampled by the model of this very step: r = 1, its gradient that of l, and old_logprobs are not
-    read. Otherwise (default) every trained row must have them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,9 +168,7 @@ class PolicyLoss(Loss):
                 "clip_fraction_high": high,
             }
 
-    def evaluate(
-        self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None
-    ) -> tuple[Tensor, Metrics]:
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
         loss, watched = self._policy_term(logprobs, facts)
         if self.importance_cap is not None:
             old = self.sampling_logprobs(logprobs, facts)

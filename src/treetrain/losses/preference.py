@@ -24,6 +24,7 @@ from treetrain.losses.loss import (
     LARGEST,
     Facts,
     Loss,
+    LossSum,
     PackedFacts,
     Reduction,
     check_flag,
@@ -156,9 +157,7 @@ class PairLoss(RowComparison):
         require_nonnegative_weights(trajectories)
         return float(len(find_pairs(trajectories).chosen))
 
-    def evaluate(
-        self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None
-    ) -> tuple[Tensor, Metrics]:
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
         assert isinstance(facts, PackedFacts)
         pairs = find_pairs(facts.trajectories)
         chosen, rejected = (on_device(rows, logprobs.device) for rows in pairs)
@@ -304,9 +303,7 @@ class KTOLoss(RowComparison):
         desirable, undesirable, _ = self._kinds(trajectories)
         return float(len(desirable) + len(undesirable))
 
-    def evaluate(
-        self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None
-    ) -> tuple[Tensor, Metrics]:
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
         assert isinstance(facts, PackedFacts)
         kinds = self._kinds(facts.trajectories)
         desirable, undesirable, mismatched = (on_device(rows, logprobs.device) for rows in kinds)

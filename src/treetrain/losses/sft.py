@@ -5,9 +5,8 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from treetrain.engine.results import Metrics
 from treetrain.losses.kl import IMPORTANCE_MODES, ImportanceMode, importance, k2, k3
-from treetrain.losses.loss import Facts, Loss, Reduction, check_choice, check_positive, weighted_means
+from treetrain.losses.loss import Facts, Loss, LossSum, Reduction, check_choice, check_positive, weighted_means
 
 DistillEstimator = Literal["policy_gradient", "k2", "k3"]
 
@@ -18,9 +17,7 @@ class SFTLoss(Loss):
 
     mergeable = True
 
-    def evaluate(
-        self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None
-    ) -> tuple[Tensor, Metrics]:
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
         shares = -self.coefficients(facts)
         total = -(shares * logprobs).sum()
         return total, {"nll": (total.detach(), shares.sum())}
@@ -68,9 +65,7 @@ class DistillLoss(Loss):
     def needs(self) -> tuple[str, ...]:
         return ("logprobs", "teacher_logprobs", *(() if self.importance_cap is None else ("rollout_logprobs",)))
 
-    def evaluate(
-        self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None
-    ) -> tuple[Tensor, Metrics]:
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
         teacher = facts.teacher_logprobs
         gap = (logprobs - teacher).detach()
         if self.estimator == "policy_gradient":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from treetrain.engine.results import Metrics
-from treetrain.losses.loss import Facts, Loss, Reduction, check_number, weighted_means
+from treetrain.losses.loss import Facts, Loss, LossSum, Reduction, check_number, weighted_means
 
 
 def value_loss(
@@ -90,9 +90,7 @@ class ValueLoss(Loss):
     def needs(self) -> tuple[str, ...]:
         return ("predicted_values", *value_facts(self.clip))
 
-    def evaluate(
-        self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None
-    ) -> tuple[Tensor, Metrics]:
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
         assert values is not None
         return value_loss(values, facts, clip=self.clip, reduction=self.reduction)
 
