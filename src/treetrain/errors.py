@@ -1,5 +1,16 @@
 """The errors a user can cause. Each message names the place, what is wrong, both values and what to do."""
 
+import reprlib
+
+_repr = reprlib.Repr()
+_repr.maxlevel, _repr.maxstring, _repr.maxother = 3, 60, 60
+
+
+def quoted(value: object) -> str:
+    """A value for a message: its repr, cut to a readable length however long or deeply nested it is."""
+    text = _repr.repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
 
 class DataError(ValueError):
     """Input data that cannot be trained on as it is: a broken line, lengths that disagree, an id out of range."""

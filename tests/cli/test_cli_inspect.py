@@ -63,6 +63,12 @@ def test_the_shape_behind_the_flop_figures_is_always_named(treetrain, token_file
         assert name in "".join(treetrain("inspect", token_file, *argv).out.split())
 
 
+def test_square_brackets_in_a_group_s_name_are_no_markup(treetrain, tmp_path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"input_ids": [1, 2], "group_id": "[/red] [0]"}\n')
+    assert "[/red] [0]" in treetrain("inspect", path).out
+
+
 def test_the_table_shows_what_the_json_says(treetrain, token_file) -> None:
     answer = treetrain("inspect", token_file)
     assert answer.code == 0 and "qwen3-8b (assumed" in answer.out

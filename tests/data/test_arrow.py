@@ -20,7 +20,7 @@ from support.same_rows import assert_same_rows
 from treetrain.data import arrow, load
 from treetrain.data.advantages import advantages_of_groups
 from treetrain.data.arrow import MappedTrajectories, write_trajectories
-from treetrain.data.columns import GIVEN, ListColumns, columns_of
+from treetrain.data.columns import GIVEN, columns_of
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 
@@ -78,7 +78,7 @@ def test_rows_columns_notes_and_format_are_those_of_rows_in_memory(two_files, tm
     with pytest.raises(IndexError, match="row 12 of 12"):
         rows[12]
     assert columns_of(rows) is rows.columns
-    assert_same_columns(rows.columns, ListColumns(expected.trajectories))
+    assert_same_columns(rows.columns, columns_of(expected.trajectories))
     assert_same_rows(list(pickle.loads(pickle.dumps(rows))), list(expected.trajectories))
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["rows.arrow"], "nothing else is left"
 
@@ -107,7 +107,7 @@ def test_any_rows_come_back_as_they_were(tmp_path_factory, drawn):
     write_trajectories(path, rows, dict)
     mapped = MappedTrajectories(path)
     assert_same_rows(list(mapped), rows)
-    assert_same_columns(mapped.columns, ListColumns(rows))
+    assert_same_columns(mapped.columns, columns_of(rows))
 
 
 def test_a_file_is_converted_once_and_again_when_it_or_the_reading_has_changed(write_rows, tmp_path, monkeypatch):

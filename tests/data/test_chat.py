@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from treetrain.data import Renderer, trajectories_from_chat_row
-from treetrain.data.notes import Notes
+from treetrain.data import Renderer
+from treetrain.data.chat import chat_reader
+from treetrain.data.records import Notes, ReadSettings
 from treetrain.errors import DataError
 
 ALL = ["chatml", "think_dropping", "plain", "strict", "think_opening"]
@@ -39,8 +40,10 @@ def conversation():
 def read(bytes_tokenizer, templates):
     def read(messages, template="chatml", **options):
         row = options.pop("row", {}) | {"messages": messages}
-        renderer = Renderer(bytes_tokenizer, templates.get(template, template))
-        return trajectories_from_chat_row(row, renderer, "f.jsonl line 9", **options)
+        notes = options.pop("notes", Notes())
+        notes.place = "f.jsonl line 9"
+        template = templates.get(template, template)
+        return chat_reader(ReadSettings(tokenizer=bytes_tokenizer, chat_template=template, **options))(row, notes)
 
     return read
 
@@ -159,7 +162,7 @@ def test_tokenizers_without_offsets_train_the_same_text(bytes_tokenizer, trained
             return bytes_tokenizer(text, **options)
 
     row = {"messages": conversation()}
-    (slow,) = trajectories_from_chat_row(row, Renderer(Slow()), "f")
+    (slow,) = chat_reader(ReadSettings(tokenizer=Slow()))(row, Notes())
     assert trained(slow) == EXPECTED["chatml"]
 
 
@@ -169,7 +172,7 @@ def test_pieces_tokenised_apart_are_exactly_the_tokens_of_the_whole(bytes_tokeni
     text = "x<|im_start|> user\n\nhello<|im_end|><|im_end|>\n é😀</s> there "
     expected = bytes_tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, starts, ends = renderer.encode(text)
-    assert ids.tolist() == expected["input_ids"] == renderer.encode_ids(text).tolist()
+    assert ids.tolist() == expected["input_ids"]
     assert list(zip(starts.tolist(), ends.tolist())) == expected["offset_mapping"]
 
 
@@ -262,20 +265,23 @@ def test_tools_of_the_row_come_before_tools_of_the_file(read, bytes_tokenizer):
             "tool call 0 .*expected `function` with a `name`",
         ),
         (said("assistant", "x", weight=float("nan")), "weight nan"),
+        (said("assistant", "x", weight=10**400), r"weight 10+\.\.\.0+, expected a finite"),
+        (said("user", "a\ud800"), r"the lone surrogate '.ud800', which the tokenizer cannot read"),
+        (said("user", {"a": "x" * 500}), r"content {.{,90}, expected text"),
     ],
 )
-def test_a_bad_message_is_refused_with_file_line_and_index(read, message, text):
+def test_a_bad_message_is_refused_with_its_index(read, message, text):
     messages = [said("user", "a"), message]
-    with pytest.raises(DataError, match=r"f.jsonl line 9: .*" + text):
+    with pytest.raises(DataError, match=text):
         read(messages)
 
 
-def test_no_messages_nan_rewards_and_templates_that_refuse_are_named_with_the_line(read, bytes_tokenizer):
-    with pytest.raises(DataError, match=r"line 9: `messages` is \[\]"):
+def test_no_messages_nan_rewards_and_templates_that_refuse_are_named(read, bytes_tokenizer):
+    with pytest.raises(DataError, match=r"`messages` is \[\]"):
         read([])
-    with pytest.raises(DataError, match=r"line 9: .*reward is nan"):
+    with pytest.raises(DataError, match=r"reward is nan"):
         read(conversation(), row={"reward": float("nan")})
-    with pytest.raises(DataError, match=r"line 9: the chat template refuses.*must alternate.*--chat-template chatml"):
+    with pytest.raises(DataError, match=r"the chat template refuses.*must alternate.*--chat-template chatml"):
         read([said("user", "a"), said("user", "b")], "strict")
     with pytest.raises(DataError, match=r"message 1 .* cannot be found in what the chat template renders"):
         read([said("user", "a"), said("assistant", "b")], "{{- 'nothing' }}")

@@ -2,13 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treetrain.data.messages import clean_messages, read_tools
-from treetrain.data.notes import Notes
+from treetrain.data.chat import clean_messages, read_tools
+from treetrain.data.records import Notes
 from treetrain.errors import DataError
 
 
 def clean(**message):
-    return clean_messages([message], "f", Notes())[0]
+    return clean_messages([message], Notes())[0]
 
 
 def with_arguments(arguments):
@@ -54,7 +54,7 @@ def test_older_and_newer_names_of_roles_and_calls_are_read_and_noted():
         {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
         {"role": "function", "name": "f", "content": "r"},
     ]
-    cleaned = clean_messages(messages, "f line 1", notes)
+    cleaned = clean_messages(messages, notes)
     assert [m["role"] for m in cleaned] == ["system", "assistant", "tool"]
     assert cleaned[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
     assert len(notes.lines()) == 2
@@ -63,7 +63,7 @@ def test_older_and_newer_names_of_roles_and_calls_are_read_and_noted():
 def test_the_users_rows_are_not_changed():
     call = {"function": {"name": "f", "arguments": "{}"}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    clean_messages([message], "f", Notes())
+    clean_messages([message], Notes())
     assert message["content"] is None and call["function"]["arguments"] == "{}"
 
 

@@ -3,13 +3,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treetrain.data import trajectory_from_token_row
-from treetrain.data.notes import Notes
+from treetrain.data.records import Notes
+from treetrain.data.token_rows import trajectory_from_token_row
 from treetrain.errors import DataError
 
 
+def nested(depth):
+    """A list in a list, so many times."""
+    found = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
 def read(**row):
-    return trajectory_from_token_row(row, "f.jsonl line 3")
+    return trajectory_from_token_row(row, Notes("f.jsonl line 3"))
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.booleans()), max_size=8), st.integers(0, 3), st.booleans())
@@ -69,7 +77,7 @@ def test_null_is_fine_where_nothing_is_trained():
         ({"input_ids": [1, 2], "labels": [1, 5]}, r"labels\[1\] = 5 but input_ids\[1\] = 2"),
         ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "shifted by one"),
         ({"input_ids": [1, 2], "labels": [-1, 2]}, r"labels\[0\] = -1"),
-        ({"input_ids": [1, 2], "loss_mask": [0, 0.5]}, "loss_mask has the entry 0.5"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 0.5]}, "loss_mask\\[1\\] is 0.5, expected 0 or 1"),
         ({"input_ids": [1, 2], "loss_weights": [0, float("nan")]}, r"loss_weights\[1\] is nan"),
         ({"input_ids": [1, 2], "loss_weights": [0, -1]}, r"loss_weights\[1\] = -1, but weights are 0 or more"),
         ({"input_ids": [1, 2], "loss_weights": 2}, "loss_weights is 2, expected a list"),
@@ -82,20 +90,25 @@ def test_null_is_fine_where_nothing_is_trained():
             {"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]},
             "attention_mask is 0 at 1, between",
         ),
-        ({"input_ids": [1, 2], "attention_mask": [2, 1]}, "entries other than 0 and 1"),
+        ({"input_ids": [1, 2], "attention_mask": [2, 1]}, "attention_mask\\[0\\] is 2, expected 0 or 1"),
         ({"input_ids": [1, 2], "attention_mask": [1]}, "attention_mask has 1 entries, input_ids has 2"),
         ({"input_ids": [1, 2], "advantage": float("nan")}, "advantages = nan"),
+        ({"input_ids": [1, 2], "attention_mask": [10**400, 1]}, "attention_mask is no flat list of numbers"),
+        ({"input_ids": [1, 2], "reward": 10**400}, r"reward is 10+\.\.\.0+, expected one finite number"),
+        ({"input_ids": [1, 2], "advantage": 10**400}, "advantages are not numbers"),
+        ({"input_ids": [1, 2], "loss_weights": {"a": nested(500)}}, "loss_weights is {'a': .*, expected a list"),
     ],
 )
-def test_a_bad_row_is_refused_with_its_place(row, message):
-    with pytest.raises(DataError, match=r"f.jsonl line 3: .*" + message):
+def test_a_bad_row_is_refused_with_key_and_value(row, message):
+    with pytest.raises(DataError, match=message):
         read(**row)
 
 
 def test_unknown_keys_and_missing_labels_are_noted_not_swallowed():
     notes = Notes()
     for line in (1, 2):
-        trajectory_from_token_row({"input_ids": [1], "colour": "red"}, f"f line {line}", notes)
+        notes.place = f"f line {line}"
+        trajectory_from_token_row({"input_ids": [1], "colour": "red"}, notes)
     assert notes.lines() == (
         "key 'colour' is not used (2 times, first: f line 1)",
         "no labels, loss_mask or loss_weights: every token is trained (2 times, first: f line 1)",

@@ -3,9 +3,9 @@
 import dataclasses
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from treetrain.data.load import load, read_rows_of_file
+from treetrain.data.load import detect_format, load
 from treetrain.errors import DataError
 from treetrain.planning.cost import ModelShape
 
@@ -52,7 +52,7 @@ class ReadRows:
 
     rows: "Sequence[Trajectory]"
     notes: tuple[str, ...]
-    format: Literal["tokens", "chat"]
+    format: str
     tokenizer: Any
     """None for token rows."""
 
@@ -67,22 +67,21 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
         DataError: naming file and line, the model, or the tokenizer that cannot be had.
     """
     files = list(files or options.files)
-    name, chat = options.tokenizer or options.model, options.format == "chat"
-    if options.format == "auto" and files:
-        _, row = next(read_rows_of_file(files[0]))
-        chat = "messages" in row and "input_ids" not in row
+    name = options.tokenizer or options.model
+    format = detect_format(files[0]) if options.format == "auto" and files else options.format
     config = tokenizer = None
-    if options.model is not None or (chat and name is not None):
+    if options.model is not None or (format == "chat" and name is not None):
         from treetrain.models.loading import load_config, load_tokenizer
 
         config = None if options.model is None else load_config(options.model).get_text_config()
-        tokenizer = load_tokenizer(name) if chat and name is not None else None
+        tokenizer = load_tokenizer(name) if format == "chat" and name is not None else None
     loaded = load(
         files,
+        format=format,
         tokenizer=tokenizer,
         vocab_size=getattr(config, "vocab_size", None),
         max_positions=getattr(config, "max_position_embeddings", None),
-        **{option: getattr(options, option) for option in ("format", "view", "tools", "chat_template")},
+        **{option: getattr(options, option) for option in ("view", "tools", "chat_template")},
         **more,
     )
     return ReadRows(rows=loaded.trajectories, notes=loaded.notes, format=loaded.format, tokenizer=tokenizer)

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -33,7 +34,7 @@ def pairs(rows: Iterable[tuple[str, str]]) -> Table:
     table.add_column(style="dim")
     table.add_column()
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(name, escape(value))
     return table
 
 
@@ -43,7 +44,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str |
     for number, column in enumerate(columns):
         made.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(escape, row))
     return made
 
 

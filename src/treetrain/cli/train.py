@@ -182,7 +182,7 @@ def _trainer(options: Namespace, arguments: Any) -> "tuple[TreeTrainer, Sequence
 
 def _tokenizer(options: Namespace, found: "ReadRows") -> Any:
     """What belongs beside the model, with the template it was trained on; token rows can do without any."""
-    from treetrain.data.rendering import chat_template_text
+    from treetrain.data.chat import chat_template_text
     from treetrain.errors import DataError
     from treetrain.models.loading import load_tokenizer
 

@@ -1,18 +1,21 @@
 """Training rows: what a trajectory is, how files of them are read and checked. Numpy only."""
 
 from treetrain.data.advantages import group_advantages
-from treetrain.data.chat import trajectories_from_chat_row
-from treetrain.data.diagnosis import PrefixBreak, PrefixReport, diagnose_prefixes
-from treetrain.data.jsonl import read_jsonl
+from treetrain.data.chat import CHAT, Renderer, chat_template_text
+from treetrain.data.diagnosis import PrefixReport, diagnose_prefixes
 from treetrain.data.load import LoadedFile, load
-from treetrain.data.rendering import Renderer, chat_template_text
-from treetrain.data.token_rows import trajectory_from_token_row
+from treetrain.data.records import Format, Notes, ReadSettings, read_jsonl
+from treetrain.data.token_rows import TOKENS
 from treetrain.data.trajectory import Trajectory
 
 __all__ = [
+    "CHAT",
+    "TOKENS",
+    "Format",
     "LoadedFile",
-    "PrefixBreak",
+    "Notes",
     "PrefixReport",
+    "ReadSettings",
     "Renderer",
     "Trajectory",
     "chat_template_text",
@@ -20,6 +23,4 @@ __all__ = [
     "group_advantages",
     "load",
     "read_jsonl",
-    "trajectories_from_chat_row",
-    "trajectory_from_token_row",
 ]

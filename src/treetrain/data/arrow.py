@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from treetrain.data.columns import GIVEN, StoredColumns, codes_of, weight_facts
+from treetrain.data.columns import GIVEN, RowColumns, codes_of, columns_of
 from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
 from treetrain.errors import DataError
 
@@ -91,14 +91,14 @@ class MappedTrajectories(Sequence[Trajectory]):
         return MappedTrajectories, (self.path,)
 
     @cached_property
-    def columns(self) -> StoredColumns:
+    def columns(self) -> RowColumns:
         """Lengths, weights, groups and so on of all rows, one array each; no row is read for them."""
         table = pa.Table.from_batches(self._batches, _SCHEMA)
 
         def numbers(name: str, missing: Any, dtype: type) -> NDArray:
             return pc.fill_null(table[name], missing).to_numpy().astype(dtype)
 
-        return StoredColumns(
+        return RowColumns(
             tokens=numbers("tokens", 0, np.int64),
             weight=numbers("weight", 0.0, np.float64),
             trained=numbers("trained", False, np.bool_),
@@ -107,10 +107,7 @@ class MappedTrajectories(Sequence[Trajectory]):
             reward=numbers("reward", np.nan, np.float64),
             chosen=pc.fill_null(pc.cast(table["chosen"], pa.int8()), -1).to_numpy(),
             given={name: table[name].is_valid().to_numpy() for name in GIVEN},
-            group=_codes(table["group"]),
-            pair=_codes(table["pair"]),
-            episode=_codes(table["episode"]),
-            key=_codes(table["key"]),
+            **{name: _codes(table[name]) for name in ("group", "pair", "episode", "key")},
         )
 
 
@@ -191,16 +188,15 @@ def _batches(rows: Iterable[Trajectory]) -> Iterator[Any]:
 
 
 def _batch(rows: list[Trajectory]) -> Any:
-    weights = [weight_facts(row) for row in rows]
-    columns: dict[str, list[Any]] = {"input_ids": [row.ids for row in rows]}
+    facts = columns_of(rows)
+    columns: dict[str, Any] = {"input_ids": [row.ids for row in rows]}
     columns |= {name: [getattr(row, name) for row in rows] for name in (*PER_TOKEN_FACTS, "reward", "chosen")}
     columns["experts"] = [None if row.experts is None else row.experts.ravel() for row in rows]
     columns["experts_shape"] = [None if row.experts is None else row.experts.shape[1:] for row in rows]
-    columns |= {name: [_label_text(getattr(row, name)) for row in rows] for name in LABELS}
-    columns["tokens"] = [len(row) for row in rows]
-    for place, name in enumerate(("weight", "trained", "negative")):
-        columns[name] = [found[place] for found in weights]
-    columns["signal"] = [row.advantages is not None and bool(row.advantages.any()) for row in rows]
+    for name in LABELS:
+        labels = [getattr(row, name) for row in rows]
+        columns[name] = [None if label is None else json.dumps(label) for label in labels]
+    columns |= {name: getattr(facts, name) for name in ("tokens", "weight", "trained", "negative", "signal")}
     return pa.record_batch([pa.array(columns[field.name], field.type) for field in _SCHEMA], schema=_SCHEMA)
 
 
@@ -217,10 +213,6 @@ def _trajectory(batch: Any, number: int) -> Trajectory:
         text = batch.column(name)[number].as_py()
         facts[name] = None if text is None else json.loads(text)
     return Trajectory(ids, **facts)
-
-
-def _label_text(label: Hashable) -> str | None:
-    return None if label is None else json.dumps(label)
 
 
 def _codes(column: Any) -> NDArray[np.int64]:

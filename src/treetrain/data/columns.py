@@ -1,11 +1,7 @@
-"""What planning needs to know of all rows, as one array per fact: of rows in memory, or of a memory-mapped file.
-
-K = rows.
-"""
+"""What planning needs to know of all rows, as one array per fact: of rows in memory, or of a memory-mapped file."""
 
 import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,84 +9,19 @@ from numpy.typing import NDArray
 from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
 
 Int64s = NDArray[np.int64]
-Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 GIVEN = tuple(name for name in PER_TOKEN_FACTS if name != "loss_weights")
 """Facts of which the columns say who has them."""
 
 
-class ListColumns:
-    """Of rows in memory, as `StoredColumns` has them; each column is made when it is first asked for."""
-
-    def __init__(self, rows: Sequence[Trajectory]) -> None:
-        self._rows = rows
-
-    @cached_property
-    def tokens(self) -> Int64s:
-        return self._numbers(map(len, self._rows), np.int64)
-
-    @cached_property
-    def _weights(self) -> tuple[Floats, Bools, Bools]:
-        found = [weight_facts(row) for row in self._rows]
-        weight, trained, negative = zip(*found) if found else ((), (), ())
-        return np.array(weight, np.float64), np.array(trained, bool), np.array(negative, bool)
-
-    @property
-    def weight(self) -> Floats:
-        return self._weights[0]
-
-    @property
-    def trained(self) -> Bools:
-        return self._weights[1]
-
-    @property
-    def negative(self) -> Bools:
-        return self._weights[2]
-
-    @cached_property
-    def signal(self) -> Bools:
-        return self._numbers((row.advantages is not None and row.advantages.any() for row in self._rows), np.bool_)
-
-    @cached_property
-    def reward(self) -> Floats:
-        return self._numbers((np.nan if row.reward is None else row.reward for row in self._rows), np.float64)
-
-    @cached_property
-    def chosen(self) -> NDArray[np.int8]:
-        return self._numbers((-1 if row.chosen is None else row.chosen for row in self._rows), np.int8)
-
-    @cached_property
-    def given(self) -> dict[str, Bools]:
-        return {name: self._numbers((getattr(row, name) is not None for row in self._rows), np.bool_) for name in GIVEN}
-
-    @cached_property
-    def group(self) -> Int64s:
-        return codes_of(row.group for row in self._rows)
-
-    @cached_property
-    def pair(self) -> Int64s:
-        return codes_of(row.pair for row in self._rows)
-
-    @cached_property
-    def episode(self) -> Int64s:
-        return codes_of(row.episode for row in self._rows)
-
-    @cached_property
-    def key(self) -> Int64s:
-        return codes_of(row.key for row in self._rows)
-
-    def _numbers(self, values: Iterable[object], dtype: type) -> NDArray:
-        return np.fromiter(values, dtype, len(self._rows))  # type: ignore[arg-type]
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StoredColumns:
-    """Of rows that are not in memory."""
+class RowColumns:
+    """Facts of K rows."""
 
     tokens: Int64s
     """int64 [K]: length of each row."""
-    weight: Floats
+    weight: NDArray[np.float64]
     """[K]: sum of the loss weights, entry 0 excluded."""
     trained: Bools
     """[K]: whether any token has a loss weight."""
@@ -98,7 +29,7 @@ class StoredColumns:
     """[K]: whether a loss weight is below 0."""
     signal: Bools
     """[K]: whether an advantage is not 0."""
-    reward: Floats
+    reward: NDArray[np.float64]
     """[K]: NaN where there is none."""
     chosen: NDArray[np.int8]
     """[K]: 1, 0, or -1 where it is not said."""
@@ -114,19 +45,38 @@ class StoredColumns:
     """As `group`."""
 
 
-RowColumns = ListColumns | StoredColumns
-
-
 def columns_of(rows: Sequence[Trajectory]) -> RowColumns:
     """The columns of rows: their own where they have them (`MappedTrajectories.columns`), else found one by one."""
     own = getattr(rows, "columns", None)
-    return ListColumns(rows) if own is None else own
+    if own is not None:
+        return own
 
+    def array(values: Iterable[object], dtype: type) -> NDArray:
+        return np.fromiter(values, dtype, len(rows))  # type: ignore[arg-type]
 
-def weight_facts(row: Trajectory) -> tuple[float, bool, bool]:
-    """Of a row's loss weights, entry 0 excluded: their sum, whether one is not 0, whether one is below 0."""
-    weights = row.weights
-    return float(weights.sum()), bool(weights.any()), bool(weights.size and weights.min() < 0)
+    tokens = array(map(len, rows), np.int64)
+    # A row without weights counts 1 for each token but the first.
+    weight = np.maximum(tokens - 1, 0).astype(np.float64)
+    trained, negative = tokens > 1, np.zeros(len(rows), bool)
+    for number, row in enumerate(rows):
+        if row.loss_weights is not None:
+            weights = row.loss_weights[1:]
+            weight[number], trained[number] = weights.sum(), weights.any()
+            negative[number] = weights.min(initial=0) < 0
+    return RowColumns(
+        tokens=tokens,
+        weight=weight,
+        trained=trained,
+        negative=negative,
+        signal=array((row.advantages is not None and row.advantages.any() for row in rows), np.bool_),
+        reward=array((np.nan if row.reward is None else row.reward for row in rows), np.float64),
+        chosen=array((-1 if row.chosen is None else row.chosen for row in rows), np.int8),
+        given={name: array((getattr(row, name) is not None for row in rows), np.bool_) for name in GIVEN},
+        group=codes_of(row.group for row in rows),
+        pair=codes_of(row.pair for row in rows),
+        episode=codes_of(row.episode for row in rows),
+        key=codes_of(row.key for row in rows),
+    )
 
 
 def codes_of(labels: Iterable[Hashable]) -> Int64s:

@@ -1,10 +1,11 @@
 """Does a chat template keep prefixes, so that the calls of a conversation can share them?"""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from treetrain.data.trajectory import Trajectory, common_prefix
+from treetrain.errors import quoted
 
 CONTEXT = 4  # tokens shown before the first difference
 SHOWN = 12  # tokens shown from it on
@@ -39,22 +40,18 @@ class PrefixReport:
     example: PrefixBreak | None
     """The first broken pair."""
 
-    @property
-    def preserved(self) -> bool:
-        return self.broken == 0
-
     def explain(self) -> str:
         """The finding in words, with what to do about it."""
         if self.successive == 0:
             return "No conversation has two calls: nothing to say about prefixes."
         if self.example is None:
             return f"All {self.successive:,} successive calls extend the call before them: prefixes are kept."
+        first = self.example
         return (
             f"{self.broken:,} of {self.successive:,} successive calls do not extend the call before them.\n"
-            f"First: {self.example.call} differs from {self.example.previous} "
-            f"at token {self.example.position}:\n"
-            f"  earlier call: {self.example.previous_text!r}\n"
-            f"  later call:   {self.example.call_text!r}\n"
+            f"First: {quoted(first.call)} differs from {quoted(first.previous)} at token {first.position}:\n"
+            f"  earlier call: {first.previous_text!r}\n"
+            f"  later call:   {first.call_text!r}\n"
             "If the policy really saw these prompts, train on them as they are. Otherwise use a template "
             "that writes a message the same way whatever follows it: --chat-template chatml."
         )
@@ -68,7 +65,6 @@ def diagnose_prefixes(trajectories: Iterable[Trajectory], tokenizer: Any = None)
             `episode` are not calls and are left out.
         tokenizer: anything with `decode`; the example then shows text instead of ids.
     """
-    decode = _ids_text if tokenizer is None else tokenizer.decode
     last: dict[Hashable, Trajectory] = {}
     calls = successive = broken = 0
     example = None
@@ -82,24 +78,13 @@ def diagnose_prefixes(trajectories: Iterable[Trajectory], tokenizer: Any = None)
             continue
         successive += 1
         position = common_prefix(previous.ids, call.ids)
-        if position < len(previous):
-            broken += 1
-            example = example or _example(previous, call, position, decode)
+        if position == len(previous):
+            continue
+        broken += 1
+        if example is None:
+            shown = [row.ids[max(0, position - CONTEXT) : position + SHOWN].tolist() for row in (previous, call)]
+            texts = [" ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids) for ids in shown]
+            example = PrefixBreak(
+                previous=previous.id, call=call.id, position=position, previous_text=texts[0], call_text=texts[1]
+            )
     return PrefixReport(calls=calls, successive=successive, broken=broken, example=example)
-
-
-def _example(
-    previous: Trajectory, call: Trajectory, position: int, decode: Callable[[Sequence[int]], str]
-) -> PrefixBreak:
-    shown = slice(max(0, position - CONTEXT), position + SHOWN)
-    return PrefixBreak(
-        previous=previous.id,
-        call=call.id,
-        position=position,
-        previous_text=decode(previous.ids[shown].tolist()),
-        call_text=decode(call.ids[shown].tolist()),
-    )
-
-
-def _ids_text(ids: Sequence[int]) -> str:
-    return " ".join(map(str, ids))

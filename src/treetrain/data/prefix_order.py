@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.data.columns import columns_of
-from treetrain.data.trajectory import Trajectory
+from treetrain.data.trajectory import Trajectory, common_prefix
 
 Int64s = NDArray[np.int64]
 TOKENS_AT_ONCE = 1 << 22
@@ -59,15 +59,9 @@ def sorted_by_prefix(numbers: list[int], ids: Callable[[int], NDArray[Any]]) -> 
         blocks = sorted((ids(number)[depth:end].astype(">i4").tobytes(), number) for number in members)
         children, last = [], None
         for block, run in groupby(blocks, key=lambda found: found[0]):
-            first = before if last is None else depth + _common(last, block)
-            stop = depth + len(block) // 4
+            tokens = np.frombuffer(block, np.int32)
+            first = before if last is None else depth + common_prefix(last, tokens)
+            stop = depth + len(tokens)
             children.append(([number for _, number in run], stop, first, stop < end))
-            last = block
+            last = tokens
         stack += children[::-1]
-
-
-def _common(one: bytes, other: bytes) -> int:
-    """Leading tokens that two different blocks have in common; the first may be the beginning of the second."""
-    length = min(len(one), len(other)) // 4
-    differ = np.frombuffer(one, np.int32, length) != np.frombuffer(other, np.int32, length)
-    return int(differ.argmax()) if differ.any() else length

@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from treetrain.errors import DataError
+from treetrain.errors import DataError, quoted
 
 MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 PER_TOKEN_FACTS = (
@@ -97,7 +97,7 @@ class Trajectory:
         episode: Hashable = None,
         experts: ArrayLike | None = None,
     ) -> None:
-        row = "trajectory" if id is None else f"trajectory {id!r}"
+        row = "trajectory" if id is None else f"trajectory {quoted(id)}"
         token_ids = _token_ids(ids, row)
         facts: dict[str, Any] = {
             "loss_weights": loss_weights,
@@ -171,7 +171,7 @@ def _per_token(value: ArrayLike, name: str, length: int, row: str) -> NDArray[np
     try:
         # Always a copy: a caller's buffer that is reused must not change the row.
         array = np.array(value, dtype=np.float64, order="C")
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise DataError(f"{row}: {name} are not numbers ({error})") from error
     if array.ndim == 0 and name in SCALAR_FACTS:
         array = np.full(length, float(array))
@@ -218,18 +218,18 @@ def _reward(reward: float | None, row: str) -> float | None:
     if reward is None:
         return None
     try:
-        value = float(reward)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{row}: reward is {reward!r}, expected one number") from error
-    if isinstance(reward, str) or not math.isfinite(value):
-        raise DataError(f"{row}: reward is {reward!r}, expected one finite number")
+        value = math.nan if isinstance(reward, str) else float(reward)
+    except (TypeError, ValueError, OverflowError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise DataError(f"{row}: reward is {quoted(reward)}, expected one finite number")
     return value
 
 
 def _chosen(chosen: bool | None, row: str) -> bool | None:
     if chosen is None or isinstance(chosen, bool | np.bool_):
         return None if chosen is None else bool(chosen)
-    raise DataError(f"{row}: chosen is {chosen!r}, expected True, False or None")
+    raise DataError(f"{row}: chosen is {quoted(chosen)}, expected True, False or None")
 
 
 def _check_hashable(value: object, name: str, row: str) -> None:

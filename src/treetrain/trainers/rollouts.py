@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from treetrain import losses
 from treetrain.data.advantages import advantages_of_groups
-from treetrain.data.columns import StoredColumns, columns_of
+from treetrain.data.columns import RowColumns, columns_of
 from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
@@ -102,7 +102,7 @@ def with_advantages(rows: Sequence[Trajectory], loss: Any, options: dict[str, An
             raise ValueError(f"advantage_kwargs is {options}, but no advantages are made of rewards: {why}")
         return rows
     values = advantages_of_groups(rows, **(options or {}))
-    if isinstance(columns, StoredColumns):
+    if not isinstance(rows, list):
         return _WithAdvantages(rows, columns, values)
     return [row.replace(advantages=value) for row, value in zip(rows, values.tolist(), strict=True)]
 
@@ -110,7 +110,7 @@ def with_advantages(rows: Sequence[Trajectory], loss: Any, options: dict[str, An
 class _WithAdvantages(Sequence[Trajectory]):
     """Rows that are not in memory, with an advantage each."""
 
-    def __init__(self, rows: Sequence[Trajectory], columns: StoredColumns, values: NDArray[np.float64]) -> None:
+    def __init__(self, rows: Sequence[Trajectory], columns: RowColumns, values: NDArray[np.float64]) -> None:
         given = columns.given | {"advantages": np.ones(len(rows), bool)}
         self.columns = dataclasses.replace(columns, given=given, signal=values != 0)
         self._rows, self._values = rows, values
