@@ -4,7 +4,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from treetrain.data.chat import CHAT, clean_tools, read_tools, tokenizer_settings
 from treetrain.data.records import Format, Notes, ReadSettings, Record, View, read_records
@@ -33,7 +33,7 @@ def load(
     path: Paths,
     *,
     tokenizer: Any = None,
-    format: Literal["auto", "tokens", "chat"] = "auto",
+    format: str = "auto",
     view: View = "transcript",
     tools: Sequence[Any] | str | os.PathLike[str] | None = None,
     chat_template: str | None = None,
@@ -62,14 +62,16 @@ def load(
     Raises:
         DataError: naming file and line, what is wrong, both values and what to do.
     """
-    if view not in ("transcript", "calls") or format not in ("auto", "tokens", "chat"):
-        raise ValueError(f"format {format!r}, view {view!r}: known are auto/tokens/chat and transcript/calls")
+    formats = {kind.name: kind for kind in FORMATS}
+    if view not in ("transcript", "calls") or format not in ("auto", *formats):
+        known = "/".join(("auto", *formats))
+        raise ValueError(f"format {format!r}, view {view!r}: known are {known} and transcript/calls")
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
     if not paths:
         raise DataError("no file given; pass at least one file")
     schemas = read_tools(Path(tools)) if isinstance(tools, str | os.PathLike) else clean_tools(tools)
     settings = ReadSettings(tokenizer=tokenizer, view=view, tools=schemas, chat_template=chat_template)
-    kind = next(kind for kind in FORMATS if kind.name == (detect_format(paths[0]) if format == "auto" else format))
+    kind = formats[detect_format(paths[0]) if format == "auto" else format]
 
     def check(row: Trajectory) -> None:
         _check_fits(row, vocab_size, max_positions)
