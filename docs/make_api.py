@@ -37,7 +37,7 @@ USED = {
     "SharePrefixesMixin": "",
     "TreeTrainer": "",
     "TreeArguments": "",
-    "SafeCheckpointsMixin": "train samples_per_step",
+    "SafeCheckpointsMixin": "train step_size",
     "Plan": "explain explanation events num_parts peak_tokens recomputed_tokens",
     "CostModel": "from_shape seconds seconds_by peak_bytes bytes_by",
     "ModelShape": "named from_config parameters flops",

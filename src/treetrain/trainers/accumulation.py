@@ -8,13 +8,13 @@ last micro-batch that it holds has left its gradients. How many graphs are alive
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from treetrain.trainers.batch_rows import IGNORED, packed_tree_of, tree_of
+from treetrain.trainers.batch_rows import IGNORED, Rows, packed_tree_of, tree_of
 from treetrain.tree.token_tree import TokenTree
 
 WORTH_JOINING = 0.9
@@ -23,15 +23,6 @@ more memory, and where they do not fit it is run forward twice."""
 
 Run = Callable[[TokenTree, list[np.ndarray]], Any]
 """Scores a tree, given the masks of its rows."""
-
-
-class BatchRows(Protocol):
-    """The rows of a micro-batch, and which of their predictions are wanted."""
-
-    @property
-    def ids(self) -> list[np.ndarray]: ...
-    @property
-    def masks(self) -> list[np.ndarray]: ...
 
 
 class RowScores(NamedTuple):
@@ -50,54 +41,38 @@ class _Joint(NamedTuple):
     """Micro-batches that were scored together."""
 
     scored: Any
-    rows: list[BatchRows]
+    rows: list[Rows]
     first: int
     """Number of the first of them within the optimizer step."""
-
-    def number(self, position: int) -> int | None:
-        """Which of them a micro-batch of the step is."""
-        number = position - self.first
-        return number if 0 <= number < len(self.rows) else None
 
     def of(self, number: int) -> RowScores:
         """What the rows of one of them got."""
         begin = sum(len(rows.ids) for rows in self.rows[:number])
-        own = slice(begin, begin + len(self.rows[number].ids))
-
-        def cut(value: Any) -> Any:
-            return None if value is None else value[own]
-
-        found = self.scored
-        return RowScores(
-            logprobs=cut(found.logprobs),
-            entropies=cut(found.entropies),
-            is_top1=cut(found.is_top1),
-            mean_logits=cut(found.mean_logits),
-            log_sum_sq_probs=cut(found.log_sum_sq_probs),
-            rewards=cut(found.rewards),
-            aux_loss=found.aux_loss,
-        )
+        end = begin + len(self.rows[number].ids)
+        values = {name: getattr(self.scored, name) for name in RowScores._fields}
+        own = {name: None if v is None else v[begin:end] for name, v in values.items() if name != "aux_loss"}
+        return RowScores(**own, aux_loss=values["aux_loss"])  # type: ignore[arg-type]
 
 
 class StepScores:
     """Scores the micro-batches of an optimizer step together and hands each its own rows.
 
-    Rows that come otherwise than they were foreseen are scored by themselves, which is as exact.
+    Rows that come otherwise than expected are scored by themselves, which is as exact.
 
     Args:
         trainer: the trainer whose micro-batches these are.
         rows_of: the rows of a micro-batch, from the keyword arguments that the trainer calls its model with.
     """
 
-    def __init__(self, trainer: Any, rows_of: Callable[[dict[str, Any]], BatchRows]) -> None:
+    def __init__(self, trainer: Any, rows_of: Callable[[dict[str, Any]], Rows]) -> None:
         self._trainer, self._rows_of = trainer, rows_of
         self.begin_step([])
 
     def begin_step(self, batches: Sequence[Any]) -> None:
         """Take note of the micro-batches of the next optimizer step, as `Trainer.get_batch_samples` returns them."""
         self._batches, self._position = list(batches), -1
-        self._foreseen: list[BatchRows] = []
-        self._first_foreseen = 0
+        self._expected: list[Rows] = []
+        self._first_expected = 0
         self._joint: dict[Any, _Joint] = {}
         self._apart: set[Any] = set()  # what was found not to be worth a joint tree
         self._waiting: list[tuple[Any, int]] = []
@@ -106,7 +81,7 @@ class StepScores:
         """The next of them is trained from now on."""
         self._position += 1
 
-    def score(self, key: Hashable, rows: BatchRows, run: Run, *, together: bool = True) -> RowScores:
+    def score(self, key: Hashable, rows: Rows, run: Run, *, together: bool = True) -> RowScores:
         """Scores of the rows of a call of the model.
 
         Args:
@@ -117,23 +92,24 @@ class StepScores:
         """
         key = (key, torch.is_grad_enabled())
         joint = self._joint.get(key) if together else None
-        number = None if joint is None else joint.number(self._position)
-        if joint is not None and number is not None and _equal(joint.rows[number], rows):
+        number = -1 if joint is None else self._position - joint.first
+        in_joint = joint is not None and 0 <= number < len(joint.rows)
+        if joint is not None and in_joint and _equal(joint.rows[number], rows):
             return joint.of(number)
-        known = self._upcoming() if together and number is None and key not in self._apart else []
-        if not (known and _equal(known[0], rows)):
-            known, self._foreseen = [rows], []  # a generation may be under way, which makes others
-        tree, masks = _joined(known)
-        if len(known) > 1 and not _shares(tree, known):
-            known = [rows]
+        batches = self._expected_rows() if together and not in_joint and key not in self._apart else []
+        if not (batches and _equal(batches[0], rows)):
+            batches, self._expected = [rows], []  # a generation may be under way, which makes others
+        tree, masks = _joined(batches)
+        if len(batches) > 1 and not _shares(tree, batches):
+            batches = [rows]
             self._apart.add(key)
-            tree, masks = _joined(known)
+            tree, masks = _joined(batches)
         scored = run(tree, masks)
-        joint = _Joint(scored, known, self._position)
-        if len(known) > 1:
+        joint = _Joint(scored, batches, self._position)
+        if len(batches) > 1:
             self._joint[key] = joint
         if torch.is_grad_enabled():
-            self._waiting.append((scored, self._position + len(known) - 1))
+            self._waiting.append((scored, self._position + len(batches) - 1))
         return joint.of(0)
 
     def backward(self, *, sync: bool) -> list[Any]:
@@ -148,16 +124,16 @@ class StepScores:
             scored.backward(sync=sync and scored is due[-1])
         return due
 
-    def _upcoming(self) -> list[BatchRows]:
+    def _expected_rows(self) -> list[Rows]:
         """Rows of this and the following micro-batches of the step, as far as they are known."""
         position = max(self._position, 0)
-        if not self._foreseen:
+        if not self._expected:
             batches = self._batches[position:]
             if hasattr(self._trainer, "_buffered_inputs"):
                 batches = self._generated(len(batches))
-            found = [self._rows_of(inputs) for inputs in map(_model_inputs, batches) if inputs is not None]
-            self._foreseen, self._first_foreseen = found, position
-        return self._foreseen[position - self._first_foreseen :]
+            known = [inputs for inputs in map(_model_inputs, batches) if inputs is not None]
+            self._expected, self._first_expected = [self._rows_of(inputs) for inputs in known], position
+        return self._expected[position - self._first_expected :]
 
     def _generated(self, count: int) -> list[Any]:
         """The next micro-batches of a trainer that generates them, up to its next generation."""
@@ -187,13 +163,13 @@ def _model_inputs(batch: dict[str, Any]) -> dict[str, Any] | None:
     return inputs
 
 
-def _joined(batches: list[BatchRows]) -> tuple[TokenTree, list[np.ndarray]]:
+def _joined(batches: list[Rows]) -> tuple[TokenTree, list[np.ndarray]]:
     """Micro-batches as one tree, and the masks of all rows."""
     masks = [mask for rows in batches for mask in rows.masks]
     return tree_of([ids for rows in batches for ids in rows.ids], masks), masks
 
 
-def _shares(tree: TokenTree, batches: list[BatchRows]) -> bool:
+def _shares(tree: TokenTree, batches: list[Rows]) -> bool:
     """Whether micro-batches share enough with each other to be scored as the tree of all of them."""
     offsets, tokens = tree.paths()
     ends = offsets[np.cumsum([len(rows.ids) for rows in batches])]
@@ -201,7 +177,6 @@ def _shares(tree: TokenTree, batches: list[BatchRows]) -> bool:
     return tree.num_tokens <= WORTH_JOINING * apart
 
 
-def _equal(one: BatchRows, other: BatchRows) -> bool:
-    return all(
-        len(a) == len(b) and all(map(np.array_equal, a, b)) for a, b in ((one.ids, other.ids), (one.masks, other.masks))
-    )
+def _equal(one: Rows, other: Rows) -> bool:
+    pairs = (one.ids, other.ids), (one.masks, other.masks)
+    return all(len(a) == len(b) and all(map(np.array_equal, a, b)) for a, b in pairs)

@@ -1,9 +1,11 @@
 """What a `TreeTrainer` is told: the arguments of `transformers.Trainer`, and those of trees, losses and rollouts."""
 
-import dataclasses
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from transformers import TrainingArguments
+
+from treetrain.planning.budget import Bytes, parse_budget
 
 MUON = "muon"
 """A value of `optim` beside those of transformers."""
@@ -25,7 +27,7 @@ REFUSED: dict[str, str] = {
 """Arguments of transformers that would be ignored or would not be exact, and what to do instead."""
 
 
-@dataclasses.dataclass
+@dataclass
 class TreeArguments(TrainingArguments):
     """Arguments of a `TreeTrainer`: all of `transformers.TrainingArguments`, and these.
 
@@ -35,64 +37,63 @@ class TreeArguments(TrainingArguments):
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "loss_kwargs", "advantage_kwargs"]
 
-    execution: str = dataclasses.field(
+    execution: str = field(
         default="tree",
         metadata={
-            "help": "tree: every shared prefix is computed once. linear: every row by itself, on the same steps, to "
-            "compare with.",
+            "help": "tree: every shared prefix is computed once. linear: every row by itself, to compare with.",
             "choices": ["tree", "linear"],
         },
     )
-    budget: int | str | None = dataclasses.field(
+    budget: int | str | None = field(
         default=None,
         metadata={
             "help": "Tokens whose graph is alive at once (4096), or bytes above model, gradients and optimiser state "
             "(8GiB). Not given: what the device has free."
         },
     )
-    tokens_per_step: int = dataclasses.field(
+    tokens_per_step: int = field(
         default=32_768,
         metadata={
             "help": "Flat tokens of a step (of a batch, with several updates), about: it is filled with whole groups "
             "(else whole trees), in place of per_device_train_batch_size rows."
         },
     )
-    temperature: float = dataclasses.field(
+    temperature: float = field(
         default=1.0,
         metadata={"help": "Divides the logits; for policy losses the temperature that the rows were sampled with."},
     )
-    loss: str = dataclasses.field(
+    loss: str = field(
         default="sft",
         metadata={
             "help": "sft, reinforce, ppo, grpo, dapo, dr_grpo, gspo, dpo, ipo, simpo, kto or distill (docs/losses.md)."
         },
     )
-    loss_kwargs: dict[str, Any] | str | None = dataclasses.field(
-        default=None, metadata={"help": """Options of the loss, as JSON: '{"clip": 0.2, "kl": 0.01}'."""}
+    loss_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": """Options of the loss, as JSON: '{"clip": 0.2, "kl": 0.01}'."""},
     )
-    advantage_kwargs: dict[str, Any] | str | None = dataclasses.field(
+    advantage_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={
             "help": "Options of group_advantages, as JSON, for rows that have rewards and no advantages: "
             """'{"divide_by_std": false}'."""
         },
     )
-    updates_per_batch: int = dataclasses.field(
-        default=1, metadata={"help": "Passes over every batch before the next one; each is a step, or several."}
+    updates_per_batch: int = field(
+        default=1,
+        metadata={"help": "Passes over every batch before the next one; each is a step, or several."},
     )
-    minibatches: int = dataclasses.field(
-        default=1, metadata={"help": "Parts of whole groups of every pass over a batch, each an optimiser step."}
+    minibatches: int = field(
+        default=1, metadata={"help": "Parts of every pass over a batch, of whole groups, each a step."}
     )
-    target_kl: float | None = dataclasses.field(
+    target_kl: float | None = field(
         default=None,
         metadata={"help": "Leave out the rest of a batch's updates after a step whose approx_kl was above this."},
     )
-    log_entropy: bool = dataclasses.field(
+    log_entropy: bool = field(
         default=False, metadata={"help": "Policy losses: log the policy's entropy, bonus or not; costs time."}
     )
-    logging_steps: float = dataclasses.field(
-        default=10, metadata={"help": "Log every so many steps; numbers are means over them."}
-    )
+    logging_steps: float = field(default=10, metadata={"help": "Log every so many steps; numbers are means over them."})
 
     def __post_init__(self) -> None:
         if self.execution not in ("tree", "linear"):
@@ -102,8 +103,9 @@ class TreeArguments(TrainingArguments):
                 raise ValueError(f"{name} is {getattr(self, name)}; give a whole number from 1")
         if self.target_kl is not None and self.updates_per_batch * self.minibatches == 1:
             raise ValueError(f"target_kl is {self.target_kl}, which needs updates_per_batch or minibatches above 1")
-        self._check_budget()
-        defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+        if isinstance(parse_budget(self.budget), Bytes) and self.execution == "linear":
+            raise ValueError(f"budget is {self.budget!r}, but linear execution packs tokens: give a number of tokens")
+        defaults = {each.name: each.default for each in fields(TrainingArguments)}
         for name, instead in REFUSED.items():
             if getattr(self, name) not in (defaults[name], None):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, which TreeTrainer does not take: {instead}")
@@ -121,12 +123,6 @@ class TreeArguments(TrainingArguments):
             value = getattr(self, name)
             if value is not None and not isinstance(value, dict):
                 raise ValueError(f"{name} is {value!r}; give a JSON object")
-
-    def _check_budget(self) -> None:
-        from treetrain.planning.budget import Bytes, parse_budget
-
-        if isinstance(parse_budget(self.budget), Bytes) and self.execution == "linear":
-            raise ValueError(f"budget is {self.budget!r}, but linear execution packs tokens: give a number of tokens")
 
     @property
     def several_updates(self) -> bool:

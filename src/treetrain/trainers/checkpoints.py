@@ -91,6 +91,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     """Attributes that every rank saves and gets back on as many ranks: of TRL's trainers the metrics since the last log
     and the completions that are not trained on yet."""
 
+    model: Any
     _group: "dist.ProcessGroup | None" = None
     _last_good: Path | None = None
     _resumed: dict[str, Any] | None = None
@@ -121,7 +122,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             raise ValueError("SafeCheckpointsMixin does not know DeepSpeed's checkpoints: use DDP or FSDP2")
         if self.args.save_on_each_node:
             raise ValueError("save_on_each_node=True: SafeCheckpointsMixin needs one output_dir that all nodes share")
-        self._frozen = _frozen_digest(self._model)
+        self._frozen = _frozen_digest(self.model)
 
     def step_size(self) -> str:
         """What an optimiser step takes of the data over all ranks. A trainer that counts otherwise overrides it."""
@@ -319,9 +320,9 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         if not self._is_sharded:
             super().save_model(output_dir, _internal_call)
         elif not self._writing:
-            save_whole(self._model, folder, self.processing_class, write=self.args.should_save)
+            save_whole(self.model, folder, self.processing_class, write=self.args.should_save)
         elif self._is_first:
-            self._model.config.save_pretrained(folder)
+            self.model.config.save_pretrained(folder)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
 
@@ -394,16 +395,12 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     # ---- Helpers
 
     @property
-    def _model(self) -> Any:
-        return self.model
-
-    @property
     def _is_first(self) -> bool:
         return self.args.process_index == 0
 
     @property
     def _is_sharded(self) -> bool:
-        return is_sharded(self._model)
+        return is_sharded(self.model)
 
     def _callbacks(self) -> dict[str, Any]:
         """Callbacks with a state of torch's protocol, by number and class."""

@@ -156,15 +156,11 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         """The steps of a pass over the data, call by call."""
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset")
-        args, self._next = self.args, None
-        return StepLoader(
-            StepDataset(self.train_dataset, self.model, self.args),  # type: ignore[arg-type]
-            self._sampler,
-            num_workers=args.dataloader_num_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            persistent_workers=args.dataloader_persistent_workers,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
-        )
+        self._next = None
+        names = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context")
+        options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
+        rows: Any = self.train_dataset
+        return StepLoader(StepDataset(rows, self.model, self.args), self._sampler, **options)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> StepLoader:
         """The held-out rows in calls of whole groups."""
@@ -172,10 +168,8 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         rows = self.eval_dataset[rows] if isinstance(rows, str) else rows  # type: ignore[index]
         if rows is None:
             raise ValueError("evaluation needs an eval_dataset")
-        return StepLoader(
-            StepDataset(rows, self.model, self.args),
-            StepSampler(rows, tokens_per_step=self.args.tokens_per_step),
-        )
+        sampler = StepSampler(rows, tokens_per_step=self.args.tokens_per_step)
+        return StepLoader(StepDataset(rows, self.model, self.args), sampler)
 
     def get_test_dataloader(self, test_dataset: Any) -> StepLoader:
         """See `get_eval_dataloader`."""
@@ -193,21 +187,17 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             seed=args.seed if args.data_seed is None else args.data_seed,
         )
 
-    def samples_per_step(self) -> int:
+    def get_total_train_batch_size(self, args: Any) -> int:
         """Rows of a step, on average."""
         return max(round(len(self.train_dataset) * self.args.updates_per_batch / self._sampler.steps), 1)  # type: ignore[arg-type]
 
     def step_size(self) -> str:
         """See `SafeCheckpointsMixin`; the number of processes does not enter."""
-        args = self.args
+        args, rows = self.args, len(self.train_dataset)  # type: ignore[arg-type]
         return (
-            f"{self.samples_per_step()} of {len(self.train_dataset)} rows (tokens_per_step={args.tokens_per_step}, "  # type: ignore[arg-type]
+            f"{self.get_total_train_batch_size(args)} of {rows} rows (tokens_per_step={args.tokens_per_step}, "
             f"updates_per_batch={args.updates_per_batch}, minibatches={args.minibatches})"
         )
-
-    def get_total_train_batch_size(self, args: Any) -> int:
-        """See `samples_per_step`."""
-        return self.samples_per_step()
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
