@@ -15,7 +15,7 @@ the kept tokens above it are alive beside it.
    are leaves, or share one. The tokens above them are *inner*. Sizes, too, only fall along a path, so the inner
    tokens of a segment are its first ones, and one count per segment says which.
 3. An inner token can be kept if all inner tokens from it down, and the largest small subtree below them, are
-   within the budget together. The others, again the top, are recomputed; or a whole region's inner tokens are.
+   within the budget together. The others, again the top, are recomputed; in one of the tries all inner tokens are.
 4. Tokens become parts so that this bound holds. Recomputed parts are packed bottom up: what continues a token goes
    into as few parts as fit, and the emptiest goes on upwards with the token. Nothing that it takes in is exported, so
    this recomputes nothing more. Kept parts are cut top down: each takes in what leaves enough room below.
@@ -28,15 +28,13 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush, heapreplace
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from treetrain.planning.plan import Bools, Plan, segment_heights
 from treetrain.tree.assemble import Int64s
-from treetrain.tree.build import build_tree
-from treetrain.tree.layout import PackedLayout, pack
+from treetrain.tree.layout import PackedLayout
 
 Seconds = Callable[[Plan], float]
 Keep = Literal["none", "all", "mixed"]
@@ -84,7 +82,7 @@ def partition(
     limit = PREFILL_BUDGETS * budget if prefill_limit is None else prefill_limit
     if part_tokens is not None and part_tokens < budget:
         cutter = _Cutter(layout, budget, part_tokens, limit)
-        plan = cutter.plan(cutter.largest_small(), recompute=False)
+        plan = cutter.plan(cutter.largest_small())
         if plan.recomputed_tokens == 0:
             return plan
     if layout.num_tokens <= budget:
@@ -129,84 +127,25 @@ def _kept(part_of: Int64s, keep: Keep) -> Bools:
     return {"none": number < 0, "all": number >= 0, "mixed": number % 2 == 0}[keep]
 
 
-class _Try(NamedTuple):
-    """A plan, and how each region was cut for it."""
-
-    small: Int64s
-    """int64 [R]: tokens of the largest small subtrees."""
-    recompute: Bools
-    """bool [R]: regions without kept parts."""
-    plan: Plan
-    seconds: float
-
-
 def _fastest(cutter: "_Cutter", seconds: Seconds) -> Plan:
-    """Cut all regions in each of several ways, then every region in the way that is best for it."""
-    all_kept, target = cutter.largest_small(), cutter.target
-
-    def attempt(small: Int64s, recompute: Bools | bool) -> _Try:
-        plan = cutter.plan(small, recompute)
-        return _Try(small, np.broadcast_to(recompute, small.shape), plan, seconds(plan))
-
+    """Cut the regions with small subtrees of several sizes, and take the fastest plan."""
+    all_kept, target, tokens = cutter.largest_small(), cutter.target, cutter.layout.num_tokens
     if not cutter.is_big.any():
-        return cutter.plan(all_kept, recompute=False)
+        return cutter.plan(all_kept)
     sizes = [all_kept]
     sizes += [all_kept + ((target - all_kept) * share).astype(np.int64) for share in _LARGER]
     sizes += [(all_kept * share).astype(np.int64) for share in _SMALLER]
-    tokens = cutter.layout.num_tokens
     cut_segments = int(((cutter.too_tall > 0) | cutter.in_big).sum())
-    most = min(_SEGMENTS_TRIED // max(1, cut_segments), _TOKENS_TRIED // tokens)
+    tries = min(_SEGMENTS_TRIED // max(1, cut_segments), _TOKENS_TRIED // tokens)
     if cutter.region_size[cutter.is_big].sum() < _NEAR * tokens:
-        most = 0  # these regions are too small to matter
-    tries = [attempt(np.full(len(all_kept), target), True)]
-    tries += [attempt(small, False) for small in sizes[: max(1, most - 1)]]
-    if cutter.is_big.sum() > 1:
-        prices = _prices(seconds)
-        tries += [attempt(*_best_of_each_region(cutter, tries, *prices, near)) for near in (0.0, _NEAR)]
-    fastest = min(tries, key=lambda way: way.seconds)
+        tries = 0  # these regions are too small to matter
+    plans = [cutter.plan(np.full_like(all_kept, target), recompute=True)]
+    plans += [cutter.plan(small) for small in sizes[: max(1, tries - 1)]]
+    timed = [(seconds(plan), plan) for plan in plans]
+    fastest = min(timed, key=lambda way: way[0])
     little = (1 + _LITTLE) * int(cutter.too_tall.sum())
-    near = [way for way in tries if way.seconds <= (1 + _NEAR) * fastest.seconds]
-    near = [way for way in near if way.plan.recomputed_tokens <= little]
-    return min(near, key=lambda way: way.seconds, default=fastest).plan
-
-
-def _best_of_each_region(
-    cutter: "_Cutter", tries: list[_Try], part: float, again: float, tolerance: float
-) -> tuple[Int64s, Bools]:
-    """Cut each region as in the try that is best for it, or in one that recomputes less and is about as fast.
-
-    Args:
-        part: seconds of one more part.
-        again: seconds of a recomputed token.
-        tolerance: what counts as about as fast, as a share of the region's time.
-    """
-    first, stop = cutter.region_start, cutter.region_start + cutter.region_size
-
-    def per_region(values: NDArray[Any]) -> NDArray[np.float64]:
-        total = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
-        return total[stop] - total[first]
-
-    recomputed = np.stack([per_region(way.plan.is_recomputed_token) for way in tries])
-    parts = np.stack([per_region(1.0 / way.plan.sizes[way.plan.part_of]) for way in tries])
-    cost = part * parts + again * recomputed
-    share = tries[0].seconds / cutter.layout.num_tokens * cutter.region_size
-    near = cost <= cost.min(axis=0) + tolerance * share
-    chosen = np.lexsort((cost, np.where(near, recomputed, np.inf)), axis=0)[0]
-    regions = np.arange(len(chosen))
-    small, recompute = np.stack([way.small for way in tries]), np.stack([way.recompute for way in tries])
-    return small[chosen, regions], recompute[chosen, regions]
-
-
-def _prices(seconds: Seconds) -> tuple[float, float]:
-    """Predicted seconds of one more part, and of a recomputed token, from a path of 512 tokens."""
-    layout = pack(build_tree([np.zeros(512, np.int32)]), trim=False)
-
-    def cut(at: int, kept: bool) -> float:
-        part_of = (np.arange(512) >= at).astype(np.int64)
-        return seconds(Plan.of_parts(layout, part_of, np.full(2, kept)))
-
-    whole = seconds(Plan.of_parts(layout, np.zeros(512, np.int64)))
-    return max(cut(256, True) - whole, 0.0), max(cut(384, False) - cut(128, False), 0.0) / 256
+    near = [way for way in timed if way[0] <= (1 + _NEAR) * fastest[0] and way[1].recomputed_tokens <= little]
+    return min(near, key=lambda way: way[0], default=fastest)[1]
 
 
 class _Cutter:
@@ -258,33 +197,24 @@ class _Cutter:
             low[big], high[big] = np.where(fits, middle[big], low[big]), np.where(fits, high[big], middle[big] - 1)
         return low
 
-    def plan(self, small: Int64s, recompute: Bools | bool) -> Plan:
+    def plan(self, small: Int64s, *, recompute: bool = False) -> Plan:
         """Cut every region.
 
         Args:
             small: int64 [R]: tokens of the largest small subtrees of each region.
-            recompute: bool [R]: regions whose inner tokens shall all be recomputed, whatever fits.
+            recompute: whether all inner tokens shall be recomputed, whatever fits.
         """
         inner, region = self.too_tall.copy(), self.region_of[self._cut]
         inner[self._cut] = np.clip(self.size[self._cut] - small[region], 0, self.length[self._cut])
-        start, owner = self._small_subtrees(inner)
+        # A small subtree continues the last inner token of its owner; the owner of whole trees is -1.
+        full = np.append(inner == self.length, True)
+        whole = np.flatnonzero((inner == 0) & full[self.above])
+        rest = np.flatnonzero((inner > 0) & ~full[:-1])
+        start = np.concatenate([self.start[whole], (self.start + inner)[rest]])
+        owner = np.concatenate([self.above[whole], rest])
         size = self.layout.ends[start] - start
-        need = np.zeros(len(inner) + 1, np.int64)  # the last entry is that of owner -1
-        np.maximum.at(need, owner, size)
-        need[self._cut[np.broadcast_to(recompute, small.shape)[region]]] = self.budget
-        need = self._need(inner, need)
-        recomputed = np.clip(need + inner - self.budget, 0, inner)
-        # A kept subtree right below recomputed tokens that fits into one leaf is a small one after all.
-        below_recomputed = (recomputed > 0) | np.append(recomputed == self.length, True)[self.above]
-        tops = np.flatnonzero((inner > recomputed) & (self.size - recomputed <= self.target) & below_recomputed)
-        if len(tops):
-            stops = np.searchsorted(self.layout.segment_start, self.layout.ends[self.start[tops]])
-            for top, stop in zip(tops.tolist(), stops.tolist()):
-                inner[top:stop] = 0
-            inner[tops] = recomputed[tops]
-            recomputed = np.minimum(recomputed, inner)
-            start, owner = self._small_subtrees(inner)
-            size = self.layout.ends[start] - start
+        need = self._need(inner, owner, size)
+        recomputed = inner if recompute else np.clip(need + inner - self.budget, 0, inner)
         order = np.argsort(owner, kind="stable")
         items = list(zip(size[order].tolist(), start[order].tolist()))
         owners, first = np.unique(owner[order], return_index=True)
@@ -296,16 +226,10 @@ class _Cutter:
         part_of, kept = pieces.parts(self.layout.num_tokens)
         return Plan.of_parts(self.layout, part_of, kept, prefill_limit=self.prefill_limit)
 
-    def _small_subtrees(self, inner: Int64s) -> tuple[Int64s, Int64s]:
-        """The first token of each, and the segment whose last inner token it continues, -1 for whole trees."""
-        full = np.append(inner == self.length, True)
-        whole = np.flatnonzero((inner == 0) & full[self.above])
-        rest = np.flatnonzero((inner > 0) & ~full[:-1])
-        start = np.concatenate([self.start[whole], (self.start + inner)[rest]])
-        return start, np.concatenate([self.above[whole], rest])
-
-    def _need(self, inner: Int64s, largest: Int64s) -> Int64s:
+    def _need(self, inner: Int64s, owner: Int64s, size: Int64s) -> Int64s:
         """int64 [S]: tokens alive below each segment's last inner token if all inner tokens below it are kept."""
+        largest = np.zeros(len(inner) + 1, np.int64)  # the last entry is that of owner -1
+        np.maximum.at(largest, owner, size)
         need, count, above = largest.tolist(), inner.tolist(), self._above
         for segment in np.flatnonzero(inner)[::-1].tolist():
             need[above[segment]] = max(need[above[segment]], count[segment] + need[segment])
