@@ -16,7 +16,7 @@ import rows
 import treetrain as tt
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.schedule import Forest
-from treetrain.engine.allocator import keep_memory
+from treetrain.engine.memory import keep_memory
 from treetrain.tree.layout import PackedLayout, pack
 from workloads import load_workload
 

@@ -26,8 +26,8 @@ def measure(name: str, repeats: int, baselines: list[str]) -> None:
     import torch
 
     import treetrain as tt
-    from treetrain.engine.allocator import keep_memory
     from treetrain.engine.linear import LinearEngine
+    from treetrain.engine.memory import keep_memory
     from treetrain.planning.plan import least_recomputed
     from treetrain.verification.padded_baseline import PaddedEngine
 

@@ -26,8 +26,8 @@ def main() -> None:
     import torch
 
     import treetrain as tt
-    from treetrain.engine.allocator import keep_memory
     from treetrain.engine.linear import LinearEngine
+    from treetrain.engine.memory import keep_memory
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)

@@ -193,7 +193,7 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
     import torch
 
     import treetrain as tt
-    from treetrain.engine.allocator import keep_memory
+    from treetrain.engine.memory import keep_memory
     from treetrain.planning.ideal import budget_share, ideal_speedup
 
     keep_memory()

@@ -13,12 +13,12 @@ from torch import nn
 import treetrain as tt
 from support.models import BASE, build, make_model
 from treetrain.engine import calibrate as calibration
-from treetrain.engine import constants_cache, free_bytes
+from treetrain.engine import constants_cache, memory
 from treetrain.engine.batch import Batch
 from treetrain.engine.calibrate import calibrate, cost_model, model_shape, remember
 from treetrain.engine.executor import Executor
-from treetrain.engine.live_bytes import live_bytes
 from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
+from treetrain.engine.memory import live_bytes
 from treetrain.engine.planning import formula_cost
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import check_model
@@ -310,21 +310,16 @@ def test_a_cache_that_cannot_be_written_is_told_about(monkeypatch, tmp_path):
 
 
 def test_free_bytes_are_what_the_tightest_control_group_leaves(monkeypatch, tmp_path):
-    everything = free_bytes.free_bytes(CPU)
-    assert 0 < everything <= free_bytes.CPU_SHARE * free_bytes._available()
+    everything = memory.free_bytes(CPU)
+    assert 0 < everything <= memory.CPU_SHARE * memory._available()
     group = tmp_path / "group"
     group.mkdir()
-    monkeypatch.setattr(free_bytes, "_available", lambda: 10_000)
-    monkeypatch.setattr(free_bytes, "_groups", lambda: [group])
-    assert free_bytes.free_bytes(CPU) == 8000
+    monkeypatch.setattr(memory, "_available", lambda: 10_000)
+    monkeypatch.setattr(memory, "_control_groups", lambda: [group])
+    assert memory.free_bytes(CPU) == 8000
     (group / "memory.stat").write_text("anon 1\ninactive_file 500\n")
     (group / "memory.current").write_text("4500\n")
     (group / "memory.max").write_text("max\n")
-    assert free_bytes.free_bytes(CPU) == 8000
+    assert memory.free_bytes(CPU) == 8000
     (group / "memory.max").write_text("5000\n")
-    assert free_bytes.free_bytes(CPU) == 800  # 5000 - 4500, and the cache that can go
-
-
-def test_a_system_that_does_not_tell_its_memory_is_an_error(tmp_path):
-    with pytest.raises(OSError, match="give a budget"):
-        free_bytes._available(tmp_path / "nothing")
+    assert memory.free_bytes(CPU) == 800  # 5000 - 4500, and the cache that can go

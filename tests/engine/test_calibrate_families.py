@@ -14,8 +14,8 @@ from treetrain.engine.calibrate import _Bench, _gradients_aside, _memory, model_
 from treetrain.engine.executor import Executor
 from treetrain.engine.formula import formula_constants
 from treetrain.engine.gradients import gradient_buffers
-from treetrain.engine.live_bytes import live_bytes
 from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
+from treetrain.engine.memory import live_bytes
 from treetrain.models.capability import check_model
 from treetrain.planning.partition import partition
 from treetrain.planning.price import CostModel

@@ -1,6 +1,6 @@
 """Measures, in a few seconds, what the cost model multiplies counts with: on the user's own model and device.
 
-Chains of a few lengths are run by the engine's own pass. Memory is counted tensor by tensor (``live_bytes.py``), so
+Chains of a few lengths are run by the engine's own pass. Memory is counted tensor by tensor (``memory.py``), so
 it does not depend on what else the machine does; times are the least of a few runs after one that is not counted. Where
 a backward would reach beyond gradients (an optimiser that steps in it), nothing is run and formulas are taken.
 
@@ -24,7 +24,7 @@ from treetrain.attention.schedule import Forest
 from treetrain.engine import constants_cache
 from treetrain.engine.formula import compute_dtype, formula_constants, head_softmax, is_checkpointed, trained_share
 from treetrain.engine.gradients import GradientBuffers, gradient_buffers
-from treetrain.engine.live_bytes import live_bytes
+from treetrain.engine.memory import live_bytes
 from treetrain.engine.out_of_memory import is_out_of_memory
 from treetrain.engine.packed import PackedRun, model_device
 from treetrain.engine.planning import device_free_bytes

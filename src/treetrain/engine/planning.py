@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from treetrain.engine.formula import compute_dtype, is_checkpointed
-from treetrain.engine.free_bytes import free_bytes
+from treetrain.engine.memory import free_bytes
 from treetrain.engine.packed import model_device
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
@@ -70,10 +70,7 @@ def _within_free(layout: PackedLayout, cost: CostModel, free: int) -> Plan:
 
 def device_free_bytes(model: nn.Module) -> int | None:
     """What a plan may use now; None where the system does not tell, and a budget must be given to bound it."""
-    try:
-        return free_bytes(model_device(model))
-    except OSError:
-        return None
+    return free_bytes(model_device(model))
 
 
 def gradient_bytes_to_come(parameters: Iterable[nn.Parameter]) -> int:

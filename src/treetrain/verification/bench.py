@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.allocator import keep_memory
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear import LinearEngine
 from treetrain.engine.loss import as_loss
+from treetrain.engine.memory import keep_memory
 from treetrain.engine.packed import model_device
 from treetrain.engine.planning import formula_cost
 from treetrain.losses.sft import sft
