@@ -442,7 +442,7 @@ def test_settings_that_cannot_be_made_safe_are_refused(tmp_path) -> None:
 
 def test_the_mixin_needs_nothing_else_of_treetrain() -> None:
     folder = Path(checkpoints.__file__).parent
-    for name in ("all_ranks", "checkpoint_files", "checkpoints"):
+    for name in ("checkpoint_files", "checkpoints"):
         for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("treetrain"):
                 assert node.module.startswith("treetrain.trainers")

@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,6 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from treetrain.trainers import checkpoint_files
-from treetrain.trainers.all_ranks import on_all_ranks
-from treetrain.trainers.attributes import plain_attributes, set_attributes
 from treetrain.trainers.checkpoint_files import CheckpointNotWritten, TornCheckpoint
 
 TESTED = "5.17.", "5.23."
@@ -260,7 +258,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 super(SafeCheckpointsMixin, self)._save_checkpoint(model, trial)
             if best and (best == step or (folder / f"checkpoint-{best}").is_dir()):
                 state.best_model_checkpoint = str(folder / f"checkpoint-{best}")
-            torch.save(plain_attributes(self, self.also_saved), temporary / f"trainer_{rank}.pt")
+            torch.save(_plain_attributes(self, self.also_saved), temporary / f"trainer_{rank}.pt")
             if self._is_first:
                 if not self._is_sharded:
                     torch.save(callbacks, temporary / f"{CALLBACKS}.pt")
@@ -381,7 +379,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         self._globalstep_last_logged = self._resumed["last_logged"]
         if len(losses) == self.args.world_size:
             saved = torch.load(path / f"trainer_{rank}.pt", map_location=self.args.device, weights_only=True)
-            set_attributes(self, saved)
+            for name, value in saved.items():
+                setattr(self, name, _filled(getattr(self, name, None), value))
         callbacks = self._callbacks()
         if (path / CALLBACKS).is_dir():
             states = {name: callback.state_dict() for name, callback in callbacks.items()}
@@ -419,8 +418,34 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         return self._group
 
     def _on_all_ranks(self, work: Callable[[], Any]) -> list[Any]:
-        """See `on_all_ranks`."""
-        return on_all_ranks(work, self._cpu_group())
+        """Do something on every rank. It fails on all of them or on none, so that none waits for one that gave up.
+
+        Args:
+            work: takes nothing; what it returns can be pickled. It must not use collectives that a failure would skip.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            TornCheckpoint, CheckpointNotWritten, ValueError: the same that `work` raised on the first rank that failed.
+            RuntimeError: `work` raised another exception there.
+        """
+        group = self._cpu_group()
+        if group is None:
+            return [work()]
+        failure, error, result = None, None, None
+        try:
+            result = work()
+        except Exception as raised:
+            # The exception itself may not survive pickling: its kind and text do.
+            failure, error = raised, (type(raised).__name__, str(raised))
+        outcomes: list[Any] = [None] * self.args.world_size
+        dist.all_gather_object(outcomes, (error, result), group=group)
+        for rank, (error, _) in enumerate(outcomes):
+            if error is not None:
+                kinds = {kind.__name__: kind for kind in (TornCheckpoint, CheckpointNotWritten, ValueError)}
+                raise kinds.get(error[0], RuntimeError)(f"rank {rank}: {error[1]}") from failure
+        return [result for _, result in outcomes]
 
     def _on_first(self, work: Callable[[], Any]) -> None:
         """Do something on the first rank; all ranks fail where it does."""
@@ -549,3 +574,35 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
     first: dict[nn.Parameter, str] = {}
     same = {name: first.setdefault(p, name) for name, p in model.named_parameters(remove_duplicate=False)}
     return {name: state.get(same.get(name, name), tensor) for name, tensor in state.items()}
+
+
+def _plain_attributes(trainer: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Those of the attributes that are made of numbers, strings, tensors, lists and dictionaries.
+
+    A file of these can be read without trusting it.
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(each) for each in value]
+        if value is None or isinstance(value, bool | int | float | str | Tensor):
+            return value
+        raise TypeError(f"{type(value).__name__} is no plain data")
+
+    found = {}
+    for name in names:
+        with suppress(AttributeError, TypeError):
+            found[name] = plain(getattr(trainer, name))
+    return found
+
+
+def _filled(old: Any, new: Any) -> Any:
+    """The new value; a dictionary is filled in place, so that a `defaultdict` stays one."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return new
+    merged = {key: _filled(old.get(key), each) for key, each in new.items()}
+    old.clear()
+    old.update(merged)
+    return old

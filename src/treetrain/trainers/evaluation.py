@@ -9,7 +9,6 @@ import torch
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.loss import PackedLoss
 from treetrain.engine.results import Metrics, add_metrics, mean_metrics
 from treetrain.errors import DataError
 from treetrain.trainers.policy_log import LoggedPolicyLoss
@@ -21,9 +20,9 @@ logger = logging.getLogger(__name__)
 def loss_of_held_out(
     rows: Sequence[Trajectory], loss: Any, *, reference: bool
 ) -> tuple[Sequence[Trajectory], Any, bool]:
-    """Held-out rows with advantages, and the loss that they can be given.
+    """Give held-out rows advantages, and find the loss that they can be measured by.
 
-    Where they have no old log-probabilities the policy is measured as it is (ratio 1).
+    Rows without old log-probabilities are measured on-policy (ratio 1).
 
     Args:
         loss: that is trained.
@@ -52,7 +51,7 @@ def loss_of_held_out(
 def evaluate(
     engine: TreeEngine, calls: Iterable[Sequence[Trajectory]], loss: Any, rows: Sequence[Trajectory]
 ) -> dict[str, float]:
-    """Numbers of held-out rows.
+    """Measure held-out rows.
 
     Args:
         engine: its ranks share every call.
@@ -69,30 +68,20 @@ def evaluate(
     loss = None if loss is None else loss.for_step(rows)
     for members in calls:
         entropies = loss is not None and "entropies" in loss.needs
-        # A loss of the user's own may read any prediction.
-        found = logprobs(engine, members, entropies=entropies, every=loss is not None and loss.reads_untrained)
-        scored, spread = found if entropies else (found, None)
-        for row, scores in zip(members, scored, strict=True):
-            weights = row.weights[1:]
-            # An untrained token may be impossible, and 0 times infinity is no number.
-            nll -= float(weights @ np.where(weights != 0, scores.double().cpu().numpy(), 0.0))
-            weight += float(weights.sum())
-            tokens += int(np.count_nonzero(weights))
-        if loss is not None:
-            part, metrics = _loss(loss, scored, spread, members)
-            total, sums = total + part, add_metrics(sums, metrics)
+        every = loss is not None and loss.reads_untrained
+        found = logprobs(engine, members, entropies=entropies, every=every)
+        scored, entropy_rows = found if entropies else (found, None)
+        flat, weights = torch.cat(scored), np.concatenate([row.weights[1:] for row in members])
+        used = weights != 0
+        # An untrained token may be impossible, and 0 times infinity is not a number.
+        nll -= float(weights[used] @ flat.double().cpu().numpy()[used])
+        weight += float(weights.sum())
+        tokens += int(used.sum())
+        if loss is not None and (every or used.any()):
+            facts = loss.pack(members, device=flat.device, dtype=flat.dtype, used=None if every else used)
+            read = torch.from_numpy(np.flatnonzero(used | every)).to(flat.device)
+            entropy = None if entropy_rows is None else torch.cat(entropy_rows)[read]
+            part, metrics = loss.packed(flat[read], entropy, facts)
+            total, sums = total + float(part), add_metrics(sums, metrics)
     numbers = mean_metrics(sums) | {"nll": nll / weight, "trained_tokens": tokens}
     return numbers if loss is None else numbers | {"loss": total / loss.normaliser(rows)}
-
-
-def _loss(loss: PackedLoss, scored: Any, entropies: Any, rows: Sequence[Trajectory]) -> tuple[float, Metrics]:
-    """The unnormalised sum of a call, and its metrics."""
-    if loss.scope == "batch":
-        total, sums = loss(scored, entropies, rows)
-        return float(total), sums
-    total, sums = 0.0, {}
-    for number, row in enumerate(rows):
-        if row.weights[1:].any():
-            part, found = loss(scored[number], None if entropies is None else entropies[number], row)
-            total, sums = total + float(part), add_metrics(sums, found)
-    return total, sums
