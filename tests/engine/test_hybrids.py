@@ -17,7 +17,7 @@ from support.pure import PureFloat64, RoundsToFloat32
 from support.runs import runs
 from support.stand_in import StandIn
 from treetrain.attention.backends import Choice
-from treetrain.linear_attention import cache, paths
+from treetrain.linear_attention import paths, state_cache
 from treetrain.linear_attention.backends import KERNELS
 from treetrain.linear_attention.tiles import TILE
 from treetrain.models import recurrent_layers
@@ -142,10 +142,10 @@ def test_nothing_of_a_pure_float64_run_is_rounded():
 
 @pytest.mark.parametrize("keep", KEEPS)
 def test_states_are_held_only_where_parts_attach_and_room_is_made_once(keep, monkeypatch):
-    made: list[cache.StateCache] = []
+    made: list[state_cache.StateCache] = []
     grown: list[int] = []
 
-    class Watched(cache.StateCache):
+    class Watched(state_cache.StateCache):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.most = 0
@@ -166,7 +166,7 @@ def test_states_are_held_only_where_parts_attach_and_room_is_made_once(keep, mon
         engine(model).forward_backward(dress(SMALL, 5), SFT.loss)
         slots, plan = made[-1], engine.plans[-1]
         assert not any(grown) and slots._top == 0
-        assert slots.most == slots._slots == cache.state_slots(plan)
+        assert slots.most == slots._slots == state_cache.state_slots(plan)
         attach = np.unique(plan.attach[plan.attach >= 0])
         assert slots.most <= len(attach) and (slots.most > 0) == (len(attach) > 0)
         # Three recurrent layers, each with a state and the last three inputs, values and gradients.

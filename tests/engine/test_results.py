@@ -9,7 +9,7 @@ import torch
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.engine.results import StepResult, means, read_sums, summed
+from treetrain.engine.results import StepResult, mean_metrics, read_sums, summed
 
 COUNTS = {"flat_tokens": 9, "unique_tokens": 5, "computed_tokens": 4, "recomputed_tokens": 0, "parts": 1}
 
@@ -53,7 +53,7 @@ def test_numbers_of_every_kind_are_read_as_floats():
     assert read_sums({str(n): (x, 1) for n, x in enumerate(kinds)}) == {
         str(n): (float(x), 1.0) for n, x in enumerate(kinds)
     }
-    assert means({}) == {}
+    assert mean_metrics({}) == {}
 
 
 def test_a_loss_that_writes_into_its_metrics_later_changes_no_result():
