@@ -170,7 +170,10 @@ class Balancer:
             for places in ((tokens.first, heads.first), (tokens.last, heads.last))
         )
         self._opened, self._closed = _sums(opened), _sums(closed)
-        self._tokens = tuple(_sums(np.bincount(places, minlength=count)) for places in (tokens.first, tokens.last))
+        self._tokens = (
+            _sums(np.bincount(tokens.first, minlength=count)),
+            _sums(np.bincount(tokens.last, minlength=count)),
+        )
 
     def over(self, ranks: int) -> Dispatch:
         """Divide the batch. Raises ValueError: no number of ranks."""
@@ -182,7 +185,7 @@ class Balancer:
         order = np.argsort(rank_of, kind="stable")
         return Dispatch(
             trajectories=np.split(order, np.searchsorted(rank_of[order], np.arange(1, ranks))),
-            seconds=range_costs(self._opened, self._closed, bounds) * self._unit,
+            seconds=(range_costs(self._opened, self._closed, bounds) * self._unit).astype(np.float64),
             tokens=range_costs(*self._tokens, bounds),
             unique=int(self._tokens[0][-1]),
             trained=np.bincount(rank_of[self._rows], minlength=ranks),
