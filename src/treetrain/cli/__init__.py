@@ -16,11 +16,19 @@ COMMANDS = {
     "simulate": "what a step of a file would take on many ranks: balance, time, memory",
     "models": "which models are exact on a tree, and why others are refused",
 }
-EXAMPLES = (
-    "treetrain inspect rollouts.jsonl",
-    "treetrain verify rollouts.jsonl --model Qwen/Qwen3-0.6B",
-    "treetrain train rollouts.jsonl --model Qwen/Qwen3-0.6B --output_dir out",
-)
+HELP = """usage: treetrain COMMAND ...
+
+Train LLMs on branching trajectories, every shared prefix once.
+
+commands:
+{commands}
+
+examples:
+  treetrain inspect rollouts.jsonl
+  treetrain verify rollouts.jsonl --model Qwen/Qwen3-0.6B
+  treetrain train rollouts.jsonl --model Qwen/Qwen3-0.6B --output_dir out
+
+treetrain COMMAND --help shows all of its options."""
 BAD_INPUT = 2
 INTERRUPTED = 130
 
@@ -31,26 +39,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     What a user can cause is told in one line on stderr. TREETRAIN_TRACEBACK=1 shows where it came from instead.
     """
     try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        return _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt as stop:
         return _fail(str(stop) or "interrupted", INTERRUPTED)
     except BrokenPipeError:  # `treetrain inspect ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except ModuleNotFoundError as error:
-        if _wants_traceback() or (error.name or "").startswith("treetrain"):
+    except (ModuleNotFoundError, ValueError, OSError, FloatingPointError, RanksDisagree) as error:
+        missing = isinstance(error, ModuleNotFoundError)
+        if os.environ.get("TREETRAIN_TRACEBACK", "0") not in ("", "0") or (missing and _is_ours(error.name)):
             raise
-        return _fail(f"{error}; install what is missing, e.g. pip install 'treetrain[train]'", BAD_INPUT)
-    except (ValueError, OSError, FloatingPointError, RanksDisagree) as error:
-        if _wants_traceback():
-            raise
-        return _fail(str(error), BAD_INPUT)
+        cure = "; install what is missing, e.g. pip install 'treetrain[train]'" if missing else ""
+        return _fail(f"error: {error}{cure}", BAD_INPUT)
 
 
-def _dispatch(argv: list[str]) -> int:
+def _run(argv: list[str]) -> int:
     command = argv[0] if argv else "--help"
     if command in ("-h", "--help", "help"):
-        print(_help())
+        print(HELP.format(commands="\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())))
         return 0
     if command == "--version":
         print(f"treetrain {__version__}")
@@ -60,18 +66,10 @@ def _dispatch(argv: list[str]) -> int:
     return importlib.import_module(f"treetrain.cli.{command}").run(argv[1:])
 
 
-def _help() -> str:
-    commands = [f"  {name:<8} {what}" for name, what in COMMANDS.items()]
-    examples = [f"  {example}" for example in EXAMPLES]
-    lines = ["usage: treetrain COMMAND ...", "", "Train LLMs on branching trajectories, every shared prefix once.", ""]
-    lines += ["commands:", *commands, "", "examples:", *examples, "", "treetrain COMMAND --help tells all of it."]
-    return "\n".join(lines)
+def _is_ours(module: str | None) -> bool:
+    return (module or "").startswith("treetrain")
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"treetrain: {'error: ' if code == BAD_INPUT else ''}{' '.join(message.split())}", file=sys.stderr)
+    print(f"treetrain: {' '.join(message.split())}", file=sys.stderr)
     return code
-
-
-def _wants_traceback() -> bool:
-    return os.environ.get("TREETRAIN_TRACEBACK", "0") not in ("", "0")

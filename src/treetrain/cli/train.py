@@ -167,13 +167,24 @@ def _trainer(options: Namespace, arguments: Any) -> "tuple[TreeTrainer, Sequence
         callbacks.append(WeightAverage(options.ema_decay))
     if options.early_stopping_patience is not None:
         callbacks.append(EarlyStoppingCallback(options.early_stopping_patience))
+    adapter, targets = None, options.lora_target_modules
+    if options.lora_r:
+        from peft import LoraConfig
+
+        adapter = LoraConfig(
+            r=options.lora_r,
+            lora_alpha=options.lora_alpha or options.lora_r,
+            target_modules=targets[0] if targets == ["all-linear"] else targets,
+            lora_dropout=0.0,  # a shared token would get one mask where every row has its own
+            task_type="CAUSAL_LM",
+        )
     trainer = TreeTrainer(
         model,
         arguments,
         rows,
         eval_rows,
         ref_model=None if options.ref_model is None else load_model(options.ref_model, seed=arguments.seed),
-        peft_config=_adapter(options) if options.lora_r else None,
+        peft_config=adapter,
         processing_class=_tokenizer(options, found),
         callbacks=callbacks,
     )
@@ -195,20 +206,6 @@ def _tokenizer(options: Namespace, found: "ReadRows") -> Any:
     if options.chat_template is not None:
         tokenizer.chat_template = chat_template_text(options.chat_template)
     return tokenizer
-
-
-def _adapter(options: Namespace) -> Any:
-    """LoRA without dropout: a shared token would get one mask where every row has its own."""
-    from peft import LoraConfig
-
-    targets = options.lora_target_modules
-    return LoraConfig(
-        r=options.lora_r,
-        lora_alpha=options.lora_alpha or options.lora_r,
-        target_modules=targets[0] if targets == ["all-linear"] else targets,
-        lora_dropout=0.0,
-        task_type="CAUSAL_LM",
-    )
 
 
 def _print(trainer: "TreeTrainer") -> None:
