@@ -1,4 +1,4 @@
-"""From trajectories to what is computed: the tokens and edges of a batch, and who reads which edge."""
+"""A batch: its tree, the layout that is computed, and the edge that every prediction reads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,6 @@ from treetrain.device_arrays import on_device
 from treetrain.engine.loss import PackedLoss, split_by_trajectory
 from treetrain.errors import DataError
 from treetrain.models.capability import Capabilities
-from treetrain.models.moe import MixtureOfExperts
 from treetrain.tree.layout import FlatReads, PackedLayout, flat_reads, pack, pack_states, ranges
 from treetrain.tree.token_tree import TokenTree
 
@@ -114,7 +113,7 @@ class Reads:
     """int64 [T]: the row that makes it."""
 
     def facts(self, loss: PackedLoss, device: torch.device, dtype: torch.dtype) -> Any:
-        """What a loss of ours reads of these predictions."""
+        """The per-prediction tensors that a loss of ours reads."""
         raise NotImplementedError
 
     def per_prediction(self, per_edge: Tensor) -> Tensor:
@@ -177,7 +176,7 @@ def predictions_of(tree: TokenTree, mask: Sequence[Any] | None) -> np.ndarray | 
 
 
 def rewards_layout(tree: TokenTree, capabilities: Capabilities) -> tuple[PackedLayout, np.ndarray]:
-    """The layout that reads one token's state for each trajectory, and the row of it that is each one's, int64 [K].
+    """The layout that reads one token's state for each trajectory, and each one's row of it, int64 [K].
 
     That is the last token; for a model of sequence classification the last that is not its padding, as it does itself.
 
@@ -189,59 +188,43 @@ def rewards_layout(tree: TokenTree, capabilities: Capabilities) -> tuple[PackedL
         raise DataError(f"sequence number {number} (from 0) has no tokens, so no last one; leave it out")
     scalar, last = capabilities.scalar, tree.trajectory_last.astype(np.int64)
     if scalar is not None and scalar.pooled and scalar.pad_token is not None:
-        last = _before_padding(tree, last, scalar.pad_token)
+        while True:
+            above = tree.parent[last]
+            climbs = (tree.tokens[last] == scalar.pad_token) & (above >= 0)
+            if not climbs.any():
+                break
+            last = np.where(climbs, above, last)
     wanted = np.zeros(tree.num_tokens, bool)
     wanted[last] = True
     return pack_states(tree, wanted), (np.cumsum(wanted) - 1)[last]
 
 
-def _before_padding(tree: TokenTree, last: np.ndarray, pad_token: int) -> np.ndarray:
-    """int64 [K]: the last token at or above each that is no padding; the root where there is none."""
-    last = last.copy()
-    while True:
-        padded = tree.tokens[last] == pad_token
-        above = tree.parent[last]
-        if not (padded & (above >= 0)).any():
-            return last
-        last = np.where(padded & (above >= 0), above, last)
-
-
 def check_batch(tree: TokenTree, capabilities: Capabilities) -> None:
-    """Every id must be in the vocabulary and every row within the model's positions.
+    """Every id must be in the vocabulary, every row within the model's positions, every recorded expert in the model.
 
     Raises:
         DataError: naming the trajectory, both values and what to do.
     """
     if tree.num_tokens and int(tree.tokens.max()) >= capabilities.vocab_size:
-        token = int(np.argmax(tree.tokens >= capabilities.vocab_size))
-        owner = int(np.argmax((tree.trajectory_last >= token) & (tree.trajectory_last < tree.end[token])))
+        name, token = _through(tree, tree.tokens >= capabilities.vocab_size)
         raise DataError(
-            f"{_name(tree, owner)}: token id {tree.tokens[token]} at position {tree.depth[token]} is outside the "
+            f"{name}: token id {tree.tokens[token]} at position {tree.depth[token]} is outside the "
             f"model's vocabulary of {capabilities.vocab_size}; use the tokenizer that belongs to the model."
         )
-    longest = capabilities.max_positions
-    if longest is not None and tree.num_trajectories and int(tree.trajectory_length.max()) > longest:
-        owner = int(tree.trajectory_length.argmax())
+    longest = int(tree.trajectory_length.max(initial=0))
+    if capabilities.max_positions is not None and longest > capabilities.max_positions:
         raise DataError(
-            f"{_name(tree, owner)} has {tree.trajectory_length[owner]} tokens, the model {longest} positions; "
-            "shorten the row or use a model with more positions."
+            f"{_name(tree, int(tree.trajectory_length.argmax()))} has {longest} tokens, the model "
+            f"{capabilities.max_positions} positions; shorten the row or use a model with more positions."
         )
-    border = capabilities.rotary_positions
-    if border is not None and tree.num_trajectories and int(tree.trajectory_length.max()) > border:
-        owner = int(tree.trajectory_length.argmax())
+    if capabilities.rotary_positions is not None and longest > capabilities.rotary_positions:
         raise DataError(
-            f"{_name(tree, owner)} has {tree.trajectory_length[owner]} tokens, but the model's rotary "
-            f"frequencies change for rows of more than {border}: rows on both sides cannot share a prefix. "
-            "Shorten the row, or give the model a rotary scaling that does not depend on the length (yarn, linear, "
-            "llama3)."
+            f"{_name(tree, int(tree.trajectory_length.argmax()))} has {longest} tokens, but the model's rotary "
+            f"frequencies change for rows of more than {capabilities.rotary_positions}: rows on both sides cannot "
+            "share a prefix. Shorten the row, or give the model a rotary scaling that does not depend on the length "
+            "(yarn, linear, llama3)."
         )
-    if tree.experts is not None:
-        _check_experts(tree, capabilities.experts)
-
-
-def _check_experts(tree: TokenTree, found: MixtureOfExperts | None) -> None:
-    """Recorded experts must be experts of the model."""
-    recorded = tree.experts
+    recorded, found = tree.experts, capabilities.experts
     if recorded is None or not (recorded >= 0).any():
         return
     if found is None:
@@ -253,12 +236,19 @@ def _check_experts(tree: TokenTree, found: MixtureOfExperts | None) -> None:
             f"{found.places} choose {found.top_k} experts: give [L, {found.places} or {found.layers}, {found.top_k}]"
         )
     if found.experts is None or int(recorded.max()) >= found.experts:
-        token = int(np.argmax((recorded >= (found.experts or 0)).any((1, 2))))
-        owner = int(np.argmax((tree.trajectory_last >= token) & (tree.trajectory_last < tree.end[token])))
+        name, token = _through(tree, (recorded >= (found.experts or 0)).any((1, 2)))
         raise DataError(
-            f"{_name(tree, owner)}: recorded expert {recorded.max()} at position {tree.depth[token]}, but the model "
+            f"{name}: recorded expert {recorded.max()} at position {tree.depth[token]}, but the model "
             f"has {found.experts} experts, numbered from 0; were the rows sampled by another model?"
         )
+
+
+def _through(tree: TokenTree, wrong: np.ndarray) -> tuple[str, int]:
+    """The first token of these, bool [N], and the name of a trajectory through it."""
+    token = int(np.argmax(wrong))
+    return _name(
+        tree, int(np.argmax((tree.trajectory_last >= token) & (tree.trajectory_last < tree.end[token])))
+    ), token
 
 
 def _name(tree: TokenTree, number: int) -> str:

@@ -11,7 +11,7 @@ from treetrain.errors import DataError
 
 
 class Span(NamedTuple):
-    """Where a row lies in a batch."""
+    """The place of a row in a batch."""
 
     batch_row: int
     start: int
@@ -37,14 +37,7 @@ def from_padded(input_ids: Tensor, attention_mask: Tensor, **facts: Tensor) -> l
             f"input_ids has shape {tuple(input_ids.shape)} and attention_mask {tuple(attention_mask.shape)}; "
             "both must be [B, L]"
         )
-    for name, value in facts.items():
-        shape = tuple(input_ids.shape)
-        if value.shape not in (shape, (shape[0], shape[1] - 1), shape[:1]):
-            raise DataError(
-                f"{name} has shape {tuple(value.shape)}; expected {shape} (per token), "
-                f"{(shape[0], shape[1] - 1)} (per prediction) or {shape[:1]} (per row)"
-            )
-    return _trajectories(input_ids, padded_spans(attention_mask), facts)
+    return _trajectories(input_ids, padded_spans(attention_mask), facts, per_row=True)
 
 
 def to_padded(rows: Sequence[Tensor], attention_mask: Tensor, fill: float = 0.0) -> Tensor:
@@ -58,9 +51,7 @@ def to_padded(rows: Sequence[Tensor], attention_mask: Tensor, fill: float = 0.0)
     Returns:
         [B, L - 1]: column t belongs to the prediction of the token in column t + 1. Differentiable.
     """
-    if len(rows) != len(attention_mask):
-        raise DataError(f"{len(rows)} rows for an attention_mask of {len(attention_mask)}")
-    return placed(rows, padded_spans(attention_mask), attention_mask.shape, fill)
+    return _placed(rows, padded_spans(attention_mask), attention_mask, "an attention_mask of", fill)
 
 
 def from_packed(input_ids: Tensor, position_ids: Tensor, **facts: Tensor) -> list[Trajectory]:
@@ -75,16 +66,12 @@ def from_packed(input_ids: Tensor, position_ids: Tensor, **facts: Tensor) -> lis
     Raises:
         DataError: shapes that disagree, or positions that do not count up from 0.
     """
-    for name, value in {"position_ids": position_ids, **facts}.items():
-        shapes = [tuple(input_ids.shape)]
-        if name in facts:
-            shapes.append((input_ids.shape[0], input_ids.shape[1] - 1))
-        if tuple(value.shape) not in shapes:
-            raise DataError(
-                f"{name} has shape {tuple(value.shape)} and input_ids {tuple(input_ids.shape)}; "
-                f"expected {' or '.join(map(str, shapes))}"
-            )
-    return _trajectories(input_ids, packed_spans(position_ids), facts)
+    if position_ids.shape != input_ids.shape:
+        raise DataError(
+            f"position_ids has shape {tuple(position_ids.shape)} and input_ids {tuple(input_ids.shape)}; both must be "
+            "[B, T]"
+        )
+    return _trajectories(input_ids, packed_spans(position_ids), facts, per_row=False)
 
 
 def to_packed(rows: Sequence[Tensor], position_ids: Tensor, fill: float = 0.0) -> Tensor:
@@ -98,18 +85,11 @@ def to_packed(rows: Sequence[Tensor], position_ids: Tensor, fill: float = 0.0) -
     Returns:
         [B, T - 1]: column t belongs to the prediction of the token in column t + 1. Differentiable.
     """
-    spans = packed_spans(position_ids)
-    if len(rows) != len(spans):
-        raise DataError(f"{len(rows)} rows for position_ids that hold {len(spans)}")
-    return placed(rows, spans, position_ids.shape, fill)
+    return _placed(rows, packed_spans(position_ids), position_ids, "position_ids that hold", fill)
 
 
 def padded_spans(attention_mask: Tensor) -> list[Span]:
-    """The real tokens of every row of a padded batch.
-
-    Raises:
-        DataError: padding between real tokens.
-    """
+    """The real tokens of every row of a padded batch. Raises DataError for padding between real tokens."""
     spans = []
     for b, row in enumerate(attention_mask.detach().cpu().bool()):
         real = row.nonzero().flatten()
@@ -125,33 +105,30 @@ def padded_spans(attention_mask: Tensor) -> list[Span]:
 
 
 def packed_spans(position_ids: Tensor) -> list[Span]:
-    """The rows of a packed batch, in order.
-
-    Raises:
-        DataError: positions that do not count up from 0.
-    """
+    """The rows of a packed batch, in order. Raises DataError for positions that do not count up from 0."""
     spans = []
     for b, row in enumerate(position_ids.detach().cpu()):
-        starts = (row == 0).nonzero().flatten().tolist()
-        for start, stop in zip(starts, [*starts[1:], len(row)]):
-            spans.append(Span(b, start, stop))
-        counted = torch.cat([torch.arange(stop - start) for i, start, stop in spans if i == b] or [row[:0]])
-        if len(counted) != len(row) or not torch.equal(counted.to(row.dtype), row):
-            first = int((counted.to(row.dtype) != row).nonzero()[0]) if len(counted) == len(row) else 0
+        columns = torch.arange(len(row))
+        begins = row == 0
+        # Column of the latest 0 at or before each column: positions must count from there.
+        latest = torch.where(begins, columns, -1).cummax(0).values if len(row) else columns
+        wrong = (row != columns - latest) | (latest < 0)
+        if wrong.any():
+            first = int(wrong.nonzero()[0])
             raise DataError(
                 f"row {b}: position_ids is {int(row[first])} at column {first}; positions must count up from 0 "
                 "within every packed row"
             )
+        starts = begins.nonzero().flatten().tolist()
+        spans += [Span(b, start, stop) for start, stop in zip(starts, [*starts[1:], len(row)])]
     return spans
 
 
-def placed(rows: Sequence[Tensor], spans: Sequence[Span], shape: Sequence[int], fill: float = 0.0) -> Tensor:
-    """Per-prediction rows at their places in a batch of ids of this shape [B, L]: [B, L - 1], differentiable.
-
-    Raises:
-        DataError: a row without one entry for each prediction.
-    """
-    columns = shape[1] - 1
+def _placed(rows: Sequence[Tensor], spans: Sequence[Span], like: Tensor, holder: str, fill: float) -> Tensor:
+    """Per-prediction rows at their places in a batch of the shape of `like` [B, L]: [B, L - 1], differentiable."""
+    if len(rows) != len(spans):
+        raise DataError(f"{len(rows)} rows for {holder} {len(spans)}")
+    height, columns = like.shape[0], like.shape[1] - 1
     places = []
     for k, (row, (b, start, stop)) in enumerate(zip(rows, spans)):
         if len(row) != max(stop - start - 1, 0):
@@ -160,26 +137,32 @@ def placed(rows: Sequence[Tensor], spans: Sequence[Span], shape: Sequence[int], 
             )
         places.append(torch.arange(b * columns + start, b * columns + start + len(row)))
     if not rows:
-        return torch.full((shape[0], columns), fill)
+        return torch.full((height, columns), fill)
     values = torch.cat(list(rows))
-    batch = values.new_full((shape[0] * columns,), fill)
-    return batch.index_copy(0, torch.cat(places).to(values.device), values).view(shape[0], columns)
+    batch = values.new_full((height * columns,), fill)
+    return batch.index_copy(0, torch.cat(places).to(values.device), values).view(height, columns)
 
 
-def _trajectories(input_ids: Tensor, spans: Sequence[Span], facts: dict[str, Tensor]) -> list[Trajectory]:
-    ids = input_ids.detach().cpu()
-    local = {name: _per_token(value.detach().cpu(), ids.shape[1]) for name, value in facts.items()}
-    rows = []
+def _trajectories(
+    input_ids: Tensor, spans: Sequence[Span], facts: dict[str, Tensor], *, per_row: bool
+) -> list[Trajectory]:
+    height, length = input_ids.shape
+    shapes = [(height, length), (height, length - 1)] + [(height,)] * per_row
+    local = {}
+    for name, value in facts.items():
+        if tuple(value.shape) not in shapes:
+            raise DataError(
+                f"{name} has shape {tuple(value.shape)} and input_ids {(height, length)}; expected "
+                f"{' or '.join(map(str, shapes))} (per token, per prediction{' or per row' if per_row else ''})"
+            )
+        value = value.detach().cpu()
+        if value.dim() == 2 and value.shape[1] == length - 1:
+            value = torch.nn.functional.pad(value, (1, 0))  # no prediction of the first column
+        local[name] = value.double() if value.is_floating_point() else value
+    ids, rows = input_ids.detach().cpu(), []
     for b, start, stop in spans:
         own: dict[str, Any] = {
             name: value[b, start:stop].numpy() if value.dim() == 2 else value[b].item() for name, value in local.items()
         }
         rows.append(Trajectory(ids[b, start:stop].numpy(), **own))
     return rows
-
-
-def _per_token(value: Tensor, length: int) -> Tensor:
-    """A fact as [B, L] or [B]; one per prediction gets an unused entry for the first column."""
-    if value.dim() == 2 and value.shape[1] == length - 1:
-        value = torch.nn.functional.pad(value, (1, 0))
-    return value.double() if value.is_floating_point() else value
