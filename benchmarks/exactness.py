@@ -1,13 +1,16 @@
-"""The worst gradient errors that the exactness tests see, as result rows.
+"""The worst errors that the exactness tests see, as result rows.
 
-Run: python benchmarks/exactness.py. Runs tests/engine/test_numerics.py (random branching forests, every loss) and
-tests/engine/test_real_data.py and appends what they record to results/exactness.csv.
+Run: python benchmarks/exactness.py [engine | trainers] [--dry-run] [options of pytest, such as -k "dpo and float32"]
 
-Run: python benchmarks/exactness.py trainers. Runs trainers of TRL and transformers for 20 steps with share_prefixes and
-without, on one process and two, and appends how far logged metrics, final weights and what training has added to them
-are apart to results/trainer_exactness.csv.
+engine (the default) runs tests/engine/test_numerics.py (random branching forests, every loss) and
+tests/engine/test_real_data.py; rows are appended to results/exactness.csv.
+
+trainers runs the trainers of TRL and transformers for 20 steps with share_prefixes and without, on one process and on
+two. Rows say how far logged metrics, final weights and what training has added to them are apart; they are appended to
+results/trainer_exactness.csv.
 """
 
+import argparse
 import ast
 import subprocess
 import sys
@@ -18,32 +21,26 @@ from pathlib import Path
 import rows
 
 ROOT = Path(__file__).parents[1]
-TESTS = {
-    "exactness": ("tests/engine/test_numerics.py", "tests/engine/test_real_data.py"),
-    "trainer_exactness": (
-        "tests/trainers/test_share_prefixes.py",
-        "tests/trainers/test_share_prefixes_ranks.py",
-        "-m",
-        "slow",
+WORKS = {
+    "engine": ("exactness", ["tests/engine/test_numerics.py", "tests/engine/test_real_data.py"]),
+    "trainers": (
+        "trainer_exactness",
+        ["tests/trainers/test_share_prefixes.py", "tests/trainers/test_share_prefixes_ranks.py", "-m", "slow"],
     ),
 }
 
 
-def main() -> None:
-    table = "trainer_exactness" if sys.argv[1:] == ["trainers"] else "exactness"
+def main() -> int:
+    """Run the tests and report what they have recorded; returns pytest's exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", nargs="?", default="engine", choices=WORKS)
+    parser.add_argument("--dry-run", **rows.DRY_RUN)
+    options, pytest_options = parser.parse_known_args()
+    table, tests = WORKS[options.work]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            *TESTS[table],
-            "-q",
-            f"--junitxml={report}",
-            "-o",
-            "junit_family=xunit1",
-        ]
-        outcome = subprocess.run(command, cwd=ROOT, check=False).returncode
+        command = [sys.executable, "-m", "pytest", *tests, "-q", f"--junitxml={report}", "-o", "junit_family=xunit1"]
+        outcome = subprocess.run([*command, *pytest_options], cwd=ROOT, check=False).returncode
         cases = list(ElementTree.parse(report).iter("testcase"))
     for case in cases:
         for entry in case.iter("property"):
@@ -51,9 +48,10 @@ def main() -> None:
             errors = ast.literal_eval(value) if name == "errors" else {f"float32 {name}": float(value)}
             for kind, error in errors.items():
                 number = str(error) if kind == "distinct forests" else f"{error:.2e}"
-                rows.append(table, {"test": case.attrib["name"], "what": kind, "value": number})
-    sys.exit(outcome)
+                row = {"test": case.attrib["name"], "what": kind, "value": number}
+                rows.report(table, row, dry_run=options.dry_run)
+    return outcome
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
