@@ -8,8 +8,13 @@ _repr.maxlevel, _repr.maxstring, _repr.maxother = 3, 60, 60
 
 def quoted(value: object) -> str:
     """A value for a message: its repr, cut to a readable length however long or deeply nested it is."""
-    text = _repr.repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return shortened(_repr.repr(value), 80)
+
+
+def shortened(text: object, length: int = 160) -> str:
+    """A text for a message, such as that of another error, which may quote a value whole."""
+    text = str(text)
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 class DataError(ValueError):

@@ -95,6 +95,7 @@ def test_null_is_fine_where_nothing_is_trained():
         ({"input_ids": [1, 2], "advantage": float("nan")}, "advantages = nan"),
         ({"input_ids": [1, 2], "attention_mask": [10**400, 1]}, "attention_mask is no flat list of numbers"),
         ({"input_ids": [1, 2], "reward": 10**400}, r"reward is 10+\.\.\.0+, expected one finite number"),
+        ({"input_ids": [1, 2], "values": [0, "x" * 999]}, r"values is no flat list of numbers .{,170}$"),
         ({"input_ids": [1, 2], "advantage": 10**400}, "advantages are not numbers"),
         ({"input_ids": [1, 2], "loss_weights": {"a": nested(500)}}, "loss_weights is {'a': .*, expected a list"),
     ],
@@ -122,3 +123,35 @@ def test_a_mask_of_padding_only_gives_an_empty_row():
 def test_a_scalar_advantage_stands_for_the_tokens_left_after_padding():
     row = read(input_ids=[9, 1, 2], attention_mask=[0, 1, 1], advantage=-0.5)
     np.testing.assert_array_equal(row.advantages, [-0.5, -0.5])
+
+
+EXPERTS = [[[0, 1]], [[2, 3]], [[1, 0]]]
+
+
+@pytest.mark.parametrize("name", ["experts", "routed_experts"])
+def test_experts_are_read_and_padding_is_cut_off(name):
+    row = {"input_ids": [5, 6, 7], "attention_mask": [0, 1, 1], name: EXPERTS}
+    assert trajectory_from_token_row(row, Notes("row 1")).experts.tolist() == EXPERTS[1:]
+
+
+def test_the_last_token_may_be_left_out_as_samplers_do():
+    found = trajectory_from_token_row({"input_ids": [5, 6, 7, 8], "experts": EXPERTS}, Notes("row 1")).experts
+    assert found.tolist() == [*EXPERTS, [[-1, -1]]]
+
+
+@pytest.mark.parametrize(
+    ("experts", "says"),
+    [
+        (EXPERTS[:1], r"experts have shape \(1, 1, 2\), expected \[3, layers, k\] for 3 input_ids"),
+        ([[0, 1], [2, 3], [1, 0]], r"shape \(3, 2\)"),
+        ([[[0, 1]], [[2]], [[1, 0]]], "no .L, layers, k. block"),
+        ([*EXPERTS[:2], [[1, 1]]], r"experts\[2\]\[0\] = \[1, 1\]"),
+    ],
+)
+def test_experts_of_another_shape_are_refused(experts, says):
+    with pytest.raises(DataError, match=says):
+        trajectory_from_token_row({"input_ids": [5, 6, 7], "experts": experts}, Notes("row 1"))
+
+
+def test_rows_without_experts_have_none():
+    assert trajectory_from_token_row({"input_ids": [5, 6]}, Notes("row 1")).experts is None

@@ -99,12 +99,14 @@ def test_no_row_is_put_together(monkeypatch):
 @pytest.fixture(scope="module")
 def nested() -> TokenTree:
     """Row k: k + 1 tokens of a spine, all but the first trained, and two of its own with weight 1/2 each."""
-    nodes, rows = [], []
+    nodes, rows, started = [], [], time.process_time()
     for i in range(100_000):
         nodes.append(Node(2 * i - 2 if i else None, [1]))
         nodes.append(Node(2 * i, [2, 3], loss_weights=0.5))
         rows.append(NodeTrajectory(node=2 * i + 1, advantages=1.0 + i % 2))
-    return TokenTree.from_nodes(nodes, rows)
+    tree = TokenTree.from_nodes(nodes, rows)
+    assert time.process_time() - started < 20
+    return tree
 
 
 def test_one_hundred_thousand_nested_forks_are_checked_and_counted_in_seconds(nested):
@@ -118,6 +120,9 @@ def test_one_hundred_thousand_nested_forks_are_checked_and_counted_in_seconds(ne
     assert stats.forks == count - 1
     assert uses.sum() == stats.trained_flat == stats.flat - count
     assert deepest.tolist() == list(range(2, count + 2))
+    assert stats.max_forks_on_path == count - 1
+    assert nested.trajectories[500].ids.tolist() == [1] * 501 + [2, 3]
+    assert "_paths" not in vars(nested), "nothing was flattened"
 
 
 @both_reductions

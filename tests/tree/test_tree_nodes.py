@@ -1,5 +1,3 @@
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -72,23 +70,6 @@ def test_trained_edges_counted_on_nodes_are_those_of_the_flat_rows(case):
     flat = build_tree(list(tree.trajectories))
     for counted, expected in zip(tree.trained_edges(), flat.trained_edges()):
         assert counted.tolist() == expected.tolist()
-
-
-def test_one_hundred_thousand_nested_forks_in_seconds():
-    count = 100_000
-    nodes = []
-    for i in range(count):
-        nodes.append(Node(2 * i - 2 if i else None, [1], loss_weights=[0.0]))
-        nodes.append(Node(2 * i, [2, 3]))
-    started = time.process_time()
-    tree = TokenTree.from_nodes(nodes, [2 * i + 1 for i in range(count)])
-    assert time.process_time() - started < 20
-    check_tree(tree)
-    assert tree.num_tokens == 3 * count
-    assert tree.depth.max() == count + 1
-    uses, deepest = tree.trained_edges()
-    assert uses.sum() == 2 * count and deepest.max() == count + 1
-    assert tree.trajectories[500].ids.tolist() == [1] * 501 + [2, 3]
 
 
 def test_siblings_of_different_key_are_kept_apart():

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.tree import Node, TokenTree, build_tree
+from treetrain.tree import build_tree
 from treetrain.tree.stats import linear_work, tree_stats, tree_work
 
 
@@ -93,14 +93,3 @@ def test_the_flop_speedup_is_a_ratio_of_works_and_counts_repeats_apart():
     assert tree_stats(build_tree(rows), Count(0, 0, 1)).flop_speedup == 9 / 3
     assert tree_stats(build_tree([[1], []]), Count(1, 1, 1)).flop_speedup == 1
     assert tree_stats(build_tree([]), Count(1, 1, 1)).overlap == 0
-
-
-def test_stats_of_nested_forks_need_no_flat_rows():
-    nodes = []
-    for i in range(30_000):  # 450 million flat tokens
-        nodes += [Node(2 * i - 2 if i else None, [1]), Node(2 * i, [2])]
-    tree = TokenTree.from_nodes(nodes, [2 * i + 1 for i in range(30_000)])
-    stats = tree_stats(tree, Count(1, 1, 1))
-    assert stats.flat == 30_000 * 30_001 // 2 + 30_000
-    assert stats.max_forks_on_path == 29_999
-    assert "_paths" not in vars(tree)

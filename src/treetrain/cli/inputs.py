@@ -1,4 +1,4 @@
-"""What commands work on: rows of files, a model shape, a sample of rows and the model to run on it."""
+"""The things that commands work on: rows of files, a model shape, a sample of rows and the model to run on it."""
 
 import dataclasses
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""Trajectories in an Arrow file that is memory-mapped: rows of which there are more than fit in memory.
+"""Trajectories in a memory-mapped Arrow file, for more rows than fit in memory.
 
 The file is written once, from rows that have been read and checked. It has a column per fact and is not compressed, so
 a row's arrays are views of the mapped file, and the operating system decides which pages are in memory.
@@ -33,7 +33,7 @@ _SCHEMA = pa.schema(
     + [("experts", pa.list_(pa.int16())), ("experts_shape", pa.list_(pa.int32()))]
     + [("reward", pa.float64()), ("chosen", pa.bool_())]
     + [(name, pa.string()) for name in LABELS]  # JSON: a label may be a string, a number or a boolean
-    # What batches are planned from without reading rows.
+    # Columns from which batches are planned without reading rows.
     + [("tokens", pa.int64()), ("weight", pa.float64())]
     + [(name, pa.bool_()) for name in ("trained", "negative", "signal")]
 )
@@ -57,7 +57,7 @@ class MappedTrajectories(Sequence[Trajectory]):
         if about is None:
             raise DataError(f"{path} is no Arrow file of trajectories; give one that tt.load(..., memory_map=) wrote")
         self.about: dict[str, Any] = about
-        """What the writer recorded: `key`, `notes` and `format`."""
+        """The writer's record: `key`, `notes` and `format`."""
         reader = pa.ipc.open_file(pa.memory_map(str(self.path)))
         self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
@@ -145,7 +145,7 @@ def write_trajectories(
 
 
 def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """What `write_trajectories` recorded; None where there is no whole file of its kind."""
+    """The record that `write_trajectories` left; None where there is no whole file of its kind."""
     try:
         with pa.memory_map(str(path)) as file:
             reader = pa.ipc.open_file(file)

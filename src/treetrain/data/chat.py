@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from treetrain.data.records import Format, Notes, Reader, ReadSettings, Record, Tools
 from treetrain.data.token_rows import EPISODE_KEYS, GROUP_KEYS, first_of
 from treetrain.data.trajectory import Trajectory, common_prefix
-from treetrain.errors import DataError, quoted
+from treetrain.errors import DataError, quoted, shortened
 
 CHAT_KEYS = frozenset(("messages", "tools", "reward", "id", "trial", "key", *GROUP_KEYS, *EPISODE_KEYS))
 ROLES = ("system", "user", "assistant", "tool")
@@ -429,7 +429,7 @@ class Renderer:
         self._cache: dict[str, Encoded] = {}
         self._cached = 0
         self.header = self._find_header()
-        """What the template puts before every answer; empty where it cannot be told."""
+        """The text that the template puts before every answer; empty where it cannot be told."""
 
     def render(self, messages: Sequence[Message], tools: Tools, *, prompt: bool = False) -> str:
         """The text of these messages; `prompt` adds what comes before an answer. Refusals are DataErrors."""
@@ -443,7 +443,7 @@ class Renderer:
             )
         except Exception as error:  # a template is a program of the model's authors: it may raise anything
             raise DataError(
-                f"the chat template refuses these messages ({type(error).__name__}: {error}); "
+                f"the chat template refuses these messages ({type(error).__name__}: {shortened(error)}); "
                 "change the messages or pass another template, e.g. --chat-template chatml"
             ) from error
 

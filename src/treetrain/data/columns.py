@@ -1,4 +1,4 @@
-"""What planning needs to know of all rows, as one array per fact: of rows in memory, or of a memory-mapped file."""
+"""One array per fact over all rows, for planning: of rows in memory, or of a memory-mapped file."""
 
 import dataclasses
 from collections.abc import Hashable, Iterable, Sequence

@@ -24,7 +24,7 @@ class LoadedFile:
     trajectories: Sequence[Trajectory]
     """In the order of the file; in the calls view each conversation's calls in their order."""
     notes: tuple[str, ...]
-    """What was ignored or looks odd, each once with a count and the first place."""
+    """Remarks on what was ignored or looks odd, each once with a count and the first place."""
     format: str
     """The format of the files: "tokens" or "chat"."""
 

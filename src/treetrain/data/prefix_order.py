@@ -12,7 +12,7 @@ from treetrain.data.trajectory import Trajectory, common_prefix
 
 Int64s = NDArray[np.int64]
 TOKENS_AT_ONCE = 1 << 22
-"""Of all rows that are compared; at least one of each."""
+"""Tokens of all rows that are compared at once; at least one of each row."""
 
 
 class PrefixOrder(NamedTuple):

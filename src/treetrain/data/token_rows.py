@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from treetrain.data.records import Format, Notes, Record
 from treetrain.data.trajectory import Trajectory
-from treetrain.errors import DataError, quoted
+from treetrain.errors import DataError, quoted, shortened
 
 IGNORED_LABEL = -100  # the Hugging Face and PyTorch mark for "not trained"
 GROUP_KEYS = ("group_id", "group", "task_id")
@@ -154,7 +154,7 @@ def _experts(value: Any, length: int, keep: slice) -> NDArray[Any] | None:
     try:
         array = np.asarray(value)
     except ValueError as error:
-        raise DataError(f"experts are no [L, layers, k] block of numbers ({error})") from error
+        raise DataError(f"experts are no [L, layers, k] block of numbers ({shortened(error)})") from error
     if array.ndim == 3 and len(array) == length - 1 and len(array):
         array = np.concatenate([array, np.full_like(array[:1], -1)])
     if array.ndim != 3 or len(array) != length:
@@ -179,7 +179,7 @@ def _numbers(value: Any, name: str, length: int, *, nulls: bool = False) -> NDAr
     try:
         array = np.array(value, np.float64)
     except (TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"{name} is no flat list of numbers ({error})") from error
+        raise DataError(f"{name} is no flat list of numbers ({shortened(error)})") from error
     if array.ndim != 1:
         raise DataError(f"{name} has shape {array.shape}, expected a flat list of {length} numbers")
     finite = np.isfinite(array) | (nulls & np.isnan(array))

@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from treetrain.errors import DataError, quoted
+from treetrain.errors import DataError, quoted, shortened
 
 MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 PER_TOKEN_FACTS = (
@@ -153,7 +153,9 @@ def _token_ids(ids: ArrayLike, row: str) -> NDArray[np.int32]:
     try:
         array = np.asarray(ids)
     except ValueError as error:
-        raise DataError(f"{row}: ids are no flat list of numbers ({error}); give one list per row") from error
+        raise DataError(
+            f"{row}: ids are no flat list of numbers ({shortened(error)}); give one list per row"
+        ) from error
     if array.ndim != 1:
         raise DataError(f"{row}: ids have shape {array.shape}, expected [L]; give one trajectory per row")
     if array.size == 0:
@@ -172,7 +174,7 @@ def _per_token(value: ArrayLike, name: str, length: int, row: str) -> NDArray[np
         # Always a copy: a caller's buffer that is reused must not change the row.
         array = np.array(value, dtype=np.float64, order="C")
     except (TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"{row}: {name} are not numbers ({error})") from error
+        raise DataError(f"{row}: {name} are not numbers ({shortened(error)})") from error
     if array.ndim == 0 and name in SCALAR_FACTS:
         array = np.full(length, float(array))
         if not np.isfinite(np.float64(value)):  # type: ignore[arg-type]
@@ -192,7 +194,7 @@ def _experts(experts: ArrayLike, length: int, row: str) -> NDArray[np.int16]:
     try:
         array = np.asarray(experts)
     except ValueError as error:
-        raise DataError(f"{row}: experts are no [L, layers, k] block of numbers ({error})") from error
+        raise DataError(f"{row}: experts are no [L, layers, k] block of numbers ({shortened(error)})") from error
     if array.ndim != 3 or len(array) != length:
         hint = "; give -1 for a token whose experts were not recorded" if len(array) == length - 1 else ""
         raise DataError(f"{row}: experts have shape {array.shape}, expected [{length}, layers, k]{hint}")

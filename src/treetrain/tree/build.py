@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.data.trajectory import MAX_TOKEN_ID, Trajectory
-from treetrain.errors import DataError
+from treetrain.errors import DataError, quoted
 from treetrain.tree.assemble import Int32s, Int64s, assemble
 from treetrain.tree.token_tree import TokenTree
 
@@ -125,14 +125,9 @@ def _as_array(number: int, row: Any) -> NDArray[Any]:
     if isinstance(row, list | tuple):
         try:
             return np.frombuffer(array("i", row), np.int32)
-        except OverflowError:
-            raise DataError(_bad_id(number, next(i for i in row if not 0 <= i <= MAX_TOKEN_ID))) from None
-        except TypeError:
-            bad = next(i for i in row if not hasattr(i, "__index__"))
-            raise DataError(
-                f"row {number}: token ids must be integers, found {bad!r} ({type(bad).__name__}); "
-                "pass one flat list of ids per row"
-            ) from None
+        except (OverflowError, TypeError):
+            bad = next(i for i in row if not (hasattr(i, "__index__") and 0 <= i <= MAX_TOKEN_ID))
+            raise DataError(_bad_id(number, bad)) from None
     ids = np.asarray(row.cpu() if hasattr(row, "cpu") else row)  # a tensor may lie on another device
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise DataError(
@@ -142,8 +137,11 @@ def _as_array(number: int, row: Any) -> NDArray[Any]:
     return ids
 
 
-def _bad_id(number: int, token: int) -> str:
-    return f"row {number}: token id {token} is outside 0..{MAX_TOKEN_ID}; check the tokenizer that wrote it"
+def _bad_id(number: int, token: object) -> str:
+    return (
+        f"row {number}: token id {quoted(token)} is no whole number from 0 to {MAX_TOKEN_ID}; pass one flat list of "
+        "ids per row, and check the tokenizer that wrote it"
+    )
 
 
 def _key_ranks(rows: Sequence[Trajectory | None], apart: Int64s | None) -> Int64s | None:

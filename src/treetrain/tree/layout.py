@@ -1,4 +1,4 @@
-"""What a forward over a tree needs: the tokens that must be computed, the edges they own, and any piece of both."""
+"""The tokens of a tree that a forward must compute, the predictions (edges) they own, and any piece of both."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -179,22 +179,17 @@ class NodeRows(Sequence[Trajectory]):
         return np.array([found[end] if own else 0 for end, own in zip(self.ends, counts)], np.float64)
 
 
-class Grown(NamedTuple):
-    """A tree of nodes: its arrays, each trajectory's last token (-1 for an empty one) and length, and the rows."""
-
-    arrays: TreeArrays
-    last: Int64s
-    length: Int64s
-    rows: NodeRows
-
-
 def grow(
     nodes: Sequence[Node],
     trajectories: Sequence[int | NodeTrajectory],
     unused: Literal["error", "drop"],
     count: Count,
-) -> Grown:
-    """Check and merge nodes; arguments and errors are those of TokenTree.from_nodes."""
+) -> tuple[TreeArrays, Int64s, Int64s, NodeRows]:
+    """Check and merge nodes; arguments and errors are those of TokenTree.from_nodes.
+
+    Returns:
+        The tree's arrays, each trajectory's last token (-1 for an empty one) and length, and the trajectories.
+    """
     if unused not in ("error", "drop"):
         raise ValueError(f"unused={unused!r} is neither 'error' nor 'drop'")
     if count not in ("per trajectory", "once"):
@@ -239,7 +234,7 @@ def grow(
     _check_facts(found)
     length = np.zeros(len(rows), np.int64)
     length[last >= 0] = arrays.depth[last[last >= 0]] + 1
-    return Grown(arrays, last, length, found)
+    return arrays, last, length, found
 
 
 def _parents_first(nodes: Sequence[Node]) -> tuple[list[int], list[int]]:

@@ -15,7 +15,7 @@ Bools = NDArray[np.bool_]
 
 
 class FlopCounter(Protocol):
-    """What the FLOP speed-ups need of a model; plan.ModelShape is one.
+    """A model's costs, for the FLOP speed-ups; `planning.cost.ModelShape` is one.
 
     A model whose layers do not all see the whole path has an attribute `attention_ranges` and gets its
     pairs by range.
@@ -27,7 +27,7 @@ class FlopCounter(Protocol):
 
 
 class Work(NamedTuple):
-    """What a step computes, whatever the model."""
+    """The work of a step, whatever the model."""
 
     tokens: int
     """Tokens through the layers."""

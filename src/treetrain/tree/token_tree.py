@@ -80,10 +80,8 @@ class TokenTree:
                 advantages of a trajectory's own where tokens count once.
             ValueError: another word for `unused` or `count`.
         """
-        grown = grow(nodes, trajectories, unused, count)
-        return cls(
-            **grown.arrays._asdict(), trajectory_last=grown.last, trajectory_length=grown.length, rows=grown.rows
-        )
+        arrays, last, length, rows = grow(nodes, trajectories, unused, count)
+        return cls(**arrays._asdict(), trajectory_last=last, trajectory_length=length, rows=rows)
 
     def __repr__(self) -> str:
         return (
@@ -176,7 +174,7 @@ class TokenTree:
         return trained
 
     def trained_edges(self, rows: Bools | None = None) -> tuple[Int64s, Int64s]:
-        """What is trained, counted on the tree; a tree from nodes is not flattened for it.
+        """Count what is trained on the tree; a tree from nodes is not flattened for it.
 
         Args:
             rows: bool [K], the trajectories that count; None counts all (and is cached).
