@@ -154,7 +154,7 @@ def _token_ids(ids: ArrayLike, row: str) -> NDArray[np.int32]:
         array = np.asarray(ids)
     except ValueError as error:
         raise DataError(
-            f"{row}: ids are no flat list of numbers ({shortened(error)}); give one list per row"
+            f"{row}: ids are no flat list ({shortened(error)}); give one list of numbers per row"
         ) from error
     if array.ndim != 1:
         raise DataError(f"{row}: ids have shape {array.shape}, expected [L]; give one trajectory per row")
