@@ -184,7 +184,7 @@ def test_room_that_is_made_later_keeps_what_is_there():
     cache = KVCache(2, torch.device("cpu"), gradients=True)
     key, value = torch.randn(2, 2, 1, 4)
     view = cache.view(np.zeros(0, np.int64), np.array([1, 0]))
-    view.publish(0, key, value)
+    view.write(0, key, value)
     path = cache.view(np.array([1, 0]), np.array([-1]))
     path.add_path_gradients(0, key, value)
     before = cache.layer(0, key, value).key
@@ -212,7 +212,7 @@ def test_rows_given_again_start_without_gradients():
     cache = KVCache(4, torch.device("cpu"), gradients=True)
     key, value = torch.randn(2, 4, 1, 4)
     view = cache.view(np.arange(4), np.arange(4))
-    view.publish(0, key, value)
+    view.write(0, key, value)
     view.add_path_gradients(0, key, value)
     cache.clear_gradients(slice(1, 3))
     grads = torch.zeros_like(key), torch.zeros_like(value)

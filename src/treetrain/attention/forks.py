@@ -36,6 +36,40 @@ def path_tops(parent: np.ndarray) -> np.ndarray:
     return np.maximum.accumulate(np.where(parent != index - 1, index, 0))
 
 
+class Ancestors:
+    """Looks up the ancestors of tokens by depth.
+
+    Args:
+        start: int64 [S + 1], parent: int64 [S]: segments. depth: int64 [N], position of every token on its path.
+    """
+
+    def __init__(self, start: np.ndarray, parent: np.ndarray, depth: np.ndarray):
+        self._start, self._parent, self._depth, self._top = start, parent, depth, path_tops(parent)
+
+    def between(self, token: int, low: int, high: int) -> list[tuple[int, int]]:
+        """The proper ancestors of `token` at depths from `low` to below `high`, as ranges, shallowest first."""
+        found: list[tuple[int, int]] = []
+        segment, stop = int(np.searchsorted(self._start, token, side="right")) - 1, token
+        while segment >= 0:
+            # A path of first children is contiguous: one step, however many forks it has.
+            top = int(self._top[segment])
+            start = int(self._start[top])
+            depth = int(self._depth[start])
+            piece = max(start, start + low - depth), min(stop, start + high - depth)
+            if piece[0] < piece[1]:
+                found.append(piece)
+            if depth <= low:
+                break
+            segment = int(self._parent[top])
+            stop = int(self._start[segment + 1])
+        return found[::-1]
+
+
+def tokens_in(pieces: list[tuple[int, int]]) -> np.ndarray:
+    """int64: the tokens of ranges, one after the other."""
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(*piece) for piece in pieces)])
+
+
 def fork_blocks(
     *,
     start: np.ndarray,

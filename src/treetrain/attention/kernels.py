@@ -138,3 +138,10 @@ def _row_blocks(query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slic
     for start in range(0, count, step):
         stop = min(start + step, count)
         yield slice(start, stop), slice(0, stop if causal else key.shape[2])
+
+
+def sink_gradient(sinks: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """[H], from lse [n, H]: a sink takes its share exp(sink - lse) of each query and gives nothing for it."""
+    wide = lse.dtype
+    share = (sinks.to(wide) - lse).exp_()
+    return -(share * (grad_out.to(wide) * out).sum(-1)).sum(0).to(sinks.dtype)

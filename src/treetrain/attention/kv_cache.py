@@ -122,7 +122,7 @@ class KVCacheView:
             self._tails[tail] = self._cache.as_rows(self._path_rows[self.path_tokens - tail :])
         return self._tails[tail]
 
-    def publish(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Hand the exported tokens' keys and values [N, G, D] to the parts below."""
         if self.exports:
             buffers = self._cache.layer(layer, key, value)
@@ -146,13 +146,21 @@ class KVCacheView:
             _add(grad_value, self._own, _take(buffers.value_grad, self._own_rows))
 
 
-class _CarriedKeys(torch.autograd.Function):
+def with_path(cache: KVCacheView | None, tail: int, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [tail + N, G, .]: the last `tail` tokens of the path, then a part's own."""
+    if cache is None or not tail:
+        return key, value
+    path_key, path_value = cache.read(layer, key, value, tail)
+    return torch.cat([path_key, key]), torch.cat([path_value, value])
+
+
+class _CachedKeys(torch.autograd.Function):
     """Keys and values of the path before a part's own, for a backend that is differentiable by itself."""
 
     @staticmethod
     def forward(ctx, key: Tensor, value: Tensor, cache: KVCacheView, layer: int, path: int):
         ctx.cache, ctx.layer, ctx.path = cache, layer, path
-        cache.publish(layer, key, value)
+        cache.write(layer, key, value)
         path_key, path_value = cache.read(layer, key, value, path)
         return torch.cat([path_key, key]), torch.cat([path_value, value])
 
@@ -173,7 +181,7 @@ def cached_keys(key: Tensor, value: Tensor, cache: KVCacheView, layer: int, path
 
     Hands the part's own on too.
     """
-    return _CarriedKeys.apply(key, value, cache, layer, path)  # type: ignore[return-value]
+    return _CachedKeys.apply(key, value, cache, layer, path)  # type: ignore[return-value]
 
 
 def _take(tensor: Tensor, rows: Rows) -> Tensor:

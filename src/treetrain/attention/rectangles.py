@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treetrain.attention.kernels import CappedKernel, Kernel, StockKernel
-from treetrain.attention.kv_cache import KVCacheView
+from treetrain.attention.kernels import CappedKernel, Kernel, StockKernel, sink_gradient
+from treetrain.attention.kv_cache import KVCacheView, with_path
 from treetrain.attention.local import local_schedule
 from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Batch, Forest, Schedule, make_schedule
 from treetrain.tree.attention_range import FULL, AttentionRange
@@ -171,8 +171,8 @@ class _RectangleFunction(torch.autograd.Function):
         cache, calls = attention.cache, attention.calls(spec.visible_range)
         kernel: Kernel = StockKernel() if spec.softcap is None else CappedKernel(spec.softcap)
         if cache is not None:
-            cache.publish(layer, key, value)
-        keys, values = _with_tail(cache, calls.tail, layer, key, value)
+            cache.write(layer, key, value)
+        keys, values = with_path(cache, calls.tail or 0, layer, key, value)
         out, lse = _forward_calls(kernel, calls, query, keys, values, scale)
         if cache is not None and calls.tail is None and cache.path_tokens:
             q, k, v = (_heads_first(x) for x in (query, *cache.read(layer, key, value)))
@@ -193,8 +193,8 @@ class _RectangleFunction(torch.autograd.Function):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         cache, calls, kernel, scale, layer = ctx.attention.cache, ctx.calls, ctx.kernel, ctx.scale, ctx.layer
         grad_out, tail = grad_out.to(query.dtype), calls.tail or 0
-        grad_sinks = None if sinks is None else _sink_gradient(sinks, grad_out, out, lse)
-        keys, values = _with_tail(cache, calls.tail, layer, key, value)
+        grad_sinks = None if sinks is None else sink_gradient(sinks, grad_out, out, lse)
+        keys, values = with_path(cache, calls.tail or 0, layer, key, value)
         tensors = grad_out, query, keys, values, out, lse
         grad_query, grad_key, grad_value = _backward_calls(kernel, calls, tensors, scale)
         if cache is not None:
@@ -209,14 +209,6 @@ class _RectangleFunction(torch.autograd.Function):
             cache.collect(layer, grad_key, grad_value)
         grads = grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks
         return (*grads, None, None, None, None)
-
-
-def _with_tail(cache: KVCacheView | None, tail: int | None, layer: int, key: Tensor, value: Tensor):
-    """Keys and values [K, G, .] that a schedule numbers: the last tokens of the path, then a part's own."""
-    if cache is None or not tail:
-        return key, value
-    path_key, path_value = cache.read(layer, key, value, tail)
-    return torch.cat([path_key, key]), torch.cat([path_value, value])
 
 
 def _forward_calls(
@@ -287,13 +279,6 @@ def _call_backward(kernel: Kernel, tensors: tuple[Tensor, ...], causal: bool, sc
     do, q, k, v, o = (_heads_first(x) for x in tensors[:5])
     grads = kernel.backward(do, q, k, v, o, tensors[5].t().unsqueeze(0), causal, None, scale)
     return tuple(_heads_last(grad) for grad in grads)
-
-
-def _sink_gradient(sinks: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """[H]: a sink takes its share exp(sink - lse) of every query's attention and gives nothing for it."""
-    wide = lse.dtype
-    share = (sinks.to(wide) - lse).exp_()
-    return -(share * (grad_out.to(wide) * out).sum(-1)).sum(0).to(sinks.dtype)
 
 
 def _silence_padding(grad_out: Tensor, filled_slots: Tensor) -> Tensor:

@@ -16,12 +16,13 @@ Which of them a subtree gets is decided bottom-up by predicted cost, measured in
 as ``call_pairs`` pairs on top of its own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from treetrain.attention.forks import fork_blocks, path_tops
+from treetrain.attention.forks import Ancestors, fork_blocks, path_tops, tokens_in
 from treetrain.tree.attention_range import FULL, AttentionRange
 
 TILE = 64
@@ -111,7 +112,7 @@ def make_schedule(forest: Forest, *, call_pairs: float = 8192.0) -> Schedule:
     """
     segments = _Segments(forest)
     cut = _emit(segments, _decide(forest, segments, _Costs(forest, call_pairs)))
-    batches = _tile_batches(forest, cut.regions) + _row_batches(cut.rows)
+    batches = tile_batches(forest, _cut_tiles(forest, cut.regions), lambda _: TILE) + _row_batches(cut.rows)
     return Schedule(num_tokens=len(forest.ends), chains=cut.chains, rectangles=cut.rectangles, batches=batches)
 
 
@@ -297,32 +298,53 @@ def _row_batches(rows: list[tuple[int, int]]) -> list[Batch]:
     return batches
 
 
-def _tile_batches(forest: Forest, regions: list[tuple[int, int, int]]) -> list[Batch]:
-    tiles = _cut_tiles(forest, regions)
-    tiles.sort(key=lambda tile: len(tile[2]))
+class Tile(NamedTuple):
+    """A run of queries, and the keys before it that are gathered for it."""
+
+    start: int
+    stop: int
+    path: np.ndarray
+    """int64: gathered keys, shallowest first."""
+
+
+def tile_batches(
+    forest: Forest,
+    tiles: list[Tile],
+    width: Callable[[int], int],
+    *,
+    lowest: np.ndarray | None = None,
+    tail: int = 0,
+) -> list[Batch]:
+    """Tiles of like shape in one call each, a quarter of it wasted at most.
+
+    Args:
+        width: of a number of queries the slots for them; tiles of as many may share a call.
+        lowest: int64 [N]: the least depth that each token sees; None where it sees its whole path.
+        tail: tokens of the forest that are keys only; queries are numbered from there on.
+    """
+    tiles = sorted(tiles, key=lambda tile: (width(tile.stop - tile.start), len(tile.path)))
     batches, first = [], 0
     while first < len(tiles):
-        # Tiles sorted by path length share a batch while the longest path wastes less than a quarter of the keys.
-        limit = max(32, int(1.25 * (len(tiles[first][2]) + TILE)) - TILE)
-        stop = first
-        while stop < len(tiles) and len(tiles[stop][2]) <= limit:
-            size = (stop - first + 1) * TILE * (len(tiles[stop][2]) + TILE)
-            if stop > first and size > MAX_BATCH_SCORES:
+        slots, path = width(tiles[first].stop - tiles[first].start), len(tiles[first].path)
+        most, stop = max(32, path + (path + slots) // 4), first
+        while stop < len(tiles) and width(tiles[stop].stop - tiles[stop].start) == slots:
+            keys = len(tiles[stop].path) + slots
+            if keys - slots > most or (stop > first and (stop - first + 1) * slots * keys > MAX_BATCH_SCORES):
                 break
             stop += 1
-        batches.append(_tile_batch(forest, tiles[first:stop]))
+        batches.append(_tile_batch(forest, tiles[first:stop], lowest, tail))
         first = stop
     return batches
 
 
-def _cut_tiles(forest: Forest, regions: list[tuple[int, int, int]]) -> list[tuple[int, int, np.ndarray]]:
-    """(start, stop, path of the first token from its region's floor on) of every tile.
+def _cut_tiles(forest: Forest, regions: list[tuple[int, int, int]]) -> list[Tile]:
+    """The tiles of all regions. Each gathers the path of its first token from its region's floor on.
 
     Adjacent regions share tiles, unless the later one also sees what lies before it.
     """
     regions = sorted(regions)
     region_start = np.array([r[0] for r in regions], dtype=np.int64)
-    top = path_tops(forest.segment_parent)
+    ancestors = Ancestors(forest.segment_start, forest.segment_parent, forest.depth)
     tiles, i = [], 0
     while i < len(regions):
         run_start, run_stop, _ = regions[i]
@@ -332,42 +354,28 @@ def _cut_tiles(forest: Forest, regions: list[tuple[int, int, int]]) -> list[tupl
             i += 1
         for start in range(run_start, run_stop, TILE):
             floor = regions[int(np.searchsorted(region_start, start, side="right")) - 1][2]
-            tiles.append((start, min(start + TILE, run_stop), _path_from(forest, top, start, floor)))
+            path = ancestors.between(start, int(forest.depth[floor]), int(forest.depth[start]))
+            tiles.append(Tile(start, min(start + TILE, run_stop), tokens_in(path)))
     return tiles
 
 
-def _path_from(forest: Forest, top: np.ndarray, token: int, floor: int) -> np.ndarray:
-    """Packed indices of the proper ancestors of ``token`` that are not before ``floor``, shallowest first.
-
-    Args:
-        top: int64 [S], first segment of the path of first children that each segment is on.
-    """
-    s = int(np.searchsorted(forest.segment_start, token, side="right")) - 1
-    pieces, stop = [], token
-    while s >= 0 and stop > floor:
-        # A path of first children is contiguous: one step, however many forks it has.
-        start = max(int(forest.segment_start[top[s]]), floor)
-        pieces.append(np.arange(start, stop, dtype=np.int64))
-        s = int(forest.segment_parent[top[s]])
-        stop = int(forest.segment_start[s + 1]) if s >= 0 else 0
-    return np.concatenate(pieces[::-1]) if pieces else np.empty(0, dtype=np.int64)
-
-
-def _tile_batch(forest: Forest, tiles: list[tuple[int, int, np.ndarray]]) -> Batch:
-    paths = max(len(path) for _, _, path in tiles)
-    slot = np.arange(TILE)
-    start = np.array([tile[0] for tile in tiles], dtype=np.int64)
-    length = np.array([tile[1] - tile[0] for tile in tiles], dtype=np.int64)
+def _tile_batch(forest: Forest, tiles: list[Tile], lowest: np.ndarray | None, tail: int) -> Batch:
+    width, paths = max(tile.stop - tile.start for tile in tiles), max(len(tile.path) for tile in tiles)
+    slot = np.arange(width)
+    start = np.array([tile.start for tile in tiles])
+    length = np.array([tile.stop - tile.start for tile in tiles])
     filled = slot < length[:, None]
-    query = np.where(filled, start[:, None] + slot, 0)
-    key = np.zeros((len(tiles), paths + TILE), dtype=np.int64)
-    key_end = np.zeros_like(key)
-    for c, (_, _, path) in enumerate(tiles):
-        key[c, : len(path)] = path
-        key_end[c, : len(path)] = forest.ends[path]
+    query = np.where(filled, start[:, None] + slot, tail)
+    key = np.full((len(tiles), paths + width), tail)
+    end = np.zeros_like(key)  # 0 hides a padded key
+    for number, tile in enumerate(tiles):
+        key[number, : len(tile.path)] = tile.path
+        end[number, : len(tile.path)] = forest.ends[tile.path]
     key[:, paths:] = query
-    key_end[:, paths:] = np.where(filled, forest.ends[query], 0)
-    mask = (key[:, None, :] <= query[:, :, None]) & (query[:, :, None] < key_end[:, None, :])
+    end[:, paths:] = np.where(filled, forest.ends[query], 0)
+    mask = (key[:, None, :] <= query[:, :, None]) & (query[:, :, None] < end[:, None, :])
+    if lowest is not None:
+        mask &= forest.depth[key][:, None, :] >= lowest[query][:, :, None]
     # A padded query must see something, or its softmax is undefined; its output is dropped.
     mask[:, slot, paths + slot] |= ~filled
-    return Batch(query_index=query, query_length=length, key_index=key, mask=mask)
+    return Batch(query_index=query - tail, query_length=length, key_index=key, mask=mask)

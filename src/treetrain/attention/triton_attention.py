@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treetrain.attention.kv_cache import KVCacheView
+from treetrain.attention.kv_cache import KVCacheView, with_path
 from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.attention.tile_lists import TILE, Lists, TileLists, keys_of, make_tile_lists
 from treetrain.attention.triton_kernels import (
@@ -135,9 +135,9 @@ class _TreeFunction(torch.autograd.Function):
     ):
         cache, tables = attention.cache, attention.tables(spec.visible_range)
         if cache is not None:
-            cache.publish(layer, key, value)
+            cache.write(layer, key, value)
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        keys, values = _with_path(cache, tables.path, layer, key, value)
+        keys, values = with_path(cache, tables.path, layer, key, value)
         out, lse = _forward(query, keys, values, sinks, tables, attention.tile, scale, spec.softcap)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.attention, ctx.tables, ctx.scale, ctx.layer, ctx.softcap = attention, tables, scale, layer, spec.softcap
@@ -149,7 +149,7 @@ class _TreeFunction(torch.autograd.Function):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         attention, tables, layer = ctx.attention, ctx.tables, ctx.layer
         cache, path = attention.cache, tables.path
-        keys, values = _with_path(cache, path, layer, key, value)
+        keys, values = with_path(cache, path, layer, key, value)
         grad_out = grad_out.to(query.dtype).contiguous()
         delta = _delta(out, grad_out)
         given = query, keys, values, grad_out, lse, delta
@@ -167,14 +167,6 @@ class _TreeFunction(torch.autograd.Function):
             share = torch.exp2(sinks.float()[:, None] / math.log(2) - lse)
             grad_sinks = -(share * delta).sum(1).to(sinks.dtype)
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks, None, None, None, None
-
-
-def _with_path(cache: KVCacheView | None, path: int, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [K, G, .]: the last tokens of the path, then a part's own."""
-    if cache is None or not path:
-        return key, value
-    path_key, path_value = cache.read(layer, key, value, path)
-    return torch.cat([path_key, key]), torch.cat([path_value, value])
 
 
 def _sizes(query: Tensor, key: Tensor, value: Tensor, tables: _Tables, tile: int, softcap: float | None):

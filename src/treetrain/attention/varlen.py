@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from treetrain.attention.forks import path_tops
+from treetrain.attention.kernels import sink_gradient
 from treetrain.attention.kv_cache import KVCacheView
 from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.device_arrays import to_device
@@ -227,7 +228,7 @@ class _VarlenFunction(torch.autograd.Function):
     def forward(ctx, query, key, value, sinks, attention: VarlenAttention, scale: float, layer: int):
         cache = attention.cache
         if cache is not None:
-            cache.publish(layer, key, value)
+            cache.write(layer, key, value)
         heads = _Filled(query, key, value)
         whole, *rectangles = attention.calls
         piece, piece_lse = attention.kernel.forward(*heads.inputs, whole, scale)
@@ -279,7 +280,7 @@ class _VarlenFunction(torch.autograd.Function):
             dk, dv = dk[..., :size].contiguous(), dv[..., :value_size].contiguous()
             cache.collect(layer, dk, dv)
         grads = dq[..., :size].to(query.dtype), dk[..., :size].to(key.dtype), dv[..., :value_size].to(value.dtype)
-        return *grads, None if sinks is None else _sink_gradient(sinks, grad_out, out, lse), None, None, None
+        return *grads, None if sinks is None else sink_gradient(sinks, grad_out, out, lse.t()), None, None, None
 
 
 class _Filled:
@@ -315,9 +316,3 @@ def _merged(out: Tensor, lse: Tensor, piece: Tensor, piece_lse: Tensor) -> tuple
     """Attention over the keys of both: outputs [n, H, V], log-sum-exps [H, n]."""
     total = torch.logaddexp(lse, piece_lse)
     return out * _per_row(lse - total) + piece * _per_row(piece_lse - total), total
-
-
-def _sink_gradient(sinks: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """[H]: a sink takes its share exp(sink - lse) of every query's attention and gives nothing for it."""
-    share = (sinks.to(lse.dtype)[:, None] - lse).exp()
-    return -(share.t() * (grad_out.to(lse.dtype) * out).sum(-1)).sum(0).to(sinks.dtype)

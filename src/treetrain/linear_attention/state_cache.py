@@ -135,7 +135,7 @@ class StateView:
         """A copy of the entry's value: slots are written again while graphs that have read them are alive."""
         return self._cache._buffers[key].value[self._entry].clone()
 
-    def publish(self, key: Key, states: Tensor) -> None:
+    def write(self, key: Key, states: Tensor) -> None:
         """Write the exported tokens' states."""
         self._cache.buffer(key, states).value.index_copy_(0, self._slots_on(states.device), states)
 
@@ -169,7 +169,7 @@ class _Export(torch.autograd.Function):
     @staticmethod
     def forward(ctx, out: Tensor, states: Tensor, view: StateView, key: Key):
         ctx.view, ctx.key, ctx.dtype = view, key, states.dtype
-        view.publish(key, states)
+        view.write(key, states)
         return out.view_as(out)
 
     @staticmethod
