@@ -164,8 +164,12 @@ def make_trainer(
     return kind(model=model, args=args, train_dataset=rows(), eval_dataset=eval_rows, callbacks=chosen)
 
 
-def make_tree_trainer(folder: Path, *, sharded: bool = False, callbacks: tuple = (), **settings: Any) -> Any:
+def make_tree_trainer(
+    folder: Path, *, sharded: bool = False, lora: bool = False, callbacks: tuple = (), **settings: Any
+) -> Any:
     """A TreeTrainer of 12 steps, four to a batch, whose old and reference log-probabilities are computed before."""
+    from peft import LoraConfig
+
     from support.fsdp_on_cpus import let_accelerate_shard
     from support.tree_runs import branching_rows, make_arguments, small_model
     from treetrain.trainers.tree_trainer import TreeTrainer
@@ -191,7 +195,9 @@ def make_tree_trainer(folder: Path, *, sharded: bool = False, callbacks: tuple =
     if sharded:
         assert args.device.type == "cpu"
         model = shard(model)
-    return TreeTrainer(model, args, branching_rows(), ref_model=reference, callbacks=[Averages(), *callbacks])
+    adapter = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.0) if lora else None
+    more = {"ref_model": reference, "peft_config": adapter, "callbacks": [Averages(), *callbacks]}
+    return TreeTrainer(model, args, branching_rows(), **more)
 
 
 def outcome(trainer: Any) -> dict[str, Any]:

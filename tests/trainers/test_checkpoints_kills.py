@@ -21,6 +21,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "tree, ddp": {"ranks": 2, "tree": True},
     "tree, sharded": {"ranks": 2, "tree": True, "sharded": True},
     "tree, accelerate": {"ranks": 2, "tree": True, "fsdp": True},
+    "tree, accelerate, lora": {"ranks": 2, "tree": True, "fsdp": True, "lora": True},
 }
 
 
@@ -101,6 +102,7 @@ def test_fifty_kills_at_random_moments_lose_nothing(form: str, undisturbed, tmp_
         pytest.param("tree, ddp", signal.SIGINT, 1, marks=pytest.mark.slow),
         pytest.param("tree, sharded", signal.SIGTERM, 1, marks=pytest.mark.slow),
         ("tree, accelerate", signal.SIGTERM, 1),
+        pytest.param("tree, accelerate, lora", signal.SIGTERM, 0, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_to_one_rank_stops_both_with_a_checkpoint_that_goes_on(

@@ -1,4 +1,4 @@
-"""What commands print: one JSON object, or tables for people; remarks always on stderr."""
+"""Printing: one JSON object, or tables for people; remarks always on stderr."""
 
 import json
 import sys

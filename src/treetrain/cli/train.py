@@ -88,7 +88,7 @@ def make_parser() -> Any:
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, Any]:
-    """What is trained on and which model, and the `TreeArguments`. Raises ValueError."""
+    """The data and the model, and the `TreeArguments`. Raises ValueError."""
     parser = make_parser()
     words = list(argv)
     for path in [
@@ -192,7 +192,7 @@ def _trainer(options: Namespace, arguments: Any) -> "tuple[TreeTrainer, Sequence
 
 
 def _tokenizer(options: Namespace, found: "ReadRows") -> Any:
-    """What belongs beside the model, with the template it was trained on; token rows can do without any."""
+    """The tokenizer to save beside the model, with the template it was trained on; token rows can do without."""
     from treetrain.data.chat import chat_template_text
     from treetrain.errors import DataError
     from treetrain.models.loading import load_tokenizer

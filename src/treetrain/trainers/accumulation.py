@@ -46,7 +46,7 @@ class _Joint(NamedTuple):
     """Number of the first of them within the optimizer step."""
 
     def of(self, number: int) -> RowScores:
-        """What the rows of one of them got."""
+        """The scores of one of them."""
         begin = sum(len(rows.ids) for rows in self.rows[:number])
         end = begin + len(self.rows[number].ids)
         values = {name: getattr(self.scored, name) for name in RowScores._fields}
@@ -146,7 +146,7 @@ class StepScores:
 
 
 def _model_inputs(batch: dict[str, Any]) -> dict[str, Any] | None:
-    """What a trainer calls its model with for a micro-batch; None where that is not known."""
+    """The keyword arguments of the model's call for a micro-batch; None where they are not known."""
     if "tree_kv_index" in batch:
         return packed_tree_of(batch)
     if "completion_ids" in batch:  # GRPO and RLOO

@@ -1,4 +1,4 @@
-"""What a `TreeTrainer` is told: the arguments of `transformers.Trainer`, and those of trees, losses and rollouts."""
+"""The arguments of a `TreeTrainer`: those of `transformers.Trainer`, and those of trees, losses and rollouts."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar

@@ -84,7 +84,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     """
 
     how_to_resume = "trainer.train(resume_from_checkpoint=True)"
-    """What messages tell the user to go on with."""
+    """The command that messages name to go on with."""
     also_saved: tuple[str, ...] = ("_metrics", "_total_train_tokens", "_step", "_buffered_inputs")
     """Attributes that every rank saves and gets back on as many ranks: of TRL's trainers the metrics since the last log
     and the completions that are not trained on yet."""
@@ -123,7 +123,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         self._frozen = _frozen_digest(self.model)
 
     def step_size(self) -> str:
-        """What an optimiser step takes of the data over all ranks. A trainer that counts otherwise overrides it."""
+        """The data of an optimiser step over all ranks, in words. A trainer that counts otherwise overrides it."""
         return f"{self._train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size} samples"
 
     # ---- Training: the lock, what is resumed, signals

@@ -1,4 +1,4 @@
-"""What RL runs log beside the metrics of their loss: extremes of ratios, advantages, answers, groups."""
+"""Metrics of RL runs beside those of their loss: extremes of ratios, advantages, answers, groups."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -123,7 +123,7 @@ class _WithAdvantages(Sequence[Trajectory]):
 
 
 def missing_facts(rows: Sequence[Trajectory], loss: Any) -> frozenset[str]:
-    """Which of old_logprobs and ref_logprobs the loss needs and no trained row has.
+    """The names among old_logprobs and ref_logprobs that the loss needs and no trained row has.
 
     Raises:
         DataError: only some of the rows have them, or a row lacks another fact.

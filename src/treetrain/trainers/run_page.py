@@ -29,7 +29,7 @@ PACKAGES = ("treetrain", "torch", "transformers", "trl", "peft")
 COLOURS = {"c0": "#0b6fb8", "c1": "#d9730d", "c2": "#0b8a63", "c3": "#b0509a", "soft": "#5b6672", "grid": "#e9ecf0"}
 """Names of the page's CSS variables, and the colours that stand for them in figures."""
 PREFIX = "tree/"
-"""What the names of execution figures begin with: tree/flat_tokens, tree/computed_tokens, tree/seconds and so on."""
+"""Prefix of the names of execution figures: tree/flat_tokens, tree/computed_tokens, tree/seconds and so on."""
 SHOWN = ("loss", "eval_loss", "seconds", "computed_tokens", "unique_tokens", "flat_tokens", "peak_memory_bytes")
 NOT_SHOWN = re.compile(r".*(_flops|_runtime|_per_second|num_tokens|ideal_speedup)$")
 SMOOTHED_FROM, LOG_FROM = 60, 1e-9
@@ -43,7 +43,7 @@ Line = tuple[str, Series, str, str, str | None]
 
 @dataclass(frozen=True)
 class Run:
-    """What a Trainer logged: series by name (`tree/` taken off), and what it logged once at the end."""
+    """The logs of a Trainer: series by name (`tree/` taken off), and what it logged once at the end."""
 
     logs: dict[str, Series]
     final: dict[str, float]

@@ -1,4 +1,4 @@
-"""Which rows every optimiser step has, and the trees of a step, built while the device works on the one before.
+"""The rows of every optimiser step, and their trees, built while the device works on the step before.
 
 A *batch* is filled with whole groups, pairs and episodes (else whole trees) to about `tokens_per_step` flat tokens. It
 is passed over `updates_per_batch` times, each time in `minibatches` parts, each an optimiser step; a step is run in

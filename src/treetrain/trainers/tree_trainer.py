@@ -308,7 +308,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         self._batch.stopped = limit is not None and bool(found) and found[0] > limit
 
     def _routing(self, calls: list[dict[str, Any]]) -> RouterBalance | None:
-        """How the routers spread all tokens of a step of several calls; None where no auxiliary loss asks for it."""
+        """The routers' choices over all tokens of a step of several calls; None where no auxiliary loss needs them."""
         engine = self._engine_of(self.model_wrapped)
         if not engine.capabilities.auxiliary or len(calls) == 1:
             return None
