@@ -19,7 +19,7 @@ from support.models import as_dtype
 from support.pure import PureFloat64
 from support.runs import runs, seeded
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.router_balance import RouterBalance
+from treetrain.engine.routing import RouterBalance
 
 TOP_K = 2
 AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.7}

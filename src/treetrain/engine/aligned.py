@@ -9,7 +9,7 @@ from treetrain.engine.begin import Begun
 from treetrain.engine.packed import wide_dtype
 from treetrain.engine.planning import AMPLE, formula_cost
 from treetrain.engine.ranks import Ranks, check_same
-from treetrain.engine.router_balance import RouterBalance
+from treetrain.engine.routing import RouterBalance
 from treetrain.planning.budget import Bytes
 from treetrain.planning.collective_order import Candidate, candidates, choose, offers_of
 from treetrain.planning.plan import Plan

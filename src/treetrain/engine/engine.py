@@ -33,8 +33,7 @@ from treetrain.engine.planning import (
 )
 from treetrain.engine.ranks import drop_waiting_gradients, is_shard, is_sharded, ranks_of, unwrapped, waiting_gradients
 from treetrain.engine.results import StepResult, summed
-from treetrain.engine.router_balance import RouterBalance
-from treetrain.engine.routing import Routing
+from treetrain.engine.routing import RouterBalance, Routing
 from treetrain.engine.score import Scored, Scoring, is_live
 from treetrain.engine.sharing import rows_if_faster
 from treetrain.engine.step import Step, StepRun, Way, result_of

@@ -13,7 +13,7 @@ from torch import nn
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.results import StepResult
-from treetrain.engine.router_balance import RouterBalance
+from treetrain.engine.routing import RouterBalance
 from treetrain.engine.score import Scored
 from treetrain.planning.partition import whole_trees
 from treetrain.planning.plan import Plan

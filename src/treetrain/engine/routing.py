@@ -1,17 +1,20 @@
-"""What a step does with the routers of a mixture of experts: the auxiliary loss, and choices that were recorded.
+"""The routers of a mixture of experts in a step: their auxiliary loss, and choices that were recorded.
 
 The auxiliary loss is E * sum over experts of f_e * P_e over all tokens of all rows and all layers with experts at once:
-f_e is how often an expert is chosen, P_e its mean probability. A token of the tree counts once per trajectory through
-it. The choices have no gradient, so with them known, the gradient of every probability is E * f_e / tokens times that
-count, whatever else is in the pass; it is added where the router's weights get theirs, so that it needs no graph of its
-own and survives activation checkpointing.
+f_e is how often an expert is chosen, P_e its mean probability (Switch Transformer, arXiv 2101.03961, equation 4). A
+token of the tree counts once per trajectory through it.
+
+The loss is about all tokens, but the choices have no gradient. So once all choices are known, the gradient of every
+probability is E * f_e / tokens times the token's count, whatever else is in the pass. It is added where the router's
+weights get theirs, so that it needs no graph of its own and survives activation checkpointing.
 
 Shape letters: n tokens of a pass, N of the tree, E experts, k of them per token.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -21,17 +24,87 @@ from torch.overrides import TorchFunctionMode
 
 from treetrain.device_arrays import on_device
 from treetrain.engine.results import Metrics, add_metrics
-from treetrain.engine.router_balance import OwnAuxiliary, RouterBalance
 from treetrain.errors import UnsupportedModel
 from treetrain.models.moe import MixtureOfExperts, Router, as_routed, routers_switched
 from treetrain.tree.stats import trajectories_through
 from treetrain.tree.token_tree import TokenTree
 
 METRIC = "router_aux_loss"
+FORMULA_TOLERANCE = 1e-2
+"""Relative, between the model's own auxiliary loss of a pass and this one of the same logits: as far apart as two
+orders of summation may be in bfloat16, and much closer than another formula would be. So for its gradient."""
+ROUNDINGS = 8
+"""Roundings of the gradient of a probability, which nearly cancel in the gradient of a logit where all experts are
+chosen about as often."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RouterBalance:
+    """How a batch spreads over the experts, summed over layers and trajectories; batches add up."""
+
+    choices: Tensor
+    """float64 [E]: how often each expert is chosen."""
+    probabilities: Tensor
+    """float64 [E]: sums of the routers' probabilities."""
+    tokens: float
+    """Tokens of all rows times layers with experts."""
+
+    def __add__(self, other: Self) -> "RouterBalance":
+        return RouterBalance(
+            choices=self.choices + other.choices,
+            probabilities=self.probabilities + other.probabilities,
+            tokens=self.tokens + other.tokens,
+        )
+
+    def to(self, device: torch.device | str) -> "RouterBalance":
+        """The same on another device."""
+        return RouterBalance(
+            choices=self.choices.to(device), probabilities=self.probabilities.to(device), tokens=self.tokens
+        )
+
+    @property
+    def loss(self) -> Tensor:
+        """The auxiliary loss of a step of these tokens, before its coefficient; float64."""
+        return self.share_of(self)
+
+    def share_of(self, whole: "RouterBalance") -> Tensor:
+        """The part of these tokens in the auxiliary loss of a whole step."""
+        return (whole.choices / whole.tokens) @ (self.probabilities / whole.tokens) * len(self.choices)
+
+    @property
+    def slope(self) -> Tensor:
+        """float64 [E]: gradient of the loss by each token's probabilities."""
+        return (len(self.choices) / self.tokens**2) * self.choices
+
+    @classmethod
+    def of(
+        cls, probabilities: Tensor, top_k: int, weights: Tensor | None = None, tokens: float | None = None
+    ) -> "RouterBalance":
+        """The balance of one router's pass.
+
+        Args:
+            probabilities: [n, E].
+            weights: [n]: how often each token counts; None: once.
+            tokens: the sum of the weights. (Reading it from a GPU would wait for the work queued there.)
+        """
+        assert (weights is None) == (tokens is None)
+        chosen = probabilities.topk(top_k, dim=-1).indices
+        weights = (probabilities.new_ones(len(probabilities)) if weights is None else weights).double()
+        return cls(
+            choices=weights.new_zeros(probabilities.shape[-1]).index_add_(
+                0, chosen.flatten(), weights.repeat_interleave(top_k)
+            ),
+            probabilities=weights @ probabilities.double(),
+            tokens=float(len(probabilities)) if tokens is None else tokens,
+        )
+
+
+def _plus(a: RouterBalance | None, b: RouterBalance | None) -> RouterBalance | None:
+    return b if a is None else a if b is None else a + b
 
 
 class Routing:
-    """One step over a tree.
+    """The routers during one step over a tree.
 
     Args:
         balanced: whether there is an auxiliary loss.
@@ -52,15 +125,10 @@ class Routing:
         self._experts, self._device = experts, device
         self._recorded = by_place(experts, tree.experts)
         self._counts = trajectories_through(tree) if balanced else None
-        self.scale, self._given = scale, whole
-        self.whole, self.found = whole, None
+        self.balanced, self.needed = balanced, balanced or self._recorded is not None
+        self.scale, self._given, self.whole = scale, whole, whole
+        self.found: RouterBalance | None = None
         self._collects, self._to_verify, self._slope_to_verify = True, balanced, balanced
-        self.needed = balanced or self._recorded is not None
-
-    @property
-    def balanced(self) -> bool:
-        """Whether there is an auxiliary loss."""
-        return self._counts is not None
 
     @property
     def in_parts(self) -> bool:
@@ -76,22 +144,28 @@ class Routing:
         self.whole, self._collects = self.whole or self.found, False
 
     def run(self, tree_index: np.ndarray, *, final: bool) -> "RouterPass":
-        """What is done with the routers of one pass.
+        """Take hold of the routers of one pass.
 
         Args:
             tree_index: int64 [n]: its tokens.
             final: whether these tokens are counted by no other pass of the same kind.
         """
         recorded = None if self._recorded is None else on_device(self._recorded[tree_index], self._device)
-        own = None if self._counts is None else self._counts[tree_index]
-        counts = None if own is None else on_device(own, self._device)
-        collects = final and self._collects and counts is not None
-        tokens = 0.0 if own is None else float(own.sum())
+        if self._counts is None:
+            return RouterPass(self, self._experts, recorded, None)
+        counts = self._counts[tree_index]
+        collects, tokens = final and self._collects, float(counts.sum())
+        counts = on_device(counts, self._device)
         return RouterPass(self, self._experts, recorded, counts, tokens=tokens, collects=collects)
 
-    def own_auxiliary(self, *, collects: bool) -> OwnAuxiliary | None:
-        """What compares the model's own auxiliary loss of a pass that begins now; None where there is nothing left
-        to compare: its value in the first pass, its gradient in the first that has one."""
+    def idle_run(self, tokens: int) -> "RouterPass":
+        """Take hold of the routers of a pass over so many tokens that count for nothing."""
+        counts = torch.zeros(tokens, dtype=torch.int64, device=self._device) if self.balanced else None
+        return RouterPass(self, self._experts, None, counts)
+
+    def own_auxiliary(self, *, collects: bool) -> "OwnAuxiliary | None":
+        """The comparison with the model's own auxiliary loss of a pass that begins now. None where nothing is left to
+        compare: its value is in the first pass, its gradient in the first pass that has one."""
         slope = self._slope_to_verify and torch.is_grad_enabled()
         return OwnAuxiliary() if slope or (collects and self._to_verify) else None
 
@@ -100,23 +174,15 @@ class Routing:
         self._to_verify = False
         self._slope_to_verify = self._slope_to_verify and not torch.is_grad_enabled()
 
-    def idle_run(self, tokens: int) -> "RouterPass":
-        """What is done with the routers of a pass over so many tokens that count for nothing."""
-        counts = None if self._counts is None else torch.zeros(tokens, dtype=torch.int64, device=self._device)
-        return RouterPass(self, self._experts, None, counts, tokens=0.0, collects=False)
-
     def add(self, found: RouterBalance | None) -> None:
         """Take note of a pass that fitted."""
-        if found is not None:
-            self.found = found if self.found is None else self.found + found
+        self.found = _plus(self.found, found)
 
     @property
     def balance(self) -> RouterBalance:
-        """What was found."""
-        if self.found is None:
-            none = torch.zeros(self._experts.experts or 0, dtype=torch.float64, device=self._device)
-            return RouterBalance(choices=none, probabilities=none, tokens=0.0)
-        return self.found
+        """The balance of the passes so far."""
+        none = torch.zeros(self._experts.experts or 0, dtype=torch.float64, device=self._device)
+        return self.found or RouterBalance(choices=none, probabilities=none, tokens=0.0)
 
     @property
     def loss(self) -> Tensor:
@@ -137,12 +203,11 @@ class Routing:
         """[n, E]: d loss / d probability of some tokens, float64."""
         whole = self.whole or self.found
         assert whole is not None, "a backward before any token was counted"
-        factor = self.scale * len(whole.choices) / whole.tokens**2
-        return counts.double()[:, None] * (factor * whole.choices)
+        return counts.double()[:, None] * (self.scale * whole.slope)
 
 
 def check_auxiliary(experts: MixtureOfExperts | None, wanted: bool) -> None:
-    """Raise ValueError where a model's auxiliary loss would be forgotten, or one is wanted that there is none of."""
+    """Raise ValueError where a model's auxiliary loss would be forgotten, or is wanted of a model without one."""
     if wanted and experts is None:
         raise ValueError("return_aux=True, but the model has no experts; leave it out")
     if not wanted and experts is not None and experts.auxiliary:
@@ -156,7 +221,7 @@ def check_auxiliary(experts: MixtureOfExperts | None, wanted: bool) -> None:
 def switched(
     model: nn.Module, experts: MixtureOfExperts | None, routing: Routing | None
 ) -> AbstractContextManager[None]:
-    """Routers in the hands of a step that needs them, for the length of a block."""
+    """Hand the routers to a step that needs them, for the length of a block."""
     if experts is None or routing is None or not routing.needed:
         return nullcontext()
     return routers_switched(model, experts)
@@ -175,7 +240,14 @@ def by_place(experts: MixtureOfExperts, recorded: np.ndarray | None) -> np.ndarr
 
 
 class RouterPass:
-    """One pass: what its routers do."""
+    """The routers during one pass.
+
+    Args:
+        recorded: int64 [n, places, k], or None.
+        counts: int64 [n]: trajectories through each token; None without an auxiliary loss.
+        tokens: the sum of the counts.
+        collects: whether these tokens are counted.
+    """
 
     def __init__(
         self,
@@ -184,8 +256,8 @@ class RouterPass:
         recorded: Tensor | None,
         counts: Tensor | None,
         *,
-        tokens: float,
-        collects: bool,
+        tokens: float = 0.0,
+        collects: bool = False,
     ):
         self._routing, self._experts, self._recorded, self._counts = routing, experts, recorded, counts
         self._tokens, self._collects = tokens, collects
@@ -214,8 +286,9 @@ class RouterPass:
         top_k = routed.chosen.shape[-1]
         logits = routed.logits if self._own is None else self._own.note(routed.logits, probabilities, top_k)
         if self._collects:
-            found = RouterBalance.of(probabilities.detach(), top_k, self._counts, self._tokens)
-            self._found = found if self._found is None else self._found + found
+            self._found = _plus(
+                self._found, RouterBalance.of(probabilities.detach(), top_k, self._counts, self._tokens)
+            )
         if not (torch.is_grad_enabled() and probabilities.requires_grad):
             return output
         weights = _Balanced.apply(routed.weights, probabilities, self._counts, self._routing)
@@ -254,6 +327,68 @@ class _Balanced(torch.autograd.Function):
         return grad, ctx.routing.slope(ctx.counts).to(ctx.dtype), None, None
 
 
+class OwnAuxiliary:
+    """The model's own auxiliary loss of one pass, compared with the formula: its value and its gradient.
+
+    A value alone does not tell: a loss that is detached, or scaled in its gradient only, trains otherwise. There is no
+    gradient to compare without a graph, under reentrant checkpoints (which hide it), and where somebody waits for the
+    step's backward at the model's outputs (FSDP, which would take this for it).
+    """
+
+    def __init__(self) -> None:
+        self._whole: RouterBalance | None = None
+        self._live: list[tuple[Tensor, Tensor]] = []
+
+    def note(self, logits: Tensor, probabilities: Tensor, top_k: int) -> Tensor:
+        """Take one router's [n, E]; every token counts once.
+
+        Returns:
+            The logits that the model's own loss must be given: a node of the graph that nothing else hangs on, so that
+            the gradient found there is that of the loss alone and not also by way of the layers above.
+        """
+        self._whole = _plus(self._whole, RouterBalance.of(probabilities.detach(), top_k))
+        if not (torch.is_grad_enabled() and logits.requires_grad):
+            return logits
+        alone = logits.view_as(logits)
+        self._live.append((alone, probabilities.detach()))
+        return alone
+
+    def check(self, own: Tensor | None) -> None:
+        """Compare with the auxiliary loss that the model's forward returned.
+
+        Raises:
+            UnsupportedModel: there is none, or it is another one.
+        """
+        assert self._whole is not None, "no router was called"
+        ours, theirs = float(self._whole.loss), None if own is None else float(own.detach())
+        if own is None or theirs is None or abs(ours - theirs) > FORMULA_TOLERANCE * abs(theirs):
+            raise UnsupportedModel(
+                f"the model's own auxiliary loss of a pass is {theirs}, by the formula of the Switch Transformer it is "
+                f"{ours:.6g}; this one is not supported: set config.output_router_logits=False to train without it."
+            )
+        if not self._live or own._backward_hooks:
+            return
+        logits = [x for x, _ in self._live]
+        found: Any = [None] * len(logits)
+        if own.requires_grad:
+            found = torch.autograd.grad(own, logits, retain_graph=True, allow_unused=True)
+        distance, size, terms = (torch.zeros((), dtype=torch.float64, device=own.device) for _ in range(3))
+        for (_, probabilities), grad in zip(self._live, found, strict=True):
+            share = probabilities.double() * self._whole.slope
+            expected = share - probabilities.double() * share.sum(-1, keepdim=True)
+            distance += (expected if grad is None else expected - grad.double()).square().sum()
+            size += expected.square().sum()
+            terms += share.square().sum()
+        rounding = ROUNDINGS * max(torch.finfo(x.dtype).eps for x in logits)
+        bound = FORMULA_TOLERANCE * float(size.sqrt()) + rounding * float(terms.sqrt())
+        if not float(distance.sqrt()) <= bound:
+            raise UnsupportedModel(
+                "the model's own auxiliary loss has the value of the Switch Transformer's formula, but another "
+                f"gradient: off by {float(distance.sqrt()):.3g} of {float(size.sqrt()):.3g} at the routers' logits; "
+                "this one is not supported: set config.output_router_logits=False to train without it."
+            )
+
+
 def route_as_recorded(
     router: Router,
     recorded: Tensor,
@@ -262,7 +397,7 @@ def route_as_recorded(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """What a router's forward gives where it takes recorded experts.
+    """The output of a router that takes recorded experts.
 
     Args:
         recorded: int64 [n, k]; -1 leaves a token to the router.
@@ -270,23 +405,23 @@ def route_as_recorded(
     Raises:
         UnsupportedModel: a router that does not choose by one torch.topk.
     """
-    with _Recorded(recorded, experts.experts or 0) as choice:
+    with _RecordedTopK(recorded, experts.experts or 0) as choice:
         output = forward(*args, **kwargs)
-    choice.check(router)
+    if choice.times != 1:
+        raise UnsupportedModel(
+            f"{router.name} ({type(router.module).__name__}) makes {choice.times} choices of {recorded.shape[-1]} out "
+            f"of {experts.experts or 0} experts by torch.topk, where one was expected: its recorded experts cannot be "
+            "used. Leave `experts` out."
+        )
     return output
 
 
-class _Recorded(TorchFunctionMode):
-    """The choice of the k best of E experts gives the recorded ones; what a router does with them is its own.
-
-    Args:
-        recorded: int64 [n, k]; -1 leaves a token to the router.
-        experts: E.
-    """
+class _RecordedTopK(TorchFunctionMode):
+    """The choice of the k best of E experts gives the recorded ones; what a router does with them is its own."""
 
     def __init__(self, recorded: Tensor, experts: int):
         super().__init__()
-        self._recorded, self._experts, self._times = recorded, experts, 0
+        self._recorded, self._experts, self.times = recorded, experts, 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -296,16 +431,6 @@ class _Recorded(TorchFunctionMode):
         source = args[0] if args else kwargs["input"]
         if found.indices.shape != self._recorded.shape or source.shape[-1] != self._experts:
             return found
-        self._times += 1
+        self.times += 1
         chosen = torch.where(self._recorded < 0, found.indices, self._recorded)
         return torch.return_types.topk((source.gather(-1, chosen), chosen))
-
-    def check(self, router: Router) -> None:
-        """Raise UnsupportedModel unless there was one such choice."""
-        if self._times != 1:
-            k = self._recorded.shape[-1]
-            raise UnsupportedModel(
-                f"{router.name} ({type(router.module).__name__}) makes {self._times} choices of {k} out of "
-                f"{self._experts} experts by torch.topk, where one was expected: its recorded experts cannot be used. "
-                "Leave `experts` out."
-            )

@@ -20,7 +20,7 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.ranks import is_sharded
 from treetrain.engine.results import StepResult, summed
-from treetrain.engine.router_balance import RouterBalance
+from treetrain.engine.routing import RouterBalance
 from treetrain.trainers.arguments import MUON, TreeArguments
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin
 from treetrain.trainers.evaluation import evaluate, loss_of_held_out

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.loss import PackedLoss, needs_logprobs
 from treetrain.engine.packed import model_device
-from treetrain.engine.router_balance import RouterBalance
-from treetrain.engine.routing import by_place, route_as_recorded
+from treetrain.engine.routing import RouterBalance, by_place, route_as_recorded
 from treetrain.models.capability import check_model
 from treetrain.models.moe import MixtureOfExperts
 from treetrain.models.tree_mode import replaced_forward
