@@ -5,13 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.forests import trajectories
 from support.layouts import LinearPrices, check_plan, layout_of, nested_forks
 from treetrain.data.trajectory import Trajectory
 from treetrain.planning.balance import dispatch
-from treetrain.planning.budget import Bytes
+from treetrain.planning.budget import Bytes, parse_budget
 from treetrain.planning.cost import ModelShape
 from treetrain.planning.ideal import stats
-from treetrain.planning.make import PART_TOKENS, make_plan
+from treetrain.planning.make import PART_TOKENS, SHOWN, RankedPlan, make_plan
 from treetrain.planning.partition import partition
 from treetrain.planning.price import CostModel
 from treetrain.tree.build import build_tree
@@ -19,6 +20,14 @@ from treetrain.tree.layout import pack
 from treetrain.tree.stats import tree_stats
 
 SHAPE = ModelShape(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=128, tied=True)
+
+
+PRICES = CostModel.from_shape(SHAPE)
+
+
+def bushy(rows: int = 64, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [[*range(20), k // 4, *rng.integers(0, 99, 30).tolist()] for k in range(rows)]
 
 
 def deep_rows(seed: int, rows: int = 30, length: int = 60) -> list[list[int]]:
@@ -76,12 +85,6 @@ def test_bytes_below_the_smallest_possible_are_refused_with_a_number_that_is_eno
     assert prices.peak_bytes(plan) <= needed
     with pytest.raises(ValueError, match="needs"):
         make_plan(layout, prices, budget=Bytes(needed - 1))
-
-
-@pytest.mark.parametrize("budget", [0, -1, "0", "none"])
-def test_what_is_no_budget_is_refused(budget):
-    with pytest.raises(ValueError, match=f"budget={budget!r}"):
-        make_plan(layout_of([[1, 2]]), LinearPrices(), budget=budget)
 
 
 @pytest.mark.parametrize("ranks", [0, -2, True, 1.5, None])
@@ -146,3 +149,109 @@ def test_rows_are_planned_and_counted_as_their_tree_is_and_shapes_go_by_their_na
 def test_an_unknown_name_of_a_shape_is_refused_with_those_that_there_are(call):
     with pytest.raises(ValueError, match=r"no model shape is named 'qwen9'; there are qwen3-0\.6b, "):
         call([[1, 2], [1, 3]], "qwen9")
+
+
+def ranked(tree, **bounds) -> RankedPlan:
+    plan = make_plan(tree, PRICES, **bounds)
+    assert isinstance(plan, RankedPlan)
+    return plan
+
+
+@given(trajectories(max_rows=9), st.integers(2, 4), st.integers(2, 30))
+@settings(max_examples=40, deadline=None)
+def test_every_rank_has_a_plan_of_its_own_trajectories_within_the_budget(rows, ranks, budget):
+    found = ranked(build_tree(rows), ranks=ranks, budget=budget)
+    assert found.ranks == len(found.plans) == ranks
+    for plan, numbers, tokens in zip(found.plans, found.trajectories, found.dispatch.tokens):
+        own = build_tree([rows[number] for number in numbers])
+        same = make_plan(own, PRICES, budget=budget)
+        assert plan.part_of.tolist() == same.part_of.tolist() and plan.layout.num_tokens == tokens
+        assert plan.peak_tokens <= budget
+    assert found.seconds.max() == pytest.approx(found.imbalance * found.seconds.mean())
+
+
+def test_the_explanation_says_balance_duplication_and_every_rank():
+    found = ranked(build_tree(bushy()), ranks=4, budget=64)
+    facts, text = found.explanation(), found.explain()
+    assert sum(row["trajectories"] for row in facts["per_rank"]) == 64
+    assert sum(row["tokens"] for row in facts["per_rank"]) == round(facts["unique_tokens"] * (1 + facts["duplicated"]))
+    assert f"slowest over mean {facts['imbalance']:.3f}" in text and f"({facts['duplicated']:.1%})" in text
+    assert len(text.splitlines()) == 7 + 4
+    many = ranked(build_tree(bushy()), ranks=70)
+    assert f"{many.dispatch.idle} idle" in many.explain() and many.dispatch.idle >= 6
+    assert len(many.explain().splitlines()) == 8 + SHOWN
+
+
+def test_a_budget_too_small_for_a_rank_names_the_rank():
+    with pytest.raises(ValueError, match=r"rank 0 of 2: budget=1\.0 KiB"):
+        make_plan(build_tree(bushy()), PRICES, ranks=2, budget="1KiB")
+
+
+def test_a_layout_cannot_be_cut_over_ranks():
+    with pytest.raises(ValueError, match="give the token tree"):
+        make_plan(pack(build_tree(bushy())), PRICES, ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (None, None),
+        (1, 1),
+        (np.int32(4096), 4096),
+        ("4096", 4096),
+        (" 17 ", 17),
+        ("8GiB", Bytes(8 * 2**30)),
+        ("512MiB", Bytes(512 * 2**20)),
+        ("1.5GB", Bytes(1_500_000_000)),
+        ("900 MB", Bytes(900_000_000)),
+        ("2e9B", Bytes(2_000_000_000)),
+        ("2E+9 b", Bytes(2_000_000_000)),
+        ("3 kib", Bytes(3072)),
+        ("3 KB", Bytes(3000)),
+        (".5tb", Bytes(500_000_000_000)),
+        ("1TiB", Bytes(2**40)),
+        (Bytes(7), Bytes(7)),
+    ],
+    ids=str,
+)
+def test_a_budget_is_tokens_or_bytes_with_a_unit(given, meant):
+    assert parse_budget(given) == meant
+    assert type(parse_budget(given)) is type(meant)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        True,
+        0,
+        -3,
+        1.5,
+        np.float64(2),
+        "",
+        "GiB",
+        "1.5",
+        "-8GiB",
+        "8 GiBs",
+        "8XB",
+        "0B",
+        "0",
+        "0.1B",
+        [4],
+        Bytes(0),
+        "1e999B",
+    ],
+    ids=repr,
+)
+def test_anything_else_is_refused_with_what_was_given_and_what_is_accepted(given):
+    with pytest.raises(ValueError, match="GiB") as caught:
+        parse_budget(given)
+    assert repr(given) in str(caught.value)
+    assert "tokens" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (8 * 2**30, "8.0 GiB"), (5 * 2**50, "5120.0 TiB")],
+)
+def test_bytes_print_in_the_largest_unit_that_leaves_a_whole(count, text):
+    assert str(Bytes(count)) == text

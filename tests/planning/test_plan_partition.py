@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.forests import bushy_rows, forests
+from support.forests import forests
 from support.layouts import LinearPrices, check_plan, layout_of, nested_forks, star
 from treetrain.planning.partition import _NEAR, _Cutter, _how_many, pack_bins, partition, uniform, whole_trees
 from treetrain.planning.plan import heights, least_recomputed
@@ -37,15 +37,6 @@ def test_every_plan_is_a_partition_within_its_budget(rows, budget, prices):
     check_plan(plan)
     assert plan.peak_tokens <= budget
     assert plan.recomputed_tokens >= least_recomputed(layout, budget)
-
-
-@given(st.integers(0, 10**6), st.integers(1, 400), PRICES)
-@settings(max_examples=100, deadline=None)
-def test_larger_forests_are_partitioned_within_any_budget(seed, budget, prices):
-    layout = layout_of(larger_forest(seed))
-    plan = partition(layout, budget, prices.seconds)
-    check_plan(plan)
-    assert plan.peak_tokens <= budget
 
 
 @given(st.integers(0, 10**6), st.floats(0.3, 1.0))
@@ -266,13 +257,6 @@ def test_a_star_of_ten_thousand_leaves_is_packed_full(size, budget):
     room = (budget or 8_192) - (1 if budget else 0)
     assert plan.num_parts <= -(-10_000 // (room // size)) + 1
     assert plan.recomputed_tokens <= 1
-
-
-def test_many_small_segments_share_parts():
-    layout = layout_of(bushy_rows(np.random.default_rng(0), rows=300, segment=6, levels=5))
-    budget = layout.num_tokens // 8
-    plan = partition(layout, budget, LinearPrices().seconds)
-    assert plan.num_parts <= 12 < len(layout.segment_parent) / 10
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 60), st.booleans())

@@ -19,12 +19,12 @@ from treetrain.planning.price import CostModel
 from treetrain.tree.layout import PackedLayout
 
 AMPLE = 2
-"""Where so many times the formula's peak is free, nothing is measured to know that a batch fits."""
+"""If so many times the peak by formula is free, a batch fits, and nothing is measured."""
 LAST_RESORT_TOKENS = 256
-"""The budget tried where no plan is predicted to fit into what is free."""
+"""The budget that is tried if no plan is predicted to fit into free memory."""
 PASS_TOKENS, FORWARD_SHARE = 40.0, 0.35
-"""Where the architecture's cost is not known: a pass costs as much as so many tokens, and a forward so much of a step.
-Every plan within a budget is exact, so this can cost time only."""
+"""For an architecture whose cost is not known: a pass costs as much as so many tokens, and a forward is this share of a
+step. Every plan within a budget is exact, so a wrong guess costs time only."""
 
 
 def plan_within(
@@ -39,8 +39,8 @@ def plan_within(
 
     Args:
         budget: tokens, bytes, or None for what the device has free.
-        cost: what passes cost on this model, measured; asked for only where bytes must be predicted.
-        free: bytes of the device, where there is no budget; None: nobody knows.
+        cost: measures the cost model; called only where bytes must be predicted.
+        free: bytes that the device has free, where there is no budget; None if that is unknown.
 
     Raises:
         ValueError: bytes that no plan fits into.
@@ -50,37 +50,34 @@ def plan_within(
         return make_plan(layout, cost(), budget=budget)
     formula = formula_cost(model)
     if formula is None:
-        # Nothing is known about its memory: as much at once as runs well.
+        # Its memory is not known either: as many tokens at once as run well.
         tokens, target = (max(layout.num_tokens, 1), PART_TOKENS) if budget is None else (budget, None)
         return partition(layout, tokens, _seconds_of_any_model, part_tokens=target)
     plan = make_plan(layout, formula, budget=budget)
     if budget is None and free is not None and AMPLE * formula.peak_bytes(plan) > free:
-        return _within_free(layout, cost(), free)
+        measured = cost()
+        try:
+            return make_plan(layout, measured, free_bytes=free)
+        except ValueError as error:
+            # Nobody asked for this bound, and predictions err: it is tried, and out of memory is handled.
+            warnings.warn(f"more memory is predicted than is free ({error}); small parts are tried", stacklevel=2)
+            return make_plan(layout, measured, budget=LAST_RESORT_TOKENS)
     return plan
 
 
-def _within_free(layout: PackedLayout, cost: CostModel, free: int) -> Plan:
-    try:
-        return make_plan(layout, cost, budget=None, free_bytes=free)
-    except ValueError as error:
-        # Nobody asked for this bound, and predictions err: it is tried, and out of memory is handled.
-        warnings.warn(f"more memory is predicted than is free ({error}); small parts are tried", stacklevel=2)
-        return make_plan(layout, cost, budget=LAST_RESORT_TOKENS)
-
-
 def device_free_bytes(model: nn.Module) -> int | None:
-    """What a plan may use now; None where the system does not tell, and a budget must be given to bound it."""
+    """Bytes that a plan may use now; None where the system does not tell, and a budget must be given to bound it."""
     return free_bytes(model_device(model))
 
 
 def gradient_bytes_to_come(parameters: Iterable[nn.Parameter]) -> int:
-    """Of gradients that are not there yet (``zero_grad`` sets them to None), on this rank; a step makes them."""
+    """Bytes of the gradients that a step will make on this rank (``zero_grad`` sets them to None)."""
     absent = (p for p in parameters if p.requires_grad and p.grad is None)
     return sum(local.numel() * local.element_size() for local in (getattr(p, "_local_tensor", p) for p in absent))
 
 
 def formula_cost(model: nn.Module) -> CostModel | None:
-    """What passes cost by the model's shape, dtype and checkpointing; None for an architecture that is not known."""
+    """The cost model by a model's shape, dtype and checkpointing; None for an architecture that is not known."""
     try:
         shape = ModelShape.from_config(causal_lm(model).config.to_dict())  # type: ignore[operator, union-attr]
     except UnsupportedModel:
@@ -95,7 +92,7 @@ def formula_cost(model: nn.Module) -> CostModel | None:
 
 
 def formula_cost_of(model: nn.Module) -> CostModel:
-    """What passes cost by the model's shape. Raises UnsupportedModel for an architecture that is not known."""
+    """`formula_cost`. Raises UnsupportedModel for an architecture that is not known."""
     cost = formula_cost(model)
     if cost is None:
         raise UnsupportedModel(

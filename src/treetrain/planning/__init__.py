@@ -1,4 +1,4 @@
-"""What a batch costs on a model of a given shape, and how it is cut to fit a budget. Numpy only."""
+"""The cost of a batch on a model of a given shape, the plans that fit a budget, and balance over ranks. Numpy only."""
 
 from treetrain.planning.budget import Bytes, parse_budget
 from treetrain.planning.cost import ModelShape, step_flops

@@ -113,7 +113,7 @@ def timed_order(ranks: Sequence[Passes]) -> list[tuple[Turn, float]]:
 
 
 def order_seconds(ranks: Sequence[Passes]) -> float:
-    """How long the common order takes."""
+    """Seconds of the common order."""
     return sum(seconds for _, seconds in timed_order(ranks))
 
 

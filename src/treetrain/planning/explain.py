@@ -13,7 +13,7 @@ SCORED_FIRST = {
     "kept": "all parts run forward once; their graphs are kept until the loss is known",
     "recomputed": "all parts run forward without graph, and again with graph when the loss is known (4/3 of the work)",
 }
-"""How a plan runs where the loss is known only when everything has been scored."""
+"""Said of a plan whose loss is known only when everything has been scored."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -344,7 +344,7 @@ def _take_children(
 
 
 def _how_many(owned: Sequence[int], largest: Sequence[int], room: int, must: int, target: int) -> int:
-    """How many of the groups of small subtrees below a kept piece it takes in, so that parts are fewest.
+    """Count the groups of small subtrees that a kept piece takes in, so that parts are fewest.
 
     Args:
         owned: tokens of each group, ascending; a group continues one token.

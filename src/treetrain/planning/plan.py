@@ -39,7 +39,7 @@ class Prices(Protocol):
         ...
 
     def seconds_by(self, plan: "Plan") -> dict[str, float]:
-        """What that time goes to; "recomputation", "bytes" and "passes" are named."""
+        """That time by what it is spent on; "recomputation", "bytes" and "passes" are named."""
         ...
 
     def peak_bytes(self, plan: "Plan") -> float:
@@ -47,7 +47,7 @@ class Prices(Protocol):
         ...
 
     def bytes_by(self, plan: "Plan") -> dict[str, float]:
-        """What is alive at that peak."""
+        """The bytes that are alive at that peak, by name."""
         ...
 
 
@@ -230,7 +230,7 @@ class Plan:
                 yield Event("prefill", int(self.prefill[part]))
 
     def _starts_prefill(self, part: int) -> bool:
-        """Whether a part is the first of its prefill: the one that is entered before the others."""
+        """True for the first part of a prefill: the one that is entered before the others."""
         return bool(self.prefill[part] >= 0) and self._members[self.prefill[part]][0] == part
 
     def exported_tokens(self, part: int) -> Int64s:
@@ -251,7 +251,7 @@ class Plan:
         return self._most_held(attached)
 
     def _most_held(self, handed_on: Bools) -> int:
-        """Most of these tokens, bool [M], in parts whose carry is held at once."""
+        """Most of these tokens, bool [M], in parts whose cache is held at once."""
         if self.scores_first == "kept":
             return int(handed_on.sum())
         exports = np.bincount(self.part_of[handed_on], minlength=self.num_parts).tolist()

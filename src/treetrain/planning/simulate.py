@@ -66,9 +66,9 @@ class Simulation:
     state_bytes: float
     """Weights, gradients and moments on a rank."""
     peak_bytes: float
-    """Of the fullest rank, state included."""
+    """Peak of the fullest rank, state included."""
     fits: bool
-    """Whether that is within the device's memory."""
+    """True if that is within the device's memory."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON data."""

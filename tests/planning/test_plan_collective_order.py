@@ -8,12 +8,15 @@ from treetrain.planning.collective_order import (
     Candidate,
     Offer,
     Passes,
+    Turn,
     candidates,
     choose,
     largest_first,
     offers_of,
     order_seconds,
     passes_of,
+    spelled,
+    timed_order,
 )
 from treetrain.planning.cost import ModelShape
 from treetrain.planning.make import make_plan, over_ranks
@@ -156,3 +159,40 @@ def test_a_rank_takes_the_way_that_fits_the_others_even_where_its_own_is_faster(
     other = [Offer("fast", Passes("FBFB", [1.1] * 4))]
     assert choose([[fast, same], other]) == [1, 0]
     assert choose([[fast, same], [fast]]) == [0, 0]
+
+
+@given(trajectories(max_rows=9), st.integers(1, 12), st.sampled_from(["none", "all", "mixed"]))
+@settings(max_examples=60, deadline=None)
+def test_the_seconds_of_a_plans_passes_add_up_to_those_of_the_cost_model(rows, chunk, keep):
+    tree = build_tree(rows)
+    plan = uniform(pack(tree, tree.trained_edges()[0] > 0), chunk, keep)
+    passes = passes_of(plan, Rates.of(PRICES))
+    assert passes.kinds == spelled(event.kind for event in plan.events())
+    assert sum(passes.seconds) == pytest.approx(PRICES.seconds(plan), rel=1e-9)
+
+
+@given(st.lists(st.text("PFB", max_size=8), min_size=1, max_size=5))
+@settings(max_examples=100, deadline=None)
+def test_the_common_order_holds_every_ranks_own_and_a_turn_takes_as_long_as_its_slowest(kinds):
+    ranks = [Passes(own, [1.0 + rank + place for place in range(len(own))]) for rank, own in enumerate(kinds)]
+    order = timed_order(ranks)
+    assert sum(len(turn.takers) for turn, _ in order) == sum(map(len, kinds))
+    for own in kinds:
+        left = iter(spelled(turn.kind for turn, _ in order))
+        assert all(kind in left for kind in own), "a rank's passes in their order"
+    own_seconds = [sum(passes.seconds) for passes in ranks]
+    assert max(own_seconds) - 1e-9 <= sum(seconds for _, seconds in order) <= sum(own_seconds) + 1e-9
+
+
+def test_ranks_of_one_sequence_wait_for_nobody():
+    everybody = tuple(range(7))
+    order = timed_order([Passes("FB", [2.0, 3.0])] * 7)
+    assert order == [(Turn("forward", everybody), 2.0), (Turn("backward", everybody), 3.0)]
+
+
+def test_a_backward_waits_while_another_rank_has_a_forward_to_run():
+    short, long = Passes("FB", [1.0, 1.0]), Passes("FFBB", [5.0, 5.0, 7.0, 7.0])
+    order = timed_order([short, short, long])
+    assert spelled(turn.kind for turn, _ in order) == "FFBB"
+    assert [seconds for _, seconds in order] == [5.0, 5.0, 7.0, 7.0]
+    assert [len(turn.takers) for turn, _ in order] == [3, 1, 3, 1]
