@@ -136,7 +136,7 @@ def measure(
     cuda, results, given = device().type == "cuda", [], []
 
     def build() -> None:
-        given.append(as_tree(rows, merge=engine._merge))
+        given.append(as_tree(rows, merge=engine.merge))
 
     def step(batch: list[tt.Trajectory] | tt.TokenTree) -> Any:
         model.zero_grad(set_to_none=False)  # kept, so that plans know what is free beside them

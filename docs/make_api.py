@@ -155,6 +155,8 @@ def entry(name: str) -> str:
     node = definition(found)
     if isinstance(node, ast.FunctionDef):
         return "\n\n".join([*parts, f"```python\n{signature(node, f'tt.{name}')}\n```", prose(found.__doc__)])
+    if name == "TreeEngine":  # its settings, and some of what it tells, are those of its base
+        node.body = [*definition(found.__base__).body, *node.body]
     makers = [inner for inner in node.body if isinstance(inner, ast.FunctionDef) and inner.name == "__init__"]
     makers = [] if name in MADE_FOR_YOU else makers
     parts += [f"```python\n{signature(maker, f'tt.{name}')}\n```" for maker in makers]

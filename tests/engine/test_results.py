@@ -9,7 +9,7 @@ import torch
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.engine.results import StepResult, mean_metrics, read_sums, summed
+from treetrain.engine.results import StepResult, mean_metrics, read_metrics, summed
 
 COUNTS = {"flat_tokens": 9, "unique_tokens": 5, "computed_tokens": 4, "recomputed_tokens": 0, "parts": 1}
 
@@ -50,7 +50,7 @@ def test_numbers_of_every_kind_are_read_as_floats():
         torch.tensor(0.5).bfloat16(),
         torch.tensor([True]),
     )
-    assert read_sums({str(n): (x, 1) for n, x in enumerate(kinds)}) == {
+    assert read_metrics({str(n): (x, 1) for n, x in enumerate(kinds)}) == {
         str(n): (float(x), 1.0) for n, x in enumerate(kinds)
     }
     assert mean_metrics({}) == {}

@@ -54,11 +54,8 @@ def engine_with(model, shape, keep, graphs, **options):
     """An engine whose plans have one shape, and whose graphs are kept or not."""
 
     class Forced(planned(shape, keep)):
-        def plan_to_score(self, layout, *, keep=True):
-            return super().plan_to_score(layout, keep=graphs == "kept")
-
-        def _fits(self, plan):
-            return True
+        def keeps_graphs(self, plan):
+            return graphs == "kept"
 
     return Forced(model, **options)
 
@@ -319,9 +316,9 @@ def test_graphs_are_kept_where_they_fit_into_the_budget(model, monkeypatch):
     engine = tt.TreeEngine(model, budget="1GiB")
     kept = scored.plan
     monkeypatch.setattr(CostModel, "peak_bytes", lambda self, plan: (1 + (plan.scores_first == "kept")) * 1e8)
-    assert engine._fits(kept) and not tt.TreeEngine(model, budget="150MB")._fits(kept)
+    assert engine.keeps_graphs(kept) and not tt.TreeEngine(model, budget="150MB").keeps_graphs(kept)
     monkeypatch.setattr(tt.TreeEngine, "free_bytes", lambda self: 150e6)
-    assert not tt.TreeEngine(model)._fits(kept)
+    assert not tt.TreeEngine(model).keeps_graphs(kept)
     assert "again with graph when the loss is known" in tt.TreeEngine(model, budget=9).score(rows).plan.explain()
     assert "graphs are kept until the loss is known" in scored.plan.explain()
 
@@ -401,7 +398,7 @@ def test_a_loss_that_compares_rows_runs_nothing_twice_where_all_graphs_fit(model
     engines["whole"] = tt.TreeEngine(model)
     found = {}
     for graphs, engine in engines.items():
-        monkeypatch.setattr(engine, "_fits", lambda plan, graphs=graphs: graphs == "kept")
+        monkeypatch.setattr(engine, "keeps_graphs", lambda plan, graphs=graphs: graphs != "recomputed")
         model.zero_grad()
         result = engine.forward_backward(rows, loss)
         found[graphs] = linear.gradients(model)

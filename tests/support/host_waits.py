@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from treetrain.attention.backends import Choice
 from treetrain.attention.kv_cache import cached_keys
-from treetrain.engine import engine as engine_module
-from treetrain.engine import packed, planning
+from treetrain.engine import packed, planning, runtime
 
 META = torch.device("meta")
 
@@ -87,7 +86,7 @@ def on_meta() -> Iterator[None]:
         # What waits in truth, and stays: transformers looks whether positions are those of packed rows.
         replace(transformers.masking_utils, "find_packed_sequence_indices", lambda positions: None)
         # What meta has not: a backend, free memory, autocast.
-        replace(engine_module, "choose_backend", lambda device: Choice("stand-in", "meta"))
+        replace(runtime, "choose_backend", lambda device: Choice("stand-in", "meta"))
         replace(packed, "make_attention", lambda forest, device, size, cache=None: StandIn(cache))
         replace(planning, "free_bytes", lambda device: None)
         replace(torch, "autocast", lambda *args, **options: contextlib.nullcontext())

@@ -21,7 +21,6 @@ from support.rank_work import LOSSES, OwnLoss, gradients, relative_error, rows_o
 from treetrain.engine import ranks as ranks_module
 from treetrain.engine.executor import Executor
 from treetrain.engine.loss_gradients import ScoreTable
-from treetrain.engine.whole_step import share_of
 from treetrain.tree import Node, NodeTrajectory, TokenTree
 
 
@@ -142,7 +141,7 @@ def different_losses_of_ones_own(group: Any) -> tuple[str, str]:
 
 
 def told_of_a_loss_with_a_function(group: Any) -> Any:
-    """What a rank tells of a loss whose options hold a function that every process has at another address."""
+    """The identity of a loss whose options hold a function that every process has at another address."""
     rank, held = dist.get_rank(group), []
     held.extend(object() for _ in range(rank * 100))
 
@@ -152,9 +151,7 @@ def told_of_a_loss_with_a_function(group: Any) -> Any:
     functions = [make() for _ in range(1 + 7 * rank)]
     losses = {"policy": tt.losses.ppo(), "sft": tt.losses.sft()}
     loss = tt.losses.mix(losses, select=functions[-1])
-    tree = tt.build_tree([[1, 2]])
-    ranks = tt.TreeEngine(make_model("qwen3"), group=group).ranks
-    return share_of(tree, None, loss, None, {}, ranks).settings["loss"]
+    return loss.identity
 
 
 def value_head_in_other_hands(group: Any, kind: str) -> float:

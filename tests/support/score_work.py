@@ -44,11 +44,8 @@ def scored_step(group: Any, how: str, shapes: Any, keeps: Any, calls: int, split
     rows = [list(row.ids) for row in rows_of(3, "sft")]
 
     class Forced(planned(*shapes[rank % len(shapes)])):
-        def plan_to_score(self, layout: Any, *, keep: bool = True) -> Any:
-            return super().plan_to_score(layout, keep=keep and keeps[rank % len(keeps)])
-
-        def _fits(self, plan: Any) -> bool:
-            return True
+        def keeps_graphs(self, plan: Any) -> bool:
+            return keeps[rank % len(keeps)]
 
     wrapped = _parallel(model, how, group)
     engine = Forced(wrapped, temperature=1.3)

@@ -16,7 +16,7 @@ from treetrain.engine.engine import TreeEngine
 from treetrain.engine.gradients import gradients_of
 from treetrain.engine.loss_gradients import ScoreTable
 from treetrain.engine.routing import check_auxiliary
-from treetrain.engine.score import Scoring, is_live
+from treetrain.engine.score import LiveScoring
 from treetrain.errors import UnsupportedModel
 from treetrain.planning.budget import Bytes
 from treetrain.tree.build import Row, as_tree
@@ -159,7 +159,7 @@ def _prepared(
     def prepared() -> TokenTree:
         engine.prepare(logprobs=False, values=True)
         check_alone_where_live(engine, "treetrain.values")
-        if is_live(engine):
+        if engine.live:
             check_auxiliary(engine.capabilities.experts, False)
         tree = as_tree(sequences, merge=True)
         check_batch(tree, engine.capabilities)
@@ -184,7 +184,7 @@ def check_alone_where_live(engine: TreeEngine, what: str) -> None:
     """Raise UnsupportedModel where autograd's backward would leave every process its own gradients, or would meet other
     ranks in the middle of theirs."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if not is_live(engine) or not (several or engine.in_lockstep):
+    if not engine.live or not (several or engine.in_lockstep):
         return
     why = (
         "the model is sharded (fully_shard), whose passes must come in one order, and autograd does not wait for those "
@@ -203,22 +203,23 @@ def scored(
     engine: TreeEngine,
     tree: TokenTree,
     layout: PackedLayout,
-    what: str,
+    name: str,
     *,
     entropy: bool = False,
     balanced: bool = False,
 ) -> tuple[ScoreTable, Tensor]:
-    """All scores of a layout that the engine has been prepared for, live where that can be, and the auxiliary loss.
+    """All scores of a layout that the engine has been prepared for, live if that can be, and the auxiliary loss.
 
     Args:
-        what: the call, for messages.
+        name: the call, for messages.
     """
-    scoring = Scoring(engine, tree, layout, entropy=entropy, balanced=balanced)
+    routing = engine.routing(tree, balanced=balanced)
+    scoring = LiveScoring(engine, engine.plan_of(layout), routing, name=name, entropy=entropy)
     if not scoring.live or not layout.num_tokens:
         return scoring.forward(), scoring.aux
     parameters = [p for p in engine.parameters if p.requires_grad]
     table = scoring.table
-    found = _TreeScores.apply(scoring, parameters, what, *parameters)
+    found = _TreeScores.apply(scoring, parameters, *parameters)
     live = ScoreTable(0, table.num_rows, table.logprobs.dtype, table.device, entropy=False)
     live.logprobs, entropies, values, aux = found  # type: ignore[misc]
     live.entropies = entropies if entropy else None
@@ -229,13 +230,13 @@ def scored(
 class _TreeScores(torch.autograd.Function):
     """A whole batch as one autograd node whose inputs are the parameters.
 
-    The graph inside is not shown to the outer one, so that activation checkpointing finds the model in tree mode
-    when it runs layers again in backward.
+    The outer graph does not see the graph inside, so that activation checkpointing finds the model in tree mode when
+    it runs layers again in backward.
     """
 
     @staticmethod
-    def forward(ctx, scoring: Scoring, parameters: list[nn.Parameter], what: str, *_: Tensor):
-        ctx.given = scoring, parameters, what
+    def forward(ctx, scoring: LiveScoring, parameters: list[nn.Parameter], *_: Tensor):
+        ctx.given = scoring, parameters
         table = scoring.forward()
         nothing = table.logprobs.new_zeros(0)
         entropies, values = (nothing if x is None else x for x in (table.entropies, table.values))
@@ -245,8 +246,8 @@ class _TreeScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, edges: Tensor, rows: Tensor, values: Tensor, aux: Tensor):
-        scoring, parameters, what = ctx.given
-        scoring.check_backward(what)
+        scoring, parameters = ctx.given
+        scoring.check_backward()
         table = scoring.table
         gradients = scoring.backward(
             edges,
@@ -255,4 +256,4 @@ class _TreeScores(torch.autograd.Function):
             aux,
             attempt=partial(gradients_of, parameters),
         )
-        return None, None, None, *gradients
+        return None, None, *gradients

@@ -1,4 +1,4 @@
-"""Gradients between the passes and ``.grad``: buffers for the largest matrices, and hooks that run once per step.
+"""Gradients between the passes and ``.grad``: buffers, hooks that run once per step, and what to do if a step fails.
 
 Autograd would make a new [vocabulary, hidden] gradient of embedding and head in every part, and add it to ``.grad``: as
 much traffic per part as all layers together. Here every part adds to one buffer per matrix (one for both where they are
@@ -7,13 +7,17 @@ tied). Autograd gets the sum once, at the end, so that hooks on the parameters s
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from treetrain.engine.out_of_memory import StepOutOfMemory
+from treetrain.engine.ranks import drop_waiting_gradients, waiting_gradients
 from treetrain.models.tree_mode import replaced_forward
+
+T = TypeVar("T")
 
 
 class _Deliver(torch.autograd.Function):
@@ -87,6 +91,53 @@ def gradients_of(parameters: Sequence[nn.Parameter], run: Callable[[], None]) ->
     finally:
         for p, grad in zip(parameters, before):
             p.grad = grad
+
+
+class Rollback:
+    """Takes back the gradients of a step that fails, or says that it cannot. Made before the step.
+
+    Args:
+        parameters: all that the step may add gradients to.
+        modules: what FSDP2 may have sharded.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *modules: nn.Module | None):
+        self._parameters, self._modules = parameters, modules
+        self._obstacle: str | None = None
+        if waiting_gradients(*modules):
+            self._obstacle = (
+                "gradients of earlier calls waited to be reduced (sync=False) and are dropped: begin the step again"
+            )
+        elif any(p.grad is not None for p in parameters):
+            self._obstacle = "gradients of earlier calls lay in .grad"
+
+    def attempt(self, run: Callable[[], T]) -> T:
+        """Call something; if it fails, gradients are as they were, or the error says that they are not."""
+        try:
+            return run()
+        except StepOutOfMemory as error:
+            if error.backward_begun and self._obstacle is not None:
+                raise RuntimeError(
+                    f"{error}; {self._obstacle}, so the step cannot start over, and its gradients are incomplete: set "
+                    f"them to None (zero_grad) and run the step again with budget={max(error.tokens // 2, 1)} or less"
+                ) from error
+            if error.backward_begun:
+                self.undo(error)
+            raise
+        except BaseException as error:
+            self.undo(error)
+            raise
+
+    def undo(self, error: BaseException) -> None:
+        """Leave the gradients as they were before, or note on the error that they are not."""
+        drop_waiting_gradients(*self._modules)
+        if self._obstacle is None:
+            for parameter in self._parameters:
+                parameter.grad = None
+            return
+        note = f"{self._obstacle}; what this step has added to them is incomplete"
+        if note not in getattr(error, "__notes__", []):
+            error.add_note(note)
 
 
 class GradientBuffer:

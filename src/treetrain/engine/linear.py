@@ -31,7 +31,7 @@ class LinearEngine(TreeEngine):
         sharing: group and reduce of a `TreeEngine`.
     """
 
-    _merge = False
+    merge = False
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from treetrain.engine.lm_head import Scores
 from treetrain.engine.packed import PackedRun
-from treetrain.engine.ranks import Ranks, sharded_modules, waiting_gradients, was_left_by_others
+from treetrain.engine.ranks import Ranks, waiting_gradients, was_left_by_others
 from treetrain.engine.routing import Routing
 from treetrain.models.capability import Capabilities
 from treetrain.planning.collective_order import Kind, Turn, common_order, spelled
@@ -167,26 +167,20 @@ class Lockstep:
         self._within_pass = False
 
 
-def lockstep_of(
-    engine: Any, plan: Plan, routing: Routing | None, *, gradients: bool, reduces: Reduces
-) -> Lockstep | None:
-    """The common order of a walk over a plan, where every pass is one of all ranks; a collective call then.
+def agreed_order(ranks: Ranks, plan: Plan, modules: Sequence[Any], *, gradients: bool, reduces: Reduces) -> list[Turn]:
+    """The common order of all ranks' passes over their plans; a collective call.
 
     Args:
-        engine: whose walk it is.
+        modules: those that FSDP2 has sharded.
+        gradients: whether the parts go backward too.
     """
-    if not engine.in_lockstep:
-        return None
     own = spelled(event.kind for event in plan.events()) if gradients else "P" * plan.num_parts
-    # Backwards that wait for a loss follow all forwards, on every rank: `common_order` takes forwards first.
-    modules = engine.model, engine.value_head
     waits = gradients and reduces != "never" and bool(waiting_gradients(*modules))
-    _, told = engine.ranks.agree("a walk", lambda: (None, (own, waits)))
+    _, told = ranks.agree("an order of passes", lambda: (None, (own, waits)))
     turns = common_order([order for order, _ in told])
     if not turns and any(waits for _, waits in told):
-        turns = [Turn("forward", ()), Turn("backward", ())]  # nobody's, for what earlier calls have left to reduce
-    stand_in = StandIn(engine.model, engine.capabilities, engine.temperature, routing, engine.run_type)
-    return Lockstep(turns, engine.ranks, stand_in, sharded_modules(*modules), reduces)
+        return [Turn("forward", ()), Turn("backward", ())]  # nobody's, for what earlier calls have left to reduce
+    return turns
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -61,14 +61,9 @@ class out_of_memory_in:
 
 
 class PassCounts:
-    """Counts the passes of one try of a step.
+    """Counts the passes of one try of a step."""
 
-    Args:
-        starts_over: whether memory ran out in an earlier try.
-    """
-
-    def __init__(self, *, starts_over: bool = False):
-        self.starts_over = starts_over
+    def __init__(self) -> None:
         self.parts = 0
         """Parts that ran forward with graph."""
         self.tokens_without_graph = 0
@@ -99,7 +94,7 @@ def within_memory(
             raise cause
         if next(model.parameters()).device.type == "cuda":
             torch.cuda.empty_cache()
-        counts, plan = PassCounts(starts_over=True), replan(budget)
+        counts, plan = PassCounts(), replan(budget)
     if restarts:
         times = "once" if restarts == 1 else f"{restarts} times"
         warnings.warn(
@@ -117,24 +112,3 @@ def _callers_level() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("treetrain", "torch"):
         level, frame = level + 1, frame.f_back
     return level
-
-
-def why_not_again(parameters: Iterable[nn.Parameter], waiting: Sized = ()) -> str | None:
-    """Why a step could not start over once gradients have been added to these parameters; None where it can.
-
-    Args:
-        waiting: gradients of sharded weights that are not reduced yet.
-    """
-    if len(waiting):
-        return "gradients of earlier calls waited to be reduced (sync=False) and are dropped: begin the step again"
-    if any(p.grad is not None for p in parameters):
-        return "gradients of earlier calls lay in .grad"
-    return None
-
-
-def cannot_start_over(error: StepOutOfMemory, reason: str) -> RuntimeError:
-    """The error to raise where gradients are lost."""
-    return RuntimeError(
-        f"{error}; {reason}, so the step cannot start over, and its gradients are incomplete: set them to None "
-        f"(zero_grad) and run the step again with budget={max(error.tokens // 2, 1)} or less"
-    )

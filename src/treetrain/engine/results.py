@@ -21,7 +21,7 @@ def add_metrics(a: Metrics, b: Metrics) -> Metrics:
     return total
 
 
-def read_sums(sums: Metrics) -> Metrics:
+def read_metrics(sums: Metrics) -> Metrics:
     """The same as floats, in one copy from the device."""
     numbers = _read(number for pair in sums.values() for number in pair)
     return dict(zip(sums, zip(numbers[0::2], numbers[1::2])))
@@ -29,7 +29,7 @@ def read_sums(sums: Metrics) -> Metrics:
 
 def mean_metrics(sums: Metrics) -> dict[str, float]:
     """Weighted sums to means; a metric without weight is left out."""
-    return {name: total / weight for name, (total, weight) in read_sums(sums).items() if weight != 0}
+    return {name: total / weight for name, (total, weight) in read_metrics(sums).items() if weight != 0}
 
 
 def _read(values: Iterable[Any]) -> list[float]:
@@ -74,7 +74,7 @@ class StepResult:
 
     def on_host(self) -> "StepResult":
         """The same with plain numbers; waits for the device."""
-        return replace(self, loss_tensor=self.loss, metric_sums=read_sums(self.metric_sums))
+        return replace(self, loss_tensor=self.loss, metric_sums=read_metrics(self.metric_sums))
 
 
 def summed(results: Sequence[StepResult], *, over: int = 1) -> StepResult:

@@ -196,7 +196,7 @@ class Routing:
         if not self.balanced:
             return total, sums
         # Parts and ranks have shares of one loss, so their weights add up to 1.
-        part = 1.0 if self.whole is None or self.found is None else self.found.tokens / self.whole.tokens
+        part = 1.0 if self.whole is None else self.balance.tokens / self.whole.tokens
         return total + self.scale * self.loss, add_metrics(sums, {METRIC: (self.loss, part)})
 
     def slope(self, counts: Tensor) -> Tensor:

@@ -1,17 +1,18 @@
 """Score now, backward later: the primitive that frameworks stand on.
 
-`Scored` is what `TreeEngine.score` hands out: leaf tensors that any code may compute a loss from. When that loss's
+`Scored` is what `TreeEngine.score` returns: leaf tensors that any code may compute a loss from. When that loss's
 backward has ended in the leaves, `Scored.backward` takes the gradients that lie there through the tree, once.
 
-`Scoring` does the work for it, and for `treetrain.logprobs`, `values` and `rewards`, which are the same within
-autograd. Where the graphs of all parts fit into the budget they are kept between the two, and nothing runs twice. Else
-the parts are scored without graph, and run again when the gradients are known.
+`Scoring` runs the passes for it, for `treetrain.logprobs`, `values` and `rewards`, which are the same within autograd,
+and for losses that compare rows. If the graphs of all parts fit into the budget they are kept between the two, and
+nothing runs twice. Else the parts are scored without graph, and run again when the gradients are known.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,97 +24,66 @@ from treetrain.engine.evaluate import added_up
 from treetrain.engine.executor import Executor
 from treetrain.engine.lockstep import Reduces
 from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
-from treetrain.engine.out_of_memory import PassCounts, why_not_again, within_memory
-from treetrain.engine.packed import model_device, wide_dtype
-from treetrain.engine.ranks import check_same, is_shard, waiting_gradients
+from treetrain.engine.out_of_memory import PassCounts
+from treetrain.engine.packed import model_device
+from treetrain.engine.ranks import check_same
 from treetrain.engine.routing import Routing
+from treetrain.engine.runtime import Runtime
 from treetrain.engine.switches import check_switches, switches_of
 from treetrain.errors import RanksDisagree
 from treetrain.planning.plan import Plan
-from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
 
-if TYPE_CHECKING:
-    from treetrain.engine.engine import TreeEngine
-
-T = TypeVar("T")
-
-
-def is_live(engine: "TreeEngine") -> bool:
-    """Whether anybody could ask for gradients of what is scored now."""
-    return torch.is_grad_enabled() and any(p.requires_grad for p in engine.parameters)
+Attempt = Callable[[Callable[[], None]], Any]
+"""Calls what it is given, and leaves gradients as they were if that fails. What it returns is returned."""
 
 
 class Scoring:
     """A batch that is scored now and may go backward later, once.
 
     Args:
-        engine: prepared for the call.
-        layout: what is computed of the tree.
+        plan: the plan of what is computed; whether graphs are kept is found here.
+        routing: what is done with the routers of experts.
         entropy, statistics: what is asked for beside log-probabilities.
-        balanced: whether the routers' auxiliary loss is asked for.
     """
 
     def __init__(
-        self,
-        engine: "TreeEngine",
-        tree: TokenTree,
-        layout: PackedLayout,
-        *,
-        entropy: bool = False,
-        statistics: bool = False,
-        balanced: bool = False,
+        self, runtime: Runtime, plan: Plan, routing: Routing | None, *, entropy: bool = False, statistics: bool = False
     ):
-        self.engine, self.layout, self.live = engine, layout, is_live(engine)
-        self.routing: Routing | None = engine.routing(tree, balanced=balanced)
-        self.plan = self._planned()
+        self.runtime, self.routing, self.live = runtime, routing, runtime.live
+        self.plan, self.layout = self._planned(plan), plan.layout
         self.tokens_without_graph = 0
-        device, wide = model_device(engine.model), wide_dtype(engine.model)
-        sizes = layout.num_edges, len(layout.rows)
-        self.table = ScoreTable(*sizes, wide, device, entropy=entropy, statistics=statistics)
+        self.table = runtime.table(plan.layout, entropy=entropy, statistics=statistics)
         self._entropy, self._spent = entropy, False
         self._kept: Executor | None = None
-        if self.live:
-            self._weights, self._switches = self._fingerprint(), switches_of(engine)
         # Backward usually happens outside the caller's autocast; what is run again there needs it back.
+        device = model_device(runtime.model).type
         self._autocast: Callable[[], AbstractContextManager[Any]] = partial(
             torch.autocast,
-            device.type,
-            dtype=torch.get_autocast_dtype(device.type),
-            enabled=torch.is_autocast_enabled(device.type),
+            device,
+            dtype=torch.get_autocast_dtype(device),
+            enabled=torch.is_autocast_enabled(device),
             cache_enabled=torch.is_autocast_cache_enabled(),
         )
 
-    def _planned(self) -> Plan:
-        """The engine's plan, and what becomes of the graphs; ranks in lockstep do the same."""
+    def _planned(self, plan: Plan) -> Plan:
+        """The plan with what becomes of the graphs. Ranks in lockstep all keep them, or none does."""
         if not self.live:
-            return self.engine.plan_of(self.layout)
-        plan = self.engine.plan_to_score(self.layout)
-        if self.engine.in_lockstep:
-            _, keeps = self.engine.ranks.agree("planning a score", lambda: (None, plan.scores_first == "kept"))
-            if not all(keeps):
-                plan = self.engine.plan_to_score(self.layout, keep=False)
-        return plan
-
-    def _fingerprint(self) -> Tensor:
-        """[P] sums of the weights, frozen ones too (a part that is run again would see their new values).
-
-        Version counters do not do: fused optimisers and writes through ``.data`` leave them as they are.
-        """
-        with torch.no_grad():
-            weights = [getattr(p, "_local_tensor", p) for p in self.engine.parameters]
-            sums = [p.sum(dtype=torch.float64) for p in weights]
-        return torch.stack([total.to(sums[0].device) for total in sums])
+            return plan
+        keeps = self.runtime.keeps_graphs(plan)
+        if self.runtime.in_lockstep:
+            keeps = all(self.runtime.ranks.agree("planning a score", lambda: (None, keeps))[1])
+        return plan.with_all_kept() if keeps else replace(plan, scores_first="recomputed")
 
     @property
     def aux(self) -> Tensor:
-        """The auxiliary loss of the routers, before its coefficient; 0 where it was not asked for."""
+        """The auxiliary loss of the routers, before its coefficient; 0 if it was not asked for."""
         nothing = self.table.logprobs.new_zeros(())
         return nothing if self.routing is None or not self.routing.balanced else self.routing.loss.to(nothing)
 
     def forward(self) -> ScoreTable:
         """Score everything; returns the table, whose tensors are in no graph."""
-        if self.layout.num_tokens or self.engine.in_lockstep:
+        if self.layout.num_tokens or self.runtime.in_lockstep:
             self._within_memory(self._forward)
         if self.routing is not None:
             self.routing.settle()
@@ -123,38 +93,19 @@ class Scoring:
         if self.routing is not None:
             self.routing.begin()
         keeps = plan.scores_first == "kept"
-        executor = self.engine.executor(
+        executor = self.runtime.executor(
             plan,
             counts,
             self.routing,
             gradients=keeps,
             statistics=self.table.statistics is not None,
-            keep_logits=keeps and self.engine.has_room_for_logits(plan),
+            keep_logits=keeps and self.runtime.has_room_for_logits(plan),
         )
         if keeps:
             executor.forward_all(self.table, need_entropy=self._entropy)
             self._kept = executor
         else:
             executor.score(self.table, need_entropy=self._entropy)
-
-    def check_backward(self, what: str) -> None:
-        """Raise RuntimeError where a backward now would not be that of what was scored.
-
-        Args:
-            what: the call that scored, for the message.
-        """
-        if not self.live:
-            raise RuntimeError(
-                f"{what} ran under torch.no_grad (or nothing is trained): there is no graph to go through"
-            )
-        if self._spent:
-            raise RuntimeError(f"a second backward through {what}: its graph is freed by the first; call it again")
-        if not torch.equal(self._weights, self._fingerprint()):
-            raise RuntimeError(
-                f"the model's weights have changed between {what} and its backward (an optimiser step?); gradients "
-                "would be those of other weights: call backward first, or score again"
-            )
-        check_switches(self._switches, switches_of(self.engine), what)
 
     def backward(
         self,
@@ -164,9 +115,9 @@ class Scoring:
         aux: Tensor | float = 0.0,
         *,
         reduces: Reduces = "each",
-        attempt: Callable[[Callable[[], None]], Any] = lambda run: run(),
+        attempt: Attempt,
     ) -> Any:
-        """Add gradients to ``.grad``. Call `check_backward` first.
+        """Add gradients to ``.grad``.
 
         Args:
             edges: [E] d loss / d log-probability.
@@ -174,47 +125,70 @@ class Scoring:
             values: [R] or [R, c] d loss / d value, or None.
             aux: d loss / d auxiliary loss.
             reduces: which backwards reduce sharded gradients.
-            attempt: calls what it is given, and leaves gradients as they were if that fails. Where memory runs out it
-                is asked again, with smaller parts. What it returns is returned.
+            attempt: makes the passes. Where memory runs out it is called again, for smaller parts.
         """
         self._spent = True
         if self.routing is not None:
             self.routing.scale = torch.as_tensor(aux).double()
-        if not self.layout.num_tokens and not self.engine.in_lockstep:
+        if not self.layout.num_tokens and not self.runtime.in_lockstep:
             return attempt(lambda: None)
 
-        def run(plan: Plan, counts: PassCounts) -> Any:
-            return attempt(lambda: self._backward(plan, counts, edges, rows, values, reduces))
+        def passes(plan: Plan, counts: PassCounts) -> None:
+            executor, self._kept = self._kept, None
+            if executor is not None:
+                executor.backward_all(KnownGradients(self.table, edges, rows, values), reduces)
+                return
+            table = ScoreTable(len(edges), len(plan.layout.rows), edges.dtype, edges.device, entropy=self._entropy)
+            again = self.runtime.executor(plan, counts, self.routing, gradients=True, reduces=reduces)
+            with self._autocast():
+                again.train(KnownGradients(table, edges, rows, values))
 
-        return self._within_memory(run)
+        return self._within_memory(lambda plan, counts: attempt(lambda: passes(plan, counts)))
 
-    def _backward(
-        self,
-        plan: Plan,
-        counts: PassCounts,
-        edges: Tensor,
-        rows: Tensor | None,
-        values: Tensor | None,
-        reduces: Reduces,
-    ) -> None:
-        executor, self._kept = self._kept, None
-        if executor is not None:
-            executor.backward_all(KnownGradients(self.table, edges, rows, values), reduces)
-            return
-        table = ScoreTable(len(edges), len(plan.layout.rows), edges.dtype, edges.device, entropy=self._entropy)
-        again = self.engine.executor(plan, counts, self.routing, gradients=True, reduces=reduces)
-        with self._autocast():
-            again.train(KnownGradients(table, edges, rows, values))
-
-    def _within_memory(self, run: Callable[[Plan, PassCounts], T]) -> T:
-        if self.engine.in_lockstep:
-            counts = PassCounts()
-            found = run(self.plan, counts)
-        else:
-            smaller = partial(self.engine.smaller_plan_to_score, self.layout, live=self.live)
-            found, self.plan, counts = within_memory(self.engine.model, self.plan, run, smaller)
+    def _within_memory(self, run: Callable[[Plan, PassCounts], Any]) -> Any:
+        result, self.plan, counts = self.runtime.within_memory(self.plan, run)
         self.tokens_without_graph += counts.tokens_without_graph
-        return found
+        return result
+
+
+class LiveScoring(Scoring):
+    """A scoring whose backward the caller decides on: the model must be the same by then.
+
+    Args:
+        name: the call that scores, for messages.
+    """
+
+    def __init__(self, *given: Any, name: str, **options: Any):
+        super().__init__(*given, **options)
+        self._name = name
+        if self.live:
+            self._weights, self._switches = self._weight_sums(), switches_of(self.runtime)
+
+    def _weight_sums(self) -> Tensor:
+        """[P] sums of the weights, frozen ones too (a part that is run again would see their new values).
+
+        Version counters do not do: fused optimisers and writes through ``.data`` leave them as they are.
+        """
+        with torch.no_grad():
+            weights = (getattr(p, "_local_tensor", p) for p in self.runtime.parameters)
+            sums = [p.sum(dtype=torch.float64) for p in weights]
+        return torch.stack([total.to(sums[0].device) for total in sums])
+
+    def check_backward(self) -> None:
+        """Raise RuntimeError if a backward now would not be that of what was scored."""
+        name = self._name
+        if not self.live:
+            raise RuntimeError(
+                f"{name} ran under torch.no_grad (or nothing is trained): there is no graph to go through"
+            )
+        if self._spent:
+            raise RuntimeError(f"a second backward through {name}: its graph is freed by the first; call it again")
+        if not torch.equal(self._weights, self._weight_sums()):
+            raise RuntimeError(
+                f"the model's weights have changed between {name} and its backward (an optimiser step?); gradients "
+                "would be those of other weights: call backward first, or score again"
+            )
+        check_switches(self._switches, switches_of(self.runtime), name)
 
 
 class Scored:
@@ -245,49 +219,38 @@ class Scored:
     unique_tokens: int
     """Tokens of the tree."""
     computed_tokens: int
-    """Tokens that went through the model: the tree's, less what no wanted prediction depends on."""
+    """Tokens that went through the model: the tree's, less those that no wanted prediction depends on."""
 
-    def __init__(self, scoring: Scoring, tree: TokenTree):
-        self._scoring = scoring
-        self._batch: Batch | None = None
-        self._last: np.ndarray | None = None
+    def __init__(self, scoring: LiveScoring, tree: TokenTree, batch: Batch | np.ndarray, *, values: bool, aux: bool):
+        """Args:
+        batch: the predictions of the tree; for rewards int64 [K], the row that holds each trajectory's value.
+        """
+        self._scoring, self._batch = scoring, batch
         self.logprobs = []
         self.entropies = self.values = self.rewards = None
-        self.is_top1 = self.mean_logits = self.log_sum_sq_probs = self.aux_loss = None
+        self.is_top1 = self.mean_logits = self.log_sum_sq_probs = None
         self.flat_tokens, self.unique_tokens = tree.num_flat_tokens, tree.num_tokens
         self.computed_tokens = scoring.layout.num_tokens
+        table = scoring.table
 
-    @classmethod
-    def of_predictions(cls, scoring: Scoring, batch: Batch, *, values: bool, aux: bool) -> "Scored":
-        """What a scoring gives for every prediction of a batch."""
-        self, table, every = cls(scoring, batch.tree), scoring.table, batch.everything()
-        self._batch = batch
-        self.logprobs = self._leaves(every.of_edges(table.logprobs))
+        def leaves(found: list[Tensor]) -> list[Tensor]:
+            return [x.detach().clone().requires_grad_(scoring.live) for x in found]
+
+        self.aux_loss = leaves([scoring.aux])[0] if aux else None
+        if not isinstance(batch, Batch):
+            rewards = table.values_or_zeros
+            self.rewards = leaves([rewards[on_device(batch, rewards.device)]])[0]
+            return
+        every = batch.everything()
+        self.logprobs = leaves(every.of_edges(table.logprobs))
         if table.entropies is not None:
-            self.entropies = self._leaves(every.of_rows(table.entropies))
+            self.entropies = leaves(every.of_rows(table.entropies))
         if values:
-            self.values = self._leaves(every.of_rows(table.values_or_zeros))
+            self.values = leaves(every.of_rows(table.values_or_zeros))
         if table.statistics is not None:
             self.is_top1 = every.of_edges(table.statistics.is_top1)
             self.mean_logits = every.of_rows(table.statistics.mean_logits)
             self.log_sum_sq_probs = every.of_rows(table.statistics.log_sum_sq_probs)
-        self.aux_loss = self._leaves([scoring.aux])[0] if aux else None
-        return self
-
-    @classmethod
-    def of_rewards(cls, scoring: Scoring, tree: TokenTree, last: np.ndarray) -> "Scored":
-        """Rewards alone.
-
-        Args:
-            last: int64 [K]: the row that holds the value of each trajectory's last token.
-        """
-        self = cls(scoring, tree)
-        values = scoring.table.values_or_zeros
-        self._last, self.rewards = last, self._leaves([values[on_device(last, values.device)]])[0]
-        return self
-
-    def _leaves(self, found: list[Tensor]) -> list[Tensor]:
-        return [x.detach().clone().requires_grad_(self._scoring.live) for x in found]
 
     @property
     def plan(self) -> Plan:
@@ -318,35 +281,32 @@ class Scored:
                 ``.grad``.
             RanksDisagree: another rank could not make its own.
         """
-        engine = self._scoring.engine
-        never = why_not_again(engine.parameters, waiting_gradients(engine.model, engine.value_head))
+        runtime, rollback = self._scoring.runtime, self._scoring.runtime.rollback()
 
-        def checked() -> tuple[Any, Any]:
-            self._scoring.check_backward("TreeEngine.score")
-            return self._gradients(), sync
+        def gradients() -> Any:
+            self._scoring.check_backward()
+            return self._gradients()
 
-        def run(gradients: Any) -> tuple[None, Any]:
-            attempt = partial(engine.undone_if_it_fails, never)
-            self._scoring.backward(*gradients, reduces="each" if sync else "never", attempt=attempt)
-            return None, None
+        def passes(found: Any) -> None:
+            self._scoring.backward(*found, reduces="each" if sync else "never", attempt=rollback.attempt)
 
-        if not (sync or engine.in_lockstep):
-            run(checked()[0])
+        if not (sync or runtime.in_lockstep):
+            passes(gradients())
             return
         try:
-            # What can be wrong is found on every rank before any of them goes into a backward of all.
-            gradients, told = engine.ranks.agree("Scored.backward", checked)
+            # Every rank finds what can be wrong before any of them goes into a backward of all.
+            found, told = runtime.ranks.agree("Scored.backward", lambda: (gradients(), sync))
             check_same("sync", told)
-            engine.ranks.agree("Scored.backward's passes", lambda: run(gradients))
+            runtime.ranks.agree("Scored.backward's passes", lambda: (passes(found), None))
         except RanksDisagree as error:
-            engine.take_back(never, error)
+            rollback.undo(error)
             raise
         if sync:
-            engine.ranks.average_gradients([p for p in engine.parameters if not is_shard(p)])
+            runtime.ranks.average_gradients(runtime.whole_parameters)
 
     def _gradients(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | float]:
-        """What has arrived, by edge and row of the layout."""
-        table, values = self._scoring.table, self._scoring.table.values
+        """The gradients that have arrived, by edge and row of the layout."""
+        table = self._scoring.table
         leaves = [*self.logprobs, *(self.entropies or []), *(self.values or [])]
         leaves += [x for x in (self.rewards, self.aux_loss) if x is not None]
         if any(x.numel() for x in leaves) and all(x.grad is None for x in leaves):
@@ -354,22 +314,22 @@ class Scored:
                 "no gradient has arrived in what TreeEngine.score gave: call backward on a loss that is computed from "
                 "it first"
             )
-        nothing = torch.zeros_like(table.logprobs)
-        if self._last is not None and self.rewards is not None:
-            return nothing, None, None if values is None else added_up(values, self._last, self.rewards.grad), 0.0
-        assert self._batch is not None
+        if self.rewards is not None:
+            assert isinstance(self._batch, np.ndarray)
+            values = None if table.values is None else added_up(table.values, self._batch, self.rewards.grad)
+            return torch.zeros_like(table.logprobs), None, values, 0.0
+        assert isinstance(self._batch, Batch)
         every = self._batch.everything()
         used = on_device(np.flatnonzero(self._batch.used), table.device)
 
-        def per_place(like: Tensor | None, leaves: list[Tensor] | None, places: np.ndarray) -> Tensor | None:
-            if like is None or leaves is None:
-                return None
+        def by_place(like: Tensor, leaves: list[Tensor], places: np.ndarray) -> Tensor:
             grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
             flat = torch.cat([like.new_zeros(0, *like.shape[1:]), *(g.to(like.dtype) for g in grads)])
             return added_up(like, places, flat.index_select(0, used))
 
-        edges = per_place(table.logprobs, self.logprobs, every.edges)
-        assert edges is not None
-        aux = 0.0 if self.aux_loss is None or self.aux_loss.grad is None else self.aux_loss.grad
-        rows = per_place(table.entropies, self.entropies, every.rows)
-        return edges, rows, per_place(values, self.values, every.rows), aux
+        edges, rows, values = by_place(table.logprobs, self.logprobs, every.edges), None, None
+        if table.entropies is not None and self.entropies is not None:
+            rows = by_place(table.entropies, self.entropies, every.rows)
+        if table.values is not None and self.values is not None:
+            values = by_place(table.values, self.values, every.rows)
+        return edges, rows, values, 0.0 if self.aux_loss is None or self.aux_loss.grad is None else self.aux_loss.grad

@@ -1,168 +1,357 @@
-"""One try of a training step: which runs over the plan it takes, and what the loss came to."""
+"""One training step: what is checked before it, how the ranks agree on it, and the passes that make its gradients.
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+A step over several ranks is one step. Every rank tells the others what they must know of its rows, and all come to the
+same loss constants and the same normaliser, because they put together the same answers in the order of ranks.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from treetrain.engine.batch import Batch, Selection
-from treetrain.engine.begin import Begun
+from treetrain import __version__
+from treetrain.data.trajectory import Trajectory
+from treetrain.engine.batch import Batch, Selection, check_batch, predictions_of
+from treetrain.engine.checks import check_trainable
 from treetrain.engine.evaluate import added_up, evaluate, evaluate_gradients, linear_coefficients
-from treetrain.engine.executor import Executor
-from treetrain.engine.loss_gradients import KnownGradients, ScoreTable, StreamedGradients
+from treetrain.engine.gradients import Rollback
+from treetrain.engine.lockstep import Reduces
+from treetrain.engine.loss import (
+    PackedLoss,
+    as_loss,
+    check_count,
+    check_normaliser,
+    needs_logprobs,
+    step_loss,
+    step_normaliser,
+)
+from treetrain.engine.loss_gradients import KnownGradients, StreamedGradients
+from treetrain.engine.merged import MergedBatch
 from treetrain.engine.out_of_memory import PassCounts
-from treetrain.engine.ranks import Ranks
+from treetrain.engine.packed import wide_dtype
+from treetrain.engine.planning import AMPLE, formula_cost
+from treetrain.engine.ranks import check_same
 from treetrain.engine.results import Metrics, StepResult
-from treetrain.engine.routing import Routing
+from treetrain.engine.routing import RouterBalance, Routing
+from treetrain.engine.runtime import Runtime
+from treetrain.engine.score import Scoring
+from treetrain.errors import DataError
+from treetrain.planning.budget import Bytes
+from treetrain.planning.collective_order import Candidate, candidates, choose, offers_of
+from treetrain.planning.make import PART_TOKENS
+from treetrain.planning.partition import whole_trees
 from treetrain.planning.plan import Plan
+from treetrain.tree.build import as_tree, build_tree
+from treetrain.tree.layout import PackedLayout, pack
+from treetrain.tree.stats import linear_work
+from treetrain.tree.token_tree import TokenTree
 
-Way = Literal["scoring", "training", "keeping all"]
-"""How an executor goes over a plan."""
+WORTH_A_LOOK = 1.05
+"""Rows with more than so many times the tree's tokens are not run one by one: sharing saves more than a pass costs."""
 
 
 class Step(NamedTuple):
-    """What a step's loss came to."""
+    """A step that every rank can make."""
 
-    total: Any
-    sums: Metrics
+    tree: TokenTree
+    batch: Batch | MergedBatch
+    loss: PackedLoss
+    normaliser: float
+    """That of the whole step, divided by the number of ranks: gradients are averaged over them."""
+    rows: Sequence[Trajectory]
+    """The rows of all ranks, if the loss must see them."""
+    masked: bool
+    """Whether the caller's mask says which predictions are computed."""
 
 
-def result_of(step: Step, begun: Begun, counts: PassCounts) -> StepResult:
-    """This rank's part of a step."""
-    return StepResult(
-        loss_tensor=step.total,
-        metric_sums=step.sums,
-        flat_tokens=begun.tree.num_flat_tokens,
-        unique_tokens=begun.tree.num_tokens,
-        computed_tokens=begun.batch.layout.num_tokens,
-        recomputed_tokens=counts.tokens_without_graph,
-        parts=counts.parts,
+# ---- before the step
+
+
+def prepare_step(
+    runtime: Runtime,
+    trajectories: Sequence[Trajectory] | TokenTree,
+    loss: Any,
+    normaliser: float | None,
+    mask: Sequence[Any] | None,
+) -> Step:
+    """Find everything that can be wrong with a step before any rank begins it; a collective call.
+
+    Raises:
+        DataError, TypeError, ValueError, UnsupportedModel: something is wrong on this rank.
+        RanksDisagree: something is wrong on another rank, or settings differ.
+    """
+    ranks = runtime.ranks
+
+    def checked() -> tuple[tuple[TokenTree, PackedLoss, Any, Any], Any]:
+        packed = as_loss(loss, normaliser)
+        runtime.prepare(logprobs=needs_logprobs(packed), values="predicted_values" in packed.needs)
+        check_trainable(runtime.parameters)
+        runtime.check_hooks()
+        tree = as_tree(trajectories, merge=runtime.merge)
+        check_batch(tree, runtime.capabilities)
+        check_count(packed, tree)
+        # A tree of nodes stays unflattened if the loss allows it.
+        merged = tree.merged(packed.reduction) if mask is None and packed.mergeable else None
+        told = None if ranks.alone else _told(runtime, tree, merged, packed, normaliser)
+        return (tree, packed, merged, predictions_of(tree, mask)), told
+
+    (tree, packed, merged, predicted), told = ranks.agree("forward_backward", checked)
+    rows: Any = list(tree.trajectories) if merged is None else merged
+    if not ranks.alone:
+        settings, all_rows, weights = zip(*told)
+        for name in settings[0]:
+            check_same(name, [own[name] for own in settings])
+        rows = None if all_rows[0] is None else [row for own in all_rows for row in own]
+    packed = step_loss(packed, [] if rows is None else rows, normaliser)
+    if rows is not None:
+        whole = step_normaliser(packed, rows, normaliser)
+    elif normaliser is not None:
+        whole = check_normaliser(normaliser)
+    elif sum(weights) > 0:
+        whole = check_normaliser(sum(weights))
+    else:
+        raise DataError(
+            f"nothing to train: the loss weights of all rows on all {ranks.size} ranks sum to 0 (entry 0 of a row is "
+            "never trained); give loss_weights that are not 0, or rows of two tokens and more"
+        )
+    if merged is None:
+        weighted = not packed.reads_untrained
+        batch = Batch.of(tree, weighted=weighted, every_token=runtime.balanced, mask=predicted)
+    else:
+        batch = MergedBatch.of(tree, merged, every_token=runtime.balanced)
+    seen = rows if merged is None and rows is not None else []
+    return Step(tree, batch, packed, whole / ranks.size, seen, masked=mask is not None)
+
+
+def _told(
+    runtime: Runtime, tree: TokenTree, merged: Any, loss: PackedLoss, normaliser: float | None
+) -> tuple[dict[str, Any], list[Trajectory] | None, float]:
+    """What the other ranks must know of this rank's part: settings that must be the same, all its rows if the loss must
+    see those of the whole step, and else what they add to the normaliser."""
+    weights = [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in runtime.parameters]
+    settings = {
+        "treetrain": __version__,
+        "torch": torch.__version__,
+        "the temperature": runtime.temperature,
+        "the kind of engine": type(runtime).__name__,
+        "the model": f"{type(runtime.model).__name__} of {len(weights)} weights",
+        # A hash that is the same in every process.
+        "the weights' shapes and kinds": hashlib.sha256(repr(weights).encode()).hexdigest()[:16],
+        "the auxiliary loss": runtime.capabilities.auxiliary,
+        "loss": loss.identity,
+        "what the loss needs": {"scope": loss.scope, "needs": sorted(loss.needs), "step": loss.needs_step},
+        "a normaliser": None if normaliser is None else float(normaliser),
+    }
+    if loss.scope == "batch" or loss.needs_step or (normaliser is None and "step" in loss.needs):
+        return settings, list(tree.trajectories), 0.0
+    rows = list(tree.trajectories) if merged is None else merged
+    loss.check(rows)
+    return settings, None, loss.total_weight(rows) if normaliser is None else 0.0
+
+
+# ---- its plan
+
+
+def plan_step(runtime: Runtime, step: Step, *, sync: bool, balance: RouterBalance | None) -> tuple[Step, Plan, Reduces]:
+    """What this rank runs, and which backwards reduce sharded gradients; a collective call.
+
+    Under FSDP2 every rank has several ways to run its rows, and all take those whose passes line up.
+
+    Raises:
+        RanksDisagree: another rank ends the step elsewhere, or divides it by another normaliser.
+    """
+    ranks = runtime.ranks
+
+    def offered() -> tuple[list[Candidate], Any]:
+        batch, plan = step.batch, runtime.plan_of(step.batch.layout)
+        own = [Candidate(plan, batch.tree, "")]
+        if isinstance(batch, Batch) and batch.weighted and not step.masked:
+            found = rows_instead(runtime, step.tree, plan)
+            own = own if found is None else [Candidate(found[1], found[0], "")]
+        if runtime.in_lockstep:
+            own = _aligned_candidates(runtime, step, own[0])
+        same = {
+            "sync": sync,
+            "the normaliser that the loss gives": step.normaliser * ranks.size,
+            "the balance of the routers": None if balance is None else (balance.tokens, balance.choices.tolist()),
+        }
+        offers = offers_of(own) if runtime.in_lockstep else []
+        return own, None if ranks.alone and not runtime.in_lockstep else (same, _have_room(runtime, own), offers)
+
+    own, told = ranks.agree("planning", offered)
+    chosen, at_last = 0, False
+    if told[0] is not None:
+        same, room, offers = zip(*told)
+        for name in same[0]:
+            check_same(name, [settings[name] for settings in same])
+        numbers = choose(offers) if runtime.in_lockstep else [0] * ranks.size
+        chosen, at_last = numbers[ranks.rank], all(has[number] for has, number in zip(room, numbers))
+    way, batch = own[chosen], step.batch
+    if isinstance(batch, Batch) and way.tree is not batch.tree:
+        step = step._replace(batch=Batch.of(way.tree, weighted=batch.weighted))
+    return step, way.plan, "never" if not sync else "last" if at_last else "each"
+
+
+def rows_instead(runtime: Runtime, tree: TokenTree, plan: Plan) -> tuple[TokenTree, Plan] | None:
+    """The batch with nothing shared and the plan of what it trains, if that is predicted to be faster.
+
+    A shared prefix of a token or two may cost a pass of its own, which takes longer than to compute it in every row.
+    """
+    budget, cost = runtime.budget, formula_cost(runtime.model)
+    if not runtime.merge or runtime.balanced or isinstance(budget, Bytes) or cost is None:
+        return None
+    if plan.num_parts < 2 or linear_work(tree).tokens > WORTH_A_LOOK * plan.layout.num_tokens:
+        return None
+    rows = build_tree(list(tree.trajectories), merge=False)
+    layout = _laid_out(rows, weighted=True)
+    if budget is not None and int(layout.positions.max(initial=0)) >= budget:
+        return None
+    alone = whole_trees(layout, min(PART_TOKENS, budget or PART_TOKENS))
+    return (rows, alone) if cost.seconds(alone) < cost.seconds(plan) else None
+
+
+def _aligned_candidates(runtime: Runtime, step: Step, own: Candidate) -> list[Candidate]:
+    """The ways that this rank can run its rows; the one given is the first."""
+    batch = step.batch
+    weighted = not isinstance(batch, Batch) or batch.weighted
+    free = runtime.free_bytes() if runtime.budget is None else None
+    return candidates(
+        own.tree,
+        own.plan,
+        partial(_laid_out, weighted=weighted),
+        whole_rows=not weighted,
+        # Runs that share nothing compute some tokens twice, which an auxiliary loss would count. A tree of nodes stays
+        # as it is: its rows are not to be written out.
+        apart=runtime.merge and not runtime.balanced and not step.masked and isinstance(batch, Batch),
+        free_bytes=None if free is None else free / AMPLE,
     )
 
 
-class StepRun:
-    """A step on a plan.
+def _laid_out(tree: TokenTree, *, weighted: bool) -> PackedLayout:
+    """As `Batch.of` does."""
+    return pack(tree, tree.trained_edges()[0] > 0) if weighted else pack(tree)
 
-    Args:
-        table: where its scores go.
-        executor: makes an executor of the plan: one that scores, one that trains, or one that keeps all graphs in
-            between (None where they do not fit).
-        ranks: that share the step.
-        in_lockstep: whether ranks without anything to compute take part in the walks of the others.
+
+def _have_room(runtime: Runtime, ways: Sequence[Candidate]) -> list[bool]:
+    """For each way, whether there is room for all gradients as a whole until the last backward."""
+    if not runtime.in_lockstep or runtime.reduce != "auto":
+        return [runtime.reduce == "step"] * len(ways)
+    cost = formula_cost(runtime.model)
+    room = runtime.budget.count if isinstance(runtime.budget, Bytes) else runtime.free_bytes()
+    if cost is None or room is None:
+        return [False] * len(ways)
+    whole = sum(p.numel() for p in runtime.parameters if p.requires_grad) * wide_dtype(runtime.model).itemsize
+    return [AMPLE * (cost.peak_bytes(way.plan) + whole) < room for way in ways]
+
+
+# ---- its passes
+
+
+def run_step(
+    runtime: Runtime, step: Step, plan: Plan, reduces: Reduces, balance: RouterBalance | None, rollback: Rollback
+) -> StepResult:
+    """Accumulate the gradients of this rank's part of a step."""
+    scale = runtime.capabilities.auxiliary * runtime.ranks.size
+    routing = runtime.routing(step.batch.tree, balanced=runtime.balanced, whole=balance, scale=scale)
+    if step.loss.scope == "batch":
+        scoring = Scoring(runtime, plan, routing, entropy="entropies" in step.loss.needs)
+        total, sums = rollback.attempt(lambda: _compare(runtime, step, scoring, reduces, scale, rollback))
+        parts, without_graph = scoring.plan.num_parts, scoring.tokens_without_graph
+    else:
+
+        def run(plan: Plan, counts: PassCounts) -> tuple[Any, Metrics]:
+            if routing is not None:
+                routing.begin()
+            return rollback.attempt(lambda: _stream(runtime, step, plan, counts, routing, reduces))
+
+        (total, sums), _, counts = runtime.within_memory(plan, run)
+        parts, without_graph = counts.parts, counts.tokens_without_graph
+    if routing is not None:
+        total, sums = routing.added_to(total, sums)
+    return StepResult(
+        loss_tensor=total,
+        metric_sums=sums,
+        flat_tokens=step.tree.num_flat_tokens,
+        unique_tokens=step.tree.num_tokens,
+        computed_tokens=step.batch.layout.num_tokens,
+        recomputed_tokens=without_graph,
+        parts=parts,
+    )
+
+
+def _stream(
+    runtime: Runtime, step: Step, plan: Plan, counts: PassCounts, routing: Routing | None, reduces: Reduces
+) -> tuple[Any, Metrics]:
+    """A loss that is a sum over trajectories: one run over the plan, in which each is evaluated when it ends."""
+    batch, loss, normaliser = step.batch, step.loss, step.normaliser
+    table = runtime.table(batch.layout, entropy="entropies" in loss.needs)
+    streamed = StreamedGradients(table, batch, loss, normaliser)
+    if plan.num_parts or runtime.in_lockstep:
+        several = plan.num_parts > 1 or not runtime.ranks.alone
+        if routing is not None and several and not routing.in_parts:
+            runtime.executor(plan, counts, routing, gradients=False, reduces=reduces).route()
+            routing.settle()
+        rows, coefficients = batch.everything(), None
+        if table.entropies is None:  # a mixture that takes none of these rows may need some and still be linear
+            coefficients = linear_coefficients(loss, rows, len(table.logprobs), table.device, table.logprobs.dtype)
+        executor = runtime.executor(plan, counts, routing, gradients=True, reduces=reduces)
+        if coefficients is not None:
+            executor.train(KnownGradients(table, coefficients / normaliser))
+            with torch.no_grad():
+                total, sums = evaluate(loss, rows.per_prediction(table.logprobs), None, rows)
+            return total / normaliser, sums
+        executor.train(streamed)
+    streamed.finish()
+    return streamed.total, streamed.sums
+
+
+def _compare(
+    runtime: Runtime, step: Step, scoring: Scoring, reduces: Reduces, scale: float, rollback: Rollback
+) -> tuple[Any, Metrics]:
+    """A loss over several trajectories at once: all are scored, on every rank, before the first backward.
+
+    Every rank evaluates the loss on the rows of all, and goes backward with the gradients of its own predictions.
     """
+    ranks, batch, table = runtime.ranks, step.batch, scoring.forward()
+    assert isinstance(batch, Batch)
+    own = batch.everything()
+    scores = (
+        own.per_prediction(table.logprobs),
+        *(None if x is None else own.per_prediction_entropy(x) for x in (table.entropies, table.values)),
+    )
+    told: list[Any] = [(batch.used, *scores)]
+    if not ranks.alone:
+        on_host = (batch.used, *(None if x is None else x.cpu() for x in scores))
+        told = ranks.agree("comparing rows", lambda: (None, on_host))[1]
+    used, *columns = zip(*told)
+    logprobs, entropies, values = (_joined(column, table.device) for column in columns)
+    assert logprobs is not None
+    everything = np.arange(len(logprobs))
+    rows = batch.trajectories if ranks.alone else step.rows
+    selection = Selection(trajectories=rows, used=np.concatenate(used), edges=everything, rows=everything)
+    found = evaluate_gradients(step.loss, step.normaliser, logprobs, entropies, selection, values)
+    before = sum(len(one[1]) for one in told[: ranks.rank])
 
-    def __init__(
-        self,
-        begun: Begun,
-        plan: Plan,
-        table: ScoreTable,
-        executor: Callable[[Way], Any],
-        routing: Routing | None,
-        ranks: Ranks,
-        *,
-        in_lockstep: bool,
-    ):
-        self._batch, self._loss, self._normaliser = begun.batch, begun.loss, begun.normaliser
-        self._rows, self._told = begun.rows, begun.told
-        self._plan, self._table, self._executor, self._routing, self._ranks = plan, table, executor, routing, ranks
-        self._in_lockstep, self._entropy = in_lockstep, table.entropies is not None
-
-    def run(self) -> Step:
-        """Accumulate the gradients."""
-        several = self._plan.num_parts > 1 or not self._ranks.alone
-        at_once = self._loss.scope == "batch" and several
-        if self._plan.num_parts == 0 and not self._in_lockstep and not at_once:
-            return self._without_predictions()
-        if at_once:
-            return self._compared()
-        if self._routing is not None and several and not self._routing.in_parts:
-            self._executor("scoring").route()
-            self._routing.settle()
-        return self._linear() or self._streamed()
-
-    def _without_predictions(self) -> Step:
-        """A batch of which nothing is computed: a loss of the user's own is called all the same."""
-        stream = StreamedGradients(self._table, self._batch, self._loss, self._normaliser)
-        stream.finish()
-        return Step(stream.total, stream.sums)
-
-    def _linear(self) -> Step | None:
-        """A loss that states its gradients beforehand; None for any other."""
-        if self._entropy:
-            return None  # a mixture that takes none of these rows could still say that it is linear
-        table, rows = self._table, self._batch.everything()
-        known = linear_coefficients(self._loss, rows, len(table.logprobs), table.device, table.logprobs.dtype)
-        if known is None:
-            return None
-        self._executor("training").train(KnownGradients(table, known / self._normaliser))
-        with torch.no_grad():
-            total, sums = evaluate(self._loss, rows.per_prediction(table.logprobs), None, rows)
-        return Step(total / self._normaliser, sums)
-
-    def _streamed(self) -> Step:
-        """A loss that is a sum over trajectories, or sees all of them in one part."""
-        stream = StreamedGradients(self._table, self._batch, self._loss, self._normaliser)
-        self._executor("training").train(stream)
-        stream.finish()
-        return Step(stream.total, stream.sums)
-
-    def _compared(self) -> Step:
-        """A loss over several trajectories at once: all are scored before gradients are asked for."""
-        kept: Executor | None = self._executor("keeping all")
-        if kept is None:
-            self._executor("scoring").score(self._table, need_entropy=self._entropy)
-        else:
-            kept.forward_all(self._table, need_entropy=self._entropy)
-        if self._routing is not None:
-            self._routing.settle()
-
-        def train(known: KnownGradients) -> None:
-            if kept is None:
-                self._executor("training").train(known)
-            else:
-                kept.backward_all(known)
-
-        if not self._ranks.alone:
-            return self._compared_over_ranks(train)
-        stream = StreamedGradients(self._table, self._batch, self._loss, self._normaliser)
-        stream.finish()
-        train(stream.known())
-        return Step(stream.total, stream.sums)
-
-    def _compared_over_ranks(self, train: Callable[[KnownGradients], None]) -> Step:
-        """The same with the rows of all ranks: each evaluates the loss on all of them, and keeps what is its own."""
-        table, batch = self._table, self._batch
-        assert isinstance(batch, Batch)
-        own = batch.everything()
-        given = own.per_prediction(table.logprobs)
-        entropies = None if table.entropies is None else own.per_prediction_entropy(table.entropies)
-        values = None if table.values is None else own.per_prediction_entropy(table.values)
-        if not self._told:  # else this rank starts over, by itself: the others have gone on with what it told
-            mine_told = (batch.used, *(None if x is None else x.detach().cpu() for x in (given, entropies, values)))
-            self._told += self._ranks.agree("comparing rows", lambda: (None, mine_told))[1]
-        told = self._told
-        used, *columns = zip(*told)
-        logprobs, entropies, values = (_joined(column, table.device) for column in columns)
-        everything = np.arange(0 if logprobs is None else len(logprobs))
-        rows = Selection(trajectories=self._rows, used=np.concatenate(used), edges=everything, rows=everything)
-        assert logprobs is not None
-        found = evaluate_gradients(self._loss, self._normaliser, logprobs, entropies, rows, values)
-        before = sum(len(one[1]) for one in told[: self._ranks.rank])
-        mine = slice(before, before + len(given))
-        edges, spread, valued = (None if x is None else x[mine] for x in (found.edges, found.rows, found.values))
-        train(
-            KnownGradients(
-                table,
-                added_up(table.logprobs, own.edges, edges),
-                None if spread is None or table.entropies is None else added_up(table.entropies, own.rows, spread),
-                None if valued is None or table.values is None else added_up(table.values, own.rows, valued),
-            )
-        )
-        return Step(found.total, found.sums) if self._ranks.rank == 0 else Step(0.0, {})
+    edges, entropy, value = (
+        None if gradient is None else gradient[before : before + len(own.edges)]
+        for gradient in (found.edges, found.rows, found.values)
+    )
+    scoring.backward(
+        added_up(table.logprobs, own.edges, edges),
+        None if table.entropies is None or entropy is None else added_up(table.entropies, own.rows, entropy),
+        None if table.values is None or value is None else added_up(table.values, own.rows, value),
+        scale,
+        reduces=reduces,
+        attempt=rollback.attempt,
+    )
+    return (found.total, found.sums) if ranks.rank == 0 else (0.0, {})
 
 
-def _joined(column: Sequence[Any], device: torch.device) -> Any:
-    """What the ranks have told of their predictions, one after the other; None where no rank has it."""
+def _joined(column: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
+    """The scores of all ranks' predictions, one rank after the other; None if no rank has any."""
     present = [x for x in column if x is not None]
     return torch.cat(present).to(device) if present else None

@@ -180,7 +180,7 @@ def logprobs(engine: TreeEngine, rows: Sequence[Trajectory], *, entropies: bool 
     if ranks.alone:
         found = scores(rows)
     else:
-        tree = as_tree(rows, merge=engine._merge)
+        tree = as_tree(rows, merge=engine.merge)
         shares = balance(tree, formula_cost(engine.model), ranks.size, whole_rows=every).trajectories
         if engine.in_lockstep:
             everywhere = ranks.gather(own_scores())  # collective passes: nobody waits here for one that failed in them

@@ -1,0 +1,235 @@
+"""A model with its budget and its ranks: what every call of the engine needs to plan a batch and to run the plan."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from treetrain.attention.backends import Choice, choose_backend
+from treetrain.engine.calibrate import cost_model
+from treetrain.engine.checks import check_temperature
+from treetrain.engine.executor import Executor
+from treetrain.engine.gradients import Rollback
+from treetrain.engine.lockstep import Lockstep, Reduces, StandIn, agreed_order
+from treetrain.engine.loss_gradients import ScoreTable
+from treetrain.engine.out_of_memory import PassCounts, within_memory
+from treetrain.engine.packed import PackedRun, model_device, wide_dtype
+from treetrain.engine.planning import (
+    AMPLE,
+    device_free_bytes,
+    formula_cost,
+    formula_cost_of,
+    gradient_bytes_to_come,
+    plan_within,
+)
+from treetrain.engine.ranks import is_shard, is_sharded, ranks_of, sharded_modules, unwrapped
+from treetrain.engine.routing import Routing
+from treetrain.errors import UnsupportedModel
+from treetrain.models.capability import Capabilities, check_model
+from treetrain.planning.budget import Bytes, parse_budget
+from treetrain.planning.plan import Plan
+from treetrain.planning.price import CostModel
+from treetrain.tree.layout import PackedLayout
+from treetrain.tree.token_tree import TokenTree
+
+T = TypeVar("T")
+
+
+class Runtime:
+    """Plans batches for a model and runs the plans. See `TreeEngine` for the arguments and errors."""
+
+    merge = True
+    """Whether rows that share a prefix are computed together; False for the linear baseline."""
+    run_type: type[Any] = PackedRun
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        budget: int | str | Bytes | None = None,
+        temperature: float = 1.0,
+        value_head: nn.Module | None = None,
+        group: "dist.ProcessGroup | None" = None,
+        reduce: Literal["auto", "part", "step"] = "auto",
+    ):
+        if reduce not in ("auto", "part", "step"):
+            raise ValueError(f"reduce={reduce!r}: known are auto, part and step")
+        model, group = unwrapped(model, group)
+        if value_head is not None:
+            value_head, group = unwrapped(value_head, group)
+        self.ranks, self.reduce = ranks_of(model, group, value_head), reduce
+        self.in_lockstep = is_sharded(model)
+        self.model, self.budget, self.temperature = model, parse_budget(budget), check_temperature(temperature)
+        self.value_head = value_head
+        self.capabilities = self.checked()
+
+    # ---- the model
+
+    def checked(self) -> Capabilities:
+        """What the model is now: a dropout may have been switched on since the last call."""
+        return check_model(self.model, critics=True, value_head=self.value_head)
+
+    def prepare(self, *, logprobs: bool, values: bool) -> None:
+        """Check the model for a call that wants these. Raises UnsupportedModel."""
+        self.capabilities = self.checked().asked(logprobs=logprobs, values=values)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the model and the value head, each once."""
+        modules = [self.model] if self.value_head is None else [self.model, self.value_head]
+        return list({p: None for module in modules for p in module.parameters()})
+
+    @property
+    def attention(self) -> Choice:
+        """Which tree attention runs on the model's device, and why."""
+        return choose_backend(model_device(self.model))
+
+    @property
+    def balanced(self) -> bool:
+        """Whether the model adds an auxiliary loss of its routers, over all tokens of a step."""
+        return self.capabilities.auxiliary != 0
+
+    @property
+    def live(self) -> bool:
+        """Whether anybody could ask for gradients of what is scored now."""
+        return torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters)
+
+    def check_hooks(self) -> None:
+        """Raise UnsupportedModel if hooks would see a rank's own gradients, before these are averaged."""
+        if not self.ranks.alone and any(p._post_accumulate_grad_hooks for p in self.whole_parameters):
+            raise UnsupportedModel(
+                "weights that every rank holds as a whole have hooks that run after their gradients are accumulated "
+                "(an optimiser step within backward?): they would see this rank's gradients before those are averaged. "
+                "Remove the hooks and step the optimiser after forward_backward, or shard the model with fully_shard."
+            )
+
+    @property
+    def whole_parameters(self) -> list[nn.Parameter]:
+        """The parameters that every rank holds as a whole, whose gradients are averaged after a step."""
+        return [p for p in self.parameters if not is_shard(p)]
+
+    def rollback(self) -> Rollback:
+        """Takes gradients back if a step that begins now fails."""
+        return Rollback(self.parameters, self.model, self.value_head)
+
+    # ---- plans
+
+    @property
+    def cost(self) -> CostModel:
+        """What passes cost on this model as it is now, on its device: measured when first asked for, and cached.
+
+        By formula for a sharded model, whose passes no rank can run by itself.
+        """
+        if self.in_lockstep:
+            return formula_cost_of(self.model)
+        found = self.checked()
+        # With the model's own head, whatever the present call asks of it: what is measured is cached.
+        return cost_model(self.model, found.asked(logprobs=found.scores_tokens, values=not found.scores_tokens))
+
+    def plan_of(self, layout: PackedLayout) -> Plan:
+        """The plan of a layout under the engine's budget."""
+        free = self.free_bytes() if self.budget is None else None
+        return plan_within(layout, self.budget, self.model, lambda: self.cost, free=free)
+
+    def free_bytes(self) -> int | None:
+        """What plans may use of the device now, less gradients to come; processes on one host share its memory."""
+        free = device_free_bytes(self.model)
+        if free is None:
+            return None
+        if not self.ranks.alone and model_device(self.model).type == "cpu":
+            free //= int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.size))
+        return max(free - gradient_bytes_to_come(self.parameters), 0)
+
+    def keeps_graphs(self, plan: Plan) -> bool:
+        """Whether the graphs of all parts fit beside each other: into the budget, or into what the device has free."""
+        if plan.num_parts <= 1:
+            return True
+        kept = plan.with_all_kept()
+        if isinstance(self.budget, int):
+            return kept.peak_tokens <= self.budget
+        formula = formula_cost(self.model)
+        if formula is None:
+            return False
+        if isinstance(self.budget, Bytes):
+            return self.cost.peak_bytes(kept) <= self.budget.count
+        free = self.free_bytes()
+        return free is None or AMPLE * formula.peak_bytes(kept) <= free or self.cost.peak_bytes(kept) <= free
+
+    def has_room_for_logits(self, plan: Plan) -> bool:
+        """Whether the logits of all scored rows fit beside the graphs of a plan, with room to spare.
+
+        Kept, they save a second product of the head's matrix with every row.
+        """
+        formula = formula_cost(self.model)
+        room = self.budget.count if isinstance(self.budget, Bytes) else self.free_bytes()
+        if formula is None or room is None:
+            return False
+        logits = len(plan.layout.rows) * self.capabilities.vocab_size * wide_dtype(self.model).itemsize
+        return AMPLE * (formula.peak_bytes(plan) + logits) <= room
+
+    # ---- runs
+
+    def table(self, layout: PackedLayout, *, entropy: bool, statistics: bool = False) -> ScoreTable:
+        """An empty table for the scores of a layout."""
+        device, dtype = model_device(self.model), wide_dtype(self.model)
+        return ScoreTable(layout.num_edges, len(layout.rows), dtype, device, entropy=entropy, statistics=statistics)
+
+    def routing(self, tree: TokenTree, *, balanced: bool, **options: Any) -> Routing | None:
+        """What a call does with the routers of experts; None for a model without experts."""
+        experts = self.capabilities.experts
+        if experts is None:
+            return None
+        return Routing(experts, tree, model_device(self.model), balanced=balanced, **options)
+
+    def executor(
+        self,
+        plan: Plan,
+        counts: PassCounts,
+        routing: Routing | None,
+        *,
+        gradients: bool,
+        reduces: Reduces = "each",
+        statistics: bool = False,
+        keep_logits: bool = False,
+    ) -> Executor:
+        """Runs a plan on the model; under FSDP2 a collective call. See `Executor`."""
+        model, capabilities, temperature = self.model, self.capabilities, self.temperature
+        lockstep = None
+        if self.in_lockstep:
+            modules = sharded_modules(model, self.value_head)
+            order = agreed_order(self.ranks, plan, modules, gradients=gradients, reduces=reduces)
+            stand_in = StandIn(model, capabilities, temperature, routing, self.run_type)
+            lockstep = Lockstep(order, self.ranks, stand_in, modules, reduces)
+        return Executor(
+            model,
+            capabilities,
+            plan,
+            temperature=temperature,
+            gradients=gradients,
+            run_type=self.run_type,
+            counts=counts,
+            routing=routing,
+            lockstep=lockstep,
+            statistics=statistics,
+            keep_logits=keep_logits,
+        )
+
+    def within_memory(self, plan: Plan, run: Callable[[Plan, PassCounts], T]) -> tuple[T, Plan, PassCounts]:
+        """Run a plan, and smaller ones where memory runs out and no other rank waits in a pass; see `within_memory`."""
+        if self.in_lockstep:
+            counts = PassCounts()
+            return run(plan, counts), plan, counts
+
+        def smaller(tokens: int) -> Plan:
+            found = plan_within(plan.layout, tokens, self.model, lambda: self.cost)
+            return found if plan.scores_first == "no" else replace(found, scores_first="recomputed")
+
+        return within_memory(self.model, plan, run, smaller)
+
+    def together(self, what: str, make: Callable[[], T]) -> T:
+        """Prepare a call, on every rank if its passes are collectives; see `Ranks.agree`."""
+        return self.ranks.agree(what, lambda: (make(), None))[0] if self.in_lockstep else make()
