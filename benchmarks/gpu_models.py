@@ -14,7 +14,7 @@ import treetrain as tt
 from gpu_rows import device, forget, wait
 from treetrain.attention.backends import using
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.linear import LinearEngine
+from treetrain.engine.linear_baseline import LinearEngine
 from treetrain.engine.planning import formula_cost
 from treetrain.tree.build import as_tree
 

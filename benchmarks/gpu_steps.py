@@ -27,7 +27,7 @@ from tree_shapes import load, rows_of, synthetic
 from treetrain.attention.backends import DEFAULTS, using
 from treetrain.engine.calibrate import model_shape
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.linear import LinearEngine
+from treetrain.engine.linear_baseline import LinearEngine
 from treetrain.engine.lm_head import ENVIRONMENT as HEAD
 from treetrain.planning.ideal import ideal_speedup
 from treetrain.tree.build import build_tree

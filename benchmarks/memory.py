@@ -57,7 +57,7 @@ def measure(case: str) -> None:
     """Append one row per budget."""
     from treetrain.engine.calibrate import calibrate, remember
     from treetrain.engine.engine import TreeEngine
-    from treetrain.engine.linear import LinearEngine
+    from treetrain.engine.linear_baseline import LinearEngine
     from treetrain.models.capability import check_model
     from treetrain.verification.bench import peak_step_bytes
 

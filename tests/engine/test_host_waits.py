@@ -19,7 +19,7 @@ from treetrain.attention.flex import FlexTreeAttention
 from treetrain.attention.schedule import Forest
 from treetrain.attention.varlen import VarlenAttention
 from treetrain.device_arrays import on_device
-from treetrain.engine.linear import LinearEngine
+from treetrain.engine.linear_baseline import LinearEngine
 from treetrain.engine.scoring import HeadCall
 from treetrain.linear_attention.scans import Scans
 from treetrain.linear_attention.segments import make_segments

@@ -16,7 +16,7 @@ from support.families import make_family
 from support.forests import dress
 from support.plans import planned
 from support.shortage import Shortage
-from treetrain.engine.linear import LinearEngine
+from treetrain.engine.linear_baseline import LinearEngine
 from treetrain.errors import DataError, UnsupportedModel
 from treetrain.models.moe import check_experts
 from treetrain.verification.padded_baseline import PaddedEngine

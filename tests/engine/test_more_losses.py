@@ -12,7 +12,7 @@ from support.models import make_model
 from support.more_cases import EVERY, GROUPS
 from support.plans import KEEPS, SHAPES, planned
 from support.pure import PureFloat64
-from treetrain.engine.linear import LinearEngine
+from treetrain.engine.linear_baseline import LinearEngine
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2]]
 ROWS = whole_pairs(dress(IDS, 6))  # pairs: 0 1, 2 3, 4 5, 6 7

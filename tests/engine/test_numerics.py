@@ -7,7 +7,7 @@ import treetrain as tt
 from support.contract import OTHERS, PPO, SFT, check_contract
 from support.models import FAMILIES, make_model
 from support.pure import PureFloat64, RoundsToFloat32
-from treetrain.engine.linear import LinearEngine
+from treetrain.engine.linear_baseline import LinearEngine
 
 
 @pytest.mark.parametrize(

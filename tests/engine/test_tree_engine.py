@@ -13,7 +13,7 @@ from support.forests import dress, trajectories
 from support.models import make_model
 from support.pure import PureFloat64
 from support.runs import runs
-from treetrain.engine.linear import LinearEngine
+from treetrain.engine.linear_baseline import LinearEngine
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2], [5, 5, 5]]
 ROWS = dress(IDS, 5)

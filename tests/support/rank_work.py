@@ -20,7 +20,7 @@ from support.more_cases import EVERY
 from support.plans import planned
 from support.pure import PureFloat64
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.linear import LinearEngine
+from treetrain.engine.linear_baseline import LinearEngine
 
 Parallel = Literal["ddp", "fsdp"]
 Rows = list[Trajectory]

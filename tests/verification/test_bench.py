@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import treetrain as tt
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.linear import LinearEngine
+from treetrain.engine.linear_baseline import LinearEngine
 from treetrain.verification.bench import bench, peak_step_bytes
 from treetrain.verification.padded_baseline import PaddedEngine
 from treetrain.verification.plain_model import PlainModel

@@ -99,7 +99,7 @@ class ScoreTable:
 
 
 class KnownGradients:
-    """Gradients known beforehand; only collects the scores.
+    """Gives gradients that are known beforehand, and collects the scores.
 
     Args:
         edges: [E] d loss / d log-probability.
@@ -123,11 +123,12 @@ class KnownGradients:
 
     def gradients_of(self, piece: Piece) -> ScoreGradients:
         """See `LossGradients`."""
-        rows, values = (None if x is None else x[self.table.index(piece.rows)] for x in (self._rows, self._values))
-        return ScoreGradients(self._edges[self.table.index(piece.edges)], rows, values)
+        edges, at, dtype = self.table.index(piece.edges), self.table.index(piece.rows), self.table.logprobs.dtype
+        rows, values = (None if x is None else x[at].to(dtype) for x in (self._rows, self._values))
+        return ScoreGradients(self._edges[edges].to(dtype), rows, values)
 
 
-class StreamedGradients:
+class StreamedGradients(KnownGradients):
     """Evaluates a loss over trajectories as they end.
 
     A loss over several trajectories at once is evaluated when all of them have ended: one part only.
@@ -136,12 +137,11 @@ class StreamedGradients:
     needs_scores_early = True
 
     def __init__(self, table: ScoreTable, batch: Batch | MergedBatch, loss: PackedLoss, normaliser: float):
-        self.table, self._batch, self._loss, self._normaliser = table, batch, loss, normaliser
-        self.needs_entropy = table.entropies is not None
         # Float64: a shared edge may collect thousands of rows.
-        self._edges = torch.zeros(len(table.logprobs), dtype=torch.float64, device=table.device)
-        self._rows = None if table.entropies is None else torch.zeros_like(table.entropies, dtype=torch.float64)
-        self._values: Tensor | None = None
+        zeros = torch.zeros_like(table.logprobs, dtype=torch.float64)
+        rows = None if table.entropies is None else torch.zeros_like(table.entropies, dtype=torch.float64)
+        super().__init__(table, zeros, rows)
+        self._batch, self._loss, self._normaliser = batch, loss, normaliser
         self._order = np.argsort(batch.deepest_row, kind="stable")
         self._ends = batch.deepest_row[self._order]
         self._seen = np.zeros(batch.layout.num_edges and len(batch.layout.rows), bool)
@@ -151,7 +151,7 @@ class StreamedGradients:
         self.sums: Metrics = {}
 
     def coefficients(self, piece: Piece) -> Tensor | None:
-        """KnownGradients for a piece that is scored a second time: everything that reads it has ended."""
+        """Known for a piece that is scored a second time: every trajectory that reads it has ended."""
         if self.needs_entropy or not self._seen[piece.rows].all():
             return None
         return self._edges[self.table.index(piece.edges)].to(self.table.logprobs.dtype)
@@ -171,7 +171,7 @@ class StreamedGradients:
             self._evaluate(self._batch.select(np.sort(ended)))
 
     def finish(self) -> None:
-        """Evaluate what has no prediction: a loss of the user's own is called with every row."""
+        """Evaluate trajectories without predictions: a loss of the user's own is called with every row."""
         if self._at_once:
             if self._pending:
                 self._evaluate(self._batch.everything())
@@ -190,10 +190,7 @@ class StreamedGradients:
     def gradients_of(self, piece: Piece) -> ScoreGradients:
         """See `LossGradients`."""
         assert not (self._at_once and self._pending), "gradients asked for before the loss has seen the batch"
-        dtype = self.table.logprobs.dtype
-        at = self.table.index(piece.rows)
-        rows, values = (None if x is None else x[at].to(dtype) for x in (self._rows, self._values))
-        return ScoreGradients(self._edges[self.table.index(piece.edges)].to(dtype), rows, values)
+        return super().gradients_of(piece)
 
     def _evaluate(self, rows: Reads) -> None:
         self._pending = False

@@ -115,8 +115,11 @@ class PackedRun:
         if self.routers is not None:
             self.routers.close(outputs)
         if len(calls) != 1 or not calls[0].is_as_declared(outputs.logits):
+            scalar = self.capabilities.scalar
+            pooled = scalar is not None and scalar.pooled
+            declared = "at a row's last token" if pooled else str(self.capabilities.logit_map)
             raise UnsupportedModel(
-                f"{type(self.model).__name__} does not return what its head gives, {self._declared()} (so "
+                f"{type(self.model).__name__} does not return what its head gives, {declared} (so "
                 f"its configuration says): it was called {len(calls)} times, or its logits are scaled, capped, cut or "
                 "cast otherwise afterwards; such a head is not supported."
             )
@@ -147,23 +150,17 @@ class PackedRun:
             )
         return outputs
 
-    def _declared(self) -> str:
-        scalar = self.capabilities.scalar
-        return "at a row's last token" if scalar is not None and scalar.pooled else str(self.capabilities.logit_map)
-
     def _check_layers(self, run: TreeRun) -> None:
-        if run.layers_twice:
-            raise UnsupportedModel(
-                f"layer {min(run.layers_twice)} of {type(self.model).__name__} calls its attention several times in a "
-                "forward; a part of a tree hands one set of keys and values per layer to the next, so this would be "
-                "silently wrong under a budget."
-            )
-        if run.recurrent_twice:
-            raise UnsupportedModel(
-                f"layer {min(run.recurrent_twice)} of {type(self.model).__name__} runs its recurrence several times in "
-                "a forward; a part of a tree hands one state per layer to the next, so this would be silently wrong "
-                "under a budget."
-            )
+        for twice, calls, hands_on in (
+            (run.layers_twice, "calls its attention", "set of keys and values"),
+            (run.recurrent_twice, "runs its recurrence", "state"),
+        ):
+            if twice:
+                raise UnsupportedModel(
+                    f"layer {min(twice)} of {type(self.model).__name__} {calls} several times in a forward; a part of "
+                    f"a tree hands one {hands_on} per layer to the next, so this would be silently wrong under a "
+                    "budget."
+                )
         if len(run.layers_seen) != self.capabilities.layers:
             raise UnsupportedModel(
                 f"{len(run.layers_seen)} of {self.capabilities.layers} layers went through tree attention; the "
@@ -184,13 +181,13 @@ def _within_autocast(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _random_state(device: torch.device) -> Tensor:
-    """What changes when a model draws random numbers."""
+    """The state of the generators, which changes when a model draws random numbers."""
     own = torch.get_rng_state()
     return own if device.type != "cuda" else torch.cat([own, torch.cuda.get_rng_state(device)])
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """Where the model takes its input."""
+    """The device that the model takes its input on."""
     embeddings = model.get_input_embeddings()  # type: ignore[operator]
     weight = next(embeddings.parameters())
     mesh = getattr(weight, "device_mesh", None)
@@ -200,5 +197,5 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def wide_dtype(model: nn.Module) -> torch.dtype:
-    """Of log-probabilities and entropies: float32, or float64 for a float64 model."""
+    """The dtype of log-probabilities and entropies: float32, or float64 for a float64 model."""
     return torch.promote_types(model.dtype, torch.float32)  # type: ignore[arg-type]

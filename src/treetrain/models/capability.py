@@ -40,7 +40,7 @@ _NOISES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """What the engine needs to know of a supported model."""
+    """A supported model, as far as the engine needs to know it."""
 
     layers: int
     """Attention layers that must be seen in every forward."""
@@ -53,7 +53,7 @@ class Capabilities:
     head_is_linear: bool
     """A plain ``nn.Linear``: scored by the fused path; otherwise its own forward is called chunk by chunk."""
     logit_map: LogitMap = IDENTITY
-    """What the model does to its logits after the head."""
+    """The map that the model applies to its logits after the head."""
     rotary_positions: int | None = None
     """Rows may be no longer, or rotary frequencies would follow the length of the call; None where they never do."""
     experts: MixtureOfExperts | None = None

@@ -222,7 +222,7 @@ def _local_folder(name: str) -> Path | None:
 
 
 def _model_folder(name: str) -> Path | None:
-    """As `_local_folder`, for a folder that must hold a model."""
+    """The same as `_local_folder`, for a folder that must hold a model."""
     folder = _local_folder(name)
     if folder is None or (folder / "config.json").is_file():
         return folder

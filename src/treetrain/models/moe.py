@@ -18,9 +18,9 @@ from treetrain.errors import UnsupportedModel
 from treetrain.models.tree_mode import TreeRun, enclosing_runs, replaced_forward
 
 _LOSS = "load_balancing_loss_func"
-"""What transformers calls the function of a model's auxiliary loss, in the model's own file."""
+"""The name of the function of a model's auxiliary loss, in the model's own file in transformers."""
 _WRAPPED = re.compile(r"\.(original_module|base_layer|modules_to_save\.[^.]+)(?=\.|$)")
-"""What an adapter puts between a module's name and the module."""
+"""The names that an adapter puts between a module's name and the module."""
 
 
 class Router(NamedTuple):
@@ -35,7 +35,7 @@ class Router(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixtureOfExperts:
-    """What the engine needs to know of a model's experts."""
+    """The experts of a model, as far as the engine needs to know them."""
 
     routers: tuple[Router, ...]
     places: int
@@ -49,7 +49,7 @@ class MixtureOfExperts:
     top_k: int | None
     """Experts of a token."""
     auxiliary: float
-    """What the model multiplies its auxiliary loss by; 0 where it adds none."""
+    """The coefficient of the model's auxiliary loss; 0 where it adds none."""
 
 
 def check_experts(lm: nn.Module, config: Any) -> MixtureOfExperts | None:
@@ -152,7 +152,7 @@ def _layer_number(name: str) -> int:
 
 
 def _agreed(routers: list[Router], field: str) -> int | None:
-    """What all routers say."""
+    """The value that all routers agree on."""
     values = {getattr(router.module, field, None) for router in routers}
     value = values.pop()
     return value if not values and isinstance(value, int) else None
@@ -205,7 +205,7 @@ def _routing(router: Router, current_run: Callable[[], TreeRun | None]) -> Calla
 
 
 class Routed(NamedTuple):
-    """What a router of the usual form returns; N tokens, E experts, k of them chosen."""
+    """The output of a router of the usual form; N tokens, E experts, k of them chosen."""
 
     logits: Tensor
     """[N, E]."""

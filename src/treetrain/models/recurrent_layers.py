@@ -161,7 +161,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def check_recurrence(model: nn.Module, config: Any) -> int:
-    """How many layers mix tokens by a recurrence, all of them exact on a tree.
+    """Count the layers that mix tokens by a recurrence, all of them exact on a tree.
 
     Args:
         config: of the text model.
@@ -201,7 +201,7 @@ def check_recurrence(model: nn.Module, config: Any) -> int:
 
 
 def _mixes_by(module: nn.Module) -> str | None:
-    """How a module that is no known layer mixes tokens; None for one that does not, as far as can be told."""
+    """The way in which an unknown module mixes tokens; None for one that does not, as far as can be told."""
     kind = type(module).__name__.lower()
     for word, what in _MISSING.items():
         if word in kind and "norm" not in kind:
@@ -282,7 +282,7 @@ def _tree_forward(
     treetrain_run: TreeRun | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """In the place of a recurrent layer's forward. [1, N, D] -> [1, N, D]."""
+    """The forward of a recurrent layer in tree mode. [1, N, D] -> [1, N, D]."""
     name, run = type(layer).__name__, treetrain_run or current_run()
     if run is None or run.paths is None:
         raise UnsupportedModel(

@@ -24,7 +24,7 @@ Batch = Sequence[Trajectory] | TokenTree
 
 
 class LinearEngine(TreeEngine):
-    """As `TreeEngine`, with no prefix shared.
+    """A `TreeEngine` that shares no prefix.
 
     Args:
         pack_tokens: most tokens of a packed run (a longer row runs by itself); None packs the whole batch.
