@@ -10,9 +10,8 @@ from support.forests import forests
 from support.rules import SHAPES, inputs, layout_of
 from support.runs import runs
 from treetrain.linear_attention.convolution import convolve, make_taps
-from treetrain.linear_attention.delta_rule import DeltaTiles, gated_delta
+from treetrain.linear_attention.delta_rule import TILE, DeltaTiles, gated_delta, make_tiles
 from treetrain.linear_attention.reference import reference_convolution, reference_gated_delta
-from treetrain.linear_attention.tiles import TILE, make_tiles
 from treetrain.tree.layout import PackedLayout
 
 

@@ -18,8 +18,7 @@ from support.stand_in import StandIn
 from treetrain.linear_attention import backends
 from treetrain.linear_attention.backends import KERNELS, TILES, choose_for, choose_rule
 from treetrain.linear_attention.reference import reference_gated_delta
-from treetrain.linear_attention.scans import Scans, scanned_gated_delta
-from treetrain.linear_attention.segments import make_segments
+from treetrain.linear_attention.scans import Scans, make_segments, scanned_gated_delta
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

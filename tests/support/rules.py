@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from support.forests import bushy_rows
-from treetrain.linear_attention.tiles import TILE
+from treetrain.linear_attention.delta_rule import TILE
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 

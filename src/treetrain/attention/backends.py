@@ -99,7 +99,7 @@ def runnable(device: torch.device) -> list[str]:
 
 
 def why_not(name: str, device: torch.device) -> str | None:
-    """What a backend lacks on a device; None where it can run."""
+    """Why a backend cannot run on a device; None if it can."""
     if name == "rectangles":
         return None if device.type == "cpu" else "its calls are the CPU's"
     if name == "triton":

@@ -49,10 +49,10 @@ def _indices(
 ) -> tuple[Tensor, Tensor]:
     """For each row the number of its blocks, int32 [1, 1, A], and which they are, int32 [1, 1, A, B], those first."""
     count, index = np.zeros(shape[0], np.int32), np.zeros(shape, np.int32)
-    count[: len(begin)] = stop - begin
-    index[np.repeat(np.arange(shape[0]), count), ranges(np.zeros_like(count), count)] = tiles[
-        ranges(begin, stop - begin)
-    ]
+    lengths = (stop - begin).astype(np.int64)
+    count[: len(lengths)] = lengths
+    rows, columns = np.repeat(np.arange(len(lengths)), lengths), ranges(np.zeros_like(lengths), lengths)
+    index[rows, columns] = tiles[ranges(begin.astype(np.int64), lengths)]
     return on_device(count, device)[None, None], on_device(index, device)[None, None]
 
 
@@ -166,7 +166,7 @@ class FlexTreeAttention:
         self._attend = _compiled() if device.type == "cuda" else flex_attention
 
     def mask(self, visible_range: AttentionRange) -> tuple[BlockMask, int]:
-        """The mask of layers that see so far, and how many tokens of the path are keys; made at first use."""
+        """The mask of layers with this visible range, and how many tokens of the path are keys; made at first use."""
         if visible_range not in self._masks:
             forest, path = self._forest, 0 if self.cache is None else self.cache.path_tokens
             keys = keys_of(forest.ends, forest.depth, path, visible_range)

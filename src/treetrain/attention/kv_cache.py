@@ -67,7 +67,7 @@ class KVCache:
                 layer.value_grad[rows].zero_()
 
     def view(self, path_rows: np.ndarray, own_rows: np.ndarray) -> "KVCacheView":
-        """What one pass of a part reads and writes.
+        """The rows that one pass of a part reads and writes.
 
         Args:
             path_rows: int64 [P]: rows of the root path, the first token first.

@@ -92,7 +92,7 @@ def _tile(
     call_pairs: float,
     rectangles: list[tuple[int, int, int, int]],
 ) -> Tile:
-    """What a tile gathers; the stretches that are calls of their own go to `rectangles`."""
+    """A tile with the keys that it gathers. Stretches that are calls of their own are added to `rectangles`."""
     depth, low = depth[start:stop], lowest[start:stop]
     own, shallowest, least, most = int(depth[0]), int(depth.min()), int(low.min()), int(low.max())
     queries = stop - start

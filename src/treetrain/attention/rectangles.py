@@ -101,7 +101,7 @@ class RectangleAttention:
         return _RectangleFunction.apply(query, key, value, sinks, self, scale, layer, spec)  # type: ignore[return-value]
 
     def calls(self, visible_range: AttentionRange) -> _Calls:
-        """What covers the pairs of layers that see so far; made at first use."""
+        """The calls for layers with this visible range; made at first use."""
         if visible_range not in self._calls:
             self._calls[visible_range] = self._make_calls(visible_range)
         return self._calls[visible_range]
@@ -268,7 +268,7 @@ def _backward_calls(
 
 
 def _piece_backward(kernel: Kernel, tensors, queries: slice, keys: slice, causal: bool, scale: float):
-    """As `_call_backward`, of some queries against some keys."""
+    """`_call_backward` for some queries against some keys."""
     grad_out, query, key, value, out, lse = tensors
     pieces = grad_out[queries], query[queries], key[keys], value[keys], out[queries], lse[queries]
     return _call_backward(kernel, pieces, causal, scale)

@@ -30,11 +30,11 @@ TILE = 64
 MAX_TILE_PATH = 1024
 """A region whose paths are longer than this is never tiled: masks would grow with depth."""
 QUERY_PAIRS = 50
-"""What one query costs in a batch or a rectangle besides its pairs (copies, merging), in query-key pairs; measured."""
+"""Cost of one query in a batch or a rectangle besides its pairs (copies, merging), in query-key pairs; measured."""
 KEY_PAIRS = 7
-"""What one key costs in a rectangle besides its pairs (its gradient is added to the others'); measured."""
+"""Cost of one key in a rectangle besides its pairs (its gradient is added to the others'); measured."""
 TILE_PAIR = 1.25
-"""What one query-key pair costs in a block's tiles, where keys are gathered and masked; measured, 1.1 to 1.3."""
+"""Cost of one query-key pair in a block's tiles, where keys are gathered and masked; measured, 1.1 to 1.3."""
 CAUSAL_BLOCK = 512
 """The stock causal kernel skips hidden keys in blocks of this many."""
 MAX_BATCH_SCORES = 1 << 22

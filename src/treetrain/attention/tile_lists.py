@@ -32,7 +32,7 @@ class Lists(NamedTuple):
 
 
 class TileLists(NamedTuple):
-    """What meets what."""
+    """The pairs of tiles that meet, from either side."""
 
     by_query: Lists
     by_key: Lists
@@ -43,7 +43,7 @@ class TileLists(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What a kernel must know of every key and query to decide single pairs."""
+    """The numbers by which a kernel decides whether a query sees a key."""
 
     ends: np.ndarray
     """int32 [K]: one past the last query, as a key's number, that sees the key."""
@@ -52,7 +52,7 @@ class Keys(NamedTuple):
     lowest: np.ndarray | None
     """int32 [N]: the least depth that each query sees; None if every token sees its whole path."""
     path: int
-    """Tokens of the path that are keys: its last ones, the rest is out of sight."""
+    """Tokens of the path that are keys: its last ones; nobody sees the rest."""
 
 
 def keys_of(ends: np.ndarray, depth: np.ndarray | None, path: int = 0, visible_range: AttentionRange = FULL) -> Keys:

@@ -42,7 +42,7 @@ class _Lists(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """What the kernels of layers that see equally far read, on the device."""
+    """The tables on the device that all layers of one visible range share."""
 
     ends: Tensor
     depth: Tensor
@@ -98,7 +98,7 @@ class TritonTreeAttention:
         return _TreeFunction.apply(query, key, value, sinks, self, scale, layer, spec)  # type: ignore[return-value]
 
     def tables(self, visible_range: AttentionRange) -> _Tables:
-        """Of layers that see so far; made at first use."""
+        """The tables of layers with this visible range; made at first use."""
         if visible_range not in self._tables:
             forest = self._forest
             path = 0 if self.cache is None else self.cache.path_tokens

@@ -32,7 +32,7 @@ from treetrain.tree.layout import ranges
 MOST_COPIES = 8
 """Keys gathered for rectangles, at most, in those of the forest."""
 MOST_SEQUENCES = 65_535
-"""Of a call: flash attention numbers them along a side of its grid of blocks that is no longer."""
+"""Sequences of a call, at most: flash attention numbers them along a side of its grid that is no longer."""
 
 
 class Call(NamedTuple):
@@ -124,7 +124,7 @@ class DeviceCall(NamedTuple):
     """int32 [C + 1]."""
     key_offsets: Tensor
     longest: tuple[int, int]
-    """Of the sequences of queries, and of keys."""
+    """The longest sequence of queries, and of keys."""
     causal: bool
 
 

@@ -29,7 +29,7 @@ from treetrain.engine.loss_gradients import LossGradients, ScoreGradients, Score
 from treetrain.engine.out_of_memory import PassCounts, StepOutOfMemory, out_of_memory_in
 from treetrain.engine.packed import PackedRun, model_device
 from treetrain.engine.routing import Routing, switched
-from treetrain.linear_attention.state_cache import StateCache, state_slots
+from treetrain.linear_attention.state_cache import StateCache
 from treetrain.models.capability import Capabilities
 from treetrain.planning.plan import Plan
 from treetrain.tree.layout import Piece, cut
@@ -88,7 +88,7 @@ class Executor:
         self._cache = KVCache(plan.cached_tokens, model_device(model), gradients=gradients)
         self._row_of = np.full(plan.layout.num_tokens, -1, np.int64)
         self._rows_in_use = 0
-        self._states = StateCache(plan.layout.num_tokens, state_slots(plan), gradients=gradients)
+        self._states = StateCache(plan.layout.num_tokens, plan.cached_states, gradients=gradients)
         self._states.attach_at(plan.attach)
         self._held: dict[int, _Held] = {}
         self._graphs: dict[int, _Forward] = {}

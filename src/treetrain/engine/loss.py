@@ -100,7 +100,7 @@ class PackedLoss(Protocol):
         ...
 
     def total_weight(self, rows: Any, /) -> float:
-        """What these rows add to the normaliser of a step."""
+        """The part of these rows in the normaliser of a step."""
         ...
 
     def normaliser(self, rows: Any, /) -> float: ...
@@ -204,7 +204,7 @@ class RowLoss:
 
 
 def as_loss(loss: Any, normaliser: float | None = None) -> PackedLoss:
-    """What a user gave as a loss, as the engine calls it.
+    """A user's loss in the form that the engine calls.
 
     Args:
         loss: what the user gave.
@@ -267,7 +267,7 @@ def step_loss(loss: PackedLoss, trajectories: Sequence[Trajectory], normaliser: 
 
 
 def step_normaliser(loss: PackedLoss, rows: Rows, normaliser: float | None) -> float:
-    """What a step's sum is divided by; checks first that the loss finds every fact it needs.
+    """The number that a step's sum is divided by; checks first that the loss finds every fact it needs.
 
     Raises:
         DataError: a fact is missing, or nothing is trained.
@@ -348,7 +348,7 @@ def _name_of(loss: Any) -> str:
 
 
 def _stated_needs(loss: Any) -> tuple[str, ...]:
-    """What a user's own loss says that it needs, by `needs` or by the three flags that came before it."""
+    """The needs that a user's own loss states, by `needs` or by the three flags that came before it."""
     if hasattr(loss, "needs"):
         return tuple(loss.needs)
     logprobs = ("logprobs",) if getattr(loss, "needs_logprobs", True) else ()
@@ -374,7 +374,7 @@ def _check_arguments(loss: Callable[..., Any], name: str) -> None:
 
 
 def checked_sum(name: str, returned: Any) -> tuple[Any, Mapping[str, Any] | None]:
-    """What the loss of a name returned, as (sum, metrics).
+    """The (sum, metrics) that a loss returned.
 
     Raises:
         TypeError: it is no such pair, its sum is no scalar, or its metrics are no dict of numbers.

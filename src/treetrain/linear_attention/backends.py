@@ -13,8 +13,7 @@ from functools import lru_cache
 import torch
 
 from treetrain.attention.backends import Choice
-from treetrain.linear_attention.scans import Kernel
-from treetrain.linear_attention.segments import Segments
+from treetrain.linear_attention.scans import Kernel, Segments
 
 TILES, KERNELS = "tiles", "flash-linear-attention"
 OLDEST = (0, 6)
@@ -32,7 +31,7 @@ _DTYPES = {torch.bfloat16, torch.float16}
 
 
 def choose_rule(device: torch.device, dtype: torch.dtype, key_size: int, value_size: int) -> Choice:
-    """What runs on trees that suit it: the kernels wherever they are exact enough and there.
+    """The faster form that may run: the kernels, if they are exact enough and installed.
 
     Args:
         dtype: of queries, keys and values.
@@ -55,7 +54,7 @@ def choose_rule(device: torch.device, dtype: torch.dtype, key_size: int, value_s
 
 
 def choose_for(segments: Segments, rule: Choice) -> Choice:
-    """What runs on one forest, `rule` being what may run at best."""
+    """The form that runs on one forest; `rule` is the fastest that may."""
     if rule.name == TILES:
         return rule
     tokens, slots = len(segments.order), segments.slots(CHUNK)

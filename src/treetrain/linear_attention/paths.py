@@ -10,11 +10,9 @@ from treetrain.attention.backends import Choice
 from treetrain.device_arrays import on_device
 from treetrain.linear_attention.backends import KERNELS, choose_for, choose_rule, load_kernel
 from treetrain.linear_attention.convolution import Taps, convolve, make_taps
-from treetrain.linear_attention.delta_rule import DeltaTiles, gated_delta
-from treetrain.linear_attention.scans import Scans, scanned_gated_delta
-from treetrain.linear_attention.segments import make_segments
+from treetrain.linear_attention.delta_rule import DeltaTiles, gated_delta, make_tiles
+from treetrain.linear_attention.scans import Scans, make_segments, scanned_gated_delta
 from treetrain.linear_attention.state_cache import StateView
-from treetrain.linear_attention.tiles import make_tiles
 from treetrain.tree.layout import PackedLayout
 
 _NONE = np.zeros(0, np.int64)

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from treetrain.device_arrays import on_device
-from treetrain.planning.plan import Plan
 from treetrain.tree.assemble import Int64s
 
 Key = tuple[Any, str]
@@ -75,7 +74,7 @@ class StateCache:
         self._top -= len(tokens)
 
     def view(self, tokens: Int64s, attach: int) -> "StateView":
-        """What one pass over some tokens reads and writes; `attach` is the token it continues, -1 for none."""
+        """The slots that one pass over tokens reads and writes; `attach` is the token it continues, -1 for none."""
         exported = np.flatnonzero(self._slot_of[tokens] >= 0)
         entry = int(self._slot_of[attach]) if attach >= 0 else -1
         assert attach < 0 or entry >= 0, "a part continues a token whose state was not handed on"
@@ -146,7 +145,7 @@ class StateView:
         buffer.grad[self._entry] += grad
 
     def collect(self, key: Key) -> Tensor:
-        """What the parts below have handed up to the exported tokens' states, [x, ...]."""
+        """Gradients [x, ...] of the exported tokens' states, from the parts below."""
         buffer = self._cache._buffers[key]
         assert buffer.grad is not None
         return buffer.grad.index_select(0, self._slots_on(buffer.grad.device))
@@ -177,11 +176,6 @@ class _Export(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         states = ctx.view.collect(ctx.key).to(ctx.dtype) if ctx.needs_input_grad[1] else None
         return grad, states, None, None
-
-
-def state_slots(plan: Plan) -> int:
-    """Most tokens whose states are held at once."""
-    return plan.cached_states
 
 
 def _grown(tensor: Tensor, slots: int) -> Tensor:

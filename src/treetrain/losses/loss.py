@@ -87,7 +87,7 @@ class Loss(abc.ABC):
         return None
 
     def total_weight(self, rows: Rows) -> float:
-        """What these rows add to the normaliser of a step; 0 where nothing is trained.
+        """The part of these rows in the normaliser of a step; 0 where nothing is trained.
 
         Raises:
             DataError: a negative weight.
@@ -123,7 +123,7 @@ class Loss(abc.ABC):
         return [name for name in self.needed_facts if getattr(trajectory, name) is None and trajectory.weights.any()]
 
     def normaliser(self, rows: Rows) -> float:
-        """What the sum over all rows of a step is divided by: > 0, known before the step, numpy only.
+        """The number > 0 that the sum over all rows of a step is divided by; known before the step, numpy only.
 
         Raises:
             DataError: nothing to train, a negative weight, or a missing fact: all before any work is done.
@@ -265,7 +265,7 @@ def require_nonnegative_weights(rows: Rows) -> None:
 
 
 class Facts(abc.ABC):
-    """What a loss may read of T predictions: `PackedFacts` of rows, or `MergedFacts`.
+    """The facts of T predictions that a loss may read: `PackedFacts` of rows, or `MergedFacts`.
 
     Facts go to the device when they are first asked for, so one that no loss reads costs nothing and may be missing.
     Asking for one that a trained row lacks raises DataError.
@@ -352,7 +352,7 @@ class PackedFacts(Facts):
     weights: Tensor
     """[T]: loss weights."""
     dtype: torch.dtype
-    """Of all facts; the losses convert to the dtype of the log-probabilities."""
+    """The dtype of all facts; losses convert to the dtype of the log-probabilities."""
     device: torch.device
     all_weighted: bool
     """No prediction has weight 0. Known without asking the device."""

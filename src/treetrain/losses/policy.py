@@ -41,14 +41,14 @@ class Penalties(TypedDict, total=False):
 
 
 class PolicyOptions(Penalties, total=False):
-    """The same with the correction for a sampler of other numerics than training's."""
+    """Penalties, and the correction for a sampler of other numerics than training's."""
 
     importance_cap: float | None
     importance_mode: ImportanceMode
 
 
 class ClippedOptions(PolicyOptions, total=False):
-    """The same with those of the clipped surrogate."""
+    """All of these, and the options of the clipped surrogate."""
 
     clip: float
     clip_low: float | None
@@ -68,7 +68,7 @@ class PolicyLoss(Loss):
     level: Level = "sequence"
     """Whether the gradient goes through the row's ratio, or through each token's own l with that as its factor."""
     length: float | None = None
-    """What every trained row counts in the normaliser, in place of its weights (Dr. GRPO)."""
+    """The weight of every trained row in the normaliser, in place of its weights (Dr. GRPO)."""
     kl: float = 0.0
     kl_estimator: KLEstimator = "k3"
     entropy: float = 0.0

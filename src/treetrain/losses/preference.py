@@ -135,7 +135,7 @@ class PairLoss(RowComparison):
     label_smoothing: float = 0.0
     """How often the labels of a pair are taken to be the wrong way round."""
     margin: float = 0.0
-    """What beta (c - r) should exceed."""
+    """The value that beta (c - r) should exceed."""
 
     def __post_init__(self) -> None:
         RowComparison.__post_init__(self)
