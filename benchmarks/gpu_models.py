@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -77,9 +78,10 @@ class SegmentBySegment(TreeEngine):
 
     def plan_of(self, layout: Any) -> Any:
         """See `TreeEngine.plan_of`."""
-        from treetrain.planning.partition import one_segment_per_part
+        from treetrain.planning.plan import Plan
 
-        return one_segment_per_part(layout)
+        length = np.diff(layout.segment_start)
+        return Plan.of_parts(layout, np.repeat(np.arange(len(length)), length))
 
 
 @contextmanager

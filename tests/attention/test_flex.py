@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import FlexKernelOptions
 
 from support.forests import attention_forest, bushy_rows, forest_of, forests
+from support.layouts import uniform
 from support.linear import relative_error
 from support.runs import runs
 from treetrain.attention import flex
@@ -18,7 +19,6 @@ from treetrain.attention.kv_cache import KVCache
 from treetrain.attention.reference import reference_attention, visible
 from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec
 from treetrain.attention.tile_lists import keys_of, make_tile_lists
-from treetrain.planning.partition import uniform
 from treetrain.tree.attention_range import FULL, AttentionRange
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import cut, pack

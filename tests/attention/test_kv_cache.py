@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.forests import bushy_rows, forest_of, forests
+from support.layouts import one_segment_per_part, uniform
 from support.linear import relative_error, rms
 from support.pairwise import pairwise
 from support.parts import PartsByHand, Tensors
@@ -15,7 +16,6 @@ from support.runs import runs
 from treetrain.attention.kv_cache import KVCache, cached_keys
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.reference import reference_attention
-from treetrain.planning.partition import one_segment_per_part, uniform
 from treetrain.planning.plan import Plan
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack

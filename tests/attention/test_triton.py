@@ -21,7 +21,11 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from support.forests import attention_forest, bushy_rows, forest_of, forests  # noqa: E402
-from support.layouts import nested_forks  # noqa: E402
+from support.layouts import (  # noqa: E402
+    nested_forks,
+    one_segment_per_part,
+    uniform,
+)
 from support.linear import relative_error, rms  # noqa: E402
 from support.parts import PartsByHand, Tensors  # noqa: E402
 from support.plans import KEEPS  # noqa: E402
@@ -36,7 +40,6 @@ from treetrain.attention.schedule import (  # noqa: E402
 )
 from treetrain.attention.triton_attention import TritonTreeAttention  # noqa: E402
 from treetrain.attention.triton_shapes import Shape, Shapes, candidates, shapes_for  # noqa: E402
-from treetrain.planning.partition import one_segment_per_part, uniform  # noqa: E402
 from treetrain.tree.attention_range import AttentionRange  # noqa: E402
 from treetrain.tree.build import build_tree  # noqa: E402
 from treetrain.tree.layout import PackedLayout, pack  # noqa: E402

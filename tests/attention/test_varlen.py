@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.forests import attention_forest, bushy_rows, forest_of, forests
-from support.layouts import nested_forks, star
+from support.layouts import nested_forks, one_segment_per_part, star, uniform
 from support.linear import relative_error
 from support.parts import PartsByHand, Tensors
 from support.plans import KEEPS
@@ -18,7 +18,6 @@ from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.reference import reference_attention, visible
 from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec
 from treetrain.attention.varlen import DeviceCall, StockVarlen, VarlenAttention, varlen_calls
-from treetrain.planning.partition import one_segment_per_part, uniform
 from treetrain.tree.attention_range import AttentionRange
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack

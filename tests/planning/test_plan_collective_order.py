@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.forests import trajectories
+from support.layouts import uniform
 from treetrain.planning.collective_order import (
     Candidate,
     Offer,
@@ -20,7 +21,6 @@ from treetrain.planning.collective_order import (
 )
 from treetrain.planning.cost import ModelShape
 from treetrain.planning.make import make_plan, over_ranks
-from treetrain.planning.partition import uniform
 from treetrain.planning.plan import Plan
 from treetrain.planning.price import CostModel
 from treetrain.planning.rates import Rates

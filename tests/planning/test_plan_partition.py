@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.forests import forests
-from support.layouts import LinearPrices, check_plan, layout_of, nested_forks, star
-from treetrain.planning.partition import _NEAR, _Cutter, _how_many, pack_bins, partition, uniform, whole_trees
+from support.layouts import LinearPrices, check_plan, layout_of, nested_forks, star, uniform
+from treetrain.planning.partition import _NEAR, _Cutter, _how_many, pack_bins, partition, whole_trees
 from treetrain.planning.plan import heights, least_recomputed
 
 RUNS = settings(max_examples=300, deadline=None)

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.forests import forests
-from support.layouts import check_plan, layout_of, layout_of_parents, nested_forks
-from treetrain.planning.partition import one_segment_per_part, uniform
+from support.layouts import check_plan, layout_of, layout_of_parents, nested_forks, one_segment_per_part, uniform
 from treetrain.planning.plan import Plan, heights, least_recomputed
 
 RUNS = settings(max_examples=150, deadline=None)

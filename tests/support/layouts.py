@@ -1,9 +1,11 @@
 """Layouts without token ids worth naming, a cost model of a few numbers, and what every plan must hold."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
+from treetrain.planning import partition
 from treetrain.planning.plan import Plan
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack, segments
@@ -52,6 +54,26 @@ def star(leaves: int, size: int) -> PackedLayout:
     parent = np.arange(-1, leaves * size)
     parent[1::size] = 0
     return layout_of_parents(parent)
+
+
+Keep = Literal["none", "all", "mixed"]
+"""Which inner parts are kept; mixed: every second one."""
+
+
+def uniform(layout: PackedLayout, chunk: int, keep: Keep = "none") -> Plan:
+    """Parts of at most so many tokens; how many are alive does not matter."""
+    return _kept(layout, partition.uniform(layout, chunk).part_of, keep)
+
+
+def one_segment_per_part(layout: PackedLayout, keep: Keep = "none") -> Plan:
+    """Every run without a fork is a part."""
+    length = np.diff(layout.segment_start)
+    return _kept(layout, np.repeat(np.arange(len(length)), length), keep)
+
+
+def _kept(layout: PackedLayout, part_of: np.ndarray, keep: Keep) -> Plan:
+    number = np.arange(int(part_of.max(initial=-1)) + 1)
+    return Plan.of_parts(layout, part_of, {"none": number < 0, "all": number >= 0, "mixed": number % 2 == 0}[keep])
 
 
 @dataclass

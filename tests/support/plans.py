@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
+from support.layouts import Keep, one_segment_per_part, uniform
 from treetrain.engine.engine import TreeEngine
-from treetrain.planning.partition import Keep, one_segment_per_part, uniform
 from treetrain.planning.plan import Plan
 from treetrain.tree.layout import PackedLayout
 

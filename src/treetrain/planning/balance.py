@@ -327,7 +327,9 @@ def _head_users(tree: TokenTree, places: Int64s, *, whole_rows: bool) -> _Users:
         counted = np.flatnonzero((places >= 0) & (tree.trajectory_last >= 0))
         counted = counted[np.argsort(tree.trajectory_last[counted], kind="stable")]
         tokens, by_first, by_last = _users_below(tree, tree.trajectory_last[counted], places[counted])
-        wanted = (tree.parent[tokens] >= 0) & (whole_rows | (tree.trained_edges()[0][tokens] > 0))
+        wanted = tree.parent[tokens] >= 0
+        if not whole_rows:
+            wanted &= tree.trained_edges()[0][tokens] > 0
         tokens, by_first, by_last = tokens[wanted], by_first[wanted], by_last[wanted]
     np.minimum.at(first, tree.parent[tokens], by_first)
     np.maximum.at(last, tree.parent[tokens], by_last)

@@ -28,7 +28,6 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush, heapreplace
-from typing import Literal
 
 import numpy as np
 
@@ -37,7 +36,6 @@ from treetrain.tree.assemble import Int64s
 from treetrain.tree.layout import PackedLayout
 
 Seconds = Callable[[Plan], float]
-Keep = Literal["none", "all", "mixed"]
 _Item = tuple[int, int]  # something to be packed: its tokens, and its piece or (a small subtree's) first token
 
 PREFILL_BUDGETS = 4
@@ -103,28 +101,10 @@ def whole_trees(layout: PackedLayout, target: int) -> Plan:
     return Plan.of_parts(layout, np.repeat(np.array(groups, np.int64), sizes))
 
 
-def uniform(layout: PackedLayout, chunk: int, keep: Keep = "none") -> Plan:
-    """As few parts as at most `chunk` tokens each allow.
-
-    Args:
-        chunk: from 1.
-        keep: which inner parts are kept; "mixed" every second one. How many tokens are alive then does not matter.
-    """
+def uniform(layout: PackedLayout, chunk: int) -> Plan:
+    """As few parts as at most `chunk` tokens, from 1, each allow; none is kept."""
     cutter = _Cutter(layout, chunk, chunk, 0)
-    part_of = cutter.plan(np.full(len(cutter.region_size), chunk), recompute=True).part_of
-    return Plan.of_parts(layout, part_of, _kept(part_of, keep))
-
-
-def one_segment_per_part(layout: PackedLayout, keep: Keep = "none") -> Plan:
-    """Every run without a fork is a part."""
-    length = np.diff(layout.segment_start)
-    part_of = np.repeat(np.arange(len(length)), length)
-    return Plan.of_parts(layout, part_of, _kept(part_of, keep))
-
-
-def _kept(part_of: Int64s, keep: Keep) -> Bools:
-    number = np.arange(int(part_of.max(initial=-1)) + 1)
-    return {"none": number < 0, "all": number >= 0, "mixed": number % 2 == 0}[keep]
+    return cutter.plan(np.full(len(cutter.region_size), chunk), recompute=True)
 
 
 def _fastest(cutter: "_Cutter", seconds: Seconds) -> Plan:
