@@ -1,7 +1,8 @@
-"""A moving average of the weights, as a callback of any `transformers.Trainer`."""
+"""Callbacks that checkpoints hold: numbers of steps until they are logged, and a moving average of the weights."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,79 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from treetrain.engine.results import StepResult, add_metrics, mean_metrics
 from treetrain.trainers.checkpoints import save_whole
+
+EXECUTION = "tree/"
+"""Prefix of the names of numbers that tell how a step was executed."""
+COUNTS = ("flat_tokens", "unique_tokens", "computed_tokens", "recomputed_tokens", "parts")
+SUMMED = (*COUNTS, "seconds", "scoring_seconds", "tree_flops", "linear_flops")
+"""Numbers that add up over steps."""
+
+
+class StepLog(TrainerCallback):
+    """Numbers of the steps since the last log, which gives their sums, means and extremes."""
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self._losses: list[float] = []
+        self._metrics: Any = {}
+        self._numbers: list[dict[str, float]] = []
+
+    def add(self, result: StepResult, numbers: dict[str, float]) -> None:
+        """Add a step.
+
+        Args:
+            result: of all its calls.
+            numbers: what else is known of it. Those in `SUMMED` add up; names ending in `_max` and `_min` are extremes;
+                of others the mean is logged.
+        """
+        self._losses.append(result.loss)
+        self._metrics = add_metrics(self._metrics, result.metric_sums)
+        self._numbers.append({name: getattr(result, name) for name in COUNTS} | numbers)
+
+    def read(self) -> dict[str, float]:
+        """The numbers of these steps, which are then forgotten; empty where there was none."""
+        if not self._losses:
+            return {}
+        logs = mean_metrics(self._metrics) | {"loss": sum(self._losses) / len(self._losses)}
+        for name in dict.fromkeys(name for numbers in self._numbers for name in numbers):
+            values = [numbers[name] for numbers in self._numbers if name in numbers]
+            if name in SUMMED:
+                logs[EXECUTION + name] = sum(values)
+            elif name.endswith(("_max", "_min")):
+                logs[name] = (max if name.endswith("_max") else min)(values)
+            else:
+                logs[name] = sum(values) / len(values)
+        logs[EXECUTION + "overlap"] = 1 - logs[EXECUTION + "unique_tokens"] / logs[EXECUTION + "flat_tokens"]
+        if work := logs.get(EXECUTION + "tree_flops"):
+            logs[EXECUTION + "ideal_speedup"] = logs[EXECUTION + "linear_flops"] / work
+        self._clear()
+        return logs
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Forget the steps of an earlier training."""
+        self._clear()
+
+    def state_dict(self) -> dict[str, str]:
+        """The numbers, as text."""
+        metrics = {name: [float(total), float(weight)] for name, (total, weight) in self._metrics.items()}
+        return {"json": json.dumps([self._losses, metrics, self._numbers])}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        """Go on with these numbers."""
+        self._losses, metrics, self._numbers = json.loads(state["json"])
+        self._metrics = {name: tuple(pair) for name, pair in metrics.items()}
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory that the process has held so far: resident on a CPU, allocated by torch on a GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
 class WeightAverage(TrainerCallback):
@@ -34,30 +107,26 @@ class WeightAverage(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
         """Begin with the weights as they are."""
-        self.values = {n: p.detach().to(torch.float32, copy=True) for n, p in _trained(model)}
+        self.values = {name: p.detach().to(torch.float32, copy=True) for name, p in _trained(model).items()}
 
     @torch.no_grad()
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
-        """Take in the weights of this step."""
-        for name, parameter in _trained(model):
-            self.values[name].lerp_(parameter.detach().float(), 1 - self.decay)
+        """Average in the weights of this step."""
+        for name, parameter in _trained(model).items():
+            self.values[name].lerp_(parameter.float(), 1 - self.decay)
 
+    @torch.no_grad()
     def on_train_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **given: Any) -> None:
-        """Save the averaged model."""
-        with self.in_place(model):
-            save_whole(model, Path(args.output_dir, self.folder), given.get("processing_class"), write=args.should_save)
-
-    @contextmanager
-    def in_place(self, model: nn.Module) -> Iterator[None]:
-        """For the length of the block the model has the average as its weights."""
-        with torch.no_grad():
-            aside = {name: parameter.detach().clone() for name, parameter in _trained(model)}
-            _set(model, self.values)
+        """Save the averaged model: the model has the average as its weights meanwhile."""
+        trained = _trained(model)
+        before = {name: parameter.clone() for name, parameter in trained.items()}
         try:
-            yield
+            for name, parameter in trained.items():
+                parameter.copy_(self.values[name])
+            save_whole(model, Path(args.output_dir, self.folder), given.get("processing_class"), write=args.should_save)
         finally:
-            with torch.no_grad():
-                _set(model, aside)
+            for name, parameter in trained.items():
+                parameter.copy_(before[name])
 
     def state_dict(self) -> dict[str, Any]:
         """The average by the parameters' names."""
@@ -70,10 +139,5 @@ class WeightAverage(TrainerCallback):
             value.copy_(state["values"][name])
 
 
-def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-
-def _set(model: nn.Module, values: dict[str, Tensor]) -> None:
-    for name, parameter in _trained(model):
-        parameter.copy_(values[name])
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -22,6 +22,7 @@ from treetrain.engine.ranks import is_sharded
 from treetrain.engine.results import StepResult, summed
 from treetrain.engine.routing import RouterBalance
 from treetrain.trainers.arguments import MUON, TreeArguments
+from treetrain.trainers.callbacks import EXECUTION, StepLog, peak_memory_bytes
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin
 from treetrain.trainers.evaluation import evaluate, loss_of_held_out
 from treetrain.trainers.optimizers import muon_and_options
@@ -40,7 +41,6 @@ from treetrain.trainers.rollouts import (
     with_advantages,
     with_fact,
 )
-from treetrain.trainers.step_log import EXECUTION, StepLog, peak_memory_bytes
 from treetrain.trainers.steps import Call, StepDataset, StepLoader, StepSampler
 
 
