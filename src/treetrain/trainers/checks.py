@@ -186,25 +186,25 @@ def compare_with_plain(engine: TreeEngine, plain: Callable[..., Any], rows: Rows
         return [torch.zeros_like(p) if (grad := left[p]) is None else grad for p in few]
 
     for _ in range(2):  # the first run warms up
-        begin = time.perf_counter()
+        start = time.perf_counter()
         expected = _plain_scores(plain, model, ids, masks, seam)
         weights = torch.randn(expected.shape, generator=random).to(expected)
         expected_gradients = gradients((expected * weights).sum().backward)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - start
 
     scored = engine.score(ids, rewards=True) if seam == "rewards" else engine.score(ids, mask=masks)
     if scored.rewards is not None:
-        found = scored.rewards.reshape(expected.shape)
+        shared = scored.rewards.reshape(expected.shape)
     else:
-        found = torch.cat([row[torch.from_numpy(mask)] for row, mask in zip(scored.logprobs, masks)])
+        shared = torch.cat([row[torch.from_numpy(mask)] for row, mask in zip(scored.logprobs, masks)])
 
     def run() -> None:
-        (found * weights.to(found)).sum().backward()
+        (shared * weights.to(shared)).sum().backward()
         scored.backward(sync=False)
 
-    apart = _relative([found.detach()], [expected.detach()]), _relative(gradients(run), expected_gradients)
+    apart = _relative([shared.detach()], [expected.detach()]), _relative(gradients(run), expected_gradients)
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
     limit = LIMITS.get(dtype, LIMITS[torch.bfloat16])  # type: ignore[arg-type]
     if dtype is torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
@@ -227,9 +227,8 @@ def rows_to_compare(ids: list[np.ndarray], masks: list[np.ndarray]) -> list[int]
     wanted = [k for k in range(len(ids)) if len(ids[k]) and (not masks or masks[k].any())]
     if len(wanted) <= ROWS:
         return wanted
-    found = list(sorted_by_prefix(wanted, ids.__getitem__))
-    order = [number for number, _ in found]
-    first = int(np.argmax([shared for _, shared in found[1:]]))
+    order, shared = zip(*sorted_by_prefix(wanted, ids.__getitem__))
+    first = int(np.argmax(shared[1:]))
     pair = order[first : first + 2]
     return [*pair, min((k for k in order if k not in pair), key=lambda k: len(ids[k]))]
 
@@ -261,8 +260,8 @@ def _plain_scores(
     return logprobs.gather(-1, labels[:, 1:][wanted][:, None])[:, 0]
 
 
-def _relative(found: list[Tensor], expected: list[Tensor]) -> float:
-    """|found - expected| / |expected|, pooled."""
-    error = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, expected)) ** 0.5
+def _relative(actual: list[Tensor], expected: list[Tensor]) -> float:
+    """|actual - expected| / |expected|, pooled."""
+    error = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(actual, expected)) ** 0.5
     size = sum(float(b.double().square().sum()) for b in expected) ** 0.5
     return error / size if size else error

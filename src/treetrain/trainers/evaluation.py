@@ -69,8 +69,8 @@ def evaluate(
     for members in calls:
         entropies = loss is not None and "entropies" in loss.needs
         every = loss is not None and loss.reads_untrained
-        found = logprobs(engine, members, entropies=entropies, every=every)
-        scored, entropy_rows = found if entropies else (found, None)
+        scores = logprobs(engine, members, entropies=entropies, every=every)
+        scored, entropy_rows = scores if entropies else (scores, None)
         flat, weights = torch.cat(scored), np.concatenate([row.weights[1:] for row in members])
         used = weights != 0
         # An untrained token may be impossible, and 0 times infinity is not a number.

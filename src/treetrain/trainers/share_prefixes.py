@@ -364,16 +364,16 @@ class PrefixSharing:
         return self._shapes[engine.model]
 
     def _count(self, scored: Scored, tree: TokenTree, shape: ModelShape | None) -> None:
-        found: dict[str, Any] = {
+        counts: dict[str, Any] = {
             "flat": scored.flat_tokens,
             "unique": scored.unique_tokens,
             "parts": scored.parts,
             "batches": 1,
         }
         if shape is not None:
-            found["row_flops"] = shape.flops(*linear_work(tree, shape.attention_ranges))
-            found["tree_flops"] = shape.flops(*tree_work(tree, shape.attention_ranges))
-        self._counts.update(found)
+            counts["row_flops"] = shape.flops(*linear_work(tree, shape.attention_ranges))
+            counts["tree_flops"] = shape.flops(*tree_work(tree, shape.attention_ranges))
+        self._counts.update(counts)
 
     def _start_timing(self) -> None:
         """Time the second tree: the first also warms up."""
@@ -383,9 +383,9 @@ class PrefixSharing:
 
     def _stop_timing(self) -> None:
         if self._timed_since is not None and self._plain_rate is not None:
-            (begin, row_flops), self._timed_since = self._timed_since, None
+            (start, row_flops), self._timed_since = self._timed_since, None
             plain_seconds = (self._counts["row_flops"] - row_flops) / self._plain_rate
-            self._logged_once["tree/measured_speedup"] = plain_seconds / (self._now() - begin)
+            self._logged_once["tree/measured_speedup"] = plain_seconds / (self._now() - start)
 
     def _now(self) -> float:
         if self.trainer.accelerator.device.type == "cuda":

@@ -275,6 +275,6 @@ def _touch_weights_and_gradients(model: nn.Module) -> None:
 
 
 def _status_bytes(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found.group(1)) * 1024
+    match = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert match is not None
+    return int(match.group(1)) * 1024

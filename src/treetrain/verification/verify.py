@@ -170,20 +170,20 @@ def _run(call: Callable[[], Any], model: nn.Module, value_head: nn.Module | None
     return returned[0], gradients
 
 
-def gradient_error(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+def gradient_error(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
     """Global error: norm of all differences over the norm of all reference gradients."""
-    difference = sum(float((found[n].double() - g.double()).square().sum()) for n, g in reference.items())
+    difference = sum(float((gradients[n].double() - g.double()).square().sum()) for n, g in reference.items())
     total = sum(float(g.double().square().sum()) for g in reference.values())
     if total == 0.0:
         return 0.0 if difference == 0.0 else float("inf")
     return (difference / total) ** 0.5
 
 
-def _by_parameter(found: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[ParameterError, ...]:
+def _by_parameter(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[ParameterError, ...]:
     norms = {name: float(g.double().norm()) for name, g in reference.items()}
     largest = max(norms.values(), default=0.0) or 1.0
     errors = []
     for name, grad in reference.items():
-        difference = float((found[name].double() - grad.double()).norm())
+        difference = float((gradients[name].double() - grad.double()).norm())
         errors.append(ParameterError(name=name, norm=norms[name], error=difference / (norms[name] or largest)))
     return tuple(sorted(errors, key=lambda e: -e.error))
