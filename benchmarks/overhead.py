@@ -2,7 +2,7 @@
 
 Run: python benchmarks/overhead.py [work ...] [--steps 6]
 
-Whole runs of TreeTrainer on the preset "tiny". Time of the walk (every
+Whole runs of TreeTrainer on the preset "tiny". Time of the executor (every
 model call, forward and backward) and of the optimiser are taken off the time between the starts of two steps; what is
 left is the share reported, the median over the steps but the first. Rows are appended to results/overhead.csv.
 """
@@ -40,10 +40,10 @@ def measure(name: str, steps: int) -> None:
     walking = [0.0]
     original = Executor.train
 
-    def train(self, feed):
+    def train(self, gradients):
         start = time.perf_counter()
         try:
-            return original(self, feed)
+            return original(self, gradients)
         finally:
             walking[0] += time.perf_counter() - start
 

@@ -68,19 +68,13 @@ def check_experts(lm: nn.Module, config: Any) -> MixtureOfExperts | None:
                 "are not supported."
             )
         return None
-    for name, module in lm.named_modules():
-        _check_noise(name, module)
-    for router in routers:
-        if router.module.training and hasattr(sys.modules[type(router.module).__module__], "sparsemixer"):
-            raise UnsupportedModel(
-                f"{router.name} ({type(router.module).__name__}) draws experts at random in training mode; a shared "
-                "token would get one draw where every row has its own. Call model.eval()."
-            )
+    _check_routing(lm, routers)
     names = list(dict.fromkeys(router.name for router in routers))
+    numbers = [re.findall(r"\.(\d+)\.", name) for name in names]
     return MixtureOfExperts(
         routers=tuple(routers),
         places=len(names),
-        layer_numbers=tuple(_layer_number(name) for name in names),
+        layer_numbers=tuple(int(found[0]) if found else -1 for found in numbers),
         layers=config.num_hidden_layers,
         experts=_agreed(routers, "num_experts"),
         top_k=_agreed(routers, "top_k"),
@@ -97,11 +91,15 @@ def _routers(lm: nn.Module) -> list[Router]:
     for module in lm.modules():
         recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
         specs += recorded if isinstance(recorded, list | tuple) else [] if recorded is None else [recorded]
-    found: list[tuple[str, nn.Module]] = []
-    for name, module in lm.named_modules():
-        if any(_is_recorded(spec, name, module) for spec in specs):
-            found.append((_WRAPPED.sub("", name), module))
-    found = found or _beside_experts(lm)
+    named = list(lm.named_modules())
+    found = [
+        (_WRAPPED.sub("", name), module) for name, module in named if any(_is_recorded(s, name, module) for s in specs)
+    ]
+    if not found:
+        plain = [(_WRAPPED.sub("", name), module) for name, module in named]
+        parents = {name.rpartition(".")[0] for name, module in plain if _holds_experts(module)}
+        beside = [(name, module) for name, module in plain if name.rpartition(".")[0] in parents]
+        found = [(name, module) for name, module in beside if "router" in type(module).__name__.lower()]
     places = {name: place for place, name in enumerate(dict.fromkeys(name for name, _ in found))}
     return [Router(module, name, places[name]) for name, module in found]
 
@@ -115,40 +113,32 @@ def _is_recorded(spec: Any, name: str, module: nn.Module) -> bool:
     return within is None or f".{within.strip('.')}." in f".{_WRAPPED.sub('', name)}."
 
 
-def _beside_experts(lm: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The routers that share a parent with experts, by what their classes are called."""
-    named = [(_WRAPPED.sub("", name), module) for name, module in lm.named_modules()]
-    parents = {name.rpartition(".")[0] for name, module in named if _holds_experts(module)}
-    return [
-        (name, module)
-        for name, module in named
-        if name.rpartition(".")[0] in parents and "router" in type(module).__name__.lower()
-    ]
-
-
 def _holds_experts(module: nn.Module) -> bool:
     return "experts" in type(module).__name__.lower()
 
 
-def _check_noise(name: str, module: nn.Module) -> None:
-    for field, value in vars(module).items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            continue
-        if "jitter" in field and module.training:
+def _check_routing(lm: nn.Module, routers: list[Router]) -> None:
+    """Refuse routers that draw random numbers, and experts that drop tokens."""
+    for name, module in lm.named_modules():
+        for field, value in vars(module).items():
+            if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+                continue
+            if "jitter" in field and module.training:
+                raise UnsupportedModel(
+                    f"{name} ({type(module).__name__}) has {field}={value} in training mode: a shared token would get "
+                    "one noise where every row has its own. Set it to 0 or call model.eval()."
+                )
+            if "capacity" in field:
+                raise UnsupportedModel(
+                    f"{name} ({type(module).__name__}) has {field}={value}: experts that drop tokens beyond a capacity "
+                    "treat a token by what else is in the call; such experts are not supported."
+                )
+    for router in routers:
+        if router.module.training and hasattr(sys.modules[type(router.module).__module__], "sparsemixer"):
             raise UnsupportedModel(
-                f"{name} ({type(module).__name__}) has {field}={value} in training mode: a shared token would get one "
-                "noise where every row has its own. Set it to 0 or call model.eval()."
+                f"{router.name} ({type(router.module).__name__}) draws experts at random in training mode; a shared "
+                "token would get one draw where every row has its own. Call model.eval()."
             )
-        if "capacity" in field:
-            raise UnsupportedModel(
-                f"{name} ({type(module).__name__}) has {field}={value}: experts that drop tokens beyond a capacity "
-                "treat a token by what else is in the call; such experts are not supported."
-            )
-
-
-def _layer_number(name: str) -> int:
-    numbers = re.findall(r"\.(\d+)\.", name)
-    return int(numbers[0]) if numbers else -1
 
 
 def _agreed(routers: list[Router], field: str) -> int | None:
