@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gpu_rows import Out, device, forget, seconds, wait
 from treetrain.attention.backends import why_not
-from treetrain.engine.lm_head import ENVIRONMENT, KERNELS, Edges, score_edges
+from treetrain.engine.lm_head import ENVIRONMENT, KERNELS, Edges, ScoreRequest, score_edges
 
 HEADS = {"0.6b": (1024, 151_936), "8b": (4096, 151_936)}
 """Hidden size and vocabulary."""
@@ -48,11 +48,9 @@ def both_ways(loss: str, hidden: Tensor, head: nn.Linear, edges: Edges, counts: 
         head,
         head,
         edges,
+        ScoreRequest(temperature=0.9, need_entropy=entropy, coefficients=None if entropy else counts),
         fused=True,
         vocab_size=head.out_features,
-        temperature=0.9,
-        need_entropy=entropy,
-        coefficients=None if entropy else counts,
     )
     total = (scores.logprobs * counts).sum() if scores.linear_loss is None else scores.linear_loss
     if scores.entropies is not None:

@@ -20,7 +20,7 @@ from treetrain.attention.schedule import Forest
 from treetrain.attention.varlen import VarlenAttention
 from treetrain.device_arrays import on_device
 from treetrain.engine.linear_baseline import LinearEngine
-from treetrain.engine.scoring import HeadCall
+from treetrain.engine.lm_head import HeadCall
 from treetrain.linear_attention.scans import Scans, make_segments
 from treetrain.losses import dpo, gspo, kto, mix, ppo, reinforce, sft
 from treetrain.tree.attention_range import FULL, AttentionRange

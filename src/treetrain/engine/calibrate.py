@@ -24,6 +24,7 @@ from treetrain.attention.schedule import Forest
 from treetrain.engine import constants_cache
 from treetrain.engine.formula import compute_dtype, formula_constants, head_softmax, is_checkpointed, trained_share
 from treetrain.engine.gradients import GradientBuffers, gradient_buffers
+from treetrain.engine.lm_head import ScoreRequest
 from treetrain.engine.memory import live_bytes
 from treetrain.engine.out_of_memory import is_out_of_memory
 from treetrain.engine.packed import PackedRun, model_device
@@ -180,7 +181,7 @@ class _Bench:
         """A pass with graph."""
         run = PackedRun(self.model, self.capabilities, self.layout(tokens, rows))
         with run.mode(self.model), torch.enable_grad():
-            loss = torch.stack([x.sum() for x in run.scores(temperature=1.0, buffers=self.buffers).live]).sum()
+            loss = torch.stack([x.sum() for x in run.scores(ScoreRequest(buffers=self.buffers)).live]).sum()
             marks = (0, 0) if meter is None else (meter.now, meter.peak)
             if meter is not None:
                 meter.restart_peak()
@@ -191,7 +192,7 @@ class _Bench:
         """A pass without graph and, but for one row, without head."""
         run = PackedRun(self.model, self.capabilities, self.layout(tokens, 1))
         with run.mode(self.model), torch.no_grad():
-            run.scores(temperature=1.0)
+            run.scores(ScoreRequest())
 
     def metered(self, tokens: int, rows: int) -> _Marks:
         """The bytes of a pass with graph."""

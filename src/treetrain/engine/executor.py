@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from treetrain.attention.kv_cache import KVCache
 from treetrain.engine.gradients import GradientBuffers, gradient_buffers, hooks_once
-from treetrain.engine.lm_head import Scores
+from treetrain.engine.lm_head import ScoreRequest, Scores
 from treetrain.engine.lockstep import Lockstep, Reduces, in_step
 from treetrain.engine.loss_gradients import LossGradients, ScoreGradients, ScoreTable
 from treetrain.engine.out_of_memory import PassCounts, StepOutOfMemory, out_of_memory_in
@@ -285,7 +285,7 @@ class Executor:
             options["score"] = False
         if self._routing is not None and self._routing.needed:
             options["routers"] = self._routing.run(piece.layout.tree_index, final=with_graph or not self._gradients)
-        scores = self._run_type(self._model, self._capabilities, piece.layout, **options).scores(
+        request = ScoreRequest(
             temperature=self._temperature,
             need_entropy=need_entropy,
             coefficients=None if coefficients is None else coefficients(piece),
@@ -294,6 +294,7 @@ class Executor:
             need_statistics=self._statistics and score,
             keep_logits=self._keep_logits,
         )
+        scores = self._run_type(self._model, self._capabilities, piece.layout, **options).scores(request)
         if self._lockstep is not None:
             self._lockstep.after(kind, scores.live)
         if with_graph:

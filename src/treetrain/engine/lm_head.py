@@ -16,7 +16,9 @@ Shape letters: R rows, E edges (sorted by row), r rows and e edges of a chunk, D
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +28,11 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from treetrain.attention.backends import why_not
-from treetrain.engine.gradients import GradientBuffer
+from treetrain.device_arrays import on_device
+from treetrain.engine.gradients import GradientBuffer, GradientBuffers
+from treetrain.models.capability import Capabilities
 from treetrain.models.heads import IDENTITY, LogitMap
+from treetrain.models.tree_mode import replaced_forward
 from treetrain.planning.constants import head_chunk_rows
 
 ENVIRONMENT = "TREETRAIN_HEAD"
@@ -113,22 +118,35 @@ def without_logprobs(hidden: Tensor, edges: Edges) -> Scores:
     return Scores(hidden.new_zeros(len(edges.targets), dtype=wide), None, None)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreRequest:
+    """The scores that a pass is to give."""
+
+    temperature: float = 1.0
+    need_entropy: bool = False
+    coefficients: Tensor | None = None
+    """[E] d loss / d log-probability, when the loss is linear; the loss is then returned fused."""
+    buffers: GradientBuffers | None = None
+    """They add up the gradient of a fused head's matrix; None gives it to autograd."""
+    meets_all: bool = False
+    """Whether a backward must reach all weights that any other one reaches, with zeros where no row is scored (see
+    `Lockstep`)."""
+    need_statistics: bool = False
+    """Whether to give `Statistics` too; not beside `coefficients`."""
+    keep_logits: bool = False
+    """Whether a fused head keeps its logits until the backward, in place of a second product."""
+
+
 def score_edges(
     hidden: Tensor,
     head: nn.Module,
     head_forward: Callable[[Tensor], Tensor],
     edges: Edges,
+    request: ScoreRequest,
     *,
     fused: bool,
     vocab_size: int,
-    temperature: float,
-    need_entropy: bool,
-    coefficients: Tensor | None = None,
-    buffer: GradientBuffer | None = None,
     logit_map: LogitMap = IDENTITY,
-    meets_all: bool = False,
-    need_statistics: bool = False,
-    keep_logits: bool = False,
 ) -> Scores:
     """Score the wanted edges of a packed run.
 
@@ -137,28 +155,26 @@ def score_edges(
         head: the head module.
         head_forward: the head's forward.
         fused: the head is a plain ``nn.Linear``, scored from its weight; otherwise it is called chunk by chunk.
-        coefficients: [E] d loss / d log-probability, when the loss is linear; the loss is then returned fused.
-        buffer: takes the gradient of a fused head's matrix; None gives it to autograd.
         logit_map: what the model does to its logits after the head.
-        meets_all: the head's weights get a gradient, be it zero, also where no row is scored.
-        need_statistics: also give `Statistics`; not beside `coefficients`.
-        keep_logits: of a fused head, until the backward, in place of a second product.
     """
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    found = Statistics.empty(len(edges.targets), len(edges.rows), wide, hidden.device) if need_statistics else None
+    found = (
+        Statistics.empty(len(edges.targets), len(edges.rows), wide, hidden.device) if request.need_statistics else None
+    )
     rows = hidden.index_select(0, edges.rows)
     if len(edges.rows) == 0:
         # Still a part of the graph: gradients that come back through the caches need a backward to ride on.
         nothing = rows.sum(-1, dtype=wide)
-        if meets_all:
+        if request.meets_all:
             nothing = nothing + zero_of(head_forward(hidden[:1]))
-        return Scores(nothing, nothing.detach() if need_entropy else None, None, statistics=found)
-    scaling = Scaling(logit_map, temperature)
+        return Scores(nothing, nothing.detach() if request.need_entropy else None, None, statistics=found)
+    scaling, coefficients = Scaling(logit_map, request.temperature), request.coefficients
     if fused:
         assert isinstance(head, nn.Linear)
         device = hidden.device.type
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        settings = _Settings(edges, scaling, compute, buffer, need_entropy, keep_logits)
+        buffer = None if request.buffers is None else request.buffers.of(head.weight)
+        settings = _Settings(edges, scaling, compute, buffer, request.need_entropy, request.keep_logits)
         if coefficients is not None and torch.is_grad_enabled():
             given = rows, head.weight, head.bias, settings, coefficients.to(wide)
             loss, logprobs = _LinearLoss.apply(*given)  # type: ignore[misc]
@@ -166,10 +182,104 @@ def score_edges(
         logprobs, entropies = _LinearScores.apply(rows, head.weight, head.bias, settings, found)  # type: ignore[misc]
     else:
         logprobs, entropies = _scores_through_module(
-            rows, head_forward, edges, vocab_size, scaling, need_entropy, found
+            rows, head_forward, edges, vocab_size, scaling, request.need_entropy, found
         )
     loss = None if coefficients is None else (logprobs * coefficients.to(logprobs.dtype)).sum()
-    return Scores(logprobs, entropies if need_entropy else None, loss, statistics=found)
+    return Scores(logprobs, entropies if request.need_entropy else None, loss, statistics=found)
+
+
+# ---- in the place of the model's head
+
+PROBES = (0.37, -2.9, 11.0, 173.0, -64.0, 2.5e4, -3.1e4)
+"""Stand beside the scores in what a model with a logit map is given for its logits: numbers that tell maps apart."""
+
+
+class HeadCall(NamedTuple):
+    """One call of the head: what it scored, and the tensor handed to the model in place of logits."""
+
+    scores: Scores
+    carrier: Tensor
+    version: int
+    """Of the carrier when it was handed over."""
+    logit_map: LogitMap
+    pooled: bool = False
+    """Whether the model keeps what stands at one token."""
+
+    def is_as_declared(self, logits: Tensor) -> bool:
+        """Whether the model did to the carrier what its logit map says and nothing else: bit by bit."""
+        if self.pooled:
+            return logits.shape == (1, 1) and bool((self.carrier == logits).any())
+        if not self.carrier.is_inference() and self.carrier._version != self.version:
+            return False  # changed in place: the scores may be spoilt
+        if self.logit_map is IDENTITY:
+            return logits is self.carrier
+        with torch.no_grad():
+            expected = self.logit_map(self.carrier)
+        return logits.dtype == expected.dtype and torch.equal(logits, expected)
+
+
+def _numbered(scores: Scores, tokens: int, *, meets_all: bool) -> Tensor:
+    """[1, N, 1]: one number per token, no two alike and no two equally far apart, so that the one kept is known."""
+    like = scores.logprobs
+    carrier = (torch.arange(tokens, device=like.device, dtype=like.dtype) + 0.37).sqrt().view(1, -1, 1)
+    return carrier + zero_of(scores.values) if meets_all and scores.values is not None else carrier
+
+
+def _handed_on(carrier: Tensor, logit_map: LogitMap, dtype: torch.dtype | None) -> Tensor:
+    if logit_map is not IDENTITY:
+        probes = on_device(np.array(PROBES), carrier.device, carrier.dtype)
+        carrier = torch.cat([carrier, probes.view(1, -1, 1)], dim=1)
+    return carrier if dtype is None else carrier.to(dtype)
+
+
+@contextmanager
+def scoring_head(
+    capabilities: Capabilities, edges: Edges, request: ScoreRequest, *, handed_on_as: torch.dtype | None = None
+) -> Iterator[list[HeadCall]]:
+    """Calls of the head inside the block are collected in the list that the block is given.
+
+    The scores are those of the logits as the declared map leaves them. What the model then does to the carrier, which
+    it takes for its logits, shows whether it does what was declared. `handed_on_as` is the carrier's dtype, where the
+    model's output is cast behind it.
+    """
+    calls: list[HeadCall] = []
+    original, logit_map, scalar = capabilities.head.forward, capabilities.logit_map, capabilities.scalar
+    # A head whose forward somebody has already replaced does something else than its matrix says.
+    fused = capabilities.head_is_linear and "forward" not in vars(capabilities.head)
+
+    def score(hidden: Tensor) -> Scores:
+        return score_edges(
+            hidden,
+            capabilities.head,
+            original,
+            edges,
+            request,
+            fused=fused,
+            vocab_size=capabilities.vocab_size,
+            logit_map=logit_map,
+        )
+
+    def forward(hidden: Tensor) -> Tensor:
+        flat = hidden.flatten(0, 1)
+        scores = score(flat) if capabilities.scores_tokens else without_logprobs(flat, edges)
+        if scalar is not None:
+            value = partial(scalar.values, original if scalar.is_models_own else scalar.module)
+            if len(edges.rows):
+                scores = replace(scores, values=value(flat.index_select(0, edges.rows)))
+            elif request.meets_all:
+                scores = replace(scores, logprobs=scores.logprobs + zero_of(value(flat[:1])))
+        if capabilities.scores_tokens:
+            carrier = (scores.logprobs if scores.linear_loss is None else scores.linear_loss).view(1, -1, 1)
+            carrier = carrier.clone() if request.meets_all else carrier  # FSDP's hook would not follow a view
+        else:
+            carrier = _numbered(scores, len(flat), meets_all=request.meets_all)
+        carrier = _handed_on(carrier, logit_map, handed_on_as)
+        version = 0 if carrier.is_inference() else carrier._version
+        calls.append(HeadCall(scores, carrier, version, logit_map, scalar is not None and scalar.pooled))
+        return carrier
+
+    with replaced_forward(capabilities.head, forward):
+        yield calls
 
 
 # ---- the softmax of a chunk

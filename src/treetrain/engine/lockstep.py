@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from treetrain.engine.lm_head import Scores
+from treetrain.engine.lm_head import ScoreRequest, Scores
 from treetrain.engine.packed import PackedRun
 from treetrain.engine.ranks import Ranks, waiting_gradients, was_left_by_others
 from treetrain.engine.routing import Routing
@@ -48,7 +48,7 @@ class StandIn:
         with torch.set_grad_enabled(graph):
             run = self._run_type(self._model, self._capabilities, self._layout, **options)
             nothing = torch.zeros(self._layout.num_edges, device=run.input_ids.device) if graph else None
-            return run.scores(temperature=self._temperature, coefficients=nothing, meets_all=True)
+            return run.scores(ScoreRequest(temperature=self._temperature, coefficients=nothing, meets_all=True))
 
 
 def backward_of_nothing(roots: Sequence[Tensor]) -> None:

@@ -13,11 +13,9 @@ from treetrain.attention.backends import make_attention
 from treetrain.attention.kv_cache import KVCacheView
 from treetrain.attention.schedule import Forest
 from treetrain.device_arrays import to_device
-from treetrain.engine.gradients import GradientBuffers
-from treetrain.engine.lm_head import Edges, Scores
+from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, scoring_head
 from treetrain.engine.ranks import output_dtype
 from treetrain.engine.routing import RouterPass
-from treetrain.engine.scoring import scoring_head
 from treetrain.errors import UnsupportedModel
 from treetrain.linear_attention.paths import Paths
 from treetrain.linear_attention.state_cache import StateView
@@ -74,42 +72,16 @@ class PackedRun:
         with tree_attention(model), tree_recurrence(model):
             yield
 
-    def scores(
-        self,
-        *,
-        temperature: float,
-        need_entropy: bool = False,
-        coefficients: Tensor | None = None,
-        buffers: GradientBuffers | None = None,
-        meets_all: bool = False,
-        need_statistics: bool = False,
-        keep_logits: bool = False,
-    ) -> Scores:
+    def scores(self, request: ScoreRequest) -> Scores:
         """Run the model's own top-level forward with its head scoring edges. Call inside `mode`.
-
-        Args:
-            coefficients: see `score_edges`.
-            buffers: where gradients of the head's matrix are added up; None gives them to autograd.
-            meets_all: whether the backward must reach all that any other one reaches (see `Lockstep`).
-            need_statistics, keep_logits: see `score_edges`.
 
         Raises:
             UnsupportedModel: a layer that did not go through tree attention, or logits changed after the head.
         """
         run = TreeRun(self.attention, self.input_ids.shape[1], self.positions[0])
         run.routers, run.paths = self.routers, self.paths
-        with scoring_head(
-            self.capabilities,
-            self.edges,
-            temperature=temperature,
-            need_entropy=need_entropy,
-            coefficients=coefficients,
-            buffers=buffers,
-            meets_all=meets_all,
-            need_statistics=need_statistics,
-            keep_logits=keep_logits,
-            handed_on_as=output_dtype(self.model) if meets_all else None,
-        ) as calls:
+        dtype = output_dtype(self.model) if request.meets_all else None
+        with scoring_head(self.capabilities, self.edges, request, handed_on_as=dtype) as calls:
             outputs = self._forward(run)
         self._check_layers(run)
         if self.routers is not None:
@@ -123,7 +95,7 @@ class PackedRun:
                 f"its configuration says): it was called {len(calls)} times, or its logits are scaled, capped, cut or "
                 "cast otherwise afterwards; such a head is not supported."
             )
-        return replace(calls[0].scores, carrier=outputs.logits) if meets_all else calls[0].scores
+        return replace(calls[0].scores, carrier=outputs.logits) if request.meets_all else calls[0].scores
 
     def _forward(self, run: TreeRun) -> Any:
         before = _random_state(self.input_ids.device)

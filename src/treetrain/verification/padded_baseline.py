@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from treetrain.engine.linear_baseline import LinearEngine
-from treetrain.engine.lm_head import Edges, Scores
+from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, scoring_head
 from treetrain.engine.packed import model_device
-from treetrain.engine.scoring import scoring_head
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities
 from treetrain.planning.plan import Plan
@@ -53,9 +52,9 @@ class PaddedRun:
         """Switch nothing: attention is transformers' own."""
         yield
 
-    def scores(self, **options: Any) -> Scores:
+    def scores(self, request: ScoreRequest) -> Scores:
         """See `PackedRun.scores`."""
-        with scoring_head(self.capabilities, self.edges, **options) as calls:
+        with scoring_head(self.capabilities, self.edges, request) as calls:
             self.model(input_ids=self.input_ids, attention_mask=None, use_cache=False)
         return calls[0].scores
 
