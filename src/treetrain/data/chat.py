@@ -73,7 +73,7 @@ def chat_reader(settings: ReadSettings) -> Reader:
     return read
 
 
-CHAT = Format("chat", "messages", chat_reader)
+CHAT = Format("chat", "`messages`", lambda record: "messages" in record, chat_reader)
 
 
 def _transcript(renderer: "Renderer", messages: list[Message], tools: Tools, notes: Notes) -> Trajectory:

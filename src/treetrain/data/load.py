@@ -106,9 +106,9 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     """
     place, record = next(read_records(path))
     for kind in FORMATS:
-        if kind.key in record:
+        if kind.matches(record):
             return kind.name
-    known = " or ".join(f"`{kind.key}` ({kind.name})" for kind in FORMATS)
+    known = " or ".join(f"{kind.wants} ({kind.name})" for kind in FORMATS)
     raise DataError(f"{place}: cannot tell the format: the row has {_keys(record)}; expected {known}")
 
 

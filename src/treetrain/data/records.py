@@ -73,8 +73,10 @@ class Format:
     """A kind of record and how it is read."""
 
     name: str
-    key: str
-    """Records that have this key are of this format."""
+    wants: str
+    """What its records have, for messages."""
+    matches: Callable[[Record], bool]
+    """Whether a record looks like one of this format."""
     reader: Callable[[ReadSettings], Reader]
     """Makes the reader of one `load`, before the first record of the format."""
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.data.records import Format, Notes, Record
+from treetrain.data.records import Format, Notes, Reader, ReadSettings, Record
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, quoted, shortened
 
@@ -71,7 +71,12 @@ def trajectory_from_token_row(row: Record, notes: Notes) -> Trajectory:
     )
 
 
-TOKENS = Format("tokens", "input_ids", lambda _: lambda row, notes: [trajectory_from_token_row(row, notes)])
+def token_row_reader(settings: ReadSettings) -> Reader:
+    """The reader of token rows, which has no settings."""
+    return lambda row, notes: [trajectory_from_token_row(row, notes)]
+
+
+TOKENS = Format("tokens", "`input_ids`", lambda record: "input_ids" in record, token_row_reader)
 
 
 def first_of(row: Record, names: tuple[str, ...]) -> Hashable:

@@ -1,6 +1,17 @@
 """From runs of tokens and where they attach to a token tree's arrays: cut at forks, heaviest child first.
 
-Rows and nodes both end here, so that the same rollouts give the same tree, array for array.
+Rows and nodes both end here, so that the same rollouts give the same tree, array for array:
+
+    runs     a b c d e     attach to                pieces    a b c ── d e
+             f             the c of the first run                   └─ f
+
+1. A run is cut behind every token that another run attaches to. The pieces form a tree, parents before children.
+2. Sums over subtrees (tokens, leaves, smallest trajectory number) go up that tree. They say which sibling is heaviest,
+   and how far apart siblings stand in pre-order.
+3. A piece begins behind the last token of its parent and behind its heavier siblings' subtrees: sums along paths, which
+   go down the tree. Depths do likewise, without the siblings.
+4. Tokens are copied piece by piece. A piece that is its parent's only child continues the parent's segment, so that
+   segments have no fork inside and are as long as they can be.
 """
 
 from collections.abc import Callable
@@ -52,11 +63,11 @@ def assemble(
         The arrays, and a function from buffer positions to tree indices (-1 stays -1).
     """
     pieces = _cut(run_start, run_length, run_attach)
-    walk = _walk(pieces.parent)
-    tokens_below, weight, number = _subtree_sums(pieces, walk, last)
+    levels = _leaves_first(pieces.parent)
+    tokens_below, weight, number = _subtree_sums(pieces, levels, last)
     # Siblings side by side: more leaves first, then more tokens, then the smaller trajectory number.
     order = np.lexsort((number, -weight, pieces.parent))
-    target, depth = _positions(pieces, walk, tokens_below, order)
+    target, depth = _positions(pieces, levels, tokens_below, order)
 
     def moved(positions: Int64s) -> Int64s:
         piece = np.searchsorted(pieces.source, positions, side="right") - 1
@@ -82,14 +93,14 @@ def _cut(run_start: Int64s, run_length: Int64s, run_attach: Int64s) -> Pieces:
     return Pieces(source, stop - source, parent)
 
 
-class _Walk(NamedTuple):
-    """Pieces in an order for walks up and down without recursion: layers of leaves, peeled off many at once."""
+class _Levels(NamedTuple):
+    """Pieces in an order for sums up and down the tree without recursion: layers of leaves, many at once."""
 
     layers: list[Int64s]  # the outermost leaves first; each layer's parents lie further on
     core: list[int]  # what is left when layers get thin (long chains of forks), children before parents
 
 
-def _walk(parent: Int64s) -> _Walk:
+def _leaves_first(parent: Int64s) -> _Levels:
     pending = np.bincount(parent + 1, minlength=len(parent) + 1)[1:]
     left = np.ones(len(parent), bool)
     layers: list[Int64s] = []
@@ -101,10 +112,10 @@ def _walk(parent: Int64s) -> _Walk:
         above = above[above >= 0]
         np.subtract.at(pending, above, 1)
         ready = np.unique(above[pending[above] == 0])
-    return _Walk(layers, np.flatnonzero(left)[::-1].tolist())
+    return _Levels(layers, np.flatnonzero(left)[::-1].tolist())
 
 
-def _subtree_sums(pieces: Pieces, walk: _Walk, last: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+def _subtree_sums(pieces: Pieces, levels: _Levels, last: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Per piece, over its subtree: tokens, (leaves, tokens) as one comparable number, smallest trajectory."""
     parent, count = pieces.parent, len(pieces.source)
     number = np.full(count, len(last), np.int64)
@@ -113,12 +124,12 @@ def _subtree_sums(pieces: Pieces, walk: _Walk, last: Int64s) -> tuple[Int64s, In
     number[holder[ends]] = ends  # the last write wins: the smallest number
     tokens, leaves = pieces.length.copy(), np.ones(count, np.int64)
     leaves[parent[parent >= 0]] = 0
-    for layer in walk.layers:
+    for layer in levels.layers:
         layer = layer[parent[layer] >= 0]
         np.add.at(tokens, parent[layer], tokens[layer])
         np.add.at(leaves, parent[layer], leaves[layer])
         np.minimum.at(number, parent[layer], number[layer])
-    for piece in walk.core:
+    for piece in levels.core:
         above = parent[piece]
         if above >= 0:
             tokens[above] += tokens[piece]
@@ -127,7 +138,7 @@ def _subtree_sums(pieces: Pieces, walk: _Walk, last: Int64s) -> tuple[Int64s, In
     return tokens, leaves * (int(pieces.length.sum()) + 1) + tokens, number
 
 
-def _positions(pieces: Pieces, walk: _Walk, tokens_below: Int64s, order: Int64s) -> tuple[Int64s, Int64s]:
+def _positions(pieces: Pieces, levels: _Levels, tokens_below: Int64s, order: Int64s) -> tuple[Int64s, Int64s]:
     """Tree index and depth of every piece's first token."""
     parent, length = pieces.parent, pieces.length
     target, depth = np.zeros(len(order), np.int64), np.zeros(len(order), np.int64)
@@ -137,12 +148,12 @@ def _positions(pieces: Pieces, walk: _Walk, tokens_below: Int64s, order: Int64s)
     before = np.cumsum(tokens_below[order]) - tokens_below[order]
     first = np.flatnonzero(np.diff(parent[order], prepend=-2))
     target[order] = before - np.repeat(before[first], np.diff(first, append=len(order)))
-    for piece in reversed(walk.core):
+    for piece in reversed(levels.core):
         above = parent[piece]
         if above >= 0:
             target[piece] += target[above] + length[above]
             depth[piece] = depth[above] + length[above]
-    for layer in reversed(walk.layers):
+    for layer in reversed(levels.layers):
         layer = layer[parent[layer] >= 0]
         above = parent[layer]
         target[layer] += target[above] + length[above]
