@@ -9,7 +9,6 @@ heads, V size of value heads.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,36 +21,19 @@ CAPPED_SCORES = 1 << 21
 """Scores alive at once in the capped kernel, all heads counted."""
 
 
-class Kernel(Protocol):
-    """Query [C, H, Q, D], key [C, G, K, D], value [C, G, K, V]; an additive mask [C, 1, Q, K], or causal (Q = K)."""
+class StockKernel:
+    """The stock CPU flash kernels. Head sizes that differ are filled up with zeros, which changes no score."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Returns the output [C, H, Q, V] and the log-sum-exp [C, H, Q]."""
-        ...
+        """The output [C, H, Q, V] and the log-sum-exp [C, H, Q].
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        mask: Tensor | None,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the gradients of query, key and value; `out` and `lse` are those over all keys."""
-        ...
-
-
-class StockKernel:
-    """The stock CPU flash kernels. Head sizes that differ are filled up with zeros, which changes no score."""
-
-    def forward(self, query, key, value, causal, mask, scale):
-        """See `Kernel`."""
+        Args:
+            query, key, value: [C, H, Q, D], [C, G, K, D], [C, G, K, V].
+            causal: only if Q = K and there is no mask.
+            mask: [C, 1, Q, K], additive.
+        """
         size, value_size = query.shape[-1], value.shape[-1]
         if size == value_size:
             return _flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
@@ -59,8 +41,8 @@ class StockKernel:
         out, lse = _flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
         return out[..., :value_size], lse
 
-    def backward(self, grad_out, query, key, value, out, lse, causal, mask, scale):
-        """See `Kernel`."""
+    def backward(self, grad_out, query, key, value, out, lse, causal, mask, scale) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of query, key and value; `out` and `lse` are those over all keys."""
         size, value_size = query.shape[-1], value.shape[-1]
         if size != value_size:
             tensors = grad_out, query, key, value, out
@@ -80,7 +62,7 @@ class CappedKernel:
     cap: float
 
     def forward(self, query, key, value, causal, mask, scale):
-        """See `Kernel`; outputs are in float32 or wider."""
+        """See `StockKernel`; outputs are in float32 or wider."""
         wide = torch.promote_types(query.dtype, torch.float32)
         out = query.new_empty((*query.shape[:3], value.shape[-1]), dtype=wide)
         lse = query.new_empty(query.shape[:3], dtype=wide)
@@ -92,7 +74,7 @@ class CappedKernel:
         return out, lse
 
     def backward(self, grad_out, query, key, value, out, lse, causal, mask, scale):
-        """See `Kernel`; gradients are in float32 or wider."""
+        """See `StockKernel`; gradients are in float32 or wider."""
         wide = torch.promote_types(query.dtype, torch.float32)
         dq = query.new_empty(query.shape, dtype=wide)
         dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (key, value))
@@ -124,6 +106,9 @@ class CappedKernel:
             hidden = number > torch.arange(rows.start, rows.start + query.shape[2])[:, None]
             scores.masked_fill_(hidden, float("-inf"))
         return scores, slope
+
+
+Kernel = StockKernel | CappedKernel
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:

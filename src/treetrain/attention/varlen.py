@@ -14,7 +14,7 @@ of value heads.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -90,30 +90,6 @@ def _light_depth(parent: np.ndarray, top: np.ndarray, tops: np.ndarray) -> np.nd
     return depth
 
 
-class Varlen(Protocol):
-    """The kernel: query [q, H, D], key [k, G, D], value [k, G, D] in sequences."""
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, call: "DeviceCall", scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the output [q, H, D] and the log-sum-exp [H, q]."""
-        ...
-
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: "DeviceCall",
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the gradients of query, key and value; `out` and `lse` are those over all keys."""
-        ...
-
-
 class DeviceCall(NamedTuple):
     """A call on the device."""
 
@@ -131,15 +107,17 @@ class DeviceCall(NamedTuple):
 class StockVarlen:
     """PyTorch's own flash attention; 16-bit, heads of a multiple of 8 up to 256."""
 
-    def forward(self, query, key, value, call, scale):
-        """See `Varlen`."""
+    def forward(self, query, key, value, call: DeviceCall, scale: float) -> tuple[Tensor, Tensor]:
+        """The output [q, H, D] and the log-sum-exp [H, q] of query [q, H, D], key and value [k, G, D] in sequences."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, call.query_offsets, call.key_offsets, *call.longest, 0.0, call.causal, False, scale=scale
         )
         return out, lse
 
-    def backward(self, grad_out, query, key, value, out, lse, call, scale):
-        """See `Varlen`."""
+    def backward(
+        self, grad_out, query, key, value, out, lse, call: DeviceCall, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of query, key and value; `out` and `lse` are those over all keys."""
         # Without dropout the random state is not looked at.
         state = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
         return torch.ops.aten._flash_attention_backward(
@@ -168,7 +146,7 @@ class VarlenAttention:
         *,
         otherwise: Callable[[], Any],
         cache: KVCacheView | None = None,
-        kernel: Varlen | None = None,
+        kernel: StockVarlen | None = None,
         dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16),
     ):
         self.cache, self.kernel, self._dtypes = cache, kernel or StockVarlen(), dtypes

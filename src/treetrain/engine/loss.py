@@ -61,13 +61,9 @@ class Loss(Protocol):
 
 
 @runtime_checkable
-class PackedLoss(Protocol):
+class PackedLoss(Loss, Protocol):
     """A loss that evaluates the predictions of many rows in one call, [T] of them."""
 
-    @property
-    def scope(self) -> Scope: ...
-    @property
-    def needs(self) -> Sequence[str]: ...
     @property
     def reduction(self) -> Literal["token", "trajectory"]: ...
     @property
@@ -102,8 +98,6 @@ class PackedLoss(Protocol):
     def total_weight(self, rows: Any, /) -> float:
         """The part of these rows in the normaliser of a step."""
         ...
-
-    def normaliser(self, rows: Any, /) -> float: ...
 
     def for_step(self, trajectories: Sequence[Trajectory], /) -> "PackedLoss":
         """The loss with what it must know of all rows of a step."""

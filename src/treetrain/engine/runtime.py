@@ -11,7 +11,6 @@ from torch import nn
 
 from treetrain.attention.backends import Choice, choose_backend
 from treetrain.engine.calibrate import cost_model
-from treetrain.engine.checks import check_temperature
 from treetrain.engine.executor import Executor
 from treetrain.engine.gradients import Rollback
 from treetrain.engine.lockstep import Lockstep, Reduces, StandIn, agreed_order
@@ -63,7 +62,9 @@ class Runtime:
             value_head, group = unwrapped(value_head, group)
         self.ranks, self.reduce = ranks_of(model, group, value_head), reduce
         self.in_lockstep = is_sharded(model)
-        self.model, self.budget, self.temperature = model, parse_budget(budget), check_temperature(temperature)
+        if not 0 < temperature < float("inf"):
+            raise ValueError(f"temperature={temperature!r}: it divides the logits, so it must be above 0 and finite")
+        self.model, self.budget, self.temperature = model, parse_budget(budget), float(temperature)
         self.value_head = value_head
         self.capabilities = self.checked()
 

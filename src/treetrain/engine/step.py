@@ -16,7 +16,6 @@ from torch import Tensor
 from treetrain import __version__
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.batch import Batch, Selection, check_batch, predictions_of
-from treetrain.engine.checks import check_trainable
 from treetrain.engine.evaluate import added_up, evaluate, evaluate_gradients, linear_coefficients
 from treetrain.engine.gradients import Rollback
 from treetrain.engine.lockstep import Reduces
@@ -89,7 +88,10 @@ def prepare_step(
     def checked() -> tuple[tuple[TokenTree, PackedLoss, Any, Any], Any]:
         packed = as_loss(loss, normaliser)
         runtime.prepare(logprobs=needs_logprobs(packed), values="predicted_values" in packed.needs)
-        check_trainable(runtime.parameters)
+        if not torch.is_grad_enabled():
+            raise ValueError("gradients are switched off (torch.no_grad); use .logprobs, or leave that block")
+        if not any(p.requires_grad for p in runtime.parameters):
+            raise ValueError("every parameter of the model is frozen (requires_grad=False); nothing can be trained")
         runtime.check_hooks()
         tree = as_tree(trajectories, merge=runtime.merge)
         check_batch(tree, runtime.capabilities)
