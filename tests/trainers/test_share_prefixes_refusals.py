@@ -1,5 +1,6 @@
 """What could not be exact is refused at the call, and what the first step finds stops the training."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,32 +20,55 @@ def settings(tmp_path, **changes: Any) -> dict[str, Any]:
     return {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True, "bf16": False, **changes}
 
 
+def set_on(trainer, patch, name, value):
+    setattr(trainer.args, name, value)
+
+
+def give_a_loss_of_logits(trainer, patch):
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch: outputs.logits.sum()
+
+
+def shard(trainer, patch):
+    patch.setattr(type(trainer.accelerator), "distributed_type", SimpleNamespace(value="FSDP"))
+
+
+def update_trl(trainer, patch):
+    patch.setattr("trl.__version__", "1.17.0")
+
+
+def derive_from_an_unknown_trainer(trainer, patch):
+    trainer.__class__ = type("GKDTrainer", (type(trainer),), {"__module__": "trl.experimental.gkd"})
+
+
+SETTINGS = {
+    "label_smoothing_factor": ("sft", 0.1),
+    "neftune_noise_alpha": ("sft", 5.0),
+    "use_liger_kernel": ("sft", True),
+    "activation_offloading": ("dpo", True),
+    "torch_compile": ("plain", True),
+    "fp16": ("plain", True),
+    "optim": ("plain", "adalomo"),
+}
+
+
 @pytest.mark.parametrize(
-    "name, setting, value",
+    "name, change, message",
     [
-        ("sft", "label_smoothing_factor", 0.1),
-        ("sft", "neftune_noise_alpha", 5.0),
-        ("sft", "use_liger_kernel", True),
-        ("dpo", "activation_offloading", True),
-        ("plain", "torch_compile", True),
-        ("plain", "fp16", True),
-        ("plain", "optim", "adalomo"),
+        *((name, partial(set_on, name=key, value=value), f"{key}={value}") for key, (name, value) in SETTINGS.items()),
+        ("plain", give_a_loss_of_logits, "compute_loss_func is given logits"),
+        ("plain", shard, "distributed_type=FSDP"),
+        ("sft", update_trl, r"trl 1\.17\.0 is installed.*1\.16"),
+        ("sft", derive_from_an_unknown_trainer, "GKDTrainer"),
     ],
+    ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_setting_that_cannot_be_exact_is_refused_by_name(name, setting, value, tmp_path):
+def test_what_cannot_be_exact_is_refused_by_name_and_nothing_is_changed(name, change, message, tmp_path, monkeypatch):
     trainer = BUILDERS[name](settings(tmp_path), torch.float32, tmp_path)
-    setattr(trainer.args, setting, value)
+    change(trainer, monkeypatch)
     before, forward = type(trainer), trainer.model.forward
-    with pytest.raises(ValueError, match=f"{setting}={value}"):
+    with pytest.raises(ValueError, match=message):
         tt.share_prefixes(trainer)
     assert type(trainer) is before and trainer.model.forward == forward
-
-
-def test_loss_functions_that_want_logits_are_refused(tmp_path):
-    trainer = BUILDERS["plain"](settings(tmp_path), torch.float32, tmp_path)
-    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch: outputs.logits.sum()
-    with pytest.raises(ValueError, match="compute_loss_func is given logits"):
-        tt.share_prefixes(trainer)
 
 
 def test_a_head_that_is_cast_is_refused_and_nothing_is_changed(tmp_path):
@@ -53,14 +77,6 @@ def test_a_head_that_is_cast_is_refused_and_nothing_is_changed(tmp_path):
     with pytest.raises(ValueError, match="cast_lm_head_to_fp32=True"):
         tt.share_prefixes(trainer)
     assert trainer.model.forward == forward
-
-
-def test_processes_that_share_otherwise_than_by_ddp_are_refused(tmp_path, monkeypatch):
-    trainer = BUILDERS["plain"](settings(tmp_path), torch.float32, tmp_path)
-    kind = type(trainer.accelerator)
-    monkeypatch.setattr(kind, "distributed_type", SimpleNamespace(value="FSDP"))
-    with pytest.raises(ValueError, match="distributed_type=FSDP"):
-        tt.share_prefixes(trainer)
 
 
 def test_dropout_of_a_model_or_an_adapter_is_refused_with_the_setting(tmp_path):
@@ -79,20 +95,6 @@ def test_dropout_of_a_model_or_an_adapter_is_refused_with_the_setting(tmp_path):
     with pytest.raises(tt.UnsupportedModel, match=r"lora_dropout=0\.05.*LoraConfig"):
         tt.share_prefixes(Trainer(model, TrainingArguments(**settings(tmp_path))))
     assert not model.training
-
-
-def test_other_versions_of_trl_are_refused_by_name(tmp_path, monkeypatch):
-    trainer = BUILDERS["sft"](settings(tmp_path), torch.float32, tmp_path)
-    monkeypatch.setattr("trl.__version__", "1.17.0")
-    with pytest.raises(ValueError, match=r"trl 1\.17\.0 is installed.*1\.16"):
-        tt.share_prefixes(trainer)
-
-
-def test_trainers_of_trl_that_are_not_known_are_refused_by_name(tmp_path, monkeypatch):
-    trainer = BUILDERS["sft"](settings(tmp_path), torch.float32, tmp_path)
-    trainer.__class__ = type("GKDTrainer", (type(trainer),), {"__module__": "trl.experimental.gkd"})
-    with pytest.raises(ValueError, match="GKDTrainer"):
-        tt.share_prefixes(trainer)
 
 
 def test_a_trainer_with_a_loss_of_its_own_is_refused(tmp_path):
