@@ -108,7 +108,6 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         super().__init__(
             model,  # type: ignore[arg-type]
             args,
-            data_collator=_no_collator,
             train_dataset=train_dataset,  # type: ignore[arg-type]
             eval_dataset=eval_dataset,  # type: ignore[arg-type]
             processing_class=processing_class,
@@ -384,7 +383,3 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
         """See `transformers.Trainer`; knows `optim="muon"` too."""
         return muon_and_options(args) if args.optim == MUON else Trainer.get_optimizer_cls_and_kwargs(args, model)
-
-
-def _no_collator(features: list[Any]) -> Any:
-    raise AssertionError("steps are put together by StepDataset")
