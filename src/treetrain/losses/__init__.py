@@ -1,4 +1,4 @@
-"""Pure functions of log-probabilities and trajectory facts; they know nothing of trees."""
+"""Pure functions of log-probabilities and facts of rows; a loss is called with no tree."""
 
 import dataclasses
 import inspect
