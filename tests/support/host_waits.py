@@ -91,5 +91,6 @@ def on_meta() -> Iterator[None]:
         replace(planning, "free_bytes", lambda device: None)
         replace(torch, "autocast", lambda *args, **options: contextlib.nullcontext())
         replace(torch, "is_autocast_enabled", lambda kind=None: False)
+        replace(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
         stack.enter_context(noticed())
         yield

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from support.fsdp_on_cpus import let_accelerate_shard
 from support.tree_runs import branching_rows, preference_rows, run, small_model
-from treetrain.engine.ranks import is_sharded
+from treetrain.engine.distributed import is_sharded
 from treetrain.trainers.checkpoints import whole_state
 
 GRPO = {"loss": "grpo", "loss_kwargs": {"kl": 0.05}, "updates_per_batch": 2, "minibatches": 2, "tokens_per_step": 240}

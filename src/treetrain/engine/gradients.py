@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from treetrain.engine.distributed import drop_waiting_gradients, waiting_gradients
 from treetrain.engine.out_of_memory import StepOutOfMemory
-from treetrain.engine.ranks import drop_waiting_gradients, waiting_gradients
 from treetrain.models.tree_mode import replaced_forward
 
 T = TypeVar("T")

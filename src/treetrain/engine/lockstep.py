@@ -1,19 +1,23 @@
-"""A rank's way through the passes of all ranks, where every call of the model is a collective.
+"""The common order of passes under FSDP2, where every forward and backward of the model is a collective call.
 
-Before each pass of its own a rank goes through the slots of the others with stand-ins: passes over one token whose
-coefficients and gradients are zero, so that nothing changes but that the collectives are met.
+Why nothing changes but that ranks meet: all ranks agree on one sequence of passes that holds every rank's own passes in
+their order. Where the sequence has a pass that a rank does not have, that rank runs a stand-in: a forward over one
+token with coefficients of zero, and later a backward with gradients of zero. It gathers and reduces the same weights as
+the others do, and adds zeros.
+
+    rank 0:        forward a    stand-in     backward a   stand-in
+    rank 1:        forward b    forward c    backward c   backward b
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from treetrain.engine.distributed import Ranks, waiting_gradients, was_left_by_others
 from treetrain.engine.lm_head import ScoreRequest, Scores
-from treetrain.engine.packed import PackedRun
-from treetrain.engine.ranks import Ranks, waiting_gradients, was_left_by_others
 from treetrain.engine.routing import Routing
 from treetrain.models.capability import Capabilities
 from treetrain.planning.collective_order import Kind, Turn, common_order, spelled
@@ -22,11 +26,15 @@ from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
 
 Reduces = Literal["each", "last", "never"]
-"""Which backwards of a walk reduce gradients over ranks."""
+"""Which backwards of a run reduce gradients over ranks."""
 
 
 class StandIn:
-    """Passes over one token that count for nothing; run inside the walk's contexts."""
+    """Forwards over one token that count for nothing.
+
+    Args:
+        run_type: the class that runs a layout on the model.
+    """
 
     def __init__(
         self,
@@ -34,137 +42,21 @@ class StandIn:
         capabilities: Capabilities,
         temperature: float,
         routing: Routing | None,
-        run_type: type[Any] = PackedRun,
+        run_type: type[Any],
     ):
         self._model, self._capabilities, self._temperature = model, capabilities, temperature
         self._routing, self._run_type = routing, run_type
         self._layout = pack(build_tree([[0, 0]]))
 
     def forward(self, *, graph: bool) -> Scores:
-        """A pass, with or without graph."""
+        """Run the token, with or without graph."""
         options: dict[str, Any] = {}
         if self._routing is not None and self._routing.needed:
             options["routers"] = self._routing.idle_run(self._layout.num_tokens)
         with torch.set_grad_enabled(graph):
             run = self._run_type(self._model, self._capabilities, self._layout, **options)
-            nothing = torch.zeros(self._layout.num_edges, device=run.input_ids.device) if graph else None
-            return run.scores(ScoreRequest(temperature=self._temperature, coefficients=nothing, meets_all=True))
-
-
-def backward_of_nothing(roots: Sequence[Tensor]) -> None:
-    """Go backward through a graph with zeros."""
-    if roots:
-        torch.autograd.backward(list(roots), [torch.zeros_like(root) for root in roots])
-
-
-class Lockstep:
-    """The order of one walk.
-
-    Args:
-        turns: of all ranks.
-        ranks: that share the walk.
-        stand_in: what runs in the slots of others.
-        shards: the modules in the hands of FSDP2.
-        reduces: which backward reduces gradients.
-    """
-
-    def __init__(
-        self, turns: Sequence[Turn], ranks: Ranks, stand_in: StandIn, shards: Sequence[Any], reduces: Reduces = "each"
-    ):
-        self._slots = [_Slot(turn.kind, ranks.rank in turn.takers) for turn in turns]
-        self._ranks = ranks
-        self._stand_in, self._at = stand_in, 0
-        self._waiting: list[Sequence[Tensor]] = []
-        self._own: list[Sequence[Tensor]] = []
-        self._shards, self._reduces = shards, reduces
-        self._last_backward = max((n for n, slot in enumerate(self._slots) if slot.kind == "backward"), default=-1)
-        self._within_pass = False
-        if reduces != "each":
-            self._reduce(False)
-
-    def before(self, kind: Kind) -> None:
-        """Go through the slots of others up to the next one of one's own, which must be of this kind."""
-        while self._at < len(self._slots) and not self._slots[self._at].own:
-            self._meet()
-        found = self._slots[self._at].kind if self._at < len(self._slots) else None
-        assert found == kind, f"pass {self._at} of the common order is a {found}, not a {kind}"
-        self._begin()
-
-    def after(self, kind: Kind, live: Sequence[Tensor] = ()) -> None:
-        """A pass of one's own is done.
-
-        Args:
-            live: of a forward with graph: what its backward starts from.
-        """
-        self._within_pass = False
-        if kind == "forward":
-            self._own.append(live)
-        elif kind == "backward" and self._own:
-            self._own.pop()
-
-    def finish(self) -> None:
-        """Go through what is left of the others' slots."""
-        while self._at < len(self._slots):
-            self._meet()
-        self._waiting.clear()
-        self._own.clear()
-
-    def finish_forwards(self) -> None:
-        """Go through the others' slots up to the next backward."""
-        while self._at < len(self._slots) and self._slots[self._at].kind != "backward":
-            self._meet()
-
-    def begin_backwards(self, reduces: Reduces) -> None:
-        """The loss is known; only backwards are left. Says which of them reduces gradients."""
-        self._reduces = reduces
-        if reduces != "each":
-            self._reduce(False)
-
-    def abandon(self, error: BaseException, *, forwards: bool = False) -> None:
-        """Something went wrong here: meet the others in what is left, so that they are not kept waiting."""
-        if self._within_pass:
-            self._ranks.lost = True
-            error.add_note(
-                "another rank has left this pass, by an error of its own or because its process ended: see what it said"
-                if was_left_by_others(error)
-                else "it came in the middle of a pass: the other ranks wait there until this process ends"
-            )
-            return
-        if forwards:
-            self.finish_forwards()
-        else:
-            self.finish()
-
-    def close(self) -> None:
-        """Leave the model as it was found."""
-        if self._reduces != "each":
-            self._reduce(True)
-        for module in self._shards:
-            module.reshard()  # a forward that no backward followed leaves its weights whole
-
-    def _reduce(self, wanted: bool) -> None:
-        """Whether the backwards that follow reduce gradients."""
-        for module in self._shards:
-            module.set_requires_gradient_sync(wanted, recurse=False)
-
-    def _begin(self) -> None:
-        """A slot begins."""
-        if self._reduces == "last" and self._at == self._last_backward:
-            self._reduce(True)
-        self._at += 1
-        self._within_pass = True
-
-    def _meet(self) -> None:
-        """Run a slot without a pass of one's own."""
-        kind = self._slots[self._at].kind
-        self._begin()
-        if kind == "backward":
-            backward_of_nothing(self._waiting.pop() if self._waiting else self._own.pop())
-        else:
-            scores = self._stand_in.forward(graph=kind == "forward")
-            if kind == "forward":
-                self._waiting.append(scores.live)
-        self._within_pass = False
+            zeros = torch.zeros(self._layout.num_edges, device=run.input_ids.device) if graph else None
+            return run.scores(ScoreRequest(temperature=self._temperature, coefficients=zeros, meets_all=True))
 
 
 def agreed_order(ranks: Ranks, plan: Plan, modules: Sequence[Any], *, gradients: bool, reduces: Reduces) -> list[Turn]:
@@ -176,16 +68,114 @@ def agreed_order(ranks: Ranks, plan: Plan, modules: Sequence[Any], *, gradients:
     """
     own = spelled(event.kind for event in plan.events()) if gradients else "P" * plan.num_parts
     waits = gradients and reduces != "never" and bool(waiting_gradients(*modules))
-    _, told = ranks.agree("an order of passes", lambda: (None, (own, waits)))
-    turns = common_order([order for order, _ in told])
-    if not turns and any(waits for _, waits in told):
-        return [Turn("forward", ()), Turn("backward", ())]  # nobody's, for what earlier calls have left to reduce
+    _, answers = ranks.agree("an order of passes", lambda: (None, (own, waits)))
+    turns = common_order([order for order, _ in answers])
+    if not turns and any(waits for _, waits in answers):
+        return [Turn("forward", ()), Turn("backward", ())]  # nobody's: they reduce what earlier calls have left
     return turns
+
+
+class Lockstep:
+    """Takes one rank through the common order.
+
+    Args:
+        turns: the common order.
+        stand_in: runs where this rank has no pass of its own.
+        shards: the modules that FSDP2 has sharded.
+    """
+
+    def __init__(self, turns: Sequence[Turn], ranks: Ranks, stand_in: StandIn, shards: Sequence[Any], reduces: Reduces):
+        self._turns, self._ranks, self._stand_in, self._shards = turns, ranks, stand_in, shards
+        self._next = 0
+        self._last_backward = max((n for n, turn in enumerate(turns) if turn.kind == "backward"), default=-1)
+        # What the backwards to come start from: outputs of stand-ins, and of this rank's own forwards.
+        self._idle_outputs: list[Sequence[Tensor]] = []
+        self._own_outputs: list[Sequence[Tensor]] = []
+        self._within_pass = False
+        self.begin_backwards(reduces)
+
+    def begin_backwards(self, reduces: Reduces) -> None:
+        """Say which of the backwards that follow reduce gradients."""
+        self._reduces = reduces
+        if reduces != "each":
+            self._set_reducing(False)
+
+    def before(self, kind: Kind) -> None:
+        """Run stand-ins up to this rank's next pass, which must be of this kind."""
+        self._stand_in_until(lambda turn: self._ranks.rank in turn.takers)
+        found = self._turns[self._next].kind if self._next < len(self._turns) else None
+        assert found == kind, f"pass {self._next} of the common order is a {found}, not a {kind}"
+        self._begin()
+
+    def after(self, kind: Kind, outputs: Sequence[Tensor] = ()) -> None:
+        """A pass of this rank has ended.
+
+        Args:
+            outputs: what the backward of a forward with graph starts from.
+        """
+        self._within_pass = False
+        if kind == "forward":
+            self._own_outputs.append(outputs)
+        elif kind == "backward" and self._own_outputs:
+            self._own_outputs.pop()
+
+    def finish(self, *, forwards: bool = False) -> None:
+        """Run stand-ins to the end, or only up to the next backward."""
+        if forwards:
+            self._stand_in_until(lambda turn: turn.kind == "backward")
+            return
+        self._stand_in_until(lambda turn: False)
+        self._idle_outputs.clear()
+        self._own_outputs.clear()
+
+    def abandon(self, error: BaseException, *, forwards: bool = False) -> None:
+        """This rank has failed: go on with stand-ins, so that the others are not kept waiting."""
+        if not self._within_pass:
+            self.finish(forwards=forwards)
+            return
+        self._ranks.lost = True
+        error.add_note(
+            "another rank has left this pass, by an error of its own or because its process ended: see what it said"
+            if was_left_by_others(error)
+            else "it came in the middle of a pass: the other ranks wait there until this process ends"
+        )
+
+    def close(self) -> None:
+        """Leave the model as it was found."""
+        if self._reduces != "each":
+            self._set_reducing(True)
+        for module in self._shards:
+            module.reshard()  # a forward that no backward followed leaves its weights whole
+
+    def _set_reducing(self, wanted: bool) -> None:
+        for module in self._shards:
+            module.set_requires_gradient_sync(wanted, recurse=False)
+
+    def _begin(self) -> None:
+        if self._reduces == "last" and self._next == self._last_backward:
+            self._set_reducing(True)
+        self._next += 1
+        self._within_pass = True
+
+    def _stand_in_until(self, reached: Callable[[Turn], bool]) -> None:
+        """Run stand-ins up to the first turn for which this holds."""
+        while self._next < len(self._turns) and not reached(self._turns[self._next]):
+            kind = self._turns[self._next].kind
+            self._begin()
+            if kind == "backward":
+                outputs = self._idle_outputs.pop() if self._idle_outputs else self._own_outputs.pop()
+                if outputs:
+                    torch.autograd.backward(list(outputs), [torch.zeros_like(output) for output in outputs])
+            else:
+                scores = self._stand_in.forward(graph=kind == "forward")
+                if kind == "forward":
+                    self._idle_outputs.append(scores.live)
+            self._within_pass = False
 
 
 @contextmanager
 def in_step(lockstep: Lockstep | None, *, forwards: bool = False) -> Iterator[None]:
-    """A walk whose passes are met by those of the other ranks to the end, also where this rank's own went wrong.
+    """A run that goes through the common order to its end, also if this rank fails.
 
     Args:
         forwards: only up to the backwards, which come later.
@@ -195,17 +185,9 @@ def in_step(lockstep: Lockstep | None, *, forwards: bool = False) -> Iterator[No
         return
     try:
         yield
-        if forwards:
-            lockstep.finish_forwards()
-        else:
-            lockstep.finish()
+        lockstep.finish(forwards=forwards)
     except BaseException as error:
         lockstep.abandon(error, forwards=forwards)
         raise
     finally:
         lockstep.close()
-
-
-class _Slot(NamedTuple):
-    kind: Kind
-    own: bool

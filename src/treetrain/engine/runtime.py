@@ -11,6 +11,7 @@ from torch import nn
 
 from treetrain.attention.backends import Choice, choose_backend
 from treetrain.engine.calibrate import cost_model
+from treetrain.engine.distributed import is_shard, is_sharded, ranks_of, sharded_modules, unwrapped
 from treetrain.engine.executor import Executor
 from treetrain.engine.gradients import Rollback
 from treetrain.engine.lockstep import Lockstep, Reduces, StandIn, agreed_order
@@ -25,7 +26,6 @@ from treetrain.engine.planning import (
     gradient_bytes_to_come,
     plan_within,
 )
-from treetrain.engine.ranks import is_shard, is_sharded, ranks_of, sharded_modules, unwrapped
 from treetrain.engine.routing import Routing
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities, check_model

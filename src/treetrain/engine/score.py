@@ -20,13 +20,13 @@ from torch import Tensor
 
 from treetrain.device_arrays import on_device
 from treetrain.engine.batch import Batch
+from treetrain.engine.distributed import check_same
 from treetrain.engine.evaluate import added_up
 from treetrain.engine.executor import Executor
 from treetrain.engine.lockstep import Reduces
 from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
 from treetrain.engine.out_of_memory import PassCounts
 from treetrain.engine.packed import model_device
-from treetrain.engine.ranks import check_same
 from treetrain.engine.routing import Routing
 from treetrain.engine.runtime import Runtime
 from treetrain.engine.switches import check_switches, switches_of

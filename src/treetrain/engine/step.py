@@ -16,6 +16,7 @@ from torch import Tensor
 from treetrain import __version__
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.batch import Batch, Selection, check_batch, predictions_of
+from treetrain.engine.distributed import check_same
 from treetrain.engine.evaluate import added_up, evaluate, evaluate_gradients, linear_coefficients
 from treetrain.engine.gradients import Rollback
 from treetrain.engine.lockstep import Reduces
@@ -33,7 +34,6 @@ from treetrain.engine.merged import MergedBatch
 from treetrain.engine.out_of_memory import PassCounts
 from treetrain.engine.packed import wide_dtype
 from treetrain.engine.planning import AMPLE, formula_cost
-from treetrain.engine.ranks import check_same
 from treetrain.engine.results import Metrics, StepResult
 from treetrain.engine.routing import RouterBalance, Routing
 from treetrain.engine.runtime import Runtime

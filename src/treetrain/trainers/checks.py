@@ -12,9 +12,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
 
 from treetrain.data.prefix_order import sorted_by_prefix
+from treetrain.engine.distributed import is_sharded
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.gradients import gradients_of
-from treetrain.engine.ranks import is_sharded
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
 from treetrain.trainers.batch_rows import IGNORED, Rows, tree_of

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
+from treetrain.engine.distributed import Ranks
 from treetrain.engine.loss import Rows
-from treetrain.engine.ranks import Ranks
 from treetrain.engine.results import Metrics
 from treetrain.losses.kl import KL_ESTIMATORS, sampler_log_ratio
 from treetrain.losses.loss import Facts, Loss

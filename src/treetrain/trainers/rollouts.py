@@ -18,11 +18,11 @@ from treetrain import losses
 from treetrain.data.advantages import advantages_of_groups
 from treetrain.data.columns import RowColumns, columns_of
 from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
+from treetrain.engine.distributed import is_sharded
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear_baseline import LinearEngine
 from treetrain.engine.loss import as_loss, describe
 from treetrain.engine.planning import formula_cost
-from treetrain.engine.ranks import is_sharded
 from treetrain.errors import DataError
 from treetrain.losses.policy import PolicyLoss
 from treetrain.losses.preference import KTOLoss

@@ -17,8 +17,8 @@ from transformers import Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
 from treetrain.data.trajectory import Trajectory
+from treetrain.engine.distributed import is_sharded
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.ranks import is_sharded
 from treetrain.engine.results import StepResult, summed
 from treetrain.engine.routing import RouterBalance
 from treetrain.trainers.arguments import MUON, TreeArguments

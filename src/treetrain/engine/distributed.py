@@ -1,7 +1,6 @@
-"""The processes that share a step: who they are, and what they tell each other before and after it.
+"""The processes that share a step: how they agree before it, how gradients are averaged after it, and FSDP2's shards.
 
-What is told here goes over the CPU, in objects of a few kilobytes; tensors of weights and gradients are left to
-torch's own machinery.
+Agreement goes over the CPU, in objects of a few kilobytes.
 """
 
 import datetime
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from treetrain.errors import RanksDisagree, UnsupportedModel
 
@@ -66,14 +65,18 @@ class Ranks:
         return found
 
     def agree(self, what: str, make: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
-        """Make something on every rank, and what each wants the others to know of it.
+        """Make something on every rank, and exchange what the others must know of it; a collective call.
+
+        Args:
+            what: names the call, in errors.
+            make: returns this rank's own, and what the others must know.
 
         Returns:
-            this rank's own, and what every rank has told, by rank.
+            this rank's own, and what every rank says of its own, by rank.
 
         Raises:
             RanksDisagree: another rank could not make it.
-            Exception: this one could not: what `make` raised, when the others know.
+            Exception: this one could not. The others know by then.
         """
         if self.alone:
             made, told = make()
@@ -84,7 +87,7 @@ class Ranks:
             raise  # all ranks know of it
         except Exception as error:
             if not self.lost:
-                self.gather((what, _described(error), None))
+                self.gather((what, f"{type(error).__name__}: {error}", None))
             raise
         found = self.gather((what, None, told))
         failed = [(rank, error) for rank, (_, error, _) in enumerate(found) if error is not None]
@@ -106,7 +109,8 @@ class Ranks:
         present = [p for p, *has in zip(parameters, *masks) if any(has)]
         for bucket in _buckets(present):
             wide = torch.promote_types(bucket[0].dtype, torch.float32)
-            flat = torch.cat([_gradient(p).flatten().to(wide) for p in bucket])
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            flat = torch.cat([grad.flatten().to(wide) for grad in grads])
             dist.all_reduce(flat, group=self.group)
             flat /= self.size
             for p, part in zip(bucket, flat.split([p.numel() for p in bucket])):
@@ -129,14 +133,6 @@ def was_left_by_others(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in told))
 
 
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
 def _made_once(key: Any, members: list[int], **options: Any) -> Any:
     if key not in _MADE:
         # A group that its members make by themselves is named by how many each has made: of all, where that can be.
@@ -157,17 +153,19 @@ def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def unwrapped(model: nn.Module, group: "dist.ProcessGroup | None") -> "tuple[nn.Module, dist.ProcessGroup | None]":
-    """The model within a `DistributedDataParallel`, and whose gradients are to be one; others as they are.
+    """The model within a `DistributedDataParallel`, and the group whose gradients are averaged; others as they are.
 
-    What it does in a backward is done once per step here, by `Ranks.average_gradients`.
+    `Ranks.average_gradients` does once per step what the wrapper does in a backward.
     """
-    if not dist.is_available():
-        return model, group
-    from torch.nn.parallel import DistributedDataParallel
+    if dist.is_available():
+        from torch.nn.parallel import DistributedDataParallel
 
-    if not isinstance(model, DistributedDataParallel):
-        return model, group
-    return model.module, model.process_group if group is None else group
+        if isinstance(model, DistributedDataParallel):
+            return model.module, model.process_group if group is None else group
+    return model, group
+
+
+# ---- FSDP2
 
 
 def is_shard(tensor: Any) -> bool:
@@ -176,7 +174,7 @@ def is_shard(tensor: Any) -> bool:
 
 
 def sharded_modules(*modules: nn.Module | None) -> list[Any]:
-    """Those within some modules that are in the hands of FSDP2 (`fully_shard`), each once."""
+    """The modules within these that FSDP2 (`fully_shard`) has sharded, each once."""
     if not dist.is_available():
         return []
     from torch.distributed.fsdp import FSDPModule
@@ -186,12 +184,12 @@ def sharded_modules(*modules: nn.Module | None) -> list[Any]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether some of a model's modules are in the hands of FSDP2."""
+    """Whether FSDP2 has sharded some of a model's modules."""
     return bool(sharded_modules(model))
 
 
 def output_dtype(model: nn.Module) -> torch.dtype | None:
-    """What FSDP2 casts a model's output to, by its mixed precision policy; None: it leaves it."""
+    """The dtype that FSDP2 casts a model's output to by its mixed precision policy; None if it leaves it."""
     if model not in sharded_modules(model):
         return None
     policy = getattr(model._get_fsdp_state(), "_mp_policy", None)  # type: ignore[operator]
@@ -199,65 +197,81 @@ def output_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 def waiting_gradients(*modules: nn.Module | None) -> list[Any]:
-    """FSDP2's own records of the weights whose gradients have not been reduced yet: no ``.grad`` shows them."""
+    """FSDP2's records of weights whose gradients have not been reduced yet; no ``.grad`` shows them."""
     groups = (group for module in sharded_modules(*modules) for group in _parameter_groups(module))
     return [
-        held
+        weight
         for group in groups
-        for held in group.fsdp_params
-        if held.unsharded_accumulated_grad is not None or getattr(_whole(held), "grad", None) is not None
+        for weight in group.fsdp_params
+        if weight.unsharded_accumulated_grad is not None
+        or getattr(getattr(weight, "_unsharded_param", None), "grad", None) is not None
     ]
 
 
 def drop_waiting_gradients(*modules: nn.Module | None) -> None:
-    """Forget them: the next reduction would add them to another step."""
-    for held in waiting_gradients(*modules):
-        held.unsharded_accumulated_grad = None
-        if (whole := _whole(held)) is not None:
+    """Forget these gradients: the next reduction would add them to another step."""
+    for weight in waiting_gradients(*modules):
+        weight.unsharded_accumulated_grad = None
+        if (whole := getattr(weight, "_unsharded_param", None)) is not None:
             whole.grad = None
 
 
-def _whole(held: Any) -> Any:
-    return getattr(held, "_unsharded_param", None)
+def _parameter_groups(module: Any) -> list[Any]:
+    """The weights that FSDP2 gathers and reduces at once; none for a module without weights of its own."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
 
 
 def ranks_of(model: nn.Module, group: "dist.ProcessGroup | None", value_head: nn.Module | None = None) -> Ranks:
     """The ranks that share a model's steps.
 
     Args:
-        group: whose gradients are to be one; None: those that a sharded model is spread over, else this process alone.
-        value_head: beside the model; whole, or in shards over the same ranks as the model.
+        group: whose gradients are averaged; None: the ranks of a sharded model, else this process alone.
+        value_head: beside the model; whole, or sharded over the same ranks as the model.
 
     Raises:
         UnsupportedModel: weights in shards of another group or of several, or shards by rows of matrices (tensor
             parallel).
     """
-    _refuse_tensor_parallel(model)
+    name = type(model).__name__
+    # Some models that transformers has cut by a tp_plan hold plain tensors, with hooks that communicate.
+    cut = next((module for module in model.modules() if (getattr(module, "_tp_size", None) or 1) > 1), None)
+    if cut is not None:
+        raise UnsupportedModel(
+            f"{type(cut).__name__} is tensor parallel over {cut._tp_size} ranks (transformers' tp_plan), which is not "
+            "supported; load the model without tp_plan, and use fully_shard or the same whole model on every rank."
+        )
     if not dist.is_available() or not dist.is_initialized():
         return Ranks()
     if group is not None and dist.get_rank(group) < 0:
-        raise UnsupportedModel(f"rank {dist.get_rank()} is none of the group given; give it one that it belongs to.")
+        raise UnsupportedModel(f"rank {dist.get_rank()} is not in the group given; give it one that it belongs to.")
+    shards = sharded_modules(model, value_head)
     if value_head is not None and is_sharded(value_head) and not is_sharded(model):
         raise UnsupportedModel(
-            "the value head is in shards (fully_shard), the model is not: every pass would have to be one of all "
-            "ranks; shard the model too, or leave the value head whole."
+            "the value head is sharded (fully_shard), the model is not; shard the model too, or leave the value head "
+            "whole."
         )
-    meshes = _meshes(model, value_head)
-    if not is_sharded(model):
+    parameters = [p for module in (model, value_head) if module is not None for p in module.parameters()]
+    meshes: list[Any] = []
+    for mesh in (p.device_mesh for p in parameters if is_shard(p)):
+        if mesh not in meshes:
+            meshes.append(mesh)
+    if not shards:
         if meshes:
             raise UnsupportedModel(
-                f"the weights of {type(model).__name__} are DTensors that fully_shard did not make (tensor parallel?): "
-                "a rank then holds some heads or rows of every layer only, which is not supported; use fully_shard or "
-                "the same whole model on every rank."
+                f"the weights of {name} are DTensors that fully_shard did not make (tensor parallel?), which is not "
+                "supported; use fully_shard or the same whole model on every rank."
             )
         return Ranks(group)
     if len(meshes) != 1:
         raise UnsupportedModel(
-            f"the weights of {type(model).__name__} lie on {len(meshes)} device meshes (tensor parallel beside FSDP, "
-            "or layers left out of fully_shard): every rank would hold another part of the model; call fully_shard "
-            "with one mesh on its layers and then on the model itself."
+            f"the weights of {name} lie on {len(meshes)} device meshes (tensor parallel beside FSDP, or layers left "
+            "out of fully_shard): every rank would hold another part of the model; call fully_shard with one mesh on "
+            "its layers and then on the model itself."
         )
-    if any(_divides(module) for module in sharded_modules(model, value_head)):
+    parts = (part for module in shards for part in _parameter_groups(module))
+    if any(getattr(part, "gradient_divide_factor", None) is not None for part in parts):
         raise UnsupportedModel(
             "set_gradient_divide_factor was called on the model: its gradients would not be those of the step, which "
             "is scaled for FSDP2's own average over ranks; leave it as it is."
@@ -270,48 +284,11 @@ def ranks_of(model: nn.Module, group: "dist.ProcessGroup | None", value_head: nn
     return Ranks(whole)
 
 
-def _refuse_tensor_parallel(model: nn.Module) -> None:
-    """Models that transformers has cut by a `tp_plan`; some of them hold plain tensors, with hooks that communicate."""
-    cut = next((module for module in model.modules() if (getattr(module, "_tp_size", None) or 1) > 1), None)
-    if cut is not None:
-        raise UnsupportedModel(
-            f"{type(cut).__name__} is tensor parallel over {cut._tp_size} ranks (transformers' tp_plan): each of them "
-            "holds some heads of every layer and some rows of the LM head, and all would have to run the same rows by "
-            "the same plan, which is not supported; load the model without tp_plan, and use fully_shard or the same "
-            "whole model on every rank."
-        )
-
-
-def _divides(module: Any) -> bool:
-    """Whether FSDP2 was told to divide a module's gradients by something else than the number of ranks."""
-    return any(getattr(group, "gradient_divide_factor", None) is not None for group in _parameter_groups(module))
-
-
-def _parameter_groups(module: Any) -> list[Any]:
-    """What FSDP2 gathers and reduces at once, of one of its modules; none where that has no weights of its own."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-    return [group for group in groups if group is not None]
-
-
-def _meshes(*modules: nn.Module | None) -> list[Any]:
-    """The device meshes that weights lie on, each once."""
-    from torch.distributed.tensor import DTensor
-
-    meshes: list[Any] = []
-    for p in (p for module in modules if module is not None for p in module.parameters()):
-        mesh = p.device_mesh if isinstance(p, DTensor) else None
-        if mesh is not None and mesh not in meshes:
-            meshes.append(mesh)
-    return meshes
-
-
 def _group_of(mesh: Any) -> "dist.ProcessGroup":
     """All ranks of a mesh of one dimension (FSDP), or of two (shards within replicas)."""
     if mesh.ndim == 1:
         return mesh.get_group()
-    everyone = dist.group.WORLD
-    assert everyone is not None
     if mesh.size() == dist.get_world_size():
-        return everyone
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
     return _made_once(tuple(mesh.get_all_groups()), mesh.mesh.flatten().tolist())
