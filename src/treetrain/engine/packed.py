@@ -13,8 +13,8 @@ from treetrain.attention.backends import make_attention
 from treetrain.attention.kv_cache import KVCacheView
 from treetrain.attention.schedule import Forest
 from treetrain.device_arrays import to_device
-from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, scoring_head
 from treetrain.engine.distributed import output_dtype
+from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, scoring_head
 from treetrain.engine.routing import RouterPass
 from treetrain.errors import UnsupportedModel
 from treetrain.linear_attention.paths import Paths
