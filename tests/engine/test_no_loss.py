@@ -37,6 +37,10 @@ class ValuesUnnamed(Own):
     needs_values = True
 
 
+class Needing(Own):
+    needs = ("logprobs", "surprise")
+
+
 @pytest.fixture(scope="module")
 def model():
     return make_model("qwen3")
@@ -52,6 +56,7 @@ NO_LOSS = {
     functools.partial(right, None): "does not take",
     torch.nn.CrossEntropyLoss(): "CrossEntropyLoss.*does not take",
     OfTheBacth(): "scope 'bacth'; give 'trajectory'.* or 'batch'",
+    Needing(): r"needs 'surprise'; a loss may need logprobs, entropies, predicted_values, advantages, ",
     ValuesUnnamed(): "and with values=... as it needs predicted values",
     right: r"loss right has no normaliser\(trajectories\)",
 }
@@ -121,3 +126,23 @@ def test_a_plain_function_is_a_loss_with_a_normaliser_given_or_its_own(model):
     tt.TreeEngine(model).forward_backward(ROWS, own)
     assert torch.equal(given, gradients(model)) and given.any()
     assert tt.verify(model, [tt.Trajectory(row) for row in ROWS], loss=own).passed
+
+
+def test_what_a_users_loss_needs_is_given_and_checked_before_any_work(model, monkeypatch):
+    class Weighted(Own):
+        needs = ("logprobs", "entropies", "advantages")
+
+        def __call__(self, logprobs, entropies, trajectory):
+            assert entropies.shape == logprobs.shape
+            return -(torch.from_numpy(trajectory.advantages[1:]).to(logprobs) * logprobs).sum(), {}
+
+    rows = [tt.Trajectory(row, advantages=1.0) for row in ROWS]
+    model.zero_grad()
+    tt.TreeEngine(model).forward_backward(rows, Weighted())
+    given = gradients(model)
+    model.zero_grad()
+    tt.TreeEngine(model).forward_backward(ROWS, right, normaliser=3.0)
+    torch.testing.assert_close(given, gradients(model), rtol=1e-5, atol=1e-7)
+    monkeypatch.setattr(type(model.model.embed_tokens), "forward", lambda *_, **__: pytest.fail("the model ran"))
+    with pytest.raises(tt.DataError, match=r"trajectory number 1 \(from 0\) has no advantages, which the loss needs"):
+        tt.TreeEngine(model).forward_backward([rows[0], rows[1].replace(advantages=None)], Weighted())
