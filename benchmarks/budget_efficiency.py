@@ -80,11 +80,11 @@ def measure(name: str, repeats: int, baselines: list[str]) -> None:
 
 def _ideal(tree, model, layout, budget: int) -> float:
     """FLOPs of the rows over those of the tree with the forward of the least recomputed tokens counted twice."""
-    from treetrain.planning import ModelShape
+    from treetrain.engine.costs import count
     from treetrain.planning.plan import heights
     from treetrain.tree.stats import linear_work, tree_work
 
-    shape = ModelShape.from_config(model.config.to_dict())
+    shape = count(model)
     twice = heights(layout) > budget
     # A forward is a third of a step; the LM head is not needed to run a token again.
     again = shape.flops(int(twice.sum()), int((layout.positions[twice] + 1).sum()), 0) / 3

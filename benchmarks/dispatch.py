@@ -21,7 +21,7 @@ import rows as result_rows
 import treetrain as tt
 from planning import PRICES, batches
 from treetrain.planning.balance import PASS_TOKENS, dispatch
-from treetrain.planning.rates import Rates
+from treetrain.planning.price import Rates
 from treetrain.tree import TokenTree, build_tree
 from treetrain.tree.layout import pack
 from workloads import DATA, _codet_rows, tokenizer

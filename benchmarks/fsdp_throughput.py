@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import rows as result_rows
 import treetrain as tt
-from treetrain.engine.planning import formula_cost
+from treetrain.engine.costs import cost_if_countable
 from treetrain.losses import sft
 from treetrain.planning.balance import dispatch
 from workloads import load_workload, model_30m
@@ -47,7 +47,7 @@ def measure(rank: int, port: int, options: argparse.Namespace, told: Any) -> Non
     fully_shard(model)
     together = tt.TreeEngine(model, budget=options.budget)
     by_itself = tt.TreeEngine(model_30m(), budget=options.budget)
-    shares = dispatch(tt.build_tree(rows), formula_cost(by_itself.model), SIZE)
+    shares = dispatch(tt.build_tree(rows), cost_if_countable(by_itself.model), SIZE)
     own = [rows[number] for number in shares[rank].tolist()]
     seconds: dict[str, list[float]] = {"together": [], "apart": []}
     for number in range(WARMUP + options.repeats):

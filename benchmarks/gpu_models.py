@@ -14,9 +14,9 @@ from torch import nn
 import treetrain as tt
 from gpu_rows import device, forget, wait
 from treetrain.attention.backends import using
+from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear_baseline import LinearEngine
-from treetrain.engine.planning import formula_cost
 from treetrain.tree.build import as_tree
 
 VOCABULARY = 151_936
@@ -213,7 +213,7 @@ def linear_engine(model: nn.Module, rows: list[tt.Trajectory]) -> LinearEngine:
     In runs as long as memory allows: of 16,384 tokens, or of the most that are predicted to fit.
     """
     size = PACK_TOKENS
-    cost = formula_cost(model)
+    cost = cost_if_countable(model)
     if device().type == "cuda" and cost is not None and not model.is_gradient_checkpointing:
         gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.grad is None)
         room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - gradients

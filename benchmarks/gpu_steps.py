@@ -25,7 +25,7 @@ from gpu_models import (
 from gpu_rows import Out, device, forget, load_tuned
 from tree_shapes import load, rows_of, synthetic
 from treetrain.attention.backends import DEFAULTS, using
-from treetrain.engine.calibrate import model_shape
+from treetrain.engine.costs import count
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear_baseline import LinearEngine
 from treetrain.engine.lm_head import ENVIRONMENT as HEAD
@@ -81,7 +81,7 @@ class Case:
         if loss_name == "grpo":
             self.rows = with_facts(self.rows)
         tree = build_tree(self.rows)
-        self.ideal = ideal_speedup(tree, model_shape(model))
+        self.ideal = ideal_speedup(tree, count(model))
         self.shown = {"model": name, "rows": rows_name, "loss": loss_name, "flat_tokens": tree.num_flat_tokens}
         self.shown |= {"unique_tokens": tree.num_tokens, "ideal": self.ideal}
         self.flops = 6.0 * COST[name] * tree.num_flat_tokens

@@ -7,8 +7,6 @@ with the C library's allocator as it is. Rows are appended to results/memory.csv
 """
 
 import argparse
-import os
-import tempfile
 
 import numpy as np
 
@@ -55,15 +53,11 @@ def load(case: str):
 
 def measure(case: str) -> None:
     """Append one row per budget."""
-    from treetrain.engine.calibrate import calibrate, remember
     from treetrain.engine.engine import TreeEngine
     from treetrain.engine.linear_baseline import LinearEngine
-    from treetrain.models.capability import check_model
     from treetrain.verification.bench import peak_step_bytes
 
     model, trajectories = load(case)
-    capabilities = check_model(model)
-    remember(model, capabilities, calibrate(model, capabilities))  # the fresh processes make the same plans
     longest = [max(trajectories, key=len)]
     engines = [(LinearEngine, {}, longest)] if case == TAU else []
     engines += [(TreeEngine, {"budget": budget}, trajectories) for budget in BUDGETS[case]]
@@ -105,13 +99,11 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(options.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["TREETRAIN_CACHE"] = folder
-        for case in options.cases:
-            if case == TAU and not DATA.is_dir():
-                print(f"left out: {case}, whose data is not at {DATA}; set TREETRAIN_SHARED_DATA")
-                continue
-            measure(case)
+    for case in options.cases:
+        if case == TAU and not DATA.is_dir():
+            print(f"left out: {case}, whose data is not at {DATA}; set TREETRAIN_SHARED_DATA")
+            continue
+        measure(case)
 
 
 if __name__ == "__main__":

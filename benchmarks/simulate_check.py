@@ -4,7 +4,7 @@ Run: python benchmarks/simulate_check.py [--ranks 2 4] [--repeats 2] [--dry-run]
 
 The calls of one task of tau_airline (workloads.py) on a Qwen3-shaped model of 5.7M parameters, float32, SFT and AdamW,
 one thread per process, all processes of a run on the same cores at the same time. What the simulator is told is
-measured in the same processes: speeds and memory by the calibration (at the same time on all ranks, so that cores that
+measured in the same processes: speeds by the calibration (at the same time on all ranks, so that cores that
 are shared are slow), bytes per second and fixed seconds of collectives, and the optimiser's bandwidth. Plans are made
 by formula, as the engine makes them. Passes and tokens must be equal, or this stops; times and memory are compared.
 
@@ -85,12 +85,11 @@ def calibrated(rank: int, size: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from treetrain.engine.calibrate import calibrate
-    from treetrain.models.capability import check_model
+    from treetrain.engine.calibrate import measured_cost
 
     model = small_model()
     dist.barrier()
-    constants = calibrate(model, check_model(model))
+    speeds = measured_cost(model).speeds
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimiser = torch.optim.AdamW(model.parameters(), foreach=True)
@@ -101,7 +100,7 @@ def calibrated(rank: int, size: int) -> dict[str, Any]:
         optimiser.step()
     seconds = (time.perf_counter() - start) / 3
     dist.barrier()
-    return {"constants": constants.as_dict(), "optimiser": seconds, "links": links(size)}
+    return {"speeds": dataclasses.asdict(speeds), "optimiser": seconds, "links": links(size)}
 
 
 def counted(model: Any) -> list[tuple[bool, int]]:
@@ -125,7 +124,7 @@ def steps(rank: int, size: int, parallel: str, budget: int, repeats: int) -> dic
     from torch.distributed.fsdp import fully_shard
 
     import treetrain as tt
-    from treetrain.engine.planning import formula_cost_of
+    from treetrain.engine.costs import cost_of
     from treetrain.planning.balance import dispatch
     from treetrain.tree import build_tree
 
@@ -134,7 +133,7 @@ def steps(rank: int, size: int, parallel: str, budget: int, repeats: int) -> dic
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
     before = resident("VmRSS")
     model = small_model()
-    own = dispatch(build_tree(batch), formula_cost_of(model), size)[rank]
+    own = dispatch(build_tree(batch), cost_of(model), size)[rank]
     sharing: dict[str, Any] = {"group": dist.group.WORLD}
     if parallel == "fsdp":
         mesh = init_device_mesh("cpu", (size,))
@@ -211,10 +210,8 @@ def on_ranks(name: str, size: int, *arguments: Any, timeout: float = 300) -> lis
 
 def described(size: int, told: list[dict[str, Any]], parameters: int) -> tuple[Any, Any]:
     """(device, measured cost model) of one of so many ranks, from what all of them measured."""
-    from treetrain.engine.calibrate import model_shape
-    from treetrain.planning.constants import Constants
+    from treetrain.engine.costs import cost_of
     from treetrain.planning.devices import DEVICES
-    from treetrain.planning.price import CostModel
     from treetrain.planning.simulate import OPTIMISER_BYTES
 
     def middle(*keys: Any) -> float:
@@ -225,8 +222,9 @@ def described(size: int, told: list[dict[str, Any]], parameters: int) -> tuple[A
             values.append(value)
         return statistics.median(values)
 
-    names = {name: middle("constants", name) for name in told[0]["constants"] if name not in ("source", "chunk_rows")}
-    constants = Constants.from_dict(told[0]["constants"] | names)
+    cost = cost_of(small_model())
+    measured = {name: middle("speeds", name) for name in told[0]["speeds"] if name != "source"}
+    speeds = dataclasses.replace(cost.speeds, **measured, source="measured while all ranks worked")
     speed = middle("links", 1)
     device = dataclasses.replace(
         DEVICES["cpu"],
@@ -237,20 +235,20 @@ def described(size: int, told: list[dict[str, Any]], parameters: int) -> tuple[A
         network_bandwidth=speed,
         node_ranks=size,
     )
-    return device, CostModel(shape=model_shape(small_model()), constants=constants)
+    return device, dataclasses.replace(cost, speeds=speeds)
 
 
 def compared(size: int, parallel: str, budget: int, told: list[dict[str, Any]], found: list[dict[str, Any]]) -> dict:
     """A row: predicted beside measured. Raises RuntimeError where counts differ."""
-    from treetrain.engine.planning import formula_cost_of
+    from treetrain.engine.costs import cost_of
     from treetrain.planning.make import over_ranks
     from treetrain.planning.simulate import simulate
     from treetrain.tree import build_tree
 
     model = small_model()
-    cost, tree = formula_cost_of(model), build_tree(load_workload(TASK))
-    device, measured = described(size, told, cost.shape.parameters)
-    said = simulate(tree, cost.shape, size, device, cost=cost, measured=measured, budget=budget, parallel=parallel)
+    cost, tree = cost_of(model), build_tree(load_workload(TASK))
+    device, measured = described(size, told, cost.counts.parameters)
+    said = simulate(tree, cost.counts, size, device, cost=cost, measured=measured, budget=budget, parallel=parallel)
     plans = over_ranks(tree, cost, size, budget=budget, aligned=parallel == "fsdp").plans
     passes = [own["passes"] for own in found]
     tokens = [own["tokens"] - (own["forwards"] - plan.num_parts) for own, plan in zip(found, plans)]
@@ -263,7 +261,7 @@ def compared(size: int, parallel: str, budget: int, told: list[dict[str, Any]], 
     means = said.slowest_rank_seconds * (1 - 1 / said.imbalance)
     return {
         "task": TASK,
-        "parameters": cost.shape.parameters,
+        "parameters": cost.counts.parameters,
         "ranks": size,
         "parallel": parallel,
         "budget": budget,

@@ -193,6 +193,7 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
     import torch
 
     import treetrain as tt
+    from treetrain.engine.costs import count
     from treetrain.engine.memory import keep_memory
     from treetrain.planning.ideal import budget_share, ideal_speedup
 
@@ -200,7 +201,7 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     kind, load = WORKS[name]
     drawn = load()
-    tree, shape = tt.build_tree(drawn), tt.ModelShape.from_config(model_30m().config.to_dict())
+    tree, shape = tt.build_tree(drawn), count(model_30m())
     budget = max(tree.num_tokens // 4, max(map(len, drawn)))
     one_batch = len(drawn) // (2 if kind == "dpo" else 1)
     padded = len(drawn) * max(map(len, drawn))

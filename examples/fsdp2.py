@@ -30,13 +30,13 @@ def main(mesh: DeviceMesh, steps: int = 20, rows_per_step: int = 10, lr: float =
     rows = [row for row in loaded.trajectories if row.group in TASKS]
     engine = tt.TreeEngine(model, budget=8192)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
-    loss_fn, shape = tt.losses.sft(), tt.ModelShape.from_config(model.config.to_dict())
+    loss_fn, cost = tt.losses.sft(), engine.cost
     drawn = random.Random(seed)  # the same rows on every process
 
     losses = []
     for step in range(steps):
         batch = drawn.sample(rows, min(rows_per_step, len(rows)))
-        mine = tt.dispatch(batch, shape, mesh.size())[mesh.get_rank()]
+        mine = tt.dispatch(batch, cost, mesh.size())[mesh.get_rank()]
         result = engine.forward_backward([batch[number] for number in mine], loss_fn)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -10,12 +10,6 @@ SHARED_DATA = Path(os.environ.get("TREETRAIN_SHARED_DATA", Path(__file__).parent
 
 
 @pytest.fixture(autouse=True, scope="session")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What tests measure of a busy machine does not stay in the user's cache."""
-    os.environ["TREETRAIN_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(autouse=True, scope="session")
 def heard_interrupts() -> None:
     """A shell that starts pytest in the background has it ignore Ctrl-C, which some tests send."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

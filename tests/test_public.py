@@ -58,8 +58,8 @@ SIGNATURES = {
     "NodeTrajectory": (
         "(*, node, advantages=None, reward=None, group=None, pair=None, chosen=None, id=None, episode=None)"
     ),
-    "ModelShape": ("(*, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied, blocks=(), positions=0)"),
-    "CostModel": "(*, shape, constants)",
+    "ModelShape": "(*, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied)",
+    "CostModel": "(*, counts, speeds, device='cpu')",
     "Plan": "(*, layout, part_of, parent, attach, kept, exported, prefill, scores_first='no', made_for=None)",
     "TreeEngine": "(model, *, budget=None, temperature=1.0, value_head=None, group=None, reduce='auto')",
     "TreeTrainer": (
@@ -86,7 +86,6 @@ METHODS = {
     "TokenTree.path": "(self, number)",
     "TokenTree.paths": "(self)",
     "ModelShape.named": "(name)",
-    "ModelShape.from_config": "(config)",
     "losses.sft": "(*, reduction='token')",
     "losses.reinforce": "(*, reduction='token', **options)",
     "losses.ppo": "(*, reduction='token', value_coefficient=0.0, value_clip=0.2, **options)",

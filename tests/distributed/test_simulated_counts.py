@@ -6,7 +6,7 @@ import pytest
 import treetrain as tt
 from support.models import make_model
 from support.rank_counts import counted_step
-from treetrain.engine.planning import formula_cost_of
+from treetrain.engine.costs import cost_of
 from treetrain.planning.devices import DEVICES
 from treetrain.planning.make import over_ranks
 from treetrain.planning.simulate import simulate
@@ -32,9 +32,9 @@ def rows(groups: int = 10) -> list[tt.Trajectory]:
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_passes_and_tokens_of_every_rank_are_those_of_the_simulator(run_on_ranks, parallel, budget, size) -> None:
     batch = rows()
-    cost = formula_cost_of(make_model("qwen3"))
+    cost = cost_of(make_model("qwen3"))
     tree, device = build_tree(batch), DEVICES["cpu"]
-    expected = simulate(tree, cost.shape, size, device, cost=cost, budget=budget, parallel=parallel)
+    expected = simulate(tree, cost.counts, size, device, cost=cost, budget=budget, parallel=parallel)
     plans = over_ranks(tree, cost, size, budget=budget, aligned=parallel == "fsdp").plans
     found = run_on_ranks(counted_step, parallel, batch, budget, size=size)
     passes = [told["passes"] for told in found]
@@ -48,7 +48,7 @@ def test_passes_and_tokens_of_every_rank_are_those_of_the_simulator(run_on_ranks
 
 def test_ranks_that_run_their_rows_in_runs_are_exact(run_on_ranks) -> None:
     batch, size, budget = rows(), 4, 48
-    tree, cost = build_tree(batch), formula_cost_of(make_model("qwen3"))
+    tree, cost = build_tree(batch), cost_of(make_model("qwen3"))
     own = over_ranks(tree, cost, size, budget=budget)
     aligned = over_ranks(tree, cost, size, budget=budget, aligned=True)
     assert aligned.duplicated > 2 * own.duplicated, "prompts are computed in two runs of a rank"

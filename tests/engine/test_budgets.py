@@ -20,15 +20,6 @@ ROWS = dress(IDS, 2)
 PPO = tt.losses.ppo(entropy=0.05)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def measured_elsewhere(tmp_path_factory):
-    """Constants that bytes need are measured for these models, and kept in a folder of the test's."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("TREETRAIN_CACHE", str(tmp_path_factory.mktemp("cache")))
-    yield
-    patch.undo()
-
-
 @pytest.fixture(scope="module")
 def model():
     return make_model("qwen3", dtype=torch.float64)
@@ -66,7 +57,6 @@ def test_tokens_bound_the_graphs_that_are_alive_at_once(model, budget):
 
 @pytest.mark.parametrize("budget", [None, "1GiB", "1.5 GB", "2e9B", tt.planning.budget.Bytes(1 << 30)], ids=str)
 def test_a_small_batch_runs_at_once_where_memory_is_ample(model, budget):
-    assert tt.TreeEngine(model).cost.constants is not None  # measured now, so that its passes are not seen below
     with watched(model) as seen, PureFloat64():
         got = linear.gradients(model, pairs_loss(tt.logprobs(model, IDS, budget=budget)))
     assert len(seen.graph) == 1 and not seen.plain

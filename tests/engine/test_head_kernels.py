@@ -16,9 +16,8 @@ import treetrain as tt
 from support.linear import gradients, relative_error
 from support.models import make_model
 from support.triton_here import GPU, triton_or_skip
-from treetrain.engine.calibrate import _key, calibrate, model_shape
+from treetrain.engine.costs import cost_of
 from treetrain.engine.lm_head import EdgesOfChunk, Entropies, PlainChunk, Scaling, chunk_type
-from treetrain.models.capability import check_model
 from treetrain.models.heads import LogitMap
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -147,10 +146,8 @@ def test_the_memory_of_a_chunk_by_triton_is_that_of_its_logits(monkeypatch):
     found = []
     for kernels in ("torch", "triton"):
         monkeypatch.setenv("TREETRAIN_HEAD", kernels)
-        constants = calibrate(model, check_model(model))
-        found.append((constants.head_chunk_row, _key(model, check_model(model), model_shape(model))))
-    (plain, first), (kernels, second) = found
-    assert kernels == model.config.vocab_size * 4 and plain == 2 * kernels and first != second
+        found.append(cost_of(model).counts.logit)
+    assert found == [8, 4]
 
 
 @pytest.mark.parametrize(

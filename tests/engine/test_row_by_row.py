@@ -36,7 +36,7 @@ def test_rows_run_one_by_one_if_a_shared_prefix_costs_more_than_it_saves(monkeyp
     class Cost:
         seconds = staticmethod(seconds)
 
-    monkeypatch.setattr(step_module, "formula_cost", lambda model: Cost)
+    monkeypatch.setattr(step_module, "cost_if_countable", lambda model: Cost)
     tree = tt.build_tree(rows_sharing(prefix))
     plan = partition(pack(tree, tree.trained_edges()[0] > 0), budget, seconds)
     found = rows_instead(tt.TreeEngine(make_model("qwen3"), budget=budget), tree, plan)

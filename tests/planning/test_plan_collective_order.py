@@ -22,8 +22,7 @@ from treetrain.planning.collective_order import (
 from treetrain.planning.cost import ModelShape
 from treetrain.planning.make import make_plan, over_ranks
 from treetrain.planning.plan import Plan
-from treetrain.planning.price import CostModel
-from treetrain.planning.rates import Rates
+from treetrain.planning.price import CostModel, Rates
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree

@@ -1,7 +1,7 @@
 """Predicted seconds and bytes of plans, against sums by hand and a walk over the plan's events."""
 
 import dataclasses
-import json
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,21 +9,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.forests import forests
-from treetrain.planning.constants import HEAD_CHUNK_LOGITS, HEAD_CHUNK_ROWS, Constants, head_chunk_rows
-from treetrain.planning.cost import ModelShape, step_flops
+from treetrain.planning.cost import ModelShape
+from treetrain.planning.devices import HEAD_CHUNK_LOGITS, HEAD_CHUNK_ROWS, head_chunk_rows
 from treetrain.planning.plan import Plan
-from treetrain.planning.price import CostModel
+from treetrain.planning.price import CostModel, Speeds
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 
 SHAPE = ModelShape(layers=3, hidden=8, intermediate=12, heads=4, kv_heads=2, head_dim=5, vocab=50, tied=True)
-NUMBERS = [field.name for field in dataclasses.fields(Constants) if field.name != "source"]
+PRIMES = [n for n in range(2, 200) if all(n % d for d in range(2, n))]
 
 
-def distinct_constants(**changes) -> Constants:
-    """Every constant another prime, so that a mix-up cannot cancel out."""
-    primes = [n for n in range(2, 200) if all(n % d for d in range(2, n))][: len(NUMBERS)]
-    return Constants(**(dict(zip(NUMBERS, map(float, primes))) | {"chunk_rows": 3, "slack": 1.25} | changes), source="")
+def distinct(**changes) -> CostModel:
+    """Every number of bytes and every speed another prime, so that a mix-up cannot cancel out."""
+    counts = SHAPE.counts()
+    fixed = ("layers", "hidden", "vocab", "dtype_bytes", "checkpointing", "token_flops", "flops_by_range")
+    names = [field.name for field in dataclasses.fields(counts) if field.name not in fixed]
+    speeds = [field.name for field in dataclasses.fields(Speeds) if field.name != "source"]
+    values = dict(zip([*names, *speeds], map(float, PRIMES))) | changes
+    return CostModel(
+        counts=dataclasses.replace(counts, **{name: values[name] for name in names}),
+        speeds=Speeds(**{name: values[name] for name in speeds}, source=""),
+    )
 
 
 def chunked(layout: PackedLayout, size: int, keep: str, seed: int = 0, prefill_limit: int = 0) -> Plan:
@@ -51,46 +58,43 @@ ROWS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 9]]
 
 
 def test_one_part_costs_its_flops_one_pass_and_the_bytes_of_it():
-    c = distinct_constants(backward_ratio=2.0, matrix_flops=1.0, pair_flops=1.0, head_flops=1.0)
+    cost = distinct(backward_ratio=2.0, layers=1.0, attention=1.0, head=1.0)
     layout = pack(build_tree(ROWS))
     plan = Plan.of_parts(layout, np.zeros(layout.num_tokens, np.int64))
-    flops = step_flops(SHAPE, layout.num_tokens, layout.pairs, len(layout.rows))
-    fixed = c.graph_pass_bytes / c.bandwidth + c.graph_pass_seconds
-    assert CostModel(shape=SHAPE, constants=c).seconds(plan) == pytest.approx(flops + fixed, rel=1e-12)
+    flops = SHAPE.flops(layout.num_tokens, layout.pairs, len(layout.rows))
+    assert cost.seconds(plan) == pytest.approx(flops + cost.speeds.graph_pass, rel=1e-12)
 
 
 @given(plan=plans())
 def test_seconds_are_the_sum_over_the_events_of_the_plan(plan):
-    c, shape = distinct_constants(), SHAPE
+    cost, shape = distinct(), SHAPE
+    c = cost.speeds
 
     def forward(tokens: np.ndarray) -> float:
         pairs = (plan.layout.positions[tokens] + 1).sum()
-        matrices = 2 * len(tokens) * shape.layers * shape.layer_parameters / c.matrix_flops
-        return matrices + 4 * pairs * shape.layers * shape.heads * shape.head_dim / c.pair_flops
+        matrices = 2 * len(tokens) * shape.layers * shape.layer_parameters / c.layers
+        return matrices + 4 * pairs * shape.layers * shape.heads * shape.head_dim / c.attention
 
     total = 0.0
     for event in plan.events():
         if event.kind == "prefill":
-            fixed = c.forward_pass_bytes / c.bandwidth + c.forward_pass_seconds
-            total += forward(plan.prefill_tokens(event.number)) + fixed
+            total += forward(plan.prefill_tokens(event.number)) + c.forward_pass
         elif event.kind == "forward":
             tokens = plan.tokens(event.number)
             rows = np.isin(plan.layout.rows, tokens).sum()
-            fixed = c.graph_pass_bytes / c.bandwidth + c.graph_pass_seconds
-            total += forward(tokens) * (1 + c.backward_ratio) + fixed
-            total += 6 * rows * shape.hidden * shape.vocab / c.head_flops
-    cost = CostModel(shape=shape, constants=c)
+            total += forward(tokens) * (1 + c.backward_ratio) + c.graph_pass
+            total += 6 * rows * shape.hidden * shape.vocab / c.head
     assert cost.seconds(plan) == pytest.approx(total, rel=1e-9)
     assert cost.seconds_by(plan)["recomputation"] == pytest.approx(
         sum(forward(plan.prefill_tokens(event.number)) for event in plan.events() if event.kind == "prefill")
     )
 
 
-@given(
-    plan=plans(), largest=st.sampled_from(["none", "end_pass", "end_token", "forward_token", "head_pass", "layer_pass"])
-)
+@given(plan=plans(), largest=st.sampled_from(["none", "forward_token", "head_pass", "weight_gradient", "hidden"]))
 def test_peak_bytes_are_the_most_alive_at_any_event(plan, largest):
-    c = distinct_constants(**({} if largest == "none" else {largest: 5000.0}))
+    cost = distinct(**({} if largest == "none" else {largest: 5000.0}))
+    c = dataclasses.replace(cost.counts, hidden=5000) if largest == "hidden" else cost.counts
+    cost = dataclasses.replace(cost, counts=c)
     alive, most, carry, most_carry, states, most_states = {}, 0.0, {}, 0, {}, 0
     attached = np.unique(plan.attach[plan.attach >= 0])
     for event in plan.events():
@@ -99,8 +103,8 @@ def test_peak_bytes_are_the_most_alive_at_any_event(plan, largest):
             first, tokens = plan.prefill_parts(number)[0], plan.prefill_tokens(number)
             carry[first], states[first] = len(tokens), int(np.isin(attached, tokens).sum())
             rows = int(np.isin(plan.layout.rows, tokens).sum())
-            working = c.forward_token * len(tokens) + c.path_token * above(plan, first)
-            working += c.head_chunk_row * min(rows, c.chunk_rows)
+            working = c.forward_token * len(tokens) + c.cache_layer * above(plan, first)
+            working += c.logit * c.vocab * min(rows, 3)
             most = max(most, held + working)
         elif event.kind == "forward":
             tokens = plan.tokens(number)
@@ -108,10 +112,10 @@ def test_peak_bytes_are_the_most_alive_at_any_event(plan, largest):
             if plan.kept[number]:
                 carry[number] = len(plan.exported_tokens(number))
                 states[number] = int(np.isin(attached, plan.tokens(number)).sum())
-            graph = c.saved_pass + c.saved_token * len(tokens) + c.saved_row * rows
-            head = c.head_pass + c.head_row * rows + c.head_chunk_row * min(rows, c.chunk_rows) if rows else 0.0
-            layers = c.layer_pass + c.layer_token * len(tokens) + c.path_token * above(plan, number)
-            most = max(most, held + graph + max(head, layers), held + c.end_pass + c.end_token * len(tokens))
+            graph = c.saved_pass + (c.saved_layers + c.saved_outside) * len(tokens) + (4 * c.hidden + 16) * rows
+            head = c.head_pass + 4 * c.hidden * rows + c.logit * c.vocab * min(rows, 3) if rows else 0.0
+            layers = c.weight_gradient + c.backward_token * len(tokens) + c.cache_layer * above(plan, number)
+            most = max(most, held + graph + max(head, layers), held + 8 * c.hidden * len(tokens))
             alive[number] = graph
         else:
             del alive[number]
@@ -119,10 +123,13 @@ def test_peak_bytes_are_the_most_alive_at_any_event(plan, largest):
             states.pop(number, None)
         most_carry, most_states = max(most_carry, sum(carry.values())), max(most_states, sum(states.values()))
     assert not alive and not carry
-    step = c.step_bytes + c.step_token * plan.layout.num_tokens if plan.num_parts else 0.0
-    held = c.carry_token * most_carry + c.carry_state * most_states
-    expected = (most + held + step) * c.slack + c.slack_bytes * (plan.num_parts > 0)
-    assert CostModel(shape=SHAPE, constants=c).peak_bytes(plan) == pytest.approx(expected, rel=1e-9)
+    step = c.step + 200 * plan.layout.num_tokens if plan.num_parts else 0.0
+    held = c.cache_token * most_carry + c.cache_state * most_states
+    with mock.patch("treetrain.planning.price.head_chunk_rows", lambda vocab, device: 3):
+        found = cost.bytes_by(plan)
+    assert sum(found.values()) - found["allocator"] == pytest.approx(most + held + step, rel=1e-9)
+    if plan.num_parts:
+        assert found["allocator"] == pytest.approx(0.17 * (most + held + step) + 8e6)
 
 
 def above(plan: Plan, part: int) -> int:
@@ -132,10 +139,11 @@ def above(plan: Plan, part: int) -> int:
 def test_a_part_without_predictions_has_no_head():
     layout = pack(build_tree([range(12)]), np.arange(12) == 11)
     plan = chunked(layout, 10, "none")
-    c = distinct_constants(head_pass=1e6, slack=1.0, slack_bytes=0.0)
+    cost = distinct(head_pass=1e6)
     assert plan.sizes.tolist() == [10, 1]
-    found = CostModel(shape=SHAPE, constants=c).bytes_by(plan)
-    assert found["running graph"] == c.saved_pass + c.saved_token + c.saved_row and found["working"] >= 1e6
+    found, c = cost.bytes_by(plan), cost.counts
+    row = 4 * c.hidden + 16
+    assert found["running graph"] == c.saved_pass + c.saved_token + row and found["working"] >= 1e6
 
 
 def test_keeping_takes_memory_and_recomputing_takes_time():
@@ -158,40 +166,20 @@ def test_a_batch_of_nothing_costs_nothing():
     assert cost.seconds(plan) == 0 and cost.peak_bytes(plan) == 0
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("dtype_bytes", [2, 4, 8])
-def test_constants_survive_json(checkpointing, dtype_bytes):
-    found = Constants.from_shape(SHAPE, "cuda", dtype_bytes=dtype_bytes, checkpointing=checkpointing)
-    assert Constants.from_dict(json.loads(json.dumps(found.as_dict()))) == found
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"bandwidth": 0.0}, "bandwidth is 0.0"),
-        ({"saved_token": -1.0}, "saved_token is -1.0"),
-        ({"slack": float("nan")}, "slack is nan"),
-        ({"chunk_rows": "64"}, "chunk_rows is '64'"),
-        ({"matrix_flops": True}, "matrix_flops is True"),
-        ({"unknown": 1.0}, "unlike keys unknown"),
-    ],
-)
-def test_constants_that_cannot_be_are_refused_by_name(changes, says):
-    with pytest.raises(ValueError, match=says):
-        Constants.from_dict(distinct_constants().as_dict() | changes)
-
-
 @pytest.mark.parametrize(("device", "dtype_bytes"), [("tpu", 4), ("cpu", 3)])
 def test_a_device_or_dtype_without_figures_is_refused(device, dtype_bytes):
     with pytest.raises(ValueError, match="known are cpu, cuda with 2, 4 or 8 bytes"):
-        Constants.from_shape(SHAPE, device, dtype_bytes=dtype_bytes)
+        CostModel.from_shape(SHAPE, device, dtype_bytes=dtype_bytes)
 
 
 def test_checkpointing_trades_saved_bytes_for_a_second_forward():
-    plain, checkpointed = (Constants.from_shape(SHAPE, checkpointing=flag) for flag in (False, True))
-    assert checkpointed.saved_token < plain.saved_token / 5
-    assert checkpointed.layer_token > plain.layer_token
-    assert checkpointed.backward_ratio == plain.backward_ratio + 1
+    layout = pack(build_tree(ROWS))
+    plan = Plan.of_parts(layout, np.zeros(layout.num_tokens, np.int64))
+    plain, checkpointed = (CostModel.from_shape(SHAPE, checkpointing=flag) for flag in (False, True))
+    assert checkpointed.counts.saved_token < plain.counts.saved_token / 3
+    assert checkpointed.peak_bytes(plan) < plain.peak_bytes(plan)
+    assert checkpointed.speeds.backward_ratio == plain.speeds.backward_ratio + 1
+    assert checkpointed.counts.checkpointed(False) == plain.counts
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -201,6 +189,5 @@ def test_chunks_of_the_head_stay_within_their_bounds(device):
         rows = head_chunk_rows(vocab, device)
         assert least <= rows <= most
         assert rows in (least, most) or rows == HEAD_CHUNK_LOGITS[device] // vocab
-        assert Constants.from_shape(dataclasses.replace(SHAPE, vocab=vocab), device).chunk_rows == rows
     # On a GPU the head's matrix is read once for each chunk: not for every few rows.
     assert head_chunk_rows(151_936, "cuda") > 1500 and head_chunk_rows(151_936, "cpu") == 64

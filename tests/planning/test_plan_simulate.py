@@ -63,10 +63,10 @@ def test_collectives_are_bound_by_the_slower_of_links_and_network():
 
 def test_shards_shrink_with_ranks_and_whole_states_do_not():
     whole = 16 * SHAPE.parameters
-    assert state_of(SHAPE, 4, CPU, "ddp", "part") == (whole, 0.0)
-    assert state_of(SHAPE, 4, CPU, "fsdp", "part").model == whole / 4
-    step, part = (state_of(SHAPE, 4, CPU, "fsdp", sync).gathered for sync in ("step", "part"))
-    assert step - part == 4 * SHAPE.layer_weights / 2  # one of two layers is not whole anyway
+    assert state_of(SHAPE.counts(), 4, CPU, "ddp", "part") == (whole, 0.0)
+    assert state_of(SHAPE.counts(), 4, CPU, "fsdp", "part").model == whole / 4
+    step, part = (state_of(SHAPE.counts(), 4, CPU, "fsdp", sync).gathered for sync in ("step", "part"))
+    assert step - part == 4 * SHAPE.layer_parameters  # one of two layers is not whole anyway
     tree = build_tree(bushy())
     assert simulate(tree, SHAPE, 4, CPU).peak_bytes < simulate(tree, SHAPE, 4, CPU, parallel="ddp").peak_bytes
 
@@ -86,6 +86,6 @@ def test_a_thousand_ranks_are_simulated_and_idle_ones_counted():
 
 
 def test_the_cost_of_a_device_is_its_description():
-    constants = DEVICES["h100"].cost(SHAPE).constants
-    assert constants.matrix_flops == 0.4 * 989.4e12 and constants.bandwidth == 3.35e12
-    assert "h100" in constants.source
+    speeds = CostModel.on(DEVICES["h100"], SHAPE.counts(dtype_bytes=2)).speeds
+    assert speeds.layers == 0.4 * 989.4e12 and speeds.forward_pass > SHAPE.layers * SHAPE.layer_parameters * 2 / 3.35e12
+    assert "h100" in speeds.source

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import treetrain as tt
 from support.models import make_model
 from support.rank_work import LOSSES, gradients, relative_error, sharded
-from treetrain.engine.planning import formula_cost_of
+from treetrain.engine.costs import cost_of
 from treetrain.planning.balance import dispatch
 from treetrain.tree.build import build_tree
 
@@ -19,7 +19,7 @@ def counted_step(
     """One step on rows that are dispatched over the ranks, as counted on this one."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     model, alone = make_model("qwen3"), make_model("qwen3")
-    own = dispatch(build_tree(rows), formula_cost_of(alone), size)[rank]
+    own = dispatch(build_tree(rows), cost_of(alone), size)[rank]
     sharing: dict[str, Any] = {"group": group}
     if parallel == "fsdp":
         model, sharing = sharded(model, group), {"reduce": "part" if isinstance(budget, int) else "auto"}

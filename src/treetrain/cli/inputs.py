@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from treetrain.data.load import detect_format, load
 from treetrain.errors import DataError
-from treetrain.planning.cost import ModelShape
+from treetrain.planning.cost import ModelCounts, ModelShape
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,9 +19,9 @@ DEFAULT_SHAPE = "qwen3-8b"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NamedShape:
-    """A model shape and where it comes from."""
+    """What a model computes and holds, and where that comes from."""
 
-    shape: ModelShape
+    counts: ModelCounts
     name: str
     assumed: bool
     """Nobody asked for it: it is the default."""
@@ -32,18 +32,19 @@ class NamedShape:
         return f"{self.name} (assumed; --model or --shape names another)" if self.assumed else self.name
 
 
-def find_shape(model: str | None, shape: str | None) -> NamedShape:
-    """`shape` if given, else that of `model`, else the default.
+def find_shape(model: str | None, shape: str | None, *, dtype_bytes: int = 4) -> NamedShape:
+    """The shape of this name if given, else what `model` counts, else the default shape. Only a model needs torch.
 
     Raises:
-        ValueError: an unknown shape, a model that is not there, or a family whose cost is not known.
+        ValueError: an unknown shape, a model that is not there, or one that cannot be counted.
     """
     if shape is None and model is not None:
-        from treetrain.models.loading import load_config
+        from treetrain.engine.costs import count_named
 
-        return NamedShape(shape=ModelShape.from_config(load_config(model).to_dict()), name=model, assumed=False)
+        return NamedShape(counts=count_named(model, dtype_bytes), name=model, assumed=False)
     name = shape or DEFAULT_SHAPE
-    return NamedShape(shape=ModelShape.named(name), name=name, assumed=shape is None)
+    counts = ModelShape.named(name).counts(dtype_bytes=dtype_bytes)
+    return NamedShape(counts=counts, name=name, assumed=shape is None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""`treetrain inspect`: how much the rows of a file share. Needs neither torch nor a model, but to measure one."""
+"""`treetrain inspect`: how much the rows of a file share. Needs torch only where --model names a model."""
 
 import dataclasses
 from argparse import Namespace
@@ -61,20 +61,19 @@ def run(argv: Sequence[str]) -> int:
 
 def _plan(options: Namespace, found: "ReadRows", shape: "NamedShape") -> "Plan":
     """The plan of all rows as one batch."""
+    from treetrain.planning.devices import Device
     from treetrain.planning.make import make_plan
     from treetrain.planning.price import CostModel
     from treetrain.tree.build import build_tree
 
     if options.calibrate:
         from treetrain.cli.inputs import best_device_model
-        from treetrain.engine.calibrate import cost_model
-        from treetrain.models.capability import check_model
+        from treetrain.engine.calibrate import measured_cost
 
         assert options.model is not None
-        model = best_device_model(options.model)
-        cost = cost_model(model, check_model(model))
+        cost = measured_cost(best_device_model(options.model))
     else:
-        cost = CostModel.from_shape(shape.shape, options.device)
+        cost = CostModel.on(Device.of_kind(options.device, 4), shape.counts)
     return make_plan(build_tree(found.rows), cost, budget=options.budget)
 
 
@@ -87,7 +86,7 @@ def _report(options: Namespace, found: "ReadRows", shape: "NamedShape") -> dict[
     for row in found.rows:
         if row.group is not None:
             members.setdefault(row.group, []).append(row)
-    groups = [(str(name), tree_stats(build_tree(rows), shape.shape)) for name, rows in members.items()]
+    groups = [(str(name), tree_stats(build_tree(rows), shape.counts)) for name, rows in members.items()]
     flat, unique = (sum(getattr(stats, name) for _, stats in groups) for name in ("flat", "unique"))
     summary = {
         "count": len(groups),
@@ -108,7 +107,7 @@ def _report(options: Namespace, found: "ReadRows", shape: "NamedShape") -> dict[
         "format": found.format,
         "view": options.view if found.format == "chat" else None,
         "shape": {"name": shape.name, "assumed": shape.assumed},
-        "file": dataclasses.asdict(tree_stats(build_tree(found.rows), shape.shape)),
+        "file": dataclasses.asdict(tree_stats(build_tree(found.rows), shape.counts)),
         "groups": summary if groups else None,
         "prefixes": prefixes
         and {name: getattr(prefixes, name) for name in ("calls", "successive", "broken")}

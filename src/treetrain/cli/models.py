@@ -75,9 +75,9 @@ def _list(options: Namespace) -> None:
 
 def _one(name: str) -> dict[str, Any]:
     """The check of one model, and whether its cost is known."""
+    from treetrain.engine.costs import count_config
     from treetrain.errors import UnsupportedModel
     from treetrain.models.loading import check_config, load_config
-    from treetrain.planning.cost import ModelShape
 
     config = load_config(name)
     text = config.get_text_config()
@@ -88,8 +88,8 @@ def _one(name: str) -> dict[str, Any]:
     except UnsupportedModel as error:
         verdict, reason = "refused", str(error)
     try:
-        parameters = ModelShape.from_config(text.to_dict()).parameters
-    except UnsupportedModel:  # a family whose cost is not known
+        parameters = count_config(config).parameters
+    except UnsupportedModel:
         parameters = None
     layers = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
     answer = {"model": name, "model_type": text.model_type, "layers": layers}
@@ -118,7 +118,7 @@ def _print_one(answer: dict[str, Any]) -> None:
     rows = [
         ("model", f"{answer['model']} ({answer['model_type']})"),
         ("layers", ", ".join(f"{count} {kind}" for kind, count in answer["layers"].items())),
-        ("cost", f"known; {parameters:,} entries in matrices" if parameters else "not known for this family"),
+        ("cost", f"known; {parameters:,} parameters" if parameters else "cannot be counted"),
         ("verdict", f"{answer['verdict']}: {answer['reason']}"),
     ]
     console().print(pairs(rows))

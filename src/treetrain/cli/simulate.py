@@ -1,4 +1,4 @@
-"""`treetrain simulate`: what a step of a file would take on many ranks. Starts no process, needs no torch."""
+"""`treetrain simulate`: what a step of a file would take on many ranks, predicted. Needs torch only for --model."""
 
 import dataclasses
 from argparse import Namespace
@@ -51,7 +51,8 @@ def run(argv: Sequence[str]) -> int:
     from treetrain.planning.simulate import simulate
     from treetrain.tree.build import build_tree
 
-    device, shape = find_device(options.device_description), find_shape(options.model, options.shape)
+    device = find_device(options.device_description)
+    shape = find_shape(options.model, options.shape, dtype_bytes=device.dtype_bytes)
     found_rows = read(options)
     print_notes(found_rows.notes)
     tree = build_tree(found_rows.rows)
@@ -61,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
     found: list[Any] = []
     for count in sorted(set(options.ranks)):
         try:
-            found.append(simulate(tree, shape.shape, count, device, budget=options.budget, **own))
+            found.append(simulate(tree, shape.counts, count, device, budget=options.budget, **own))
         except ValueError as error:  # so many ranks cannot share this batch
             found.append({"ranks": count, "refused": str(error)})
     batch = {
@@ -74,7 +75,7 @@ def run(argv: Sequence[str]) -> int:
             {
                 "files": list(options.files),
                 "batch": batch,
-                "shape": {"name": shape.name, "assumed": shape.assumed, "parameters": shape.shape.parameters},
+                "shape": {"name": shape.name, "assumed": shape.assumed, "parameters": shape.counts.parameters},
                 "device": dataclasses.asdict(device),
                 "ranks": [row if isinstance(row, dict) else row.as_dict() for row in found],
                 "notes": list(found_rows.notes),
@@ -93,7 +94,7 @@ def _print(options: Namespace, batch: dict[str, int], shape: "NamedShape", devic
     tokens = f"{batch['flat_tokens']:,} flat tokens, {batch['unique_tokens']:,} unique"
     facts = [
         ("batch", f"{batch['trajectories']:,} trajectories, {tokens}"),
-        ("shape", f"{shape.words}, {shape.shape.parameters / 1e9:.2f} billion parameters"),
+        ("shape", f"{shape.words}, {shape.counts.parameters / 1e9:.2f} billion parameters"),
         ("device", f"{device.name}, {device.flops * device.efficiency / 1e12:,.3g} TFLOP/s reached"),
         ("parallel", options.parallel + sync),
     ]

@@ -33,7 +33,7 @@ from treetrain.engine.gradients import GradientBuffer, GradientBuffers
 from treetrain.models.capability import Capabilities
 from treetrain.models.heads import IDENTITY, LogitMap
 from treetrain.models.tree_mode import replaced_forward
-from treetrain.planning.constants import head_chunk_rows
+from treetrain.planning.devices import head_chunk_rows
 
 ENVIRONMENT = "TREETRAIN_HEAD"
 KERNELS = ("torch", "triton")

@@ -87,7 +87,7 @@ def live_bytes(device: torch.device) -> Iterator["AllocatedBytes"]:
         yield _CudaBytes(device)
         return
     meter = AllocatedBytes()
-    with _CountStorages(meter):
+    with CountStorages(meter):
         yield meter
 
 
@@ -123,7 +123,9 @@ class _CudaBytes(AllocatedBytes):
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
-class _CountStorages(TorchDispatchMode):
+class CountStorages(TorchDispatchMode):
+    """Counts every storage that an operator makes, while it lives."""
+
     def __init__(self, meter: AllocatedBytes) -> None:
         super().__init__()
         self._meter = meter
@@ -133,13 +135,22 @@ class _CountStorages(TorchDispatchMode):
         given = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and _key(tensor) not in given and _key(tensor) not in self._alive:
-                storage, meter = tensor.untyped_storage(), self._meter
-                self._alive[_key(tensor)] = storage.nbytes()
-                meter.now += storage.nbytes()
-                meter.peak = max(meter.peak, meter.now)
-                weakref.finalize(storage, self._freed, _key(tensor))
+            if isinstance(tensor, torch.Tensor) and _key(tensor) not in given and self.counts(tensor):
+                self.add(tensor)
         return out
+
+    def counts(self, tensor: torch.Tensor) -> bool:
+        """Whether a new tensor is counted; a subclass may leave some out."""
+        return True
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage until it is freed."""
+        storage, meter, key = tensor.untyped_storage(), self._meter, _key(tensor)
+        if key not in self._alive:
+            self._alive[key] = storage.nbytes()
+            meter.now += storage.nbytes()
+            meter.peak = max(meter.peak, meter.now)
+            weakref.finalize(storage, self._freed, key)
 
     def _freed(self, key: int) -> None:
         self._meter.now -= self._alive.pop(key, 0)

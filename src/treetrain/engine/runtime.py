@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from treetrain.attention.backends import Choice, choose_backend
-from treetrain.engine.calibrate import cost_model
+from treetrain.engine.costs import cost_if_countable, cost_of
 from treetrain.engine.distributed import is_shard, is_sharded, ranks_of, sharded_modules, unwrapped
 from treetrain.engine.executor import Executor
 from treetrain.engine.gradients import Rollback
@@ -21,8 +21,6 @@ from treetrain.engine.packed import PackedRun, model_device, wide_dtype
 from treetrain.engine.planning import (
     AMPLE,
     device_free_bytes,
-    formula_cost,
-    formula_cost_of,
     gradient_bytes_to_come,
     plan_within,
 )
@@ -121,20 +119,17 @@ class Runtime:
 
     @property
     def cost(self) -> CostModel:
-        """What passes cost on this model as it is now, on its device: measured when first asked for, and cached.
+        """What passes cost on this model as it is now: counted without running it, with published speeds.
 
-        By formula for a sharded model, whose passes no rank can run by itself.
+        Raises:
+            UnsupportedModel: a model that cannot be counted.
         """
-        if self.in_lockstep:
-            return formula_cost_of(self.model)
-        found = self.checked()
-        # With the model's own head, whatever the present call asks of it: what is measured is cached.
-        return cost_model(self.model, found.asked(logprobs=found.scores_tokens, values=not found.scores_tokens))
+        return cost_of(self.model)
 
     def plan_of(self, layout: PackedLayout) -> Plan:
         """The plan of a layout under the engine's budget."""
         free = self.free_bytes() if self.budget is None else None
-        return plan_within(layout, self.budget, self.model, lambda: self.cost, free=free)
+        return plan_within(layout, self.budget, self.model, free=free)
 
     def free_bytes(self) -> int | None:
         """What plans may use of the device now, less gradients to come; processes on one host share its memory."""
@@ -152,25 +147,23 @@ class Runtime:
         kept = plan.with_all_kept()
         if isinstance(self.budget, int):
             return kept.peak_tokens <= self.budget
-        formula = formula_cost(self.model)
-        if formula is None:
+        cost = cost_if_countable(self.model)
+        if cost is None:
             return False
-        if isinstance(self.budget, Bytes):
-            return self.cost.peak_bytes(kept) <= self.budget.count
-        free = self.free_bytes()
-        return free is None or AMPLE * formula.peak_bytes(kept) <= free or self.cost.peak_bytes(kept) <= free
+        room = self.budget.count if isinstance(self.budget, Bytes) else self.free_bytes()
+        return room is None or cost.peak_bytes(kept) <= room
 
     def has_room_for_logits(self, plan: Plan) -> bool:
         """Whether the logits of all scored rows fit beside the graphs of a plan, with room to spare.
 
         Kept, they save a second product of the head's matrix with every row.
         """
-        formula = formula_cost(self.model)
+        cost = cost_if_countable(self.model)
         room = self.budget.count if isinstance(self.budget, Bytes) else self.free_bytes()
-        if formula is None or room is None:
+        if cost is None or room is None:
             return False
         logits = len(plan.layout.rows) * self.capabilities.vocab_size * wide_dtype(self.model).itemsize
-        return AMPLE * (formula.peak_bytes(plan) + logits) <= room
+        return AMPLE * (cost.peak_bytes(plan) + logits) <= room
 
     # ---- runs
 
@@ -226,7 +219,7 @@ class Runtime:
             return run(plan, counts), plan, counts
 
         def smaller(tokens: int) -> Plan:
-            found = plan_within(plan.layout, tokens, self.model, lambda: self.cost)
+            found = plan_within(plan.layout, tokens, self.model)
             return found if plan.scores_first == "no" else replace(found, scores_first="recomputed")
 
         return within_memory(self.model, plan, run, smaller)

@@ -16,6 +16,7 @@ from torch import Tensor
 from treetrain import __version__
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.batch import Batch, Selection, check_batch, predictions_of
+from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import check_same
 from treetrain.engine.evaluate import added_up, evaluate, evaluate_gradients, linear_coefficients
 from treetrain.engine.gradients import Rollback
@@ -33,7 +34,7 @@ from treetrain.engine.loss_gradients import KnownGradients, StreamedGradients
 from treetrain.engine.merged import MergedBatch
 from treetrain.engine.out_of_memory import PassCounts
 from treetrain.engine.packed import wide_dtype
-from treetrain.engine.planning import AMPLE, formula_cost
+from treetrain.engine.planning import AMPLE
 from treetrain.engine.results import Metrics, StepResult
 from treetrain.engine.routing import RouterBalance, Routing
 from treetrain.engine.runtime import Runtime
@@ -203,7 +204,7 @@ def rows_instead(runtime: Runtime, tree: TokenTree, plan: Plan) -> tuple[TokenTr
 
     A shared prefix of a token or two may cost a pass of its own, which takes longer than to compute it in every row.
     """
-    budget, cost = runtime.budget, formula_cost(runtime.model)
+    budget, cost = runtime.budget, cost_if_countable(runtime.model)
     if not runtime.merge or runtime.balanced or isinstance(budget, Bytes) or cost is None:
         return None
     if plan.num_parts < 2 or linear_work(tree).tokens > WORTH_A_LOOK * plan.layout.num_tokens:
@@ -242,7 +243,7 @@ def _have_room(runtime: Runtime, ways: Sequence[Candidate]) -> list[bool]:
     """For each way, whether there is room for all gradients as a whole until the last backward."""
     if not runtime.in_lockstep or runtime.reduce != "auto":
         return [runtime.reduce == "step"] * len(ways)
-    cost = formula_cost(runtime.model)
+    cost = cost_if_countable(runtime.model)
     room = runtime.budget.count if isinstance(runtime.budget, Bytes) else runtime.free_bytes()
     if cost is None or room is None:
         return [False] * len(ways)

@@ -110,6 +110,34 @@ def load_tokenizer(name_or_path: str | Path, **options: Any) -> "PreTrainedToken
         raise _cannot_load("tokenizer", name, folder, error) from error
 
 
+def model_without_weights(config: Any, **options: Any) -> "nn.Module | None":
+    """A causal LM of this configuration on the meta device, in evaluation mode.
+
+    Returns:
+        The model; None where its class computes with its weights while it is made.
+
+    Raises:
+        UnsupportedModel: transformers knows no causal language model of this configuration.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from treetrain.models.capability import with_softcap
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **options).eval()
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            return None
+        raise UnsupportedModel(
+            f"{type(config).__name__} belongs to no causal language model that transformers knows"
+        ) from error
+    except (RuntimeError, NotImplementedError, TypeError):  # it computes with its weights while it is made
+        return None
+    return model if "attn_implementation" in options else with_softcap(model)
+
+
 def check_config(config: Any, **options: Any) -> "Capabilities | None":
     """`check_model` on a model of this configuration without weights, in evaluation mode.
 
@@ -124,23 +152,11 @@ def check_config(config: Any, **options: Any) -> "Capabilities | None":
     Raises:
         UnsupportedModel: no causal language model, or one that would not be exact on a tree.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
+    from treetrain.models.capability import check_model
 
-    from treetrain.models.capability import check_model, with_softcap
-
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **options).eval()
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            return None
-        raise UnsupportedModel(
-            f"{type(config).__name__} belongs to no causal language model that transformers knows"
-        ) from error
-    except (RuntimeError, NotImplementedError, TypeError):  # it computes with its weights while it is made
+    model = model_without_weights(config, **options)
+    if model is None:
         return None
-    model = model if "attn_implementation" in options else with_softcap(model)
     capabilities = check_model(model)
     _check_masks(model)
     return capabilities

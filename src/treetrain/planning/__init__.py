@@ -1,10 +1,10 @@
 """The cost of a batch on a model of a given shape, the plans that fit a budget, and balance over ranks. Numpy only."""
 
 from treetrain.planning.budget import Bytes, parse_budget
-from treetrain.planning.cost import ModelShape, step_flops
+from treetrain.planning.cost import ModelCounts, ModelShape
 from treetrain.planning.ideal import ideal_speedup
 from treetrain.planning.make import make_plan
 from treetrain.planning.plan import Plan
 from treetrain.planning.price import CostModel
 
-__all__ = ["Bytes", "CostModel", "ModelShape", "Plan", "ideal_speedup", "make_plan", "parse_budget", "step_flops"]
+__all__ = ["Bytes", "CostModel", "ModelCounts", "ModelShape", "Plan", "ideal_speedup", "make_plan", "parse_budget"]

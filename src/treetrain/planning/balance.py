@@ -25,8 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.planning.cost import ModelShape
-from treetrain.planning.price import CostModel, Floats
-from treetrain.planning.rates import Rates
+from treetrain.planning.price import CostModel, Floats, Rates
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.build import Row, as_tree
 from treetrain.tree.nodes import NodeRows

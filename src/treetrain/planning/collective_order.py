@@ -30,8 +30,7 @@ from treetrain.planning.budget import Bytes, within_bytes
 from treetrain.planning.explain import Purpose
 from treetrain.planning.partition import partition
 from treetrain.planning.plan import Plan, depth_first
-from treetrain.planning.price import CostModel
-from treetrain.planning.rates import Rates
+from treetrain.planning.price import CostModel, Rates
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout

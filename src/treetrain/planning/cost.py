@@ -1,24 +1,133 @@
-"""What a training step costs on a model of a given shape: floating-point operations, counted from its matrices."""
+"""What a model computes and holds: floating-point operations, entries of matrices, bytes. Numpy only.
+
+Numbers come from one of two places: from the model itself, counted layer by layer (``engine/costs.py``), or from the
+sizes of a plain decoder (`ModelShape`), for planning without a model.
+
+FLOPs are those of matrix products, a multiplication and an addition counted as two. Norms, activations, rotary
+embeddings, softmax and the optimiser are left out. A backward needs two products for each of the forward's, so that a
+step is three forwards.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Self
 
 from treetrain.errors import UnsupportedModel
-from treetrain.planning.blocks import Attention, Layers, Mlp
-from treetrain.planning.families import read_shape
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.attention_range import FULL, AttentionRange, Pairs, pairs_at
+
+WIDE = 4
+"""Bytes of float32, in which log-probabilities, entropies and summed gradients are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCounts:
+    """What one model computes and holds, all layers together.
+
+    Bytes are those of its dtype. A *pass* is one call of the model, with graph (a forward and its backward) or without.
+    Within each phase of a pass memory is linear in its tokens and its head rows.
+    """
+
+    layers: int
+    hidden: int
+    """Width of the residual stream."""
+    vocab: int
+    parameters: int
+    """Entries of all weights."""
+    parameters_in_layers: int
+    """Entries of the layers' weights; all experts count."""
+    dtype_bytes: int
+    """Size of a number in the arithmetic: 2, 4 or 8."""
+    checkpointing: bool = False
+    """Whether every layer keeps its input alone and runs forward again in backward."""
+
+    token_flops: float
+    """Forward FLOPs of a token in all layers, without attention over pairs."""
+    flops_by_range: Mapping[AttentionRange, float]
+    """Forward FLOPs of a visible (query, key) pair in all layers that see so far."""
+
+    saved_layers: float
+    """Bytes per token that the layers save for backward, without checkpointing."""
+    saved_layer: float
+    """Those of the layer that saves most."""
+    saved_outside: float
+    """Bytes per token saved outside of the layers, as by the last norm."""
+    saved_pass: float = 0.0
+    """Bytes saved per pass: autocast's copies of weights."""
+    backward_token: float
+    """Bytes per token beside the graph in the backward of a layer."""
+    weight_gradient: float
+    """The largest gradient of a weight, before it is added up."""
+    forward_token: float
+    """Bytes per token of a pass without graph, at its widest layer."""
+    cache_token: float
+    """Keys, values and their gradients of one cached token, all layers."""
+    cache_layer: float
+    """Those of the largest layer."""
+    cache_state: float = 0.0
+    """Recurrent states after one token and their gradients, all layers."""
+    logit: float
+    """Bytes of one logit with its gradient, while a chunk of rows is scored."""
+    head_pass: float
+    """Bytes that the LM head needs per pass: a 16-bit gradient before it is added up, a 16-bit copy of its matrix."""
+    step: float
+    """Bytes held for the whole step: the summed gradients of the embedding and the head."""
+
+    @property
+    def saved_token(self) -> float:
+        """Bytes of a pass's graph per token."""
+        layers = self.layers * self.hidden * self.dtype_bytes if self.checkpointing else self.saved_layers
+        return layers + self.saved_outside
+
+    @property
+    def attention_ranges(self) -> tuple[AttentionRange, ...]:
+        """How far the attention layers see, each range once."""
+        return tuple(self.flops_by_range) or (FULL,)
+
+    def pairs_at(self, depth: Int64s) -> Pairs:
+        """Visible pairs of tokens at these depths of their paths (0: the first token), as `flops` takes them."""
+        return pairs_at(depth, self.attention_ranges)
+
+    def pair_flops(self, pairs: Pairs) -> float:
+        """Forward FLOPs of visible pairs, all layers.
+
+        Args:
+            pairs: by range; a number where all attention is full.
+
+        Raises:
+            ValueError: a number for a model whose layers do not all see the whole path.
+        """
+        if not isinstance(pairs, Mapping):
+            if self.attention_ranges != (FULL,):
+                raise ValueError(
+                    f"one number of pairs ({pairs}) for layers that see differently far "
+                    f"({', '.join(map(str, self.attention_ranges))}); give pairs by range, e.g. those of "
+                    "pairs_at(depths)"
+                )
+            pairs = {FULL: pairs}
+        return sum(flops * pairs[each] for each, flops in self.flops_by_range.items())
+
+    def flops(self, tokens: int, pairs: Pairs, head_rows: int) -> float:
+        """FLOPs of one forward and backward, nothing recomputed.
+
+        Args:
+            tokens: tokens through the layers.
+            pairs: visible (query, key) pairs, the token itself included; by range where layers see less than the path.
+            head_rows: hidden states through the LM head.
+
+        Raises:
+            ValueError: one number of pairs for a model whose layers do not all see the whole path.
+        """
+        return 3.0 * (tokens * self.token_flops + self.pair_flops(pairs) + 2 * head_rows * self.hidden * self.vocab)
+
+    def checkpointed(self, checkpointing: bool) -> Self:
+        """The same model with every layer run again in backward, or not."""
+        return replace(self, checkpointing=checkpointing)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The matrices of a decoder.
-
-    Eight numbers describe a plain one: full attention in every layer, a gated MLP of three matrices. `blocks` says
-    what the layers are made of where they are not such; the numbers are then those of its plain parts.
-    """
+    """The sizes of a plain decoder: full attention and a gated MLP in every layer, as in Llama and Qwen3."""
 
     layers: int
     """How many decoder layers there are."""
@@ -36,10 +145,6 @@ class ModelShape:
     """Entries of the vocabulary."""
     tied: bool
     """Whether the LM head is the embedding's matrix. Changes the memory, not the FLOPs."""
-    blocks: tuple[Layers, ...] = ()
-    """The layers by kind; empty: all plain."""
-    positions: int = 0
-    """Entries of a table of learned positions."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"):
@@ -48,27 +153,10 @@ class ModelShape:
                 raise UnsupportedModel(f"model shape: {name} is {value!r}, expected a positive whole number")
         if self.heads % self.kv_heads:
             raise UnsupportedModel(f"model shape: {self.heads} heads cannot share {self.kv_heads} kv heads evenly")
-        if self.blocks and sum(kind.count for kind in self.blocks) != self.layers:
-            raise UnsupportedModel(
-                f"model shape: {self.layers} layers, but blocks for {sum(kind.count for kind in self.blocks)}"
-            )
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """The shape that a Hugging Face config.json describes.
-
-        Args:
-            config: the parsed file. Keys it leaves out take the value that transformers gives them, where that
-                is fixed for the family; no other value is guessed.
-
-        Raises:
-            UnsupportedModel: a `model_type` or a kind of layer whose cost is not known, a missing key.
-        """
-        return cls(**read_shape(config))
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """A well-known shape, for planning without a configuration file.
+        """A well-known shape, for planning without a model.
 
         Args:
             name: qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-32b or llama-3.1-8b.
@@ -78,17 +166,8 @@ class ModelShape:
         """
         if name.lower() not in _NAMED:
             raise ValueError(f"no model shape is named {name!r}; there are {', '.join(_NAMED)}")
-        layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied = _NAMED[name.lower()]
-        return cls(
-            layers=layers,
-            hidden=hidden,
-            intermediate=intermediate,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            vocab=vocab,
-            tied=tied,
-        )
+        sizes = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "tied")
+        return cls(**dict(zip(sizes, _NAMED[name.lower()])))
 
     @classmethod
     def of(cls, shape: "ModelShape | str") -> "ModelShape":
@@ -97,127 +176,60 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Entries of a plain layer's matrices: query, key, value, output, and the MLP's three."""
+        """Entries of one layer's matrices: query, key, value, output, and the MLP's three."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return attention + 3 * self.hidden * self.intermediate
 
-    @cached_property
-    def kinds(self) -> tuple[Layers, ...]:
-        """The layers by kind, plain ones spelled out."""
-        if self.blocks:
-            return self.blocks
-        attention = Attention(
-            weights=2 * self.hidden * self.head_dim * (self.heads + self.kv_heads),
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            key_size=self.head_dim,
-            value_size=self.head_dim,
-        )
-        return (Layers(self.layers, attention, Mlp(hidden=self.hidden, width=self.intermediate)),)
-
-    @property
-    def attention(self) -> Attention:
-        """Of the first layer that has any. Raises UnsupportedModel where none has."""
-        found = next((kind.mixer for kind in self.kinds if isinstance(kind.mixer, Attention)), None)
-        if found is None:
-            raise UnsupportedModel("model shape: no layer has attention")
-        return found
-
-    @cached_property
-    def layer_weights(self) -> int:
-        """Entries of all layers' matrices, those of experts that a token does not get included."""
-        return sum(kind.count * kind.weights for kind in self.kinds)
-
     @property
     def parameters(self) -> int:
-        """Entries of all matrices, the embedding included; norms, biases and convolutions (under 0.1%) are left out."""
-        return self.layer_weights + (1 if self.tied else 2) * self.vocab * self.hidden + self.positions
-
-    @cached_property
-    def token_flops(self) -> int:
-        """FLOPs of one token in a forward through all layers, visible pairs left out."""
-        return sum(kind.count * kind.token_flops for kind in self.kinds)
-
-    @cached_property
-    def attention_ranges(self) -> tuple[AttentionRange, ...]:
-        """How far the attention layers see, each once; full attention alone where no layer has attention."""
-        found = dict.fromkeys(kind.mixer.reach for kind in self.kinds if isinstance(kind.mixer, Attention))
-        return tuple(found) or (FULL,)
-
-    @cached_property
-    def state_entries(self) -> tuple[int, int]:
-        """What recurrent layers hand from a token to the next, all layers: (entries of states, of convolutions)."""
-        mixers = [(kind.count, kind.mixer) for kind in self.kinds if not isinstance(kind.mixer, Attention)]
-        return sum(n * mixer.state_entries for n, mixer in mixers), sum(n * mixer.tail_entries for n, mixer in mixers)
-
-    def pairs_at(self, depth: Int64s) -> Pairs:
-        """Visible pairs of tokens at these depths of their paths (0: the first token), as `flops` takes them."""
-        return pairs_at(depth, self.attention_ranges)
-
-    def pair_flops(self, pairs: Pairs) -> float:
-        """FLOPs of visible pairs in a forward, all layers.
-
-        Args:
-            pairs: by range; a number where all attention is full.
-
-        Raises:
-            ValueError: a number for a model whose layers do not all see the whole path.
-        """
-        if isinstance(pairs, Mapping):
-            seen = pairs
-        elif self.attention_ranges == (FULL,):
-            seen = {FULL: pairs}
-        else:
-            raise ValueError(
-                f"one number of pairs ({pairs}) for layers that see differently far ({_words(self.attention_ranges)}); "
-                "give pairs by range, e.g. those of pairs_at(depths)"
-            )
-        total = 0.0
-        for kind in self.kinds:
-            if isinstance(kind.mixer, Attention):
-                total += kind.count * kind.mixer.pair_flops * seen[kind.mixer.reach]
-        return total
+        """Entries of all matrices, the embedding included; norms and biases (under 0.1%) are left out."""
+        return self.layers * self.layer_parameters + (1 if self.tied else 2) * self.vocab * self.hidden
 
     def flops(self, tokens: int, pairs: Pairs, head_rows: int) -> float:
-        """FLOPs of one forward and backward, a multiplication and an addition counted as two.
+        """FLOPs of one forward and backward; see `ModelCounts.flops`."""
+        return self.counts().flops(tokens, pairs, head_rows)
 
-        Args:
-            tokens: tokens through the layers.
-            pairs: visible (query, key) pairs, the token itself included; by range where layers see less than the path.
-            head_rows: hidden states through the LM head.
+    def counts(self, *, dtype_bytes: int = 4, checkpointing: bool = False) -> ModelCounts:
+        """What a model of this shape computes and holds, every weight trained.
+
+        What a layer saves per token: two norms of the residual stream keep their input in float32, the normed input
+        and the output; attention keeps queries and keys raw (float32, for their norms), normed and rotated, values,
+        output and log-sum-exp; the MLP keeps its gate, the activation, the up projection and their product.
+
+        Raises:
+            ValueError: a dtype of another size than 2, 4 or 8 bytes.
         """
-        return step_flops(self, tokens, pairs, head_rows)
-
-
-def step_flops(shape: ModelShape, tokens: int, pairs: Pairs, head_rows: int) -> float:
-    """FLOPs of one forward and backward, nothing recomputed.
-
-    Forward, a multiplication and an addition counted as two; a plain layer:
-        2 tokens x layers x layer_parameters        projections and MLP
-        4 pairs x layers x heads x head_dim         scores and their product with the values
-        2 head_rows x hidden x vocab                LM head
-    What other layers cost is said where their blocks are (``planning/blocks.py``). Backward needs two products for each
-    of the forward's, so the step is three times that. Norms, activations, rotary embeddings, softmax and the optimiser
-    are left out.
-
-    Args:
-        shape: the model.
-        tokens: tokens through the layers.
-        pairs: visible (query, key) pairs, the token itself included; by range where layers see less than the path.
-        head_rows: hidden states through the LM head.
-
-    Raises:
-        ValueError: one number of pairs for a model whose layers do not all see the whole path.
-    """
-    layers = tokens * shape.token_flops + shape.pair_flops(pairs)
-    return 3.0 * (layers + 2 * head_rows * shape.hidden * shape.vocab)
-
-
-def _words(ranges: tuple[AttentionRange, ...]) -> str:
-    return ", ".join(
-        f"a window of {r.window}" if r.window else f"chunks of {r.chunk}" if r.chunk else "the whole path"
-        for r in ranges
-    )
+        if dtype_bytes not in (2, 4, 8):
+            raise ValueError(f"dtype_bytes={dtype_bytes!r}: numbers of 2, 4 or 8 bytes are known")
+        b, wide, hidden = dtype_bytes, max(WIDE, dtype_bytes), self.hidden
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        norms = 2 * (2 * hidden * b + (hidden + 1) * wide)
+        attention = 3 * (queries + keys) * b + (queries + keys + 2 * self.heads + self.kv_heads) * wide
+        layer, matrix = norms + attention + 4 * self.intermediate * b, self.vocab * hidden
+        cached = 2 * keys * (b + wide)
+        return ModelCounts(
+            layers=self.layers,
+            hidden=hidden,
+            vocab=self.vocab,
+            parameters=self.parameters,
+            parameters_in_layers=self.layers * self.layer_parameters,
+            dtype_bytes=b,
+            checkpointing=checkpointing,
+            token_flops=2 * self.layers * self.layer_parameters,
+            flops_by_range={FULL: 4 * self.layers * queries},
+            saved_layers=self.layers * layer,
+            saved_layer=layer,
+            saved_outside=hidden * (wide + 2 * b) + 2 * self.head_dim * b,  # the last norm; cosines and sines
+            # A backward frees what it has used, so that little stands beside the graph: gradients of the stream.
+            backward_token=3 * b * hidden,
+            weight_gradient=hidden * max(self.intermediate, queries) * b,
+            forward_token=4 * hidden * b + 3 * self.intermediate * b,
+            cache_token=self.layers * cached,
+            cache_layer=cached,
+            logit=2 * wide + (b if b < wide else 0),
+            head_pass=matrix * b if b < wide else 0,
+            step=matrix * wide * (1 if self.tied else 2),
+        )
 
 
 # layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied: the published config.json files.

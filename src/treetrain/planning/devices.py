@@ -1,4 +1,4 @@
-"""What a machine can do, for predictions over many ranks: presets of published figures, or a file of one's own."""
+"""What a device can do: presets of published or measured figures, or a file of one's own."""
 
 import dataclasses
 import json
@@ -8,9 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from treetrain.planning.constants import SPEEDS, Constants
-from treetrain.planning.cost import ModelShape
-from treetrain.planning.price import CostModel
+HEAD_CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
+"""Logits that the head makes at once, within the bounds of `HEAD_CHUNK_ROWS`: what a CPU's cache can do something with;
+on a GPU so many that reading the head's matrix and adding to its gradient, once for each chunk, are small beside the
+products (1,766 rows of a vocabulary of 151,936)."""
+HEAD_CHUNK_ROWS = {"cpu": (64, 2048), "cuda": (64, 8192)}
+"""Fewest and most rows of a chunk."""
+
+
+def head_chunk_rows(vocab: int, device: str = "cpu") -> int:
+    """Rows whose logits the head makes at once on a kind of device; on one that is not listed, as on a CPU."""
+    device = device if device in HEAD_CHUNK_LOGITS else "cpu"
+    least, most = HEAD_CHUNK_ROWS[device]
+    return max(least, min(most, HEAD_CHUNK_LOGITS[device] // vocab))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,10 +66,14 @@ class Device:
                 raise ValueError(
                     f"device {self.name}: {name} is {getattr(self, name)!r}, expected a share of at most 1"
                 )
-        if self.kind not in SPEEDS or self.dtype_bytes not in (2, 4, 8) or int(self.node_ranks) != self.node_ranks:
+        if (
+            self.kind not in DTYPE_SPEEDS
+            or self.dtype_bytes not in (2, 4, 8)
+            or int(self.node_ranks) != self.node_ranks
+        ):
             raise ValueError(
                 f"device {self.name}: kind={self.kind!r}, dtype_bytes={self.dtype_bytes!r}, "
-                f"node_ranks={self.node_ranks!r}; expected {' or '.join(SPEEDS)}, 2, 4 or 8 bytes, whole ranks"
+                f"node_ranks={self.node_ranks!r}; expected {' or '.join(DTYPE_SPEEDS)}, 2, 4 or 8 bytes, whole ranks"
             )
 
     @classmethod
@@ -74,21 +88,31 @@ class Device:
             raise ValueError(f"device {name}: {'; '.join(unlike)}; keys are {', '.join(known)}")
         return cls(**{"name": name, **data})
 
-    def cost(self, shape: ModelShape, *, checkpointing: bool = False) -> CostModel:
-        """The cost model of a shape on this device: its speeds, memory by formula."""
-        base = Constants.from_shape(shape, self.kind, dtype_bytes=self.dtype_bytes, checkpointing=checkpointing)
-        reached = self.flops * self.efficiency
-        found = dataclasses.replace(
-            base,
-            matrix_flops=reached,
-            head_flops=reached,
-            pair_flops=self.flops * self.attention_efficiency,
-            bandwidth=self.memory_bandwidth,
-            graph_pass_seconds=shape.layers * self.layer_pass_seconds,
-            forward_pass_seconds=shape.layers * self.layer_pass_seconds * 0.7,
-            source=f"formula, the description of {self.name}",
+    @classmethod
+    def of_kind(cls, kind: str, dtype_bytes: int) -> "Device":
+        """The preset for a kind of device, with the speed of a dtype: a small CPU, or an H100.
+
+        Raises:
+            ValueError: another kind or size than those of `DTYPE_SPEEDS`.
+        """
+        if kind not in DTYPE_SPEEDS or dtype_bytes not in DTYPE_SPEEDS[kind]:
+            raise ValueError(
+                f"device={kind!r}, dtype_bytes={dtype_bytes!r}: known are {', '.join(DTYPE_SPEEDS)} with 2, 4 or 8 "
+                "bytes"
+            )
+        preset = DEVICES["h100" if kind == "cuda" else kind]
+        return dataclasses.replace(
+            preset, flops=preset.flops * DTYPE_SPEEDS[kind][dtype_bytes], dtype_bytes=dtype_bytes
         )
-        return CostModel(shape=shape, constants=found)
+
+
+DTYPE_SPEEDS = {"cpu": {2: 0.8, 4: 1.0, 8: 0.5}, "cuda": {2: 1.0, 4: 0.125, 8: 0.0625}}
+"""Speed of products by bytes of a number, over that of the preset."""
+SLACK = {"cpu": (1.17, 8e6), "cuda": (1.05, 0.0)}
+"""What a process takes over what its tensors ask for: a factor (blocks that the allocator cannot use again), and bytes
+whatever the size (libraries' own buffers, large blocks that find no gap of their size). cpu: fitted to measured peaks
+(benchmarks/results/memory.csv) with glibc 2.36: before 2.38 a freed aligned block is not found again for a request of
+its own size, and every tensor is such a block. cuda: not measured."""
 
 
 def find_device(name_or_file: str) -> Device:
@@ -133,18 +157,18 @@ DEVICES = {
     "h200": _gpu("h200", 989.4, 141, 4.8, 450, 50),
     "cpu": Device(
         name="cpu",
-        flops=SPEEDS["cpu"].flops,
-        efficiency=1.0,  # the speed is a measured one, not a peak
+        flops=1.26e11,  # measured: 1.05e11 in layers and head, this in attention
+        efficiency=1.05 / 1.26,
         attention_efficiency=1.0,
         dtype_bytes=4,
         memory_bytes=8e9,
-        memory_bandwidth=SPEEDS["cpu"].bandwidth,
+        memory_bandwidth=1.0e10,
         link_bandwidth=1e9,
         node_ranks=1,
         network_bandwidth=1e9,
         collective_seconds=2e-4,
-        layer_pass_seconds=SPEEDS["cpu"].layer_pass,
+        layer_pass_seconds=1.0e-3,
         kind="cpu",
     ),
 }
-"""cpu: two cores for every rank, as measured on one machine (`SPEEDS`); memory and network are assumptions."""
+"""cpu: two cores, as measured on the machine of benchmarks/results; memory and network are assumptions."""

@@ -55,8 +55,8 @@ class Purpose:
             "seconds": self.prices.seconds(plan),
             "seconds_by": by,
             "seconds_recomputation": by["recomputation"],
-            "seconds_fixed": by["bytes"] + by["passes"],
-            "constants": str(getattr(getattr(self.prices, "constants", None), "source", "")),
+            "seconds_fixed": by["passes"],
+            "speeds": str(getattr(getattr(self.prices, "speeds", None), "source", "")),
             "budgets": self._other_budgets(plan, longest),
         }
 
@@ -80,7 +80,7 @@ class Purpose:
             "peak memory": f"{Bytes(round(facts['peak_bytes']))} above model, gradients and optimiser state "
             "(predicted)",
             "time of a step": f"{seconds[0]} (predicted): {seconds[1]} recomputation, {seconds[2]} passes' fixed cost",
-            "constants": facts["constants"],
+            "speeds": facts["speeds"],
         }
         lines = [f"{name:<17}{text}" for name, text in sentences.items() if text]
         lines += ["", f"{'budget, tokens':>15}{'parts':>9}{'recomputed':>13}{'peak':>12}{'step':>11}{'speed':>8}"]

@@ -1,7 +1,17 @@
-"""What a plan costs on a device: seconds and peak bytes, by explicit formulas. Numpy only.
+"""What a plan costs on a device: seconds and peak bytes. Numpy only.
 
-Time is a sum over passes; memory is the largest of what is alive at any event of the plan. The numbers that counts
-are multiplied with are `Constants`.
+Why it is right. Time is a sum over passes, since passes run one after the other: FLOPs over their speed, and for every
+pass a fixed cost (launches, Python, autograd, weights read and gradients written). Memory is a maximum over the moments
+of the plan, since what is freed is used again. At any moment there are alive:
+
+    kept graphs | graph of the running part | working memory | KV cache | what lives for the whole step
+    ------------+---------------------------+----------------+----------+------------------------------
+    ancestors   | grows in forward, shrinks | one of: head,  | cached   | layout, summed gradients of
+    kept        | in backward               | layers, end    | tokens   | embedding and head
+
+Only the first three change within a step, and their worst moment is in one of three phases of some part, or in a
+prefill pass; so a maximum over parts and phases is the peak. Each is linear in tokens and rows: the factors are
+`ModelCounts`.
 """
 
 from dataclasses import dataclass
@@ -10,12 +20,15 @@ from typing import Literal, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.planning.constants import Constants
-from treetrain.planning.cost import ModelShape
+from treetrain.planning.cost import WIDE, ModelCounts, ModelShape
+from treetrain.planning.devices import SLACK, Device, head_chunk_rows
 from treetrain.planning.plan import Plan
 from treetrain.tree.assemble import Int64s
+from treetrain.tree.attention_range import AttentionRange
 
 Floats = NDArray[np.float64]
+STEP_TOKEN = 200.0
+"""Bytes of a computed token, the whole step long: the layout, positions, log-probabilities."""
 
 
 class _Counts(NamedTuple):
@@ -30,11 +43,52 @@ class _Counts(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Speeds:
+    """How fast a device runs one model: FLOP/s, and seconds of a pass besides its FLOPs."""
+
+    layers: float
+    """FLOP/s of a layer's forward, all that stands between its matrices included."""
+    attention: float
+    """FLOP/s of attention over (query, key) pairs."""
+    head: float
+    """FLOP/s of the LM head with its softmax, forward and backward."""
+    backward_ratio: float
+    """Time of a layer's backward over that of its forward: 2, or 3 with checkpointing."""
+    graph_pass: float
+    """Fixed seconds of a forward and backward: launches, Python, autograd; weights read, gradients written."""
+    forward_pass: float
+    """Fixed seconds of a pass without graph."""
+    source: str
+    """Where the numbers are from."""
+
+    @classmethod
+    def on(cls, device: Device, counts: ModelCounts) -> Self:
+        """A model's speeds on a device by the device's description."""
+        reads = 3 if counts.checkpointing else 2  # of the weights: in forward, and once or twice in backward
+        weights = counts.parameters_in_layers * counts.dtype_bytes
+        head = counts.vocab * counts.hidden * counts.dtype_bytes
+        fixed = counts.layers * device.layer_pass_seconds
+        reached = device.flops * device.efficiency
+        return cls(
+            layers=reached,
+            attention=device.flops * device.attention_efficiency,
+            head=reached,
+            backward_ratio=float(reads),
+            graph_pass=fixed + (weights * (reads + 4) + 4 * head) / device.memory_bandwidth,
+            forward_pass=0.7 * fixed + weights / device.memory_bandwidth,
+            source=f"the description of {device.name}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
     """Predicts the seconds and the peak memory of a training step under a plan."""
 
-    shape: ModelShape
-    constants: Constants
+    counts: ModelCounts
+    """What the model computes and holds."""
+    speeds: Speeds
+    device: Literal["cpu", "cuda"] = "cpu"
+    """How memory is allocated, and how many rows the head scores at once."""
 
     @classmethod
     def from_shape(
@@ -45,19 +99,24 @@ class CostModel:
         dtype_bytes: int = 4,
         checkpointing: bool = False,
     ) -> Self:
-        """Predict by formula, with nothing measured and every weight trained.
+        """Predict from a shape, with every weight trained.
 
         Args:
             shape: the model's shape.
-            device: whose speeds to take: "cpu" or "cuda".
+            device: whose speeds to take: "cpu" (two cores) or "cuda" (an H100).
             dtype_bytes: size of a number in the arithmetic: 4, 8, or 2 under autocast.
             checkpointing: whether every layer keeps its input alone and runs forward again in backward.
 
         Raises:
             ValueError: another device or size.
         """
-        found = Constants.from_shape(shape, device, dtype_bytes=dtype_bytes, checkpointing=checkpointing)
-        return cls(shape=shape, constants=found)
+        described = Device.of_kind(device, dtype_bytes)
+        return cls.on(described, shape.counts(dtype_bytes=dtype_bytes, checkpointing=checkpointing))
+
+    @classmethod
+    def on(cls, device: Device, counts: ModelCounts) -> Self:
+        """Predict a model's steps on a device by the device's description."""
+        return cls(counts=counts, speeds=Speeds.on(device, counts), device=device.kind)
 
     def seconds(self, plan: Plan) -> float:
         """Predicted seconds of one training step under a plan, the optimiser's step excluded."""
@@ -66,37 +125,35 @@ class CostModel:
     def seconds_by(self, plan: Plan) -> dict[str, float]:
         """What the seconds go to.
 
-        layers, attention, head: FLOPs of forward and backward over their speeds (`step_flops` counts them).
+        layers, attention, head: FLOPs of forward and backward over their speeds.
         recomputation: forward FLOPs of layers and attention, over the tokens that are run twice.
-        bytes: weights read and gradients written by every pass, over the bandwidth.
         passes: the fixed cost of every pass.
         """
-        c, layout = self.constants, plan.layout
+        speeds, layout = self.speeds, plan.layout
         forward = self._layer_seconds(layout.num_tokens)
         pairs = self._pair_seconds(layout.positions)
-        late = plan.exported & (plan.prefill >= 0)[plan.part_of] if plan.num_parts else np.zeros(0, bool)
+        head = 2.0 * len(layout.rows) * self.counts.hidden * self.counts.vocab / speeds.head
+        prefilled = plan.exported & (plan.prefill >= 0)[plan.part_of] if plan.num_parts else np.zeros(0, bool)
         again = self._layer_seconds(plan.recomputed_tokens)
-        again += self._pair_seconds(layout.positions[late])
-        publishing = plan.num_prefills
+        again += self._pair_seconds(layout.positions[prefilled])
+        prefills = plan.num_prefills
         if plan.scores_first == "recomputed":
-            again += pairs + 2.0 * len(layout.rows) * self.shape.hidden * self.shape.vocab / c.head_flops
-            publishing += plan.num_parts
-        moved = plan.num_parts * c.graph_pass_bytes + publishing * c.forward_pass_bytes
+            again += pairs + head
+            prefills += plan.num_parts
         return {
-            "layers": forward * (1 + c.backward_ratio),
-            "attention": pairs * (1 + c.backward_ratio),
-            "head": 6.0 * len(layout.rows) * self.shape.hidden * self.shape.vocab / c.head_flops,
+            "layers": forward * (1 + speeds.backward_ratio),
+            "attention": pairs * (1 + speeds.backward_ratio),
+            "head": 3 * head,
             "recomputation": again,
-            "bytes": moved / c.bandwidth,
-            "passes": plan.num_parts * c.graph_pass_seconds + publishing * c.forward_pass_seconds,
+            "passes": plan.num_parts * speeds.graph_pass + prefills * speeds.forward_pass,
         }
 
     def _layer_seconds(self, tokens: int) -> float:
-        return float(tokens * self.shape.token_flops) / self.constants.matrix_flops
+        return tokens * self.counts.token_flops / self.speeds.layers
 
     def _pair_seconds(self, depth: Int64s) -> float:
         """Of tokens at these depths of their paths."""
-        return self.shape.pair_flops(self.shape.pairs_at(depth)) / self.constants.pair_flops
+        return self.counts.pair_flops(self.counts.pairs_at(depth)) / self.speeds.attention
 
     def peak_bytes(self, plan: Plan) -> float:
         """Predicted peak bytes of one training step, above model, gradients and optimiser state."""
@@ -107,56 +164,115 @@ class CostModel:
 
         kept graphs: what the running part's kept ancestors saved for their backwards.
         running graph: what the running part saved; 0 for a pass without graph.
-        working: beside it, at the worst of the pass's phases (head, layers, end; see `Constants`).
+        working: beside it, at the worst of the pass's phases (head, layers, end).
         carry: keys, values and gradients of exported tokens, and recurrent states where parts attach; its buffers are
             made for the most held at once.
         step: what lives as long as the step: the layout, and sums of the embedding's and head's gradients.
         allocator: what it takes over that.
         """
-        c = self.constants
+        model = self.counts
         if plan.num_parts == 0:
             return dict.fromkeys(("kept graphs", "running graph", "working", "carry", "step", "allocator"), 0.0)
         counts = _count(plan)
         graph = self._graph(counts.tokens, counts.rows)
         above = _held(plan, graph)
         working = self._working(counts, graph)
-        publishing, publish_above = self._publishing(plan, counts, above)
+        prefills, prefills_above = self._prefills(plan, counts, above)
         number = int(np.argmax(above + graph + working))
         found = {"kept graphs": above[number], "running graph": graph[number], "working": working[number]}
-        if len(publishing):
-            first = int(np.argmax(publishing + publish_above))
-            if publishing[first] + publish_above[first] > sum(found.values()):
-                found = {"kept graphs": publish_above[first], "running graph": 0.0, "working": publishing[first]}
-        step = c.step_bytes + c.step_token * plan.layout.num_tokens
-        carry = c.carry_token * plan.cached_tokens + (c.carry_state * plan.cached_states if c.carry_state else 0.0)
+        if len(prefills):
+            first = int(np.argmax(prefills + prefills_above))
+            if prefills[first] + prefills_above[first] > sum(found.values()):
+                found = {"kept graphs": prefills_above[first], "running graph": 0.0, "working": prefills[first]}
+        step = model.step + STEP_TOKEN * plan.layout.num_tokens
+        carry = model.cache_token * plan.cached_tokens
+        if model.cache_state:
+            carry += model.cache_state * plan.cached_states
         found |= {"carry": carry, "step": step}
-        found["allocator"] = (c.slack - 1) * sum(found.values()) + c.slack_bytes
+        factor, fixed = SLACK[self.device]
+        found["allocator"] = (factor - 1) * sum(found.values()) + fixed
         return {name: float(value) for name, value in found.items()}
 
     def _graph(self, tokens: Int64s, rows: Int64s) -> Floats:
-        c = self.constants
-        return c.saved_pass + c.saved_token * tokens + c.saved_row * rows
+        """What a pass saves; of a head row its hidden state and what its edges keep."""
+        model = self.counts
+        row = model.hidden * model.dtype_bytes + 4 * self._wide
+        return model.saved_pass + model.saved_token * tokens + row * rows
 
     def _working(self, counts: _Counts, graph: Floats) -> Floats:
         """Bytes beside a part's graph at the worst moment of its forward and backward."""
-        c, (tokens, rows, _, path) = self.constants, counts
-        chunk = np.minimum(rows, c.chunk_rows)
-        head = np.where(rows > 0, c.head_pass + c.head_row * rows + c.head_chunk_row * chunk, 0.0)
-        layers = c.layer_pass + c.layer_token * tokens + c.path_token * path
-        end = c.end_pass + c.end_token * tokens - graph
+        model, (tokens, rows, _, path) = self.counts, counts
+        gradient = self._wide * model.hidden  # of a hidden state
+        head = np.where(rows > 0, model.head_pass + gradient * rows + self._logits(rows), 0.0)
+        # With checkpointing a layer's own graph is made again, and freed again, beside those of the inputs.
+        layer = model.backward_token + (model.saved_layer if model.checkpointing else 0)
+        layers = model.weight_gradient + layer * tokens + model.cache_layer * path
+        end = 2 * gradient * tokens - graph  # the graph is gone
         return np.maximum(np.maximum(head, layers), end)
 
-    def _publishing(self, plan: Plan, counts: _Counts, above: Floats) -> tuple[Floats, Floats]:
+    def _logits(self, rows: Int64s) -> Floats:
+        """The logits of a chunk of rows, with their gradients."""
+        chunk = head_chunk_rows(self.counts.vocab, self.device)
+        return self.counts.vocab * self.counts.logit * np.minimum(rows, chunk)
+
+    @property
+    def _wide(self) -> int:
+        return max(WIDE, self.counts.dtype_bytes)
+
+    def _prefills(self, plan: Plan, counts: _Counts, above: Floats) -> tuple[Floats, Floats]:
         """Per pass without graph: its own bytes, and those of the kept graphs above it."""
         late = np.flatnonzero(plan.prefill >= 0)
         passes, first = np.unique(plan.prefill[late], return_index=True)
         tokens = np.bincount(plan.prefill[late], weights=counts.exported[late], minlength=len(passes))
-        c, top = self.constants, late[first]
+        top = late[first]
         scored = plan.prefill[plan.part_of[plan.layout.rows[plan.exported[plan.layout.rows]]]]
         rows = np.bincount(scored[scored >= 0], minlength=len(passes))
         # A loss that is not linear in the log-probabilities scores them here too.
-        head = c.head_chunk_row * np.minimum(rows, c.chunk_rows)
-        return c.forward_token * tokens + c.path_token * counts.path[top] + head, above[top]
+        alone = self.counts.forward_token * tokens + self.counts.cache_layer * counts.path[top]
+        return alone + self._logits(rows), above[top]
+
+
+class Rates(NamedTuple):
+    """Seconds of forward and backward together, nothing run twice: the cost model taken apart, to price pieces."""
+
+    token: float
+    """Of a token in all layers, pairs left out."""
+    pairs: dict[AttentionRange, float]
+    """Of a visible pair in all layers that see so far."""
+    row: float
+    """Of a hidden state through the LM head."""
+    graph_pass: float
+    """What a pass with graph costs besides."""
+    forward_pass: float
+    """The same for a pass without graph."""
+    forward_share: float
+    """The forward's share of a token's and a pair's seconds."""
+
+    @classmethod
+    def of(cls, cost: CostModel) -> Self:
+        """Those of a cost model."""
+        counts, speeds = cost.counts, cost.speeds
+        both = 1 + speeds.backward_ratio
+        return cls(
+            token=counts.token_flops * both / speeds.layers,
+            pairs={each: flops * both / speeds.attention for each, flops in counts.flops_by_range.items()},
+            row=6.0 * counts.hidden * counts.vocab / speeds.head,
+            graph_pass=speeds.graph_pass,
+            forward_pass=speeds.forward_pass,
+            forward_share=1 / both,
+        )
+
+    @classmethod
+    def unique_tokens(cls) -> Self:
+        """Every token costs one second and nothing else does."""
+        return cls(token=1.0, pairs={}, row=0.0, graph_pass=0.0, forward_pass=0.0, forward_share=1 / 3)
+
+    def at(self, depth: Int64s) -> Floats:
+        """float64: seconds of tokens at these depths of their paths."""
+        found = np.full(len(depth), self.token)
+        for each, seconds in self.pairs.items():
+            found += seconds * each.seen(depth)
+        return found
 
 
 def _count(plan: Plan) -> _Counts:

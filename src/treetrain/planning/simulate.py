@@ -12,11 +12,10 @@ import numpy as np
 from treetrain.planning.balance import slowest_over_mean
 from treetrain.planning.budget import Bytes
 from treetrain.planning.collective_order import passes_of, timed_order
-from treetrain.planning.cost import ModelShape
+from treetrain.planning.cost import ModelCounts, ModelShape
 from treetrain.planning.devices import Device
 from treetrain.planning.make import make_plan, over_ranks
-from treetrain.planning.price import CostModel
-from treetrain.planning.rates import Rates
+from treetrain.planning.price import CostModel, Rates
 from treetrain.tree.token_tree import TokenTree
 
 Parallel = Literal["fsdp", "ddp"]
@@ -77,7 +76,7 @@ class Simulation:
 
 def simulate(
     tree: TokenTree,
-    shape: ModelShape,
+    shape: ModelCounts | ModelShape,
     ranks: int,
     device: Device,
     *,
@@ -92,7 +91,7 @@ def simulate(
 
     Args:
         tree: the batch.
-        shape: the model.
+        shape: the model, counted in the device's dtype, or its shape.
         ranks: processes, from 1.
         device: one rank's device, and the links.
         cost: the cost model that plans are made with; None: by formula, with the device's speeds.
@@ -108,9 +107,13 @@ def simulate(
     """
     if parallel not in ("fsdp", "ddp") or sync not in ("part", "step"):
         raise ValueError(f"parallel={parallel!r}, sync={sync!r}: known are fsdp and ddp, part and step")
-    prices = device.cost(shape, checkpointing=checkpointing) if cost is None else cost
+    if isinstance(shape, ModelShape):
+        counts = shape.counts(dtype_bytes=device.dtype_bytes, checkpointing=checkpointing)
+    else:
+        counts = shape.checkpointed(checkpointing)
+    prices = CostModel.on(device, counts) if cost is None else cost
     times = prices if measured is None else measured
-    state = state_of(shape, ranks, device, parallel, sync)
+    state = state_of(counts, ranks, device, parallel, sync)
     free = int(device.memory_bytes - sum(state))
     if budget is None and free <= 0:
         raise ValueError(
@@ -124,8 +127,8 @@ def simulate(
     seconds = np.array([sum(own.seconds) for own in work])
     slowest = float(seconds.max())
     # Bytes of all weights, and of all gradients; FSDP sends them layer by layer, DDP in a few buckets.
-    sizes = np.array([device.dtype_bytes, max(4, device.dtype_bytes)]) * float(shape.parameters)
-    pieces = shape.layers + 1 if parallel == "fsdp" else 1
+    sizes = np.array([device.dtype_bytes, max(4, device.dtype_bytes)]) * float(counts.parameters)
+    pieces = counts.layers + 1 if parallel == "fsdp" else 1
     each = np.array([collective_seconds(device, ranks, size, pieces) for size in sizes])
     if parallel == "ddp":
         needs = np.array([[0.0, 2.0]])  # an all-reduce of the gradients
@@ -143,8 +146,8 @@ def simulate(
         if device.kind == "cpu":  # the cores that compute also send
             hidden = np.zeros_like(hidden)
         # A layer's weights are gathered while the one before it computes: only the first has nothing to hide behind.
-        exposed = float((np.maximum(sent - hidden, 0) + np.minimum(sent, hidden) / shape.layers).sum())
-    whole_optimiser = shape.parameters * OPTIMISER_BYTES / device.memory_bandwidth
+        exposed = float((np.maximum(sent - hidden, 0) + np.minimum(sent, hidden) / counts.layers).sum())
+    whole_optimiser = counts.parameters * OPTIMISER_BYTES / device.memory_bandwidth
     optimiser = whole_optimiser / (ranks if parallel == "fsdp" else 1)
     step = slowest + waiting + exposed + optimiser
     # One rank with room for everything: nothing is recomputed, nothing is sent.
@@ -189,13 +192,13 @@ def collective_seconds(device: Device, ranks: int, whole_bytes: float, pieces: i
     return pieces * device.collective_seconds + max(inside if device.node_ranks > 1 else 0.0, between)
 
 
-def state_of(shape: ModelShape, ranks: int, device: Device, parallel: Parallel, sync: Sync) -> State:
+def state_of(counts: ModelCounts, ranks: int, device: Device, parallel: Parallel, sync: Sync) -> State:
     """Bytes on a rank: weights, gradients and AdamW's moments, and what FSDP gathers for a while."""
     wide, narrow = max(4, device.dtype_bytes), device.dtype_bytes
-    whole = shape.parameters
+    whole = counts.parameters
     if parallel == "ddp" or ranks == 1:
         return State(4.0 * wide * whole, 0.0)
-    layer = shape.layer_weights / shape.layers
-    ends = whole - shape.layer_weights
+    layer = counts.parameters_in_layers / counts.layers
+    ends = whole - counts.parameters_in_layers
     gathered = narrow * (2 * layer + ends) + wide * (whole if sync == "step" else layer + ends)
     return State(4.0 * wide * whole / ranks, gathered)

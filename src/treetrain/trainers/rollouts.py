@@ -18,11 +18,11 @@ from treetrain import losses
 from treetrain.data.advantages import advantages_of_groups
 from treetrain.data.columns import RowColumns, columns_of
 from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
+from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import is_sharded
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear_baseline import LinearEngine
 from treetrain.engine.loss import as_loss, describe
-from treetrain.engine.planning import formula_cost
 from treetrain.errors import DataError
 from treetrain.losses.policy import PolicyLoss
 from treetrain.losses.preference import KTOLoss
@@ -181,7 +181,7 @@ def logprobs(engine: TreeEngine, rows: Sequence[Trajectory], *, entropies: bool 
         found = scores(rows)
     else:
         tree = as_tree(rows, merge=engine.merge)
-        shares = balance(tree, formula_cost(engine.model), ranks.size, whole_rows=every).trajectories
+        shares = balance(tree, cost_if_countable(engine.model), ranks.size, whole_rows=every).trajectories
         if engine.in_lockstep:
             everywhere = ranks.gather(own_scores())  # collective passes: nobody waits here for one that failed in them
         else:

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutput
 
+from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.planning import formula_cost
 from treetrain.engine.score import Scored
 from treetrain.engine.switches import switches_of
 from treetrain.models.capability import causal_lm
 from treetrain.models.tree_mode import RUN_KEYWORD
 from treetrain.planning.budget import Bytes
-from treetrain.planning.cost import ModelShape
+from treetrain.planning.cost import ModelCounts
 from treetrain.trainers.accumulation import RowScores, StepScores
 from treetrain.trainers.batch_rows import TREE_INDEX, Rows, rows_of
 from treetrain.trainers.checks import Seam, check_trainer, compare_with_plain, seam_of
@@ -169,7 +169,6 @@ class PrefixSharing:
         self.in_loss = self.logits_wanted = False
         self._engines: dict[tuple[int, float], TreeEngine] = {}
         self._awaits_backward = False
-        self._shapes: dict[nn.Module, ModelShape | None] = {}
         self._counts: Counter[str] = Counter()  # what is logged, summed since the last logs
         self._logged_once: dict[str, float] = {}
         self._advised = False
@@ -293,8 +292,9 @@ class PrefixSharing:
             "tree/score_difference": compared.scores,
             "tree/gradient_difference": compared.gradients,
         }
-        if (shape := self._shape(engine)) is not None:
-            self._plain_rate = shape.flops(*linear_work(compared.tree, shape.attention_ranges)) / compared.seconds
+        if (cost := cost_if_countable(engine.model)) is not None:
+            work = linear_work(compared.tree, cost.counts.attention_ranges)
+            self._plain_rate = cost.counts.flops(*work) / compared.seconds
 
     def _scored(self, model: nn.Module, head: FusedHead, rows: Rows, kwargs: dict, training: bool) -> Any:
         engine = self._engine(self.wrapped if training and model is self.model else model, head)
@@ -308,7 +308,8 @@ class PrefixSharing:
                 statistics = bool({"is_top1", "mean_logits", "log_sum_sq_probs"} & set(head.outputs))
                 scored = engine.score(tree, mask=masks, entropies="entropy" in head.outputs, statistics=statistics)
             if training:
-                self._count(scored, tree, self._shape(engine))
+                cost = cost_if_countable(engine.model)
+                self._count(scored, tree, None if cost is None else cost.counts)
             return scored
 
         # A call may ask for the routers' auxiliary loss beside the model's configuration.
@@ -357,22 +358,16 @@ class PrefixSharing:
 
     # ---- Logs ----
 
-    def _shape(self, engine: TreeEngine) -> ModelShape | None:
-        if engine.model not in self._shapes:
-            cost = formula_cost(engine.model)
-            self._shapes[engine.model] = None if cost is None else cost.shape
-        return self._shapes[engine.model]
-
-    def _count(self, scored: Scored, tree: TokenTree, shape: ModelShape | None) -> None:
+    def _count(self, scored: Scored, tree: TokenTree, model: ModelCounts | None) -> None:
         counts: dict[str, Any] = {
             "flat": scored.flat_tokens,
             "unique": scored.unique_tokens,
             "parts": scored.parts,
             "batches": 1,
         }
-        if shape is not None:
-            counts["row_flops"] = shape.flops(*linear_work(tree, shape.attention_ranges))
-            counts["tree_flops"] = shape.flops(*tree_work(tree, shape.attention_ranges))
+        if model is not None:
+            counts["row_flops"] = model.flops(*linear_work(tree, model.attention_ranges))
+            counts["tree_flops"] = model.flops(*tree_work(tree, model.attention_ranges))
         self._counts.update(counts)
 
     def _start_timing(self) -> None:

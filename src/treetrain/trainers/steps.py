@@ -17,9 +17,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from treetrain.data.columns import columns_of
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.calibrate import model_shape
-from treetrain.engine.planning import formula_cost
-from treetrain.errors import DataError, UnsupportedModel
+from treetrain.engine.costs import cost_if_countable
+from treetrain.errors import DataError
 from treetrain.planning.balance import balance
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.groups import Int64s, make_groups
@@ -142,13 +141,9 @@ class StepDataset(Dataset[dict[str, Any]]):
     """
 
     def __init__(self, rows: Sequence[Trajectory], model: Any, args: TreeArguments) -> None:
-        self.rows, self._merge, self._cost = rows, args.execution == "tree", formula_cost(model)
+        self.rows, self._merge, self._cost = rows, args.execution == "tree", cost_if_countable(model)
         self._rank, self._ranks = args.process_index, args.world_size
         self._count_tokens = args.include_num_input_tokens_seen != "no"
-        try:
-            self._shape = model_shape(model)
-        except UnsupportedModel:
-            self._shape = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -162,9 +157,11 @@ class StepDataset(Dataset[dict[str, Any]]):
             numbers = balance(tree, self._cost, self._ranks).trajectories[self._rank]
             own = as_tree([rows[number] for number in numbers.tolist()], merge=self._merge)
         inputs = {"call": call, "rows": rows, "tree": own, "own": numbers, "unique_tokens": tree.num_tokens}
-        if self._shape is not None:
-            inputs["tree_flops"] = self._shape.flops(*tree_work(tree)) if rows else 0.0
-            inputs["linear_flops"] = self._shape.flops(*linear_work(tree)) if rows else 0.0
+        if self._cost is not None:
+            counts = self._cost.counts
+            ranges = counts.attention_ranges
+            inputs["tree_flops"] = counts.flops(*tree_work(tree, ranges)) if rows else 0.0
+            inputs["linear_flops"] = counts.flops(*linear_work(tree, ranges)) if rows else 0.0
         if self._count_tokens:  # Trainer counts this
             inputs["input_ids"] = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *(row.ids for row in rows)]))
         return inputs

@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 from treetrain.data.trajectory import Trajectory
+from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear_baseline import LinearEngine
 from treetrain.engine.loss import as_loss
 from treetrain.engine.memory import keep_memory
 from treetrain.engine.packed import model_device
-from treetrain.engine.planning import formula_cost
 from treetrain.losses.sft import sft
 from treetrain.planning.budget import Bytes
 from treetrain.planning.ideal import budget_share, ideal_speedup
@@ -166,13 +166,13 @@ def bench(
     medians = {name: statistics.median(times) for name, times in measured.items()}
     baseline = min(close, key=lambda name: medians[name])
     ratios = [a / b for a, b in zip(measured[baseline], measured["tree"])]
-    speedup, plan, cost = statistics.median(ratios), engines["tree"].plan(rows), formula_cost(model)
+    speedup, plan, cost = statistics.median(ratios), engines["tree"].plan(rows), cost_if_countable(model)
     ideal = distinct_ideal = None
     if cost is not None:
         tokens = engines["tree"].budget
-        share = budget_share(plan, cost.shape, tokens if isinstance(tokens, int) else plan.peak_tokens)
-        ideal = ideal_speedup(tree, cost.shape) * share
-        distinct_ideal = ideal_speedup(tree, cost.shape, dedup=True) if repeated else None
+        share = budget_share(plan, cost.counts, tokens if isinstance(tokens, int) else plan.peak_tokens)
+        ideal = ideal_speedup(tree, cost.counts) * share
+        distinct_ideal = ideal_speedup(tree, cost.counts, dedup=True) if repeated else None
     return BenchReport(
         trajectories=len(rows),
         flat_tokens=tree.num_flat_tokens,

@@ -1,0 +1,448 @@
+"""What a model computes and holds, counted on the model itself, layer by layer, without its weights.
+
+Why it is right. The model's own modules are run once forward and backward, in tree mode, on *fake* tensors: they have a
+shape, a dtype and a device but no data, so that a pass over a model of any size takes a fraction of a second and no
+memory. Every operator passes by, as it does in a real step, so that nothing need be known about the architecture:
+
+    FLOPs   of every matrix product, by the shapes of its operands;
+    bytes   of every storage while it lives: between forward and backward what is saved, at the worst moment of the
+            backward what stands beside it.
+
+Per token both are constants, but for two things that are kept apart. Attention over pairs is not run: a stand-in notes
+heads, sizes and range of every layer and keeps what tree attention keeps. Tensors of the shape of a weight (gradients;
+autocast's copies) belong to a pass, not to its tokens. Layers that are alike are run once.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import flop_registry
+
+from treetrain.attention.schedule import AttentionSpec
+from treetrain.engine import lm_head
+from treetrain.engine.lm_head import Scaling, TritonChunk, chunk_type
+from treetrain.engine.memory import AllocatedBytes, CountStorages
+from treetrain.engine.packed import model_device
+from treetrain.errors import UnsupportedModel
+from treetrain.linear_attention.paths import Paths
+from treetrain.models.capability import Capabilities, causal_lm, check_model
+from treetrain.models.loading import load_config, model_without_weights
+from treetrain.models.recurrent_layers import tree_recurrence
+from treetrain.models.tree_mode import RUN_KEYWORD, RangeMask, TreeRun, replaced_forward, tree_attention
+from treetrain.planning.cost import WIDE, ModelCounts
+from treetrain.planning.devices import Device
+from treetrain.planning.price import CostModel
+from treetrain.tree.attention_range import FULL
+from treetrain.tree.build import build_tree
+from treetrain.tree.layout import pack
+
+TOKENS = 512
+"""Of the pass that is counted; more where some weight is as long."""
+CPU = torch.device("cpu")
+_COUNTED: dict[Any, ModelCounts | UnsupportedModel] = {}
+_MOST_COUNTED = 64
+"""Models whose counts are kept."""
+
+
+def cost_of(model: nn.Module) -> CostModel:
+    """What passes cost on a model as it is now: counted at its first use, with its device's published speeds.
+
+    Counts are kept by what changes them (configuration, weights and which of them are trained, dtype, autocast), so
+    that all the steps of an engine share one count. Every rank counts the same, and nothing is run on the device.
+
+    Raises:
+        UnsupportedModel: a model that cannot be counted; the message says why.
+    """
+    device, lm = model_device(model), causal_lm(model)
+    dtype = compute_dtype(model, device)
+    weights = tuple((p.shape, p.dtype, p.requires_grad) for p in model.parameters())
+    config = lm.config.to_json_string()  # type: ignore[operator, union-attr]
+    key = type(lm), config, weights, dtype, device.type, os.environ.get(lm_head.ENVIRONMENT)
+    if key not in _COUNTED:
+        while len(_COUNTED) >= _MOST_COUNTED:
+            del _COUNTED[next(iter(_COUNTED))]
+        try:
+            _COUNTED[key] = count(model, device)
+        except UnsupportedModel as error:
+            _COUNTED[key] = error
+    found = _COUNTED[key]
+    if isinstance(found, UnsupportedModel):
+        raise found
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    return CostModel.on(Device.of_kind(kind, dtype.itemsize), found.checkpointed(is_checkpointed(model)))
+
+
+def cost_if_countable(model: nn.Module) -> CostModel | None:
+    """`cost_of` a model; None for one that cannot be counted."""
+    try:
+        return cost_of(model)
+    except UnsupportedModel:
+        return None
+
+
+def compute_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
+    """The dtype of the arithmetic: that of the autocast which is on now, or the weights' own."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return model.dtype  # type: ignore[return-value]
+
+
+def is_checkpointed(model: nn.Module) -> bool:
+    """Whether a step runs every layer's forward again in its backward."""
+    lm = causal_lm(model)
+    # transformers 5 renamed it, and warns where the old name is read.
+    name = "is_activation_checkpointing" if hasattr(lm, "is_activation_checkpointing") else "is_gradient_checkpointing"
+    return model.training and bool(getattr(lm, name, False))
+
+
+def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
+    """Count a model, which may be on the meta device; nothing of it is changed or run on its own tensors.
+
+    Args:
+        device: where its steps will run; None takes the model's own, or a CPU for the meta device.
+
+    Raises:
+        UnsupportedModel: the model is not exact on a tree, or computes with the values of its tensors.
+    """
+    own = model_device(model) if device is None else device
+    device = CPU if own.type == "meta" else own
+    capabilities = check_model(model, critics=True)
+    lm = causal_lm(model)
+    weights = [p for p in lm.parameters() if p.dim() > 1]
+    tokens = TOKENS
+    while any(tokens in weight.shape for weight in weights):
+        tokens += 64
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    meter = _Meter({tuple(weight.shape) for weight in weights})
+    try:
+        with _without_data(lm) as copy, torch.autocast("cpu", autocast, enabled=autocast is not None):
+            decoder = copy.base_model
+            layers = _layers_of(decoder, lm.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr]
+            with meter, _tallied(layers, meter), torch.enable_grad():
+                output = _run(decoder, meter, tokens)
+                saved, copies = meter.bytes.now, meter.weights_now
+                meter.bytes.restart_peak()
+                output.sum().backward()
+                working = meter.bytes.peak - saved
+                del output
+            forward = _Meter(meter.shapes)
+            with forward, _tallied(layers, forward), torch.no_grad():
+                _run(decoder, forward, tokens)
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # whatever a class does with values that are not there
+        raise UnsupportedModel(
+            f"what {type(lm).__name__} costs cannot be counted without running it ({type(error).__name__}: {error}), "
+            "so bytes cannot be predicted: give the budget in tokens."
+        ) from error
+    dtype = compute_dtype(model, device)
+    b, wide = dtype.itemsize, max(WIDE, dtype.itemsize)
+    embedded = lm.get_input_embeddings()  # type: ignore[operator]
+    hidden = int(embedded.weight.shape[1])
+    text = lm.config.get_text_config()  # type: ignore[union-attr]
+    longest = getattr(text, "max_position_embeddings", None) or 0
+    ranges: Counter[Any] = Counter()
+    for name, flops in meter.tally.items():
+        if isinstance(name, tuple):
+            ranges[FULL if name[1].window and name[1].window >= longest > 0 else name[1]] += flops
+    ends = {id(w): w for m in (embedded, capabilities.head) if (w := getattr(m, "weight", None)) is not None}
+    in_layers = sum(p.numel() for p in lm.parameters()) - sum(w.numel() for w in ends.values())
+    trained = [p.numel() for p in lm.parameters() if p.requires_grad and id(p) not in ends]
+    logit, head_pass = _head_bytes(model, capabilities, device, dtype)
+    return ModelCounts(
+        layers=text.num_hidden_layers,
+        hidden=hidden,
+        vocab=text.vocab_size,
+        parameters=sum(p.numel() for p in lm.parameters()),
+        parameters_in_layers=in_layers,
+        dtype_bytes=b,
+        token_flops=meter.tally["flops"] / tokens,
+        flops_by_range=dict(ranges),
+        saved_layers=meter.tally["saved"] / tokens,
+        saved_layer=meter.most_saved / tokens,
+        saved_outside=max(saved - meter.run_saved, 0) / tokens,
+        saved_pass=copies + meter.tally["copies"] - meter.run_copies,
+        backward_token=max(working, 0) / tokens,
+        weight_gradient=max(trained, default=0) * b,
+        forward_token=forward.bytes.peak / tokens,
+        cache_token=meter.tally["cache"] / tokens,
+        cache_layer=meter.most_cached / tokens,
+        cache_state=meter.tally["state"],
+        logit=logit,
+        head_pass=head_pass,
+        step=sum(w.numel() for w in ends.values() if w.requires_grad) * wide,
+    )
+
+
+def count_config(config: Any, dtype: torch.dtype = torch.float32) -> ModelCounts:
+    """Count a model of a transformers configuration, in a dtype, without weights.
+
+    Raises:
+        UnsupportedModel: as `count`, or a class that cannot be made without weights.
+    """
+    model = model_without_weights(config, dtype=dtype)
+    if model is None:
+        raise UnsupportedModel(
+            f"a model of {type(config).__name__} cannot be made without its weights, so what it costs cannot be "
+            "counted; name a shape of the same size instead (--shape on the command line, ModelShape.named in code)"
+        )
+    return count(model)
+
+
+def count_named(name: str, dtype_bytes: int = 4) -> ModelCounts:
+    """Count the model of a hub id, folder or preset, from its configuration alone.
+
+    Raises:
+        DataError: there is no such model.
+        UnsupportedModel: as `count_config`.
+    """
+    return count_config(load_config(name), {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[dtype_bytes])
+
+
+def _head_bytes(
+    model: nn.Module, capabilities: Capabilities, device: torch.device, dtype: torch.dtype
+) -> tuple[float, float]:
+    """(bytes of a logit while it is scored, bytes of the head per pass)."""
+    b, wide = dtype.itemsize, max(WIDE, dtype.itemsize)
+    matrix = capabilities.vocab_size * getattr(capabilities.head, "in_features", 0)
+    trained = any(p.requires_grad for p in capabilities.head.parameters())
+    head_pass = matrix * b if b < wide and trained else 0
+    if head_pass and model.dtype == torch.float32:  # autocast: a 16-bit copy of the head's matrix
+        head_pass *= 2
+    if not capabilities.head_is_linear:
+        # Every chunk goes through autograd: logits, the same in float32, log-softmax, its exp, their product.
+        return 5 * wide + b, head_pass
+    if head_softmax(capabilities, device, dtype) is TritonChunk:  # the logits become their gradient
+        return b, head_pass
+    return 2 * wide + (b if b < wide else 0), head_pass
+
+
+def head_softmax(capabilities: Capabilities, device: torch.device, dtype: torch.dtype) -> type[Any]:
+    """What runs the softmax of a head that is a plain matrix."""
+    like, bias = torch.empty(0, dtype=dtype, device=device), getattr(capabilities.head, "bias", None)
+    return chunk_type(like, bias, Scaling(capabilities.logit_map))
+
+
+class _Meter(CountStorages):
+    """Counts FLOPs and living bytes of everything that is run in the block.
+
+    Args:
+        shapes: of the weights; tensors of such a shape are counted by themselves.
+    """
+
+    def __init__(self, shapes: set[tuple[int, ...]]):
+        self.bytes = AllocatedBytes()
+        super().__init__(self.bytes)
+        self.shapes = shapes | {shape[::-1] for shape in shapes}
+        self.tally: Counter[Any] = Counter()
+        """What layers and attention add up: FLOPs, bytes, FLOPs by range."""
+        self.flops = 0
+        self.weights_now = 0
+        self.most_saved = self.most_cached = self.run_saved = self.run_copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._grouped_mm.default:  # its fake kernel knows bfloat16 alone
+            return self._grouped(*args, **kwargs)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=out)
+        return out
+
+    def _grouped(self, left: Tensor, right: Tensor, offsets: Tensor, *_: Any, **__: Any) -> Tensor:
+        """The product of each group of rows with its own matrix, or of groups of columns with groups of rows."""
+        self.flops += 2 * left.shape[0] * left.shape[1] * right.shape[-1]
+        groups = () if right.dim() == 3 else (offsets.shape[0],)
+        out = left.new_empty(*groups, left.shape[0], right.shape[-1])
+        if right.dim() == 3:
+            self.add(out)
+        return out
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether a tensor is of tokens; one of a weight is noted while it lives."""
+        if tensor.dim() < 2 or tuple(tensor.shape) not in self.shapes:
+            return True
+        self.weights_now += tensor.untyped_storage().nbytes()
+        return False
+
+
+class _Attention:
+    """Stands in for tree attention: notes what it is asked for, computes nothing, and holds as much memory."""
+
+    name = "counted"
+
+    def __init__(self, meter: _Meter):
+        self._meter = meter
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        layer: int,
+        spec: AttentionSpec,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        tokens, heads, size = query.shape
+        meter, b = self._meter, key.element_size()
+        meter.tally["pairs", spec.visible_range] += 2 * heads * (size + value.shape[2])
+        cached = tokens * key.shape[1] * (size + value.shape[2]) * (b + max(WIDE, b))
+        meter.tally["cache"] += cached
+        meter.most_cached = max(meter.most_cached, cached)
+        return _Held.apply(query, key, value)  # type: ignore[no-any-return]
+
+
+class _Held(torch.autograd.Function):
+    """The tensors of an attention call: sums in float32 with the piece that is added to them, and what is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        total, piece = (query.new_empty(*query.shape[:2], value.shape[2], dtype=wide) for _ in range(2))
+        del piece
+        out = total.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:2], dtype=wide))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        totals = [torch.empty_like(x, dtype=wide) for x in ctx.saved_tensors[:3]]
+        pieces = [torch.empty_like(x) for x in totals]
+        del pieces
+        return tuple(x.to(grad.dtype) for x in totals)
+
+
+class _NotedPaths(Paths):
+    """The paths of a chain, which note how large the states are that recurrent layers hand on."""
+
+    tally: Counter[Any]
+
+    def convolve(self, layer: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        b = inputs.element_size()
+        self.tally["state"] += (weight.shape[1] - 1) * inputs.shape[1] * (b + max(WIDE, b))
+        return super().convolve(layer, inputs, weight)
+
+    def gated_delta(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        state = value.shape[1] * key.shape[2] * value.shape[2]
+        self.tally["state"] += state * 2 * max(WIDE, value.element_size())
+        return super().gated_delta(layer, query, key, value, decay, beta)
+
+
+def _run(decoder: Any, meter: _Meter, tokens: int) -> Tensor:
+    """The last hidden states of a chain, from embeddings that take a gradient."""
+    layout = pack(build_tree([np.zeros(tokens, np.int32)]), trim=False)
+    ids = torch.zeros(1, tokens, dtype=torch.int64)
+    run = TreeRun(_Attention(meter), tokens, ids[0])  # type: ignore[arg-type]
+    run.paths = _NotedPaths(layout, CPU)
+    run.paths.tally = meter.tally
+    table = decoder.get_input_embeddings()
+
+    def embed(ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.empty(*ids.shape, table.weight.shape[1], dtype=table.weight.dtype, requires_grad=True)
+
+    with tree_attention(decoder), tree_recurrence(decoder), replaced_forward(table, embed):
+        made = decoder(input_ids=ids, position_ids=ids, attention_mask=None, use_cache=False, **{RUN_KEYWORD: run})
+    return made[0]
+
+
+@contextmanager
+def _without_data(model: nn.Module) -> Iterator[Any]:
+    """A copy of a model's modules with fake weights and no hooks, in evaluation mode, in a block of fake tensors."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[int, Any] = {}
+
+    def tensor(old: Any) -> Any:
+        if old is not None and id(old) not in made:
+            with fake:
+                new = torch.empty(old.shape, dtype=old.dtype)
+            made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+            if new.is_floating_point() and old.requires_grad:
+                made[id(old)].register_post_accumulate_grad_hook(_drop_gradient)
+        return made.get(id(old))
+
+    def module(old: nn.Module) -> Any:
+        if id(old) not in made:
+            new = made[id(old)] = object.__new__(type(old))
+            new.__dict__ = {name: value for name, value in vars(old).items() if name != "forward"}
+            for name, value in vars(old).items():
+                if name.endswith("_hooks") and isinstance(value, dict):
+                    new.__dict__[name] = type(value)()
+            new.__dict__["training"] = False
+            new.__dict__["_parameters"] = {name: tensor(value) for name, value in old._parameters.items()}
+            new.__dict__["_buffers"] = {name: tensor(value) for name, value in old._buffers.items()}
+            new.__dict__["_modules"] = {
+                name: None if value is None else module(value) for name, value in old._modules.items()
+            }
+        return made[id(old)]
+
+    copy = module(model)
+    configs = {id(c): c for m in copy.modules() if (c := getattr(m, "config", None)) is not None}
+    before = [(c, c._experts_implementation_internal) for c in configs.values() if hasattr(c, _EXPERTS)]
+    try:
+        for config, _ in before:  # products of groups of rows, whose shapes do not depend on the routers' choices
+            setattr(config, _EXPERTS, "grouped_mm")
+        with fake:
+            yield copy
+    finally:
+        for config, value in before:
+            setattr(config, _EXPERTS, value)
+
+
+_EXPERTS = "_experts_implementation_internal"
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _layers_of(decoder: nn.Module, number: int) -> list[nn.Module]:
+    """The decoder's layers; none where they are kept in another way, so that all is counted as one layer."""
+    lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == number]
+    return list(lists[0]) if lists else [decoder]
+
+
+@contextmanager
+def _tallied(layers: list[nn.Module], meter: _Meter) -> Iterator[None]:
+    """Let the first of layers that are alike run, and add its tally again for each of the others."""
+    seen: dict[Any, tuple[Counter[Any], Any]] = {}
+
+    def counted(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        weights = tuple((p.shape, p.requires_grad) for p in layer.parameters())
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            masks = tuple(str(x.range) for x in (*args, *kwargs.values()) if isinstance(x, RangeMask))
+            kind = type(layer), weights, masks
+            if kind not in seen:
+                before, flops, now, copies = meter.tally.copy(), meter.flops, meter.bytes.now, meter.weights_now
+                out = forward(*args, **kwargs)
+                meter.tally["flops"] += meter.flops - flops
+                meter.tally["saved"] += meter.bytes.now - now
+                meter.tally["copies"] += meter.weights_now - copies
+                meter.most_saved = max(meter.most_saved, meter.bytes.now - now)
+                meter.run_saved += meter.bytes.now - now
+                meter.run_copies += meter.weights_now - copies
+                own = meter.tally.copy()
+                own.subtract(before)
+                seen[kind] = own, out
+                return out
+            own, out = seen[kind]
+            meter.tally.update(own)
+            hidden = args[0] if args else kwargs["hidden_states"]
+            return (hidden, *out[1:]) if isinstance(out, tuple) else hidden
+
+        return run
+
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(replaced_forward(layer, counted(layer, layer.forward)))
+        yield

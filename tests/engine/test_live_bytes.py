@@ -1,0 +1,47 @@
+"""Bytes that tensors take, and bytes that the system has free."""
+
+import torch
+
+from treetrain.engine import memory
+from treetrain.engine.memory import live_bytes
+
+CPU = torch.device("cpu")
+
+
+def test_live_bytes_are_those_of_tensors_that_live():
+    with live_bytes(CPU) as meter:
+        kept = torch.zeros(1000)
+        view = kept[10:].add_(1.0)
+        assert meter.now == 4000
+        torch.ones(500).sum()
+        assert meter.now < 4100 and 6000 <= meter.peak < 6100
+        meter.restart_peak()
+        assert meter.peak == meter.now
+        del kept
+        assert meter.now >= 4000  # the view still holds it
+        del view
+    assert meter.now < 100
+
+
+def test_live_bytes_are_counted_in_backward_too():
+    weight = torch.ones(1000, requires_grad=True)
+    with live_bytes(CPU) as meter:
+        weight.exp().sum().backward()
+        assert weight.grad is not None and meter.now >= 4000
+    assert meter.peak >= 8000
+
+
+def test_free_bytes_are_what_the_tightest_control_group_leaves(monkeypatch, tmp_path):
+    everything = memory.free_bytes(CPU)
+    assert 0 < everything <= memory.CPU_SHARE * memory._available()
+    group = tmp_path / "group"
+    group.mkdir()
+    monkeypatch.setattr(memory, "_available", lambda: 10_000)
+    monkeypatch.setattr(memory, "_control_groups", lambda: [group])
+    assert memory.free_bytes(CPU) == 8000
+    (group / "memory.stat").write_text("anon 1\ninactive_file 500\n")
+    (group / "memory.current").write_text("4500\n")
+    (group / "memory.max").write_text("max\n")
+    assert memory.free_bytes(CPU) == 8000
+    (group / "memory.max").write_text("5000\n")
+    assert memory.free_bytes(CPU) == 800  # 5000 - 4500, and the cache that can go
