@@ -126,7 +126,7 @@ def group_rows(values: Sequence[Any], most: int) -> list[Int64s]:
     """
     if len(values) == 0:
         raise DataError("the data set has no rows")
-    if not _is_token_ids(values[0]):
+    if np.ndim(values[0]) != 1 or not np.issubdtype(np.asarray(values[0]).dtype, np.integer):
         labels: dict[Hashable, list[int]] = {}
         for number, value in enumerate(values):
             labels.setdefault(value, []).append(number)
@@ -142,20 +142,13 @@ def _values(dataset: Any, key: Key) -> Sequence[Any]:
     if callable(key):
         return [key(dataset[number]) for number in range(len(dataset))]
     columns = getattr(dataset, "column_names", None)
-    if columns is None:
-        columns = list(dataset[0]) if len(dataset) else [key]
-    if key not in columns:
+    names = columns or (list(dataset[0]) if len(dataset) else [key])
+    if key not in names:
         raise DataError(
-            f"the data set has no column {key!r}, only {', '.join(map(repr, columns))}; "
+            f"the data set has no column {key!r}, only {', '.join(map(repr, names))}; "
             "name the one that says what belongs together with key="
         )
-    if hasattr(dataset, "column_names"):
-        return dataset[key][:]
-    return [dataset[number][key] for number in range(len(dataset))]
-
-
-def _is_token_ids(value: Any) -> bool:
-    return np.ndim(value) == 1 and np.issubdtype(np.asarray(value).dtype, np.integer)
+    return dataset[key][:] if columns else [dataset[number][key] for number in range(len(dataset))]
 
 
 def group_batches(trainer: "TrainerT", key: Key = "input_ids") -> "TrainerT":
