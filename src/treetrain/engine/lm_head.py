@@ -191,19 +191,19 @@ def score_edges(
 # ---- in the place of the model's head
 
 PROBES = (0.37, -2.9, 11.0, 173.0, -64.0, 2.5e4, -3.1e4)
-"""Stand beside the scores in what a model with a logit map is given for its logits: numbers that tell maps apart."""
+"""Numbers that tell logit maps apart. A model with such a map is given them for logits, beside the scores."""
 
 
 class HeadCall(NamedTuple):
-    """One call of the head: what it scored, and the tensor handed to the model in place of logits."""
+    """One call of the head: its scores, and the tensor handed to the model in place of logits."""
 
     scores: Scores
     carrier: Tensor
     version: int
-    """Of the carrier when it was handed over."""
+    """The version of the carrier when it was handed over."""
     logit_map: LogitMap
     pooled: bool = False
-    """Whether the model keeps what stands at one token."""
+    """Whether the model keeps the value of one token only."""
 
     def is_as_declared(self, logits: Tensor) -> bool:
         """Whether the model did to the carrier what its logit map says and nothing else: bit by bit."""
@@ -236,7 +236,7 @@ def _handed_on(carrier: Tensor, logit_map: LogitMap, dtype: torch.dtype | None) 
 def scoring_head(
     capabilities: Capabilities, edges: Edges, request: ScoreRequest, *, handed_on_as: torch.dtype | None = None
 ) -> Iterator[list[HeadCall]]:
-    """Calls of the head inside the block are collected in the list that the block is given.
+    """Let the model's head score edges for the length of the block, which is given the list of the head's calls.
 
     The scores are those of the logits as the declared map leaves them. What the model then does to the carrier, which
     it takes for its logits, shows whether it does what was declared. `handed_on_as` is the carrier's dtype, where the
