@@ -13,7 +13,7 @@ def test_gradients_of_every_plan_are_those_of_the_rows(shape, record_property):
     for keep, engine in zip(KEEPS, engines):
         if shape == "1 part":
             continue
-        assert max(plan.num_parts for plan in engine.plans) > 2
+        assert max(plan.num_parts for plan in engine.plans) > 1
         recomputed = sum(plan.recomputed_tokens for plan in engine.plans)
         assert keep == "mixed" or (recomputed == 0) == (keep == "all")
 
