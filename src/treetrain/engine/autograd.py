@@ -43,8 +43,8 @@ def logprobs(
         sequences: K lists or arrays of token ids (or trajectories, or a tree).
         budget: tokens whose graph is alive at once, or bytes ("8GiB") of peak memory. A batch within it runs at once;
             a larger one runs in parts: with all their graphs where these fit, else without, and again, part by part,
-            in backward. None fits to the memory
-            that is free. Gradients that lie in ``.grad`` are set aside in backward, which bytes do not count.
+            in backward. None fits to the memory that is free. Gradients that lie in ``.grad`` are set aside in
+            backward, which bytes do not count.
         temperature: divides the logits before the softmax.
         return_entropy: also give the entropy of the distribution each token was drawn from.
         return_aux: also give the auxiliary loss of a mixture of experts' routers over all tokens of all sequences,

@@ -252,7 +252,7 @@ def ranks_of(model: nn.Module, group: "dist.ProcessGroup | None", value_head: nn
             "the value head is sharded (fully_shard), the model is not; shard the model too, or leave the value head "
             "whole."
         )
-    parameters = [p for module in (model, value_head) if module is not None for p in module.parameters()]
+    parameters: list[Any] = [p for module in (model, value_head) if module is not None for p in module.parameters()]
     meshes: list[Any] = []
     for mesh in (p.device_mesh for p in parameters if is_shard(p)):
         if mesh not in meshes:

@@ -21,10 +21,9 @@ from torch import Tensor
 from treetrain.device_arrays import on_device
 from treetrain.engine.batch import Batch
 from treetrain.engine.distributed import check_same
-from treetrain.engine.evaluate import added_up
 from treetrain.engine.executor import Executor
 from treetrain.engine.lockstep import Reduces
-from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
+from treetrain.engine.loss_gradients import KnownGradients, ScoreTable, added_up
 from treetrain.engine.out_of_memory import PassCounts
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import Routing

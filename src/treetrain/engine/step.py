@@ -15,10 +15,9 @@ from torch import Tensor
 
 from treetrain import __version__
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.batch import Batch, Selection, check_batch, predictions_of
+from treetrain.engine.batch import Batch, MergedBatch, Selection, check_batch, predictions_of
 from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import check_same
-from treetrain.engine.evaluate import added_up, evaluate, evaluate_gradients, linear_coefficients
 from treetrain.engine.gradients import Rollback
 from treetrain.engine.lockstep import Reduces
 from treetrain.engine.loss import (
@@ -30,8 +29,13 @@ from treetrain.engine.loss import (
     step_loss,
     step_normaliser,
 )
-from treetrain.engine.loss_gradients import KnownGradients, StreamedGradients
-from treetrain.engine.merged import MergedBatch
+from treetrain.engine.loss_gradients import (
+    KnownGradients,
+    StreamedGradients,
+    added_up,
+    evaluate_gradients,
+    linear_coefficients,
+)
 from treetrain.engine.out_of_memory import PassCounts
 from treetrain.engine.packed import wide_dtype
 from treetrain.engine.planning import AMPLE
@@ -305,7 +309,8 @@ def _stream(
         if coefficients is not None:
             executor.train(KnownGradients(table, coefficients / normaliser))
             with torch.no_grad():
-                total, sums = evaluate(loss, rows.per_prediction(table.logprobs), None, rows)
+                logprobs = rows.per_prediction(table.logprobs)
+                total, sums = loss.packed(logprobs, None, rows.facts(loss, logprobs.device, logprobs.dtype), None)
             return total / normaliser, sums
         executor.train(streamed)
     streamed.finish()
