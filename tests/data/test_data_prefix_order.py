@@ -63,5 +63,5 @@ def test_rows_of_a_mapped_file_are_sorted_without_making_trajectories_of_them(tm
     rows = [Trajectory(drawn.integers(0, 2, drawn.integers(0, 20)), key=k) for k in [None, "a"] * 40]
     write_trajectories(tmp_path / "rows.arrow", rows, dict)
     mapped, expected = MappedTrajectories(tmp_path / "rows.arrow"), as_lists(prefix_order(rows))
-    monkeypatch.setattr(MappedTrajectories, "__getitem__", None)
+    monkeypatch.setattr(MappedTrajectories, "row", None)
     assert as_lists(prefix_order(mapped)) == expected

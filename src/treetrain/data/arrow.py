@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from treetrain.data.columns import GIVEN, RowColumns, codes_of, columns_of
-from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
+from treetrain.data.trajectory import PER_TOKEN_FACTS, LazyTrajectories, Trajectory
 from treetrain.errors import DataError
 
 BATCH_TOKENS = 1 << 18
@@ -39,7 +39,7 @@ _SCHEMA = pa.schema(
 )
 
 
-class MappedTrajectories(Sequence[Trajectory]):
+class MappedTrajectories(LazyTrajectories):
     """The trajectories of a file that `write_trajectories` wrote, each read when it is asked for.
 
     Can be pickled: a worker process of a DataLoader maps the file itself.
@@ -65,18 +65,9 @@ class MappedTrajectories(Sequence[Trajectory]):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    @overload
-    def __getitem__(self, number: int) -> Trajectory: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> list[Trajectory]: ...
-
-    def __getitem__(self, number: int | slice) -> Trajectory | list[Trajectory]:
-        if isinstance(number, slice):
-            return [self[place] for place in range(*number.indices(len(self)))]
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"row {number} of {len(self)}")
-        return _trajectory(*self._place(number % len(self)))
+    def row(self, number: int) -> Trajectory:
+        """Row 0 to K - 1."""
+        return _trajectory(*self._place(number))
 
     def ids(self, number: int) -> NDArray[np.int32]:
         """Token ids of row 0 to K - 1, a view of the mapped file."""

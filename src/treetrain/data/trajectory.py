@@ -1,9 +1,10 @@
 """One row as the user has it: token ids and the training facts of every token."""
 
+import abc
 import dataclasses
 import math
-from collections.abc import Hashable
-from typing import Any, Self
+from collections.abc import Hashable, Sequence
+from typing import Any, Self, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -140,6 +141,25 @@ class Trajectory:
         scalars = ("reward", "group", "pair", "chosen", "id", "key", "episode")
         given += [f"{name}={getattr(self, name)!r}" for name in scalars if getattr(self, name) is not None]
         return f"Trajectory({', '.join(given)})"
+
+
+class LazyTrajectories(Sequence[Trajectory]):
+    """Rows of which each is made when it is asked for, and not kept. A subclass has `__len__` and `row`."""
+
+    @abc.abstractmethod
+    def row(self, number: int) -> Trajectory:
+        """Row 0 to K - 1."""
+
+    @overload
+    def __getitem__(self, number: int) -> Trajectory: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Trajectory]: ...
+    def __getitem__(self, number: int | slice) -> Trajectory | list[Trajectory]:
+        if isinstance(number, slice):
+            return [self.row(place) for place in range(*number.indices(len(self)))]
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"row {number} of {len(self)}")
+        return self.row(number % len(self))
 
 
 def common_prefix(one: NDArray[Any], other: NDArray[Any]) -> int:

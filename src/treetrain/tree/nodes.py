@@ -7,12 +7,12 @@ as it does the rows of `build_tree`; sums over the trajectories through a node a
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory, common_prefix
+from treetrain.data.trajectory import PER_TOKEN_FACTS, LazyTrajectories, Trajectory, common_prefix
 from treetrain.errors import DataError
 from treetrain.tree.assemble import Int32s, Int64s, TreeArrays, assemble
 
@@ -77,7 +77,7 @@ class NodeTrajectory:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class NodeRows(Sequence[Trajectory]):
+class NodeRows(LazyTrajectories):
     """The K trajectories of n nodes, each put together only when it is asked for.
 
     Nodes are in an order in which parents come first; those on no trajectory are left out.
@@ -104,14 +104,9 @@ class NodeRows(Sequence[Trajectory]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, number: int) -> Trajectory: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Trajectory]: ...
-    def __getitem__(self, number: int | slice) -> Trajectory | list[Trajectory]:
-        if isinstance(number, slice):
-            return [self[k] for k in range(*number.indices(len(self)))]
-        row, number = self.rows[number], range(len(self))[number]
+    def row(self, number: int) -> Trajectory:
+        """Trajectory 0 to K - 1, joined from the nodes on its path."""
+        row = self.rows[number]
         nodes = [node for node in self.path(number) if len(self.contents[node])]
         parts = [self.contents[node] for node in nodes]
         facts: dict[str, Any] = {}
