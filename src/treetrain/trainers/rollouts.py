@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from treetrain import losses
 from treetrain.data.advantages import advantages_of_groups
 from treetrain.data.columns import RowColumns, columns_of
-from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
+from treetrain.data.trajectory import PER_TOKEN_FACTS, LazyTrajectories, Trajectory
 from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import is_sharded
 from treetrain.engine.engine import TreeEngine
@@ -102,12 +102,12 @@ def with_advantages(rows: Sequence[Trajectory], loss: Any, options: dict[str, An
             raise ValueError(f"advantage_kwargs is {options}, but no advantages are made of rewards: {why}")
         return rows
     values = advantages_of_groups(rows, **(options or {}))
-    if not isinstance(rows, list):
+    if hasattr(rows, "columns"):
         return _WithAdvantages(rows, columns, values)
     return [row.replace(advantages=value) for row, value in zip(rows, values.tolist(), strict=True)]
 
 
-class _WithAdvantages(Sequence[Trajectory]):
+class _WithAdvantages(LazyTrajectories):
     """Rows that are not in memory, with an advantage each."""
 
     def __init__(self, rows: Sequence[Trajectory], columns: RowColumns, values: NDArray[np.float64]) -> None:
@@ -118,7 +118,7 @@ class _WithAdvantages(Sequence[Trajectory]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, number: Any) -> Any:
+    def row(self, number: int) -> Trajectory:
         return self._rows[number].replace(advantages=float(self._values[number]))
 
 
