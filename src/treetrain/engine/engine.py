@@ -137,8 +137,8 @@ class TreeEngine(Runtime):
             self.within_memory(plan, route)
             return None, routing.balance.to("cpu")
 
-        _, found = self.ranks.agree("counting choices", balance)
-        return functools.reduce(operator.add, found).to(model_device(self.model))
+        _, balances = self.ranks.agree("counting choices", balance)
+        return functools.reduce(operator.add, balances).to(model_device(self.model))
 
     def score(
         self,

@@ -294,8 +294,8 @@ class Scored:
             return
         try:
             # Every rank finds what can be wrong before any of them goes into a backward of all.
-            found, told = runtime.ranks.agree("Scored.backward", lambda: (gradients(), sync))
-            check_same("sync", told)
+            found, syncs = runtime.ranks.agree("Scored.backward", lambda: (gradients(), sync))
+            check_same("sync", syncs)
             runtime.ranks.agree("Scored.backward's passes", lambda: (passes(found), None))
         except RanksDisagree as error:
             rollback.undo(error)

@@ -103,13 +103,13 @@ def prepare_step(
         check_count(packed, tree)
         # A tree of nodes stays unflattened if the loss allows it.
         merged = tree.merged(packed.reduction) if mask is None and packed.mergeable else None
-        told = None if ranks.alone else _told(runtime, tree, merged, packed, normaliser)
-        return (tree, packed, merged, predictions_of(tree, mask)), told
+        announced = None if ranks.alone else _announcement(runtime, tree, merged, packed, normaliser)
+        return (tree, packed, merged, predictions_of(tree, mask)), announced
 
-    (tree, packed, merged, predicted), told = ranks.agree("forward_backward", checked)
+    (tree, packed, merged, predicted), answers = ranks.agree("forward_backward", checked)
     rows: Any = list(tree.trajectories) if merged is None else merged
     if not ranks.alone:
-        settings, all_rows, weights = zip(*told)
+        settings, all_rows, weights = zip(*answers)
         for name in settings[0]:
             check_same(name, [own[name] for own in settings])
         rows = None if all_rows[0] is None else [row for own in all_rows for row in own]
@@ -134,7 +134,7 @@ def prepare_step(
     return Step(tree, batch, packed, whole / ranks.size, seen, masked=mask is not None)
 
 
-def _told(
+def _announcement(
     runtime: Runtime, tree: TokenTree, merged: Any, loss: PackedLoss, normaliser: float | None
 ) -> tuple[dict[str, Any], list[Trajectory] | None, float]:
     """What the other ranks must know of this rank's part: settings that must be the same, all its rows if the loss must
@@ -189,10 +189,10 @@ def plan_step(runtime: Runtime, step: Step, *, sync: bool, balance: RouterBalanc
         offers = offers_of(own) if runtime.in_lockstep else []
         return own, None if ranks.alone and not runtime.in_lockstep else (same, _have_room(runtime, own), offers)
 
-    own, told = ranks.agree("planning", offered)
+    own, answers = ranks.agree("planning", offered)
     chosen, at_last = 0, False
-    if told[0] is not None:
-        same, room, offers = zip(*told)
+    if answers[0] is not None:
+        same, room, offers = zip(*answers)
         for name in same[0]:
             check_same(name, [settings[name] for settings in same])
         numbers = choose(offers) if runtime.in_lockstep else [0] * ranks.size
@@ -331,18 +331,18 @@ def _compare(
         own.per_prediction(table.logprobs),
         *(None if x is None else own.per_prediction_entropy(x) for x in (table.entropies, table.values)),
     )
-    told: list[Any] = [(batch.used, *scores)]
+    of_ranks: list[Any] = [(batch.used, *scores)]
     if not ranks.alone:
         on_host = (batch.used, *(None if x is None else x.cpu() for x in scores))
-        told = ranks.agree("comparing rows", lambda: (None, on_host))[1]
-    used, *columns = zip(*told)
+        of_ranks = ranks.agree("comparing rows", lambda: (None, on_host))[1]
+    used, *columns = zip(*of_ranks)
     logprobs, entropies, values = (_joined(column, table.device) for column in columns)
     assert logprobs is not None
     everything = np.arange(len(logprobs))
     rows = batch.trajectories if ranks.alone else step.rows
     selection = Selection(trajectories=rows, used=np.concatenate(used), edges=everything, rows=everything)
     found = evaluate_gradients(step.loss, step.normaliser, logprobs, entropies, selection, values)
-    before = sum(len(one[1]) for one in told[: ranks.rank])
+    before = sum(len(one[1]) for one in of_ranks[: ranks.rank])
 
     edges, entropy, value = (
         None if gradient is None else gradient[before : before + len(own.edges)]
