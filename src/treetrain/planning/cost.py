@@ -166,8 +166,9 @@ class ModelShape:
         """
         if name.lower() not in _NAMED:
             raise ValueError(f"no model shape is named {name!r}; there are {', '.join(_NAMED)}")
-        sizes = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab", "tied")
-        return cls(**dict(zip(sizes, _NAMED[name.lower()])))
+        sizes = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab")
+        *numbers, tied = _NAMED[name.lower()]
+        return cls(**dict(zip(sizes, numbers)), tied=bool(tied))
 
     @classmethod
     def of(cls, shape: "ModelShape | str") -> "ModelShape":

@@ -212,8 +212,8 @@ class CostModel:
 
     def _logits(self, rows: Int64s) -> Floats:
         """The logits of a chunk of rows, with their gradients."""
-        chunk = head_chunk_rows(self.counts.vocab, self.device)
-        return self.counts.vocab * self.counts.logit * np.minimum(rows, chunk)
+        chunk = np.minimum(rows, head_chunk_rows(self.counts.vocab, self.device))
+        return self.counts.vocab * self.counts.logit * chunk.astype(np.float64)
 
     @property
     def _wide(self) -> int:
