@@ -10,6 +10,7 @@ LAYERS = (
     "cli",
     "integrations",
     "trainers",
+    "testing",
     "verification",
     "losses",
     "engine",
@@ -109,11 +110,10 @@ def test_the_fast_paths_never_import_the_specification():
             assert not {"treetrain.attention.reference", "treetrain.linear_attention.reference"} & imports(path), path
 
 
-def test_there_are_no_import_cycles():
-    # Packages' __init__ run before their modules, so they are nodes like any other.
-    graph = {
-        name: imports(path, typing_too=False) & set(MODULES) - {"treetrain", name} for name, path in MODULES.items()
-    }
+def test_there_are_no_import_cycles_for_types_and_inside_functions_neither():
+    # Packages' __init__ run before their modules, so they are nodes like any other; but for the front page, which
+    # names everything lazily.
+    graph = {name: imports(path) & set(MODULES) - {"treetrain", name} for name, path in MODULES.items()}
     done: set[str] = set()
     for start in graph:
         trail: list[str] = []

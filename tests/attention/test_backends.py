@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as flex_module
 
-from support.forests import attention_forest
+from support.attention_forests import attention_forest
 from treetrain.attention import backends, flex
 from treetrain.attention.backends import BACKENDS, ENVIRONMENT, choose_backend, make_attention, runnable, using, why_not
 from treetrain.attention.flex import FlexTreeAttention

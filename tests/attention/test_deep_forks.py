@@ -8,8 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.linear import relative_error
-from support.runs import runs, seeded
 from support.schedules import (
     calls,
     check,
@@ -29,6 +27,8 @@ from treetrain.attention.forks import ForkBlocks, fork_blocks, path_tops
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.reference import reference_attention
 from treetrain.attention.schedule import Forest, Schedule, make_schedule
+from treetrain.testing.forests import runs, seeded
+from treetrain.testing.linear import relative_error
 
 CALL_PAIRS = (0.0, 64.0, 2e3, 1e5)
 

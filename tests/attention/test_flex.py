@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import FlexKernelOptions
 
-from support.forests import attention_forest, bushy_rows, forest_of, forests
+from support.attention_forests import attention_forest, forest_of
 from support.layouts import uniform
-from support.linear import relative_error
-from support.runs import runs
 from treetrain.attention import flex
 from treetrain.attention.flex import BLOCK, FlexTreeAttention, block_mask, kernel_options
 from treetrain.attention.kv_cache import KVCache
 from treetrain.attention.reference import reference_attention, visible
 from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec
 from treetrain.attention.tile_lists import keys_of, make_tile_lists
+from treetrain.testing.forests import bushy_rows, forests, runs
+from treetrain.testing.linear import relative_error
 from treetrain.tree.attention_range import FULL, AttentionRange
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import cut, pack

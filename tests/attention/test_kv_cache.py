@@ -6,17 +6,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.forests import bushy_rows, forest_of, forests
+from support.attention_forests import forest_of
 from support.layouts import one_segment_per_part, uniform
-from support.linear import relative_error, rms
 from support.pairwise import pairwise
 from support.parts import PartsByHand, Tensors
 from support.plans import KEEPS
-from support.runs import runs
 from treetrain.attention.kv_cache import KVCache, cached_keys
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.reference import reference_attention
 from treetrain.planning.plan import Plan
+from treetrain.testing.forests import bushy_rows, forests, runs
+from treetrain.testing.linear import relative_error, rms
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 

@@ -6,14 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.forests import attention_forest, bushy_rows, forests
-from support.linear import relative_error, rms
-from support.runs import runs
+from support.attention_forests import attention_forest
 from treetrain.attention import schedule as schedule_module
 from treetrain.attention.backends import choose_backend, make_attention
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.reference import reference_attention
 from treetrain.attention.schedule import Forest
+from treetrain.testing.forests import bushy_rows, forests, runs
+from treetrain.testing.linear import relative_error, rms
 
 CALL_PAIRS = (0.0, 64.0, 2e3, 1e5, 1e9)
 NAMES = ("out", "dq", "dk", "dv")

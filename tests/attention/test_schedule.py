@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.forests import attention_forest, bushy_rows, forest_of, forests
-from support.runs import runs
+from support.attention_forests import attention_forest, forest_of
 from support.schedules import calls, check, first_pass, forest_from_parents, pairs_computed
 from treetrain.attention import schedule as schedule_module
 from treetrain.attention.schedule import Forest, make_schedule
+from treetrain.testing.forests import bushy_rows, forests, runs
 from treetrain.tree.layout import segments
 
 CALL_PAIRS = (0.0, 1.0, 64.0, 2e3, 1e5, 1e9)

@@ -8,17 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.forests import attention_forest, bushy_rows, forest_of, forests
+from support.attention_forests import attention_forest, forest_of
 from support.layouts import one_segment_per_part, uniform
-from support.linear import relative_error, rms
 from support.parts import PartsByHand, Tensors
 from support.plans import KEEPS
-from support.runs import runs, seeded
 from treetrain.attention import kernels, local
 from treetrain.attention.kv_cache import KVCache, KVCacheView
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.reference import reference_attention, visible
 from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
+from treetrain.testing.forests import bushy_rows, forests, runs, seeded
+from treetrain.testing.linear import relative_error, rms
 from treetrain.tree.attention_range import FULL, AttentionRange
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack

@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.forests import attention_forest, bushy_rows, forests
+from support.attention_forests import attention_forest
 from support.layouts import nested_forks, star
-from support.runs import runs
 from treetrain.attention.reference import visible
 from treetrain.attention.tile_lists import Keys, Lists, keys_of, make_tile_lists
 from treetrain.device_arrays import to_device
+from treetrain.testing.forests import bushy_rows, forests, runs
 from treetrain.tree.attention_range import FULL, AttentionRange
 
 RANGES = st.one_of(

@@ -20,16 +20,14 @@ triton_or_skip()
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from support.forests import attention_forest, bushy_rows, forest_of, forests  # noqa: E402
+from support.attention_forests import attention_forest, forest_of  # noqa: E402
 from support.layouts import (  # noqa: E402
     nested_forks,
     one_segment_per_part,
     uniform,
 )
-from support.linear import relative_error, rms  # noqa: E402
 from support.parts import PartsByHand, Tensors  # noqa: E402
 from support.plans import KEEPS  # noqa: E402
-from support.runs import runs, seeded  # noqa: E402
 from treetrain.attention import triton_shapes  # noqa: E402
 from treetrain.attention.backends import make_attention, using  # noqa: E402
 from treetrain.attention.reference import reference_attention  # noqa: E402
@@ -40,6 +38,8 @@ from treetrain.attention.schedule import (  # noqa: E402
 )
 from treetrain.attention.triton_attention import TritonTreeAttention  # noqa: E402
 from treetrain.attention.triton_shapes import Shape, Shapes, candidates, shapes_for  # noqa: E402
+from treetrain.testing.forests import bushy_rows, forests, runs, seeded  # noqa: E402  # noqa: E402
+from treetrain.testing.linear import relative_error, rms  # noqa: E402
 from treetrain.tree.attention_range import AttentionRange  # noqa: E402
 from treetrain.tree.build import build_tree  # noqa: E402
 from treetrain.tree.layout import PackedLayout, pack  # noqa: E402

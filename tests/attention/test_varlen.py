@@ -6,18 +6,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.forests import attention_forest, bushy_rows, forest_of, forests
+from support.attention_forests import attention_forest, forest_of
 from support.layouts import nested_forks, one_segment_per_part, star, uniform
-from support.linear import relative_error
 from support.parts import PartsByHand, Tensors
 from support.plans import KEEPS
-from support.runs import runs
 from treetrain.attention import varlen
 from treetrain.attention.kernels import StockKernel
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.reference import reference_attention, visible
 from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec
 from treetrain.attention.varlen import DeviceCall, StockVarlen, VarlenAttention, varlen_calls
+from treetrain.testing.forests import bushy_rows, forests, runs
+from treetrain.testing.linear import relative_error
 from treetrain.tree.attention_range import AttentionRange
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack

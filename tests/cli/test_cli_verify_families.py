@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from support.families import FAMILIES, MAMBA, make_family
-from support.forests import VOCAB
+from treetrain.testing.forests import VOCAB
 
 EXACT = [name for name in FAMILIES if name not in MAMBA]
 

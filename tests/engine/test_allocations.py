@@ -7,9 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import treetrain as tt
-from support.forests import bushy_rows
 from support.models import make_model
 from treetrain.attention.reference import reference_attention
+from treetrain.testing.forests import bushy_rows
 from treetrain.tree.build import build_tree
 
 TOKENS = 4000

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import treetrain as tt
-from support import linear
-from support.forests import dress
 from support.models import make_model
 from support.passes import unique_ids, watched
-from support.pure import PureFloat64
+from treetrain.testing import linear
+from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.forests import dress
 
 TRUNK = list(range(12))
 IDS = unique_ids([[*TRUNK, 20, 21, 22], [*TRUNK, 20, 23], [*TRUNK, 24, 25], [*TRUNK[:5], 26, 27], [28, 29, 30]])

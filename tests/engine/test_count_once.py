@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import treetrain as tt
-from support import linear
 from support.models import make_model
 from support.node_trees import OTHER_FACTS, random_nodes
-from support.pure import PureFloat64
+from treetrain.testing import linear
+from treetrain.testing.float64 import PureFloat64
 
 LOSSES = {
     "sft": tt.losses.sft(),

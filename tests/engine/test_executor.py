@@ -8,15 +8,15 @@ import pytest
 import torch
 
 import treetrain as tt
-from support import linear
-from support.forests import bushy_rows, dress
 from support.layouts import check_plan
 from support.models import make_model
 from support.pairwise import pairwise
 from support.passes import WatchedCarry, unique_ids, watched
 from support.plans import KEEPS, planned
-from support.pure import PureFloat64
 from treetrain.engine import executor
+from treetrain.testing import linear
+from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.forests import bushy_rows, dress
 
 TRUNK = list(range(14))
 IDS = {

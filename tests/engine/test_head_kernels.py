@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import treetrain as tt
-from support.linear import gradients, relative_error
 from support.models import make_model
 from support.triton_here import GPU, triton_or_skip
 from treetrain.engine.costs import cost_of
 from treetrain.engine.lm_head import EdgesOfChunk, Entropies, PlainChunk, Scaling, chunk_type
 from treetrain.models.heads import LogitMap
+from treetrain.testing.linear import gradients, relative_error
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 SCALINGS = {

@@ -11,7 +11,6 @@ import torch
 import transformers.masking_utils
 
 import treetrain as tt
-from support.forests import dress, whole_pairs
 from support.host_waits import META, noticed, on_meta
 from support.models import make_model
 from support.plans import planned
@@ -23,6 +22,7 @@ from treetrain.engine.linear_baseline import LinearEngine
 from treetrain.engine.lm_head import HeadCall
 from treetrain.linear_attention.scans import Scans, make_segments
 from treetrain.losses import dpo, gspo, kto, mix, ppo, reinforce, sft
+from treetrain.testing.forests import dress, whole_pairs
 from treetrain.tree.attention_range import FULL, AttentionRange
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack

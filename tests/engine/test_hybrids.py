@@ -8,19 +8,18 @@ import torch
 from hypothesis import given
 
 import treetrain as tt
-from support import linear
-from support.contract import OTHERS, PPO, SFT, check_contract
-from support.forests import bushy_rows, dress, trajectories
 from support.hybrids import make_hybrid
 from support.plans import KEEPS, SHAPES, planned
-from support.pure import PureFloat64, RoundsToFloat32
-from support.runs import runs
 from support.stand_in import StandIn
 from treetrain.attention.backends import Choice
 from treetrain.linear_attention import paths, state_cache
 from treetrain.linear_attention.backends import KERNELS
 from treetrain.linear_attention.delta_rule import TILE
 from treetrain.models import recurrent_layers
+from treetrain.testing import linear
+from treetrain.testing.contract import OTHERS, PPO, SFT, check_contract
+from treetrain.testing.float64 import PureFloat64, RoundsToFloat32
+from treetrain.testing.forests import bushy_rows, dress, runs, trajectories
 
 DELTA = ("qwen3_5_text", "qwen3_next_dense")
 FAST = {"qwen3_5_text": ("1 part", "chunks of 7"), "qwen3_next_dense": ("1 part", "one segment per part")}
@@ -29,7 +28,7 @@ FAST = {"qwen3_5_text": ("1 part", "chunks of 7"), "qwen3_next_dense": ("1 part"
 @pytest.mark.parametrize(("family", "shape"), [(family, shape) for family, shapes in FAST.items() for shape in shapes])
 def test_gradients_of_gated_delta_models_are_those_of_the_rows(family, shape, record_property):
     engines = [planned(shape, keep) for keep in (("none",) if shape == "1 part" else KEEPS)]
-    record_property("errors", check_contract(family, [SFT, PPO], 4, engines=engines, make=make_hybrid))
+    record_property("errors", check_contract(make_hybrid(family), [SFT, PPO], 4, engines=engines))
 
 
 @pytest.mark.slow
@@ -38,7 +37,7 @@ def test_gradients_of_gated_delta_models_are_those_of_the_rows(family, shape, re
 def test_gradients_of_every_plan_of_hybrids_are_those_of_the_rows(family, shape, record_property):
     # Smooth losses: one ratio of PPO that bfloat16 moves over its bound outweighs all other errors of a few forests.
     cases, engines = [SFT, OTHERS["reinforce k3 entropy"]], [planned(shape, keep) for keep in KEEPS]
-    record_property("errors", check_contract(family, cases, 20, engines=engines, make=make_hybrid))
+    record_property("errors", check_contract(make_hybrid(family), cases, 20, engines=engines))
 
 
 @pytest.mark.slow
@@ -60,7 +59,7 @@ def test_clipped_losses_of_several_recurrent_layers_are_exact_in_every_plan(shap
 @pytest.mark.parametrize("family", ["olmo_hybrid", "lfm2"])
 def test_other_builds_of_recurrent_layers_meet_the_contract(family, record_property):
     engines = [planned("1 part", "none"), planned("chunks of 7", "mixed")]
-    record_property("errors", check_contract(family, [SFT], 4, engines=engines, make=make_hybrid))
+    record_property("errors", check_contract(make_hybrid(family), [SFT], 4, engines=engines))
 
 
 LONG = list(np.random.default_rng(1).integers(0, 37, 2 * TILE + 30))

@@ -10,18 +10,18 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 import treetrain as tt
-from support import linear
-from support.contract import PPO, SFT
 from support.families import GATED_DELTA
-from support.forests import dress
 from support.hybrids import make_hybrid
 from support.pairwise import pairwise
 from support.passes import unique_ids
 from support.plans import planned
-from support.pure import PureFloat64
 from support.shortage import Shortage
 from treetrain.errors import UnsupportedModel
 from treetrain.models.recurrent_layers import kind_of
+from treetrain.testing import linear
+from treetrain.testing.contract import PPO, SFT
+from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.forests import dress
 
 peft = pytest.importorskip("peft")
 warnings.filterwarnings("ignore", module="peft")

@@ -10,15 +10,16 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 import treetrain as tt
-from support import linear, moe
-from support.contract import SFT
+from support import moe
 from support.families import make_family
-from support.forests import dress
 from support.plans import planned
 from support.shortage import Shortage
 from treetrain.engine.linear_baseline import LinearEngine
 from treetrain.errors import DataError, UnsupportedModel
 from treetrain.models.moe import check_experts
+from treetrain.testing import linear
+from treetrain.testing.contract import SFT
+from treetrain.testing.forests import dress
 from treetrain.verification.padded_baseline import PaddedEngine
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2], [1, 2, 3, 4]]

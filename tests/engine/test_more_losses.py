@@ -5,14 +5,14 @@ import pytest
 import torch
 
 import treetrain as tt
-from support import linear
-from support.contract import OTHERS, check_contract, expected
-from support.forests import dress, whole_pairs
 from support.models import make_model
 from support.more_cases import EVERY, GROUPS
 from support.plans import KEEPS, SHAPES, planned
-from support.pure import PureFloat64
 from treetrain.engine.linear_baseline import LinearEngine
+from treetrain.testing import linear
+from treetrain.testing.contract import OTHERS, check_contract, expected
+from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.forests import dress, whole_pairs
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2]]
 ROWS = whole_pairs(dress(IDS, 6))  # pairs: 0 1, 2 3, 4 5, 6 7
@@ -35,7 +35,7 @@ def run(model, rows, loss, *, engine=tt.TreeEngine, normaliser=None, **options):
 @pytest.mark.parametrize("group", GROUPS)
 def test_gradients_are_those_of_the_rows_in_one_part_and_in_small_parts(group, record_property):
     engines = [tt.TreeEngine, planned("chunks of 2", "mixed")]
-    record_property("errors", check_contract("qwen3", list(GROUPS[group].values()), 3, engines=engines))
+    record_property("errors", check_contract(make_model("qwen3"), list(GROUPS[group].values()), 3, engines=engines))
     assert max(plan.num_parts for plan in engines[1].plans) > 2
 
 
@@ -43,7 +43,7 @@ def test_gradients_are_those_of_the_rows_in_one_part_and_in_small_parts(group, r
 @pytest.mark.parametrize("name", EVERY)
 def test_every_loss_holds_in_one_part_and_in_small_parts_however_they_are_kept(name, record_property):
     engines = [tt.TreeEngine, *(planned("chunks of 2", keep) for keep in KEEPS)]
-    worst = check_contract("qwen3", [EVERY[name]], 30, engines=engines)
+    worst = check_contract(make_model("qwen3"), [EVERY[name]], 30, engines=engines)
     record_property("errors", worst)
     assert worst["distinct forests"] >= 10
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import treetrain as tt
-from support.linear import gradients
 from support.models import make_model
+from treetrain.testing.linear import gradients
 from treetrain.verification.bench import bench
 
 ROWS = [[1, 2, 3, 4], [1, 2, 5], [7]]

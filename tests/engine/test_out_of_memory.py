@@ -8,16 +8,16 @@ import pytest
 import torch
 
 import treetrain as tt
-from support import linear
-from support.contract import PPO, SFT
-from support.forests import dress
 from support.models import make_model
 from support.passes import on_plan, watched
 from support.plans import planned
-from support.pure import PureFloat64
 from support.shortage import ERRORS, IDS, Shortage, freed_at_once, named_budget
 from treetrain.engine.out_of_memory import is_out_of_memory
 from treetrain.planning.plan import Plan
+from treetrain.testing import linear
+from treetrain.testing.contract import PPO, SFT
+from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.forests import dress
 
 ROWS = dress(IDS, 4)
 CASES = {"sft": SFT, "ppo": PPO}

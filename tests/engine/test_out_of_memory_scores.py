@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import treetrain as tt
-from support import linear
 from support.models import make_model
-from support.pure import PureFloat64
 from support.shortage import ERRORS, IDS, Shortage, freed_at_once, named_budget
+from treetrain.testing import linear
+from treetrain.testing.float64 import PureFloat64
 
 
 @pytest.fixture(scope="module")

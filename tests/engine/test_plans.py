@@ -2,14 +2,15 @@
 
 import pytest
 
-from support.contract import OTHERS, PPO, SFT, check_contract
+from support.models import make_model
 from support.plans import KEEPS, SHAPES, planned
+from treetrain.testing.contract import OTHERS, PPO, SFT, check_contract
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradients_of_every_plan_are_those_of_the_rows(shape, record_property):
     engines = [planned(shape, keep) for keep in KEEPS]
-    record_property("errors", check_contract("qwen3", [SFT, PPO], 12, engines=engines))
+    record_property("errors", check_contract(make_model("qwen3"), [SFT, PPO], 12, engines=engines))
     for keep, engine in zip(KEEPS, engines):
         if shape == "1 part":
             continue
@@ -23,4 +24,4 @@ def test_gradients_of_every_plan_are_those_of_the_rows(shape, record_property):
 def test_every_other_loss_holds_in_small_parts(name, record_property):
     engines = [planned("chunks of 2", keep) for keep in KEEPS]
     # Enough forests for the pooled bfloat16 error to settle: one at a clipping bound decides that of a few.
-    record_property("errors", check_contract("qwen3", [OTHERS[name]], 30, engines=engines))
+    record_property("errors", check_contract(make_model("qwen3"), [OTHERS[name]], 30, engines=engines))

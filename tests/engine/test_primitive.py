@@ -5,11 +5,10 @@ import torch
 from hypothesis import given
 
 import treetrain as tt
-from support import linear
-from support.forests import forests
 from support.models import make_model
-from support.pure import PureFloat64
-from support.runs import runs
+from treetrain.testing import linear
+from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.forests import forests, runs
 
 # Forks stay forks when the last tokens, which predict nothing, are left out.
 ROWS = [[1, 2, 3, 4, 5], [1, 2, 3, 6, 8], [1, 2, 3, 6, 8], [1], [], [9, 8, 7], [9, 8, 7, 7, 2], [4, 4]]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import treetrain as tt
-from support import linear
 from support.models import make_model
 from support.plans import KEEPS, SHAPES, planned
+from treetrain.testing import linear
 
 CHAT = ["tau_airline", "tot_game24_bfs"]
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 import treetrain as tt
-from support import linear
 from support.models import make_model
 from treetrain.engine import step as step_module
 from treetrain.engine.step import rows_instead
 from treetrain.planning.partition import partition
 from treetrain.planning.plan import Plan
+from treetrain.testing import linear
 from treetrain.tree.layout import pack
 
 

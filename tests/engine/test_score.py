@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import treetrain as tt
-from support import linear
-from support.forests import VOCAB, dress, forests
 from support.hybrids import make_hybrid
 from support.models import make_model
 from support.passes import unique_ids
 from support.plans import planned
-from support.pure import PureFloat64
 from treetrain.engine.executor import Executor
 from treetrain.engine.out_of_memory import StepOutOfMemory
 from treetrain.planning.price import CostModel
+from treetrain.testing import linear
+from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.forests import VOCAB, dress, forests
 
 TRUNK = list(range(9))
 ROWS = [

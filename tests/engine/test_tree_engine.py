@@ -8,12 +8,11 @@ import torch
 from hypothesis import given
 
 import treetrain as tt
-from support import linear
-from support.forests import dress, trajectories
 from support.models import make_model
-from support.pure import PureFloat64
-from support.runs import runs
 from treetrain.engine.linear_baseline import LinearEngine
+from treetrain.testing import linear
+from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.forests import dress, runs, trajectories
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2], [5, 5, 5]]
 ROWS = dress(IDS, 5)

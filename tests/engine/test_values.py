@@ -11,13 +11,13 @@ from hypothesis import given
 from torch import Tensor, nn
 
 import treetrain as tt
-from support import linear
 from support.families import FAMILIES, build, make_config
-from support.forests import forests
-from support.models import as_dtype, make_model
+from support.models import make_model
 from support.plans import planned
-from support.pure import PureFloat64
-from support.runs import runs
+from treetrain.testing import linear
+from treetrain.testing.contract import as_dtype
+from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.forests import forests, runs
 
 # Forks at several depths, a row that is the prefix of others, exact duplicates, single tokens, no tokens.
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 2, 3, 7], [1, 9], [1], [], [9, 8, 7], [9, 8, 7, 2, 2]]

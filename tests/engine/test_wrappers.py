@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 import treetrain as tt
-from support import linear
-from support.forests import dress
 from support.models import make_model
 from support.pairwise import pairwise
 from support.plans import planned
-from support.pure import PureFloat64
+from treetrain.testing import linear
+from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.forests import dress
 
 peft = pytest.importorskip("peft")
 warnings.filterwarnings("ignore", module="peft")

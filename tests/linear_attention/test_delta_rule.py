@@ -6,12 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.forests import forests
 from support.rules import SHAPES, inputs, layout_of
-from support.runs import runs
 from treetrain.linear_attention.convolution import convolve, make_taps
 from treetrain.linear_attention.delta_rule import TILE, DeltaTiles, gated_delta, make_tiles
 from treetrain.linear_attention.reference import reference_convolution, reference_gated_delta
+from treetrain.testing.forests import forests, runs
 from treetrain.tree.layout import PackedLayout
 
 

@@ -10,15 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.forests import forests
-from support.linear import relative_error, rms
 from support.rules import SHAPES, inputs, layout_of
-from support.runs import runs
 from support.stand_in import StandIn
 from treetrain.linear_attention import backends
 from treetrain.linear_attention.backends import KERNELS, TILES, choose_for, choose_rule
 from treetrain.linear_attention.reference import reference_gated_delta
 from treetrain.linear_attention.scans import Scans, make_segments, scanned_gated_delta
+from treetrain.testing.forests import forests, runs
+from treetrain.testing.linear import relative_error, rms
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

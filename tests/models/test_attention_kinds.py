@@ -9,14 +9,14 @@ import torch
 import transformers
 
 import treetrain as tt
-from support import linear
-from support.contract import PPO, SFT, check_contract
 from support.families import BASE, make_family
-from support.models import as_dtype, build
+from support.models import build, make_model
 from support.plans import planned
-from support.pure import PureFloat64
 from treetrain.errors import DataError, UnsupportedModel
 from treetrain.models.loading import check_config, load_model
+from treetrain.testing import linear
+from treetrain.testing.contract import PPO, SFT, as_dtype, check_contract
+from treetrain.testing.float64 import PureFloat64
 
 FAMILIES = ["gemma2", "gemma3_text", "mistral_window", "qwen2_window", "cohere2", "granite", "cohere"]
 if hasattr(transformers, "GraniteSWAConfig"):
@@ -78,13 +78,13 @@ def test_families_with_experts_are_exact_in_float32(family):
 def test_random_forests_hold_the_numerics_contract(family, shape, record_property):
     keeps = ("none",) if shape == "1 part" else ("none", "all", "mixed")
     engines = [planned(shape, keep) for keep in keeps]
-    record_property("errors", check_contract(family, [SFT, PPO], 8, engines=engines))
+    record_property("errors", check_contract(make_model(family), [SFT, PPO], 8, engines=engines))
 
 
 @pytest.mark.parametrize("family", ["gemma2", "mistral_window"])
 def test_random_forests_hold_the_numerics_contract_in_small_parts(family, record_property):
     engines = [tt.TreeEngine, planned("chunks of 7", "mixed")]
-    record_property("errors", check_contract(family, [PPO], 3, engines=engines))
+    record_property("errors", check_contract(make_model(family), [PPO], 3, engines=engines))
 
 
 @pytest.mark.parametrize("window", [1, 2, 4, 16, 1000])

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from support.contract import PPO, Rows
 from support.every_class import KEPT_CASTS, seen_by_attention, small_model, windowed
 from support.every_class_contract import (
     RATIO,
@@ -15,11 +14,11 @@ from support.every_class_contract import (
     on_random_forests,
     random_forests,
 )
-from support.models import as_dtype
 from support.plans import planned
 from support.real_rows import LONGEST, SOURCES, VOCABULARY, loader, with_facts
 from treetrain.engine.engine import TreeEngine
 from treetrain.models.table import FamilyTable
+from treetrain.testing.contract import PPO, Rows, as_dtype
 
 EXACT = FamilyTable.packaged().of("exact")
 NAMES = [found.model_type for found in EXACT]

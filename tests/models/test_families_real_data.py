@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import treetrain as tt
-from support import linear, moe
-from support.contract import PPO, SFT, Rows, expected, measured
+from support import moe
 from support.families import ATTENTION, GATED_DELTA, HEADS, MOE, WINDOW, make_family
-from support.models import as_dtype
 from support.plans import planned
-from support.pure import PureFloat64
 from support.real_rows import SOURCES, VOCABULARY, loader, with_facts
+from treetrain.testing import linear
+from treetrain.testing.contract import PPO, SFT, Rows, as_dtype, expected, measured
+from treetrain.testing.float64 import PureFloat64
 
 FAMILIES = [*MOE, *ATTENTION, *HEADS, *GATED_DELTA]
 CASES = {"sft": SFT, "ppo": PPO}

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from support.families import FAMILIES, make_family
-from support.forests import VOCAB
-from support.models import as_dtype
+from treetrain.testing.contract import as_dtype
+from treetrain.testing.forests import VOCAB
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from support.contract import PPO, SFT
 from support.families import make_family
 from support.moe import check_experts_contract
 from support.plans import planned
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import check_model
+from treetrain.testing.contract import PPO, SFT
 
 FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "llama4_text", "llama4_tuned")
 WITH_AUXILIARY = ("qwen3_moe", "mixtral", "gpt_oss")

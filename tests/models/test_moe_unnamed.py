@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import treetrain as tt
-from support import linear
-from support.contract import SFT
 from support.families import make_family
-from support.forests import dress
 from support.moe import at_random, expected, measured
 from support.plans import planned
 from treetrain.errors import UnsupportedModel
+from treetrain.testing import linear
+from treetrain.testing.contract import SFT
+from treetrain.testing.forests import dress
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [9, 8, 7], [9, 8, 7, 7, 2], [1, 2, 3, 4]]
 

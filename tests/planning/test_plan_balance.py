@@ -5,11 +5,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from support.forests import trajectories
 from treetrain.data.trajectory import Trajectory
 from treetrain.planning.balance import PASS_TOKENS, balance, cut_evenly, dispatch, range_costs
 from treetrain.planning.cost import ModelShape
 from treetrain.planning.price import CostModel, Rates
+from treetrain.testing.forests import trajectories
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
 from treetrain.tree.nodes import Node

@@ -3,7 +3,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.forests import trajectories
 from support.layouts import uniform
 from treetrain.planning.collective_order import (
     Candidate,
@@ -23,6 +22,7 @@ from treetrain.planning.cost import ModelShape
 from treetrain.planning.make import make_plan, over_ranks
 from treetrain.planning.plan import Plan
 from treetrain.planning.price import CostModel, Rates
+from treetrain.testing.forests import trajectories
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.forests import trajectories
 from support.layouts import LinearPrices, check_plan, layout_of, nested_forks
 from treetrain.data.trajectory import Trajectory
 from treetrain.planning.balance import dispatch
@@ -15,6 +14,7 @@ from treetrain.planning.ideal import stats
 from treetrain.planning.make import PART_TOKENS, SHOWN, RankedPlan, make_plan
 from treetrain.planning.partition import partition
 from treetrain.planning.price import CostModel
+from treetrain.testing.forests import trajectories
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
 from treetrain.tree.stats import tree_stats

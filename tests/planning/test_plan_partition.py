@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.forests import forests
 from support.layouts import LinearPrices, check_plan, layout_of, nested_forks, star, uniform
 from treetrain.planning.partition import _NEAR, _Cutter, _how_many, pack_bins, partition, whole_trees
 from treetrain.planning.plan import heights, least_recomputed
+from treetrain.testing.forests import forests
 
 RUNS = settings(max_examples=300, deadline=None)
 PRICES = st.builds(

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.forests import forests
 from support.layouts import check_plan, layout_of, layout_of_parents, nested_forks, one_segment_per_part, uniform
 from treetrain.planning.plan import Plan, heights, least_recomputed
+from treetrain.testing.forests import forests
 
 RUNS = settings(max_examples=150, deadline=None)
 KEEP = st.sampled_from(["none", "all", "mixed"])

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.forests import forests
 from treetrain.planning.cost import ModelShape
 from treetrain.planning.devices import HEAD_CHUNK_LOGITS, HEAD_CHUNK_ROWS, head_chunk_rows
 from treetrain.planning.plan import Plan
 from treetrain.planning.price import CostModel, Speeds
+from treetrain.testing.forests import forests
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 

@@ -13,13 +13,14 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import treetrain as tt
-from support import families, linear
-from support.models import as_dtype
-from support.pure import PureFloat64
+from support import families
 from treetrain.attention.rectangles import RectangleAttention
 from treetrain.attention.schedule import PLAIN_ATTENTION
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import check_model
+from treetrain.testing import linear
+from treetrain.testing.contract import as_dtype
+from treetrain.testing.float64 import PureFloat64
 
 ROWS = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 11, 12, 3, 2], [5, 6, 13, 14], [5, 6, 7, 8, 9, 10, 3, 4], [20, 21, 22]]
 EXACT = 1e-10

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import treetrain as tt
-from support import linear
-from support.contract import PPO, SFT, Case, Rows, clear_of_bounds, measured
-from support.forests import VOCAB, dress
-from support.models import as_dtype
 from support.plans import planned
-from support.pure import PureFloat64
 from treetrain.models.capability import check_model
+from treetrain.testing import linear
+from treetrain.testing.contract import PPO, SFT, Case, Rows, as_dtype, clear_of_bounds, measured
+from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.forests import VOCAB, dress
 
 DOUBLE, SINGLE, RATIO = 1e-12, 1e-5, 1.5
 """Bounds of the contract."""

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from support.forests import VOCAB
+from treetrain.testing.forests import VOCAB
 
 BASE = {
     "vocab_size": VOCAB,

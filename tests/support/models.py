@@ -1,7 +1,5 @@
 """Small random models of real transformers classes, made from the registry of families."""
 
-import copy
-
 import torch
 from torch import nn
 
@@ -16,8 +14,3 @@ FAMILIES = DENSE
 def make_model(family: str = "qwen3", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes) -> nn.Module:
     """A model of any family, in eval mode, its weights exact in bfloat16; see `make_family`."""
     return make_family(family, dtype, seed, **changes)
-
-
-def as_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of a model in another dtype."""
-    return copy.deepcopy(model).to(dtype)

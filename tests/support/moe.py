@@ -11,15 +11,13 @@ from hypothesis import given
 from torch import Tensor, nn
 
 import treetrain as tt
-from support import linear
-from support.contract import PPO, Case, clear_of_bounds
 from support.families import make_family
-from support.forests import trajectories
-from support.models import as_dtype
-from support.pure import PureFloat64
-from support.runs import runs, seeded
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.routing import RouterBalance
+from treetrain.testing import linear
+from treetrain.testing.contract import PPO, Case, as_dtype, clear_of_bounds
+from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.forests import runs, seeded, trajectories
 
 TOP_K = 2
 AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
@@ -179,7 +177,7 @@ def check_experts_contract(
     recorded: bool = False,
     **changes,
 ) -> dict[str, float]:
-    """The numerics contract of `support.contract`.
+    """The numerics contract of `treetrain.testing.contract`.
 
     In bfloat16 both sides take the experts of the float32 rows, and count those in the auxiliary loss; no token's ratio
     is close to where PPO clips it: choices that rounding turns over are neither side's error.

@@ -5,9 +5,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import treetrain as tt
-from support import linear
-from support.contract import Case, Rows
-from support.forests import whole_pairs, with_mismatched
+from treetrain.testing import linear
+from treetrain.testing.contract import Case, Rows
+from treetrain.testing.forests import whole_pairs, with_mismatched
 
 LENGTH = 9.0
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import treetrain as tt
 from support.models import make_model
-from support.pure import PureFloat64
 from support.rank_work import Rows, gradients, relative_error, rows_of, sharded
+from treetrain.testing.float64 import PureFloat64
 
 DISAGREEMENTS = {
     "temperature": ("differ in the temperature: rank 0 has 1.0, rank 1 0.5", "rank 1 0.5"),

@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import treetrain as tt
 from support.models import make_model
-from support.pure import PureFloat64
 from support.rank_errors import Oops, told_by
 from support.rank_work import LOSSES, OwnLoss, gradients, relative_error, rows_of, sharded
 from treetrain.engine import distributed as ranks_module
 from treetrain.engine.executor import Executor
 from treetrain.engine.loss_gradients import ScoreTable
+from treetrain.testing.float64 import PureFloat64
 from treetrain.tree import Node, NodeTrajectory, TokenTree
 
 

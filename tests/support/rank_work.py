@@ -13,14 +13,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import treetrain as tt
-from support.contract import OTHERS
-from support.forests import VOCAB, dress
 from support.models import make_model
 from support.more_cases import EVERY
 from support.plans import planned
-from support.pure import PureFloat64
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.linear_baseline import LinearEngine
+from treetrain.testing.contract import OTHERS
+from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.forests import VOCAB, dress
 
 Parallel = Literal["ddp", "fsdp"]
 Rows = list[Trajectory]

@@ -11,8 +11,8 @@ import torch
 import transformers
 
 import treetrain as tt
-from support import linear
-from support.contract import PPO, Rows, clear_of_bounds
+from treetrain.testing import linear
+from treetrain.testing.contract import PPO, Rows, clear_of_bounds
 
 VOCABULARY = 320
 LONGEST = 150

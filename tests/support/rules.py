@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from support.forests import bushy_rows
 from treetrain.linear_attention.delta_rule import TILE
+from treetrain.testing.forests import bushy_rows
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 

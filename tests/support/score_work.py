@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 import treetrain as tt
 from support.models import make_model
 from support.plans import planned
-from support.pure import PureFloat64
 from support.rank_work import gradients, relative_error, rows_of, sharded, split_of
+from treetrain.testing.float64 import PureFloat64
 
 
 def own_loss(logprobs: list[Tensor], entropies: list[Tensor]) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, Qwen3Config, Qwen3ForCausalLM
 
-from support.pure import PureFloat64
 from treetrain.data.trajectory import Trajectory
+from treetrain.testing.float64 import PureFloat64
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.tree_trainer import TreeTrainer
 

@@ -6,8 +6,8 @@ import torch
 import treetrain as tt
 from support import moe
 from support.families import make_family
-from support.forests import dress
 from treetrain.engine.routing import Routing
+from treetrain.testing.forests import dress
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7, 7, 2], [1, 2, 3, 4]]
 ROWS = dress(IDS, 3)

@@ -1,15 +1,32 @@
 """Random branching forests for hypothesis, and the training facts on them."""
 
+import zlib
+from collections.abc import Callable
+
 import numpy as np
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 
-from treetrain.attention.schedule import Forest
 from treetrain.data.trajectory import Trajectory
-from treetrain.tree.build import build_tree
-from treetrain.tree.layout import pack
 
 VOCAB = 37
 Rows = list[list[int]]
+
+
+def seeded(name: str) -> Callable:
+    """Examples of their own for one case of a test: a derandomized test draws the same ones for all its cases."""
+    return seed(zlib.crc32(name.encode()))
+
+
+def runs(examples: int, *, derandomize: bool = True) -> settings:
+    """Settings for a number of examples; cases that are `seeded` must not be derandomized."""
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=derandomize,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 @st.composite
@@ -98,21 +115,6 @@ def with_mismatched(rows: list[Trajectory]) -> list[Trajectory]:
     """The rows of `dress`, and some of them once more without a label: one that is trained is among them."""
     longest = max(rows, key=len)
     return [*rows, *(row.replace(chosen=None) for row in [*rows[1:3], longest])]
-
-
-def attention_forest(rows: Rows) -> Forest:
-    """The attention layer's view of a merged batch, every token kept."""
-    return forest_of(pack(build_tree(rows), trim=False))
-
-
-def forest_of(layout) -> Forest:
-    """The attention layer's view of a layout."""
-    return Forest(
-        ends=layout.ends,
-        depth=layout.positions,
-        segment_start=layout.segment_start,
-        segment_parent=layout.segment_parent,
-    )
 
 
 def bushy_rows(rng: np.random.Generator, *, rows: int, segment: int, levels: int, branch: int = 3) -> Rows:
