@@ -131,7 +131,7 @@ def test_under_autocast_the_error_is_no_larger_than_that_of_rows():
 
 
 @pairwise(
-    limits=[{"graph": 9}, {"graph": 1}, {"plain": 3}, {"plain": 1, "graph": 3}, {"alive": 4}],
+    limits=[{"graph": 9}, {"graph": 1}, {"plain": 5}, {"plain": 4, "graph": 3}, {"alive": 4}],
     plan=[None, ("N/4", "none"), ("N/4", "all")],
     case=[SFT, PPO],
 )

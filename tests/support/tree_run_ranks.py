@@ -76,6 +76,7 @@ def made(case: str, way: str, dtype: torch.dtype, *, steps: int, folder: Any = N
 def run_on_rank(group: Any, case: str, way: str, dtype: torch.dtype, steps: int, folder: Any = None) -> dict[str, Any]:
     """`made` on this rank of all that there are."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate sets it for good; an earlier run here may have sharded
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
     from accelerate.state import AcceleratorState, GradientState, PartialState
 

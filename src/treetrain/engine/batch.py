@@ -237,7 +237,7 @@ def check_batch(tree: TokenTree, capabilities: Capabilities) -> None:
             f"{found.places} choose {found.top_k} experts: give [L, {found.places} or {found.layers}, {found.top_k}]"
         )
     if found.experts is None or int(recorded.max()) >= found.experts:
-        name, token = _through(tree, (recorded >= (found.experts or 0)).any((1, 2)))
+        name, token = _through(tree, np.any(recorded >= (found.experts or 0), axis=(1, 2)))
         raise DataError(
             f"{name}: recorded expert {recorded.max()} at position {tree.depth[token]}, but the model "
             f"has {found.experts} experts, numbered from 0; were the rows sampled by another model?"

@@ -197,7 +197,7 @@ class CostModel:
         """What a pass saves; of a head row its hidden state and what its edges keep."""
         model = self.counts
         row = model.hidden * model.dtype_bytes + 4 * self._wide
-        return model.saved_pass + model.saved_token * tokens + row * rows
+        return np.asarray(model.saved_pass + model.saved_token * tokens + row * rows, np.float64)
 
     def _working(self, counts: _Counts, graph: Floats) -> Floats:
         """Bytes beside a part's graph at the worst moment of its forward and backward."""

@@ -85,6 +85,7 @@ def expected(model, rows, cases: list[Case]) -> list[tuple[float, torch.Tensor]]
                 if case.whole is not None:
                     loss = case.whole(scores, own)
                 else:
+                    assert case.per_token is not None, "a case needs per_token or whole"
                     loss = linear.batch_loss(scores, own, case.per_token, case.reduction)
                 results[number] = float(loss), linear.gradients(model, loss, retain_graph=True)
     return [results[number] for number in range(len(cases))]

@@ -5,6 +5,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _BACKWARDS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _LIFTED = (torch.float64, torch.int64, torch.int32)
@@ -28,14 +29,17 @@ class PureFloat64(TorchFunctionMode):
                 args = tuple(torch.float64 if a is torch.float32 else a for a in args)
             if func in (_SOFTMAX | _LOG_SOFTMAX | {torch.Tensor.to}) and kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
-        if func in _PRODUCTS and {x.dtype for x in args} == {torch.float32, torch.float64}:
+        if func in _PRODUCTS and {x.dtype for x in args if isinstance(x, torch.Tensor)} == {
+            torch.float32,
+            torch.float64,
+        }:
             # Positions were lifted; frequencies that were loaded in float32 were not. Sums and the like promote.
-            args = tuple(x.double() for x in args)
+            args = tuple(x.double() for x in args if isinstance(x, torch.Tensor))
         return func(*args, **kwargs)
 
     def _lifted_backward(self, func, args, kwargs):
         # A mode is off while it handles a function; what runs layers again in backward must find it on.
-        engine = torch.autograd._engine_run_backward
+        engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
         def run(*engine_args, **engine_kwargs):
             with self:
@@ -54,8 +58,8 @@ class RoundsToFloat32(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        inputs = [a for a in torch.utils._pytree.tree_leaves(args) if isinstance(a, torch.Tensor)]
-        outputs = [o for o in torch.utils._pytree.tree_leaves(out) if isinstance(o, torch.Tensor)]
+        inputs = [a for a in tree_leaves(args) if isinstance(a, torch.Tensor)]
+        outputs = [o for o in tree_leaves(out) if isinstance(o, torch.Tensor)]
         if any(i.dtype == torch.float64 for i in inputs) and any(o.dtype == torch.float32 for o in outputs):
             self.found.append(str(func))
         return out

@@ -25,7 +25,7 @@ def runs(examples: int, *, derandomize: bool = True) -> settings:
         deadline=None,
         derandomize=derandomize,
         database=None,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[*HealthCheck],  # type: ignore[arg-type]
     )
 
 
@@ -107,6 +107,7 @@ def whole_pairs(rows: list[Trajectory]) -> list[Trajectory]:
     if len(rows) % 2 == 0:
         return rows
     last = rows[-1]
+    assert last.ref_logprobs is not None
     weights, reference = np.linspace(0.5, 1.5, len(last)), last.ref_logprobs
     return [*rows, last.replace(loss_weights=weights, ref_logprobs=reference[::-1], chosen=not last.chosen)]
 

@@ -23,7 +23,7 @@ def score_row(model: nn.Module, ids: Sequence[int], temperature: float = 1.0) ->
 
 def score_rows(model: nn.Module, rows: Sequence[Sequence[int]], temperature: float = 1.0):
     """The same for every row; rows of less than two tokens predict nothing."""
-    empty = torch.zeros(0, dtype=torch.promote_types(model.dtype, torch.float32))
+    empty = torch.zeros(0, dtype=torch.promote_types(next(model.parameters()).dtype, torch.float32))
     scored = [score_row(model, row, temperature) if len(row) > 1 else (empty, empty) for row in rows]
     return [s[0] for s in scored], [s[1] for s in scored]
 
