@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-
 from hypothesis import Phase, settings
 
 import treetrain as tt
