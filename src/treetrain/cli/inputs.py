@@ -19,7 +19,7 @@ DEFAULT_SHAPE = "qwen3-8b"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NamedShape:
-    """What a model computes and holds, and where that comes from."""
+    """Counts of a model, and where they come from."""
 
     counts: ModelCounts
     name: str

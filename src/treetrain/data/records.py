@@ -74,7 +74,7 @@ class Format:
 
     name: str
     wants: str
-    """What its records have, for messages."""
+    """The keys of its records, for messages."""
     matches: Callable[[Record], bool]
     """Whether a record looks like one of this format."""
     reader: Callable[[ReadSettings], Reader]

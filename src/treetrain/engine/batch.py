@@ -269,7 +269,7 @@ class MergedBatch:
 
     @classmethod
     def of(cls, tree: TokenTree, merged: MergedPredictions, *, every_token: bool = False) -> "MergedBatch":
-        """What training computes of a tree of nodes; see `Batch.of`."""
+        """Select what training computes of a tree of nodes; see `Batch.of`."""
         layout = pack(tree, tree.trained_edges()[0] > 0, trim=not every_token)
         edges, index = merged.reads(layout.edge_tokens)
         of_prediction = np.empty(len(merged), np.int64)

@@ -36,13 +36,13 @@ from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 
 TOKENS = {"cpu": (64, 256), "cuda": (1024, 4096)}
-"""Of the short and of the long pass, with a prediction at every token."""
+"""Tokens of the short and of the long pass, with a prediction at every token."""
 REPEATS = 5
 """The least time of so many counts, after one that does not: whatever else the machine does only adds."""
 
 
 def measured_cost(model: nn.Module) -> CostModel:
-    """What passes cost on a model on its device, with measured speeds.
+    """Predict the cost of passes of a model on its device, with measured speeds.
 
     The model's gradients are set aside meanwhile; weights, mode and random state are not touched. Speeds stay those of
     the device's description where nothing is trained, where hooks on parameters would make a backward do more than add

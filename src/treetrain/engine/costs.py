@@ -1,4 +1,4 @@
-"""What a model computes and holds, counted on the model itself, layer by layer, without its weights.
+"""Counts FLOPs and bytes of a model on the model itself, layer by layer, without its weights.
 
 Why it is right. The model's own modules are run once forward and backward, in tree mode, on *fake* tensors: they have a
 shape, a dtype and a device but no data, so that a pass over a model of any size takes a fraction of a second and no
@@ -44,7 +44,7 @@ from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
 
 TOKENS = 512
-"""Of the pass that is counted; more where some weight is as long."""
+"""Tokens of the pass that is counted; more where some weight is as long."""
 CPU = torch.device("cpu")
 _COUNTED: dict[Any, ModelCounts | UnsupportedModel] = {}
 _MOST_COUNTED = 64
@@ -52,7 +52,7 @@ _MOST_COUNTED = 64
 
 
 def cost_of(model: nn.Module) -> CostModel:
-    """What passes cost on a model as it is now: counted at its first use, with its device's published speeds.
+    """Predict the cost of passes of a model as it is now: counted at its first use, with its device's published speeds.
 
     Counts are kept by what changes them (configuration, weights and which of them are trained, dtype, autocast), so
     that all the steps of an engine share one count. Every rank counts the same, and nothing is run on the device.
@@ -225,7 +225,7 @@ def _head_bytes(
 
 
 def head_softmax(capabilities: Capabilities, device: torch.device, dtype: torch.dtype) -> type[Any]:
-    """What runs the softmax of a head that is a plain matrix."""
+    """The softmax that a head of a plain matrix takes."""
     like, bias = torch.empty(0, dtype=dtype, device=device), getattr(capabilities.head, "bias", None)
     return chunk_type(like, bias, Scaling(capabilities.logit_map))
 
@@ -242,7 +242,7 @@ class _Meter(CountStorages):
         super().__init__(self.bytes)
         self.shapes = shapes | {shape[::-1] for shape in shapes}
         self.tally: Counter[Any] = Counter()
-        """What layers and attention add up: FLOPs, bytes, FLOPs by range."""
+        """Sums over layers and attention: FLOPs, bytes, FLOPs by range."""
         self.flops = 0
         self.weights_now = 0
         self.most_saved = self.most_cached = self.run_saved = self.run_copies = 0

@@ -80,7 +80,7 @@ def hooks_once(*modules: nn.Module) -> Iterator[None]:
 
 
 def gradients_of(parameters: Sequence[nn.Parameter], run: Callable[[], None]) -> tuple[Tensor | None, ...]:
-    """What a call leaves in ``.grad``, which is put back as it was; no hook of the parameters runs."""
+    """Return the gradients that a call leaves in ``.grad``, and put ``.grad`` back; no hook of the parameters runs."""
     before = [p.grad for p in parameters]
     try:
         for p in parameters:

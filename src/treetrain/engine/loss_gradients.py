@@ -31,7 +31,7 @@ class ScoreGradients(NamedTuple):
 
 
 class LossGradients(Protocol):
-    """What the executor needs of a loss."""
+    """A loss as the executor uses it."""
 
     needs_entropy: bool
     needs_scores_early: bool

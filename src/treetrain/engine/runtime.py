@@ -69,7 +69,7 @@ class Runtime:
     # ---- the model
 
     def checked(self) -> Capabilities:
-        """What the model is now: a dropout may have been switched on since the last call."""
+        """Check the model as it is now: a dropout may have been switched on since the last call."""
         return check_model(self.model, critics=True, value_head=self.value_head)
 
     def prepare(self, *, logprobs: bool, values: bool) -> None:
@@ -119,7 +119,7 @@ class Runtime:
 
     @property
     def cost(self) -> CostModel:
-        """What passes cost on this model as it is now: counted without running it, with published speeds.
+        """The cost of passes of this model as it is now: counted without running it, with published speeds.
 
         Raises:
             UnsupportedModel: a model that cannot be counted.
@@ -132,7 +132,7 @@ class Runtime:
         return plan_within(layout, self.budget, self.model, free=free)
 
     def free_bytes(self) -> int | None:
-        """What plans may use of the device now, less gradients to come; processes on one host share its memory."""
+        """Bytes that plans may use now, less gradients to come; processes on one host share its memory."""
         free = device_free_bytes(self.model)
         if free is None:
             return None
@@ -173,7 +173,7 @@ class Runtime:
         return ScoreTable(layout.num_edges, len(layout.rows), dtype, device, entropy=entropy, statistics=statistics)
 
     def routing(self, tree: TokenTree, *, balanced: bool, **options: Any) -> Routing | None:
-        """What a call does with the routers of experts; None for a model without experts."""
+        """The routing of experts in a call; None for a model without experts."""
         experts = self.capabilities.experts
         if experts is None:
             return None

@@ -137,8 +137,8 @@ def prepare_step(
 def _announcement(
     runtime: Runtime, tree: TokenTree, merged: Any, loss: PackedLoss, normaliser: float | None
 ) -> tuple[dict[str, Any], list[Trajectory] | None, float]:
-    """What the other ranks must know of this rank's part: settings that must be the same, all its rows if the loss must
-    see those of the whole step, and else what they add to the normaliser."""
+    """Collect what the other ranks must know: settings that must be the same, all rows if the loss must see those of
+    the whole step, and else what this rank's rows add to the normaliser."""
     weights = [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in runtime.parameters]
     settings = {
         "treetrain": __version__,
@@ -164,7 +164,7 @@ def _announcement(
 
 
 def plan_step(runtime: Runtime, step: Step, *, sync: bool, balance: RouterBalance | None) -> tuple[Step, Plan, Reduces]:
-    """What this rank runs, and which backwards reduce sharded gradients; a collective call.
+    """Plan this rank's passes and the backwards that reduce sharded gradients; a collective call.
 
     Under FSDP2 every rank has several ways to run its rows, and all take those whose passes line up.
 

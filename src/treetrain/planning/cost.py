@@ -1,4 +1,4 @@
-"""What a model computes and holds: floating-point operations, entries of matrices, bytes. Numpy only.
+"""Counts of a model: floating-point operations, entries of matrices, bytes. Numpy only.
 
 Numbers come from one of two places: from the model itself, counted layer by layer (``engine/costs.py``), or from the
 sizes of a plain decoder (`ModelShape`), for planning without a model.
@@ -22,7 +22,7 @@ WIDE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCounts:
-    """What one model computes and holds, all layers together.
+    """FLOPs and bytes of one model, all layers together.
 
     Bytes are those of its dtype. A *pass* is one call of the model, with graph (a forward and its backward) or without.
     Within each phase of a pass memory is linear in its tokens and its head rows.
@@ -191,7 +191,7 @@ class ModelShape:
         return self.counts().flops(tokens, pairs, head_rows)
 
     def counts(self, *, dtype_bytes: int = 4, checkpointing: bool = False) -> ModelCounts:
-        """What a model of this shape computes and holds, every weight trained.
+        """Count a model of this shape with every weight trained.
 
         What a layer saves per token: two norms of the residual stream keep their input in float32, the normed input
         and the output; attention keeps queries and keys raw (float32, for their norms), normed and rotated, values,

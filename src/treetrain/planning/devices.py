@@ -1,4 +1,4 @@
-"""What a device can do: presets of published or measured figures, or a file of one's own."""
+"""Speeds and sizes of a device: presets of published or measured figures, or a file of one's own."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ class Device:
     attention_efficiency: float = 0.25
     """Share of it that attention reaches."""
     dtype_bytes: int = 2
-    """Of an entry in the arithmetic: 2, 4 or 8."""
+    """Bytes of an entry in the arithmetic: 2, 4 or 8."""
     memory_bytes: float
     memory_bandwidth: float
     """Bytes per second."""
@@ -46,7 +46,7 @@ class Device:
     network_bandwidth: float | None = None
     """The same to other nodes, each rank's share; None: as within the node."""
     collective_seconds: float = 2e-5
-    """What a collective costs whatever its size."""
+    """Seconds of a collective whatever its size."""
     layer_pass_seconds: float = 4e-4
     """Fixed seconds of one layer's forward and backward: launches, Python, autograd."""
     kind: Literal["cpu", "cuda"] = "cuda"
@@ -109,7 +109,7 @@ class Device:
 DTYPE_SPEEDS = {"cpu": {2: 0.8, 4: 1.0, 8: 0.5}, "cuda": {2: 1.0, 4: 0.125, 8: 0.0625}}
 """Speed of products by bytes of a number, over that of the preset."""
 SLACK = {"cpu": (1.17, 8e6), "cuda": (1.05, 0.0)}
-"""What a process takes over what its tensors ask for: a factor (blocks that the allocator cannot use again), and bytes
+"""Memory of a process over that of its tensors: a factor (blocks that the allocator cannot use again), and bytes
 whatever the size (libraries' own buffers, large blocks that find no gap of their size). cpu: fitted to measured peaks
 (benchmarks/results/memory.csv) with glibc 2.36: before 2.38 a freed aligned block is not found again for a request of
 its own size, and every tensor is such a block. cuda: not measured."""

@@ -1,4 +1,4 @@
-"""What a plan costs on a device: seconds and peak bytes. Numpy only.
+"""Predicts seconds and peak bytes of a plan on a device. Numpy only.
 
 Why it is right. Time is a sum over passes, since passes run one after the other: FLOPs over their speed, and for every
 pass a fixed cost (launches, Python, autograd, weights read and gradients written). Memory is a maximum over the moments
@@ -85,7 +85,7 @@ class CostModel:
     """Predicts the seconds and the peak memory of a training step under a plan."""
 
     counts: ModelCounts
-    """What the model computes and holds."""
+    """Counts of the model."""
     speeds: Speeds
     device: Literal["cpu", "cuda"] = "cpu"
     """How memory is allocated, and how many rows the head scores at once."""
@@ -123,7 +123,7 @@ class CostModel:
         return float(sum(self.seconds_by(plan).values()))
 
     def seconds_by(self, plan: Plan) -> dict[str, float]:
-        """What the seconds go to.
+        """Seconds by purpose.
 
         layers, attention, head: FLOPs of forward and backward over their speeds.
         recomputation: forward FLOPs of layers and attention, over the tokens that are run twice.
@@ -152,7 +152,7 @@ class CostModel:
         return tokens * self.counts.token_flops / self.speeds.layers
 
     def _pair_seconds(self, depth: Int64s) -> float:
-        """Of tokens at these depths of their paths."""
+        """Seconds of the visible pairs of tokens at these depths."""
         return self.counts.pair_flops(self.counts.pairs_at(depth)) / self.speeds.attention
 
     def peak_bytes(self, plan: Plan) -> float:
@@ -160,7 +160,7 @@ class CostModel:
         return float(sum(self.bytes_by(plan).values()))
 
     def bytes_by(self, plan: Plan) -> dict[str, float]:
-        """What is alive at the moment of the peak.
+        """Bytes alive at the peak, by name.
 
         kept graphs: what the running part's kept ancestors saved for their backwards.
         running graph: what the running part saved; 0 for a pass without graph.
@@ -194,7 +194,7 @@ class CostModel:
         return {name: float(value) for name, value in found.items()}
 
     def _graph(self, tokens: Int64s, rows: Int64s) -> Floats:
-        """What a pass saves; of a head row its hidden state and what its edges keep."""
+        """Bytes that a pass saves; a head row saves its hidden state and its edges' scores."""
         model = self.counts
         row = model.hidden * model.dtype_bytes + 4 * self._wide
         return np.asarray(model.saved_pass + model.saved_token * tokens + row * rows, np.float64)
@@ -236,13 +236,13 @@ class Rates(NamedTuple):
     """Seconds of forward and backward together, nothing run twice: the cost model taken apart, to price pieces."""
 
     token: float
-    """Of a token in all layers, pairs left out."""
+    """A token in all layers, pairs left out."""
     pairs: dict[AttentionRange, float]
-    """Of a visible pair in all layers that see so far."""
+    """A visible pair in all layers that see so far."""
     row: float
-    """Of a hidden state through the LM head."""
+    """A hidden state through the LM head."""
     graph_pass: float
-    """What a pass with graph costs besides."""
+    """Fixed cost of a pass with graph."""
     forward_pass: float
     """The same for a pass without graph."""
     forward_share: float

@@ -388,7 +388,7 @@ class PrefixSharing:
         return time.perf_counter()
 
     def take_logs(self) -> dict[str, float]:
-        """What this process has shared since the last call."""
+        """Return counts of what this process has shared since the last call, and reset them."""
         counts, self._counts = self._counts, Counter()
         logs, self._logged_once = self._logged_once, {}
         if counts["batches"]:

@@ -57,7 +57,7 @@ class BenchReport:
     """Tokens whose forward it runs twice."""
     tree_seconds: float
     linear_seconds: float
-    """Of the fastest baseline."""
+    """Seconds of the fastest baseline."""
     baseline: str
     """Its name."""
     baselines: dict[str, float]

@@ -33,7 +33,7 @@ class ParameterError:
 
     name: str
     norm: float
-    """Of the linear run's gradient."""
+    """Norm of the linear run's gradient."""
     error: float
     """Norm of the difference over ``norm`` (over the largest norm of any parameter where ``norm`` is 0)."""
 
@@ -155,7 +155,7 @@ def verify(
 
 
 def _run(call: Callable[[], Any], model: nn.Module, value_head: nn.Module | None) -> tuple[Any, dict[str, Tensor]]:
-    """What a call returns and the gradients that it leaves, by the parameter's name; ``.grad`` stays as it is."""
+    """Return a call's result and its gradients by the parameter's name; ``.grad`` stays as it is."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     if value_head is not None:
         for name, parameter in value_head.named_parameters(prefix="value_head"):
