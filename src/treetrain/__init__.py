@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Names are loaded when first used, so that data and trees need no torch and the command line answers at once.
+# Names are imported on first use: data and trees work without torch, and the command line starts fast.
 _PUBLIC = {
     "DataError": "treetrain.errors",
     "RanksDisagree": "treetrain.errors",

@@ -1,4 +1,4 @@
-"""The errors a user can cause. Each message names the place, what is wrong, both values and what to do."""
+"""Errors that a user can cause. Each message says where, what is wrong, both values and what to do."""
 
 import reprlib
 
@@ -7,18 +7,18 @@ _repr.maxlevel, _repr.maxstring, _repr.maxother = 3, 60, 60
 
 
 def quoted(value: object) -> str:
-    """A value for a message: its repr, cut to a readable length however long or deeply nested it is."""
+    """The repr of a value for a message, cut to a readable length."""
     return shortened(_repr.repr(value), 80)
 
 
 def shortened(text: object, length: int = 160) -> str:
-    """A text for a message, such as that of another error, which may quote a value whole."""
+    """Cut a text for a message, such as another error's message, which may quote a long value."""
     text = str(text)
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
 class DataError(ValueError):
-    """Input data that cannot be trained on as it is: a broken line, lengths that disagree, an id out of range."""
+    """Input data that cannot be used for training: a broken line, lengths that disagree, an id out of range."""
 
 
 class UnsupportedModel(ValueError):
@@ -26,4 +26,4 @@ class UnsupportedModel(ValueError):
 
 
 class RanksDisagree(RuntimeError):
-    """Processes that should make the same step do not, or one of them could not; raised on every rank."""
+    """The ranks do not run the same step, or one of them failed; raised on every rank."""

@@ -1,4 +1,4 @@
-"""Training rows: what a trajectory is, how files of them are read and checked. Numpy only."""
+"""Training rows: the trajectory, and reading and checking files of trajectories. Numpy only."""
 
 from treetrain.data.advantages import group_advantages
 from treetrain.data.chat import CHAT, Renderer, chat_template_text

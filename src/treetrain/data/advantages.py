@@ -1,4 +1,4 @@
-"""Advantages: of groups from their rewards, and of single tokens from rewards and a critic's values."""
+"""Advantages from the rewards of a group, and per-token advantages from rewards and a critic's values."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -25,17 +25,17 @@ def group_advantages(
     A = (reward - mean of the group) / (std of the group + eps), GRPO's outcome supervision (arXiv 2402.03300,
     section 4.1.2), with TRL's conventions: sample standard deviation (n - 1), eps 1e-4. Without
     `divide_by_std` this is Dr. GRPO's advantage (arXiv 2503.20783). Mean and std are over episodes: the calls
-    of one conversation share its reward and count once. A group of one, or of equal rewards, is not divided:
-    with the mean subtracted its advantages are 0.
+    of one conversation share its reward and count once. A group of one episode, or of equal rewards, is not divided;
+    with `subtract_mean` its advantages are 0.
 
     Args:
         trajectories: rows with `reward` and `group`; rows of equal `group` and `episode` are one episode.
         subtract_mean: subtract the group's mean reward.
         divide_by_std: divide by the group's standard deviation.
-        eps: added to the standard deviation, in units of the reward.
-        leave_one_out: subtract the mean of the group's other episodes instead, which an episode's own reward has no
-            part in: RLOO (arXiv 2402.14740, section 2.3), there without the division.
-        clip: above 0; what is further from 0 is set to this distance.
+        eps: added to the standard deviation.
+        leave_one_out: subtract the mean of the group's other episodes: RLOO (arXiv 2402.14740, section 2.3). RLOO
+            itself does not divide by the standard deviation.
+        clip: clamp advantages to [-clip, clip]; above 0.
 
     Returns:
         New trajectories in the same order, with `advantages` set.
@@ -59,7 +59,7 @@ def advantages_of_groups(
     leave_one_out: bool = False,
     clip: float | None = None,
 ) -> NDArray[np.float64]:
-    """[K]: the advantage of every row, from the columns of the rows alone; see `group_advantages`."""
+    """[K]: the advantage of every row, computed from `columns_of(rows)`; see `group_advantages`."""
     if leave_one_out and not subtract_mean:
         raise ValueError("leave_one_out says which mean is subtracted, but subtract_mean is False; give one of them")
     if clip is not None and not clip > 0:
@@ -69,7 +69,7 @@ def advantages_of_groups(
         if lacking.any():
             row = _name(rows, int(lacking.argmax()))
             raise DataError(f"{row} has no {fact}; group advantages need reward and group in every row")
-    # A row without an episode is one by itself.
+    # A row without an episode is an episode by itself.
     episode = np.where(columns.episode < 0, -1 - np.arange(len(rows)), columns.episode)
     names = np.stack([columns.group, episode], axis=1)
     found, first, of_row = np.unique(names, axis=0, return_index=True, return_inverse=True)
@@ -83,17 +83,17 @@ def advantages_of_groups(
             "an episode has one reward: give rows of different episodes different `episode`s"
         )
     advantages = np.empty(len(rewards))
-    # Episodes lie group by group; within a group in the order of their first rows, in which sums are taken.
+    # Episodes sorted by group, then by their first rows: this fixes the order of the sums.
     by_group = np.lexsort((first, found[:, 0]))
     for members in np.split(by_group, np.flatnonzero(np.diff(found[by_group, 0])) + 1):
         values = rewards[members]
         scaled = values - values.mean() if subtract_mean else values
         if leave_one_out and len(values) > 1:
-            scaled = scaled * (len(values) / (len(values) - 1))  # r - mean of the others, from r - mean of all
+            scaled = scaled * (len(values) / (len(values) - 1))  # turns r - mean of all into r - mean of the others
         if divide_by_std and np.ptp(values) > 0:
             scaled = scaled / (values.std(ddof=1) + eps)
         elif subtract_mean and np.ptp(values) == 0:
-            scaled = np.zeros_like(values)  # not the rounding error of the mean
+            scaled = np.zeros_like(values)  # exact zeros instead of the mean's rounding error
         advantages[members] = scaled if clip is None else scaled.clip(-clip, clip)
     return advantages[of_row]
 
@@ -103,11 +103,11 @@ def _name(rows: Sequence[Trajectory], number: int) -> str:
 
 
 class Advantages(NamedTuple):
-    """Per-token facts of a row, [L] float64; entry 0 is 0 and unused, as in a `Trajectory`."""
+    """Per-token advantages and returns of a row, [L] float64; entry 0 is 0 and unused, as in a `Trajectory`."""
 
     advantages: NDArray[np.float64]
     returns: NDArray[np.float64]
-    """Advantage plus value: what the critic should have said."""
+    """Advantage plus value: the critic's target."""
 
 
 def gae(
@@ -122,23 +122,23 @@ def gae(
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over the tokens of one row.
 
     A_t = d_t + gamma * lam * A_next, d_t = r_t + gamma * V_next - V_t, over the tokens that are actions. "next" is the
-    next action, so text of users and tools costs no time: it is discounted by neither gamma nor lam. A reward on such
-    text is given to the last action before it.
+    next action, so neither gamma nor lam discounts text of users and tools. A reward on such text counts for the last
+    action before it.
 
     Args:
-        rewards: [L], entry t for the token t; or one number, which the last action gets.
-        values: [L], entry t the value of the state before token t (entry 0 is unused, as in `Trajectory.values`). Of
-            `treetrain.values`, which count by the token just read, this is entry t - 1.
-        gamma: discount of a step, 0 to 1.
+        rewards: [L], entry t for token t; or one number for the last action.
+        values: [L], entry t is the value of the state before token t (entry 0 is unused, as in `Trajectory.values`).
+            `treetrain.values` returns it as entry t - 1, since it counts by the token just read.
+        gamma: discount per step, 0 to 1.
         lam: how far advantages look past the critic, 0 (one step) to 1 (the whole row).
         actions: [L], non-zero where the policy chose the token, such as `loss_weights`; None for all but the first.
-        last_value: of the state after the last token: 0 where the episode ended, the critic's where it was cut off.
+        last_value: value of the state after the last token: 0 if the episode ended, the critic's if it was truncated.
 
     Returns:
-        advantages and returns, 0 where the token is no action.
+        advantages and returns, 0 at tokens that are not actions.
 
     Raises:
-        DataError: lengths that differ, a number that is not finite, or a reward that no action has earned.
+        DataError: lengths that differ, a number that is not finite, or a reward before the first action.
         ValueError: gamma or lam outside 0 to 1.
     """
     for name, number in (("gamma", gamma), ("lam", lam)):
@@ -167,7 +167,7 @@ def gae(
 
 
 def _earned(rewards: NDArray[np.float64], steps: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[S]: what each action earned until the next one."""
+    """[S]: sum of the rewards from each action to the next."""
     before = rewards[1 : steps[0]] if len(steps) else rewards[1:]
     if before.any():
         at = 1 + int(np.flatnonzero(before)[0])
@@ -182,7 +182,7 @@ def _numbers(name: str, given: ArrayLike, length: int | None = None) -> NDArray[
     if array.ndim != 1 or (length is not None and len(array) != length):
         wanted = "[L]" if length is None else f"[{length}], as the values have"
         raise DataError(f"{name} have shape {array.shape}; give {wanted}")
-    # Entry 0 is unused whatever it holds.
+    # Entry 0 is unused, so it is not checked.
     if not np.isfinite(array[1:]).all():
         at = 1 + int(np.flatnonzero(~np.isfinite(array[1:]))[0])
         raise DataError(f"{name}[{at}] = {array[at]}; give finite numbers")

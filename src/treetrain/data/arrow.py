@@ -1,7 +1,7 @@
 """Trajectories in a memory-mapped Arrow file, for more rows than fit in memory.
 
-The file is written once, from rows that have been read and checked. It has a column per fact and is not compressed, so
-a row's arrays are views of the mapped file, and the operating system decides which pages are in memory.
+The file is written once, from rows that have been read and checked. It has one column per field and is not compressed,
+so a row is read directly from the mapped file, and the operating system decides which pages are in memory.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from treetrain.data.trajectory import PER_TOKEN_FACTS, LazyTrajectories, Traject
 from treetrain.errors import DataError
 
 BATCH_TOKENS = 1 << 18
-"""A record batch ends after so many tokens: what is held in memory while the file is written."""
+"""A record batch ends after this many tokens, which bounds the memory for writing."""
 LABELS = ("group", "pair", "episode", "key", "id")
 _VERSION = 1
 _ABOUT = b"treetrain"
@@ -33,22 +33,22 @@ _SCHEMA = pa.schema(
     + [("experts", pa.list_(pa.int16())), ("experts_shape", pa.list_(pa.int32()))]
     + [("reward", pa.float64()), ("chosen", pa.bool_())]
     + [(name, pa.string()) for name in LABELS]  # JSON: a label may be a string, a number or a boolean
-    # Columns from which batches are planned without reading rows.
+    # `RowColumns` needs these: batches are planned from them without reading rows.
     + [("tokens", pa.int64()), ("weight", pa.float64())]
     + [(name, pa.bool_()) for name in ("trained", "negative", "signal")]
 )
 
 
 class MappedTrajectories(LazyTrajectories):
-    """The trajectories of a file that `write_trajectories` wrote, each read when it is asked for.
+    """The trajectories of a file written by `write_trajectories`, each read on access.
 
-    Can be pickled: a worker process of a DataLoader maps the file itself.
+    It can be pickled: each DataLoader worker maps the file itself.
 
     Args:
         path: the Arrow file.
 
     Raises:
-        DataError: there is no such file, it is torn, or another program wrote it.
+        DataError: there is no such file, it is incomplete, or another program wrote it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -83,7 +83,7 @@ class MappedTrajectories(LazyTrajectories):
 
     @cached_property
     def columns(self) -> RowColumns:
-        """Lengths, weights, groups and so on of all rows, one array each; no row is read for them."""
+        """Lengths, weights, groups and so on of all rows, one array each, without reading the rows."""
         table = pa.Table.from_batches(self._batches, _SCHEMA)
 
         def numbers(name: str, missing: Any, dtype: type) -> NDArray:
@@ -105,15 +105,15 @@ class MappedTrajectories(LazyTrajectories):
 def write_trajectories(
     path: str | os.PathLike[str], rows: Iterable[Trajectory], about: Callable[[], dict[str, Any]]
 ) -> None:
-    """Write an Arrow file beside `path` and move it there when it is whole.
+    """Write an Arrow file next to `path` and move it to `path` when it is complete.
 
     Args:
-        path: where to; its folder is made if need be. A file of trajectories there is replaced.
-        rows: taken one by one.
-        about: plain JSON data to keep with them, asked for after the last row.
+        path: the file; its folder is created if needed. An existing file of trajectories is replaced.
+        rows: iterated once.
+        about: returns JSON data to store with the rows; called after the last row.
 
     Raises:
-        DataError: the disk does not take the file, or `path` is a file that is not one of trajectories.
+        DataError: the file cannot be written, or `path` is a file of another kind.
     """
     path = Path(path)
     if path.exists() and read_about(path) is None:
@@ -125,7 +125,7 @@ def write_trajectories(
         with os.fdopen(handle, "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
             for batch in _batches(rows):
                 writer.write_batch(batch)
-            # An empty batch comes last: notes are complete only now.
+            # The last batch is empty and holds the record, since the notes are complete only now.
             writer.write_batch(_batch([]), {_ABOUT: json.dumps(about()).encode()})
         os.replace(temporary, path)
     except OSError as error:
@@ -136,7 +136,7 @@ def write_trajectories(
 
 
 def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The record that `write_trajectories` left; None where there is no whole file of its kind."""
+    """The `about` record of `write_trajectories`; None if there is no complete file of this kind."""
     try:
         with pa.memory_map(str(path)) as file:
             reader = pa.ipc.open_file(file)
@@ -149,7 +149,7 @@ def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def files_key(paths: Sequence[str | os.PathLike[str]], **settings: Any) -> str:
-    """A digest of files as they are now (name, size, time of change) and of how they are read.
+    """A digest of the files' state (name, size, modification time) and of the settings they are read with.
 
     Raises:
         DataError: a file that cannot be read.

@@ -1,9 +1,9 @@
-"""Conversations to trajectories: loss on what the model said, one row per transcript or one per LLM call.
+"""Conversations to trajectories: loss on the assistant's messages, one row per transcript or one per LLM call.
 
-A chat template is a program that turns messages into text, and it does not say which characters came from which
-message. So the text is rendered again with placeholders in place of what the assistant said: what stays the same is the
-template's, what changes is the message's. The model would generate the body, with the think block and tool calls that
-the template writes, and the token that ends the turn; it would not generate the header before them.
+A chat template turns messages into text, and does not say which characters come from which message. So the text is
+rendered again with placeholders for the assistant's messages: text that stays the same comes from the template, text
+that changes comes from a message. The model is trained on what it would generate: the body, with the think block and
+tool calls that the template writes, and the token that ends the turn, but not the header before them.
 """
 
 import json
@@ -25,15 +25,15 @@ from treetrain.errors import DataError, quoted, shortened
 
 CHAT_KEYS = frozenset(("messages", "tools", "reward", "id", "trial", "key", *GROUP_KEYS, *EPISODE_KEYS))
 ROLES = ("system", "user", "assistant", "tool")
-# Older and newer names of the same roles; templates know only the four above and skip others without a word.
+# Older and newer names of the same roles. Templates know only the four above and skip others silently.
 ROLE_ALIASES = {"developer": "system", "function": "tool"}
 CHATML_END = "<|im_end|>"
 CACHED_CHARACTERS = 1 << 24
-"""Characters of pieces whose tokens are remembered; at most some 100 MB."""
+"""Characters of text pieces whose tokens are cached; about 100 MB at most."""
 
 Message = dict[str, Any]
 Span = tuple[int, int]
-# Token ids of a text, and where each token starts and ends in it (characters).
+# Token ids of a text, and the character offsets where each token starts and ends.
 Encoded = tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]
 
 
@@ -42,9 +42,9 @@ def chat_reader(settings: ReadSettings) -> Reader:
 
     A record has `messages`; optional `tools`, `reward`, `group_id`/`group`/`task_id`, `id`, `trial`, `episode`. A
     message's `weight` multiplies its loss, as in OpenAI's fine-tuning files. In the "transcript" view the whole
-    conversation is one row. In the "calls" view every assistant message is one: its prompt is rendered from the
-    messages before it and its completion tokenised by itself, as RL loggers write them; the rows' `episode` is the
-    conversation, and their ids end in `/0`, `/1`, ...
+    conversation is one row. In the "calls" view every assistant message is one row: its prompt is rendered from the
+    messages before it, and its completion is tokenised separately, as RL loggers write them. The rows' `episode` is
+    the conversation, and their ids end in `/0`, `/1`, ...
 
     Raises:
         DataError: no tokenizer, or one without a chat template where none is given.
@@ -85,10 +85,10 @@ def _transcript(renderer: "Renderer", messages: list[Message], tools: Tools, not
         ids, starts, ends = renderer.encode(text)
         loss_weights = np.zeros(ids.size)
         for (start, end), weight in zip(spans, weights):
-            # A token that holds any character of the span counts: it cannot be predicted in halves.
+            # A token with any character of the span is trained: half a token cannot be predicted.
             loss_weights[(ends > start) & (starts < end)] = weight
         return Trajectory(ids, loss_weights=loss_weights)
-    # A tokenizer that does not tell where a token lies in the text gets each span by itself.
+    # A slow tokenizer gives no character offsets, so each span is tokenised separately.
     edges = [0, *(edge for span in spans for edge in span), len(text)]
     pieces = [renderer.encode_ids(text[start:end]) for start, end in pairwise(edges)]
     weight_of = [0.0, *(each for weight in weights for each in (weight, 0.0))]
@@ -113,9 +113,9 @@ def _calls(renderer: "Renderer", messages: list[Message], tools: Tools, notes: N
 
 
 def _call_texts(renderer: "Renderer", messages: list[Message], tools: Tools, notes: Notes) -> tuple[str, str]:
-    """Prompt and completion of the call whose answer is the last message."""
+    """Prompt and completion of the call that the last message answers."""
     whole = renderer.render(messages, tools)
-    if len(messages) == 1:  # an answer to nothing: many templates cannot render an empty conversation
+    if len(messages) == 1:  # no prompt: many templates cannot render an empty conversation
         start, end = _completion_span(renderer, messages, tools, whole)
         return whole[:start], whole[start:end]
     prompt = renderer.render(messages[:-1], tools, prompt=True)
@@ -135,14 +135,14 @@ def _note_dropped(messages: list[Message], text: str, notes: Notes) -> None:
             notes.add(f"{what}: the template drops or rewrites it", f"message {index}")
 
 
-# Where the model spoke
+# Spans of assistant messages
 
 
 def assistant_spans(renderer: "Renderer", messages: Sequence[Message], tools: Tools, text: str) -> list[Span]:
     """Characters [start, end) of every assistant message in `text`, the rendering of `messages`.
 
     Raises:
-        DataError: the template leaves an assistant message out, or tangles it with its neighbours.
+        DataError: the template drops an assistant message, or mixes it with its neighbours.
     """
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     spans = None
@@ -163,7 +163,7 @@ def assistant_spans(renderer: "Renderer", messages: Sequence[Message], tools: To
 
 
 def _completion_span(renderer: "Renderer", messages: Sequence[Message], tools: Tools, text: str) -> Span:
-    """The span of the last message, an assistant's, in `text`, the rendering of `messages`."""
+    """The span of the last message (the assistant's) in `text`, the rendering of `messages`."""
     start, end = _span_of(renderer, messages, tools, text, len(messages) - 1)
     start = _after_header(renderer, text, start, 0)
     closed = renderer.last_marker_end(text[start:])
@@ -175,7 +175,7 @@ def _spans_by_placeholders(
 ) -> list[Span] | None:
     """All spans from one more rendering; None where that might be wrong.
 
-    With the bodies B and C of two turns replaced by marks, what lies between the marks is found again in the text:
+    The bodies B and C of two turns are replaced by marks. The text between the marks is then located in `text`:
 
         text      <user> a <bot> B <end> <user> b <bot> C <end>
         rendered  <user> a <bot> * <end> <user> b <bot> * <end>
@@ -206,8 +206,8 @@ def _spans_by_placeholders(
 
 
 def _span_of(renderer: "Renderer", messages: Sequence[Message], tools: Tools, text: str, turn: int) -> Span:
-    """The span of one turn, where the template writes other messages differently because of it."""
-    # Between the prompt for this turn and the transcript that ends with it, if the text begins with both.
+    """The span of one turn, for templates that write other messages differently because of it."""
+    # The span lies between the prompt for this turn and the transcript up to it, if the text begins with both.
     if turn > 0:
         try:
             before = renderer.render(messages[:turn], tools, prompt=True)
@@ -217,7 +217,7 @@ def _span_of(renderer: "Renderer", messages: Sequence[Message], tools: Tools, te
         closed = renderer.last_marker_end(after)
         if before and text.startswith(before) and text.startswith(after) and (closed or 0) >= len(before):
             return len(before), closed or 0
-    # Else what a rendering with a mark in its place has in common with the text, from both sides.
+    # Otherwise render with a mark in its place, and strip the common prefix and suffix from the text.
     mark = _private_character(text)
     changed = list(messages)
     changed[turn] = {"role": "assistant", "content": mark}
@@ -232,9 +232,9 @@ def _span_of(renderer: "Renderer", messages: Sequence[Message], tools: Tools, te
 
 
 def _after_header(renderer: "Renderer", text: str, start: int, floor: int) -> int:
-    """Back to the end of the turn's header, over what the template always writes between it and the body.
+    """Move `start` back to the end of the turn's header.
 
-    Such a constant (an empty think block) is part of what the model is asked to generate.
+    The model also generates constant text that the template writes after the header (an empty think block).
     """
     header = renderer.header
     at = text.rfind(header, floor, start) if header else -1
@@ -261,14 +261,14 @@ def _lost(turn: int) -> str:
     )
 
 
-# Messages as templates want them
+# Normalised messages
 
 
 def clean_messages(messages: Any, notes: Notes) -> list[Message]:
-    """Messages as templates want them: text content, tool-call arguments as objects, no fields that are null.
+    """Normalise messages for templates: text content, tool-call arguments as objects, no null fields.
 
     Raises:
-        DataError: naming the message's index: unknown role, no text as content, bad tool calls.
+        DataError: an unknown role, content that is not text, bad tool calls; the message names the index.
     """
     if not isinstance(messages, list) or not messages:
         raise DataError(f"`messages` is {quoted(messages)}, expected a list with at least one message")
@@ -338,7 +338,7 @@ def _tool_calls(message: Record, where: str) -> list[dict[str, Any]]:
 
 
 def _arguments(arguments: Any) -> Any:
-    """A string that holds a JSON object becomes that object, which templates iterate over; all else stays."""
+    """Parse a string that holds a JSON object, since templates iterate over it; other values stay."""
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
     if not isinstance(arguments, str):
@@ -351,7 +351,7 @@ def _arguments(arguments: Any) -> Any:
 
 
 def clean_tools(tools: Any) -> Tools:
-    """Tool schemas as a list of objects; a JSON string of such a list is read; None and [] mean no tools."""
+    """Tool schemas as a list of objects, also from a JSON string; None and [] mean no tools."""
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
@@ -365,7 +365,7 @@ def clean_tools(tools: Any) -> Tools:
 
 
 def read_tools(path: str | Path) -> Tools:
-    """Tool schemas of a whole file of rows, from a JSON file that holds a list of them."""
+    """Read tool schemas from a JSON file that holds a list."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -382,7 +382,7 @@ def read_tools(path: str | Path) -> Tools:
 
 
 def chat_template_text(template: str | None) -> str | None:
-    """The template's text, from itself, from `chatml` (ours, prefix-preserving) or from a file."""
+    """The text of a template given as text, as a file, or as `chatml` (built in, prefix-preserving)."""
     if template is None or "{" in template:
         return template
     if template == "chatml":
@@ -396,7 +396,7 @@ def chat_template_text(template: str | None) -> str | None:
 
 
 def tokenizer_settings(tokenizer: Any, chat_template: str | None) -> list[Any]:
-    """All of a tokenizer that decides what a conversation becomes, as plain data."""
+    """Everything in a tokenizer that affects how a conversation is tokenised, as plain data."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = repr(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
     template = chat_template_text(chat_template) or getattr(tokenizer, "chat_template", None)
@@ -407,7 +407,7 @@ class Renderer:
     """One tokenizer with one chat template: messages to text, and text to token ids.
 
     Args:
-        tokenizer: a transformers tokenizer; used are `apply_chat_template`, `__call__` and its added tokens.
+        tokenizer: a transformers tokenizer; `apply_chat_template`, `__call__` and its added tokens are used.
         chat_template: overrides the tokenizer's own; text, file or `chatml`.
     """
 
@@ -421,7 +421,7 @@ class Renderer:
         added = list(getattr(tokenizer, "added_tokens_decoder", {}).values())
         markers = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         if CHATML_END in str(self.template or own):
-            markers.add(CHATML_END)  # ends a turn even where the vocabulary has no token of its own for it
+            markers.add(CHATML_END)  # ends a turn even if the vocabulary has no single token for it
         self._endings = tuple(markers - {""})
         self._marker = re.compile(_alternatives(markers) or "(?!)")
         self._end_of_turn = re.compile(rf"\s*(?:{self._marker.pattern})")
@@ -429,10 +429,10 @@ class Renderer:
         self._cache: dict[str, Encoded] = {}
         self._cached = 0
         self.header = self._find_header()
-        """The text that the template puts before every answer; empty where it cannot be told."""
+        """The text that the template puts before every answer; empty if it cannot be determined."""
 
     def render(self, messages: Sequence[Message], tools: Tools, *, prompt: bool = False) -> str:
-        """The text of these messages; `prompt` adds what comes before an answer. Refusals are DataErrors."""
+        """Render messages; `prompt` adds the generation prompt. Raises DataError where the template raises."""
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages),
@@ -441,7 +441,7 @@ class Renderer:
                 add_generation_prompt=prompt,
                 tokenize=False,
             )
-        except Exception as error:  # a template is a program of the model's authors: it may raise anything
+        except Exception as error:  # a template is third-party code: it may raise anything
             raise DataError(
                 f"the chat template refuses these messages ({type(error).__name__}: {shortened(error)}); "
                 "change the messages or pass another template, e.g. --chat-template chatml"
@@ -456,12 +456,12 @@ class Renderer:
         return prompted[len(bare) :] if prompted.startswith(bare) else ""
 
     def end_of_turn(self, text: str, start: int) -> int:
-        """End of the special token that follows `start` at once or after white space; else `start`."""
+        """End of the special token at `start`, white space before it skipped; `start` if there is none."""
         found = self._end_of_turn.match(text, start)
         return found.end() if found else start
 
     def last_marker_end(self, text: str) -> int | None:
-        """End of the special token that closes the text, white space after it aside; None if none does."""
+        """End of the special token that ends the text, trailing white space ignored; None if there is none."""
         stripped = text.rstrip()
         return len(stripped) if stripped.endswith(self._endings) else None
 
@@ -470,7 +470,7 @@ class Renderer:
         return self._marker.search(text[start:end]) is not None
 
     def encode(self, text: str) -> Encoded:
-        """Token ids of a text, none added, with the characters [start, end) that each token covers."""
+        """Token ids of a text without added special tokens, and the characters [start, end) of each token."""
         parts, at = [(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))], 0
         for piece in self._split(text):
             ids, starts, ends = self._encode_piece(piece)
@@ -487,13 +487,13 @@ class Renderer:
         return [text] if self._pieces is None else [piece for piece in self._pieces.split(text) if piece]
 
     def _encode_piece(self, piece: str) -> Encoded:
-        """The tokens of a piece, which are remembered for a while."""
+        """The tokens of a piece, cached."""
         encoded = self._cache.get(piece)
         if encoded is None:
             encoded = self._encode_whole(piece)
             self._cached += len(piece)
             if self._cached > CACHED_CHARACTERS:
-                # What is shared comes back with the next row; a file may be larger than memory.
+                # Files may be larger than memory; shared pieces are cached again with the next row.
                 self._cache.clear()
                 self._cached = len(piece)
             self._cache[piece] = encoded
@@ -501,7 +501,7 @@ class Renderer:
 
     def _encode_whole(self, text: str) -> Encoded:
         try:
-            # `verbose=False`: its warning about long texts would be about a piece; `load` checks whole rows.
+            # `verbose=False`: the tokenizer would warn about a piece's length; `load` checks whole rows.
             output = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=self.is_fast, verbose=False)
         except (TypeError, UnicodeEncodeError) as error:
             lone = re.search("[\ud800-\udfff]", text)
@@ -513,13 +513,13 @@ class Renderer:
         return ids, starts, ends
 
     def _piece_pattern(self, added: list[Any]) -> "re.Pattern[str] | None":
-        """Where a text can be cut so that its pieces' tokens, joined, are exactly the text's; None if nowhere."""
+        """A pattern to split a text into pieces that tokenise separately to the same tokens; None if there is none."""
         plain = {str(t) for t in added if not (t.lstrip or t.rstrip or t.single_word or t.normalized)}
         odd = any(t.lstrip or t.rstrip or t.single_word for t in added)
         if odd or not plain or not self.is_fast:
             return None
         pattern = re.compile("(" + _alternatives(plain) + ")")
-        # Tokenizers that mark the start of a text (a dummy space before it) would mark every piece: try it.
+        # Some tokenizers mark the start of a text (a dummy space), and so of every piece: test for it.
         word = max(plain, key=len)
         for probe in (f"a b{word}a{word} c {word}\n\nd{word}{word} ", f" a{word}\n", f"{word}a"):
             joined = [i for piece in pattern.split(probe) if piece for i in self._encode_whole(piece)[0]]

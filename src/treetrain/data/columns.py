@@ -1,4 +1,4 @@
-"""One array per fact over all rows, for planning: of rows in memory, or of a memory-mapped file."""
+"""One array per field over all rows, for planning; rows are in memory or in a memory-mapped file."""
 
 import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
@@ -12,7 +12,7 @@ Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 GIVEN = tuple(name for name in PER_TOKEN_FACTS if name != "loss_weights")
-"""Facts of which the columns say who has them."""
+"""Fields for which `RowColumns.given` says which rows have them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,11 +30,11 @@ class RowColumns:
     signal: Bools
     """[K]: whether an advantage is not 0."""
     reward: NDArray[np.float64]
-    """[K]: NaN where there is none."""
+    """[K]: NaN for rows without a reward."""
     chosen: NDArray[np.int8]
-    """[K]: 1, 0, or -1 where it is not said."""
+    """[K]: 1, 0, or -1 for rows without `chosen`."""
     given: dict[str, Bools]
-    """By the names of `GIVEN`, [K]: whether the row has the fact."""
+    """For each name in `GIVEN`, [K]: whether the row has it."""
     group: Int64s
     """int64 [K]: equal numbers for equal groups, in the order of their first rows; -1 for none."""
     pair: Int64s
@@ -46,7 +46,7 @@ class RowColumns:
 
 
 def columns_of(rows: Sequence[Trajectory]) -> RowColumns:
-    """The columns of rows: their own where they have them (`MappedTrajectories.columns`), else found one by one."""
+    """The rows' own columns if they have them (`MappedTrajectories.columns`), else computed row by row."""
     own = getattr(rows, "columns", None)
     if own is not None:
         return own
@@ -55,7 +55,7 @@ def columns_of(rows: Sequence[Trajectory]) -> RowColumns:
         return np.fromiter(values, dtype, len(rows))  # type: ignore[arg-type]
 
     tokens = array(map(len, rows), np.int64)
-    # A row without weights counts 1 for each token but the first.
+    # A row without weights has weight 1 for each token but the first.
     weight = np.maximum(tokens - 1, 0).astype(np.float64)
     trained, negative = tokens > 1, np.zeros(len(rows), bool)
     for number, row in enumerate(rows):
@@ -80,6 +80,6 @@ def columns_of(rows: Sequence[Trajectory]) -> RowColumns:
 
 
 def codes_of(labels: Iterable[Hashable]) -> Int64s:
-    """Equal numbers for equal labels, counted in the order in which they come first; -1 for None."""
+    """Number labels from 0 in order of first occurrence; equal labels get equal numbers, None gets -1."""
     known: dict[Hashable, int] = {}
     return np.array([-1 if label is None else known.setdefault(label, len(known)) for label in labels], np.int64)

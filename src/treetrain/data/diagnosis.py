@@ -8,7 +8,7 @@ from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.errors import quoted
 
 CONTEXT = 4  # tokens shown before the first difference
-SHOWN = 12  # tokens shown from it on
+SHOWN = 12  # tokens shown from that difference on
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,26 +22,26 @@ class PrefixBreak:
     position: int
     """First token (from 0) in which they differ."""
     previous_text: str
-    """The earlier row around that token; its ids where no tokenizer was given."""
+    """The earlier row around that token; token ids if no tokenizer was given."""
     call_text: str
     """The later row around that token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixReport:
-    """How far the successive calls of the same conversations extend each other."""
+    """How often a call extends the call before it in the same conversation."""
 
     calls: int
     """Rows that are calls of a conversation."""
     successive: int
-    """Pairs (a call, the next one of the same conversation)."""
+    """Pairs of a call and the next call of the same conversation."""
     broken: int
     """Pairs in which the later row does not begin with all tokens of the earlier one."""
     example: PrefixBreak | None
     """The first broken pair."""
 
     def explain(self) -> str:
-        """The finding in words, with what to do about it."""
+        """The result in words, with what to do about it."""
         if self.successive == 0:
             return "No conversation has two calls: nothing to say about prefixes."
         if self.example is None:
@@ -61,8 +61,7 @@ def diagnose_prefixes(trajectories: Iterable[Trajectory], tokenizer: Any = None)
     """Compare every call with the call before it in the same conversation, token by token.
 
     Args:
-        trajectories: rows in the calls view, each conversation's calls in their order; rows without an
-            `episode` are not calls and are left out.
+        trajectories: rows in the calls view, each conversation's calls in order; rows without an `episode` are ignored.
         tokenizer: anything with `decode`; the example then shows text instead of ids.
     """
     last: dict[Hashable, Trajectory] = {}

@@ -1,4 +1,4 @@
-"""Files to trajectories: which format they have, and what their rows must fit."""
+"""Read files into trajectories: detect the format, and check that rows fit the model."""
 
 import dataclasses
 import os
@@ -19,12 +19,12 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedFile:
-    """The rows of some files, and what the user should know about them."""
+    """The rows of one or more files, with remarks for the user."""
 
     trajectories: Sequence[Trajectory]
-    """In the order of the file; in the calls view each conversation's calls in their order."""
+    """In file order; in the calls view the calls of a conversation are in order."""
     notes: tuple[str, ...]
-    """Remarks on what was ignored or looks odd, each once with a count and the first place."""
+    """Remarks on what was ignored or looks wrong, each once with a count and the first place."""
     format: str
     """The format of the files: "tokens" or "chat"."""
 
@@ -42,25 +42,25 @@ def load(
     limit: int | None = None,
     memory_map: str | os.PathLike[str] | None = None,
 ) -> LoadedFile:
-    """Read files of token rows or of conversations. Every row is read or refused, none is dropped.
+    """Read files of token rows or of conversations. No row is dropped: a bad row raises an error.
 
     Args:
         path: one file or several of one format: JSONL, plain or gzipped, Parquet (`.parquet`) or Arrow (`.arrow`).
         tokenizer: a transformers tokenizer; needed for conversations only.
-        format: "tokens" (`input_ids`), "chat" (`messages`), or "auto": what the first row has.
-        view: conversations as whole transcripts or one row per LLM call ("calls").
-        tools: schemas, or a JSON file of them, for conversations that bring none.
-        chat_template: instead of the tokenizer's own: "chatml" (ours), a file, or the template's text.
-        vocab_size: refuse token ids from here on.
-        max_positions: refuse rows of more tokens.
-        limit: read only the first so many rows (conversations) over all files.
+        format: "tokens" (`input_ids`), "chat" (`messages`), or "auto": detected from the first row.
+        view: one row per conversation ("transcript") or one row per LLM call ("calls").
+        tools: tool schemas, or a JSON file of them, for conversations without their own.
+        chat_template: replaces the tokenizer's own: "chatml" (built in), a file, or the template's text.
+        vocab_size: reject token ids at or above this.
+        max_positions: reject rows with more tokens than this.
+        limit: read at most this many rows (conversations) over all files.
         memory_map: an Arrow file to keep the rows in, for more rows than fit in memory. The rows are converted once,
-            and again only when a file, the tokenizer, its template or a setting has changed; the trajectories are then
-            read from the mapped file one by one (`MappedTrajectories`). Needs pyarrow. Of several processes let one
-            call this first (`with args.main_process_first()` in transformers).
+            and again only when a file, the tokenizer, its template or a setting has changed. The trajectories are then
+            read from the mapped file one by one (`MappedTrajectories`). Needs pyarrow. With several processes, one
+            must call this first (`with args.main_process_first()` in transformers).
 
     Raises:
-        DataError: naming file and line, what is wrong, both values and what to do.
+        DataError: a file or row that cannot be used; the message names file and line, and what to do.
     """
     formats = {kind.name: kind for kind in FORMATS}
     if view not in ("transcript", "calls") or format not in ("auto", *formats):
@@ -99,10 +99,10 @@ def load(
 
 
 def detect_format(path: str | os.PathLike[str]) -> str:
-    """The format of a file by its first record.
+    """Detect the format of a file from its first record.
 
     Raises:
-        DataError: the file cannot be read, or the record looks like none of `FORMATS`.
+        DataError: the file cannot be read, or the record matches none of `FORMATS`.
     """
     place, record = next(read_records(path))
     for kind in FORMATS:

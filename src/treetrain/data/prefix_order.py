@@ -1,4 +1,4 @@
-"""Rows sorted so that equal beginnings are neighbours: two neighbours and what they share are all of a tree's shape."""
+"""Rows sorted by their tokens. The order and the tokens shared by neighbours define the prefix tree."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
@@ -12,23 +12,23 @@ from treetrain.data.trajectory import Trajectory, common_prefix
 
 Int64s = NDArray[np.int64]
 TOKENS_AT_ONCE = 1 << 22
-"""Tokens of all rows that are compared at once; at least one of each row."""
+"""Tokens compared at once, summed over rows; at least one per row."""
 
 
 class PrefixOrder(NamedTuple):
-    """Rows that have tokens and no group, sorted by their tokens; rows of different `key` share nothing."""
+    """Non-empty rows without a group, sorted by their tokens; rows of different `key` share nothing."""
 
     rows: Int64s
-    """int64 [R]: numbers of the rows."""
+    """int64 [R]: row numbers."""
     shared: Int64s
-    """int64 [R]: leading tokens that each has in common with the row before it; 0 for the first."""
+    """int64 [R]: leading tokens that each row shares with the row before it; 0 for the first."""
 
 
 def prefix_order(rows: Sequence[Trajectory]) -> PrefixOrder:
-    """The order of those of the rows that have tokens and no group.
+    """Sort the non-empty rows without a group.
 
-    Rows are compared block by block, and a further block is read only of rows that are equal so far, so that of rows
-    in a memory-mapped file no more is read than what they share.
+    Rows are compared block by block. The next block is read only for rows that are equal so far, so little more than
+    the shared prefixes is read from a memory-mapped file.
     """
     columns = columns_of(rows)
     ids: Callable[[int], NDArray[np.int32]] = getattr(rows, "ids", None) or (lambda number: rows[number].ids)
@@ -41,13 +41,13 @@ def prefix_order(rows: Sequence[Trajectory]) -> PrefixOrder:
 
 
 def sorted_by_prefix(numbers: list[int], ids: Callable[[int], NDArray[Any]]) -> Iterator[tuple[int, int]]:
-    """Rows in the order of their tokens, equal ones by number: (number, leading tokens shared with the row before it).
+    """Sort rows by tokens, then number: yields (number, leading tokens shared with the row before it).
 
     Args:
-        numbers: of the rows.
+        numbers: row numbers.
         ids: the token ids of a row, [L].
     """
-    # Rows that are equal up to a depth, what the first shares with the row before it, and whether they end there.
+    # (rows equal up to a depth, the depth, tokens the first shares with the row before it, whether the rows end there)
     stack = [(numbers, 0, 0, False)]
     while stack:
         members, depth, before, ended = stack.pop()
@@ -55,7 +55,7 @@ def sorted_by_prefix(numbers: list[int], ids: Callable[[int], NDArray[Any]]) -> 
             yield from zip(members, [before] + [depth] * (len(members) - 1))
             continue
         end = depth + max(TOKENS_AT_ONCE // len(members), 1)
-        # Big-endian bytes of whole numbers from 0 are in the order of the numbers.
+        # Non-negative integers as big-endian bytes sort like the integers.
         blocks = sorted((ids(number)[depth:end].astype(">i4").tobytes(), number) for number in members)
         children, last = [], None
         for block, run in groupby(blocks, key=lambda found: found[0]):

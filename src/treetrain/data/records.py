@@ -1,7 +1,7 @@
-"""Files of records, one record at a time, and what a reader of records is given.
+"""Read files record by record, and the interface of record readers.
 
-A reader turns one record into trajectories. A format is a reader with a test by which a first record tells that it is
-for it; `load` knows the list of them, opens files, and adds file and line to whatever a reader refuses.
+A reader turns one record into trajectories. A format is a reader with a test of whether a record belongs to it. `load`
+lists the formats, opens the files, and adds file and line to a reader's errors.
 """
 
 import dataclasses
@@ -25,16 +25,16 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class Notes:
-    """Remarks for the user that stop nothing; the same remark from many records becomes one line."""
+    """Remarks for the user, none an error; the same remark from many records becomes one line."""
 
     def __init__(self, place: str = "") -> None:
         self.place = place
-        """Where the record at hand is: file and line."""
+        """File and line of the current record."""
         self._count: dict[str, int] = {}
         self._first: dict[str, str] = {}
 
     def add(self, text: str, where: str | None = "") -> None:
-        """Remark on the record at hand; `where` names a part of it. None: on no record."""
+        """Add a remark on the current record; `where` names a part of it, None means no record."""
         self._first.setdefault(text, "" if where is None else f"{self.place} {where}".strip())
         self._count[text] = self._count.get(text, 0) + 1
 
@@ -56,7 +56,7 @@ class Notes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReadSettings:
-    """How records become rows; `load` says what each means."""
+    """How records become rows; see `load` for each field."""
 
     tokenizer: Any = None
     view: View = "transcript"
@@ -65,27 +65,27 @@ class ReadSettings:
 
 
 Reader = Callable[[Record, Notes], list[Trajectory]]
-"""One record to its trajectories. Raises DataError without the place, which is in `Notes.place` and added by `load`."""
+"""Turns a record into trajectories. Raises DataError without the place; `load` adds `Notes.place`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Format:
-    """A kind of record and how it is read."""
+    """A kind of record and its reader."""
 
     name: str
     wants: str
-    """The keys of its records, for messages."""
+    """The required keys, for messages."""
     matches: Callable[[Record], bool]
-    """Whether a record looks like one of this format."""
+    """Whether a record is of this format."""
     reader: Callable[[ReadSettings], Reader]
-    """Makes the reader of one `load`, before the first record of the format."""
+    """Creates the reader; called once per `load`, at the first record."""
 
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place in words, record) of every row of a JSONL, Parquet or Arrow file.
+    """Yield (place in words, record) for every row of a JSONL, Parquet or Arrow file.
 
     Raises:
-        DataError: no such file, a damaged one, a line that is no JSON object, a file with no rows.
+        DataError: no such file, a damaged file, a line that is not a JSON object, a file without rows.
     """
     path = Path(path)
     if path.suffix not in (".parquet", ".arrow"):
@@ -110,7 +110,7 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, 
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, object) of every line that is not blank.
+    """Yield (line number from 1, object) for every line that is not blank.
 
     Args:
         path: the file; gzip is recognised by its name (`.gz`) or its first bytes.

@@ -1,4 +1,4 @@
-"""Rows of token ids, as RL loggers and tokenised SFT sets write them, to trajectories."""
+"""Read rows of token ids, as RL loggers and tokenised SFT sets write them, into trajectories."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -13,7 +13,7 @@ from treetrain.errors import DataError, quoted, shortened
 IGNORED_LABEL = -100  # the Hugging Face and PyTorch mark for "not trained"
 GROUP_KEYS = ("group_id", "group", "task_id")
 EPISODE_KEYS = ("episode_id", "episode")
-# field of Trajectory -> the names it goes by in files; two of them in one row is an error
+# field of Trajectory -> its names in files; a row with two of them is an error
 FACT_KEYS = {
     "old_logprobs": ("old_logprobs", "logprobs"),
     "ref_logprobs": ("ref_logprobs",),
@@ -34,17 +34,17 @@ def trajectory_from_token_row(row: Record, notes: Notes) -> Trajectory:
     """Read one token row.
 
     Args:
-        row: `input_ids` [L]; what is trained by `labels` (unshifted: equal to `input_ids`, or -100),
-            `loss_mask` (0/1) or `loss_weights`, multiplied where several are given, else all; optional
-            `attention_mask` (padding on either side is cut off); `logprobs`/`old_logprobs`, `ref_logprobs`,
-            `rollout_logprobs`/`sampling_logprobs`, `teacher_logprobs`, `values`, `returns` [L]; `advantage(s)` [L]
-            or one number; `experts`/`routed_experts` [L, layers, k], or [L - 1, layers, k] without those of the last
-            token; `reward`, `group_id`/`group`/`task_id`, `episode`, `pair`, `chosen`, `id`.
-            `null` is allowed in a per-token list where the token is not trained.
-        notes: gets what was ignored.
+        row: `input_ids` [L] and optional keys. `labels` (unshifted: equal to `input_ids`, or -100), `loss_mask` (0/1)
+            and `loss_weights` say which tokens are trained; several are multiplied, and without any all tokens are
+            trained. `attention_mask`: padding on either side is cut off. Per token [L]: `logprobs`/`old_logprobs`,
+            `ref_logprobs`, `rollout_logprobs`/`sampling_logprobs`, `teacher_logprobs`, `values`, `returns`;
+            `advantage(s)` may be one number. `experts`/`routed_experts`: [L, layers, k], or [L - 1, layers, k] without
+            the last token. Per row: `reward`, `group_id`/`group`/`task_id`, `episode_id`/`episode`, `pair`, `chosen`,
+            `key`, `id`. A per-token list may hold `null` at tokens that are not trained.
+        notes: receives remarks on what was ignored.
 
     Raises:
-        DataError: naming the key, both values and what to do.
+        DataError: a bad value; the message names the key, both values and what to do.
     """
     notes.unused_keys(row, ROW_KEYS)
     if row.get("input_ids") is None:
@@ -72,7 +72,7 @@ def trajectory_from_token_row(row: Record, notes: Notes) -> Trajectory:
 
 
 def token_row_reader(settings: ReadSettings) -> Reader:
-    """The reader of token rows, which has no settings."""
+    """The reader of token rows; settings have no effect."""
     return lambda row, notes: [trajectory_from_token_row(row, notes)]
 
 
@@ -80,12 +80,12 @@ TOKENS = Format("tokens", "`input_ids`", lambda record: "input_ids" in record, t
 
 
 def first_of(row: Record, names: tuple[str, ...]) -> Hashable:
-    """The value of the first of these keys that is there and not null."""
+    """The value of the first of these keys that is present and not null."""
     return next((row[name] for name in names if row.get(name) is not None), None)
 
 
 def _unpadded(mask: Any, length: int) -> slice:
-    """The tokens that are no padding."""
+    """The slice of tokens that are not padding."""
     if mask is None:
         return slice(0, length)
     entries = _zeros_and_ones(mask, "attention_mask", length, "give 1 for tokens and 0 for padding")
@@ -103,7 +103,7 @@ def _unpadded(mask: Any, length: int) -> slice:
 
 
 def _weights(row: Record, ids: NDArray[np.int32], keep: slice, length: int) -> NDArray[np.float64] | None:
-    """The product of what the row says about training; None where it says nothing."""
+    """The product of labels, mask and weights given in the row; None if there are none."""
     given = []
     if row.get("labels") is not None:
         labels = _numbers(row["labels"], "labels", length)[keep]
@@ -153,7 +153,7 @@ def _fact(
 
 
 def _experts(value: Any, length: int, keep: slice) -> NDArray[Any] | None:
-    """Recorded experts [L, layers, k]; samplers do not run the last token of a row, so it may be left out."""
+    """Recorded experts [L, layers, k]; the last token may be missing, since samplers do not run it."""
     if value is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""One row as the user has it: token ids and the training facts of every token."""
+"""One training row: token ids and per-token training data."""
 
 import abc
 import dataclasses
@@ -27,36 +27,36 @@ SCALAR_FACTS = ("loss_weights", "advantages")  # one number may stand for all to
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, init=False)
 class Trajectory:
-    """A row of L token ids with its training facts; checked when made, not changed afterwards.
+    """A row of L token ids with its training data; checked on construction, then immutable.
 
-    Per-token facts have the length of `ids`: entry t belongs to the prediction of `ids[t]`, entry 0 to none.
+    Per-token fields have the length of `ids`: entry t belongs to the prediction of `ids[t]`, entry 0 is unused.
 
     Args:
-        ids: token ids, [L], whole numbers from 0 to 2**31 - 1; L may be 0 or 1 (then nothing is trained).
+        ids: token ids, [L], integers from 0 to 2**31 - 1; with L of 0 or 1 nothing is trained.
         loss_weights: weight of each token's loss, [L] or one number; None trains every token with weight 1.
         advantages: [L] or one number for the whole row.
         old_logprobs: log-probabilities under the policy that sampled the row, [L], in nats.
         ref_logprobs: log-probabilities under the reference policy, [L], in nats.
-        rollout_logprobs: log-probabilities that the sampler itself recorded (an inference engine in other numerics
-            than training's, which old_logprobs are in), [L], in nats.
+        rollout_logprobs: log-probabilities recorded by the sampler, [L], in nats. The inference engine's numerics
+            may differ from training's, in which `old_logprobs` are.
         teacher_logprobs: log-probabilities under the teacher to distil from, [L], in nats.
         values: value estimates, [L].
         returns: returns, [L].
         reward: one number for the whole row.
-        group: rows to compare with each other have equal `group` (answers to one prompt, trials of one task).
+        group: rows whose rewards are compared have equal `group` (answers to one prompt, trials of one task).
         pair: rows with equal `pair` form a preference pair.
         chosen: True for the preferred row of its pair, False for the rejected one; without a pair, whether the row is
             desirable.
         id: the row's own name, used in messages.
-        key: whatever else enters the forward, e.g. an adapter's name; rows of different key share no prefix.
+        key: anything else that enters the forward, e.g. an adapter's name; rows with different keys share no prefix.
         episode: rows with equal `group` and `episode` are calls of one conversation that share its reward;
             None makes the row an episode by itself.
-        experts: the experts that each token went to when the row was sampled, whole numbers [L, layers, k] (layers
-            with experts, or all of the model's), to be used again in place of the router's choice; -1, for all k of a
-            token and layer, leaves it to the router. Equal tokens with different experts are not merged.
+        experts: the experts that each token was routed to during sampling, integers [L, layers, k] (the MoE layers, or
+            all layers). They replace the router's choice; -1 for all k of a token and layer keeps it. Equal tokens
+            with different experts are not merged.
 
     Raises:
-        DataError: ids that are no token ids, facts of another length than ids, NaN or infinite numbers.
+        DataError: invalid token ids, fields of another length than `ids`, NaN or infinite numbers.
     """
 
     ids: NDArray[np.int32]
@@ -125,13 +125,13 @@ class Trajectory:
 
     @property
     def weights(self) -> NDArray[np.float64]:
-        """Loss weights as the losses use them: float64 [L], ones where none were given, entry 0 always 0."""
+        """Loss weights as the losses use them: float64 [L], ones if none were given, entry 0 always 0."""
         weights = np.ones(self.ids.size) if self.loss_weights is None else self.loss_weights.copy()
         weights[:1] = 0.0
         return weights
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with the named fields changed, checked again as a whole."""
+        """A copy with the named fields changed; all fields are checked again."""
         return dataclasses.replace(self, **changes)
 
     def __repr__(self) -> str:
@@ -144,7 +144,7 @@ class Trajectory:
 
 
 class LazyTrajectories(Sequence[Trajectory]):
-    """Rows of which each is made when it is asked for, and not kept. A subclass has `__len__` and `row`."""
+    """Rows that are created on access and not kept. A subclass implements `__len__` and `row`."""
 
     @abc.abstractmethod
     def row(self, number: int) -> Trajectory:
@@ -191,7 +191,7 @@ def _token_ids(ids: ArrayLike, row: str) -> NDArray[np.int32]:
 
 def _per_token(value: ArrayLike, name: str, length: int, row: str) -> NDArray[np.float64]:
     try:
-        # Always a copy: a caller's buffer that is reused must not change the row.
+        # Always a copy: the caller may reuse its buffer.
         array = np.array(value, dtype=np.float64, order="C")
     except (TypeError, ValueError, OverflowError) as error:
         raise DataError(f"{row}: {name} are not numbers ({shortened(error)})") from error

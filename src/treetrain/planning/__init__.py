@@ -1,4 +1,4 @@
-"""The cost of a batch on a model of a given shape, the plans that fit a budget, and balance over ranks. Numpy only."""
+"""Cost of a batch on a model, plans that fit a budget, and balance over ranks. Numpy only."""
 
 from treetrain.planning.budget import Bytes, parse_budget
 from treetrain.planning.cost import ModelCounts, ModelShape

@@ -1,19 +1,19 @@
-"""Divide a batch over ranks so that the slowest has as little to do as possible.
+"""Divide a batch over ranks so that the slowest rank's predicted time is as small as possible.
 
     pre-order   row 0     row 1     row 2     row 3
     tokens      a b c d   a b e     a b f g   h i
                 |--- rank 0 ----|   |--- rank 1 ---|        a and b are computed on both
 
-The rows, in pre-order of the tree, are cut into one contiguous range per rank. Every token of a range is computed once
-on its rank; a token that two ranges need is computed on both, and the cut counts it for both.
+The rows, in pre-order of the tree, are cut into one contiguous range per rank. A rank computes every token of its range
+once. A token that two ranges need is computed on both ranks, and the cost of both ranges includes it.
 
 Why it is right. Let rows f and l be the first and the last that need a token. The rows between them pass through it
-too, so the range [i, j) needs it exactly when f < j and l >= i. With opened[j] = the seconds of all tokens with f < j,
-and closed[i] = those of all tokens with l < i, a range takes opened[j] - closed[i], whatever its length. That grows
-with j and falls with i. So filling one rank after the other up to a limit needs the fewest ranks, and bisection finds
-the least limit that the ranks can keep. Over all ranks the sum is that of the tree plus opened[b] - closed[b] for every
-inner bound b, the seconds that are spent twice there: of the places where a bound may lie within the limit, the one
-with the least is taken. Seconds are counted in whole steps, so that sums are exact and every rank finds the same cut.
+too, so the range [i, j) needs it exactly when f < j and l >= i. Let opened[j] be the seconds of all tokens with f < j,
+and closed[i] those of all tokens with l < i. Then a non-empty range takes opened[j] - closed[i], which grows with j and
+falls with i. So filling one rank after the other up to a limit needs the fewest ranks, and bisection finds the smallest
+limit that works. The sum over ranks is the tree's seconds plus opened[b] - closed[b] for every inner bound b: the
+seconds of tokens computed on both sides. Among the bounds allowed by the limit, the one with the smallest such cost is
+taken. Seconds are rounded to integer multiples of one unit, so sums are exact and every rank finds the same cut.
 """
 
 from collections.abc import Hashable, Sequence
@@ -32,14 +32,14 @@ from treetrain.tree.nodes import NodeRows
 from treetrain.tree.token_tree import TokenTree
 
 PASS_TOKENS = 8192
-"""A pass's fixed cost is spread over so many tokens: the size of a part where memory allows it."""
+"""The fixed cost of a pass is spread over this many tokens, the size of a part if memory allows it."""
 _STEPS = 2.0**50
-"""All seconds are counted in so many whole steps."""
+"""The total seconds are divided into this many integer units."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dispatch:
-    """A batch over ranks."""
+    """A batch divided over ranks."""
 
     trajectories: list[Int64s]
     """Per rank: the numbers of its trajectories, ascending; may be empty."""
@@ -50,7 +50,7 @@ class Dispatch:
     unique: int
     """Tokens that one process would compute."""
     trained: Int64s = field(repr=False)
-    """int64 [ranks]: trajectories that a rank computes anything of."""
+    """int64 [ranks]: trajectories of which a rank computes any tokens."""
 
     @property
     def ranks(self) -> int:
@@ -64,12 +64,12 @@ class Dispatch:
 
     @cached_property
     def imbalance(self) -> float:
-        """Slowest rank's seconds over the mean's: 1 is perfect; 1 where nothing is computed."""
+        """Slowest rank's seconds over the mean: 1 is perfect, also if nothing is computed."""
         return slowest_over_mean(self.seconds)
 
     @cached_property
     def duplicated(self) -> float:
-        """Tokens computed on more than one rank, each copy but the first, over the tokens of one process."""
+        """Redundant copies of tokens on further ranks, relative to the tokens that one process computes."""
         return float(self.tokens.sum()) / self.unique - 1 if self.unique else 0.0
 
     def rank_of(self) -> Int64s:
@@ -94,7 +94,7 @@ def dispatch(
     together: Sequence[Hashable] | None = None,
     whole_rows: bool = False,
 ) -> list[Int64s]:
-    """Divide a batch over processes so that the slowest has as little to do as possible.
+    """Divide a batch over processes so that the slowest one's predicted time is as small as possible.
 
     Each process gets whole trajectories: a contiguous range of the tree's pre-order. Rows that share prefixes stay
     together, and every process finds the same division from the same arguments.
@@ -103,16 +103,15 @@ def dispatch(
         rows: the batch, K rows (trajectories, or lists or arrays of token ids) or their tree.
         cost: a cost model, a model's shape, or the name of one ("qwen3-8b"). None counts unique tokens alone.
         ranks: number of processes, from 1; more than rows leaves some idle.
-        together: K names: rows of one name stay on one rank (the two of a preference pair); None is no name.
-        whole_rows: all predictions of all rows are wanted (log-probabilities of whole rows), instead of those that have
-            a loss weight.
+        together: K names: rows of one name stay on one rank (such as a preference pair); None is no name.
+        whole_rows: count all predictions (log-probabilities of whole rows) instead of those with a loss weight.
 
     Returns:
         For each rank an int64 array of its row numbers, ascending; it may be empty.
 
     Raises:
-        ValueError: no rank, another number of names than rows, or no shape's name.
-        DataError: rows that are none.
+        ValueError: fewer than 1 rank, a number of names that differs from the rows, or an unknown shape name.
+        DataError: invalid rows.
     """
     return balance(as_tree(rows), cost, ranks, together=together, whole_rows=whole_rows).trajectories
 
@@ -125,16 +124,16 @@ def balance(
     together: Sequence[Hashable] | None = None,
     whole_rows: bool = False,
 ) -> Dispatch:
-    """`dispatch`, with the predictions that it rests on; arguments and errors are the same.
+    """`dispatch`, with predicted costs in the result; arguments and errors are the same.
 
-    No other contiguous cut has a faster slowest rank, by the cost model. The tokens between rows of one name are
-    counted as if all rows between them needed them too.
+    By the cost model, no other contiguous cut has a faster slowest rank. A token needed by rows of one name is counted
+    as if all rows between them needed it too.
     """
     return Balancer(tree, cost, together=together, whole_rows=whole_rows).over(ranks)
 
 
 class Balancer:
-    """A batch priced once, to be divided over several numbers of ranks; arguments as for `dispatch`."""
+    """Divides one batch over different numbers of ranks, computing costs once; arguments as for `dispatch`."""
 
     def __init__(
         self,
@@ -153,7 +152,7 @@ class Balancer:
         self._ends = _last_computed(tree, lengths)
         rows = np.argsort(self._ends, kind="stable")
         self._rows = rows = rows[np.searchsorted(self._ends[rows], 0) :]
-        """int64 [C]: the rows that compute anything, in pre-order."""
+        """int64 [C]: the rows with tokens to compute, in pre-order."""
         self._place = _places(rows, tree.num_trajectories, together)
         """int64 [K]: the place of each row in the sequence that is cut; -1 for rows that compute nothing."""
         rates, count = _rates(cost), int(self._place.max(initial=-1)) + 1
@@ -175,10 +174,10 @@ class Balancer:
         )
 
     def over(self, ranks: int) -> Dispatch:
-        """Divide the batch. Raises ValueError: no number of ranks."""
+        """Divide the batch. Raises ValueError for an invalid number of ranks."""
         if isinstance(ranks, bool) or not isinstance(ranks, int | np.integer) or ranks < 1:
             raise ValueError(f"ranks={ranks!r}: give the number of processes, from 1")
-        # A range of no cost may come out a few steps off, since each place's share was rounded.
+        # A range of zero cost may be off by a few units, since each place's share was rounded.
         bounds = cut_evenly(self._opened, self._closed, int(ranks), slack=2 * len(self._opened))
         rank_of = self._rank_of(bounds)
         order = np.argsort(rank_of, kind="stable")
@@ -191,7 +190,7 @@ class Balancer:
         )
 
     def _rank_of(self, bounds: Int64s) -> Int64s:
-        """int64 [K]: every row's rank; rows that compute nothing go where their neighbours, or their partners, are."""
+        """int64 [K]: every row's rank; rows with nothing to compute join their neighbours, or rows of the same name."""
         rows, ranks = self._rows, len(bounds) - 1
         rank_of = np.searchsorted(bounds, self._place, side="right") - 1
         rest = np.flatnonzero(self._place < 0)
@@ -209,12 +208,12 @@ class Balancer:
 
 
 def cut_evenly(opened: Int64s, closed: Int64s, ranges: int, slack: int = 0) -> Int64s:
-    """int64 [ranges + 1]: bounds of U places, the first 0 and the last U; the costliest range is as cheap as possible.
+    """int64 [ranges + 1]: bounds, from 0 to U, that cut U places so that the costliest range is as cheap as possible.
 
     Args:
-        opened: int64 [U + 1], ascending: the cost of what begins before each place.
-        closed: int64 [U + 1], ascending: the cost of what ends before each place.
-        slack: how much more than the least limit a range may cost, so that less is paid twice.
+        opened: int64 [U + 1], ascending: the cost of all tokens first needed before each place.
+        closed: int64 [U + 1], ascending: the cost of all tokens last needed before each place.
+        slack: how far a range may exceed the smallest limit, to reduce the cost that is paid twice.
     """
     last = len(opened) - 1
     if last == 0:
@@ -237,15 +236,15 @@ def cut_evenly(opened: Int64s, closed: Int64s, ranges: int, slack: int = 0) -> I
         stop = bounds[-1]
         earliest = int(np.searchsorted(closed, opened[stop] - low - slack))
         window = paid_twice[earliest : max(earliest, min(latest, stop - 1)) + 1]
-        if latest >= stop and window.min() > 0:  # an empty range pays nothing twice
+        if latest >= stop and window.min() > 0:  # an empty range costs nothing extra
             bounds.append(stop)
-        else:  # of equal ones the last: more is left for the ranges before
+        else:  # on ties the last, which leaves more to the earlier ranges
             bounds.append(earliest + len(window) - 1 - int(np.argmin(window[::-1])))
     return np.array([0, *bounds[::-1]], np.int64)
 
 
 def range_costs(opened: Int64s, closed: Int64s, bounds: Int64s) -> Int64s:
-    """int64 [R]: the costs of the ranges between R + 1 bounds; 0 where one is empty."""
+    """int64 [R]: the costs of the ranges between R + 1 bounds; 0 for empty ranges."""
     return np.where(np.diff(bounds) > 0, opened[bounds[1:]] - closed[bounds[:-1]], 0)
 
 
@@ -260,7 +259,7 @@ def _rates(cost: CostModel | ModelShape | str | None) -> Rates:
 
 
 def _places(rows: Int64s, count: int, together: Sequence[Hashable] | None) -> Int64s:
-    """int64 [K]: the place of each row in pre-order; rows of one name have that of their first; -1 for other rows."""
+    """int64 [K]: the place in pre-order of each of `rows`; rows of one name share the first's; -1 for other rows."""
     places = np.full(count, -1, np.int64)
     if together is None:
         places[rows] = np.arange(len(rows))
@@ -273,16 +272,16 @@ def _places(rows: Int64s, count: int, together: Sequence[Hashable] | None) -> In
 
 
 def _last_computed(tree: TokenTree, lengths: Int64s) -> Int64s:
-    """int64 [K]: the token at which the computation of each trajectory's first `lengths` tokens ends; -1 for none."""
+    """int64 [K]: tree index of the last of each trajectory's first `lengths` tokens; -1 for none."""
     found = np.full(tree.num_trajectories, -1, np.int64)
     for row, segment in tree.climb(np.where(lengths > 0, tree.trajectory_last, -1), lengths - 1):
         start = tree.segment_start[segment]
-        found[row] = start + lengths[row] - 1 - tree.depth[start]  # the last write is the segment that holds it
+        found[row] = start + lengths[row] - 1 - tree.depth[start]  # the last write is from the segment that holds it
     return found
 
 
 class _Users(NamedTuple):
-    """Tokens that rows need, T of them, and the first and the last place that needs each; int64 [T]."""
+    """T tokens that rows need, and the first and the last place that needs each; int64 [T]."""
 
     tokens: Int64s
     first: Int64s
@@ -290,11 +289,11 @@ class _Users(NamedTuple):
 
 
 def _users_below(tree: TokenTree, ends: Int64s, places: Int64s) -> _Users:
-    """Find who needs each token: the rows that end at it or below it.
+    """Find the rows that need each token: those that end at it or below it.
 
     Args:
         ends: int64 [C], ascending: the last token that each row needs.
-        places: int64 [C]: its place.
+        places: int64 [C]: the place of each row.
     """
     before = np.searchsorted(ends, np.arange(tree.num_tokens + 1))
     low, high = before[:-1], before[tree.end]
@@ -302,7 +301,7 @@ def _users_below(tree: TokenTree, ends: Int64s, places: Int64s) -> _Users:
     low, high = low[tokens], high[tokens]
     if (places == np.arange(len(places))).all():
         return _Users(tokens, low, high - 1)
-    spans = np.stack([low, high], 1).ravel()  # reduceat wants every index inside
+    spans = np.stack([low, high], 1).ravel()  # padded, since reduceat needs every index in range
     return _Users(
         tokens,
         np.minimum.reduceat(np.append(places, len(places)), spans)[::2],
@@ -311,10 +310,10 @@ def _users_below(tree: TokenTree, ends: Int64s, places: Int64s) -> _Users:
 
 
 def _head_users(tree: TokenTree, places: Int64s, *, whole_rows: bool) -> _Users:
-    """Find who needs each token's hidden state for the LM head: the rows that train a prediction from it.
+    """Find the rows that need each token's hidden state for the LM head: those that train a prediction from it.
 
-    In a tree made from nodes a trained prediction counts for every trajectory through it, which is what nodes mean.
-    Where equal siblings with unlike weights were merged, that is an upper bound.
+    In a tree made from nodes, a trained prediction counts for every trajectory through it. This is an upper bound where
+    equal siblings with different weights were merged.
     """
     first = np.full(tree.num_tokens, len(places), np.int64)
     last = np.full(tree.num_tokens, -1, np.int64)

@@ -1,4 +1,4 @@
-"""Budgets as users write them, a number of tokens or bytes with a unit, and the tokens that bytes come to."""
+"""Parse a budget (tokens, or bytes with a unit), and search the plan for a budget in bytes."""
 
 import math
 import re
@@ -18,9 +18,9 @@ _UNITS = {"b": 1} | {
 }
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e\+?[0-9]{1,2})?\s*([a-z]+)")
 _SMALLEST_PARTS = 10_000
-"""The smallest budget tried for a number of bytes: one token, or so many parts where that is more."""
+"""The smallest budget tried for a budget in bytes: this fraction of the tokens, at least one."""
 _TRIES, _CLOSE = 40, 0.97
-"""A budget in bytes: most plans looked at, and the share of it that is not worth another."""
+"""The search for a budget in bytes stops after so many plans, or when the peak reaches this share of the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ def parse_budget(value: Any) -> int | Bytes | None:
     """Read a budget.
 
     Args:
-        value: a whole number of tokens (also as text, "4096"), bytes as text with a unit ("8GiB", "1.5 GB", "2e9B";
-            KiB MiB GiB TiB count in 1024, KB MB GB TB in 1000), Bytes, or None for no choice.
+        value: a number of tokens (also as text, "4096"), bytes as text with a unit ("8GiB", "1.5 GB", "2e9B";
+            KiB MiB GiB TiB are powers of 1024, KB MB GB TB of 1000), Bytes, or None for no budget.
 
     Raises:
         ValueError: anything else, or less than 1.
@@ -70,13 +70,13 @@ def parse_budget(value: Any) -> int | Bytes | None:
 
 
 def within_bytes(layout: PackedLayout, prices: Prices, limit: Bytes) -> tuple[Plan, int]:
-    """The plan of the largest budget in tokens that is predicted to fit, and that budget.
+    """Find the plan of the largest budget in tokens that is predicted to fit, and that budget.
 
-    Predicted peaks grow with the budget, nearly in proportion to it. So the search is between a budget that fits and
-    one that does not, where a straight line through both meets the limit.
+    Predicted peaks grow with the budget, nearly in proportion to it. So the search interpolates linearly between a
+    budget that fits and one that does not.
 
     Raises:
-        ValueError: bytes that no plan fits into.
+        ValueError: no plan fits.
     """
     tokens = max(layout.num_tokens, 1)
     smallest = max(1, tokens // _SMALLEST_PARTS)

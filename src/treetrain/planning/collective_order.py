@@ -1,21 +1,21 @@
-"""The one order in which ranks call the model under FSDP, and plans that leave little waiting in it.
+"""The common order in which ranks call the model under FSDP, and plans with little waiting in that order.
 
-Every call of the model is a collective under FSDP, so all ranks go through one sequence of passes. A rank that has no
-pass of the kind that is due runs one over a single token that counts for nothing, and waits for the slowest.
+Under FSDP every call of the model is a collective, so all ranks go through one sequence of passes. A rank whose next
+pass is of another kind runs a pass over a single token with no effect, and waits for the slowest rank.
 
     rank 0    F  F  B  .  B        F forward, B backward, P prefill,
     rank 1    F  .  B  F  B        . a pass over one token
 
-Why it is right. Only the next pass of a rank is ever taken, so the common order holds every rank's own in its order.
-Forwards come first, the kind that more ranks have next; a backward is due when no rank has a forward left to run
-before it. So at a backward a rank that has none of its own has run all its passes, and so far there were more forwards
-than backwards: the graph of a pass over one token is left for it to go through.
+Why it is right. Only the next pass of a rank is ever taken, so the common order contains every rank's own sequence.
+Prefills and forwards come first, whichever kind more ranks have next; a backward comes when it is the next pass of
+every rank that has passes left. So at a backward, a rank without one of its own has finished. So far there were more
+forwards than backwards, so it still has the graph of a pass over one token to run backward through.
 
-Ranks with equal work still wait where their parts differ in size or order. So each rank offers several candidates, all
-within its budget: its own plan, plans under smaller budgets, and *runs*, its rows cut into a few contiguous ranges of
-equal predicted time that share nothing. A run is a part of its own, so that every rank's sequence is forward, backward,
-forward, backward. The path that two runs need is computed twice, which is less than what waiting costs. All ranks
-together take the candidates whose common order is the fastest; from the same offers all find the same.
+Ranks with equal work still wait if their parts differ in size or order. So each rank offers several candidates, all
+within its budget: its own plan, plans under smaller budgets, and *runs*: its rows cut into a few contiguous ranges of
+equal predicted time that share nothing. Each run is one part, so every rank's sequence is forward, backward, forward,
+backward. A path that two runs need is computed twice; this can cost less than waiting. The ranks choose the combination
+of candidates found to be fastest in common order. The search is deterministic, so all ranks make the same choice.
 """
 
 import math
@@ -40,20 +40,20 @@ Kind = Literal["prefill", "forward", "backward"]
 LETTERS: dict[Kind, str] = {"prefill": "P", "forward": "F", "backward": "B"}
 KINDS: dict[str, Kind] = {letter: kind for kind, letter in LETTERS.items()}
 SMALLER = (0.85, 0.7, 0.55)
-"""Plans are also offered under these shares of the budget: ranks then have parts of other sizes."""
+"""Plans are also offered for these fractions of the budget, to get parts of other sizes."""
 RUNS_OFFERED, RUNS_WITHIN = 3, 1.5
-"""Numbers of runs offered, from the fewest that fit; and how many times the fewest thinkable are looked at."""
+"""How many numbers of runs are offered, from the fewest that fit; and the range searched, as a factor of the fewest."""
 MOST_PARTS = 512
-"""A plan of more is taken as it is: with so many passes the ranks' differences even out."""
+"""A plan with more parts has no alternatives: over so many passes the ranks' differences even out."""
 _STEPS = 400_000
-"""Passes looked at in the search for the ranks' candidates; bounds its time to part of a second."""
+"""Bound on the passes examined in `choose`, which keeps its time below a second."""
 
 
 class Passes(NamedTuple):
     """A rank's sequence of passes."""
 
     kinds: str
-    """A letter each; see `spelled`."""
+    """One letter per pass; see `spelled`."""
     seconds: list[float]
 
 
@@ -70,25 +70,25 @@ class Candidate(NamedTuple):
 
     plan: Plan
     tree: TokenTree
-    """The tree that the plan's layout is of: the rank's rows, those of other runs apart."""
+    """The tree of the plan's layout: the rank's rows, where rows of different runs share nothing."""
     name: str
-    """The same on all ranks for candidates of one kind."""
+    """Candidates of one kind have the same name on all ranks."""
 
 
 class Offer(NamedTuple):
-    """All that other ranks need to know of a candidate."""
+    """The part of a candidate that other ranks need."""
 
     name: str
     passes: Passes
 
 
 def spelled(kinds: Iterable[Kind]) -> str:
-    """A sequence of passes, a letter each: P(refill), F(orward), B(ackward)."""
+    """Encode a sequence of passes, one letter each: P(refill), F(orward), B(ackward)."""
     return "".join(LETTERS[kind] for kind in kinds)
 
 
 def common_order(ranks: Sequence[str]) -> list[Turn]:
-    """One sequence of passes that holds every rank's own, as `spelled`, in its order."""
+    """Merge the ranks' sequences, as `spelled`, into one that contains each of them in order."""
     at = [0] * len(ranks)
     turns = []
     while True:
@@ -105,7 +105,7 @@ def common_order(ranks: Sequence[str]) -> list[Turn]:
 
 
 def timed_order(ranks: Sequence[Passes]) -> list[tuple[Turn, float]]:
-    """The common order of the ranks' passes, with the seconds of each: those of its slowest rank."""
+    """The common order of the ranks' passes, with the seconds of the slowest rank in each."""
     seconds = [iter(own.seconds) for own in ranks]
     turns = common_order([own.kinds for own in ranks])
     return [(turn, max(next(seconds[rank]) for rank in turn.takers)) for turn in turns]
@@ -117,7 +117,7 @@ def order_seconds(ranks: Sequence[Passes]) -> float:
 
 
 def passes_of(plan: Plan, rates: Rates) -> Passes:
-    """The passes of a plan with their seconds, whose sum is that of `CostModel.seconds`."""
+    """The passes of `plan.events()` with their seconds. They sum to `CostModel.seconds`, scoring passes excluded."""
     layout, parts = plan.layout, plan.num_parts
     if not parts:
         return Passes("", [])
@@ -144,15 +144,15 @@ def candidates(
     apart: bool = True,
     free_bytes: float | None = None,
 ) -> list[Candidate]:
-    """The ways that a rank can run its rows, each within the plan's budget; the given plan comes first, or whole.
+    """List the ways a rank can run its rows within the plan's budget; first the given plan, or one part if that fits.
 
     Args:
-        tree: of the rank's rows.
-        plan: of `make_plan`; one that was made otherwise is the only candidate.
-        lay_out: what is computed of a tree of these rows.
-        whole_rows: whether that is all of them, instead of what training needs.
+        tree: the tree of the rank's rows.
+        plan: a plan of `make_plan`; any other plan is the only candidate.
+        lay_out: returns the layout to compute for a tree of these rows.
+        whole_rows: whether the layout has all predictions, not only the trained ones.
         apart: whether rows may be cut into runs that share nothing.
-        free_bytes: where the plan has no budget, what the device has free; None: as much as the plan needs.
+        free_bytes: free bytes of the device, for a plan without a budget; None means as much as the plan needs.
     """
     purpose = _purpose(plan)
     if purpose is None or not plan.num_parts:
@@ -179,18 +179,18 @@ def candidates(
 
 
 def offers_of(own: Sequence[Candidate]) -> list[Offer]:
-    """The offers that a rank makes to the others."""
+    """The offers of a rank's candidates."""
     return [Offer(candidate.name, _passes(candidate.plan)) for candidate in own]
 
 
 def choose(offers: Sequence[Sequence[Offer]]) -> list[int]:
-    """The number of each rank's candidate, so that the common order is fast. All ranks find the same.
+    """Choose a candidate number per rank so that the common order is fast. All ranks find the same.
 
-    One kind for all ranks is tried first. Then one rank after the other takes the candidate that is best beside the
-    others', as long as that helps.
+    One kind for all ranks is tried first. Then each rank in turn takes the candidate that is best given the others',
+    as long as that helps.
 
     Args:
-        offers: per rank.
+        offers: the offers of every rank.
     """
 
     def total(numbers: Sequence[int]) -> float:
@@ -216,13 +216,13 @@ def choose(offers: Sequence[Sequence[Offer]]) -> list[int]:
 
 
 def largest_first(plan: Plan, prices: CostModel) -> Plan:
-    """The same parts, siblings in the order of their seconds: ranks then meet in parts of about the same size."""
+    """The same parts with the slowest siblings first, so that ranks run parts of similar size together."""
     seconds = np.bincount(plan.part_of, Rates.of(prices).at(plan.layout.positions), plan.num_parts)
     order = depth_first(plan.parent, -seconds)
     number = np.empty(len(order), np.int64)
     number[order] = np.arange(len(order))
     parent, prefill = plan.parent[order], plan.prefill[order]
-    # Prefills are numbered in the order they run: by their first part.
+    # Prefills are numbered in the order they run, that of their first parts.
     _, first = np.unique(prefill[prefill >= 0], return_index=True)
     prefill[prefill >= 0] = np.argsort(np.argsort(first))[prefill[prefill >= 0]]
     return replace(
@@ -244,7 +244,7 @@ def _passes(plan: Plan) -> Passes:
 
 
 def _purpose(plan: Plan) -> tuple[Purpose, CostModel] | None:
-    """The budget and the cost model of `make_plan`; None for a plan that was made otherwise."""
+    """The budget and the cost model of `make_plan`; None for any other plan."""
     made_for = plan.made_for
     if isinstance(made_for, Purpose) and isinstance(made_for.prices, CostModel):
         return made_for, made_for.prices
@@ -252,7 +252,7 @@ def _purpose(plan: Plan) -> tuple[Purpose, CostModel] | None:
 
 
 def _room(plan: Plan, made_for: Purpose, prices: CostModel, free_bytes: float | None) -> tuple[int, float | None]:
-    """Tokens that may be alive at once, and the bytes that bound them where no tokens were given."""
+    """Tokens that may be alive at once, and the limit in bytes if the budget is not in tokens."""
     if isinstance(made_for.budget, int):
         return made_for.budget, None
     limit = free_bytes if made_for.budget is None else float(made_for.budget.count)
@@ -273,7 +273,7 @@ def _in_runs(
     *,
     whole_rows: bool,
 ) -> Iterator[Candidate]:
-    """The rows in the fewest runs that fit, and in some more: each run is a part of its own."""
+    """The rows cut into the fewest runs that fit, and into a few more; each run is one part."""
     fewest = max(2, math.ceil(lay_out(tree).num_tokens / room))
     balancer, found = Balancer(tree, prices, whole_rows=whole_rows), 0
     for runs in range(fewest, math.ceil(RUNS_WITHIN * fewest) + RUNS_OFFERED):
@@ -292,6 +292,6 @@ def _in_runs(
 
 
 def _a_row_through(tree: TokenTree) -> Int64s:
-    """int64 [N]: a trajectory through every token."""
+    """int64 [N]: one trajectory through each token."""
     order = np.argsort(tree.trajectory_last, kind="stable")
     return order[np.searchsorted(tree.trajectory_last[order], np.arange(tree.num_tokens))]

@@ -1,10 +1,10 @@
-"""Counts of a model: floating-point operations, entries of matrices, bytes. Numpy only.
+"""Counts of a model: FLOPs, parameters, bytes. Numpy only.
 
-Numbers come from one of two places: from the model itself, counted layer by layer (``engine/costs.py``), or from the
-sizes of a plain decoder (`ModelShape`), for planning without a model.
+The numbers come from the model itself, counted layer by layer (``engine/costs.py``), or from the sizes of a plain
+decoder (`ModelShape`), for planning without a model.
 
 FLOPs are those of matrix products, a multiplication and an addition counted as two. Norms, activations, rotary
-embeddings, softmax and the optimiser are left out. A backward needs two products for each of the forward's, so that a
+embeddings, softmax and the optimiser are left out. A backward needs two products for each product of the forward, so a
 step is three forwards.
 """
 
@@ -17,15 +17,15 @@ from treetrain.tree.assemble import Int64s
 from treetrain.tree.attention_range import FULL, AttentionRange, Pairs, pairs_at
 
 WIDE = 4
-"""Bytes of float32, in which log-probabilities, entropies and summed gradients are kept."""
+"""Bytes of float32, the dtype of log-probabilities, entropies and summed gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCounts:
     """FLOPs and bytes of one model, all layers together.
 
-    Bytes are those of its dtype. A *pass* is one call of the model, with graph (a forward and its backward) or without.
-    Within each phase of a pass memory is linear in its tokens and its head rows.
+    Bytes are in the model's dtype. A *pass* is one call of the model, with graph (forward and backward) or without. In
+    each phase of a pass, memory is linear in its tokens and head rows.
     """
 
     layers: int
@@ -33,45 +33,45 @@ class ModelCounts:
     """Width of the residual stream."""
     vocab: int
     parameters: int
-    """Entries of all weights."""
+    """Number of parameters."""
     parameters_in_layers: int
-    """Entries of the layers' weights; all experts count."""
+    """Parameters in the layers, all experts included."""
     dtype_bytes: int
-    """Size of a number in the arithmetic: 2, 4 or 8."""
+    """Bytes per number in the compute dtype: 2, 4 or 8."""
     checkpointing: bool = False
-    """Whether every layer keeps its input alone and runs forward again in backward."""
+    """Whether every layer keeps only its input and runs forward again in backward."""
 
     token_flops: float
-    """Forward FLOPs of a token in all layers, without attention over pairs."""
+    """Forward FLOPs of a token in all layers, attention over pairs excluded."""
     flops_by_range: Mapping[AttentionRange, float]
-    """Forward FLOPs of a visible (query, key) pair in all layers that see so far."""
+    """Forward FLOPs of a visible (query, key) pair in all layers with this range."""
 
     saved_layers: float
     """Bytes per token that the layers save for backward, without checkpointing."""
     saved_layer: float
-    """Those of the layer that saves most."""
+    """The same for the layer that saves most."""
     saved_outside: float
-    """Bytes per token saved outside of the layers, as by the last norm."""
+    """Bytes per token saved outside the layers, such as by the last norm."""
     saved_pass: float = 0.0
     """Bytes saved per pass: autocast's copies of weights."""
     backward_token: float
-    """Bytes per token beside the graph in the backward of a layer."""
+    """Bytes per token, besides the graph, in the backward of a layer."""
     weight_gradient: float
-    """The largest gradient of a weight, before it is added up."""
+    """Bytes of the largest weight's gradient, before accumulation."""
     forward_token: float
-    """Bytes per token of a pass without graph, at its widest layer."""
+    """Bytes per token of a pass without graph, in its widest layer."""
     cache_token: float
-    """Keys, values and their gradients of one cached token, all layers."""
+    """Bytes of keys, values and their gradients per cached token, all layers."""
     cache_layer: float
-    """Those of the largest layer."""
+    """The same for the largest layer."""
     cache_state: float = 0.0
-    """Recurrent states after one token and their gradients, all layers."""
+    """Bytes of the recurrent states after one token and their gradients, all layers."""
     logit: float
     """Bytes of one logit with its gradient, while a chunk of rows is scored."""
     head_pass: float
-    """Bytes that the LM head needs per pass: a 16-bit gradient before it is added up, a 16-bit copy of its matrix."""
+    """Bytes that the LM head needs per pass: a 16-bit gradient before accumulation, a 16-bit copy of its matrix."""
     step: float
-    """Bytes held for the whole step: the summed gradients of the embedding and the head."""
+    """Bytes held for the whole step: summed gradients of embedding and head."""
 
     @property
     def saved_token(self) -> float:
@@ -81,7 +81,7 @@ class ModelCounts:
 
     @property
     def attention_ranges(self) -> tuple[AttentionRange, ...]:
-        """How far the attention layers see, each range once."""
+        """The distinct attention ranges of the layers."""
         return tuple(self.flops_by_range) or (FULL,)
 
     def pairs_at(self, depth: Int64s) -> Pairs:
@@ -92,7 +92,7 @@ class ModelCounts:
         """Forward FLOPs of visible pairs, all layers.
 
         Args:
-            pairs: by range; a number where all attention is full.
+            pairs: by range; a number if all attention is full.
 
         Raises:
             ValueError: a number for a model whose layers do not all see the whole path.
@@ -112,7 +112,7 @@ class ModelCounts:
 
         Args:
             tokens: tokens through the layers.
-            pairs: visible (query, key) pairs, the token itself included; by range where layers see less than the path.
+            pairs: visible (query, key) pairs, the token itself included; by range if layers see less than the path.
             head_rows: hidden states through the LM head.
 
         Raises:
@@ -121,7 +121,7 @@ class ModelCounts:
         return 3.0 * (tokens * self.token_flops + self.pair_flops(pairs) + 2 * head_rows * self.hidden * self.vocab)
 
     def checkpointed(self, checkpointing: bool) -> Self:
-        """The same model with every layer run again in backward, or not."""
+        """The same model with or without gradient checkpointing of every layer."""
         return replace(self, checkpointing=checkpointing)
 
 
@@ -130,11 +130,11 @@ class ModelShape:
     """The sizes of a plain decoder: full attention and a gated MLP in every layer, as in Llama and Qwen3."""
 
     layers: int
-    """How many decoder layers there are."""
+    """Number of decoder layers."""
     hidden: int
     """Width of the residual stream."""
     intermediate: int
-    """Width of the MLP between its matrices."""
+    """Inner width of the MLP."""
     heads: int
     """Query heads."""
     kv_heads: int
@@ -142,9 +142,9 @@ class ModelShape:
     head_dim: int
     """Size of a head."""
     vocab: int
-    """Entries of the vocabulary."""
+    """Size of the vocabulary."""
     tied: bool
-    """Whether the LM head is the embedding's matrix. Changes the memory, not the FLOPs."""
+    """Whether LM head and embedding share one matrix. This changes the memory, not the FLOPs."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"):
@@ -172,18 +172,18 @@ class ModelShape:
 
     @classmethod
     def of(cls, shape: "ModelShape | str") -> "ModelShape":
-        """A shape as it is, or by its name."""
+        """A shape, also by its name."""
         return cls.named(shape) if isinstance(shape, str) else shape
 
     @property
     def layer_parameters(self) -> int:
-        """Entries of one layer's matrices: query, key, value, output, and the MLP's three."""
+        """Parameters of one layer's matrices: query, key, value, output, and the MLP's three."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return attention + 3 * self.hidden * self.intermediate
 
     @property
     def parameters(self) -> int:
-        """Entries of all matrices, the embedding included; norms and biases (under 0.1%) are left out."""
+        """Parameters of all matrices, the embedding included; norms and biases (under 0.1%) are left out."""
         return self.layers * self.layer_parameters + (1 if self.tied else 2) * self.vocab * self.hidden
 
     def flops(self, tokens: int, pairs: Pairs, head_rows: int) -> float:
@@ -193,12 +193,12 @@ class ModelShape:
     def counts(self, *, dtype_bytes: int = 4, checkpointing: bool = False) -> ModelCounts:
         """Count a model of this shape with every weight trained.
 
-        What a layer saves per token: two norms of the residual stream keep their input in float32, the normed input
-        and the output; attention keeps queries and keys raw (float32, for their norms), normed and rotated, values,
-        output and log-sum-exp; the MLP keeps its gate, the activation, the up projection and their product.
+        A layer saves per token: for each of its two norms, the input in float32, the normed input and the output; for
+        attention, queries and keys raw (float32, for their norms), normed and rotated, values, output and log-sum-exp;
+        for the MLP, its gate, the activation, the up projection and their product.
 
         Raises:
-            ValueError: a dtype of another size than 2, 4 or 8 bytes.
+            ValueError: `dtype_bytes` is not 2, 4 or 8.
         """
         if dtype_bytes not in (2, 4, 8):
             raise ValueError(f"dtype_bytes={dtype_bytes!r}: numbers of 2, 4 or 8 bytes are known")
@@ -221,7 +221,7 @@ class ModelShape:
             saved_layers=self.layers * layer,
             saved_layer=layer,
             saved_outside=hidden * (wide + 2 * b) + 2 * self.head_dim * b,  # the last norm; cosines and sines
-            # A backward frees what it has used, so that little stands beside the graph: gradients of the stream.
+            # A backward frees what it has used, so it adds little to the graph: gradients of the residual stream.
             backward_token=3 * b * hidden,
             weight_gradient=hidden * max(self.intermediate, queries) * b,
             forward_token=4 * hidden * b + 3 * self.intermediate * b,

@@ -1,4 +1,4 @@
-"""Speeds and sizes of a device: presets of published or measured figures, or a file of one's own."""
+"""Speeds and sizes of a device: presets with published or measured figures, or the user's file."""
 
 import dataclasses
 import json
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 HEAD_CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
-"""Logits that the head makes at once, within the bounds of `HEAD_CHUNK_ROWS`: what a CPU's cache can do something with;
-on a GPU so many that reading the head's matrix and adding to its gradient, once for each chunk, are small beside the
-products (1,766 rows of a vocabulary of 151,936)."""
+"""Logits that the head computes at once, within the bounds of `HEAD_CHUNK_ROWS`. On a CPU, a chunk suits the cache. On
+a GPU, a chunk is so large that reading the head's matrix and adding to its gradient, once per chunk, cost little
+compared with the matrix products (1,766 rows with a vocabulary of 151,936)."""
 HEAD_CHUNK_ROWS = {"cpu": (64, 2048), "cuda": (64, 8192)}
-"""Fewest and most rows of a chunk."""
+"""Minimum and maximum rows per chunk."""
 
 
 def head_chunk_rows(vocab: int, device: str = "cpu") -> int:
-    """Rows whose logits the head makes at once on a kind of device; on one that is not listed, as on a CPU."""
+    """Rows whose logits the head computes at once on a kind of device; unlisted kinds count as a CPU."""
     device = device if device in HEAD_CHUNK_LOGITS else "cpu"
     least, most = HEAD_CHUNK_ROWS[device]
     return max(least, min(most, HEAD_CHUNK_LOGITS[device] // vocab))
@@ -25,32 +25,32 @@ def head_chunk_rows(vocab: int, device: str = "cpu") -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """One rank's device, and what ties it to the others."""
+    """One rank's device and its links to the other ranks."""
 
     name: str
     flops: float
-    """Peak FLOP/s of dense matrices in the dtype of the arithmetic."""
+    """Peak FLOP/s of dense matrix products in the compute dtype."""
     efficiency: float = 0.4
-    """Share of it that layers and LM head reach, all that stands between their matrices included."""
+    """Fraction of it that layers and LM head reach, everything between the matrix products included."""
     attention_efficiency: float = 0.25
-    """Share of it that attention reaches."""
+    """Fraction of it that attention reaches."""
     dtype_bytes: int = 2
-    """Bytes of an entry in the arithmetic: 2, 4 or 8."""
+    """Bytes per number in the compute dtype: 2, 4 or 8."""
     memory_bytes: float
     memory_bandwidth: float
     """Bytes per second."""
     link_bandwidth: float
-    """Bytes per second that a rank can send to the ranks of its node, and receive at the same time."""
+    """Bytes per second that a rank can send within its node, while it receives as many."""
     node_ranks: int = 8
-    """Ranks of a node."""
+    """Ranks per node."""
     network_bandwidth: float | None = None
-    """The same to other nodes, each rank's share; None: as within the node."""
+    """The same to other nodes, per rank; None means as within the node."""
     collective_seconds: float = 2e-5
-    """Seconds of a collective whatever its size."""
+    """Fixed seconds of a collective, independent of its size."""
     layer_pass_seconds: float = 4e-4
     """Fixed seconds of one layer's forward and backward: launches, Python, autograd."""
     kind: Literal["cpu", "cuda"] = "cuda"
-    """cpu or cuda: how memory is allocated."""
+    """cpu or cuda; sets the memory allocator that is modelled."""
 
     def __post_init__(self) -> None:
         zero_is_fine = ("collective_seconds", "layer_pass_seconds")
@@ -78,7 +78,7 @@ class Device:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], name: str = "device") -> Self:
-        """A description as plain data. Raises ValueError for keys that are unknown or missing."""
+        """Create a device from plain data. Raises ValueError for unknown or missing keys."""
         known = {field.name: field for field in dataclasses.fields(cls)}
         wrong = sorted(set(data) - set(known))
         missing = [key for key, field in known.items() if field.default is dataclasses.MISSING and key not in data]
@@ -90,10 +90,10 @@ class Device:
 
     @classmethod
     def of_kind(cls, kind: str, dtype_bytes: int) -> "Device":
-        """The preset for a kind of device, with the speed of a dtype: a small CPU, or an H100.
+        """The preset for a kind of device (a small CPU, or an H100), at the speed of a dtype.
 
         Raises:
-            ValueError: another kind or size than those of `DTYPE_SPEEDS`.
+            ValueError: a kind or size that is not in `DTYPE_SPEEDS`.
         """
         if kind not in DTYPE_SPEEDS or dtype_bytes not in DTYPE_SPEEDS[kind]:
             raise ValueError(
@@ -107,19 +107,19 @@ class Device:
 
 
 DTYPE_SPEEDS = {"cpu": {2: 0.8, 4: 1.0, 8: 0.5}, "cuda": {2: 1.0, 4: 0.125, 8: 0.0625}}
-"""Speed of products by bytes of a number, over that of the preset."""
+"""Speed of matrix products by bytes per number, relative to the preset's."""
 SLACK = {"cpu": (1.17, 8e6), "cuda": (1.05, 0.0)}
-"""Memory of a process over that of its tensors: a factor (blocks that the allocator cannot use again), and bytes
-whatever the size (libraries' own buffers, large blocks that find no gap of their size). cpu: fitted to measured peaks
-(benchmarks/results/memory.csv) with glibc 2.36: before 2.38 a freed aligned block is not found again for a request of
-its own size, and every tensor is such a block. cuda: not measured."""
+"""Memory of a process relative to its tensors: a factor (blocks that the allocator cannot reuse) and constant bytes
+(library buffers, large blocks without a gap of their size). cpu: fitted to measured peaks
+(benchmarks/results/memory.csv) with glibc 2.36; before 2.38, glibc does not reuse a freed aligned block for a request
+of the same size, and every tensor is an aligned block. cuda: not measured."""
 
 
 def find_device(name_or_file: str) -> Device:
-    """A preset by name, or a JSON or TOML file.
+    """Look up a preset by name, or read a JSON or TOML file.
 
     Raises:
-        ValueError: neither, a file that cannot be read, or keys and values that are no device's.
+        ValueError: neither a preset nor a file, a file that cannot be read, or invalid keys or values.
     """
     if name_or_file.lower() in DEVICES:
         return DEVICES[name_or_file.lower()]
@@ -150,14 +150,14 @@ def _gpu(name: str, teraflops: float, gigabytes: float, terabytes: float, link: 
 
 
 DEVICES = {
-    # Dense bfloat16 TFLOP/s, GB, TB/s, GB/s each way within a node of 8, GB/s of network per GPU in the maker's 8-GPU
+    # Dense bfloat16 TFLOP/s, GB, TB/s, GB/s each way within a node of 8, GB/s of network per GPU in the vendor's 8-GPU
     # server. Published figures; the efficiencies are assumptions.
     "a100": _gpu("a100", 312, 80, 2.039, 300, 25),
     "h100": _gpu("h100", 989.4, 80, 3.35, 450, 50),
     "h200": _gpu("h200", 989.4, 141, 4.8, 450, 50),
     "cpu": Device(
         name="cpu",
-        flops=1.26e11,  # measured: 1.05e11 in layers and head, this in attention
+        flops=1.26e11,  # measured: 1.26e11 in attention, 1.05e11 in layers and head
         efficiency=1.05 / 1.26,
         attention_efficiency=1.0,
         dtype_bytes=4,

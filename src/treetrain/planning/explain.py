@@ -1,4 +1,4 @@
-"""A plan in words and numbers, beside the plans that other budgets would give."""
+"""Explain a plan in words and numbers, and compare it with the plans of other budgets."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ SCORED_FIRST = {
     "kept": "all parts run forward once; their graphs are kept until the loss is known",
     "recomputed": "all parts run forward without graph, and again with graph when the loss is known (4/3 of the work)",
 }
-"""Said of a plan whose loss is known only when everything has been scored."""
+"""Texts for plans whose loss is known only when everything has been scored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +24,10 @@ class Purpose:
     budget: int | Bytes | None
     """As given."""
     tokens: int | None
-    """The budget in tokens that it came to; None for no bound."""
+    """The resulting budget in tokens; None for no bound."""
 
     def explanation(self, plan: Plan) -> dict[str, Any]:
-        """Plain JSON data: the plan's numbers, and one entry of "budgets" for each budget of the table."""
+        """The plan's numbers as plain JSON data; "budgets" has one entry per budget of the table."""
         by = self.prices.seconds_by(plan)
         recomputed = plan.prefill >= 0
         longest = int(heights(plan.layout).max(initial=0))
@@ -93,7 +93,7 @@ class Purpose:
         return "\n".join(lines)
 
     def _other_budgets(self, plan: Plan, longest: int) -> list[dict[str, Any]]:
-        """This plan among those of smaller and larger budgets, which are made for it."""
+        """This plan and plans of smaller and larger budgets, which are made here."""
         tokens = plan.layout.num_tokens
         quarter, own = -(-tokens // 4), tokens if self.tokens is None else self.tokens
         wanted = {-(-own // 4), own // 2, 2 * own, 4 * own, longest, quarter, tokens}

@@ -1,4 +1,4 @@
-"""How much faster a tree could be at best: the ratio of what rows and tree compute."""
+"""The ideal speed-up of a tree: the ratio of the FLOPs of rows and of the tree."""
 
 from collections.abc import Sequence
 
@@ -10,39 +10,39 @@ from treetrain.tree.token_tree import TokenTree
 
 
 def stats(rows: Sequence[Row] | TokenTree, shape: ModelCounts | ModelShape | str | None = None) -> TreeStats:
-    """How much a batch shares, where, and what that is worth at best.
+    """Compute how many tokens a batch shares, where, and the ideal speed-up.
 
     Args:
         rows: the batch, K rows (trajectories, or lists or arrays of token ids) or their tree.
-        shape: a model's counts or shape, or the name of one ("qwen3-8b"), for the speed-ups in FLOPs; None leaves
+        shape: a model's counts or shape, or a shape's name ("qwen3-8b"), for the speed-ups in FLOPs; None leaves
             them out.
 
     Returns:
-        Flat and unique tokens, overlap, forks, repeats, trained tokens and, with a shape, the FLOP-ideal speed-up.
+        Flat and unique tokens, overlap, forks, duplicates, trained tokens and, with a shape, the ideal speed-up.
 
     Raises:
-        DataError: rows that are none.
-        ValueError: no shape's name.
+        DataError: invalid rows.
+        ValueError: an unknown shape name.
     """
     return tree_stats(as_tree(rows), ModelShape.of(shape) if isinstance(shape, str) else shape)
 
 
 def ideal_speedup(tree: TokenTree, shape: ModelCounts | ModelShape, *, dedup: bool = False) -> float:
-    """FLOPs of every trajectory by itself over FLOPs of the tree, for one training step; 1 if nothing is trained.
+    """FLOPs of the linear baseline over FLOPs of the tree, for one training step; 1 if nothing is trained.
 
-    Both sides stop computing behind the token that predicts the last trained one, and run the LM head only where
-    a prediction is trained: every such prediction of a row, every such hidden state of the tree.
+    Both sides stop after the token that predicts the last trained one. Both run the LM head only for trained
+    predictions: the baseline once per prediction of a row, the tree once per hidden state.
 
     Args:
         tree: the batch.
         shape: the model's counts or shape.
-        dedup: compare with a baseline that computes exact repeats once.
+        dedup: compare with a baseline that computes exact duplicates once.
     """
     return flop_speedup(tree, shape, dedup=dedup)
 
 
 def budget_share(plan: Plan, counts: ModelCounts, budget: int) -> float:
-    """FLOPs of a tree's step over those with the least recomputation that a budget in tokens allows: at most 1."""
+    """FLOPs of a step without recomputation over FLOPs with the least that a budget in tokens allows; at most 1."""
     layout = plan.layout
     again = layout.positions[heights(layout) > budget]
     once = counts.flops(layout.num_tokens, counts.pairs_at(layout.positions), len(layout.rows))

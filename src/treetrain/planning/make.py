@@ -21,9 +21,9 @@ from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree
 
 PART_TOKENS = 8192
-"""Size that parts need not exceed where no budget binds."""
+"""Size that parts need not exceed if no budget binds."""
 SHOWN = 16
-"""Ranks that `RankedPlan.explain` lists; of more, the slowest."""
+"""Most ranks that `RankedPlan.explain` lists; it prefers the slowest."""
 
 
 @overload
@@ -54,25 +54,25 @@ def make_plan(
     free_bytes: int | None = None,
     aligned: bool = False,
 ) -> "Plan | RankedPlan":
-    """The fastest plan found for a batch within a budget; `plan.explain()` says what it does and why.
+    """Find a fast plan for a batch within a budget; `plan.explain()` describes it.
 
     Args:
-        rows: the batch: K rows (trajectories, or lists or arrays of token ids), their tree, or a packed layout. Of rows
-            and trees it plans what their trained predictions need.
-        cost: a cost model, or a model's shape for one by formula; a shape may be named ("qwen3-8b", see
-            `ModelShape.named`).
+        rows: the batch: K rows (trajectories, or lists or arrays of token ids), their tree, or a packed layout. For
+            rows and trees, the plan covers the tokens that their trained predictions need.
+        cost: a cost model, or a model's shape or its name ("qwen3-8b", see `ModelShape.named`) for a cost model by
+            formula.
         budget: tokens whose graph may be alive at once (int), or bytes above model, gradients and optimiser state
-            ("8GiB"; see `parse_budget`). None: parts of about PART_TOKENS where nothing is recomputed for it, and no
-            bound but `free_bytes`.
-        ranks: processes that share the batch. Above 1: a `RankedPlan`, which says who runs which trajectories, with a
-            plan for each rank; not of a packed layout.
-        free_bytes: without a budget, what the device has free.
-        aligned: plans of ranks that run every pass together, as under FSDP (see `planning.collective_order`). A rank's
-            tree is then that of its rows in runs that share nothing, where that is faster.
+            ("8GiB"; see `parse_budget`). None: parts of about PART_TOKENS if that needs no recomputation, bounded only
+            by `free_bytes`.
+        ranks: processes that share the batch. Above 1 the result is a `RankedPlan`, which assigns trajectories to ranks
+            and has a plan per rank; a packed layout is not allowed then.
+        free_bytes: free bytes of the device, used without a budget.
+        aligned: make plans for ranks that run every pass together, as under FSDP (see `planning.collective_order`). A
+            rank's rows may then be cut into runs that share nothing, if that is faster.
 
     Raises:
-        ValueError: no budget, one below the smallest that this batch needs, no number of ranks, or no shape's name.
-        DataError: rows that are none.
+        ValueError: an invalid or too small budget, an invalid number of ranks, or an unknown shape name.
+        DataError: invalid rows.
     """
     tree = rows if isinstance(rows, PackedLayout) else as_tree(rows)
     if isinstance(ranks, bool) or not isinstance(ranks, int | np.integer) or ranks < 1:
@@ -125,19 +125,19 @@ def _prices(cost: Prices | ModelShape | str) -> Prices:
 
 
 def _trained(tree: TokenTree) -> PackedLayout:
-    """The layout of what training computes."""
+    """The layout of the tokens that training computes."""
     return pack(tree, tree.trained_edges()[0] > 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankedPlan:
-    """One plan per rank. A rank's plan is for a tree of its own trajectories, in the order of their numbers.
+    """One plan per rank, for a tree of the rank's trajectories in the order of their numbers.
 
-    Aligned plans may be for several trees of them, which share nothing.
+    With `aligned`, that tree may have its rows in runs that share nothing.
     """
 
     plans: list[Plan]
-    """Per rank; one without parts where the rank computes nothing."""
+    """One per rank; without parts if the rank computes nothing."""
     dispatch: Dispatch
     prices: Prices
 
@@ -163,17 +163,17 @@ class RankedPlan:
 
     @property
     def imbalance(self) -> float:
-        """Slowest rank's seconds over the mean's: 1 is perfect."""
+        """Slowest rank's seconds over the mean: 1 is perfect."""
         return slowest_over_mean(self.seconds)
 
     @cached_property
     def tokens(self) -> Int64s:
-        """int64 [ranks]: tokens that a rank computes, those of aligned plans that it computes again included."""
+        """int64 [ranks]: tokens that a rank computes, each copy in the runs of an aligned plan counted."""
         return np.array([plan.layout.num_tokens for plan in self.plans], np.int64)
 
     @property
     def duplicated(self) -> float:
-        """Tokens computed more than once, each copy but the first, over the tokens of one process."""
+        """Redundant copies of tokens, relative to the tokens that one process computes."""
         return float(self.tokens.sum()) / self.dispatch.unique - 1 if self.dispatch.unique else 0.0
 
     def explanation(self) -> dict[str, Any]:

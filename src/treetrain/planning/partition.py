@@ -1,4 +1,4 @@
-"""Cut a tree into parts so that the graphs of at most a budget of tokens are alive at once, as fast as predicted.
+"""Cut a tree into parts for the least predicted time, with at most `budget` tokens whose graph is alive at once.
 
     recomputed      kept         leaves: small subtrees, or several that share a part
     a a a a a a     b b b -+---- c c c c c
@@ -6,22 +6,23 @@
                            +---- d d d
 
 Why it is right. The *height* of a token is the number of tokens on the longest path from it down. While a leaf runs,
-the kept tokens above it are alive beside it.
+the kept tokens above it are alive too.
 
 1. A token whose height exceeds the budget cannot stay alive until the leaves below it have run: every plan recomputes
-   it. Along a path heights only fall, so these tokens are the top of the tree. Below them hang *regions*: maximal
+   it. Heights decrease along a path, so these tokens are the top of the tree. Below them are *regions*: maximal
    subtrees whose height is within the budget.
-2. A region of more tokens than a leaf may have is cut. One number decides how: subtrees of at most `small` tokens
-   are leaves, or share one. The tokens above them are *inner*. Sizes, too, only fall along a path, so the inner
-   tokens of a segment are its first ones, and one count per segment says which.
-3. An inner token can be kept if all inner tokens from it down, and the largest small subtree below them, are
-   within the budget together. The others, again the top, are recomputed; in one of the tries all inner tokens are.
-4. Tokens become parts so that this bound holds. Recomputed parts are packed bottom up: what continues a token goes
-   into as few parts as fit, and the emptiest goes on upwards with the token. Nothing that it takes in is exported, so
-   this recomputes nothing more. Kept parts are cut top down: each takes in what leaves enough room below.
+2. A region with more tokens than a leaf may have is cut. One number decides how: a subtree of at most `small` tokens
+   is a leaf, or shares one. The tokens above them are *inner*. Subtree sizes also decrease along a path, so the inner
+   tokens of a segment are its first ones, and one count per segment identifies them.
+3. An inner token can be kept if all inner tokens on any path from it down, plus the largest small subtree there, are
+   within the budget. The other inner tokens, again the top, are recomputed. One try recomputes all inner tokens.
+4. Tokens are grouped into parts so that this bound holds. Recomputed parts are packed bottom up: the pieces that
+   continue a token go into as few parts as fit, and the emptiest of these parts also takes the token. The pieces that
+   it absorbs are not exported, so this adds no recomputation. Kept parts are cut top down: each takes in pieces as long
+   as enough room is left below.
 
-Small subtrees that are too large leave no room for kept tokens; too small, they make many parts. No formula knows the
-best, so several sizes are tried, and the plan of the least predicted time is taken. Every try is within the budget.
+Large small subtrees leave no room for kept tokens; tiny ones make many parts. No formula gives the best size, so
+several are tried, and the plan of the least predicted time is taken. Every try is within the budget.
 """
 
 from bisect import bisect_left, insort
@@ -36,19 +37,19 @@ from treetrain.tree.assemble import Int64s
 from treetrain.tree.layout import PackedLayout
 
 Seconds = Callable[[Plan], float]
-_Item = tuple[int, int]  # something to be packed: its tokens, and its piece or (a small subtree's) first token
+_Item = tuple[int, int]  # an item to pack: number of tokens, and its piece or (for a small subtree) its first token
 
 PREFILL_BUDGETS = 4
-"""A prefill may have this many budgets of tokens: what it adds to the KV cache is small beside their graph."""
+"""A prefill may have this many times the budget in tokens: its KV cache is small compared with a graph."""
 _LARGER = (0.5, 0.25, 0.75)
-"""Tried: small subtrees this far on the way from the largest with which nothing is recomputed to the whole budget."""
+"""Sizes tried: these fractions of the way from the largest size that keeps all inner tokens to the leaf size limit."""
 _SMALLER = (0.5, 0.75, 0.25)
-"""Tried: smaller ones, as shares of that largest; kept parts grow, and leaves pack better."""
+"""Smaller sizes tried, as fractions of that largest one: kept parts grow, and leaves pack better."""
 _NEAR, _LITTLE = 0.02, 0.1
-"""Plans this close in predicted time count as equally fast; one that recomputes at most a tenth more than the least
+"""Plans within `_NEAR` of the fastest count as equally fast; one that recomputes at most `_LITTLE` more than the least
 possible is then preferred."""
 _FEW_BINS = 64
-"""Siblings that share at most so many leaves fill them evenly."""
+"""Siblings that share at most this many leaves fill them evenly."""
 _SEGMENTS_TRIED, _TOKENS_TRIED = 500_000, 10_000_000
 """Segments and tokens over all tries; bounds the time of planning. The first two tries are always made."""
 
@@ -61,14 +62,14 @@ def partition(
     part_tokens: int | None = None,
     prefill_limit: int | None = None,
 ) -> Plan:
-    """The fastest plan found in which at most so many tokens are alive at once.
+    """Find a fast plan in which at most `budget_tokens` are alive at once.
 
     Args:
         layout: M tokens.
         budget_tokens: most tokens whose graph is alive at once, kept ancestors included; None for no bound.
-        seconds: predicted time of a step under a plan.
-        part_tokens: size that parts need not exceed as long as nothing is recomputed for it; paths stay whole.
-        prefill_limit: most tokens of a prefill that recomputed parts share; None: PREFILL_BUDGETS times the budget.
+        seconds: returns the predicted time of a step under a plan.
+        part_tokens: target size of parts, used only if it needs no recomputation; paths stay whole.
+        prefill_limit: most tokens of a prefill shared by recomputed parts; None: PREFILL_BUDGETS times the budget.
 
     Raises:
         ValueError: a number of tokens below 1.
@@ -89,7 +90,7 @@ def partition(
 
 
 def whole_trees(layout: PackedLayout, target: int) -> Plan:
-    """Neighbouring trees share a part of at most `target` tokens; a larger tree is alone. Nothing is cut."""
+    """Group neighbouring trees into parts of at most `target` tokens, uncut; a larger tree is a part alone."""
     first = np.flatnonzero(layout.parent < 0)
     sizes = np.diff(first, append=layout.num_tokens)
     group, filled, groups = 0, 0, []
@@ -102,7 +103,7 @@ def whole_trees(layout: PackedLayout, target: int) -> Plan:
 
 
 def uniform(layout: PackedLayout, chunk: int) -> Plan:
-    """As few parts as at most `chunk` tokens, from 1, each allow; none is kept."""
+    """Cut into few parts of at most `chunk` tokens (at least 1) each; none is kept."""
     cutter = _Cutter(layout, chunk, chunk, 0)
     return cutter.plan(np.full(len(cutter.region_size), chunk), recompute=True)
 
@@ -129,7 +130,7 @@ def _fastest(cutter: "_Cutter", seconds: Seconds) -> Plan:
 
 
 class _Cutter:
-    """A tree of S segments and R regions under a budget, and the plans that it can be cut into.
+    """Cuts a tree of S segments and R regions into plans under a budget.
 
     Args:
         budget: most tokens alive.
@@ -143,26 +144,26 @@ class _Cutter:
         self.length = np.diff(layout.segment_start)
         self.size = layout.ends[self.start] - self.start
         self.too_tall = np.clip(segment_heights(layout) - budget, 0, self.length)
-        """int64 [S]: first tokens whose height is above the budget."""
+        """int64 [S]: number of each segment's first tokens whose height is above the budget."""
         is_leaf = np.ones(len(self.start), bool)
         is_leaf[self.above[self.above >= 0]] = False
         inside = self.too_tall < self.length
-        root = np.flatnonzero(inside & ~np.append(inside, False)[self.above])  # -1, above roots, reads the last entry
+        root = np.flatnonzero(inside & ~np.append(inside, False)[self.above])  # -1 (roots) reads the appended entry
         self.region_of = np.where(inside, np.searchsorted(root, np.arange(len(inside)), side="right") - 1, -1)
-        """int64 [S]: -1 where all of a segment is too tall."""
+        """int64 [S]: -1 if all tokens of a segment are too tall."""
         self.region_start = (self.start + self.too_tall)[root]
         self.region_size = (self.size - self.too_tall)[root]
-        self.is_big = (self.region_size > self.target) & ~is_leaf[root]  # a path is not cut where it need not be
+        self.is_big = (self.region_size > self.target) & ~is_leaf[root]  # a single path is never cut without need
         """bool [R]: regions that are cut."""
         self.in_big = np.append(self.is_big, False)[self.region_of]
         self._cut = np.flatnonzero(self.in_big & ~is_leaf)
         self._above, self._start = self.above.tolist(), self.start.tolist()
 
     def largest_small(self) -> Int64s:
-        """int64 [R]: the largest size of small subtrees with which all inner tokens of a region can be kept.
+        """int64 [R]: the largest size of small subtrees for which all inner tokens of a region can be kept.
 
-        By bisection, since paths of inner tokens get shorter as small subtrees get larger. Small subtrees that are one
-        path never matter: a whole path is within the budget.
+        Bisection works, since paths of inner tokens get shorter as small subtrees get larger. Small subtrees that are a
+        single path never matter: a whole path is within the budget.
         """
         segments, region = self._cut, self.region_of[self._cut]
         above = self.layout.positions[self.start[segments]] - self.layout.positions[self.region_start[region]]
@@ -181,12 +182,12 @@ class _Cutter:
         """Cut every region.
 
         Args:
-            small: int64 [R]: tokens of the largest small subtrees of each region.
-            recompute: whether all inner tokens shall be recomputed, whatever fits.
+            small: int64 [R]: largest size of a small subtree in each region.
+            recompute: whether to recompute all inner tokens, even those that could be kept.
         """
         inner, region = self.too_tall.copy(), self.region_of[self._cut]
         inner[self._cut] = np.clip(self.size[self._cut] - small[region], 0, self.length[self._cut])
-        # A small subtree continues the last inner token of its owner; the owner of whole trees is -1.
+        # A small subtree continues the last inner token of its owner segment; whole trees have the owner -1.
         full = np.append(inner == self.length, True)
         whole = np.flatnonzero((inner == 0) & full[self.above])
         rest = np.flatnonzero((inner > 0) & ~full[:-1])
@@ -207,8 +208,8 @@ class _Cutter:
         return Plan.of_parts(self.layout, part_of, kept, prefill_limit=self.prefill_limit)
 
     def _need(self, inner: Int64s, owner: Int64s, size: Int64s) -> Int64s:
-        """int64 [S]: tokens alive below each segment's last inner token if all inner tokens below it are kept."""
-        largest = np.zeros(len(inner) + 1, np.int64)  # the last entry is that of owner -1
+        """int64 [S]: most tokens alive below each segment's last inner token if all inner tokens below are kept."""
+        largest = np.zeros(len(inner) + 1, np.int64)  # the last entry is for owner -1
         np.maximum.at(largest, owner, size)
         need, count, above = largest.tolist(), inner.tolist(), self._above
         for segment in np.flatnonzero(inner)[::-1].tolist():
@@ -218,15 +219,15 @@ class _Cutter:
     def _cut_recomputed(
         self, pieces: "_Pieces", inner: Int64s, recomputed: Int64s, subtrees: dict[int, list[_Item]]
     ) -> None:
-        """Pack all recomputed tokens, the small subtrees below them, and small whole trees, bottom up."""
-        waiting: dict[int, list[_Item]] = defaultdict(list)  # by segment: what is left of the pieces below it
+        """Pack all recomputed tokens, the small subtrees below them, and small whole trees, from the bottom up."""
+        waiting: dict[int, list[_Item]] = defaultdict(list)  # by segment: the open pieces below it
         segments = np.flatnonzero(recomputed)[::-1]
         for segment, count, all_inner in zip(*(x.tolist() for x in (segments, recomputed[segments], inner[segments]))):
             below = subtrees.get(segment, []) if count == all_inner else []
             load, piece = pieces.pack(waiting.pop(segment, []), below, self.budget)
             start = self._start[segment]
             stop = start + count
-            while load + stop - start > self.budget:  # a full part at the bottom, and on with the rest
+            while load + stop - start > self.budget:  # fill a part at the bottom, and continue with the rest
                 if self.budget > load:
                     stop -= self.budget - load
                     pieces.add(stop, pieces.new() if piece < 0 else piece)
@@ -244,17 +245,17 @@ class _Cutter:
         need: Int64s,
         subtrees: dict[int, list[_Item]],
     ) -> None:
-        """Cut all kept tokens, and the small subtrees below them, top down.
+        """Cut all kept tokens, and the small subtrees below them, from the top down.
 
-        A kept piece begins with one segment's kept tokens. It takes in kept children, then small subtrees, the smallest
-        first, while all below still fits and this saves more parts than it costs by leaving less room below.
+        A kept piece starts with one segment's kept tokens. It takes in kept children, then small subtrees, the smallest
+        first, while everything below still fits, and while that saves more parts than the lost room below costs.
         """
         children: dict[int, list[int]] = defaultdict(list)
-        pending = []  # (segment where a piece begins, tokens that may be alive from there down)
+        pending = []  # (segment where a piece starts, tokens that may be alive from there down)
         hanging, largest = (
             [0] * len(kept_tokens),
             [0] * len(kept_tokens),
-        )  # tokens of the small subtrees, of the largest
+        )  # tokens of a segment's small subtrees, and of the largest one
         kept, starts = kept_tokens.tolist(), (self.start + recomputed).tolist()
         alone = (kept_tokens + need).tolist()  # tokens alive from a segment down if it is a piece by itself
         for segment in np.flatnonzero(kept_tokens).tolist():
@@ -263,7 +264,7 @@ class _Cutter:
             parent = self._above[segment]
             if parent >= 0 and kept[parent] and not recomputed[segment]:
                 children[parent].append(segment)
-            else:  # where parts need not be large, no more is alive than it takes
+            else:  # use no more of the budget than large enough parts need
                 pending.append((segment, min(self.budget, max(self.target, alone[segment]))))
         while pending:
             top, room = pending.pop()
@@ -293,10 +294,10 @@ def _take_children(
     hanging: list[int],
     largest: list[int],
 ) -> tuple[list[int], list[int], int]:
-    """The segments of a kept piece, the kept segments right below it, and the room that it leaves."""
+    """Return the segments of a kept piece, the kept segments directly below it, and the room left."""
     inside: list[int] = []
     below: list[int] = []
-    needs: list[tuple[int, int]] = []  # ascending: what must fit below the piece, and whose it is
+    needs: list[tuple[int, int]] = []  # ascending: (tokens that must fit below the piece, child segment or -1)
     ready: list[tuple[int, int]] = []  # a heap of children: (tokens, segment)
     owned = 0
 
@@ -324,14 +325,14 @@ def _take_children(
 
 
 def _how_many(owned: Sequence[int], largest: Sequence[int], room: int, must: int, target: int) -> int:
-    """Count the groups of small subtrees that a kept piece takes in, so that parts are fewest.
+    """Choose how many groups of small subtrees a kept piece takes in, for the fewest parts.
 
     Args:
         owned: tokens of each group, ascending; a group continues one token.
-        largest: tokens of the largest subtree of each.
-        room: tokens that may be alive below the piece as it is.
-        must: tokens that must stay free for what else is below.
-        target: leaves need not be larger.
+        largest: tokens of the largest subtree of each group.
+        room: tokens that may be alive below the piece before it takes in any group.
+        must: tokens that must stay free for the kept segments below.
+        target: size that leaves need not exceed.
     """
     count, tokens = len(owned), np.array(owned, np.int64)
     left = room - np.concatenate([[0], np.cumsum(tokens)])
@@ -347,7 +348,7 @@ def _how_many(owned: Sequence[int], largest: Sequence[int], room: int, must: int
 
 
 class _Pieces:
-    """Runs of tokens and the pieces that they belong to. Pieces can be joined; in the end each is a part."""
+    """Runs of tokens and their pieces. Pieces can be joined (union-find); each final piece is a part."""
 
     def __init__(self) -> None:
         self._start: list[int] = []
@@ -364,14 +365,14 @@ class _Pieces:
         return piece
 
     def add(self, start: int, piece: int) -> None:
-        """A run from `start` to where the next run begins."""
+        """Add a run that extends from `start` to the next run."""
         self._start.append(start)
         self._piece.append(piece)
 
     def pack(
         self, open_pieces: list[_Item], subtrees: list[_Item], capacity: int, *, even: bool = False
     ) -> tuple[int, int]:
-        """Put siblings into as few pieces as fit; returns the emptiest: its tokens and its number, (0, -1) if none."""
+        """Pack siblings into few pieces; returns (tokens, number) of the emptiest, (0, -1) if there is none."""
         bin_of, loads = pack_bins([tokens for tokens, _ in (*open_pieces, *subtrees)], capacity, even=even)
         if not loads:
             return 0, -1
@@ -396,7 +397,7 @@ class _Pieces:
         return piece
 
     def parts(self, tokens: int) -> tuple[Int64s, Bools]:
-        """int64 [M]: the part of every token; bool [P]: which parts are kept. The runs must cover all tokens."""
+        """Part of every token, int64 [M], and whether each part is kept, bool [P]. Runs must cover all tokens."""
         start = np.array(self._start, np.int64)
         order = np.argsort(start)
         piece = np.array([self._find(piece) for piece in self._piece], np.int64)[order]
@@ -406,15 +407,15 @@ class _Pieces:
 
 
 def pack_bins(sizes: Sequence[int], capacity: int, *, even: bool = False) -> tuple[list[int], list[int]]:
-    """Best fit decreasing: every item, the largest first, goes where it leaves the least room.
+    """Pack bins by best fit decreasing: each item, largest first, goes where it leaves the least room.
 
     Args:
-        sizes: n items, each > 0; equal items keep their order. One above the capacity has a bin of its own.
-        capacity: of each bin.
-        even: fill few bins about equally if they then still hold all: parts of one size on several ranks, which run
-            them together under FSDP, wait less for one another.
+        sizes: n items, each > 0; equal items keep their order. An item above the capacity gets its own bin.
+        capacity: capacity of each bin.
+        even: fill a small number of bins about equally if all items still fit. Under FSDP ranks run their parts
+            together, and wait less for parts of equal size.
 
-    Returns: the bin of every item, and how full the bins are. Time n log n and a little more.
+    Returns: the bin of every item, and the load of every bin. Time is about n log n.
     """
     total = sum(sizes)
     if total <= capacity:
@@ -437,7 +438,7 @@ def pack_bins(sizes: Sequence[int], capacity: int, *, even: bool = False) -> tup
             insort(room, (left - size, number))
     if even and len(loads) <= _FEW_BINS:
         heap, evened = [(0, number) for number in range(len(loads))], bin_of.copy()
-        for item in largest_first:  # to the emptiest
+        for item in largest_first:  # into the emptiest bin
             load, evened[item] = heap[0]
             heapreplace(heap, (load + sizes[item], evened[item]))
         if max(heap)[0] < max(loads):

@@ -1,10 +1,10 @@
-"""A plan: the parts of a packed tree, the order they are run in, and which graphs are kept.
+"""A plan: the parts of a packed tree, the order they run in, and which graphs are kept.
 
 A part is a connected piece of the tree, or sibling pieces that continue one token (its attach token). Its tokens see
-everything on the path down to that token, through the KV cache. A part with parts below it is *kept* (its graph stays
-alive while they run) or *recomputed* (a prefill, a pass without graph, fills the cache; the graph is made when
-everything below has run). A part with nothing below it is a *leaf*. Tokens that have descendants in other parts are
-*exported*: the cache holds them.
+the path down to that token through the KV cache. A part with parts below it is *kept* (its graph stays alive while
+they run) or *recomputed* (a prefill, a pass without graph, fills the cache; the part runs with graph after all parts
+below it). A part with no parts below it is a *leaf*. Tokens with descendants in other parts are *exported*: the cache
+holds their keys and values.
 """
 
 from collections.abc import Iterator
@@ -28,18 +28,18 @@ class Event(NamedTuple):
     kind: Literal["prefill", "forward", "backward"]
     """prefill: a forward without graph over exported tokens of recomputed parts. forward: with graph."""
     number: int
-    """The prefill's, or the part's."""
+    """Number of the prefill, or of the part."""
 
 
 class Prices(Protocol):
-    """A cost model as planning needs it; `treetrain.planning.price.CostModel` is one."""
+    """The interface of cost models in planning; `treetrain.planning.price.CostModel` implements it."""
 
     def seconds(self, plan: "Plan") -> float:
         """Predicted time of a training step."""
         ...
 
     def seconds_by(self, plan: "Plan") -> dict[str, float]:
-        """That time by what it is spent on; "recomputation", "bytes" and "passes" are named."""
+        """That time by purpose; "recomputation" and "passes" are among the keys."""
         ...
 
     def peak_bytes(self, plan: "Plan") -> float:
@@ -47,12 +47,12 @@ class Prices(Protocol):
         ...
 
     def bytes_by(self, plan: "Plan") -> dict[str, float]:
-        """The bytes that are alive at that peak, by name."""
+        """Bytes alive at that peak, by kind."""
         ...
 
 
 class Explainer(Protocol):
-    """Knows the budget and the prices that a plan was made for."""
+    """Explains plans; it knows the budget and the cost model that a plan was made for."""
 
     def explain(self, plan: "Plan") -> str:
         """See Plan.explain."""
@@ -65,10 +65,10 @@ class Explainer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """The parts of a batch, P of them with M tokens in all, and what happens to the graph of each.
+    """The P parts of a batch with M tokens in all, and whether each graph is kept, recomputed or neither.
 
-    Parts are numbered depth first: a part stands after the one it continues, and all below it follow. `make_plan` and
-    `TreeEngine.plan` make it.
+    Parts are numbered in depth-first pre-order: all parts below a part directly follow it. `make_plan` and
+    `TreeEngine.plan` make plans.
     """
 
     layout: PackedLayout
@@ -86,9 +86,9 @@ class Plan:
     prefill: Int64s
     """int64 [P]: the prefill that runs a recomputed part's exported tokens; -1 for kept parts and leaves."""
     scores_first: Literal["no", "kept", "recomputed"] = "no"
-    """When the loss is evaluated. no: while the parts run, each trajectory when its last prediction is scored. kept:
-    when all parts have run forward, and the graphs of all are kept for that long. recomputed: when all parts have run
-    once without graph; then they run as this plan says."""
+    """When the loss is evaluated. no: for each trajectory as soon as its last prediction is scored. kept: after all
+    parts have run forward, and all graphs are kept until then. recomputed: after all parts have run once without graph;
+    then they run as this plan says."""
     made_for: Explainer | None = None
     """The budget and prices of `make_plan`; None for a plan made otherwise."""
 
@@ -96,14 +96,14 @@ class Plan:
     def of_parts(
         cls, layout: PackedLayout, part_of: Int64s, kept: Bools | None = None, *, prefill_limit: int = 0
     ) -> Self:
-        """The plan of a given partition.
+        """Create the plan of a given partition.
 
         Args:
             layout: M tokens.
             part_of: int64 [M]: any numbering 0..P-1 of the parts.
             kept: bool [P], in that numbering; ignored for leaves. None keeps none.
-            prefill_limit: recomputed parts below one another share a prefill while it has at most this many tokens; 0
-                gives each one of its own.
+            prefill_limit: a recomputed part shares the prefill of the recomputed part directly above it while the
+                prefill has at most this many tokens; 0 gives each part a prefill of its own.
 
         Raises:
             ValueError: an empty part, or one whose pieces continue different tokens.
@@ -123,7 +123,7 @@ class Plan:
             raise ValueError(f"part {int(np.argmax(attach == -2))} of {count} has no tokens")
         parent = np.where(attach >= 0, part_of[attach], -1)
         first = np.zeros(count, np.int64)
-        first[part_of[::-1]] = np.arange(len(part_of))[::-1]  # the last write wins: the first token
+        first[part_of[::-1]] = np.arange(len(part_of))[::-1]  # the last write wins, so the first token is kept
         order = depth_first(parent, first)
         number = np.empty(count, np.int64)
         number[order] = np.arange(count)
@@ -155,7 +155,7 @@ class Plan:
 
     @property
     def num_prefills(self) -> int:
-        """Prefills: passes without graph, those that only score left out."""
+        """Number of prefills; other passes without graph, which only score, are not counted."""
         return int(self.prefill.max(initial=-1)) + 1
 
     @cached_property
@@ -191,7 +191,7 @@ class Plan:
         return np.sort(tokens[self.exported[tokens]])
 
     def prefill_parts(self, number: int) -> list[int]:
-        """The recomputed parts of a prefill; the first continues what stands before the prefill."""
+        """The recomputed parts of a prefill; the first one is above the others."""
         return self._members[number]
 
     def path(self, token: int) -> Int64s:
@@ -199,7 +199,7 @@ class Plan:
         return path_to(token, self.layout.segment_start, self.layout.segment_parent)
 
     def traverse(self) -> Iterator[tuple[Literal["enter", "leave"], int]]:
-        """Every part, entered before and left after all parts below it."""
+        """Traverse the parts depth first: each is entered before, and left after, all parts below it."""
         stack: list[int] = []
         for part, parent in enumerate(self.parent.tolist()):
             while stack and stack[-1] != parent:
@@ -210,11 +210,11 @@ class Plan:
             yield "leave", stack.pop()
 
     def with_all_kept(self) -> Self:
-        """The same parts, all run forward before the first goes backward."""
+        """The same parts; all run forward before the first runs backward."""
         return replace(self, kept=self.is_inner, prefill=np.full_like(self.prefill, -1), scores_first="kept")
 
     def events(self) -> Iterator[Event]:
-        """The passes of a training step, in order; those that score parts beforehand without graph are left out."""
+        """The passes of a training step, in order, except those that only score parts without graph beforehand."""
         if self.scores_first == "kept":
             yield from (Event("forward", part) for part in range(self.num_parts))
             yield from (Event("backward", part) for part in reversed(range(self.num_parts)))
@@ -230,7 +230,7 @@ class Plan:
                 yield Event("prefill", int(self.prefill[part]))
 
     def _starts_prefill(self, part: int) -> bool:
-        """True for the first part of a prefill: the one that is entered before the others."""
+        """True for the first part of a prefill, which is entered before the others."""
         return bool(self.prefill[part] >= 0) and self._members[self.prefill[part]][0] == part
 
     def exported_tokens(self, part: int) -> Int64s:
@@ -240,18 +240,18 @@ class Plan:
 
     @cached_property
     def cached_tokens(self) -> int:
-        """Most exported tokens whose keys and values are held at once."""
+        """Largest number of exported tokens whose keys and values are held at once."""
         return self._most_held(self.exported)
 
     @cached_property
     def cached_states(self) -> int:
-        """Most tokens that parts attach to whose recurrent states are held at once."""
+        """Largest number of attach tokens whose recurrent states are held at once."""
         attached = np.zeros(self.layout.num_tokens, bool)
         attached[self.attach[self.attach >= 0]] = True
         return self._most_held(attached)
 
     def _most_held(self, handed_on: Bools) -> int:
-        """Most of these tokens, bool [M], in parts whose cache is held at once."""
+        """Largest number of these tokens (bool [M]) in parts whose caches are held at once."""
         if self.scores_first == "kept":
             return int(handed_on.sum())
         exports = np.bincount(self.part_of[handed_on], minlength=self.num_parts).tolist()
@@ -266,7 +266,7 @@ class Plan:
 
     @cached_property
     def is_recomputed_token(self) -> Bools:
-        """bool [M]: tokens that a prefill runs forward, and their part once more."""
+        """bool [M]: tokens that run forward in a prefill and again in their part."""
         return self.exported & (self.prefill >= 0)[self.part_of] if self.num_parts else self.exported
 
     @cached_property
@@ -281,7 +281,7 @@ class Plan:
         if self.scores_first == "kept":
             return np.cumsum(self.sizes)
         alive = np.zeros(self.num_parts, np.int64)
-        held = [0] * (self.num_parts + 1)  # by kept parts, down to and including each; the last is read at roots
+        held = [0] * (self.num_parts + 1)  # tokens of kept parts down to and including each; the last is read at roots
         sizes, kept = self.sizes.tolist(), self.kept.tolist()
         for part, parent in enumerate(self.parent.tolist()):
             alive[part] = held[parent] + sizes[part]
@@ -294,9 +294,9 @@ class Plan:
         return int(self.alive.max(initial=0))
 
     def explain(self) -> str:
-        """Words and numbers: parts, recomputation, predicted memory and time, and a table over other budgets.
+        """Describe parts, recomputation, predicted memory and time, with a table of other budgets.
 
-        The plans of the table are made for it.
+        The call makes the plans of the table, which takes time.
 
         Raises:
             ValueError: a plan that `make_plan` did not make.
@@ -304,7 +304,7 @@ class Plan:
         return self._purpose().explain(self)
 
     def explanation(self) -> dict[str, Any]:
-        """As `explain`, as plain JSON data."""
+        """The contents of `explain` as plain JSON data."""
         return self._purpose().explanation(self)
 
     def _purpose(self) -> Explainer:
@@ -314,10 +314,10 @@ class Plan:
 
 
 def least_recomputed(layout: PackedLayout, budget: int) -> int:
-    """Fewest tokens that any plan within a budget runs forward twice, be its parts as small as one token.
+    """Fewest tokens that any plan within a budget runs forward twice, even with parts of one token.
 
-    A token needs no second forward when everything from it down to the deepest leaf below can be alive at once: when
-    its height, in tokens, is within the budget.
+    A token needs no second forward if the longest path from it down can be alive at once: if its height is within the
+    budget.
     """
     return int((heights(layout) > budget).sum())
 
@@ -340,10 +340,10 @@ def heights(layout: PackedLayout) -> Int64s:
 
 
 def depth_first(parent: Int64s, key: NDArray[Any]) -> Int64s:
-    """Part numbers depth first, siblings by a key of theirs, the smallest first."""
+    """Part numbers in depth-first order, siblings by ascending key."""
     children: list[list[int]] = [[] for _ in range(len(parent) + 1)]
     above = parent.tolist()
-    for part in np.argsort(-key, kind="stable").tolist():  # the last of a list is taken first
+    for part in np.argsort(-key, kind="stable").tolist():  # reversed, since the stack pops the last first
         children[above[part]].append(part)
     order, pending = [], children[-1]
     while pending:
@@ -354,7 +354,7 @@ def depth_first(parent: Int64s, key: NDArray[Any]) -> Int64s:
 
 
 def _prefills(parent: Int64s, recomputed: Bools, exported: Int64s, limit: int) -> Int64s:
-    """The prefill of each recomputed part: one of its own, or that of the recomputed part right above it."""
+    """The prefill of each recomputed part: a new one, or that of the recomputed part directly above it."""
     prefill = np.full(len(parent), -1, np.int64)
     filled: list[int] = []
     for part in np.flatnonzero(recomputed).tolist():

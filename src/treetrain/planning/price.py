@@ -1,16 +1,16 @@
 """Predicts seconds and peak bytes of a plan on a device. Numpy only.
 
-Why it is right. Time is a sum over passes, since passes run one after the other: FLOPs over their speed, and for every
-pass a fixed cost (launches, Python, autograd, weights read and gradients written). Memory is a maximum over the moments
-of the plan, since what is freed is used again. At any moment there are alive:
+Why it is right. Time is a sum over passes, since passes run one after the other: FLOPs over their speed, plus a fixed
+cost per pass (launches, Python, autograd, weights read and gradients written). Memory is a maximum over time, since
+freed memory is reused. At any moment these are alive:
 
     kept graphs | graph of the running part | working memory | KV cache | what lives for the whole step
     ------------+---------------------------+----------------+----------+------------------------------
     ancestors   | grows in forward, shrinks | one of: head,  | cached   | layout, summed gradients of
     kept        | in backward               | layers, end    | tokens   | embedding and head
 
-Only the first three change within a step, and their worst moment is in one of three phases of some part, or in a
-prefill pass; so a maximum over parts and phases is the peak. Each is linear in tokens and rows: the factors are
+Only the first three change within a step. Their worst moment is in one of three phases of some part, or in a prefill,
+so the peak is a maximum over parts, phases and prefills. Each is linear in tokens and rows, with the factors in
 `ModelCounts`.
 """
 
@@ -28,7 +28,7 @@ from treetrain.tree.attention_range import AttentionRange
 
 Floats = NDArray[np.float64]
 STEP_TOKEN = 200.0
-"""Bytes of a computed token, the whole step long: the layout, positions, log-probabilities."""
+"""Bytes per computed token for the whole step: layout, positions, log-probabilities."""
 
 
 class _Counts(NamedTuple):
@@ -44,10 +44,10 @@ class _Counts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speeds:
-    """How fast a device runs one model: FLOP/s, and seconds of a pass besides its FLOPs."""
+    """Speeds of a device on one model: FLOP/s, and the fixed seconds of a pass."""
 
     layers: float
-    """FLOP/s of a layer's forward, all that stands between its matrices included."""
+    """FLOP/s of a layer's forward, everything between the matrix products included."""
     attention: float
     """FLOP/s of attention over (query, key) pairs."""
     head: float
@@ -59,12 +59,12 @@ class Speeds:
     forward_pass: float
     """Fixed seconds of a pass without graph."""
     source: str
-    """Where the numbers are from."""
+    """Where the numbers come from."""
 
     @classmethod
     def on(cls, device: Device, counts: ModelCounts) -> Self:
-        """A model's speeds on a device by the device's description."""
-        reads = 3 if counts.checkpointing else 2  # of the weights: in forward, and once or twice in backward
+        """Derive a model's speeds from a device's description."""
+        reads = 3 if counts.checkpointing else 2  # reads of the weights: in forward, and once or twice in backward
         weights = counts.parameters_in_layers * counts.dtype_bytes
         head = counts.vocab * counts.hidden * counts.dtype_bytes
         fixed = counts.layers * device.layer_pass_seconds
@@ -88,7 +88,7 @@ class CostModel:
     """Counts of the model."""
     speeds: Speeds
     device: Literal["cpu", "cuda"] = "cpu"
-    """How memory is allocated, and how many rows the head scores at once."""
+    """Sets the memory allocator that is modelled, and the rows that the head scores at once."""
 
     @classmethod
     def from_shape(
@@ -99,23 +99,23 @@ class CostModel:
         dtype_bytes: int = 4,
         checkpointing: bool = False,
     ) -> Self:
-        """Predict from a shape, with every weight trained.
+        """Create a cost model from a shape, with every weight trained.
 
         Args:
             shape: the model's shape.
-            device: whose speeds to take: "cpu" (two cores) or "cuda" (an H100).
-            dtype_bytes: size of a number in the arithmetic: 4, 8, or 2 under autocast.
-            checkpointing: whether every layer keeps its input alone and runs forward again in backward.
+            device: the device whose speeds are used: "cpu" (two cores) or "cuda" (an H100).
+            dtype_bytes: bytes per number in the compute dtype: 4, 8, or 2 under autocast.
+            checkpointing: whether every layer keeps only its input and runs forward again in backward.
 
         Raises:
-            ValueError: another device or size.
+            ValueError: an unknown device or size.
         """
         described = Device.of_kind(device, dtype_bytes)
         return cls.on(described, shape.counts(dtype_bytes=dtype_bytes, checkpointing=checkpointing))
 
     @classmethod
     def on(cls, device: Device, counts: ModelCounts) -> Self:
-        """Predict a model's steps on a device by the device's description."""
+        """Create a cost model from a device's description and a model's counts."""
         return cls(counts=counts, speeds=Speeds.on(device, counts), device=device.kind)
 
     def seconds(self, plan: Plan) -> float:
@@ -126,7 +126,7 @@ class CostModel:
         """Seconds by purpose.
 
         layers, attention, head: FLOPs of forward and backward over their speeds.
-        recomputation: forward FLOPs of layers and attention, over the tokens that are run twice.
+        recomputation: the second forward of all tokens that run twice; the head's too if everything is scored first.
         passes: the fixed cost of every pass.
         """
         speeds, layout = self.speeds, plan.layout
@@ -162,13 +162,13 @@ class CostModel:
     def bytes_by(self, plan: Plan) -> dict[str, float]:
         """Bytes alive at the peak, by name.
 
-        kept graphs: what the running part's kept ancestors saved for their backwards.
-        running graph: what the running part saved; 0 for a pass without graph.
-        working: beside it, at the worst of the pass's phases (head, layers, end).
-        carry: keys, values and gradients of exported tokens, and recurrent states where parts attach; its buffers are
-            made for the most held at once.
-        step: what lives as long as the step: the layout, and sums of the embedding's and head's gradients.
-        allocator: what it takes over that.
+        kept graphs: tensors saved for backward by the kept ancestors of the running part.
+        running graph: tensors saved by the running part; 0 for a pass without graph.
+        working: other memory of the pass, in its worst phase (head, layers, end).
+        carry: the KV cache: keys, values and gradients of exported tokens, and recurrent states where parts attach.
+            Its buffers are allocated for the most held at once.
+        step: memory held for the whole step: the layout, and summed gradients of embedding and head.
+        allocator: the allocator's overhead on all of these.
         """
         model = self.counts
         if plan.num_parts == 0:
@@ -194,24 +194,24 @@ class CostModel:
         return {name: float(value) for name, value in found.items()}
 
     def _graph(self, tokens: Int64s, rows: Int64s) -> Floats:
-        """Bytes that a pass saves; a head row saves its hidden state and its edges' scores."""
+        """Bytes that a pass saves for backward; a head row saves its hidden state and its edges' scores."""
         model = self.counts
         row = model.hidden * model.dtype_bytes + 4 * self._wide
         return np.asarray(model.saved_pass + model.saved_token * tokens + row * rows, np.float64)
 
     def _working(self, counts: _Counts, graph: Floats) -> Floats:
-        """Bytes beside a part's graph at the worst moment of its forward and backward."""
+        """Bytes in addition to a part's graph at the worst moment of its forward and backward."""
         model, (tokens, rows, _, path) = self.counts, counts
         gradient = self._wide * model.hidden  # of a hidden state
         head = np.where(rows > 0, model.head_pass + gradient * rows + self._logits(rows), 0.0)
-        # With checkpointing a layer's own graph is made again, and freed again, beside those of the inputs.
+        # With checkpointing, one layer's graph at a time is rebuilt in addition to the saved inputs.
         layer = model.backward_token + (model.saved_layer if model.checkpointing else 0)
         layers = model.weight_gradient + layer * tokens + model.cache_layer * path
-        end = 2 * gradient * tokens - graph  # the graph is gone
+        end = 2 * gradient * tokens - graph  # the graph has been freed
         return np.maximum(np.maximum(head, layers), end)
 
     def _logits(self, rows: Int64s) -> Floats:
-        """The logits of a chunk of rows, with their gradients."""
+        """Bytes of the logits of a chunk of rows, with their gradients."""
         chunk = np.minimum(rows, head_chunk_rows(self.counts.vocab, self.device))
         return self.counts.vocab * self.counts.logit * chunk.astype(np.float64)
 
@@ -220,25 +220,25 @@ class CostModel:
         return max(WIDE, self.counts.dtype_bytes)
 
     def _prefills(self, plan: Plan, counts: _Counts, above: Floats) -> tuple[Floats, Floats]:
-        """Per pass without graph: its own bytes, and those of the kept graphs above it."""
+        """Per prefill: its own bytes, and those of the kept graphs above it."""
         late = np.flatnonzero(plan.prefill >= 0)
         passes, first = np.unique(plan.prefill[late], return_index=True)
         tokens = np.bincount(plan.prefill[late], weights=counts.exported[late], minlength=len(passes))
         top = late[first]
         scored = plan.prefill[plan.part_of[plan.layout.rows[plan.exported[plan.layout.rows]]]]
         rows = np.bincount(scored[scored >= 0], minlength=len(passes))
-        # A loss that is not linear in the log-probabilities scores them here too.
+        # A loss that is not linear in the log-probabilities is scored in prefills too.
         alone = self.counts.forward_token * tokens + self.counts.cache_layer * counts.path[top]
         return alone + self._logits(rows), above[top]
 
 
 class Rates(NamedTuple):
-    """Seconds of forward and backward together, nothing run twice: the cost model taken apart, to price pieces."""
+    """Seconds per token, pair, row and pass, forward and backward together, to price pieces of a batch."""
 
     token: float
-    """A token in all layers, pairs left out."""
+    """A token in all layers, pairs excluded."""
     pairs: dict[AttentionRange, float]
-    """A visible pair in all layers that see so far."""
+    """A visible pair in all layers with this range."""
     row: float
     """A hidden state through the LM head."""
     graph_pass: float
@@ -250,7 +250,7 @@ class Rates(NamedTuple):
 
     @classmethod
     def of(cls, cost: CostModel) -> Self:
-        """Those of a cost model."""
+        """The rates of a cost model."""
         counts, speeds = cost.counts, cost.speeds
         both = 1 + speeds.backward_ratio
         return cls(
@@ -264,11 +264,11 @@ class Rates(NamedTuple):
 
     @classmethod
     def unique_tokens(cls) -> Self:
-        """Every token costs one second and nothing else does."""
+        """Rates by which a token costs one second, and everything else nothing."""
         return cls(token=1.0, pairs={}, row=0.0, graph_pass=0.0, forward_pass=0.0, forward_share=1 / 3)
 
     def at(self, depth: Int64s) -> Floats:
-        """float64: seconds of tokens at these depths of their paths."""
+        """float64: seconds of tokens at these depths."""
         found = np.full(len(depth), self.token)
         for each, seconds in self.pairs.items():
             found += seconds * each.seen(depth)
@@ -287,7 +287,7 @@ def _count(plan: Plan) -> _Counts:
 
 
 def _held(plan: Plan, graph: Floats) -> Floats:
-    """float64 [P]: bytes of the graphs alive beside each part's: those of its kept ancestors, or of all before it."""
+    """float64 [P]: bytes of the graphs alive beside each part's: of its kept ancestors, or of all earlier parts."""
     if plan.scores_first == "kept":
         return np.cumsum(graph) - graph
     kept, sizes = plan.kept.tolist(), graph.tolist()

@@ -1,7 +1,7 @@
 """Predict a training step over many ranks: balance, time and memory, from a batch, a model shape and a device.
 
-No process is started. The formulas are in docs/distributed.md; letters there: P parameters, n ranks, w bytes of a
-weight in float32 (8 in float64), b bytes of the arithmetic.
+No process is started. docs/distributed.md has the formulas, with P parameters, n ranks, w bytes per weight (4, or 8 in
+float64) and b bytes per number in the compute dtype.
 """
 
 from dataclasses import asdict, dataclass
@@ -21,47 +21,47 @@ from treetrain.tree.token_tree import TokenTree
 Parallel = Literal["fsdp", "ddp"]
 Sync = Literal["part", "step"]
 OPTIMISER_BYTES = 28
-"""AdamW in float32, per parameter: weight, gradient and two moments read, weight and moments written."""
+"""Bytes that float32 AdamW moves per parameter: reads weight, gradient and two moments, writes weight and moments."""
 
 
 class State(NamedTuple):
-    """Bytes on every rank beside those that a plan needs."""
+    """Bytes on every rank in addition to those of a plan."""
 
     model: float
     """Weights, gradients and two moments."""
     gathered: float
-    """FSDP: parameters that are whole for a while: two layers' weights, the embedding and head, unsharded gradients."""
+    """FSDP: temporarily unsharded parameters: weights of two layers, embedding and head, and unsharded gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """The prediction for one number of ranks. Seconds of one step."""
+    """The prediction of one step for one number of ranks."""
 
     ranks: int
     idle_ranks: int
-    """Ranks without anything to compute; under FSDP they take part in every collective."""
+    """Ranks with nothing to compute; under FSDP they still take part in every collective."""
     parallel: Parallel
     imbalance: float
-    """Slowest over mean of the ranks' own work."""
+    """Slowest rank's own work over the mean."""
     duplicated: float
-    """Tokens computed more than once, each copy but the first, over the tokens of one process."""
+    """Redundant copies of tokens, relative to the tokens that one process computes."""
     tokens: list[int]
     """Tokens that each rank computes."""
     slowest_rank_seconds: float
-    """Its own work."""
+    """The slowest rank's own work."""
     waiting_seconds: float
-    """FSDP: added to that by the passes' common order."""
+    """FSDP: added by the common order of passes."""
     communication_seconds: float
-    """Added to that by collectives: all under DDP; under FSDP those that arithmetic does not hide."""
+    """Added by collectives: all of them under DDP; under FSDP those not overlapped with computation."""
     optimiser_seconds: float
     step_seconds: float
     """The sum of these four."""
     passes: int
-    """Calls of the model on every rank; under DDP on the rank with most."""
+    """Calls of the model on every rank; under DDP, on the rank with the most."""
     collective_bytes: float
     """Bytes that every rank sends."""
     speedup: float
-    """One rank's predicted step over this one."""
+    """Predicted step on one rank over this step."""
     state_bytes: float
     """Weights, gradients and moments on a rank."""
     peak_bytes: float
@@ -87,23 +87,23 @@ def simulate(
     sync: Sync = "part",
     checkpointing: bool = False,
 ) -> Simulation:
-    """Predict a step of a batch over ranks.
+    """Predict the step of a batch over ranks.
 
     Args:
         tree: the batch.
-        shape: the model, counted in the device's dtype, or its shape.
+        shape: the model's counts in the device's dtype, or its shape.
         ranks: processes, from 1.
         device: one rank's device, and the links.
         cost: the cost model that plans are made with; None: by formula, with the device's speeds.
-        measured: the cost model that says how long their passes take; None: `cost`. Measured constants predict better
+        measured: the cost model that predicts the time of their passes; None: `cost`. Measured constants predict better
             than formulas, but ranks that share weights plan by formula.
-        budget: of every rank, as `make_plan` takes it; None: what the device's memory leaves beside the state.
+        budget: the budget of every rank, as in `make_plan`; None: the device's memory minus the state.
         parallel: fsdp (weights, gradients and moments in shards) or ddp (whole on every rank).
-        sync: fsdp: gradients are reduced after every part, or once per step, which keeps them whole meanwhile.
-        checkpointing: every layer is run again in backward.
+        sync: for fsdp: reduce gradients after every part, or once per step, which keeps them unsharded until then.
+        checkpointing: every layer runs forward again in backward.
 
     Raises:
-        ValueError: no such way to share, a state that leaves no memory, a budget that is too small for some rank.
+        ValueError: an unknown `parallel` or `sync`, a state that leaves no memory, a budget too small for some rank.
     """
     if parallel not in ("fsdp", "ddp") or sync not in ("part", "step"):
         raise ValueError(f"parallel={parallel!r}, sync={sync!r}: known are fsdp and ddp, part and step")
@@ -143,9 +143,9 @@ def simulate(
         needs[:, 0] = 1
         needs[backward if sync == "part" else backward[-1:], 1] = 1
         sent = needs @ each
-        if device.kind == "cpu":  # the cores that compute also send
+        if device.kind == "cpu":  # the cores that compute also send, so nothing overlaps
             hidden = np.zeros_like(hidden)
-        # A layer's weights are gathered while the one before it computes: only the first has nothing to hide behind.
+        # A layer's weights are gathered while the layer before it computes; only the first layer's cannot overlap.
         exposed = float((np.maximum(sent - hidden, 0) + np.minimum(sent, hidden) / counts.layers).sum())
     whole_optimiser = counts.parameters * OPTIMISER_BYTES / device.memory_bandwidth
     optimiser = whole_optimiser / (ranks if parallel == "fsdp" else 1)
@@ -175,13 +175,13 @@ def simulate(
 
 
 def collective_seconds(device: Device, ranks: int, whole_bytes: float, pieces: int = 1) -> float:
-    """Seconds of one all-gather, or one reduce-scatter, of so many bytes; an all-reduce takes two of these.
+    """Seconds of one all-gather or reduce-scatter of `whole_bytes`; an all-reduce takes twice as long.
 
-    Every rank receives all but its own share over the links of its node; a node receives what it lacks over its ranks'
-    network connections together. The slower of both counts.
+    Every rank receives all shards but its own over the links of its node. A node receives the shards of other nodes
+    over its ranks' network connections together. The slower of the two counts.
 
     Args:
-        pieces: the number of collectives that it is made of.
+        pieces: the number of collectives that the bytes are split into.
     """
     if ranks == 1:
         return 0.0
@@ -193,7 +193,7 @@ def collective_seconds(device: Device, ranks: int, whole_bytes: float, pieces: i
 
 
 def state_of(counts: ModelCounts, ranks: int, device: Device, parallel: Parallel, sync: Sync) -> State:
-    """Bytes on a rank: weights, gradients and AdamW's moments, and what FSDP gathers for a while."""
+    """Bytes on a rank: weights, gradients and AdamW's moments, and FSDP's temporarily gathered parameters."""
     wide, narrow = max(4, device.dtype_bytes), device.dtype_bytes
     whole = counts.parameters
     if parallel == "ddp" or ranks == 1:

@@ -1,17 +1,17 @@
-"""From runs of tokens and where they attach to a token tree's arrays: cut at forks, heaviest child first.
+"""Turn runs of tokens and their attach positions into a token tree's arrays: cut at forks, heaviest child first.
 
-Rows and nodes both end here, so that the same rollouts give the same tree, array for array:
+Rows and nodes both use this code, so the same rollouts give identical arrays:
 
     runs     a b c d e     attach to                pieces    a b c ── d e
              f             the c of the first run                   └─ f
 
-1. A run is cut behind every token that another run attaches to. The pieces form a tree, parents before children.
-2. Sums over subtrees (tokens, leaves, smallest trajectory number) go up that tree. They say which sibling is heaviest,
-   and how far apart siblings stand in pre-order.
-3. A piece begins behind the last token of its parent and behind its heavier siblings' subtrees: sums along paths, which
-   go down the tree. Depths do likewise, without the siblings.
-4. Tokens are copied piece by piece. A piece that is its parent's only child continues the parent's segment, so that
-   segments have no fork inside and are as long as they can be.
+1. A run is cut after every token that another run attaches to. The pieces form a tree, parents before children.
+2. A bottom-up pass aggregates each subtree: tokens, leaves, smallest trajectory number. This orders siblings by weight,
+   and gives their distances in pre-order.
+3. A top-down pass gives positions: a piece starts after the last token of its parent and after the subtrees of its
+   heavier siblings. Depths are computed the same way, without the siblings.
+4. Tokens are copied piece by piece. A piece that is its parent's only child continues the parent's segment, so
+   segments are maximal runs without a fork.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
 
-_THIN = 64  # pieces: below this a numpy call costs more than a loop over them
+_THIN = 64  # with fewer pieces a Python loop is faster than a numpy call
 
 
 class TreeArrays(NamedTuple):
-    """The arrays of a TokenTree of N tokens and S segments, which says what they hold."""
+    """The arrays of a TokenTree of N tokens and S segments; `TokenTree` documents them."""
 
     tokens: Int32s
     parent: Int64s
@@ -38,26 +38,26 @@ class TreeArrays(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Runs cut behind every token that another run attaches to; parents come before children."""
+    """Runs cut after every token that another run attaches to; parents come before children."""
 
     source: Int64s  # first buffer position
     length: Int64s
-    parent: Int64s  # piece, -1 at roots; a child attaches at the last token of its parent
+    parent: Int64s  # parent piece, -1 at roots; a piece attaches to the last token of its parent
 
 
 def assemble(
     buffer: Int32s, run_start: Int64s, run_length: Int64s, run_attach: Int64s, last: Int64s
 ) -> tuple[TreeArrays, Callable[[Int64s], Int64s]]:
-    """Lay runs of tokens out as one tree in depth-first pre-order, heaviest child first.
+    """Lay out runs of tokens as one tree in depth-first pre-order, heaviest child first.
 
     Args:
         buffer: int32 [B]; run r is buffer[run_start[r] : run_start[r] + run_length[r]]; gaps are allowed.
         run_start: int64 [R], increasing.
         run_length: int64 [R], each >= 1.
-        run_attach: int64 [R], the buffer position that the run continues (of an earlier run), -1 for a root.
+        run_attach: int64 [R], the buffer position, in an earlier run, that the run continues; -1 for a root.
         last: int64 [K], the buffer position of every trajectory's last token, -1 for an empty one.
 
-    Two runs that attach to one position must begin with different tokens or keys: nothing is merged here.
+    Runs that attach to the same position must start with different tokens or keys: nothing is merged here.
 
     Returns:
         The arrays, and a function from buffer positions to tree indices (-1 stays -1).
@@ -65,7 +65,7 @@ def assemble(
     pieces = _cut(run_start, run_length, run_attach)
     levels = _leaves_first(pieces.parent)
     tokens_below, weight, number = _subtree_sums(pieces, levels, last)
-    # Siblings side by side: more leaves first, then more tokens, then the smaller trajectory number.
+    # Sort siblings: more leaves first, then more tokens, then the smaller trajectory number.
     order = np.lexsort((number, -weight, pieces.parent))
     target, depth = _positions(pieces, levels, tokens_below, order)
 
@@ -88,16 +88,16 @@ def _cut(run_start: Int64s, run_length: Int64s, run_attach: Int64s) -> Pieces:
     stop = np.concatenate([run_start + run_length, inner + 1])
     order = np.argsort(source, kind="stable")
     source, before = source[order], before[order]
-    stop = np.sort(stop)  # runs are disjoint and increasing, so the k-th piece stops at the k-th stop
+    stop = np.sort(stop)  # runs are disjoint and increasing, so the k-th piece ends at the k-th stop
     parent = np.where(before >= 0, np.searchsorted(source, before, side="right") - 1, -1)
     return Pieces(source, stop - source, parent)
 
 
 class _Levels(NamedTuple):
-    """Pieces in an order for sums up and down the tree without recursion: layers of leaves, many at once."""
+    """An order of the pieces for bottom-up and top-down passes without recursion, vectorised over layers of leaves."""
 
-    layers: list[Int64s]  # the outermost leaves first; each layer's parents lie further on
-    core: list[int]  # what is left when layers get thin (long chains of forks), children before parents
+    layers: list[Int64s]  # outermost leaves first; parents are in later layers or in `core`
+    core: list[int]  # the rest, once layers are small (long chains of forks); children before parents
 
 
 def _leaves_first(parent: Int64s) -> _Levels:
@@ -116,12 +116,12 @@ def _leaves_first(parent: Int64s) -> _Levels:
 
 
 def _subtree_sums(pieces: Pieces, levels: _Levels, last: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Per piece, over its subtree: tokens, (leaves, tokens) as one comparable number, smallest trajectory."""
+    """Per piece, over its subtree: tokens; (leaves, tokens) encoded as one integer; smallest trajectory number."""
     parent, count = pieces.parent, len(pieces.source)
     number = np.full(count, len(last), np.int64)
     holder = np.searchsorted(pieces.source, last, side="right") - 1
     ends = np.flatnonzero(last >= 0)[::-1]
-    number[holder[ends]] = ends  # the last write wins: the smallest number
+    number[holder[ends]] = ends  # the last write wins, so the smallest number is kept
     tokens, leaves = pieces.length.copy(), np.ones(count, np.int64)
     leaves[parent[parent >= 0]] = 0
     for layer in levels.layers:
@@ -144,7 +144,7 @@ def _positions(pieces: Pieces, levels: _Levels, tokens_below: Int64s, order: Int
     target, depth = np.zeros(len(order), np.int64), np.zeros(len(order), np.int64)
     if len(order) == 0:
         return target, depth
-    # First the distance to the first sibling, then, top down, the place behind the parent.
+    # First the offset from the first sibling; then, top down, add the end of the parent.
     before = np.cumsum(tokens_below[order]) - tokens_below[order]
     first = np.flatnonzero(np.diff(parent[order], prepend=-2))
     target[order] = before - np.repeat(before[first], np.diff(first, append=len(order)))
@@ -182,6 +182,6 @@ def _lay_out(buffer: Int32s, pieces: Pieces, target: Int64s, depth: Int64s, toke
 
 
 def ranges(first: Int64s, count: Int64s) -> Int64s:
-    """first[0], first[0] + 1, ... (count[0] of them), first[1], ...: int64 [count.sum()]."""
+    """Concatenate the ranges first[i], ..., first[i] + count[i] - 1: int64 [count.sum()]."""
     before = np.cumsum(count) - count
     return np.arange(int(count.sum()), dtype=np.int64) + np.repeat(first - before, count)

@@ -1,4 +1,4 @@
-"""How far back along its path a token sees, and how many (query, key) pairs that makes."""
+"""How far back along its path a token sees, and the number of visible (query, key) pairs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from treetrain.tree.assemble import Int64s
 
 @dataclass(frozen=True, slots=True)
 class AttentionRange:
-    """Which tokens of its path a token sees, itself always: all of them, the nearest ones, or those of its chunk.
+    """The tokens of its path that a token sees: all of them, a sliding window, or its chunk. It always sees itself.
 
-    Distances are counted along a token's own path, so a window or chunk that crosses a fork, or the border of a part,
-    covers the same tokens as in the row by itself.
+    Distances are counted along the path, so a window or chunk across a fork or a part boundary covers the same tokens
+    as in the separate row.
     """
 
     window: int | None = None
@@ -28,7 +28,7 @@ class AttentionRange:
             raise ValueError(f"{self}: give one size of at least 1, or none")
 
     def lowest(self, depth: Any) -> Any:
-        """The least depth that a token at each depth sees. An integer array or tensor in, the like out."""
+        """The smallest depth visible from each depth; takes and returns an integer array or tensor."""
         if self.window is not None:
             return (depth - (self.window - 1)).clip(0)
         if self.chunk is not None:
@@ -36,7 +36,7 @@ class AttentionRange:
         return depth * 0
 
     def seen(self, depth: Any) -> Any:
-        """How many tokens a token at each depth sees, itself included."""
+        """Number of tokens visible from each depth, the token itself included."""
         return depth - self.lowest(depth) + 1
 
     def __str__(self) -> str:
@@ -48,18 +48,18 @@ class AttentionRange:
 FULL = AttentionRange()
 
 Pairs = int | Mapping[AttentionRange, int]
-"""Visible pairs per head and layer: of full attention, or by range where layers see less."""
+"""Visible pairs per head and layer: one number for full attention, or a number per range."""
 
 
 def pairs_at(depth: Int64s, ranges: Sequence[AttentionRange] = (FULL,)) -> Pairs:
-    """Pairs of tokens at these depths of their paths: a number for full attention alone, else by range."""
+    """Visible pairs of tokens at these depths of their paths: a number for full attention alone, else by range."""
     pairs = {each: int(each.seen(depth).sum(dtype=np.int64)) for each in ranges}
     return pairs[FULL] if tuple(ranges) == (FULL,) else pairs
 
 
 def pairs_of_rows(lengths: Int64s, ranges: Sequence[AttentionRange] = (FULL,)) -> Pairs:
-    """The same of rows of these lengths, each by itself."""
-    # Rows of one length have the same pairs, so a running sum over depths is enough.
+    """Visible pairs of separate rows of these lengths."""
+    # A row's pairs depend on its length alone, so a running sum over depths is enough.
     depth = np.arange(int(lengths.max(initial=0)))
     pairs = {each: int(np.append(0, np.cumsum(each.seen(depth)))[lengths].sum()) for each in ranges}
     return pairs[FULL] if tuple(ranges) == (FULL,) else pairs

@@ -1,8 +1,8 @@
-"""Rows of token ids to a token tree: sort, compare neighbours, keep what each row adds.
+"""Build a token tree from rows of token ids: sort, compare neighbours, keep each row's new tokens.
 
-In sorted order no earlier row shares more with a row than the one just before it, so one comparison with that
-neighbour finds all that is shared. What a row adds is one run of tokens, attached where the shared prefix ends;
-`assemble` lays the runs out.
+In sorted order, no earlier row shares a longer prefix with a row than its predecessor does, so one comparison finds the
+shared prefix. The rest of the row is one run of tokens, attached where the shared prefix ends; `assemble` lays out the
+runs.
 """
 
 from array import array
@@ -17,32 +17,32 @@ from treetrain.errors import DataError, quoted
 from treetrain.tree.assemble import Int32s, Int64s, assemble
 from treetrain.tree.token_tree import TokenTree
 
-_BLOCK = 1 << 18  # tokens compared at once: bounds the temporaries and stays in cache
+_BLOCK = 1 << 18  # tokens compared at once: bounds the temporaries, and fits the cache
 
 Row = Trajectory | Sequence[int] | NDArray[Any]
 
 
 def build_tree(sequences: Sequence[Row], *, merge: bool = True, apart: Int64s | None = None) -> TokenTree:
-    """Merge rows that begin alike into one forest: each shared prefix is stored once.
+    """Merge rows into one prefix forest: each shared prefix is stored once.
 
     Args:
         sequences: K rows, each a Trajectory or a list, 1-D integer array or tensor of token ids; duplicates, rows
-            that are prefixes of other rows, empty rows and rows of one token are all welcome.
-            Trajectories whose `key` differs never share a token, nor do tokens whose recorded `experts` differ.
-        merge: False keeps every row as a tree of its own (what the linear baseline runs).
-        apart: int64 [K], from 0: rows of different numbers share no token.
+            that are prefixes of other rows, empty rows and rows of one token are allowed.
+            Trajectories with different `key` share no token; tokens with different recorded `experts` are not merged.
+        merge: False keeps every row as a separate tree, as in the linear baseline.
+        apart: int64 [K], from 0: rows with different numbers share no token.
 
     Raises:
-        DataError: an id that is negative, above int32 or no integer; recorded experts of different shapes; the
+        DataError: an id that is negative, above int32 or not an integer; recorded experts of different shapes. The
             message names the row (from 0).
 
-    The order of children is heaviest first: more leaves, then more tokens, then the smaller row number.
-    Time is about linear in the tokens of all rows (memcmp sort), memory strictly.
+    Children are ordered heaviest first: more leaves, then more tokens, then the smaller row number.
+    Time is about linear in the tokens of all rows (memcmp sort); memory is linear.
     """
     rows = sequences if isinstance(sequences, list | tuple) else list(sequences)
     given = [row if isinstance(row, Trajectory) else None for row in rows]
     flat, lengths = _token_ids(rows)
-    # Rows with recorded experts are merged by a number for each pair of an id and its experts.
+    # With recorded experts, rows are merged by one number for each distinct (id, experts) pair.
     routed = any(row is not None and row.experts is not None for row in given)
     named = _name_by_experts(given, flat, lengths) if routed else None
     blob = (flat if named is None else named[0]).tobytes()
@@ -81,15 +81,15 @@ def build_tree(sequences: Sequence[Row], *, merge: bool = True, apart: Int64s | 
 
 
 def as_tree(rows: Sequence[Row] | TokenTree, *, merge: bool = True) -> TokenTree:
-    """Rows as their tree; a tree that is given is taken as it is."""
+    """The tree of rows; a tree is returned unchanged."""
     return rows if isinstance(rows, TokenTree) else build_tree(rows, merge=merge)
 
 
 def _token_ids(rows: Sequence[Any]) -> tuple[Int32s, Int64s]:
-    """All rows one after the other, int32 [flat], and their lengths, int64 [K]."""
+    """The rows concatenated, int32 [flat], and their lengths, int64 [K]."""
     kinds = set(map(type, rows))
     arrays: Sequence[NDArray[Any]]
-    # The common forms go without a call per row.
+    # The common types need no Python call per row.
     if kinds == {list} and (flat := _joined_lists(rows)) is not None:
         return flat, np.fromiter(map(len, rows), np.int64, len(rows))
     if kinds == {Trajectory}:
@@ -100,7 +100,7 @@ def _token_ids(rows: Sequence[Any]) -> tuple[Int32s, Int64s]:
         arrays = [row.ids if isinstance(row, Trajectory) else _as_array(number, row) for number, row in enumerate(rows)]
     lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
     narrow = {ids.dtype for ids in arrays} <= {np.dtype(np.int32)}
-    # Ids beyond int64 wrap to negative ones.
+    # Ids beyond int64 wrap to negative numbers, which are rejected below.
     flat = np.concatenate([np.zeros(0, np.int32), *arrays], dtype=np.int32 if narrow else np.int64, casting="unsafe")
     if flat.min(initial=0) < 0 or (not narrow and flat.max(initial=0) > MAX_TOKEN_ID):
         at = int(np.flatnonzero((flat < 0) | (flat > MAX_TOKEN_ID))[0])
@@ -110,7 +110,7 @@ def _token_ids(rows: Sequence[Any]) -> tuple[Int32s, Int64s]:
 
 
 def _joined_lists(rows: Sequence[Any]) -> Int32s | None:
-    """Lists of ids one after the other; None where one of them holds what is no token id."""
+    """Lists of ids concatenated; None if any entry is not a token id."""
     joined = array("i")
     try:
         for row in rows:
@@ -128,7 +128,7 @@ def _as_array(number: int, row: Any) -> NDArray[Any]:
         except (OverflowError, TypeError):
             bad = next(i for i in row if not (hasattr(i, "__index__") and 0 <= i <= MAX_TOKEN_ID))
             raise DataError(_bad_id(number, bad)) from None
-    ids = np.asarray(row.cpu() if hasattr(row, "cpu") else row)  # a tensor may lie on another device
+    ids = np.asarray(row.cpu() if hasattr(row, "cpu") else row)  # a tensor may be on another device
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise DataError(
             f"row {number}: token ids must be a 1-D array of integers, found shape {ids.shape} of "
@@ -145,7 +145,7 @@ def _bad_id(number: int, token: object) -> str:
 
 
 def _key_ranks(rows: Sequence[Trajectory | None], apart: Int64s | None) -> Int64s | None:
-    """One number per distinct key, None when all are alike; bare rows have the key None."""
+    """One number per distinct key and `apart`; None if all are alike. Rows of bare ids have the key None."""
     numbers: dict[Hashable, int] = {}
     keys = [numbers.setdefault(None if row is None else row.key, len(numbers)) for row in rows]
     if len(numbers) < 2:
@@ -156,10 +156,10 @@ def _key_ranks(rows: Sequence[Trajectory | None], apart: Int64s | None) -> Int64
 def _name_by_experts(
     rows: Sequence[Trajectory | None], ids: Int32s, lengths: Int64s
 ) -> tuple[Int32s, Int32s, NDArray[np.int16]]:
-    """A number for every distinct pair of a token id and its recorded experts, -1 where there are none.
+    """Number every distinct pair of a token id and its recorded experts (-1 where none are recorded).
 
     Args:
-        ids: int32 [flat], all rows one after the other.
+        ids: int32 [flat], the rows concatenated.
         lengths: int64 [K].
 
     Returns:
@@ -168,7 +168,7 @@ def _name_by_experts(
         experts: int16 [names, layers, k].
 
     Raises:
-        DataError: experts of another shape than those of an earlier row.
+        DataError: experts whose shape differs from an earlier row's.
     """
     recorded = {
         k: row.experts for k, row in enumerate(rows) if row is not None and row.experts is not None and len(row)
@@ -186,7 +186,7 @@ def _name_by_experts(
     for number, experts in recorded.items():
         choices[ends[number] - len(experts) : ends[number]] = experts
     table = choices.reshape(len(ids), -1)
-    # Equal pairs by a hash of 64 bits, which is checked afterwards: sorting the experts themselves takes much longer.
+    # Equal pairs are found by a 64-bit hash, verified below: sorting the experts themselves is much slower.
     factors = np.random.default_rng(0).integers(1, 1 << 62, table.shape[1] + 1, dtype=np.int64) * 2 + 1
     with np.errstate(over="ignore"):
         hashed = ids.astype(np.int64) * factors[0]
@@ -200,10 +200,10 @@ def _name_by_experts(
 
 
 def shared_prefixes(flat: Int32s, length: Int64s) -> Int64s:
-    """How many leading tokens each row has in common with the row before it.
+    """Number of leading tokens that each row shares with the row before it.
 
     Args:
-        flat: int32 [B], all rows one after the other.
+        flat: int32 [B], the rows concatenated.
         length: int64 [K].
     """
     count = len(length)
@@ -216,7 +216,7 @@ def shared_prefixes(flat: Int32s, length: Int64s) -> Int64s:
         here = np.arange(low, high, dtype=np.int64)
         back = np.repeat(length[row - 1 : stop - 1], length[row:stop])
         differs = flat[here] != flat[here - back]
-        # Beyond the end of the shorter previous row the shifted position lies in this row itself.
+        # Past the end of a shorter previous row, the shifted position is in this row itself.
         offset = here - np.repeat(start[row:stop], length[row:stop])
         differs |= offset >= back
         at = np.append(np.flatnonzero(differs) + low, high)
@@ -227,10 +227,10 @@ def shared_prefixes(flat: Int32s, length: Int64s) -> Int64s:
 
 
 def _attach_points(start: Int64s, shared: Int64s) -> Int64s:
-    """The flat position each row continues: the last shared token, where it was first stored; -1 for none.
+    """The flat position that each row continues: where its last shared token was first stored; -1 for none.
 
-    Depth d of a row's path was added by the nearest earlier row that shares fewer than d + 1 tokens with its
-    own predecessor, which is a walk over previous smaller values: amortised constant per row.
+    Depth d of a row's path was added by the nearest earlier row that shares at most d tokens with its own
+    predecessor. This is a "previous smaller value" search, amortised constant per row.
     """
     values = shared.tolist()
     smaller = [-1] * len(values)

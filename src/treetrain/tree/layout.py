@@ -1,4 +1,4 @@
-"""The tokens of a tree that a forward must compute, the predictions (edges) they own, and any piece of both."""
+"""The tokens of a tree that a forward computes, their predictions (edges), and pieces of both."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,21 +17,21 @@ Bools = NDArray[np.bool_]
 class PackedLayout:
     """M tokens in pre-order with E edges on R rows.
 
-    A row here is a position whose hidden state predicts something.
+    A row here is a position whose hidden state predicts a token.
     """
 
     input_ids: Int64s
     """int64 [M]."""
     positions: Int64s
-    """int64 [M]: depth on the path of the tree (rotary positions); a piece that continues a path starts above 0."""
+    """int64 [M]: depth in the tree (rotary position); a piece below other tokens starts above 0."""
     parent: Int64s
-    """int64 [M]: the token before it on its path, -1 where that is not here."""
+    """int64 [M]: the token before it on its path; -1 if that is not in this layout."""
     ends: Int64s
     """int64 [M]: subtree ends; token i sees token j when j <= i < ends[j]."""
     tree_index: Int64s
-    """int64 [M]: the tree's index of each token."""
+    """int64 [M]: tree index of each token."""
     segment_start: Int64s
-    """int64 [S + 1]: maximal runs without a fork, of the tokens here."""
+    """int64 [S + 1]: starts of the maximal runs without a fork."""
     segment_parent: Int64s
     """int64 [S]: -1 at roots."""
     edge_rows: Int64s
@@ -39,9 +39,9 @@ class PackedLayout:
     edge_targets: Int64s
     """int64 [E]: the predicted token ids."""
     edge_tokens: Int64s
-    """int64 [E]: the tree's index of the predicted token."""
+    """int64 [E]: tree index of the predicted token."""
     rows: Int64s
-    """int64 [R], ascending: the positions that own an edge; the LM head runs on these alone."""
+    """int64 [R], ascending: the positions with an edge; the LM head runs only on these."""
     edge_row_index: Int64s
     """int64 [E]: index into `rows`."""
 
@@ -57,7 +57,7 @@ class PackedLayout:
 
     @property
     def pairs(self) -> int:
-        """Visible (query, key) pairs on the whole paths: the attention work."""
+        """Visible (query, key) pairs on whole paths with full attention."""
         return int((self.positions + 1).sum())
 
 
@@ -66,18 +66,18 @@ class Piece(NamedTuple):
 
     layout: PackedLayout
     edges: Int64s
-    """int64 [e]: which edges of the whole these are."""
+    """int64 [e]: indices of these edges in the whole layout."""
     rows: Int64s
-    """int64 [r]: which rows of the whole these are."""
+    """int64 [r]: indices of these rows in the whole layout."""
 
 
 class FlatReads(NamedTuple):
-    """The T flat predictions that read edges, trajectory by trajectory."""
+    """The T used flat predictions and the edge that each reads, trajectory by trajectory."""
 
     edges: Int64s
     """int64 [T]: the edge that each used prediction reads."""
     index: Int64s
-    """int64 [T]: where these stand in the concatenation of the trajectories' (L_k - 1) predictions."""
+    """int64 [T]: their indices in the concatenation of the trajectories' (L_k - 1) predictions."""
     total: int
     """Length of that concatenation (an empty trajectory adds 0)."""
 
@@ -89,7 +89,7 @@ def pack(tree: TokenTree, predicted: Bools | None = None, *, trim: bool = True) 
         tree: N unique tokens.
         predicted: bool [N]: whether the prediction of each token is wanted (roots have none and are ignored).
             None wants all of them.
-        trim: keep only tokens that a wanted prediction looks at (its predecessor and what is before that);
+        trim: keep only tokens that a wanted prediction depends on (its predecessor and the path above that);
             False keeps every tree token.
 
     Raises:
@@ -117,13 +117,13 @@ def pack(tree: TokenTree, predicted: Bools | None = None, *, trim: bool = True) 
 
 
 def pack_states(tree: TokenTree, wanted: Bools | None = None) -> PackedLayout:
-    """Lay out a whole tree for something that is read of tokens' own states, and not of predictions.
+    """Lay out a whole tree to read tokens' own hidden states instead of predictions.
 
-    The edges are from tokens to themselves: edge and row e stand for the e-th wanted token, whose id is the target.
+    Edges go from tokens to themselves: edge and row e stand for the e-th wanted token, and its id is the target.
 
     Args:
         tree: N unique tokens, all of which are computed.
-        wanted: bool [N]: whose states are read; None wants all.
+        wanted: bool [N]: tokens whose states are read; None means all.
     """
     at = np.arange(tree.num_tokens) if wanted is None else np.flatnonzero(wanted)
     return _layout(
@@ -139,7 +139,7 @@ def pack_states(tree: TokenTree, wanted: Bools | None = None) -> PackedLayout:
 
 
 def cut(layout: PackedLayout, tokens: Int64s) -> Piece:
-    """Some tokens of a layout, with the edges that they predict, in the same order.
+    """Select some tokens of a layout and the edges they predict, in the same order.
 
     Args:
         tokens: int64 [m], ascending.
@@ -178,10 +178,10 @@ def _layout(*, parent: Int64s, edge_rows: Int64s, **arrays: Int64s) -> PackedLay
 
 
 def flat_reads(tree: TokenTree, layout: PackedLayout, used: Bools) -> FlatReads:
-    """Which edge every used prediction of every trajectory reads.
+    """Find the edge that each used prediction of each trajectory reads.
 
     Args:
-        used: bool [flat], over all trajectories' tokens one after the other (entry 0 of a trajectory is ignored);
+        used: bool [flat], over the concatenated trajectories' tokens (entry 0 of each is ignored);
             each used prediction's edge must be in the layout.
     """
     offsets, index = tree.paths()
@@ -202,7 +202,7 @@ def flat_reads(tree: TokenTree, layout: PackedLayout, used: Bools) -> FlatReads:
 
 
 def segments(parent: Int64s) -> tuple[Int64s, Int64s]:
-    """Maximal runs without a fork of a forest in pre-order: (start int64 [S + 1], parent segment int64 [S]).
+    """Split a forest in pre-order into maximal runs without a fork: (start int64 [S + 1], parent segment int64 [S]).
 
     Args:
         parent: int64 [M], each token's parent, -1 at roots.

@@ -1,10 +1,10 @@
-"""The trained predictions of a tree of nodes with the rows through a node merged, so that no row is put together.
+"""Merge the rows through each node of a node tree into a few trained predictions, without building any row.
 
 All rows through a node share the node's weights and facts; only a row's own advantage (NodeTrajectory) may differ. So
-the rows through a node fall into at most four sets: those that take the node's advantages, and those with an advantage
-of their own below, at and above 0. Each set is one prediction for every trained token of the node, with S = the sum of
-the rows' shares and A = the share-weighted mean of their advantages. Then sum_k share_k x(l, A_k) = S x(l, A), exactly,
-for every x that is affine in the advantage on each side of 0.
+the rows through a node form at most four sets: rows that use the node's advantages, and rows with an own advantage
+below, at and above 0. Each set gives one prediction per trained token of the node, where S is the sum of the rows'
+shares and A the share-weighted mean of their advantages. Then sum_k share_k x(l, A_k) = S x(l, A), exactly, for every x
+that is affine in the advantage on each side of 0.
 """
 
 import operator
@@ -23,16 +23,16 @@ Reduction = Literal["token", "trajectory"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MergedPredictions:
-    """T predictions with a loss weight, each with all rows that share it and its facts."""
+    """T predictions with a loss weight, each for all rows that share it and its facts."""
 
     reduction: Reduction
-    """How shares are counted: "token", or "trajectory", where a row's weights are divided by their sum."""
+    """How shares are computed: "token", or "trajectory", which divides a row's weights by their sum."""
     tokens: Int64s
-    """int64 [T], ascending: the tree's index of the predicted token. One token may stand several times."""
+    """int64 [T], ascending: tree index of the predicted token. A token may occur several times."""
     shares: Float64s
-    """[T]: what the rows count in the loss's sum, together; never 0."""
+    """[T]: total weight of the rows in the loss's sum; never 0."""
     advantages: Float64s | None
-    """[T]: mean over the rows, by share. None, as all facts below, where a trained row has none: see `lacking`."""
+    """[T]: share-weighted mean over the rows. A fact, here and below, is None if a trained row lacks it."""
     old_logprobs: Float64s | None
     """[T], nats."""
     ref_logprobs: Float64s | None
@@ -50,23 +50,23 @@ class MergedPredictions:
     num_trained: int
     """The number of rows with a weight above 0."""
     lacking: Mapping[str, str]
-    """Name of a fact -> who is trained without it ("node 7")."""
+    """Name of a fact -> the first node trained without it ("node 7")."""
     negative: str | None
-    """Where a loss weight is below 0 ("node 7: loss_weights[0] = -1"); None if nowhere."""
+    """The first loss weight below 0 ("node 7: loss_weights[0] = -1"); None if there is none."""
 
     def __len__(self) -> int:
         """T."""
         return len(self.tokens)
 
     def reads(self, edge_tokens: Int64s) -> tuple[Int64s, Int64s]:
-        """Which predictions read some edges, all of a layout or those of a piece of it.
+        """Find the predictions that read the given edges, of a layout or of a piece of one.
 
         Args:
             edge_tokens: int64 [E]: the predicted token of each edge, all different.
 
         Returns:
             edges: int64 [t], ascending, 0 to E - 1: the edge that each of t predictions reads.
-            index: int64 [t], 0 to T - 1: which predictions these are.
+            index: int64 [t], 0 to T - 1: indices of these predictions.
         """
         first = np.searchsorted(self.tokens, edge_tokens)
         count = np.searchsorted(self.tokens, edge_tokens, side="right") - first
@@ -126,7 +126,7 @@ def merge(rows: NodeRows, reduction: Reduction) -> MergedPredictions:
 
 
 def _on_tokens(rows: NodeRows, name: str) -> Float64s:
-    """[T]: a fact of the nodes' tokens, one node after the other; 0 on nodes without."""
+    """[T]: a fact of the nodes' tokens, concatenated over nodes; 0 on nodes without it."""
     given = [getattr(part, name) for part in rows.contents]
     blank = [np.zeros(len(part)) if fact is None else fact for part, fact in zip(rows.contents, given)]
     return np.concatenate([np.zeros(0), *blank])
@@ -142,10 +142,10 @@ def _negative(rows: NodeRows) -> str | None:
 
 
 def _lacking(rows: NodeRows, own: Float64s) -> dict[str, str]:
-    """For every fact that a trained row misses: the first node where it does.
+    """For every fact that a trained row lacks, the first node without it.
 
     Args:
-        own: [K], the rows' own advantages, NaN where they take the nodes'.
+        own: [K], the rows' own advantages, NaN for rows that use the nodes'.
     """
     trained = np.bincount(rows.place, rows.weights != 0, minlength=len(rows.contents)) > 0
     found = {}

@@ -1,7 +1,7 @@
-"""A rollout that is already a tree: nodes with parents and facts, trajectories named by their last node.
+"""Build a token tree from a rollout that is already a tree: nodes with parents, trajectories named by their last node.
 
 Nothing is flattened. Nodes are checked one by one and inserted into a set of runs of tokens, which `assemble` lays out
-as it does the rows of `build_tree`; sums over the trajectories through a node are sums over the tree of nodes.
+like the rows of `build_tree`. Sums over the trajectories through a node are computed on the tree of nodes.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -20,14 +20,14 @@ Float64s = NDArray[np.float64]
 Count = Literal["per trajectory", "once"]
 
 NEEDED_FACTS = tuple(name for name in PER_TOKEN_FACTS if name != "loss_weights")
-"""Facts without a neutral value: where one node of a trajectory has them, its other trained nodes must too."""
+"""Facts without a default: if one node of a trajectory has them, its other trained nodes must too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """A run of tokens that continues another node, with the facts of its own tokens.
+    """A run of tokens that continues another node, with the per-token facts of its tokens.
 
-    Entry t of a fact belongs to the prediction of ids[t], made from the token before it on the path.
+    Entry t of a fact belongs to the prediction of ids[t] from the token before it on the path.
     """
 
     parent: int | None
@@ -51,7 +51,7 @@ class Node:
     returns: ArrayLike | None = None
     """[L]."""
     key: Hashable = None
-    """Whatever else enters the forward from here on (an adapter's name); None keeps the parent's."""
+    """Anything else that enters the forward from here on (an adapter's name); None keeps the parent's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -61,11 +61,11 @@ class NodeTrajectory:
     node: int
     """Number of its last node."""
     advantages: float | None = None
-    """One number for the row; takes the place of the nodes' advantages."""
+    """One number for the row; replaces the nodes' advantages."""
     reward: float | None = None
-    """As that of a `Trajectory`, as all below."""
+    """This and the fields below are those of a `Trajectory`."""
     group: Hashable = None
-    """Rows to compare with each other have equal `group`."""
+    """Rows whose rewards are compared have equal `group`."""
     pair: Hashable = None
     """Rows with equal `pair` form a preference pair."""
     chosen: bool | None = None
@@ -78,24 +78,24 @@ class NodeTrajectory:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NodeRows(LazyTrajectories):
-    """The K trajectories of n nodes, each put together only when it is asked for.
+    """The K trajectories of n nodes, each built on access.
 
-    Nodes are in an order in which parents come first; those on no trajectory are left out.
+    Parents come before their children; nodes on no trajectory are left out.
     """
 
     numbers: list[int]
     """The user's number of each node, for messages."""
     parents: list[int]
-    """Place of each node's parent in this order, -1 at roots."""
+    """Index of each node's parent in this order, -1 at roots."""
     contents: list[Trajectory]
     """Ids, facts and key (inherited where the node has none) of each node."""
     rows: list[NodeTrajectory]
     ends: list[int]
-    """Place of each trajectory's last node."""
+    """Index of each trajectory's last node."""
     owner: list[int]
-    """Each node's first trajectory, where its tokens count once; empty where they count once per trajectory."""
+    """With count="once", the first trajectory through each node, which counts its tokens; else empty."""
     tree_index: Int64s
-    """int64 [T]: tree index of every token of the nodes, one node after the other."""
+    """int64 [T]: tree index of every token of the nodes, concatenated over nodes."""
     depth: Int64s
     """int64 [T]: depth of these tokens."""
     tree_tokens: int
@@ -145,16 +145,16 @@ class NodeRows(LazyTrajectories):
         return np.where(self.depth > 0, np.concatenate([np.zeros(0), *given]), 0.0)
 
     def trained_edges(self, rows: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
-        """As TokenTree.trained_edges, from the nodes' own weights."""
+        """`TokenTree.trained_edges`, computed from the nodes' weights."""
         trained = np.flatnonzero(self.weights)
         uses, index = np.zeros(self.tree_tokens, np.int64), self.tree_index[trained]
         np.add.at(uses, index, self.sum_over_rows(rows)[self.place[trained]].astype(np.int64))
         deepest = np.zeros(len(self.contents), np.int64)
-        deepest[self.place[trained]] = self.depth[trained]  # the last write wins: the deepest
+        deepest[self.place[trained]] = self.depth[trained]  # the last write wins, so the deepest is kept
         return uses, self.along_rows(deepest, max).astype(np.int64) * rows
 
     def sum_over_rows(self, per_row: NDArray[Any]) -> Float64s:
-        """[n]: the sum of a number per trajectory over those that count the tokens of each node."""
+        """[n]: for each node, the sum of `per_row` over the trajectories that count its tokens."""
         if self.owner:
             return per_row[np.array(self.owner, np.int64)].astype(np.float64)
         total = np.bincount(np.array(self.ends, np.int64), weights=per_row, minlength=len(self.parents)).tolist()
@@ -164,10 +164,10 @@ class NodeRows(LazyTrajectories):
         return np.array(total, np.float64)
 
     def along_rows(self, per_node: NDArray[Any], join: Callable[[Any, Any], Any]) -> Float64s:
-        """[K]: a number per node joined over the nodes whose tokens each trajectory counts; 0 where it counts none."""
+        """[K]: for each trajectory, `per_node` joined over the nodes whose tokens it counts; 0 if it counts none."""
         found = per_node.tolist()
         for node, above in enumerate(self.parents):
-            # The nodes that a trajectory owns are the end of its path.
+            # The nodes that a trajectory owns form the end of its path.
             if above >= 0 and (not self.owner or self.owner[above] == self.owner[node]):
                 found[node] = join(found[above], found[node])
         counts = [not self.owner or self.owner[end] == number for number, end in enumerate(self.ends)]
@@ -180,7 +180,7 @@ def grow(
     unused: Literal["error", "drop"],
     count: Count,
 ) -> tuple[TreeArrays, Int64s, Int64s, NodeRows]:
-    """Check and merge nodes; arguments and errors are those of TokenTree.from_nodes.
+    """Check and merge nodes; see `TokenTree.from_nodes` for arguments and errors.
 
     Returns:
         The tree's arrays, each trajectory's last token (-1 for an empty one) and length, and the trajectories.
@@ -247,7 +247,7 @@ def _parents_first(nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
     if all(parent < number for number, parent in enumerate(parents)):
         return list(range(len(parents))), parents
     order = [number for number, parent in enumerate(parents) if parent < 0]
-    for number in order:  # grows while it is walked: breadth first
+    for number in order:  # `order` grows during the loop: breadth first
         order.extend(children[number])
     if len(order) < len(parents):
         cycle = min(set(range(len(parents))) - set(order))
@@ -288,7 +288,7 @@ def _content(number: int, node: Node, key: Hashable) -> Trajectory:
 
 
 class _Runs(NamedTuple):
-    """Runs of tokens as `assemble` takes them, and where each node's tokens went."""
+    """The arguments of `assemble`, and the buffer position of each node's tokens."""
 
     buffer: Int32s
     start: Int64s
@@ -297,15 +297,15 @@ class _Runs(NamedTuple):
     last: list[int]
     """Buffer position of the last token of each node's path, -1 for an empty path."""
     position: Int64s
-    """Buffer position of every token of the nodes, one node after the other."""
+    """Buffer position of every token of the nodes, concatenated over nodes."""
 
 
 def _insert(contents: Sequence[Int32s], parents: list[int], keys: list[Hashable]) -> _Runs:
-    """Insert nodes one by one into runs of tokens that share whatever begins alike.
+    """Insert nodes one by one into runs of tokens; equal prefixes are merged.
 
-    A node's tokens continue the run that holds the last token above them as far as both agree, then another run that
-    branches off there, and so on; what is left becomes a run of its own. Runs only ever grow by new runs, so a child of
-    a position is found by (position, key, token). The work is one look-up per run that a node passes through.
+    A node's tokens follow the run of the last token above them as far as both agree, then a run that branches off
+    there, and so on. The rest becomes a new run. A run never changes once added, so `child` finds the run that branches
+    off a position by (position, key, token). The cost is one look-up per run that a node passes through.
     """
     buffer, filled = np.zeros(sum(map(len, contents)), np.int32), 0
     start: list[int] = []
@@ -343,7 +343,7 @@ def _insert(contents: Sequence[Int32s], parents: list[int], keys: list[Hashable]
 
 
 def _check_facts(found: NodeRows) -> None:
-    """A fact given on one node of a trajectory must be given wherever the trajectory is trained."""
+    """Check that a fact given on one node of a trajectory is given on all its trained nodes."""
     trained = (np.bincount(found.place, found.weights != 0, minlength=len(found.contents)) > 0).tolist()
     for name in NEEDED_FACTS:
         has = [getattr(part, name) is not None for part in found.contents]

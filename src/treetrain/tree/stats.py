@@ -1,4 +1,4 @@
-"""How much a tree shares, where the sharing sits, and what it is worth."""
+"""Statistics of a tree: shared tokens, where they are, and the speed-ups they allow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,35 +15,34 @@ Bools = NDArray[np.bool_]
 
 
 class FlopCounter(Protocol):
-    """A model's costs, for the FLOP speed-ups; `planning.cost.ModelShape` is one.
+    """A model's FLOP counts, for the FLOP speed-ups; `planning.cost.ModelShape` implements it.
 
-    A model whose layers do not all see the whole path has an attribute `attention_ranges` and gets its
-    pairs by range.
+    If some layers do not see the whole path, it has an attribute `attention_ranges` and receives pairs by range.
     """
 
     def flops(self, tokens: int, pairs: Any, head_rows: int) -> float:
-        """FLOPs of a training step over so many tokens, visible (query, key) pairs and LM-head rows."""
+        """FLOPs of a training step with these numbers of tokens, visible (query, key) pairs and LM-head rows."""
         ...
 
 
 class Work(NamedTuple):
-    """The work of a step, whatever the model."""
+    """The work of a step, independent of the model."""
 
     tokens: int
     """Tokens through the layers."""
     pairs: Pairs
-    """Visible (query, key) pairs per head and layer; by range where layers see less than the whole path."""
+    """Visible (query, key) pairs per head and layer; by range if layers see less than the whole path."""
     head_rows: int
     """Hidden states through the LM head."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeStats:
-    """A batch as a tree. "Shared" tokens lie on two trajectories or more; "context" is not trained."""
+    """Statistics of a batch. "Shared" tokens are on two or more trajectories; "context" tokens are not trained."""
 
     trajectories: int
     trees: int
-    """Roots: trajectories of different trees share nothing."""
+    """Number of roots; trajectories of different trees share nothing."""
     flat: int
     """Tokens summed over the trajectories."""
     unique: int
@@ -53,27 +52,27 @@ class TreeStats:
     token_speedup: float
     """flat / unique; 1 for an empty batch."""
     flop_speedup: float | None
-    """FLOPs of every row by itself / FLOPs of the tree, both trimmed behind the last trained token."""
+    """FLOPs of all rows computed separately / FLOPs of the tree, both trimmed after the last trained token."""
     flop_speedup_dedup: float | None
-    """The same against a baseline that drops exact repeats."""
+    """The same, relative to a baseline that drops exact duplicates."""
     longest_path: int
     segments: int
     forks: int
     """Tokens with more than one child."""
     max_out_degree: int
-    """Most children of one token."""
+    """Largest number of children of one token."""
     max_forks_on_path: int
     leaves: int
     duplicates: int
-    """Non-empty trajectories whose tokens repeat another one's exactly."""
+    """Non-empty trajectories with the same tokens as an earlier one."""
     trained_flat: int
-    """Trained predictions summed over the trajectories."""
+    """Trained predictions, summed over the trajectories."""
     trained_unique: int
-    """Tree tokens whose prediction some trajectory trains."""
+    """Tree tokens whose prediction is trained by some trajectory."""
     shared_trained: int
     """Shared tree tokens whose prediction is trained."""
     shared_context: int
-    """Shared tree tokens that are context only."""
+    """Shared tree tokens that are never trained."""
     saved_trained: int
     """Flat tokens that sharing saves, at trained tokens; saved_trained + saved_context = flat - unique."""
     saved_context: int
@@ -81,7 +80,7 @@ class TreeStats:
 
 
 def tree_stats(tree: TokenTree, shape: FlopCounter | None = None) -> TreeStats:
-    """How much is shared, where, and what it is worth; `treetrain.stats` takes rows and names of shapes too.
+    """Compute a tree's statistics; `treetrain.stats` also accepts rows and names of shapes.
 
     Args:
         tree: the batch.
@@ -119,12 +118,12 @@ def tree_stats(tree: TokenTree, shape: FlopCounter | None = None) -> TreeStats:
 
 
 def flop_speedup(tree: TokenTree, shape: FlopCounter, *, dedup: bool = False) -> float:
-    """FLOP-ideal: what a tree that costs nothing besides its arithmetic would gain. 1 if nothing is trained.
+    """The ideal speed-up: FLOPs of the linear baseline over FLOPs of the tree. 1 if nothing is trained.
 
     Args:
         tree: the batch.
         shape: counts a step's FLOPs on the model.
-        dedup: compare with a baseline that drops exact repeats.
+        dedup: compare with a baseline that drops exact duplicates.
     """
     ranges = getattr(shape, "attention_ranges", (FULL,))
     ours = shape.flops(*tree_work(tree, ranges))
@@ -132,7 +131,7 @@ def flop_speedup(tree: TokenTree, shape: FlopCounter, *, dedup: bool = False) ->
 
 
 def tree_work(tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,)) -> Work:
-    """The tree in one packed pass: tokens that a trained prediction looks at, each once.
+    """The work of the tree in one packed pass: each token that a trained prediction depends on, once.
 
     Args:
         tree: the batch.
@@ -147,7 +146,7 @@ def tree_work(tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,)) -> Wo
 
 
 def linear_work(tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,), *, dedup: bool = False) -> Work:
-    """Every trajectory by itself, up to the token that predicts its last trained one.
+    """The work of the linear baseline: every trajectory up to the token that predicts its last trained token.
 
     Args:
         tree: the batch.
@@ -159,7 +158,7 @@ def linear_work(tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,), *, 
 
 
 def distinct_rows(tree: TokenTree) -> Bools:
-    """bool [K]: one of each set of non-empty trajectories with the same tokens, the one trained furthest."""
+    """bool [K]: marks one non-empty trajectory per distinct token sequence, the one trained furthest."""
     _, deepest = tree.trained_edges()
     order = np.lexsort((-deepest, tree.trajectory_last))
     last = tree.trajectory_last[order]
@@ -169,14 +168,14 @@ def distinct_rows(tree: TokenTree) -> Bools:
 
 
 def trajectories_through(tree: TokenTree) -> Int64s:
-    """int64 [N]: how many trajectories hold each token."""
+    """int64 [N]: number of trajectories through each token."""
     ends = np.bincount(tree.trajectory_last[tree.trajectory_last >= 0] + 1, minlength=tree.num_tokens + 1)
     before = np.cumsum(ends)
     return before[tree.end] - before[:-1]
 
 
 def needed_tokens(tree: TokenTree, edges: Int64s) -> Bools:
-    """bool [N]: tokens at or above the predecessor of an edge (edges are named by the token predicted)."""
+    """bool [N]: tokens at or above the predecessor of an edge (an edge is given by its predicted token)."""
     reads = np.zeros(tree.num_tokens + 1, np.int64)
     reads[tree.parent[edges] + 1] = 1
     reads = np.cumsum(reads)
@@ -184,7 +183,7 @@ def needed_tokens(tree: TokenTree, edges: Int64s) -> Bools:
 
 
 def _most_on_a_path(tree: TokenTree, marked: Bools) -> int:
-    """Most marked tokens that lie on one path."""
+    """Largest number of marked tokens on one path."""
     at = np.flatnonzero(marked)
     steps = np.zeros(tree.num_tokens + 1, np.int64)
     steps[at] += 1

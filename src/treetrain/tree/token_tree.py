@@ -1,4 +1,4 @@
-"""The token tree: a batch of trajectories as one forest of tokens, a struct of numpy arrays in pre-order."""
+"""The token tree: a batch of trajectories as one forest of tokens, stored as numpy arrays in pre-order."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +20,8 @@ Bools = NDArray[np.bool_]
 class TokenTree:
     """A prefix forest of N tokens, S segments and K trajectories, in depth-first pre-order.
 
-    Siblings stand heaviest first: more leaves, then more tokens, then the smaller trajectory number below.
-    Token i is an ancestor of j, or j itself, exactly when `i <= j < end[i]`: the attention mask.
+    Siblings are ordered heaviest first: more leaves, then more tokens, then the smallest trajectory number below.
+    Token i is j or an ancestor of j exactly when `i <= j < end[i]`: the attention mask.
 
         a b c d e        index     0  1  2  3  4  5
         a b c f          tokens    a  b  c  d  e  f        a b c ┬ d e
@@ -34,11 +34,11 @@ class TokenTree:
     parent: Int64s
     """int64 [N]: the token before it on its path; -1 at roots."""
     depth: Int32s
-    """int32 [N]: tokens before it on its path (its rotary position)."""
+    """int32 [N]: number of tokens before it on its path (its rotary position)."""
     end: Int64s
     """int64 [N]: one past the last token of its subtree."""
     segment_start: Int64s
-    """int64 [S + 1]: segment s is tokens segment_start[s] to segment_start[s + 1], a run without a fork."""
+    """int64 [S + 1]: segment s is tokens [segment_start[s], segment_start[s + 1]), a run without a fork."""
     segment_parent: Int64s
     """int64 [S]: the segment whose last token it continues; -1 at roots."""
     trajectory_last: Int64s
@@ -46,9 +46,9 @@ class TokenTree:
     trajectory_length: Int64s
     """int64 [K]: tokens of each trajectory."""
     rows: Sequence[Trajectory | None] | NodeRows = field(repr=False)
-    """The K trajectories with their facts, None for a row of bare ids; `NodeRows` of a tree made from nodes."""
+    """The K trajectories with their facts, None for a row given as ids only; `NodeRows` for a tree made from nodes."""
     experts: NDArray[np.int16] | None = field(default=None, repr=False)
-    """int16 [N, layers, k]: the recorded experts of each token, -1 where the router chooses; None where none are."""
+    """int16 [N, layers, k]: recorded experts of each token, -1 where the router chooses; None if none were recorded."""
 
     @classmethod
     def from_nodes(
@@ -59,26 +59,25 @@ class TokenTree:
         unused: Literal["error", "drop"] = "error",
         count: Count = "per trajectory",
     ) -> Self:
-        """The tree of a rollout that already knows its branches; equal to build_tree of its rows.
+        """Build the tree of a rollout that is already a tree; equal to `build_tree` of its rows.
 
         Args:
             nodes: in any order; each names its parent by number, its ids and its per-token facts.
             trajectories: each trajectory's last node, as a number or a NodeTrajectory with the row's facts.
             unused: what to do with nodes on no trajectory: "error", or "drop" to leave them out.
             count: how often a node's tokens count in a loss. "per trajectory": once for every trajectory through the
-                node, as the rows by themselves would. "once": one time, however many trajectories pass through, for
-                objectives of the tree such as process rewards (TreeRL, arXiv 2506.11902). In `trajectories` a node's
-                loss weights then stand in the first of its rows, and are 0 in the others. Losses that are no sums over
-                tokens (`Loss.sums_tokens`) are refused by the engine.
+                node, as with separate rows. "once": once in all, for objectives on the tree such as process rewards
+                (TreeRL, arXiv 2506.11902). Then `trajectories` has a node's loss weights in the first row through it,
+                and 0 in the others. The engine rejects losses that are not sums over tokens (`Loss.sums_tokens`).
 
-        Siblings that begin with the same tokens are merged as far as they agree, unless their keys differ;
+        Siblings that start with the same tokens are merged as far as they agree, unless their keys differ;
         each trajectory keeps its own nodes' facts. Runs without a fork are joined. Nothing is flattened.
 
         Raises:
             DataError: a parent or last node that does not exist, a cycle, nodes on no trajectory, ids or
-                facts that a Trajectory would refuse, a fact that some trained nodes of a trajectory lack,
-                advantages of a trajectory's own where tokens count once.
-            ValueError: another word for `unused` or `count`.
+                facts that `Trajectory` rejects, a fact that some trained nodes of a trajectory lack,
+                `advantages` of a trajectory with count="once".
+            ValueError: an unknown value of `unused` or `count`.
         """
         arrays, last, length, rows = grow(nodes, trajectories, unused, count)
         return cls(**arrays._asdict(), trajectory_last=last, trajectory_length=length, rows=rows)
@@ -91,7 +90,7 @@ class TokenTree:
 
     @property
     def count(self) -> Count:
-        """How often the loss of a token counts that several trajectories share; see `from_nodes`."""
+        """How often the loss of a shared token counts; see `from_nodes`."""
         return "once" if isinstance(self.rows, NodeRows) and self.rows.owner else "per trajectory"
 
     @property
@@ -116,7 +115,7 @@ class TokenTree:
 
     @cached_property
     def trajectories(self) -> Sequence[Trajectory]:
-        """The K trajectories with their facts; a tree made from nodes puts each together when it is asked for."""
+        """The K trajectories with their facts; a tree made from nodes builds each on access."""
         if isinstance(self.rows, NodeRows):
             return self.rows
         ids = self.tokens
@@ -127,14 +126,14 @@ class TokenTree:
         return path_to(int(self.trajectory_last[number]), self.segment_start, self.segment_parent)
 
     def climb(self, tokens: Int64s, depth: Int64s | int = 0) -> Iterator[tuple[Int64s, Int64s]]:
-        """Go from tokens up their paths, a segment at a time for all of them at once.
+        """Go from tokens up their paths, all at once, one segment per step.
 
         Args:
-            tokens: int64 [k]; -1 is left out.
-            depth: int64 [k]: the segment that holds this depth is the last; 0 goes to the root.
+            tokens: int64 [k]; -1 is skipped.
+            depth: int64 [k]: stop at the segment that holds this depth; 0 goes to the root.
 
         Yields:
-            Which of the tokens are still climbing, and the segment that each has come to.
+            Indices of the tokens that have not stopped, and the current segment of each.
         """
         at = np.flatnonzero(tokens >= 0)
         goal = np.broadcast_to(depth, len(tokens))
@@ -145,16 +144,16 @@ class TokenTree:
             at, segment = at[on], self.segment_parent[segment[on]]
 
     def paths(self) -> tuple[Int64s, Int64s]:
-        """All paths one after the other: (offsets int64 [K + 1], tree indices int64 [flat]). Cached."""
+        """All paths concatenated: (offsets int64 [K + 1], tree indices int64 [flat]). Cached."""
         return self._paths
 
     @cached_property
     def _paths(self) -> tuple[Int64s, Int64s]:
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.trajectory_length)])
-        # A path is +1 steps with a jump at each segment's first token: write the jumps, add them up.
+        # A path takes steps of +1, and a jump at each segment's first token: write the jumps, then cumsum.
         index = np.ones(int(offsets[-1]), np.int64)
         ended = self.trajectory_last[self.trajectory_last >= 0]
-        previous = np.zeros(self.num_trajectories, np.int64)  # where the path before it ended
+        previous = np.zeros(self.num_trajectories, np.int64)  # last token of the previous path
         previous[self.trajectory_last >= 0] = np.append(0, ended[:-1])[: len(ended)]
         for row, segment in self.climb(self.trajectory_last):
             start, above = self.segment_start[segment], self.segment_parent[segment]
@@ -164,7 +163,7 @@ class TokenTree:
 
     @cached_property
     def trained_predictions(self) -> Bools:
-        """bool [flat]: tokens whose prediction has a loss weight, all trajectories one after the other."""
+        """bool [flat]: tokens whose prediction has a loss weight, over the concatenated trajectories."""
         trained = np.ones(self.num_flat_tokens, bool)
         start = np.cumsum(self.trajectory_length) - self.trajectory_length
         for first, length, row in zip(start.tolist(), self.trajectory_length.tolist(), self.rows, strict=True):
@@ -174,15 +173,15 @@ class TokenTree:
         return trained
 
     def trained_edges(self, rows: Bools | None = None) -> tuple[Int64s, Int64s]:
-        """Count what is trained on the tree; a tree from nodes is not flattened for it.
+        """Count the trained predictions of the tree, without flattening a tree made from nodes.
 
         Args:
             rows: bool [K], the trajectories that count; None counts all (and is cached).
 
         Returns:
             uses: int64 [N], how many trajectories train the prediction of each token (0 at roots).
-            deepest: int64 [K], the depth of each trajectory's last trained token, which is also how many of
-                its tokens must be computed (0: none is trained).
+            deepest: int64 [K], the depth of each trajectory's last trained token, which is also the number of its
+                tokens to compute (0 if none is trained).
         """
         return self._all_trained_edges if rows is None else self._trained_edges(rows)
 
@@ -197,21 +196,21 @@ class TokenTree:
         at = np.flatnonzero(self.trained_predictions & np.repeat(rows, self.trajectory_length))
         owner = np.repeat(np.arange(self.num_trajectories), self.trajectory_length)[at]
         deepest = np.zeros(self.num_trajectories, np.int64)
-        deepest[owner] = at - offsets[owner]  # the last write wins: the deepest
+        deepest[owner] = at - offsets[owner]  # the last write wins, so the deepest is kept
         return np.bincount(index[at], minlength=self.num_tokens), deepest
 
     def merged(self, reduction: Reduction) -> MergedPredictions | None:
         """The trained predictions with the rows through each node merged; None for a tree made from rows. Cached.
 
-        A loss that is `mergeable` has the same sum, gradients and metrics on these as on the rows; they are at most
-        four per trained token of a node, where the rows have as many as there are flat tokens.
+        A `mergeable` loss has the same sum, gradients and metrics on these as on the rows. There are at most four per
+        trained token of a node, whereas the rows have one per flat token.
 
         Args:
-            reduction: the loss's: "token", or "trajectory".
+            reduction: the reduction of the loss: "token" or "trajectory".
 
         Raises:
             DataError: reduction "trajectory" and a negative loss weight.
-            ValueError: another reduction.
+            ValueError: an unknown reduction, or "trajectory" where tokens count once.
         """
         if not isinstance(self.rows, NodeRows):
             return None
@@ -225,7 +224,7 @@ class TokenTree:
 
 
 def path_to(token: int, segment_start: Int64s, segment_parent: Int64s) -> Int64s:
-    """int64 [depth + 1]: the tokens from the root down to one; empty for -1. Segments are those of a tree or layout."""
+    """int64 [depth + 1]: the tokens from the root to `token`; empty for -1. Segments are a tree's or a layout's."""
     pieces, stop = [np.zeros(0, np.int64)], token + 1
     segment = int(np.searchsorted(segment_start, token, side="right")) - 1
     while segment >= 0:
