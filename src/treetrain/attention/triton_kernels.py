@@ -44,7 +44,7 @@ def _store(pointer, values, row, count, STRIDE: tl.constexpr, SIZE: tl.constexpr
 
 @triton.jit
 def _dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b, summed in float32. Triton's interpreter cannot multiply bfloat16, so it widens the factors."""
+    """acc + a @ b, summed in float32. Triton's interpreter cannot multiply bfloat16; for it factors are widened."""
     if PRECISION == "widened":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:
