@@ -128,7 +128,7 @@ def make_attention(
 
     Args:
         heads_times_size: H * D of the model.
-        cache: KV cache view that reads the path above and stores the forest's own keys; None for whole trees.
+        cache: reads the path above and stores the forest's own keys; None for whole trees.
     """
     name = choose_backend(device).name
     if name == "rectangles":

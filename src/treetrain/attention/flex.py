@@ -152,7 +152,7 @@ class FlexTreeAttention:
 
     Args:
         forest: segments of the packed run.
-        cache: KV cache view that reads the path above and stores the forest's own keys; None for whole trees.
+        cache: reads the path above and stores the forest's own keys; None for whole trees.
         kernels: FlexAttention's ``BACKEND``, "TRITON" or "FLASH"; None is "TRITON".
     """
 

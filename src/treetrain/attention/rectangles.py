@@ -73,7 +73,7 @@ class RectangleAttention:
     ):
         """Args:
         forest: segments of the packed run.
-        cache: KV cache view that reads the path above and stores the forest's own keys; None for whole trees.
+        cache: reads the path above and stores the forest's own keys; None for whole trees.
         call_pairs: cost of one more call in query-key pairs; None derives it from ``heads_times_size`` (H * D).
         """
         if call_pairs is None:

@@ -64,7 +64,7 @@ class TritonTreeAttention:
 
     Args:
         forest: segments of the packed run.
-        cache: KV cache view that reads the path above and stores the forest's own keys; None for whole trees.
+        cache: reads the path above and stores the forest's own keys; None for whole trees.
         tile: tokens in a tile of the lists.
     """
 

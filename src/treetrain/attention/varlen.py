@@ -132,7 +132,7 @@ class VarlenAttention:
     Args:
         forest: segments of the packed run.
         otherwise: makes the backend for inputs that varlen calls do not support.
-        cache: KV cache view that reads the path above and stores the forest's own keys; None for whole trees.
+        cache: reads the path above and stores the forest's own keys; None for whole trees.
         kernel: None uses PyTorch's.
         dtypes: the dtypes that the kernel supports.
     """

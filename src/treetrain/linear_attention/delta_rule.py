@@ -200,7 +200,7 @@ class DeltaTiles:
 
 
 def _straight(tiles: Tiles) -> list[bool]:
-    """[levels]: whether exit i of each level starts from exit i of the level before, for all i, as along a chain."""
+    """[levels]: whether exit i starts from exit i of the level before, for all i, as along a chain."""
     found, before = [], 1
     for first, stop in tiles.levels:
         found.append(np.array_equal(tiles.exit_entry[first:stop], np.arange(before)))

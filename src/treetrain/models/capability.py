@@ -35,8 +35,7 @@ _NOISES = {
     "pvera_lambda_d": "PVeRA",
     "lora_monteclora_sampler": "MonteCLoRA",
 }
-"""Fields of modules that draw random numbers in training mode. Comparing the generators' state before and after a
-forward does not always detect them."""
+"""Fields of modules that draw random numbers in training mode, which generator states do not always reveal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +43,7 @@ class Capabilities:
     """The properties of a supported model that the engine needs."""
 
     layers: int
-    """Number of decoder layers; every forward must run each through tree attention or tree recurrence."""
+    """Number of layers that every forward must run through tree attention or recurrence."""
     heads_times_size: int
     """Query heads times head size: the cost of one query-key pair."""
     vocab_size: int
@@ -266,7 +265,7 @@ def _check_compiled(model: nn.Module) -> None:
 
 
 def _check_noise(model: nn.Module) -> None:
-    """Refuse dropout and noise: a shared token would get one draw, but separate rows draw independently."""
+    """Refuse dropout and noise: a shared token would get one draw for all its rows."""
     for name, module in model.named_modules():
         if not module.training:
             continue

@@ -68,12 +68,7 @@ def load_model(
 
 
 def load_config(name_or_path: str | Path) -> "PreTrainedConfig":
-    """The configuration of a model named as in `load_model`.
-
-    Raises:
-        DataError: the folder holds no model, or the hub cannot provide it.
-        UnsupportedModel: transformers does not know the model.
-    """
+    """The configuration of a model named as in `load_model`. Raises DataError or UnsupportedModel as it does."""
     name = str(name_or_path)
     if name in PRESETS:
         return preset_config(name)

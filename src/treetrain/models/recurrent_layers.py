@@ -32,7 +32,7 @@ from treetrain.tree.layout import pack
 
 
 def _fused_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
-    """Gated DeltaNet with two projections, whose outputs are interleaved by key head (Qwen3-Next)."""
+    """Two projections with outputs interleaved by key head (Qwen3-Next)."""
     parts = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(hidden), layer.in_proj_ba(hidden))
     query, key, value, gate, beta, step = parts
     mixed = torch.cat([x.flatten(2) for x in (query, key, value)], -1)
@@ -41,7 +41,7 @@ def _fused_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
 
 
 def _split_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
-    """Gated DeltaNet with one projection for queries, keys and values, and one for each other input (Qwen3.5)."""
+    """One projection for queries, keys and values, one for each other input (Qwen3.5)."""
     mixed, gate = layer.in_proj_qkv(hidden), layer.in_proj_z(hidden)
     beta, step = layer.in_proj_b(hidden), layer.in_proj_a(hidden)
     out = _gated_delta(layer, mixed, beta.sigmoid(), step, paths)
@@ -49,7 +49,7 @@ def _split_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
 
 
 def _separate_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
-    """Gated DeltaNet with a separate projection for each input (OLMo hybrid); beta may be up to 2."""
+    """A separate projection for each input; beta may be up to 2 (OLMo hybrid)."""
     mixed = torch.cat([layer.q_proj(hidden), layer.k_proj(hidden), layer.v_proj(hidden)], -1)
     beta = layer.b_proj(hidden).sigmoid()
     beta = beta * 2.0 if layer.allow_neg_eigval else beta
@@ -130,7 +130,7 @@ _TINY = {  # configuration of the small test layer
 _TINY_ROWS, _TINY_TOLERANCE = 9, 1e-4
 _TRUSTED: dict[type, str | None] = {}
 """The classes tried so far, with what is wrong with each; None if nothing is."""
-_MISSING = {  # by part of a class's name; names suffice here, as these layers are refused anyway
+_MISSING = {  # by part of a class's name: these layers are refused in any case
     "mamba2mixer": "a Mamba-2 scan (SSD)",
     "bambamixer": "a Mamba-2 scan (SSD)",
     "falconh1mixer": "a Mamba-2 scan (SSD)",
