@@ -1,4 +1,4 @@
-"""Arrays of the host, sent to a device in copies that nothing waits for."""
+"""Copies NumPy arrays to a device without blocking the host."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays, all of one dtype, as tensors of their shapes: themselves on a CPU, else parts of one.
+    """Convert arrays of one dtype to tensors: without a copy on a CPU, else as views of one tensor.
 
-    To a GPU they go from pinned memory, so that the host does not wait for what the device is doing.
+    Copies to a GPU start from pinned memory, so the host does not wait for the device.
     """
     assert arrays and all(a.dtype == arrays[0].dtype for a in arrays)
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
-    # Every part begins at a multiple of 16 entries, so that kernels find pointers aligned alike in every call.
+    # Every array starts at a multiple of 16 entries, so that pointers have the same alignment in every call.
     lengths = [-(-a.size // 16) * 16 for a in arrays]
     pinned = device.type == "cuda"
     whole = torch.empty(sum(lengths), dtype=torch.from_numpy(arrays[0].reshape(-1)[:0]).dtype, pin_memory=pinned)
@@ -27,12 +27,12 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
 
 
 def on_device(array: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """One array as a tensor of its shape; on a CPU of the same dtype the array itself.
+    """Convert one array to a tensor; without a copy on a CPU if the dtype is the same.
 
-    To a GPU it goes from pinned memory, so that the host does not wait for what the device is doing.
+    A copy to a GPU starts from pinned memory, so the host does not wait for the device.
 
     Args:
-        dtype: None keeps the array's own.
+        dtype: None keeps the array's dtype.
     """
     tensor = torch.as_tensor(array, dtype=dtype)
     if device.type == "cpu":

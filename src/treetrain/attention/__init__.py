@@ -1,1 +1,1 @@
-"""Tree attention: the reference, the CPU rectangles, FlexAttention, and the choice between them."""
+"""Tree attention: its backends, the choice between them, the KV cache and a reference for the tests."""

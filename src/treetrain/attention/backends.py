@@ -1,7 +1,7 @@
-"""Which tree attention runs on which device, and why.
+"""Chooses the tree attention backend of a device.
 
-On a CPU the rectangles. On a GPU FlexAttention, unless another is named: by the environment variable
-``TREETRAIN_ATTENTION`` or for the length of a block by `using`. All of them compute the same; they differ in speed.
+The default is rectangles on a CPU and FlexAttention on a GPU. The environment variable ``TREETRAIN_ATTENTION`` or the
+context manager `using` names another. All backends compute the same; they differ in speed.
 """
 
 import importlib.util
@@ -34,7 +34,7 @@ _named: ContextVar[str | None] = ContextVar("treetrain_attention", default=None)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A backend's name and the reason it was taken."""
+    """A backend's name and the reason for choosing it."""
 
     name: str
     reason: str
@@ -45,7 +45,7 @@ class Choice:
 
 @contextmanager
 def using(name: str | None) -> Iterator[None]:
-    """Take this backend for the length of the block, whatever the environment says; None takes the device's own.
+    """Use this backend within the block, whatever the environment says; None uses the device's default.
 
     Raises:
         ValueError: no backend has that name.
@@ -128,13 +128,13 @@ def make_attention(
 
     Args:
         heads_times_size: H * D of the model.
-        cache: the path that the forest continues; None where it begins with roots and nothing follows.
+        cache: reads the path above and stores the forest's own keys; None for whole trees.
     """
     name = choose_backend(device).name
     if name == "rectangles":
         return RectangleAttention(forest, cache=cache, heads_times_size=heads_times_size)
     if name == "triton":
-        # Imports Triton, which is not there on every machine.
+        # Imports Triton, which not every machine has.
         from treetrain.attention.triton_attention import TritonTreeAttention
 
         return TritonTreeAttention(forest, device, cache=cache)

@@ -1,10 +1,10 @@
-"""Tree attention with FlexAttention: the GPU path. Its forward also runs on the CPU, where it is tested.
+"""Tree attention with FlexAttention, the GPU default. Its forward also runs on the CPU, where it is tested.
 
-The block mask is made on the host from the lists of tiles (`tile_lists.py`) that the Triton kernels read too. Nothing
-of size N x N is built. Caps and sinks go by way of scores and log-sum-exps.
+The block mask is made on the host from the same tile lists (`tile_lists.py`) that the Triton kernels read. Nothing of
+size N x N is built. Caps are a ``score_mod``; sinks rescale the output by its log-sum-exp.
 
-A mask rule reads nothing but tensors: a length or an offset that it held as a number would be compiled in, and every
-length would be compiled anew.
+The ``mask_mod`` reads only tensors: a length or an offset held as a Python number would be compiled in, and every new
+length would recompile.
 """
 
 import functools
@@ -29,10 +29,10 @@ BLOCK = TILE
 
 
 def block_mask(keys: Keys, device: torch.device, block: int = BLOCK) -> BlockMask:
-    """The block mask of the pairs of blocks that `make_tile_lists` lists, for queries and keys of a forest."""
+    """The block mask of a forest, from the pairs of blocks that `make_tile_lists` lists."""
     total, path = len(keys.ends), keys.path
     lists = make_tile_lists(keys, block).by_query
-    # Lists of one would be compiled apart. No query is in the blocks that are added, and no list has them.
+    # A dimension of size 1 would be compiled separately, so there are at least two blocks; the added ones stay empty.
     shape = tuple(max(-(-size // block), 2) for size in (total - path, total))
     begin, middle, stop = lists.bounds.T
     return BlockMask.from_kv_blocks(
@@ -47,7 +47,7 @@ def block_mask(keys: Keys, device: torch.device, block: int = BLOCK) -> BlockMas
 def _indices(
     tiles: np.ndarray, begin: np.ndarray, stop: np.ndarray, shape: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """For each row the number of its blocks, int32 [1, 1, A], and which they are, int32 [1, 1, A, B], those first."""
+    """The number of blocks in each of A rows, int32 [1, 1, A], and their indices, int32 [1, 1, A, B], zero-padded."""
     count, index = np.zeros(shape[0], np.int32), np.zeros(shape, np.int32)
     lengths = (stop - begin).astype(np.int64)
     count[: len(lengths)] = lengths
@@ -57,10 +57,10 @@ def _indices(
 
 
 def _rule(keys: Keys, block: int, device: torch.device):
-    """Whether one query sees one key."""
+    """The ``mask_mod``: whether a query sees a key."""
 
     def filled(values: np.ndarray) -> Tensor:
-        # Up to whole blocks: a rule is also asked about places past the end, in the last block.
+        # Pad to whole blocks: the rule is also called for positions past the end, in the last block.
         return on_device(np.pad(values, (0, -len(values) % block)), device)
 
     ends, offset = filled(keys.ends), on_device(np.array(keys.path, np.int32), device)
@@ -80,7 +80,7 @@ def _rule(keys: Keys, block: int, device: torch.device):
 
 @functools.cache
 def _capped(cap: float):
-    """One function for each cap, so that one is compiled."""
+    """The ``score_mod`` of a cap, cached so that each cap is compiled once."""
 
     def score(score, _batch, _head, _query, _key):
         return cap * torch.tanh(score / cap)
@@ -89,8 +89,8 @@ def _capped(cap: float):
 
 
 COMPILATIONS = 64
-"""At most. Lengths do not count; specs, sinks, heads, dtypes, with or without graph do, and PyTorch's own bound is met
-by a model of two kinds of layers: behind it FlexAttention would run uncompiled, with all scores in memory."""
+"""Recompilation limit. Specs, sinks, heads, dtypes and grad mode each recompile; lengths do not. A model with two kinds
+of layers reaches PyTorch's default limit; beyond it FlexAttention runs uncompiled, with all scores in memory."""
 
 
 @functools.cache
@@ -106,10 +106,10 @@ def _compiled():
 
 @contextmanager
 def _tracing() -> Iterator[None]:
-    """How FlexAttention is traced.
+    """The tracing options of FlexAttention.
 
-    A cap is a number that a score function holds: the tracer would take it for a variable, and refuse it. And it would
-    take lengths that are equal in the first call for the same length, and trace anew when they differ.
+    By default the tracer treats the cap, a float in the closure of the score function, as a symbol and then refuses it.
+    It also assumes that lengths equal in the first call are always equal, and recompiles when they differ.
     """
     with (
         torch._dynamo.config.patch(recompile_limit=COMPILATIONS, specialize_float=True),
@@ -119,15 +119,15 @@ def _tracing() -> Iterator[None]:
 
 
 def kernel_options(dtype: torch.dtype, size: int, kernels: str | None = None) -> dict[str, object]:
-    """Which of FlexAttention's kernels runs on a GPU, and in which blocks where its own would not do.
+    """FlexAttention's kernel options on a GPU: its backend, and block sizes where its defaults do not work.
 
-    FlexAttention's own choice for float32, and for heads of more than 128 entries but 256, asks for more shared memory
-    than a multiprocessor has, or spills most of what it computes: so the compiler's report for sm_90 says.
+    For float32, and for head sizes above 128 other than 256, the default block sizes need more shared memory than a
+    multiprocessor has, or spill most registers, according to the compiler's report for sm_90.
 
     Args:
-        size: of a head, the larger of query's and value's.
-        kernels: what FlexAttention calls its backend; None is its Triton kernels for any length. By itself it takes
-            those for decoding below 128 queries, and cannot cut them up where a group has several query heads.
+        size: head size, the larger of query's and value's.
+        kernels: FlexAttention's ``BACKEND``; None is "TRITON" for any length. FlexAttention's own choice below 128
+            queries is its decoding kernels, which cannot split them where a group has several query heads.
     """
     options: dict[str, object] = {"BACKEND": kernels or "TRITON"}
     if options["BACKEND"] != "TRITON":
@@ -139,7 +139,7 @@ def kernel_options(dtype: torch.dtype, size: int, kernels: str | None = None) ->
     if size > 256:
         return options | _forward_blocks(64, 16, 3, warps=8)
     if 128 < size < 256:
-        options |= _forward_blocks(64, 32, 3, warps=4)  # those of 256, which heads are filled up to
+        options |= _forward_blocks(64, 32, 3, warps=4)  # the blocks of 256, to which these heads are padded
     return options | ({"bwd_num_warps": 8} if size > 128 else {})
 
 
@@ -152,8 +152,8 @@ class FlexTreeAttention:
 
     Args:
         forest: segments of the packed run.
-        cache: the path above, and where own keys are handed on.
-        kernels: what FlexAttention calls its backend, "TRITON" or "FLASH"; None leaves it the choice.
+        cache: reads the path above and stores the forest's own keys; None for whole trees.
+        kernels: FlexAttention's ``BACKEND``, "TRITON" or "FLASH"; None is "TRITON".
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class FlexTreeAttention:
         self._attend = _compiled() if device.type == "cuda" else flex_attention
 
     def mask(self, visible_range: AttentionRange) -> tuple[BlockMask, int]:
-        """The mask of layers with this visible range, and how many tokens of the path are keys; made at first use."""
+        """The mask for layers with this visible range, and the number of path tokens that are keys; made once."""
         if visible_range not in self._masks:
             forest, path = self._forest, 0 if self.cache is None else self.cache.path_tokens
             keys = keys_of(forest.ends, forest.depth, path, visible_range)
@@ -200,7 +200,7 @@ class FlexTreeAttention:
         else:
             out, aux = self._attend(q, k, v, **options, return_aux=AuxRequest(lse=True))
             assert aux.lse is not None
-            # A sink is a key without value: it takes its share of the softmax and gives nothing.
+            # A sink is a key without a value: it only takes a share of the softmax.
             share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[None, :, None])
             out = (out * share.unsqueeze(-1)).to(query.dtype)
         return out.squeeze(0).transpose(0, 1)  # type: ignore[union-attr]

@@ -1,11 +1,11 @@
 """Runs of consecutive forks of a chain whose light subtrees could share one rectangle.
 
-In pre-order, the first child first, the light subtrees (all children but the first) of forks i..j of a chain, i above
-j, lie side by side, the deepest fork's first: one token range R. All of R sees the chain down to fork i: one unmasked
-rectangle. What R sees besides, the chain between fork i and fork j and R's own tokens, is near: tiles over R with short
-paths. So a chain of 100,000 forks needs some hundred calls, not 100,000.
+The *light* subtrees of a fork are those of all its children but the first. Take forks i..j of a chain, i above j. In
+pre-order their light subtrees are adjacent, the deepest fork's first, and form one token range R. All of R sees the
+chain down to fork i: one unmasked rectangle. R also sees the chain between forks i and j and its own tokens: tiles over
+R with short paths. So a chain of 100,000 forks needs a few hundred calls, not 100,000.
 
-Shape letters: S segments, B blocks found.
+Shape letters: S segments, B candidate blocks.
 """
 
 from collections.abc import Callable
@@ -14,24 +14,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MAX_BLOCK_PATH = 512
-"""Longest path of a block's tokens below its first fork. Longer ones save little and their masks are large."""
+"""Longest path of a block's tokens below its first fork. Blocks with longer paths save little and need large masks."""
 BLOCK_TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Blocks are tried at each fork that fill about so many tiles; more would save next to nothing."""
+"""Sizes of the blocks tried at each fork, in tiles; larger ones would save next to nothing."""
 
 
 class ForkBlocks(NamedTuple):
-    """Candidate blocks, ordered by their last (deepest) fork. A fork is named by the segment that ends in it."""
+    """Candidate blocks, ordered by their last (deepest) fork. A fork is numbered by the segment that ends in it."""
 
     offset: list[int]
-    """[S + 1]: blocks [offset[s], offset[s + 1]) have fork s last."""
+    """[S + 1]: the last fork of blocks [offset[s], offset[s + 1]) is s."""
     first: list[int]
-    """[B]: the first (shallowest) fork of each; it is less than the last."""
+    """[B]: the first (shallowest) fork of each block; less than the last."""
     cost: list[float]
     """[B]: predicted cost of the rectangle and the tiles, in query-key pairs."""
 
 
 def path_tops(parent: np.ndarray) -> np.ndarray:
-    """int64 [S]: the first segment of the path of first children that each segment is on."""
+    """int64 [S]: for each segment, the top segment of its path of first children."""
     index = np.arange(len(parent))
     return np.maximum.accumulate(np.where(parent != index - 1, index, 0))
 
@@ -47,11 +47,11 @@ class Ancestors:
         self._start, self._parent, self._depth, self._top = start, parent, depth, path_tops(parent)
 
     def between(self, token: int, low: int, high: int) -> list[tuple[int, int]]:
-        """The proper ancestors of `token` at depths from `low` to below `high`, as ranges, shallowest first."""
+        """The proper ancestors of `token` at depths [low, high), as token ranges, shallowest first."""
         found: list[tuple[int, int]] = []
         segment, stop = int(np.searchsorted(self._start, token, side="right")) - 1, token
         while segment >= 0:
-            # A path of first children is contiguous: one step, however many forks it has.
+            # A path of first children is contiguous, so it takes one step however many forks it has.
             top = int(self._top[segment])
             start = int(self._start[top])
             depth = int(self._depth[start])
@@ -66,7 +66,7 @@ class Ancestors:
 
 
 def tokens_in(pieces: list[tuple[int, int]]) -> np.ndarray:
-    """int64: the tokens of ranges, one after the other."""
+    """int64: the tokens of the ranges, concatenated."""
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(*piece) for piece in pieces)])
 
 
@@ -81,13 +81,13 @@ def fork_blocks(
     rectangle: Callable[[Any, Any], Any],
     tiles: Callable[[Any, Any], Any],
 ) -> ForkBlocks:
-    """The blocks worth trying, in time linear in the segments but for a logarithm.
+    """The blocks worth trying, in O(S log S) time.
 
     Args:
         start: int64 [S + 1], parent: int64 [S], end: int64 [S]: segments and the exclusive ends of their subtrees.
-        depth: int64 [N], position of every token on its path. max_depth: int64 [S], deepest one in a subtree.
+        depth: int64 [N], position of every token on its path. max_depth: int64 [S], largest depth in each subtree.
         tile: queries in a tile.
-        rectangle: cost of (queries, keys). tiles: cost of (query slots, mean keys outside the tile).
+        rectangle: cost as a function of (queries, keys). tiles: cost of (query slots, mean keys outside the tile).
     """
     count = len(parent)
     top = path_tops(parent)
@@ -99,7 +99,7 @@ def fork_blocks(
     keys = start[forks + 1] - start[top[forks]]
     path = np.cumsum(np.diff(top[forks], prepend=top[forks[0]]) != 0)  # numbers the chains
     highest = _highest_first(path, below, _light_depth(parent, max_depth)[forks])
-    # Ends fall along a chain; negated and shifted by chain they ascend overall.
+    # Ends decrease along a chain; negated and offset by chain number they increase overall, as searchsorted needs.
     falling = path * (int(end.max()) + 1) - stop
     depth_sum = np.concatenate([[0], np.cumsum(depth, dtype=np.int64)])
     last = np.arange(len(forks))
@@ -113,7 +113,7 @@ def fork_blocks(
         queries = stop[i] - bottom
         near = depth_sum[stop[i]] - depth_sum[bottom] - queries * below[i]
         pieces = -(-queries // tile)
-        # A tile gathers the path of its first token; its later tokens hang higher up and see less of it.
+        # A tile gathers the path of its first token; its later tokens attach higher up and see less of that path.
         slack = (below - below[i]) / (2 * np.maximum(pieces, 1))
         cost[:, k] = rectangle(queries, keys[i]) + tiles(pieces * tile, near / np.maximum(queries, 1) + slack)
     tried = first < last[:, None]
@@ -125,7 +125,7 @@ def fork_blocks(
 
 
 def _light_depth(parent: np.ndarray, max_depth: np.ndarray) -> np.ndarray:
-    """[S] deepest position in the light subtrees of each segment's fork, -1 where it has none."""
+    """[S] largest depth in the light subtrees of each segment's fork; -1 if it has none."""
     found = np.full(len(parent), -1, dtype=np.int64)
     light = np.flatnonzero((parent >= 0) & (parent != np.arange(len(parent)) - 1))
     np.maximum.at(found, parent[light], max_depth[light])
@@ -133,13 +133,13 @@ def _light_depth(parent: np.ndarray, max_depth: np.ndarray) -> np.ndarray:
 
 
 def _highest_first(path: np.ndarray, below: np.ndarray, deepest: np.ndarray) -> np.ndarray:
-    """The highest fork that can open a block down to each fork without a path above ``MAX_BLOCK_PATH``, [forks].
+    """[forks]: the highest fork from which a block down to each fork has no path longer than ``MAX_BLOCK_PATH``.
 
-    Where none can, it is the fork after.
+    The next fork if there is none.
     """
     size = int(max(below.max(), deepest.max())) + 1
     # below[i] > deepest - MAX_BLOCK_PATH, i on the same chain; positions rise along a chain.
     needed = np.clip(deepest - MAX_BLOCK_PATH + 1, 0, size)
     least = np.searchsorted(path * (size + 1) + below, path * (size + 1) + needed)
-    # A block holds all forks between: the strictest of them decides, and one that no block can hold starts anew.
+    # A block includes all forks between, so the strictest limits it; a fork that fits in no block separates blocks.
     return np.maximum.accumulate(np.minimum(least, np.arange(len(path)) + 1))

@@ -1,7 +1,7 @@
-"""The calls that attention is made of: one block of queries against one block of keys, with its log-sum-exp.
+"""CPU attention kernels: one block of queries against one block of keys, returning output and log-sum-exp.
 
-Every kernel's backward takes the output and log-sum-exp over *all* keys of its queries, so that blocks that were merged
-by log-sum-exp have exact gradients block by block.
+Every backward takes the output and log-sum-exp over *all* keys of its queries. So each block's gradients are exact
+although blocks are merged by log-sum-exp.
 
 Shape letters: C pieces of equal shape, H query heads, G key/value heads, Q queries, K keys, D size of query and key
 heads, V size of value heads.
@@ -18,11 +18,11 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 CAPPED_SCORES = 1 << 21
-"""Scores alive at once in the capped kernel, all heads counted."""
+"""Most scores that the capped kernel holds at once, over all heads."""
 
 
 class StockKernel:
-    """The stock CPU flash kernels. Head sizes that differ are filled up with zeros, which changes no score."""
+    """The stock CPU flash kernels. Key and value heads of different size are padded with zeros to the larger one."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float
@@ -57,7 +57,7 @@ def _filled(size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True, slots=True)
 class CappedKernel:
-    """Scores capped by cap * tanh(score / cap), which no stock CPU kernel does; in few rows of queries at a time."""
+    """Attention with scores cap * tanh(score / cap), which no stock CPU kernel has; a few rows of queries at a time."""
 
     cap: float
 
@@ -93,7 +93,7 @@ class CappedKernel:
         return dq, dk, dv
 
     def _scores(self, query, key, rows: slice, causal: bool, mask: Tensor | None, scale: float):
-        """Capped and masked scores [C, G, H/G, q, k], and their derivative by the plain ones."""
+        """Capped and masked scores [C, G, H/G, q, k], and the derivative of the capped by the plain scores."""
         wide, groups = torch.promote_types(query.dtype, torch.float32), key.shape[1]
         plain = _grouped(query, groups).to(wide) @ key.to(wide).transpose(-1, -2)
         tanh = plain.mul_(scale / self.cap).tanh_().unflatten(2, (-1, query.shape[2]))
@@ -117,7 +117,7 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
 
 
 def _row_blocks(query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """(queries, keys that they may see) so few at a time that the scores stay small."""
+    """Yield (queries, keys that they may see) in blocks small enough for ``CAPPED_SCORES``."""
     pieces, heads, count, _ = query.shape
     step = max(1, CAPPED_SCORES // max(1, pieces * heads * key.shape[2]))
     for start in range(0, count, step):
@@ -126,7 +126,7 @@ def _row_blocks(query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slic
 
 
 def sink_gradient(sinks: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """[H], from lse [n, H]: a sink takes its share exp(sink - lse) of each query and gives nothing for it."""
+    """Gradient [H] of the sinks, from lse [n, H]: a sink takes the weight exp(sink - lse) and has no value."""
     wide = lse.dtype
     share = (sinks.to(wide) - lse).exp_()
     return -(share * (grad_out.to(wide) * out).sum(-1)).sum(0).to(sinks.dtype)

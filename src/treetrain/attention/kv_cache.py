@@ -1,9 +1,9 @@
-"""The cache: what attention hands from a part to the parts below it, and the gradients handed back.
+"""The KV cache: keys and values that a part passes to the parts below it, and the gradients that come back.
 
-Keys and values of exported tokens lie in rows of buffers that are made once and reused along the walk; beside them lie
-accumulators of their gradients, in float32 (float64 for a float64 model). A part reads the rows of its root path,
-writes its own, and in backward adds to the gradients of the first and takes those of the second. Nothing of this is
-seen by autograd, so it is the same under activation checkpointing, which runs a layer's forward again.
+Keys and values of exported tokens are rows of buffers that all parts reuse. Each buffer has an accumulator for its
+gradient in float32 (float64 for a float64 model). In forward a part reads the rows of its root path and writes its own.
+In backward it adds to the gradients of the path and collects those of its own tokens. Autograd sees none of this, so it
+also works under activation checkpointing, which runs a layer's forward again.
 
 Shape letters: C rows, P tokens on a path, X exported tokens of a part, G key/value heads, D head size.
 """
@@ -23,7 +23,7 @@ Rows = slice | Tensor
 
 @dataclass(slots=True)
 class _Layer:
-    """One layer's buffers, each [C, G, D]; the gradients are None in a pass that never goes backward."""
+    """One layer's buffers, each [C, G, D]; the gradients are None if no backward follows."""
 
     key: Tensor
     value: Tensor
@@ -35,7 +35,7 @@ class KVCache:
     """The buffers of all layers.
 
     Args:
-        rows: tokens that are held at once, C; `reserve` makes room for more.
+        rows: C, the number of tokens held at once; `reserve` makes room for more.
         gradients: whether a backward will follow.
     """
 
@@ -51,7 +51,7 @@ class KVCache:
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def reserve(self, rows: int) -> None:
-        """Make room for so many rows, keeping what is there."""
+        """Grow the buffers to at least this many rows, keeping their contents."""
         if rows <= self._rows:
             return
         for number, layer in self._layers.items():
@@ -60,24 +60,24 @@ class KVCache:
         self._rows = rows
 
     def clear_gradients(self, rows: slice) -> None:
-        """Start the gradients of newly given rows from zero."""
+        """Zero the gradients of newly allocated rows."""
         for layer in self._layers.values():
             if layer.key_grad is not None and layer.value_grad is not None:
                 layer.key_grad[rows].zero_()
                 layer.value_grad[rows].zero_()
 
     def view(self, path_rows: np.ndarray, own_rows: np.ndarray) -> "KVCacheView":
-        """The rows that one pass of a part reads and writes.
+        """A view of the rows that one pass of a part reads and writes.
 
         Args:
-            path_rows: int64 [P]: rows of the root path, the first token first.
-            own_rows: int64 [N]: the row of each token of the part, -1 for those that are not exported.
+            path_rows: int64 [P], rows of the root path, from the root down.
+            own_rows: int64 [N], the row of each token of the part, -1 for those that are not exported.
         """
         exported = np.flatnonzero(own_rows >= 0)
         return KVCacheView(self, path_rows, exported, own_rows[exported])
 
     def layer(self, number: int, like: Tensor, like_value: Tensor) -> _Layer:
-        """A layer's buffers, made for tensors like the first keys and values [N, G, D] it was given."""
+        """A layer's buffers, allocated at its first call for keys and values [N, G, D] like these."""
         if number not in self._layers:
             self._layers[number] = self._make(like, like_value)
         return self._layers[number]
@@ -91,7 +91,7 @@ class KVCache:
         return _Layer(buffer(key, key.dtype), buffer(value, value.dtype), *grads)
 
     def as_rows(self, rows: np.ndarray) -> Rows:
-        """A slice where rows are consecutive, else a tensor of indices on the device."""
+        """A slice if the rows are consecutive, else a tensor of indices on the device."""
         if len(rows) == 0:
             return slice(0, 0)
         if len(rows) == rows[-1] - rows[0] + 1 and (np.diff(rows) == 1).all():
@@ -111,7 +111,7 @@ class KVCacheView:
         self._own, self._own_rows = cache.as_rows(exported), cache.as_rows(exported_rows)
 
     def read(self, layer: int, key: Tensor, value: Tensor, tail: int | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values of the path (or its last `tail` tokens), [P, G, D] each; views where rows are consecutive."""
+        """Keys and values of the path (or its last `tail` tokens), [P, G, D] each; views if rows are consecutive."""
         buffers, rows = self._cache.layer(layer, key, value), self._rows(tail)
         return _take(buffers.key, rows), _take(buffers.value, rows)
 
@@ -123,14 +123,14 @@ class KVCacheView:
         return self._tails[tail]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Hand the exported tokens' keys and values [N, G, D] to the parts below."""
+        """Store the exported tokens' rows of keys and values [N, G, D] for the parts below."""
         if self.exports:
             buffers = self._cache.layer(layer, key, value)
             _put(buffers.key, self._own_rows, _take(key, self._own))
             _put(buffers.value, self._own_rows, _take(value, self._own))
 
     def add_path_gradients(self, layer: int, grad_key: Tensor, grad_value: Tensor, tail: int | None = None) -> None:
-        """Hand gradients [P, G, D] (or those of the last `tail` tokens) up to the parts that the path belongs to."""
+        """Add gradients [P, G, D] (or those of the last `tail` tokens) to the accumulators of the path."""
         buffers = self._cache._layers[layer]
         assert buffers.key_grad is not None and buffers.value_grad is not None
         rows = self._rows(tail)
@@ -138,7 +138,7 @@ class KVCacheView:
         _add(buffers.value_grad, rows, grad_value)
 
     def collect(self, layer: int, grad_key: Tensor, grad_value: Tensor) -> None:
-        """Add to the part's own gradients [N, G, D], in place, what the parts below have handed up."""
+        """Add the accumulated gradients from the parts below to the part's own [N, G, D], in place."""
         if self.exports:
             buffers = self._cache._layers[layer]
             assert buffers.key_grad is not None and buffers.value_grad is not None
@@ -147,7 +147,7 @@ class KVCacheView:
 
 
 def with_path(cache: KVCacheView | None, tail: int, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [tail + N, G, .]: the last `tail` tokens of the path, then a part's own."""
+    """Keys and values [tail + N, G, D]: those of the last `tail` tokens of the path, then the part's own."""
     if cache is None or not tail:
         return key, value
     path_key, path_value = cache.read(layer, key, value, tail)
@@ -155,7 +155,7 @@ def with_path(cache: KVCacheView | None, tail: int, layer: int, key: Tensor, val
 
 
 class _CachedKeys(torch.autograd.Function):
-    """Keys and values of the path before a part's own, for a backend that is differentiable by itself."""
+    """Puts keys and values of the path in front of a part's own, for a backend that autograd differentiates."""
 
     @staticmethod
     def forward(ctx, key: Tensor, value: Tensor, cache: KVCacheView, layer: int, path: int):
@@ -179,7 +179,7 @@ class _CachedKeys(torch.autograd.Function):
 def cached_keys(key: Tensor, value: Tensor, cache: KVCacheView, layer: int, path: int) -> tuple[Tensor, Tensor]:
     """[N, G, D] keys and values of a part -> [P + N, G, D], the last P = `path` tokens of the path first.
 
-    Hands the part's own on too.
+    Also writes the part's own to the cache.
     """
     return _CachedKeys.apply(key, value, cache, layer, path)  # type: ignore[return-value]
 

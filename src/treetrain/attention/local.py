@@ -1,11 +1,11 @@
-"""Cuts the visible pairs of a forest into calls where tokens see their nearest ancestors only (windows and chunks).
+"""Cuts the visible pairs of a forest into calls for layers with a window or chunks.
 
 Queries are cut into tiles of consecutive tokens in pre-order. A tile's keys are its own tokens and the path of its
-first token, from the least depth that any of its tokens sees on. The stretch of that path that all of its tokens see in
-full is a rectangle of its own where that pays; the rest is gathered and masked, tiles of like length in one call. So
-the work is proportional to tokens times window, whatever the length of the paths, and so is what the masks take.
+first token, from the least depth that any of its tokens sees. All tokens of a tile see some stretch of that path in
+full; it becomes a rectangle where that pays. The other keys are gathered and masked, tiles of similar length in one
+call. So work and masks are proportional to tokens times window, whatever the length of the paths.
 
-Keys are numbered with the last tokens of the carried path first (`LocalSchedule.tail` of them), then the forest's own.
+Keys are numbered from the last `LocalSchedule.tail` tokens of the path above; the forest's own tokens follow.
 """
 
 from typing import NamedTuple
@@ -17,15 +17,15 @@ from treetrain.attention.schedule import KEY_PAIRS, QUERY_PAIRS, TILE, TILE_PAIR
 from treetrain.tree.attention_range import AttentionRange
 
 MOST_QUERIES = 256
-"""Queries in a tile, at most: masks take up to three times as many entries per query."""
+"""Most queries in a tile; a mask has up to three times as many entries per query."""
 QUERIES_PER_WINDOW = 8
-"""A tile has an eighth of the window's queries: what a tile computes in vain is about its own square."""
+"""The window divided by this is the number of queries in a tile: masked-out work is about the square of a tile."""
 MOST_GATHERED = 1024
-"""A stretch that all of a tile sees is a rectangle at the latest when it has so many keys."""
+"""A stretch of more keys than this that the whole tile sees is always a rectangle."""
 
 
 class LocalSchedule(NamedTuple):
-    """Calls over `tail` keys of the path above and then the forest's own."""
+    """Calls over the last `tail` keys of the path above, followed by the forest's own keys."""
 
     schedule: Schedule
     tail: int
@@ -37,8 +37,8 @@ def local_schedule(
     """Choose the calls.
 
     Args:
-        forest: whose roots lie at depth `path_tokens`.
-        path_tokens: tokens above the forest, all of them ancestors of all of it.
+        forest: its roots are at depth `path_tokens`.
+        path_tokens: number of tokens above the forest; all are ancestors of every token of it.
         call_pairs: cost of one more call, in query-key pairs.
     """
     lowest = visible_range.lowest(forest.depth)
@@ -54,14 +54,14 @@ def local_schedule(
         stop = _tile_stop(whole.depth, lowest, start, queries)
         tiles.append(_tile(whole.depth, ancestors, lowest, start, stop, tail, call_pairs, schedule.rectangles))
         start = stop
-    # Tiles of between half so many queries and so many, a power of two, may share a call.
+    # Tiles share a call if their number of queries rounds up to the same power of two.
     batches = tile_batches(whole, tiles, lambda queries: 1 << (queries - 1).bit_length(), lowest=lowest, tail=tail)
     schedule.batches.extend(batches)
     return LocalSchedule(schedule, tail)
 
 
 def _below_tail(forest: Forest, tail: int) -> Forest:
-    """The forest below the last `tail` tokens of the path above it, as one forest."""
+    """The forest with the last `tail` tokens of the path above it put in front."""
     if not tail:
         return forest
     count, first = len(forest.ends), int(forest.depth[0])
@@ -74,7 +74,7 @@ def _below_tail(forest: Forest, tail: int) -> Forest:
 
 
 def _tile_stop(depth: np.ndarray, lowest: np.ndarray, start: int, queries: int) -> int:
-    """How far a tile from `start` goes before its tokens lie, or see, too far apart."""
+    """The end of the tile from `start`: at most `queries` tokens, whose depths and lowest visible depths are close."""
     near, low = depth[start : start + queries], lowest[start : start + queries]
     shallow = np.minimum.accumulate(near) < near[0] - queries
     spread = np.maximum.accumulate(low) - np.minimum.accumulate(low) > queries
@@ -92,7 +92,7 @@ def _tile(
     call_pairs: float,
     rectangles: list[tuple[int, int, int, int]],
 ) -> Tile:
-    """A tile with the keys that it gathers. Stretches that are calls of their own are added to `rectangles`."""
+    """A tile with the keys that it gathers; appends the stretches that are computed unmasked to `rectangles`."""
     depth, low = depth[start:stop], lowest[start:stop]
     own, shallowest, least, most = int(depth[0]), int(depth.min()), int(low.min()), int(low.max())
     queries = stop - start

@@ -1,14 +1,14 @@
-"""Tree attention on the CPU: calls of a kernel, merged by log-sum-exp (the calls are chosen in schedule.py, local.py).
+"""Tree attention on the CPU: kernel calls, chosen in schedule.py and local.py, merged by log-sum-exp.
 
-The backward of softmax attention over a union of key sets is the sum of the backwards over the sets, each computed
-with the *global* output and log-sum-exp. A kernel's backward takes both as arguments, so every call of the forward has
-its twin in the backward and the result is exact. The path above a part is one more rectangle, of all its queries
-against the cache; where tokens see near ancestors only, the last tokens of that path stand before the part's own keys.
+The backward of softmax attention over a union of key sets is the sum of the backwards over the sets, each computed with
+the *global* output and log-sum-exp. A kernel's backward takes both as arguments, so the backward makes the same calls
+as the forward and is exact. With full attention, the path above a part is one more rectangle: all queries of the part
+against the cache. With a window or chunks, the last tokens of that path are put before the part's own keys.
 
-An attention sink is a key without value: it enters the log-sum-exp once, when everything else is merged.
+An attention sink is a key without a value: it enters the log-sum-exp once, after everything else is merged.
 
 Shape letters: N tokens, H query heads, G key/value heads, D size of query and key heads, V size of value heads, C
-pieces in a batch, K keys: the last tokens of the path (none where all is seen), then the part's own.
+pieces in a batch, K keys: the last tokens of the path (none with full attention), then the part's own.
 """
 
 from dataclasses import dataclass
@@ -32,23 +32,23 @@ PAIR_FLOPS_PER_MICROSECOND = 130e3
 
 @dataclass(frozen=True, slots=True)
 class _BatchTensors:
-    """A batch of the schedule as tensors: where slots come from and where filled query slots go to."""
+    """A batch of the schedule as tensors: the source of every slot and the target of every filled query slot."""
 
     query_index: Tensor  # int64 [C * Q]
     key_index: Tensor  # int64 [C * K]
     pieces: int
-    filled_slots: Tensor | None  # int64 [filled]: which of the C * Q slots are real; None when all are
-    filled_tokens: Tensor  # int64 [filled]: packed index of each real slot
+    filled_slots: Tensor | None  # int64 [filled]: the C * Q slots that are not padding; None if none is padding
+    filled_tokens: Tensor  # int64 [filled]: the token in each of these slots
     mask: Tensor | None  # [C, 1, Q, K] additive, or None for causal
 
 
 class _Calls:
-    """A schedule, and its batches as tensors; shared by all layers that see the same."""
+    """A schedule and its batches as tensors, shared by all layers with the same visible range."""
 
     def __init__(self, schedule: Schedule, tail: int | None):
         self.schedule = schedule
         self.tail = tail
-        """Tokens of the path that stand before the keys; None where the whole path is a rectangle of its own."""
+        """Number of path tokens put before the keys; None where the whole path is one more rectangle."""
         self._batches: dict[torch.dtype, list[_BatchTensors]] = {}
 
     def batches(self, dtype: torch.dtype) -> list[_BatchTensors]:
@@ -73,7 +73,7 @@ class RectangleAttention:
     ):
         """Args:
         forest: segments of the packed run.
-        cache: the path above it, and where its own keys are handed on; None for a whole batch in one run.
+        cache: reads the path above and stores the forest's own keys; None for whole trees.
         call_pairs: cost of one more call in query-key pairs; None derives it from ``heads_times_size`` (H * D).
         """
         if call_pairs is None:
@@ -84,7 +84,7 @@ class RectangleAttention:
 
     @property
     def schedule(self) -> Schedule:
-        """The calls of layers that see everything above them."""
+        """The calls of layers with full attention."""
         return self.calls(FULL).schedule
 
     def __call__(
@@ -110,7 +110,7 @@ class RectangleAttention:
         forest, pairs = self._forest, self._call_pairs
         if visible_range == FULL:
             return _Calls(make_schedule(forest, call_pairs=pairs), None)
-        if not visible_range.lowest(forest.depth).any():  # no path is longer than it reaches
+        if not visible_range.lowest(forest.depth).any():  # no path is longer than the range
             return self.calls(FULL)
         path = 0 if self.cache is None else self.cache.path_tokens
         return _Calls(*local_schedule(forest, visible_range, path_tokens=path, call_pairs=pairs))
@@ -239,7 +239,7 @@ def _forward_calls(
 def _backward_calls(
     kernel: Kernel, calls: _Calls, tensors: tuple[Tensor, ...], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query [N, H, D], key [K, G, D] and value [K, G, V] by a schedule's calls, in the wide dtype."""
+    """Gradients of query [N, H, D], key [K, G, D] and value [K, G, V] from a schedule's calls, in the wide dtype."""
     grad_out, query, key, value, out, lse = tensors
     wide = torch.promote_types(query.dtype, torch.float32)
     grad_query = torch.empty(query.shape, dtype=wide)
@@ -282,7 +282,7 @@ def _call_backward(kernel: Kernel, tensors: tuple[Tensor, ...], causal: bool, sc
 
 
 def _silence_padding(grad_out: Tensor, filled_slots: Tensor) -> Tensor:
-    """Zero the output gradient of padded query slots, so that they reach no key."""
+    """Zero the output gradient of padded query slots, so that they add nothing to any key's gradient."""
     pieces, _, slots, _ = grad_out.shape
     keep = grad_out.new_zeros(pieces * slots)
     keep[filled_slots] = 1.0

@@ -1,4 +1,4 @@
-"""The specification of tree attention: a dense mask from the interval rule. Slow, obvious, never imported elsewhere.
+"""The specification of tree attention: a dense mask from the interval rule. Slow and obvious; only tests import it.
 
 Shape letters used in this folder: N tokens, H query heads, G key/value heads (H is a multiple of G), D size of query
 and key heads, V size of value heads (usually D).
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 def visible(ends: Tensor, depth: Tensor | None = None, window: int | None = None, chunk: int | None = None) -> Tensor:
-    """Which key each query sees, [N, N] bool (rows are queries): key j iff ``j <= i < ends[j]``.
+    """The mask [N, N] (bool): query i (row) sees key j (column) iff ``j <= i < ends[j]``.
 
     Args:
         ends: int64 [N], the exclusive end of every token's subtree in pre-order.
-        depth: int64 [N], the place of every token on its path; for a window or chunks.
-        window: a query sees only keys less than so many steps above it.
-        chunk: a query sees only keys whose depths lie in the same run of so many, counted from 0.
+        depth: int64 [N], the position of every token on its path; needed for a window or chunks.
+        window: a query sees only keys less than this many steps above it.
+        chunk: chunk length; a query sees only keys whose depths are in its own chunk, counted from depth 0.
     """
     index = torch.arange(len(ends), device=ends.device)
     seen = (index[None, :] <= index[:, None]) & (index[:, None] < ends[None, :])
@@ -49,7 +49,7 @@ def reference_attention(
         scale: factor on the scores, usually ``D ** -0.5``.
         depth, window, chunk: see `visible`.
         softcap: scores s become softcap * tanh(s / softcap).
-        sinks: [H] logits of one more key per head, which has no value.
+        sinks: [H] logits, one per head, of an extra key without a value.
 
     Returns:
         [N, H, V] in the dtype of ``query``, computed in at least float32.

@@ -1,19 +1,18 @@
 """Cuts the visible (query, key) pairs of a forest into few stock attention calls.
 
-Every visible pair lands in exactly one call. These kinds are used (docs/design.md):
+Every visible pair is in exactly one call. The kinds of calls are (docs/design.md):
 
 - a *chain*: a run of first children, contiguous in pre-order; one causal call;
 - a *rectangle*: everything that hangs off a chain at one fork, against the chain down to that fork; no mask needed;
-- *tiles*: a bushy region is cut into runs of up to ``TILE`` consecutive tokens. A token of the run sees, inside its
-  region, only the run itself and the path of the run's first token (a token that is an ancestor of any later one in
-  pre-order and stands before the run is an ancestor of the first one too). Tiles are padded to one size and computed
-  by a single masked call, however many small segments there are. Short unforked rows are batched likewise, causally.
+- *tiles*: a region with many small segments is cut into runs of up to ``TILE`` consecutive tokens. Inside its region, a
+  token of a run sees only the run itself and the path of the run's first token (in pre-order, a token before the run
+  that is an ancestor of any token of the run is an ancestor of the first one too). Tiles of similar size are padded and
+  computed by one masked call. Short rows without a fork are batched in the same way, causally.
+- a *block*: one rectangle for the light subtrees of consecutive forks of a chain, and tiles that also gather the chain
+  below the first of these forks (forks.py). It serves many small subtrees along a chain.
 
-- a *block* joins the last two for many small subtrees along a chain: one rectangle for the light subtrees of a run of
-  forks, tiles that also gather the chain below the first of them (forks.py).
-
-Which of them a subtree gets is decided bottom-up by predicted cost, measured in query-key pairs; a call costs as much
-as ``call_pairs`` pairs on top of its own.
+The kind is chosen for each subtree, bottom-up, by predicted cost in query-key pairs; a call costs ``call_pairs`` pairs
+on top of its own.
 """
 
 from collections.abc import Callable
@@ -28,22 +27,22 @@ from treetrain.tree.attention_range import FULL, AttentionRange
 TILE = 64
 """Queries in a tile."""
 MAX_TILE_PATH = 1024
-"""A region whose paths are longer than this is never tiled: masks would grow with depth."""
+"""A region with longer paths than this is never tiled: masks would grow with depth."""
 QUERY_PAIRS = 50
-"""Cost of one query in a batch or a rectangle besides its pairs (copies, merging), in query-key pairs; measured."""
+"""Measured cost of one query in a batch or a rectangle besides its pairs (copies, merging), in query-key pairs."""
 KEY_PAIRS = 7
-"""Cost of one key in a rectangle besides its pairs (its gradient is added to the others'); measured."""
+"""Measured cost of one key in a rectangle besides its pairs (adding up its gradients), in query-key pairs."""
 TILE_PAIR = 1.25
-"""Cost of one query-key pair in a block's tiles, where keys are gathered and masked; measured, 1.1 to 1.3."""
+"""Cost of one query-key pair in a block's tiles, where keys are gathered and masked; measured as 1.1 to 1.3."""
 CAUSAL_BLOCK = 512
-"""The stock causal kernel skips hidden keys in blocks of this many."""
+"""Block size in which the stock causal kernel skips hidden keys."""
 MAX_BATCH_SCORES = 1 << 22
-"""Padded query-key pairs in one batched call; bounds its mask and its copies."""
+"""Most padded query-key pairs in one batched call; bounds its mask and its copies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forest:
-    """Where the segments of a packed run lie: the attention layer's view of a layout (int64 arrays)."""
+    """The segments of a packed run, as attention needs them (int64 arrays)."""
 
     ends: np.ndarray
     """[N] exclusive subtree end of every token."""
@@ -52,12 +51,12 @@ class Forest:
     segment_start: np.ndarray
     """[S + 1] offsets of the segments in pre-order."""
     segment_parent: np.ndarray
-    """[S] parent segment, -1 at roots; a child hangs below the last token of its parent."""
+    """[S] parent segment, -1 at roots; a child continues the last token of its parent."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """How far a layer sees, and its cap on scores. Layers with equal ones share schedules and masks."""
+    """The visible range of a layer and its cap on scores. Layers with the same range share schedules and masks."""
 
     visible_range: AttentionRange = FULL
     softcap: float | None = None
@@ -69,21 +68,21 @@ PLAIN_ATTENTION = AttentionSpec()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Equal-shaped small pieces computed by one call. Padding repeats token 0 and is masked or dropped."""
+    """Small pieces of equal shape, computed by one call. Padding repeats token 0 and is masked or dropped."""
 
     query_index: np.ndarray
-    """int64 [C, Q]: packed index of every query slot."""
+    """int64 [C, Q]: the token in every query slot."""
     query_length: np.ndarray
     """int64 [C]: filled query slots of each piece."""
     key_index: np.ndarray
-    """int64 [C, K]: packed index of every key slot."""
+    """int64 [C, K]: the token in every key slot."""
     mask: np.ndarray | None
     """bool [C, Q, K] (True = visible), or None for a causal call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The calls of one layer. Chains and batches cover each query once; rectangles are merged into them afterwards."""
+    """The calls of one layer. Chains and batches cover each query once; rectangles are then merged into the result."""
 
     num_tokens: int
     chains: list[tuple[int, int]] = field(default_factory=list)
@@ -95,17 +94,17 @@ class Schedule:
 
 @dataclass(slots=True)
 class _Cut:
-    """Pieces chosen so far, before small ones are batched."""
+    """Pieces chosen so far, before batching."""
 
     chains: list[tuple[int, int]] = field(default_factory=list)
     rectangles: list[tuple[int, int, int, int]] = field(default_factory=list)
     regions: list[tuple[int, int, int]] = field(default_factory=list)
-    """(start, stop, floor): tokens whose ancestors from ``floor`` on are computed by tiles."""
+    """(start, stop, floor): tokens [start, stop), whose ancestors from token ``floor`` on are keys of their tiles."""
     rows: list[tuple[int, int]] = field(default_factory=list)
 
 
 def make_schedule(forest: Forest, *, call_pairs: float = 8192.0) -> Schedule:
-    """Choose the calls that cover ``forest`` at the least predicted cost.
+    """The calls that cover ``forest`` at the least predicted cost.
 
     Args:
         call_pairs: cost of one more call, in query-key pairs (forward and backward together).
@@ -138,7 +137,7 @@ class _Segments:
 
 
 def _subtree_max_depth(forest: Forest) -> list[int]:
-    """[S] deepest position in each segment's subtree."""
+    """[S] largest depth in each segment's subtree."""
     deepest, parents = forest.depth[forest.segment_start[1:] - 1].tolist(), forest.segment_parent.tolist()
     for s in range(len(deepest) - 1, 0, -1):
         parent = parents[s]
@@ -164,11 +163,11 @@ class _Costs:
         return self.call + length * min(length, length / 2 + CAUSAL_BLOCK / 2)
 
     def rectangle(self, queries: Any, keys: Any) -> Any:
-        """Also of whole arrays of rectangles."""
+        """Takes numbers or arrays."""
         return self.call + queries * (keys + QUERY_PAIRS) + keys * KEY_PAIRS
 
     def tiles(self, slots: Any, path: Any) -> Any:
-        """``slots`` query slots, padding included, of a block whose tiles gather ``path`` keys; also of arrays."""
+        """Args: slots: query slots with padding; path: keys that each tile of a block gathers. Numbers or arrays."""
         return slots * (TILE_PAIR * path + TILE + QUERY_PAIRS)
 
     def row(self, length: int) -> float:
@@ -176,19 +175,19 @@ class _Costs:
         return float(slots * (slots + QUERY_PAIRS)) if length <= 2 * TILE else float("inf")
 
 
-_REGION, _ROW, _CHAIN = -1, -2, 0  # a decision >= 0 is a chain of that many segments below its first
+_REGION, _ROW, _CHAIN = -1, -2, 0  # a decision n >= 0 is a chain of 1 + n segments
 
 
 @dataclass(slots=True)
 class _Decision:
     how: list[int]
-    """[S]: of each segment that tops a path of first children, how its subtree is computed."""
+    """[S]: how the subtree is computed, for each segment at the top of a path of first children."""
     opens: list[int]
-    """[S]: the first fork of the block that ends at this fork; the fork itself where it stands alone."""
+    """[S]: the first fork of the block that ends at this fork; the fork itself if it is in no block."""
 
 
 def _decide(forest: Forest, segments: _Segments, costs: _Costs) -> _Decision:
-    """The cheapest way to compute every subtree, from the last to the first."""
+    """Find the cheapest way to compute every subtree, from the last to the first."""
     start, end, count = segments.start, segments.end, len(segments.parent)
     blocks = fork_blocks(
         start=forest.segment_start,
@@ -200,7 +199,7 @@ def _decide(forest: Forest, segments: _Segments, costs: _Costs) -> _Decision:
         rectangle=costs.rectangle,
         tiles=costs.tiles,
     )
-    best, above = [0.0] * count, [0.0] * count  # of a subtree; of all that hangs off the chain above a fork
+    best, above = [0.0] * count, [0.0] * count  # cost of a subtree; cost of what hangs off the chain above a fork
     decision = _Decision(how=[_REGION] * count, opens=list(range(count)))
     for top in np.unique(path_tops(forest.segment_parent))[::-1].tolist():
         cheapest, choice = _whole(segments, costs, top)
@@ -229,7 +228,7 @@ def _decide(forest: Forest, segments: _Segments, costs: _Costs) -> _Decision:
 
 
 def _whole(segments: _Segments, costs: _Costs, top: int) -> tuple[float, int]:
-    """Cost and kind of a subtree that no chain is taken out of."""
+    """Cost and kind of a subtree that is computed as one region or row, without a chain."""
     start, end, depth = segments.start[top], segments.end[top], segments.depth[top]
     region = costs.region(start, end, depth, segments.max_depth[top])
     row = costs.row(end - start) if segments.start[top + 1] == end else float("inf")
@@ -237,7 +236,7 @@ def _whole(segments: _Segments, costs: _Costs, top: int) -> tuple[float, int]:
 
 
 def _emit(segments: _Segments, decision: _Decision) -> _Cut:
-    """Walk the decisions down from the roots and collect the pieces."""
+    """Follow the decisions down from the roots and collect the pieces."""
     start, end = segments.start, segments.end
     cut = _Cut()
     pending = [s for s, parent in enumerate(segments.parent) if parent < 0]
@@ -259,7 +258,7 @@ def _emit(segments: _Segments, decision: _Decision) -> _Cut:
 
 
 def _emit_forks(segments: _Segments, decision: _Decision, top: int, last: int, cut: _Cut) -> list[int]:
-    """Collect what hangs off the chain from ``top`` above segment ``last``; returns subtrees yet to be walked."""
+    """Collect what hangs off the chain from ``top`` above segment ``last``; returns the subtrees still to do."""
     start, end = segments.start, segments.end
     pending, s = [], last - 1
     while s >= top:
@@ -275,7 +274,7 @@ def _emit_forks(segments: _Segments, decision: _Decision, top: int, last: int, c
 
 
 def _padded(length: int) -> int:
-    """Row lengths are padded to steps of about an eighth, so that a batch wastes little and batches stay few."""
+    """The padded length of a row, in steps of about an eighth: little padding, and few batches."""
     step = 1 if length <= 2 else 4  # a wide star has thousands of rows of one token
     while step * 16 <= length:
         step *= 2
@@ -299,7 +298,7 @@ def _row_batches(rows: list[tuple[int, int]]) -> list[Batch]:
 
 
 class Tile(NamedTuple):
-    """A run of queries, and the keys before it that are gathered for it."""
+    """A run of queries [start, stop), and the keys before it that are gathered for it."""
 
     start: int
     stop: int
@@ -315,12 +314,12 @@ def tile_batches(
     lowest: np.ndarray | None = None,
     tail: int = 0,
 ) -> list[Batch]:
-    """Tiles of like shape in one call each, a quarter of it wasted at most.
+    """Batch tiles of similar shape; padding wastes about a quarter of a call at most.
 
     Args:
-        width: of a number of queries the slots for them; tiles of as many may share a call.
-        lowest: int64 [N]: the least depth that each token sees; None where it sees its whole path.
-        tail: tokens of the forest that are keys only; queries are numbered from there on.
+        width: the number of query slots for a number of queries; tiles with the same number may share a call.
+        lowest: int64 [N], the least depth that each token sees; None if every token sees its whole path.
+        tail: number of first tokens of the forest that are keys only; query numbers leave them out.
     """
     tiles = sorted(tiles, key=lambda tile: (width(tile.stop - tile.start), len(tile.path)))
     batches, first = [], 0
@@ -340,7 +339,7 @@ def tile_batches(
 def _cut_tiles(forest: Forest, regions: list[tuple[int, int, int]]) -> list[Tile]:
     """The tiles of all regions. Each gathers the path of its first token from its region's floor on.
 
-    Adjacent regions share tiles, unless the later one also sees what lies before it.
+    Adjacent regions share tiles unless the later one also sees tokens before it.
     """
     regions = sorted(regions)
     region_start = np.array([r[0] for r in regions], dtype=np.int64)

@@ -1,12 +1,11 @@
-"""Which tiles of keys each tile of queries visits, found on the host from the subtree ends alone.
+"""Lists the pairs of a query tile and a key tile in which any query sees any key, on the host.
 
-Keys are numbered with the path above the forest first (``path`` of them, which every token of the forest sees), then
-the forest's own tokens in pre-order; query i is key ``path + i``. Tiles of keys are counted from key 0, tiles of
-queries from query 0. For one tile of keys the tiles of queries that see any of it are consecutive: they begin where the
-keys do and end with the furthest subtree. So the pairs of tiles are written down one after the other, and the work is
-proportional to their number; nothing of size N x N, nor of tiles x tiles, is made.
+Keys are numbered from the path above the forest (``path`` tokens, which every token of the forest sees); the forest's
+own tokens follow in pre-order, so query i is key ``path + i``. Tiles of keys are counted from key 0, tiles of queries
+from query 0. The query tiles that see any of a key tile are consecutive: from the tile's own position to the end of the
+furthest subtree. So the work is proportional to the number of pairs; nothing of size N x N or tiles x tiles is built.
 
-Shape letters: N queries, K = path + N keys, A tiles of queries, B tiles of keys, P pairs of tiles that meet.
+Shape letters: N queries, K = path + N keys, T tiles of one side, P pairs of tiles.
 """
 
 from typing import NamedTuple
@@ -17,42 +16,42 @@ from treetrain.tree.attention_range import FULL, AttentionRange
 from treetrain.tree.layout import ranges
 
 TILE = 128
-"""Tokens of a tile."""
+"""Tokens in a tile."""
 
 
 class Lists(NamedTuple):
-    """For every tile of one side, the tiles of the other that it meets."""
+    """For every tile of one side (queries or keys), the tiles of the other side that it is paired with."""
 
     bounds: np.ndarray
-    """int32 [T, 3]: where a tile's entries begin, where those without mask end, and where all end."""
+    """int32 [T, 3]: start of a tile's entries, end of its unmasked entries, end of all its entries."""
     tiles: np.ndarray
-    """int32 [P]: the other side's tiles, ascending within either kind."""
+    """int32 [P]: the other side's tiles; the unmasked in ascending order, then the masked in ascending order."""
     order: np.ndarray
-    """int32 [T]: tiles with the most to do first, so that none of them starts when all others are done."""
+    """int32 [T]: tiles with the most work first, so that no long one starts when all others are done."""
 
 
 class TileLists(NamedTuple):
-    """The pairs of tiles that meet, from either side."""
+    """The pairs of tiles, listed by query tile and by key tile."""
 
     by_query: Lists
     by_key: Lists
     visited: int
-    """P: pairs of tiles."""
+    """P."""
     unmasked: int
     """Pairs of tiles in which every query sees every key."""
 
 
 class Keys(NamedTuple):
-    """The numbers by which a kernel decides whether a query sees a key."""
+    """The arrays from which a kernel decides whether a query sees a key."""
 
     ends: np.ndarray
-    """int32 [K]: one past the last query, as a key's number, that sees the key."""
+    """int32 [K]: one past the last query (by its key number) that sees the key."""
     depth: np.ndarray | None
-    """int32 [K]: places on the path; None if every token sees its whole path."""
+    """int32 [K]: positions on the path; None if every token sees its whole path."""
     lowest: np.ndarray | None
     """int32 [N]: the least depth that each query sees; None if every token sees its whole path."""
     path: int
-    """Tokens of the path that are keys: its last ones; nobody sees the rest."""
+    """The number of last tokens of the path that are keys; no query sees the earlier ones."""
 
 
 def keys_of(ends: np.ndarray, depth: np.ndarray | None, path: int = 0, visible_range: AttentionRange = FULL) -> Keys:
@@ -60,14 +59,14 @@ def keys_of(ends: np.ndarray, depth: np.ndarray | None, path: int = 0, visible_r
 
     Args:
         ends: int64 [N], the exclusive end of every token's subtree in pre-order.
-        depth: int64 [N], the place of every token on its path; its roots lie at depth `path`. Only for a bounded range.
-        path: tokens above the forest.
+        depth: int64 [N], the position of every token on its path, `path` at roots. Only needed for a bounded range.
+        path: number of tokens above the forest.
     """
     count, lowest = len(ends), None
     if visible_range != FULL and count:
         assert depth is not None, "a bounded range needs the tokens' depths"
         lowest = np.asarray(visible_range.lowest(depth))
-    if depth is None or lowest is None or not lowest.any():  # no path is longer than it reaches
+    if depth is None or lowest is None or not lowest.any():  # no path is longer than the range
         return Keys(_ends_below(path, ends), None, None, path)
     tail = max(0, path - int(lowest.min()))
     depths = np.concatenate([np.arange(path - tail, path), depth]).astype(np.int32)
@@ -82,10 +81,10 @@ def _ends_below(path: int, ends: np.ndarray) -> np.ndarray:
 
 
 def make_tile_lists(keys: Keys, tile: int = TILE) -> TileLists:
-    """The pairs of tiles that meet.
+    """The pairs of tiles in which any query sees any key.
 
     Args:
-        tile: tokens of a tile, on both sides.
+        tile: tokens in a tile, of queries and of keys.
     """
     path, total = keys.path, len(keys.ends)
     count = total - path
@@ -96,8 +95,8 @@ def make_tile_lists(keys: Keys, tile: int = TILE) -> TileLists:
     starts = np.arange(0, total, tile)
     stops = np.minimum(starts + tile, total)
     furthest, nearest = (f.reduceat(keys.ends, starts).astype(np.int64) for f in (np.maximum, np.minimum))
-    # Tile q of queries is keys [path + q * tile, ...): the first that reaches the keys' start, the last that begins
-    # before the furthest end. Where it begins before the keys end, it overlaps them, and a token sees itself.
+    # Query tile q starts at key path + q * tile. First: the query tile that contains the start of the key tile. Last:
+    # the last query tile that starts before the furthest end. Overlapping tiles form a pair: a token sees itself.
     first = np.maximum(starts - path, 0) // tile
     last = -(-(furthest - path) // tile) - 1
     meetings = np.maximum(last - first + 1, 0)
@@ -115,7 +114,7 @@ def make_tile_lists(keys: Keys, tile: int = TILE) -> TileLists:
 
 
 def _in_sight(keys: Keys, key_tile, query_tile, whole, key_starts, tile: int):
-    """The pairs of tiles whose keys are not all above what the queries see."""
+    """Drop the pairs of tiles whose keys are all at lesser depths than the queries see."""
     assert keys.depth is not None and keys.lowest is not None
     query_starts = np.arange(0, len(keys.lowest), tile)
     deepest, shallowest = (f.reduceat(keys.depth, key_starts) for f in (np.maximum, np.minimum))
@@ -126,7 +125,7 @@ def _in_sight(keys: Keys, key_tile, query_tile, whole, key_starts, tile: int):
 
 
 def _lists(own: np.ndarray, other: np.ndarray, whole: np.ndarray, tiles: int) -> Lists:
-    """The pairs grouped by `own`, those without mask first. They come in ascending order of `other` for each `own`."""
+    """Group the pairs by `own`, unmasked ones first. The input has ascending `other` for each `own`."""
     group = 2 * own + ~whole
     # Sorting 16-bit numbers takes linear time.
     order = np.argsort(group.astype(np.uint16) if 2 * tiles <= 1 << 16 else group, kind="stable")

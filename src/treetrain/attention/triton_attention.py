@@ -1,11 +1,11 @@
-"""Tree attention by our own Triton kernels: reads the subtree ends, visits only what is visible.
+"""Tree attention by our own Triton kernels, which read the subtree ends and compute only tiles with visible pairs.
 
 Needs Triton and a CUDA device (or Triton's interpreter, TRITON_INTERPRET=1, which runs the same code on a CPU, slowly).
 The backward has no atomics: the same input gives the same bits. Gradients that go through the cache stay in float32
 until the last part has added to them.
 
-Shape letters: N tokens, K keys: the tokens of the path that are seen, then the part's own; H query heads, G key/value
-heads, D size of query and key heads, V size of value heads.
+Shape letters: N tokens, K keys (the visible tokens of the path, then the part's own), H query heads, G key/value heads,
+D size of query and key heads, V size of value heads.
 """
 
 import math
@@ -34,7 +34,7 @@ LARGEST_HEAD = 256
 
 
 class _Lists(NamedTuple):
-    """One side of the visits on the device; see `tile_lists.Lists`."""
+    """`tile_lists.Lists` on the device."""
 
     order: Tensor
     bounds: Tensor
@@ -42,11 +42,11 @@ class _Lists(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """The tables on the device that all layers of one visible range share."""
+    """The device tensors that all layers of one visible range share."""
 
     ends: Tensor
     depth: Tensor
-    """The ends once more if every token sees its whole path: never read then."""
+    """With full attention this and `lowest` are `ends` again, as placeholders that the kernels never read."""
     lowest: Tensor
     by_query: _Lists
     by_key: _Lists
@@ -55,7 +55,7 @@ class _Tables(NamedTuple):
 
 
 def _padded(lists: Lists) -> Lists:
-    """With one more entry, which the kernels read and do not use."""
+    """The lists with one more entry, which the kernels read but do not use."""
     return lists._replace(tiles=np.append(lists.tiles, np.int32(0)))
 
 
@@ -64,8 +64,8 @@ class TritonTreeAttention:
 
     Args:
         forest: segments of the packed run.
-        cache: the path above it, and where its own keys are handed on; None for a whole batch in one run.
-        tile: tokens of a tile: the grain in which visibility is listed.
+        cache: reads the path above and stores the forest's own keys; None for whole trees.
+        tile: tokens in a tile of the lists.
     """
 
     name = "triton"
@@ -154,7 +154,7 @@ class _TreeFunction(torch.autograd.Function):
         delta = _delta(out, grad_out)
         given = query, keys, values, grad_out, lse, delta
         grad_query = _query_gradient(given, tables, attention.tile, ctx.scale, ctx.softcap)
-        # In float32: rounded only when nothing is added any more.
+        # In float32; rounded only after the last addition.
         grad_key, grad_value = _key_gradient(given, tables, attention.tile, ctx.scale, ctx.softcap)
         if cache is not None:
             if path:
@@ -163,7 +163,7 @@ class _TreeFunction(torch.autograd.Function):
             cache.collect(layer, grad_key, grad_value)
         grad_sinks = None
         if sinks is not None:
-            # A sink takes its share of every query's attention and gives nothing for it.
+            # A sink takes a share of every query's softmax and has no value.
             share = torch.exp2(sinks.float()[:, None] / math.log(2) - lse)
             grad_sinks = -(share * delta).sum(1).to(sinks.dtype)
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks, None, None, None, None
@@ -187,7 +187,7 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, tables: _Tables, tile: int
 
 
 def _precision(query: Tensor) -> str:
-    """How float32 is multiplied: exactly, unless the program allows less everywhere; see `triton_kernels._dot`."""
+    """The precision of float32 products: exact unless PyTorch's settings allow TF32; see `triton_kernels._dot`."""
     if query.device.type == "cpu":
         return "widened"
     return "tf32" if query.dtype != torch.float32 or tf32_is_allowed() else "ieee"
@@ -222,7 +222,7 @@ def _forward(query, key, value, sinks, tables: _Tables, tile: int, scale: float,
 
 
 def _delta(out: Tensor, grad_out: Tensor) -> Tensor:
-    """float32 [H, N]: the products of output and its gradient, summed over a head."""
+    """float32 [H, N]: output times its gradient, summed over the head dimension."""
     count, heads, size = out.shape
     delta = out.new_empty((heads, count), dtype=torch.float32)
     block = max(16, 1 << (size - 1).bit_length())
@@ -264,7 +264,7 @@ def _key_gradient(given: tuple[Tensor, ...], tables: _Tables, tile: int, scale: 
 
 
 def _launch(kernel: Any, grid: tuple[int, int], like: Tensor, *arguments: Any, **options: Any) -> None:
-    """Run a kernel on the device that a tensor is on, which need not be the current one."""
+    """Launch a kernel on the device of `like`, which need not be the current one."""
     if like.device.type == "cuda":
         with torch.cuda.device(like.device):
             kernel[grid](*arguments, **options)

@@ -1,14 +1,14 @@
 """Triton kernels of tree attention: forward with its log-sum-exp, and the gradients of queries and of keys and values.
 
-One program owns one block of queries (or of keys) and walks its list of tiles (`tile_lists.py`): first those that it
-sees in full, without a mask, then the others, whose pairs are decided by the interval rule. Nobody else writes what a
-program writes, so there are no atomics and the same input gives the same bits.
+One program owns one block of queries (or of keys) and loops over its list of tiles (`tile_lists.py`): first those that
+are fully visible, without a mask, then the others, masked by the interval rule. No two programs write the same memory,
+so there are no atomics and the same input gives the same bits.
 
-Every step of a walk reads which tile the next one meets. If it read its own, the compiler would fetch that number ahead
-in place of the keys and values themselves, and wait for these in every step. So a list has one more entry at its end.
+Every step loads the tile number of the next step. If it loaded its own, the compiler would prefetch that number instead
+of the keys and values, and every step would wait for these. So a list has one extra entry at its end.
 
-Keys are numbered with the path above first; query i is key ``path + i``. Lengths are plain arguments that the compiler
-does not look at: one compilation serves all of them. Log-sum-exps are to base 2 inside.
+Keys are numbered from the path above; query i is key ``path + i``. Lengths are not specialized: one compilation serves
+all of them. Log-sum-exps are to base 2 inside.
 
 Shape letters: N queries, K keys, H query heads, G key/value heads, D size of query and key heads, V of value heads.
 """
@@ -17,7 +17,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 LENGTHS = ["queries", "keys", "path"]
-"""Arguments that differ from call to call: the compiler must not make a version for some of their values."""
+"""Arguments that differ from call to call; the compiler must not specialize on their values."""
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -44,7 +44,7 @@ def _store(pointer, values, row, count, STRIDE: tl.constexpr, SIZE: tl.constexpr
 
 @triton.jit
 def _dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b, summed in float32. Triton's interpreter cannot multiply bfloat16: there the factors are widened."""
+    """acc + a @ b, summed in float32. Triton's interpreter cannot multiply bfloat16; for it factors are widened."""
     if PRECISION == "widened":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     else:
@@ -61,7 +61,7 @@ def _product(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    """To full relative precision near 0 too, where the quotient of exponentials loses digits."""
+    """tanh to full relative precision; near 0, where the quotient of exponentials loses digits, by its series."""
     e = tl.exp2(-2.0 * LOG2_E * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
     y = x * x
@@ -71,7 +71,7 @@ def _tanh(x):
 
 @triton.jit
 def _scores(products, scale, cap, CAPPED: tl.constexpr):
-    """(scores to base 2, their derivative by the scaled products) of plain products."""
+    """(scores to base 2, derivative of the scores by the scaled products), from the plain products."""
     if CAPPED:
         bent = _tanh(products * (scale / cap))
         return bent * (cap * LOG2_E), 1.0 - bent * bent
@@ -141,7 +141,7 @@ def forward_kernel(
     if LOCAL:
         lowest = tl.load(lowest_ptr + row, mask=row < queries, other=0)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    if SINKS:  # a key without value, the first one seen
+    if SINKS:  # a key without a value, seen first
         high = tl.zeros([BLOCK_M], tl.float32) + tl.load(sink_ptr + head).to(tl.float32) * LOG2_E
         total = tl.zeros([BLOCK_M], tl.float32) + 1.0
     else:
@@ -187,7 +187,7 @@ def _query_tiles(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr,
     CAPPED: tl.constexpr, LOCAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to the gradient of a block of queries what comes from the tiles [begin, stop) of keys."""
+    """Add the contribution of key tiles [begin, stop) to the gradient of a block of queries."""
     steps: tl.constexpr = TILE // BLOCK_N
     tile = tl.load(list_ptr + begin)
     for step in range(begin * steps, stop * steps):
@@ -257,9 +257,9 @@ def _key_tiles(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr,
     CAPPED: tl.constexpr, LOCAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to the gradients of a block of keys what comes from the tiles [begin, stop) of one head's queries.
+    """Add the contribution of query tiles [begin, stop) of one head to the gradients of a block of keys.
 
-    Rows beyond the last query are zeros, and so is what comes from them.
+    Rows beyond the last query are zeros and contribute zero.
     """
     steps: tl.constexpr = TILE // BLOCK_M
     tile = tl.load(list_ptr + begin)

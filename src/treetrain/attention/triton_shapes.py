@@ -1,7 +1,7 @@
-"""Block sizes of the Triton kernels: one setting for each kind of input, so that a run is the same every time.
+"""Block sizes of the Triton kernels: one fixed setting for each head size and dtype, for reproducible runs.
 
-Kernels that tune themselves at their first call may sum in another order on the next start. Here the setting is a table
-lookup; `candidates` lists what is worth measuring on a new device, and `use` takes the fastest for the process.
+Autotuned kernels may sum in another order in the next process. Here the setting is a table lookup. `candidates` lists
+the settings worth measuring on a new device, and `use` sets one for the process.
 """
 
 import dataclasses
@@ -12,18 +12,18 @@ import torch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """How one kernel is cut up."""
+    """Block sizes and launch options of one kernel."""
 
     queries: int
-    """Queries of a block; divides the tile."""
+    """Queries in a block; divides the tile."""
     keys: int
-    """Keys of a block; divides the tile."""
+    """Keys in a block; divides the tile."""
     warps: int
     stages: int
 
 
 class Shapes(NamedTuple):
-    """The kernels of a layer."""
+    """The settings of a layer's three kernels."""
 
     forward: Shape
     query_gradient: Shape
@@ -34,12 +34,12 @@ _chosen: dict[tuple[int, int], Shapes] = {}
 
 
 def shapes_for(size: int, dtype: torch.dtype) -> Shapes:
-    """The setting for a head size (the larger of query's and value's) and dtype."""
+    """The setting for a dtype and head size (the larger of query's and value's)."""
     return _chosen.get((_bucket(size), dtype.itemsize)) or candidates(size, dtype)[0]
 
 
 def use(size: int, dtype: torch.dtype, shapes: Shapes) -> None:
-    """Take a setting for this kind of input from now on, in this process."""
+    """Use this setting for a head size and dtype from now on, in this process."""
     _chosen[_bucket(size), dtype.itemsize] = shapes
 
 
@@ -49,9 +49,9 @@ def candidates(size: int, dtype: torch.dtype) -> list[Shapes]:
 
 
 def tf32_is_allowed() -> bool:
-    """Whether the program lets float32 be multiplied with less than its precision, by either of PyTorch's settings."""
+    """Whether either of PyTorch's settings allows float32 products in less than float32 precision."""
     chosen = torch.backends.cuda.matmul.fp32_precision
-    # Asking the older setting where the newer one says something else is an error.
+    # PyTorch raises if the older setting is read while the newer one says something else.
     return torch.get_float32_matmul_precision() != "highest" if chosen == "none" else chosen != "ieee"
 
 
@@ -59,9 +59,9 @@ def _bucket(size: int) -> int:
     return next(bucket for bucket in (64, 128, 256) if size <= bucket)
 
 
-# Registers and shared memory of each were read off the compiler's report for sm_90 (benchmarks/triton_report.py). With
-# 16 bits the first of every list spills next to nothing (52 bytes at most), has Hopper's own products (wgmma), and what
-# a step needs is on its way while the one before is computed: with two stages it would be asked for at that one's end.
+# Registers and shared memory were read off the compiler's report for sm_90 (benchmarks/triton_report.py). With 16 bits
+# the first setting of every list spills at most 52 bytes and uses Hopper's wgmma. Its three stages load the data of a
+# step while the step before is computed; with two stages the load would only start at the end of that step.
 _NARROW = {
     64: [
         Shapes(Shape(128, 128, 8, 3), Shape(128, 64, 8, 3), Shape(64, 128, 8, 3)),
@@ -94,4 +94,4 @@ _WIDE = {
         Shapes(Shape(16, 32, 8, 1), Shape(32, 16, 4, 1), Shape(16, 32, 4, 1)),
     ],
 }
-"""Float32 inputs, multiplied without tensor cores unless less than float32's precision is allowed."""
+"""Float32 inputs; tensor cores are used only where TF32 is allowed."""

@@ -1,13 +1,13 @@
 """Tree attention as a few varlen calls of stock flash attention, merged by log-sum-exp.
 
-Every path of first children is contiguous: all of them together are one causal varlen call over all tokens. What hangs
-off such a path at a fork sees the path down to the fork in full: a rectangle. Rectangles of one light depth (the number
-of forks at which a token's path is not the first child) have no query in common, so they share one call: a tree takes
-1 + light depth calls, and a part below a path one more. The backward calls the stock backward for each, with the output
-and log-sum-exp over *all* keys, which is exact.
+Every path of first children (a chain) is contiguous, so one causal varlen call covers all chains. Subtrees that attach
+to a chain at a fork see the chain down to that fork in full: a rectangle. The light depth of a token counts the forks
+above it where its path does not take the first child. Rectangles of one light depth have no query in common and share
+one call. So a tree takes 1 + (largest light depth) calls, and one more if it continues a path. The backward calls the
+stock backward of each with the output and log-sum-exp over *all* keys, which is exact.
 
-Keys of a rectangle are gathered once for each fork, so a chain that forks everywhere would be copied as often: such a
-forest, and layers with windows, caps or dtypes that flash attention lacks, go to another backend.
+A rectangle's keys are copied for each fork, so a chain with many forks would be copied many times. Such a forest goes
+to another backend, and so do layers with windows, caps or dtypes that flash attention lacks.
 
 Shape letters: N tokens, C sequences of a call, H query heads, G key/value heads, D size of query and key heads, V size
 of value heads.
@@ -30,18 +30,18 @@ from treetrain.device_arrays import to_device
 from treetrain.tree.layout import ranges
 
 MOST_COPIES = 8
-"""Keys gathered for rectangles, at most, in those of the forest."""
+"""Most keys gathered for rectangles, as a multiple of the forest's tokens."""
 MOST_SEQUENCES = 65_535
-"""Sequences of a call, at most: flash attention numbers them along a side of its grid that is no longer."""
+"""Most sequences of a call: flash attention puts them on a grid dimension with this limit."""
 
 
 class Call(NamedTuple):
-    """One varlen call on the host: sequence c of queries sees sequence c of keys."""
+    """One varlen call as host arrays: sequence c of queries sees sequence c of keys."""
 
     queries: np.ndarray
-    """int64: tokens that ask."""
+    """int64: query tokens."""
     keys: np.ndarray
-    """int64: tokens that are seen, once for each sequence that they are in."""
+    """int64: key tokens, once for each sequence that they are in."""
     query_offsets: np.ndarray
     """int64 [C + 1]."""
     key_offsets: np.ndarray
@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
 
 def varlen_calls(forest: Forest) -> list[Call]:
-    """The calls that cover every visible pair of a forest exactly once; the first one asks for all tokens."""
+    """The calls that cover every visible pair of a forest exactly once; the queries of the first are all tokens."""
     start, parent = forest.segment_start, forest.segment_parent
     if not len(parent):
         return []
@@ -59,7 +59,7 @@ def varlen_calls(forest: Forest) -> list[Call]:
     chain_start, everything = start[tops], np.arange(len(forest.ends))
     offsets = np.append(chain_start, len(forest.ends))
     calls = [Call(everything, everything, offsets, offsets, True)]
-    # A segment with a child that is not its first has one rectangle: all of those children against the chain above.
+    # A segment with several children has one rectangle: all children but the first against the chain above.
     forks = np.unique(parent[(parent >= 0) & (parent != np.arange(len(parent)) - 1)])
     level = _light_depth(parent, top, tops)[np.searchsorted(tops, top[forks])]
     query_start, query_stop = forest.ends[start[forks + 1]], forest.ends[start[forks]]
@@ -80,7 +80,7 @@ def varlen_calls(forest: Forest) -> list[Call]:
 
 
 def _light_depth(parent: np.ndarray, top: np.ndarray, tops: np.ndarray) -> np.ndarray:
-    """int64 [chains]: forks on the path above each chain at which it is not on the first child."""
+    """int64 [chains]: the light depth of each chain."""
     above = parent[tops]
     above = np.where(above >= 0, np.searchsorted(tops, top[above]), -1)
     depth, at = np.zeros(len(tops), np.int64), above
@@ -94,18 +94,18 @@ class DeviceCall(NamedTuple):
     """A call on the device."""
 
     queries: Tensor | None
-    """int64; None where all tokens ask, in order."""
+    """int64; None for all tokens in order."""
     keys: Tensor | None
     query_offsets: Tensor
     """int32 [C + 1]."""
     key_offsets: Tensor
     longest: tuple[int, int]
-    """The longest sequence of queries, and of keys."""
+    """Length of the longest sequence of queries, and of keys."""
     causal: bool
 
 
 class StockVarlen:
-    """PyTorch's own flash attention; 16-bit, heads of a multiple of 8 up to 256."""
+    """PyTorch's own flash attention: 16-bit dtypes, head sizes that are multiples of 8 up to 256."""
 
     def forward(self, query, key, value, call: DeviceCall, scale: float) -> tuple[Tensor, Tensor]:
         """The output [q, H, D] and the log-sum-exp [H, q] of query [q, H, D], key and value [k, G, D] in sequences."""
@@ -118,7 +118,7 @@ class StockVarlen:
         self, grad_out, query, key, value, out, lse, call: DeviceCall, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of query, key and value; `out` and `lse` are those over all keys."""
-        # Without dropout the random state is not looked at.
+        # Without dropout the random state is not used.
         state = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
         return torch.ops.aten._flash_attention_backward(
             grad_out, query, key, value, out, lse, call.query_offsets, call.key_offsets, *call.longest, 0.0,
@@ -131,10 +131,10 @@ class VarlenAttention:
 
     Args:
         forest: segments of the packed run.
-        otherwise: makes the attention of what varlen calls cannot do.
-        cache: the path above, and where own keys are handed on.
-        kernel: None is PyTorch's.
-        dtypes: that the kernel has.
+        otherwise: makes the backend for inputs that varlen calls do not support.
+        cache: reads the path above and stores the forest's own keys; None for whole trees.
+        kernel: None uses PyTorch's.
+        dtypes: the dtypes that the kernel supports.
     """
 
     name = "varlen"
@@ -155,7 +155,7 @@ class VarlenAttention:
         copies = sum(len(call.keys) for call in calls[1:])
         sequences = max((len(call.query_offsets) - 1 for call in calls), default=0)
         self.suits = copies <= MOST_COPIES * len(forest.ends) and sequences <= MOST_SEQUENCES
-        """Whether the forest's chains are not copied too often, and not too many for a call."""
+        """Whether the copied keys and the sequences of a call stay within their limits."""
         path = 0 if cache is None else cache.path_tokens
         self.calls = [_on_device(call, number == 0, device) for number, call in enumerate(calls)] if self.suits else []
         self.above = _on_device(_against_path(len(forest.ends), path), True, device) if path else None
@@ -182,7 +182,7 @@ class VarlenAttention:
 
     @property
     def other(self) -> Any:
-        """The attention of what is not done here; made at first use."""
+        """The other backend; made at first use."""
         if self._other is None:
             self._other = self._otherwise()
         return self._other
@@ -194,7 +194,7 @@ def _against_path(count: int, path: int) -> Call:
 
 
 def _on_device(call: Call, in_order: bool, device: torch.device) -> DeviceCall:
-    """Args: in_order: whether queries and keys are all there are, in order."""
+    """Args: in_order: whether the queries are all tokens and the keys all keys, both in order."""
     query_offsets, key_offsets = to_device([x.astype(np.int32) for x in (call.query_offsets, call.key_offsets)], device)
     longest = int(np.diff(call.query_offsets).max()), int(np.diff(call.key_offsets).max())
     queries, keys = (None, None) if in_order else to_device([call.queries, call.keys], device)
@@ -210,7 +210,7 @@ class _VarlenFunction(torch.autograd.Function):
         heads = _Filled(query, key, value)
         whole, *rectangles = attention.calls
         piece, piece_lse = attention.kernel.forward(*heads.inputs, whole, scale)
-        # Where nothing is merged, as in rows that share nothing, this is plain flash attention without a copy.
+        # Where nothing is merged (rows that share nothing), this is plain flash attention without a copy.
         merges = bool(rectangles) or attention.above is not None or sinks is not None
         out, lse = (piece.to(_wide(piece)), piece_lse.clone()) if merges else (piece, piece_lse)
         for call in rectangles:
@@ -240,7 +240,7 @@ class _VarlenFunction(torch.autograd.Function):
         lse = lse.contiguous()
         whole, *rectangles = attention.calls
         dq, dk, dv = kernel.backward(do, *heads.inputs, o, lse, whole, scale)
-        if rectangles or cache is not None:  # more is to be added
+        if rectangles or cache is not None:  # more gradients will be added
             dq, dk, dv = (x.to(_wide(x)) for x in (dq, dk, dv))
         for call in rectangles:
             at = call.queries
@@ -262,7 +262,7 @@ class _VarlenFunction(torch.autograd.Function):
 
 
 class _Filled:
-    """Query, key and value with heads of one size that the kernel takes: zeros fill them up, which change no score."""
+    """Query, key and value padded with zeros to one head size that the kernel supports; scores do not change."""
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor):
         self._size = -(-max(query.shape[2], value.shape[2]) // 8) * 8
@@ -291,6 +291,6 @@ def _per_row(log_weights: Tensor) -> Tensor:
 
 
 def _merged(out: Tensor, lse: Tensor, piece: Tensor, piece_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of both: outputs [n, H, V], log-sum-exps [H, n]."""
+    """Merge attention over two sets of keys: outputs [n, H, V], log-sum-exps [H, n]."""
     total = torch.logaddexp(lse, piece_lse)
     return out * _per_row(lse - total) + piece * _per_row(piece_lse - total), total

@@ -1,8 +1,8 @@
-"""Which form of the gated delta rule runs on a tree, and why.
+"""Chooses the implementation of the gated delta rule for a tree.
 
-Tiles (`delta_rule.py`) run everywhere, in any dtype, and pay for neither forks nor short branches. The kernels of
-flash-linear-attention are far faster on a long run of tokens, but start anew at every fork: a call per level of the
-tree, runs filled up to chunks of 64 tokens, and a state in memory for every run.
+Tiles (`delta_rule.py`) run everywhere, in any dtype; forks and short branches cost them nothing. The kernels of
+flash-linear-attention are far faster on long runs of tokens but restart at every fork: they take one call per level of
+the tree, pad runs to chunks of 64 tokens, and keep a state in memory for every run.
 """
 
 import importlib
@@ -17,24 +17,24 @@ from treetrain.linear_attention.scans import Kernel, Segments
 
 TILES, KERNELS = "tiles", "flash-linear-attention"
 OLDEST = (0, 6)
-"""The version whose kernels are tested here: more value heads than key heads, lengths given on both sides."""
+"""Oldest supported version: its kernels allow more value heads than key heads, and lengths on both host and device."""
 CHUNK = 64
-"""Tokens of the kernels' chunks."""
+"""Chunk size of the kernels, in tokens."""
 FILLED = 1.5
-"""Tokens with runs filled up to chunks may be so many times the tree's: runs of about a chunk each. From there down the
-kernels hold more states than tiles do, and compute on padding."""
+"""Largest ratio of padded tokens (runs padded to chunks) to the tree's tokens: runs of about a chunk each. With shorter
+runs the kernels hold more states than tiles do and compute on padding."""
 TOKENS_PER_CALL = 512
-"""A call of the kernels, forward and backward, must be worth so many tokens. An estimate from the number of kernels
-that a call launches, not measured."""
+"""Least mean tokens per call of the kernels. Estimated from the number of kernels that a call launches forward and
+backward, not measured."""
 _LARGEST_KEY = 256
 _DTYPES = {torch.bfloat16, torch.float16}
 
 
 def choose_rule(device: torch.device, dtype: torch.dtype, key_size: int, value_size: int) -> Choice:
-    """The faster form that may run: the kernels, if they are exact enough and installed.
+    """The faster implementation that is available: the kernels if they are exact enough and installed.
 
     Args:
-        dtype: of queries, keys and values.
+        dtype: dtype of queries, keys and values.
     """
     if device.type != "cuda":
         return Choice(TILES, f"{device.type}: flash-linear-attention's kernels are for CUDA")
@@ -54,7 +54,7 @@ def choose_rule(device: torch.device, dtype: torch.dtype, key_size: int, value_s
 
 
 def choose_for(segments: Segments, rule: Choice) -> Choice:
-    """The form that runs on one forest; `rule` is the fastest that may."""
+    """The implementation for one forest; `rule` is the result of `choose_rule`."""
     if rule.name == TILES:
         return rule
     tokens, slots = len(segments.order), segments.slots(CHUNK)
@@ -70,7 +70,7 @@ def choose_for(segments: Segments, rule: Choice) -> Choice:
 
 
 def load_kernel() -> Kernel:
-    """The kernel of flash-linear-attention, which must be there."""
+    """The kernel of flash-linear-attention, which must be installed."""
     kernel = _found()
     assert not isinstance(kernel, str), kernel
     return kernel
@@ -87,5 +87,5 @@ def _found() -> Kernel | str:
         return f"flash-linear-attention {version} is older than {'.'.join(map(str, OLDEST))}, which is tested"
     try:
         return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    except Exception as error:  # it looks for drivers, compilers and libraries of its own as it is imported
+    except Exception as error:  # its import looks for drivers, compilers and other libraries
         return f"flash-linear-attention {version} cannot be imported ({type(error).__name__}: {error})"

@@ -1,7 +1,9 @@
 """Causal depthwise convolution along the paths of a forest.
 
-Shape letters: N tokens, D channels, K taps. Inputs stand in `extended` [K - 1 + N, D]: the last K - 1 inputs of the
-path above the forest (zeros before a root), then the forest's own in pre-order.
+`extended` [K - 1 + N, D] holds the last K - 1 inputs of the path above the forest (zeros before a root), then the
+forest's own inputs in pre-order.
+
+Shape letters: N tokens, D channels, K taps.
 """
 
 from dataclasses import dataclass
@@ -17,16 +19,16 @@ from treetrain.tree.assemble import Int64s
 
 @dataclass(frozen=True, slots=True)
 class Taps:
-    """Where the taps of a convolution lie."""
+    """The positions of a convolution's taps."""
 
     width: int
     """K."""
     elsewhere: Tensor | None
-    """int64 [b]: tokens whose last K - 1 inputs are not simply the ones before them in pre-order; None if none are."""
+    """int64 [b]: tokens whose last K - 1 inputs are not the ones right before them in pre-order; None if b = 0."""
     index: Tensor
-    """int64 [b, K]: for those, the place of every tap in `extended`, the oldest first."""
+    """int64 [b, K]: the indices of these tokens' taps in `extended`, oldest first."""
     tails: Tensor
-    """int64 [x, K - 1]: for every exported token, the places of the inputs that the next token will look back at."""
+    """int64 [x, K - 1]: for every exported token, the indices of the last inputs that its child tokens need."""
 
 
 def make_taps(parent: Int64s, exported: Int64s, width: int, device: torch.device) -> Taps:
@@ -38,7 +40,7 @@ def make_taps(parent: Int64s, exported: Int64s, width: int, device: torch.device
         width: K.
     """
     count, before = len(parent), width - 1
-    # Of every place in `extended` the one before it on its path; nothing looks further back than place 0.
+    # For every index of `extended`, the index before it on its path; index 0 stands for everything earlier.
     back = np.concatenate([np.arange(-1, before - 1), np.where(parent >= 0, parent + before, before - 1)])
     back[:1] = 0
     places = np.empty((count, width), np.int64)
@@ -60,7 +62,7 @@ def convolve(extended: Tensor, weight: Tensor, taps: Taps) -> Tensor:
 
 
 class _Convolve(torch.autograd.Function):
-    """Shifted products for whole runs; the few tokens behind a fork are gathered."""
+    """Multiplies shifted inputs by each tap; gathers the inputs of the few tokens right after a fork."""
 
     @staticmethod
     def forward(ctx, extended: Tensor, weight: Tensor, taps: Taps):

@@ -1,15 +1,15 @@
 """The gated delta rule over a forest, tile by tile.
 
-Along a path the state S [K, V] of a head decays, forgets what it holds under a key, and stores a value under it:
+Along a path the state S [K, V] of a head decays, removes the value stored under a key, and stores a new one:
     S <- exp(g) S;   S <- S + k (beta (v - k^T S))^T;   out = scale q^T S
-(Gated Delta Networks, https://arxiv.org/abs/2412.06464). The chunk rule of such a recurrence works on any set of tokens
-whose "comes before" is a forest, not on chains alone: a triangular mask of ancestors takes the place of the causal one.
-So a *tile* is a small connected piece of the tree (or sibling pieces that continue one token), and forks inside it cost
-nothing. Within a tile the rule is one unit-triangular system whose matrix is masked to ancestors, and the tile as a
-whole is linear in the state S that it starts from:
+(Gated Delta Networks, https://arxiv.org/abs/2412.06464). The chunked form of such a recurrence works on forests, not
+only on chains: a triangular mask of ancestors replaces the causal mask. So a *tile* is a small connected piece of the
+tree (or sibling pieces that continue one token), and forks inside it cost nothing. Within a tile the rule is one
+unit-triangular system whose matrix is masked to ancestors. The tile is linear in the state S that it starts from:
     out = P S + R,   S at an exit = A S + B.
-States are made only at *exits*, where other tiles attach. All of P, R, A, B are made for all tiles at once. Tiles of
-one depth in the tree of tiles form a *level*; only S <- A S + B runs level by level: one small product each.
+States are computed only at *exits*: tokens where other tiles attach, or whose state is exported. P, R, A and B are
+computed for all tiles at once. Tiles of one depth in the tree of tiles form a *level*; only S <- A S + B runs level by
+level, one small product each.
 
 Shape letters: N tokens, J key heads, H value heads (a multiple of J), K and V sizes of keys and values; n tiles of C
 slots, E exits.
@@ -28,11 +28,11 @@ from treetrain.tree.assemble import Int64s
 from treetrain.tree.layout import PackedLayout
 
 TILE = 64
-"""Most tokens of a tile: the chunk of the stock rules."""
+"""Most tokens in a tile: the chunk size of the stock implementations."""
 TILE_SIDE = 128
-"""Cost of one slot of a tile besides its pairs with the tile's other slots, in such pairs."""
+"""Cost of one slot of a tile besides its pairs with the tile's other slots, in pairs of slots."""
 CLASS_PAIRS = 12_000
-"""Cost of one more size of tiles, in pairs of slots: some dozens of small calls."""
+"""Cost of one more tile class (a few dozen small calls), in pairs of slots."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,38 +40,38 @@ class TileClass:
     """Tiles padded to one size: n tiles of C slots. Padding repeats token 0."""
 
     index: Int64s
-    """int64 [n, C]: the token of every slot."""
+    """int64 [n, C]: the token in every slot."""
     length: Int64s
-    """int64 [n]: filled slots."""
+    """int64 [n]: number of filled slots."""
     entry: Int64s
-    """int64 [n]: which state each tile starts from; 0 is the state before the roots, 1 + e that of exit e."""
+    """int64 [n]: the state each tile starts from; 0 is the state before the roots, 1 + e that of exit e."""
     exit_tile: Int64s
-    """int64 [x]: the tile of every exit that lies in this class."""
+    """int64 [x]: the tile of every exit in this class."""
     exit_slot: Int64s
-    """int64 [x]: its slot."""
+    """int64 [x]: the slot of every exit in this class."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """All tiles of a forest of N tokens, and its E exits in the order of their levels."""
+    """All tiles of a forest of N tokens, and its E exits, numbered by level."""
 
     classes: list[TileClass]
     slot: Int64s
-    """int64 [N]: where each token lies among the slots of all classes, one class after the other."""
+    """int64 [N]: index of each token among the concatenated slots of all classes."""
     exit_order: Int64s
-    """int64 [E]: where each exit lies among those of all classes, one class after the other."""
+    """int64 [E]: index of each exit among the concatenated exits of all classes."""
     levels: list[tuple[int, int]]
     """(first exit, end) of every level that has exits; the tiles of the next level start from these."""
     exit_entry: Int64s
-    """int64 [E]: which exit of the level before each exit's tile starts from (0 in the first level)."""
+    """int64 [E]: the exit of the level before from which each exit's tile starts (0 in the first level)."""
     exported: Int64s
-    """int64 [x]: the exit of every exported token."""
+    """int64 [x]: the number of the exit at every exported token."""
     tokens: int
     """N."""
 
     @property
     def from_states(self) -> bool:
-        """Whether any tile starts from another one's exit."""
+        """Whether any tile starts from the exit of another tile."""
         return any((tiles.entry > 0).any() for tiles in self.classes)
 
 
@@ -80,8 +80,8 @@ def make_tiles(layout: PackedLayout, exported: Int64s, *, tile: int = TILE) -> T
 
     Args:
         layout: N tokens, N > 0.
-        exported: int64 [x]: tokens whose state is wanted besides.
-        tile: most tokens of a tile.
+        exported: int64 [x]: tokens whose state is exported.
+        tile: most tokens in a tile.
     """
     plan = uniform(layout, tile)
     level = levels_of(plan.parent)
@@ -94,7 +94,7 @@ def make_tiles(layout: PackedLayout, exported: Int64s, *, tile: int = TILE) -> T
 
     order = np.argsort(plan.part_of, kind="stable")
     offset = np.cumsum(plan.sizes) - plan.sizes
-    place = np.empty(layout.num_tokens, np.int64)  # of a token within its tile
+    place = np.empty(layout.num_tokens, np.int64)  # index of a token within its tile
     place[order] = np.arange(layout.num_tokens) - np.repeat(offset, plan.sizes)
 
     slot = np.empty(layout.num_tokens, np.int64)
@@ -138,7 +138,7 @@ def make_tiles(layout: PackedLayout, exported: Int64s, *, tile: int = TILE) -> T
 
 
 def levels_of(parent: Int64s) -> Int64s:
-    """int64 [P]: how many lie above each; `parent` [P] is the one right above, which stands earlier, or -1."""
+    """int64 [P]: the number of ancestors of each item; `parent` [P] is the index of an earlier item, or -1."""
     level = [0] * len(parent)
     for part, above in enumerate(parent.tolist()):
         if above >= 0:
@@ -147,7 +147,7 @@ def levels_of(parent: Int64s) -> Int64s:
 
 
 def _padded_sizes(sizes: Int64s) -> Int64s:
-    """int64 [P]: the size each tile is padded to: few different ones, at the least predicted cost."""
+    """int64 [P]: the padded size of each tile: few different sizes, at the least predicted cost."""
     found, counts = np.unique(sizes, return_counts=True)
     best, cut = [0.0], [0]
     for stop in range(1, len(found) + 1):
@@ -164,7 +164,7 @@ def _padded_sizes(sizes: Int64s) -> Int64s:
 
 
 KEY_EPSILON = 1e-6
-"""Added to the squared length of queries and keys before they are scaled to length one, as the stock rules do."""
+"""Added to the squared norm of queries and keys before they are normalised, as in the stock implementations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class _Class:
 
     index: Tensor  # int64 [n * C]
     shape: tuple[int, int]  # (n, C)
-    hidden: Tensor  # bool [n, C, C]: slot j is not slot i or before it on its path
+    hidden: Tensor  # bool [n, C, C]: slot j is neither slot i nor an ancestor of it
     entry: Tensor  # int64 [n]
     exit_tile: Tensor  # int64 [x]
     exit_slot: Tensor  # int64 [x]
@@ -182,7 +182,7 @@ class _Class:
 
 
 class DeltaTiles:
-    """The tiles of a forest on a device, for every layer of a run.
+    """The tiles of a forest on a device, shared by all layers of a run.
 
     Args:
         ends: int64 [N]: subtree ends.
@@ -200,7 +200,7 @@ class DeltaTiles:
 
 
 def _straight(tiles: Tiles) -> list[bool]:
-    """[levels]: whether the exits of each follow those of the level before one for one, as along a chain."""
+    """[levels]: whether exit i starts from exit i of the level before, for all i, as along a chain."""
     found, before = [], 1
     for first, stop in tiles.levels:
         found.append(np.array_equal(tiles.exit_entry[first:stop], np.arange(before)))
@@ -229,10 +229,10 @@ def _on_device(tiles: TileClass, ends: Tensor) -> _Class:
 
 
 class _Linear(NamedTuple):
-    """The linear maps by which tiles of one class continue the state that they start from."""
+    """The linear maps of one class, from the state that a tile starts from to its outputs and exit states."""
 
     out: Tensor  # [n, H, C, V]: R
-    of_state: Tensor | None  # [n, H, C, K]: P; None where no state comes in
+    of_state: Tensor | None  # [n, H, C, K]: P; None if every tile starts from zero
     exit_out: Tensor | None  # [x, H, K, V]: B
     exit_of_state: Tensor | None  # [x, H, K, K]: A
 
@@ -243,15 +243,15 @@ def gated_delta(
     """Run the rule along every path.
 
     Args:
-        query, key: [N, J, K], scaled to length one here.
+        query, key: [N, J, K]; normalised here.
         value: [N, H, V].
         decay: [N, H], logarithms, at most 0.
-        beta: [N, H], from 0 to 1 (2 with negative eigenvalues).
+        beta: [N, H], from 0 to 1 (to 2 with negative eigenvalues).
         state: [H, K, V] before the roots; None is zero.
 
     Returns:
-        [N, H, V] in the dtype of `query` and the states of the exported tokens [x, H, K, V] (None if there are none),
-        both computed in at least float32, the states returned in it.
+        [N, H, V], and the states of the exported tokens [x, H, K, V] (None if there are none); both computed and
+        returned in at least float32.
     """
     wide = torch.promote_types(torch.promote_types(query.dtype, decay.dtype), torch.float32)
     with torch.autocast(query.device.type, enabled=False):
@@ -283,12 +283,12 @@ def gated_delta(
 def _tile(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, tiles: _Class, *, stateless: bool
 ) -> _Linear:
-    """Everything within the tiles of one class."""
+    """The linear maps of the tiles of one class."""
     n, size = tiles.shape
     q, k, v = (x.index_select(0, tiles.index).view(n, size, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
     decay, beta = (x.index_select(0, tiles.index).view(n, size, -1) for x in (decay, beta))
     beta = beta.transpose(1, 2)[..., None]
-    since = ((~tiles.hidden).to(decay.dtype) @ decay).transpose(1, 2)  # [n, H, C]: from the state before to each slot
+    since = ((~tiles.hidden).to(decay.dtype) @ decay).transpose(1, 2)  # [n, H, C]: log decay from entry to each slot
     between = since[..., :, None] - since[..., None, :]
     between = between.masked_fill_(tiles.hidden[:, None], float("-inf")).exp()
     products = torch.cat([k, q], 2) @ k.transpose(-1, -2)
@@ -298,7 +298,7 @@ def _tile(
     if repeat > 1:
         q, k = q.repeat_interleave(repeat, 1), k.repeat_interleave(repeat, 1)
     known = v * beta if stateless else torch.cat([v * beta, k * (beta * since)], -1)
-    # Column by column: what each token stores, and how much of the state before it takes back from under its key.
+    # The columns are what each token stores, and what it removes of the entry state under its key.
     stored = torch.linalg.solve_triangular(own * beta, known, upper=False, unitriangular=True)
     read = seen @ stored
     if stateless:
@@ -321,7 +321,7 @@ def _tile(
 
 
 def _states(made: list[_Linear], forest: DeltaTiles, before: Tensor, *, stateless: bool) -> Tensor:
-    """[1 + E, H, K, V]: the state before the roots and at every exit, in the order of the levels."""
+    """[1 + E, H, K, V]: the state before the roots, then those at the exits, by level."""
     exit_out = torch.cat([x.exit_out for x in made if x.exit_out is not None]).index_select(0, forest.exit_order)
     found = [before[None]]
     if stateless:
@@ -342,7 +342,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _spread(products: Tensor, between: Tensor) -> Tensor:
-    """[n, J, C, C] products of the key heads times [n, H, C, C] decays of the value heads -> [n, H, C, C]."""
+    """Products [n, J, C, C] of the key heads times decays [n, H, C, C] of the value heads -> [n, H, C, C]."""
     n, heads, size, _ = between.shape
     grouped = between.view(n, products.shape[1], -1, size, size)
     return (grouped * products[:, :, None]).view(n, heads, size, size)

@@ -1,4 +1,4 @@
-"""Recurrence along the paths of one packed run: what the recurrent layers of a forward are given."""
+"""Recurrence along the paths of one packed run, as the recurrent layers of a forward call it."""
 
 from collections.abc import Hashable
 
@@ -19,10 +19,10 @@ _NONE = np.zeros(0, np.int64)
 
 
 class Paths:
-    """The paths of a run, for every recurrent layer of it.
+    """Runs convolutions and the gated delta rule along the paths of a run, for all its recurrent layers.
 
     Args:
-        states: what the run continues and hands on; None for whole trees.
+        states: the states that the run continues and exports; None for whole trees.
     """
 
     def __init__(self, layout: PackedLayout, device: torch.device, states: StateView | None = None):
@@ -32,7 +32,7 @@ class Paths:
         self._tiles: DeltaTiles | None = None
         self._scans: Scans | None = None
         self.rule: Choice | None = None
-        """Which form of the gated delta rule ran last, and why; None before any has."""
+        """The implementation of the gated delta rule that ran last, and why; None before the first."""
 
     @property
     def tokens(self) -> int:
@@ -43,9 +43,9 @@ class Paths:
         """Causal depthwise convolution along every path.
 
         Args:
-            layer: tells the layers' states apart.
+            layer: key of the layer's states.
             inputs: [N, D].
-            weight: [D, K], the newest input's last.
+            weight: [D, K]; the last tap multiplies the newest input.
 
         Returns:
             [N, D] in at least float32, without bias or activation.

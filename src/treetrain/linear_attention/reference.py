@@ -1,4 +1,4 @@
-"""The specification of recurrence on a tree: token by token, every token from its parent's state. Slow, obvious."""
+"""The specification of recurrence on a tree: token by token, each from its parent's state. Slow and obvious."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ def reference_gated_delta(
 
     Args:
         query, key: [N, J, K]; value: [N, H, V]; decay, beta: [N, H].
-        parent: int64 [N], -1 at roots, which start from `state` [H, K, V].
+        parent: int64 [N], -1 at roots.
+        state: [H, K, V], the state that the roots start from.
 
     Returns:
         [N, H, V], and the state after every token [N, H, K, V].

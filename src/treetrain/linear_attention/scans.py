@@ -1,9 +1,9 @@
-"""The gated delta rule over a forest by a kernel that scans sequences: flash-linear-attention's.
+"""The gated delta rule over a forest by flash-linear-attention's kernel, which scans sequences.
 
-The forest is cut into runs without a fork. The kernel gives the state after a run's last token and no other, so a run
-ends at every fork and wherever a state is handed on, and starts from the state at the end of the run above it.
-Gathering that state is what adds up the branches' gradients at a fork. Runs of one depth in the tree of runs form a
-*level*, and a level is one call; runs that nothing continues need no level: they are one last call.
+The forest is cut into runs without a fork. The kernel returns only the state after a run's last token, so runs end at
+every fork and at every exported token. A run starts from the state at the end of the run above it. The backward of
+gathering that state adds up the branches' gradients at a fork. Runs of one depth in the tree of runs form a *level*,
+and a level is one call. All runs whose final state is not needed share one last call.
 
 Shape letters: N tokens, J key heads, H value heads (a multiple of J), K and V sizes of keys and values; n runs of t
 tokens in a call.
@@ -25,40 +25,41 @@ from treetrain.tree.layout import PackedLayout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """Runs that are scanned at once: n runs of t tokens in all."""
+    """Runs that one call scans: n runs, t tokens in total."""
 
     offsets: Int64s
-    """int64 [n + 1]: where each run begins among the call's tokens."""
+    """int64 [n + 1]: where each run starts among the call's tokens."""
     entry: Int64s
-    """int64 [n]: the state each run starts from, counted among those of the call before (0 is the state before the
-    roots in the first call); in the last call among all: 0 is the one before the roots, 1 + e that of end e."""
+    """int64 [n]: index of the state that each run starts from. In a level it counts the final states of the level
+    before (0 in the first level: the state before the roots). In the last call it counts all states: 0 is the state
+    before the roots, 1 + e that of end e."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segments:
-    """The runs of a forest of N tokens by call, and the E states at the ends of those that go on."""
+    """The runs of a forest of N tokens by call, and the E ends of runs whose final state is needed."""
 
     order: Int64s
-    """int64 [N]: the token at every place, the calls one after the other."""
+    """int64 [N]: the tokens in the order of the calls."""
     levels: tuple[Call, ...]
-    """Runs whose last state is needed. Ends are counted in this order, from 0."""
+    """Runs whose final state is needed. Ends are numbered in this order, from 0."""
     last: Call | None
-    """Runs whose last state nobody needs."""
+    """Runs whose final state is not needed."""
     exported: Int64s
-    """int64 [x]: the end of every exported token."""
+    """int64 [x]: the number of the end at every exported token."""
 
     @property
     def calls(self) -> int:
-        """Calls of the kernel in a forward."""
+        """Number of kernel calls in a forward."""
         return len(self.levels) + (self.last is not None)
 
     @property
     def runs(self) -> int:
-        """Runs of all calls."""
+        """Number of runs in all calls."""
         return sum(len(call.entry) for call in self._calls)
 
     def slots(self, chunk: int) -> int:
-        """Tokens with every run filled up to whole chunks, as kernels compute them."""
+        """Number of tokens with every run padded to whole chunks, as the kernels compute them."""
         return sum(int((-(-np.diff(call.offsets) // chunk)).sum()) * chunk for call in self._calls)
 
     @property
@@ -71,7 +72,7 @@ def make_segments(layout: PackedLayout, exported: Int64s) -> Segments:
 
     Args:
         layout: N tokens, N > 0.
-        exported: int64 [x]: tokens whose state is wanted.
+        exported: int64 [x]: tokens whose state is exported.
     """
     tokens = np.arange(layout.num_tokens)
     children = np.bincount(layout.parent[layout.parent >= 0], minlength=len(tokens))
@@ -87,7 +88,7 @@ def make_segments(layout: PackedLayout, exported: Int64s) -> Segments:
     goes_on = (children[end] > 0) | wanted[end]
 
     inner = np.flatnonzero(goes_on)[np.argsort(level[goes_on], kind="stable")]
-    number = np.full(len(start), -1, np.int64)  # of a run's end
+    number = np.full(len(start), -1, np.int64)  # number of each run's end
     number[inner] = np.arange(len(inner))
     counts = np.bincount(level[inner])
     first = np.cumsum(counts) - counts
@@ -110,7 +111,7 @@ def make_segments(layout: PackedLayout, exported: Int64s) -> Segments:
 
 
 def _tokens_of(runs: Int64s, start: Int64s, length: Int64s) -> Int64s:
-    """The tokens of these runs, one run after the other."""
+    """The tokens of these runs, concatenated."""
     before = np.cumsum(length[runs]) - length[runs]
     return np.arange(int(length[runs].sum())) + np.repeat(start[runs] - before, length[runs])
 
@@ -120,7 +121,7 @@ def _offsets(length: Int64s) -> Int64s:
 
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
-"""`chunk_gated_delta_rule` of flash-linear-attention, or what has its signature: query and key [1, t, J, K], value
+"""`chunk_gated_delta_rule` of flash-linear-attention, or a function with its signature: query, key [1, t, J, K], value
 [1, t, H, V], g and beta [1, t, H]; by keyword initial_state [n, H, K, V], output_final_state, cu_seqlens and
 cu_seqlens_cpu [n + 1], use_qk_l2norm_in_kernel -> out [1, t, H, V] in the dtype of value, and final states
 [n, H, K, V] in that of the initial ones."""
@@ -136,7 +137,7 @@ class _Call(NamedTuple):
 
 
 class Scans:
-    """The calls of a forest on a device, for every layer of a run."""
+    """The calls of a forest on a device, shared by all layers of a run."""
 
     def __init__(self, segments: Segments, device: torch.device):
         self.segments = segments
@@ -162,7 +163,7 @@ def scanned_gated_delta(
     state: Tensor | None,
     kernel: Kernel,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the rule along every path; arguments and results are those of `delta_rule.gated_delta`.
+    """Run the rule along every path, as `delta_rule.gated_delta` does; outputs are in the dtype of `value`.
 
     Args:
         kernel: rounds to the dtype of `query` between its products; states are in at least float32.

@@ -1,10 +1,9 @@
-"""The recurrent cache: states that a part hands to the parts below it, and the gradients handed back.
+"""The recurrent cache: states that a part passes to the parts below it, and the gradients that come back.
 
-Unlike keys and values, which every token of a path has, a state stands for the whole path down to one token. So it is
-kept only at the tokens where other parts attach, one *slot* each: for every layer whatever its recurrence needs to go
-on (the state of a scan, the last inputs of a convolution), with an accumulator of its gradient in float32 (float64 for
-a float64 model). Autograd sees the two ends: an entry whose gradient goes to the accumulator, and an export that takes
-it from there.
+Every token of a path has keys and values, but one state stands for the whole path down to a token. So states are kept
+only at tokens where other parts attach, one *slot* each. A slot holds what each layer needs to continue (the state of a
+scan, the last inputs of a convolution) and an accumulator of its gradient in float32 (float64 for a float64 model).
+Autograd sees two functions: an entry, whose backward adds to the accumulator, and an export, whose backward reads it.
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from treetrain.device_arrays import on_device
 from treetrain.tree.assemble import Int64s
 
 Key = tuple[Any, str]
-"""A layer and the name of one of its states."""
+"""(layer, name of one of its states)."""
 
 
 @dataclass(slots=True)
@@ -34,8 +33,8 @@ class StateCache:
     """The states of all layers at the tokens where parts attach.
 
     Args:
-        tokens: of the layout, M.
-        slots: states that are held at once; more are made room for when asked for.
+        tokens: M, the number of tokens of the layout.
+        slots: number of states held at once; `allocate` grows the buffers when it needs more.
         gradients: whether a backward will follow.
     """
 
@@ -53,11 +52,11 @@ class StateCache:
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def attach_at(self, tokens: Int64s) -> None:
-        """Parts attach to these tokens (-1 is none): where they are exported, their state is."""
+        """Mark tokens (-1 is none) where parts attach; only these get slots."""
         self._attach[tokens[tokens >= 0]] = True
 
     def allocate(self, tokens: Int64s) -> Int64s:
-        """Give slots to tokens where parts attach and that have none, on top of those in use; returns these tokens."""
+        """Give the next free slots to those tokens where parts attach that have none yet; returns these tokens."""
         fresh = tokens[self._attach[tokens] & (self._slot_of[tokens] < 0)]
         slots = slice(self._top, self._top + len(fresh))
         self._reserve(slots.stop)
@@ -69,19 +68,19 @@ class StateCache:
         return fresh
 
     def release(self, tokens: Int64s) -> None:
-        """Take back the slots of the tokens that got theirs last."""
+        """Free the slots of these tokens, which must be the last ones that were allocated."""
         self._slot_of[tokens] = -1
         self._top -= len(tokens)
 
     def view(self, tokens: Int64s, attach: int) -> "StateView":
-        """The slots that one pass over tokens reads and writes; `attach` is the token it continues, -1 for none."""
+        """A view for one pass over tokens; `attach` is the token that the pass continues, -1 for none."""
         exported = np.flatnonzero(self._slot_of[tokens] >= 0)
         entry = int(self._slot_of[attach]) if attach >= 0 else -1
         assert attach < 0 or entry >= 0, "a part continues a token whose state was not handed on"
         return StateView(self, entry, exported, self._slot_of[tokens[exported]])
 
     def buffer(self, key: Key, like: Tensor) -> _Buffer:
-        """A layer's buffer, made for values like the first [x, ...] it was given."""
+        """The buffer of a key, allocated at its first call for values [x, ...] like these."""
         if key not in self._buffers:
             shape = (self._slots, *like.shape[1:])
             wide = torch.promote_types(like.dtype, torch.float32)
@@ -103,14 +102,14 @@ class StateView:
 
     def __init__(self, cache: StateCache, entry: int, exported: Int64s, slots: Int64s):
         self.exported = exported
-        """int64 [x]: the pass's tokens whose states are handed on."""
+        """int64 [x]: indices of the pass's tokens whose states are exported."""
         self.continues = entry >= 0
         """Whether the pass starts from a state of the cache."""
         self._cache, self._entry, self._slots = cache, entry, slots
         self._slot_index: Tensor | None = None
 
     def _slots_on(self, device: torch.device) -> Tensor:
-        """int64 [x]: the exported tokens' slots, sent to the device once for all layers."""
+        """int64 [x]: the exported tokens' slots, copied to the device once for all layers."""
         if self._slot_index is None or self._slot_index.device != device:
             self._slot_index = on_device(self._slots, device)
         return self._slot_index
@@ -119,19 +118,19 @@ class StateView:
         """The state that the pass starts from, in the shape of one slot.
 
         Args:
-            depends: what the state's counterpart in this pass is made of: it needs a gradient where they do.
+            depends: the tensors from which this pass computes its own states; the entry needs a gradient if they do.
         """
         return _Enter.apply(self, key, *depends)  # type: ignore[return-value]
 
     def export(self, key: Key, out: Tensor, states: Tensor) -> Tensor:
-        """Hand on the states [x, ...] of the exported tokens. Returns `out`, which must be used in their place.
+        """Store the states [x, ...] of the exported tokens. Use the returned `out` in place of the given one.
 
-        The states' gradients arrive when that of `out` does.
+        Its backward also sends the accumulated gradients into `states`.
         """
         return _Export.apply(out, states, self, key) if len(self.exported) else out  # type: ignore[return-value]
 
     def value(self, key: Key) -> Tensor:
-        """A copy of the entry's value: slots are written again while graphs that have read them are alive."""
+        """A copy of the entry's value; slots are overwritten while graphs that have read them are alive."""
         return self._cache._buffers[key].value[self._entry].clone()
 
     def write(self, key: Key, states: Tensor) -> None:
@@ -139,13 +138,13 @@ class StateView:
         self._cache.buffer(key, states).value.index_copy_(0, self._slots_on(states.device), states)
 
     def add_entry_gradient(self, key: Key, grad: Tensor) -> None:
-        """Hand a gradient up to the part that the entry belongs to."""
+        """Add a gradient to the accumulator of the entry."""
         buffer = self._cache._buffers[key]
         assert buffer.grad is not None
         buffer.grad[self._entry] += grad
 
     def collect(self, key: Key) -> Tensor:
-        """Gradients [x, ...] of the exported tokens' states, from the parts below."""
+        """The gradients [x, ...] of the exported tokens' states, accumulated by the parts below."""
         buffer = self._cache._buffers[key]
         assert buffer.grad is not None
         return buffer.grad.index_select(0, self._slots_on(buffer.grad.device))

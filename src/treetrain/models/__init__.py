@@ -1,1 +1,1 @@
-"""Which models can be run on a tree, and how they are switched to tree attention for the length of a call."""
+"""Checks which models can run on a tree, loads them, and switches them to tree attention during a call."""

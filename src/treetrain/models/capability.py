@@ -1,8 +1,8 @@
-"""Checks a model before any work: it is exact on a tree, or refused by name.
+"""Checks before any work that a model is exact on a tree, and refuses it with a reason otherwise.
 
-The checks ask what a layer *is* (its kind, its window, its rotary scaling), never what the model is called. What no
-static check can see (a layer that mixes tokens without the attention interface, a forward that rescales the logits
-after the head) is caught at the first call, before any gradient exists: see ``engine/packed.py``.
+The checks look at layers (their kind, window and rotary scaling), not at the name of the model. Static checks cannot
+see everything, such as a layer that mixes tokens without the attention interface, or a forward that rescales the logits
+after the head. The first call catches these before any gradient exists: see ``engine/packed.py``.
 """
 
 import inspect
@@ -27,7 +27,7 @@ from treetrain.models.moe import MixtureOfExperts, check_experts
 from treetrain.models.recurrent_layers import check_recurrence
 
 LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv")
-"""Kinds that a configuration may name; recurrent layers are also checked module by module."""
+"""Layer types that a configuration may name; recurrent layers are also checked module by module."""
 STATIC_SCALINGS = {"default", "linear", "llama3", "yarn", "proportional"}
 """Rotary scalings whose frequencies do not depend on the length of the call."""
 _NOISES = {
@@ -35,43 +35,43 @@ _NOISES = {
     "pvera_lambda_d": "PVeRA",
     "lora_monteclora_sampler": "MonteCLoRA",
 }
-"""Fields of modules that draw random numbers in training mode, by generators that not every call is seen to move."""
+"""Fields of modules that draw random numbers in training mode, which generator states do not always reveal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """A supported model, as far as the engine needs to know it."""
+    """The properties of a supported model that the engine needs."""
 
     layers: int
-    """Attention layers that must be seen in every forward."""
+    """Number of layers that every forward must run through tree attention or recurrence."""
     heads_times_size: int
-    """Query heads times head size: what one query-key pair costs."""
+    """Query heads times head size: the cost of one query-key pair."""
     vocab_size: int
     max_positions: int | None
     head: nn.Module
-    """The module that makes logits, or the values of a model without a language-model head."""
+    """The module that makes the logits, or the values of a model without a language-model head."""
     head_is_linear: bool
-    """A plain ``nn.Linear``: scored by the fused path; otherwise its own forward is called chunk by chunk."""
+    """Whether the head is a plain ``nn.Linear``, which the fused path scores; other heads are called in chunks."""
     logit_map: LogitMap = IDENTITY
     """The map that the model applies to its logits after the head."""
     rotary_positions: int | None = None
-    """Rows may be no longer, or rotary frequencies would follow the length of the call; None where they never do."""
+    """Longest row whose rotary frequencies do not depend on the length of the call; None for any length."""
     experts: MixtureOfExperts | None = None
-    """Where tokens are routed to experts; None in a model without."""
+    """The model's experts; None in a model without any."""
     recurrent_layers: int = 0
-    """Layers that mix tokens by a recurrence instead of attention."""
+    """Number of layers that mix tokens by a recurrence instead of attention."""
     scores_tokens: bool = True
-    """Whether the head makes log-probabilities (and is wanted to)."""
+    """Whether the head makes log-probabilities and the call wants them."""
     scalar: ScalarHead | None = None
-    """The head that gives hidden states values; None where there is none, or nobody asks."""
+    """The head that makes values; None if there is none or the call does not want values."""
 
     @property
     def auxiliary(self) -> float:
-        """The coefficient of the routers' auxiliary loss, of all tokens of a step; 0 without."""
+        """The coefficient of the routers' auxiliary loss over all tokens of a step; 0 if there is none."""
         return 0.0 if self.experts is None else self.experts.auxiliary
 
     def asked(self, *, logprobs: bool, values: bool) -> "Capabilities":
-        """The same for a call that wants these.
+        """The capabilities for a call that wants log-probabilities, values or both.
 
         Raises:
             UnsupportedModel: the model has no head for one of them.
@@ -98,14 +98,14 @@ def causal_lm(model: nn.Module) -> nn.Module:
 
 
 def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Module | None = None) -> Capabilities:
-    """Refuse what would not be exact.
+    """Refuse a model that would not be exact on a tree; describe one that is.
 
     Args:
-        critics: accept models for the classification of tokens or sequences, whose head gives values.
-        value_head: of the user's own, on the hidden states that a causal LM hands to its head.
+        critics: accept models for token or sequence classification, whose head returns values.
+        value_head: a user's head, applied to the hidden states that a causal LM passes to its head.
 
     Raises:
-        UnsupportedModel: naming the layer or setting, its value, and what would be accepted.
+        UnsupportedModel: names the layer or setting, its value, and what would be accepted.
     """
     _check_compiled(model)
     lm = causal_lm(model)
@@ -154,7 +154,7 @@ def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Modul
         )
     if value_head is not None:
         _check_noise(value_head)
-    # Layers may differ in the size of their heads; transformers then refuses to tell one size for all.
+    # Layers may differ in head size; transformers then raises when asked for a single size.
     layer_configs = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
     return Capabilities(
         layers=text.num_hidden_layers,
@@ -173,22 +173,21 @@ def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Modul
 
 
 def drops_softcap(model: Any) -> bool:
-    """Whether the model's own attention leaves out the soft-cap on attention scores that its configuration asks for.
+    """Whether the model's attention ignores the soft-cap on attention scores that its configuration sets.
 
-    A tree follows the configuration. Some releases of transformers let such a model run by torch's fused attention
-    (`sdpa`), which has no soft-cap: its rows by themselves are then another computation than the model that was
-    trained.
+    Tree attention follows the configuration. Some releases of transformers let such a model run by torch's fused
+    attention (`sdpa`), which has no soft-cap, so its separate rows would differ from the model that was trained.
     """
     config = _text_config(model.config)
     if not getattr(config, "attn_logit_softcapping", None):
         return False
-    # Under "eager" there is no function here: a family's own file has it.
+    # "eager" is not in the interface: its function is in the family's own file.
     function = AttentionInterface().get(config._attn_implementation)
     return function is not None and "softcap" not in inspect.signature(function).parameters
 
 
 def with_softcap(model: Any) -> Any:
-    """The model, on its family's own attention where that of transformers' choice would leave out the soft-cap."""
+    """The model, switched to eager attention if its current attention ignores the soft-cap."""
     if drops_softcap(model):
         model.set_attn_implementation("eager")
     return model
@@ -217,7 +216,7 @@ def _check_class(lm: nn.Module, config: Any) -> None:
     forwards = [vars(kind)["forward"] for kind in type(lm).__mro__ if "forward" in vars(kind)]
     taken = {parameter for forward in forwards for parameter in inspect.signature(forward).parameters}
     if "position_ids" not in taken:
-        # Such a model counts positions by itself, through every branch (decoders of the BART family do).
+        # Such a model counts positions itself, on through all branches (decoders of the BART family do).
         raise UnsupportedModel(f"{name} takes no position_ids, so a branch cannot start at its own position.")
     for module_name, module in lm.named_modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
@@ -255,7 +254,7 @@ def _check_compiled(model: nn.Module) -> None:
     for name, module in model.named_modules():
         wrapped = type(module).__name__ == "OptimizedModule"
         compiled = wrapped or getattr(module, "_compiled_call_impl", None) is not None
-        # Attention and recurrent layers of transformers know the number of their layer; norms and MLPs do not.
+        # transformers' attention and recurrent layers have a layer_idx; norms and MLPs do not.
         if compiled and any(hasattr(inner, "layer_idx") for inner in module.modules()):
             how = "an OptimizedModule (torch.compile)" if wrapped else f"a {type(module).__name__} after .compile()"
             plain = "the model without it" if name or not wrapped else "the model within, model._orig_mod"
@@ -266,11 +265,11 @@ def _check_compiled(model: nn.Module) -> None:
 
 
 def _check_noise(model: nn.Module) -> None:
-    """Refuse dropout and noise: a shared token would get one draw where every row has its own."""
+    """Refuse dropout and noise: a shared token would get one draw for all its rows."""
     for name, module in model.named_modules():
         if not module.training:
             continue
-        # Many layers keep their rates as plain numbers (dropout, layerdrop, ...), adapters as one for each adapter.
+        # Many layers keep their rates as plain numbers (dropout, layerdrop, ...), adapters as a dict by adapter.
         rates = {"p": module.p} if isinstance(module, _DropoutNd) else vars(module)
         for field, found in rates.items():
             for rate in found.values() if isinstance(found, dict) else (found,):
@@ -288,20 +287,20 @@ def _check_noise(model: nn.Module) -> None:
 
 
 def _check_rotary(model: nn.Module, config: Any) -> int | None:
-    """The longest row up to which rotary frequencies stay the same; None where they always do.
+    """The longest row for which rotary frequencies do not depend on the length; None for any length.
 
-    A tree is run in one call or in several, whose lengths are not those of its rows. So scalings that look at the
-    length are exact as long as every row is within the border.
+    A tree runs in one or several calls, whose lengths are not those of its rows. So scalings that depend on the length
+    are exact only if every row is within this limit.
 
     Raises:
-        UnsupportedModel: naming a scaling that is not known, or frequencies that an earlier call has stretched.
+        UnsupportedModel: the scaling is not known, or an earlier call has stretched the frequencies.
     """
     scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     entries = [entry for entry in scaling.values() if isinstance(entry, dict)] or [scaling]
     borders = [border for entry in entries if (border := _rotary_border(entry, config)) is not None]
     for name, module in model.named_modules() if borders else ():
         original = getattr(module, "original_max_seq_len", None)
-        # Kinds of layers may have frequencies of their own, each under its name.
+        # Each layer type may have its own frequencies, under its name.
         stretched = [int(value) for field, value in vars(module).items() if field.endswith("max_seq_len_cached")]
         if isinstance(original, int) and max(stretched, default=0) > original:
             raise UnsupportedModel(

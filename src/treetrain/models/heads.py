@@ -1,4 +1,4 @@
-"""The heads of a model: what becomes of the logits of a language-model head, and heads that give values."""
+"""The heads of a model: the map from a language-model head to its final logits, and heads that return values."""
 
 import math
 from collections.abc import Callable
@@ -12,18 +12,18 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from treetrain.errors import UnsupportedModel
 
-# Fields of a configuration by what they do to the logits. The first call checks that this model does so.
+# Configuration fields by their effect on the logits. The first call checks that the model behaves accordingly.
 _FACTORS = ("logit_scale", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling",)
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 _UNKNOWN_SCALES = ("logits_scale", "mup_width_multiplier")
 _MIXING = (_BatchNorm, _InstanceNorm, nn.RNNBase, nn.MultiheadAttention, nn.modules.conv._ConvNd)
-"""Modules whose result at one row depends on the other rows of a call (or may)."""
+"""Modules whose output for one input row may depend on the other rows of a call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitMap:
-    """Logits z become cap * tanh(z / cap), after z is multiplied by a factor and divided by a divisor."""
+    """Multiplies logits by a factor, divides them by a divisor, then maps z to cap * tanh(z / cap)."""
 
     factor: float = 1.0
     divisor: float = 1.0
@@ -31,7 +31,7 @@ class LogitMap:
 
     @classmethod
     def from_config(cls, config: Any) -> "LogitMap":
-        """Read from a configuration. Raises UnsupportedModel for scales that are not known here."""
+        """Read the map from a configuration. Raises UnsupportedModel for unknown scales."""
         for field in _UNKNOWN_SCALES:
             if getattr(config, field, None) not in (None, 1.0):
                 raise UnsupportedModel(
@@ -48,7 +48,7 @@ class LogitMap:
         return cls(factor=math.prod(factors), divisor=math.prod(divisors), cap=caps[0] if caps else None)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Differentiable; in the order of operations that models use."""
+        """Apply the map, differentiably, in the order of operations that models use."""
         if self.factor != 1.0:
             logits = logits * self.factor
         if self.divisor != 1.0:
@@ -56,7 +56,7 @@ class LogitMap:
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def apply_(self, logits: Tensor, *, want_slope: bool) -> Tensor | None:
-        """In place. Returns the derivative by the given logits where it differs from one to the next."""
+        """Apply the map in place. With a cap and `want_slope`, returns the derivative by the given logits."""
         if self.factor != 1.0:
             logits.mul_(self.factor)
         if self.divisor != 1.0:
@@ -69,7 +69,7 @@ class LogitMap:
         return slope
 
     def pull_back_(self, grad: Tensor, slope: Tensor | None) -> Tensor:
-        """Turn the gradient by the mapped logits into that by the given ones, in place."""
+        """Turn the gradient of the mapped logits into that of the given logits, in place."""
         if slope is not None:
             return grad.mul_(slope)
         scale = self.factor / self.divisor
@@ -85,31 +85,31 @@ class LogitMap:
 
 
 IDENTITY = LogitMap()
-"""The map of a model whose configuration says nothing about its logits: it must return them untouched."""
+"""The map of a model whose configuration has none of these fields: it must return its logits unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalarHead:
-    """A head that maps hidden states [n, D] to values [n] or [n, c], each by itself."""
+    """A head that maps hidden states [n, D] to values [n] or [n, c], each state independently."""
 
     module: nn.Module
     is_models_own: bool
-    """Whether the model calls it, in place of a language-model head; otherwise it is the user's."""
+    """Whether it is the model's own head, in place of a language-model head; otherwise it is the user's."""
     labels: int | None
-    """c; None for a head of the user's, whose first call shows it."""
+    """c; None for a user's head, whose c is known after its first call."""
     pooled: bool = False
-    """Whether the model keeps the value of each row's last token only."""
+    """Whether the model keeps only the value of each row's last token."""
     pad_token: int | None = None
-    """The id that such a model skips at the end of a row when it looks for the last token."""
+    """The padding id that such a model skips to find the last token of a row."""
 
     def values(self, forward: Callable[[Tensor], Any], rows: Tensor) -> Tensor:
-        """[n] or [n, c] values of rows [n, D], float32 or wider.
+        """The values [n] or [n, c] of rows [n, D], in float32 or wider.
 
         Args:
             forward: the forward of the module.
 
         Raises:
-            UnsupportedModel: something else than one value, or c, per row.
+            UnsupportedModel: the head does not return one value, or c values, per row.
         """
         given = rows
         if not self.is_models_own and not torch.is_autocast_enabled(rows.device.type):
@@ -128,10 +128,10 @@ class ScalarHead:
 
 
 def models_own_head(lm: nn.Module, text_config: Any) -> ScalarHead:
-    """The head of a Hugging Face model for the classification of tokens or sequences.
+    """The head of a Hugging Face model for token or sequence classification.
 
     Raises:
-        UnsupportedModel: no head of a name that is known, or one that is more than a matrix.
+        UnsupportedModel: there is no head under a known name, or it is not a plain linear layer.
     """
     name = type(lm).__name__
     found = [getattr(lm, attribute, None) for attribute in ("score", "classifier")]
@@ -158,10 +158,10 @@ def models_own_head(lm: nn.Module, text_config: Any) -> ScalarHead:
 
 
 def users_head(head: nn.Module) -> ScalarHead:
-    """A head of the user's own, whose modules must treat every hidden state by itself.
+    """Wrap a user's head, whose modules must treat every hidden state independently.
 
     Raises:
-        UnsupportedModel: it is no module, or has modules that mix rows.
+        UnsupportedModel: it is not a module, or has modules that mix rows.
     """
     if not isinstance(head, nn.Module):
         raise UnsupportedModel(f"the value head is a {type(head).__name__}; give an nn.Module, [n, hidden] -> [n]")
@@ -175,13 +175,13 @@ def users_head(head: nn.Module) -> ScalarHead:
 
 
 def is_plain_linear(head: nn.Module) -> bool:
-    """Whether a head is a matrix and nothing more; FSDP2 makes a class of its own of one that is a shard by itself."""
+    """Whether a head is exactly an ``nn.Linear``, or the class that FSDP2 makes from one that it shards on its own."""
     kind = type(head)
     return kind is nn.Linear or (kind.__name__ == "FSDPLinear" and kind.__bases__[-1] is nn.Linear)
 
 
 def inner_linear(head: nn.Module) -> nn.Linear | None:
-    """The matrix of a head, within the layer that peft puts around it; None for anything else."""
+    """The ``nn.Linear`` of a head, unwrapped from a peft layer; None for any other head."""
     if is_plain_linear(head):
         return head  # type: ignore[return-value]
     inner = getattr(head, "base_layer", None) or getattr(head, "original_module", None)

@@ -1,6 +1,6 @@
-"""Names a model in one way: a built-in preset, a local folder, or a repository of the Hugging Face hub.
+"""Loads models, configurations and tokenizers by one kind of name: a preset, a local folder or a hub id.
 
-A model that would not be exact on a tree is refused from its configuration, before a weight is read or fetched.
+A model that would not be exact on a tree is refused from its configuration, before weights are read or downloaded.
 """
 
 from pathlib import Path
@@ -25,16 +25,16 @@ def load_model(
 ) -> "PreTrainedModel":
     """Load a causal language model, on the CPU unless `options` say otherwise, in evaluation mode.
 
-    A model that would not be exact on a tree is refused from its configuration, before a weight is read or fetched.
-    One whose attention scores are soft-capped gets its family's own attention where transformers would choose one that
-    leaves the cap out.
+    A model that would not be exact on a tree is refused from its configuration, before weights are read or downloaded.
+    A model with soft-capped attention scores gets eager attention if transformers would choose an attention that
+    ignores the cap.
 
     Args:
         name_or_path: a preset's name ("tiny" or "small": random weights, no download), else a local folder, else a
             hub id ("Qwen/Qwen3-0.6B").
-        dtype: of the weights; "auto" keeps that of the checkpoint (float32 for a preset).
-        seed: of a preset's random weights; nothing else uses it.
-        options: for `AutoModelForCausalLM.from_pretrained`; not for presets.
+        dtype: dtype of the weights; "auto" keeps that of the checkpoint (float32 for a preset).
+        seed: seed of a preset's random weights; not used otherwise.
+        options: passed to `AutoModelForCausalLM.from_pretrained`; not allowed for presets.
 
     Raises:
         DataError: the folder is missing or holds no model, or the hub cannot give it.
@@ -60,7 +60,7 @@ def load_model(
     except OSError as error:
         raise _cannot_load("model", name, folder, error) from error
     if "experts_implementation" not in options and model.dtype == torch.float64:
-        # Transformers' first choice for experts, torch's grouped products, knows no float64.
+        # transformers' default for experts, torch's grouped matmul, does not support float64.
         can_set = getattr(model, "_can_set_experts_implementation", None)  # not in every release of transformers
         if can_set is not None and can_set():
             model.set_experts_implementation("eager")
@@ -68,7 +68,7 @@ def load_model(
 
 
 def load_config(name_or_path: str | Path) -> "PreTrainedConfig":
-    """The configuration of a model named as in `load_model`. Raises DataError where there is none."""
+    """The configuration of a model named as in `load_model`. Raises DataError or UnsupportedModel as it does."""
     name = str(name_or_path)
     if name in PRESETS:
         return preset_config(name)
@@ -87,8 +87,8 @@ def load_tokenizer(name_or_path: str | Path, **options: Any) -> "PreTrainedToken
     """Load the tokenizer of a model; needs no torch.
 
     Args:
-        name_or_path: as that of `load_model`.
-        options: for `AutoTokenizer.from_pretrained`; presets ignore them.
+        name_or_path: as in `load_model`.
+        options: passed to `AutoTokenizer.from_pretrained`; presets ignore them.
 
     Raises:
         DataError: the folder holds no tokenizer, or the hub cannot give it.
@@ -111,10 +111,10 @@ def load_tokenizer(name_or_path: str | Path, **options: Any) -> "PreTrainedToken
 
 
 def model_without_weights(config: Any, **options: Any) -> "nn.Module | None":
-    """A causal LM of this configuration on the meta device, in evaluation mode.
+    """Build a causal LM of this configuration on the meta device, in evaluation mode.
 
     Returns:
-        The model; None where its class computes with its weights while it is made.
+        The model; None if its constructor cannot run without weights.
 
     Raises:
         UnsupportedModel: transformers knows no causal language model of this configuration.
@@ -133,24 +133,24 @@ def model_without_weights(config: Any, **options: Any) -> "nn.Module | None":
         raise UnsupportedModel(
             f"{type(config).__name__} belongs to no causal language model that transformers knows"
         ) from error
-    except (RuntimeError, NotImplementedError, TypeError):  # it computes with its weights while it is made
+    except (RuntimeError, NotImplementedError, TypeError):  # its constructor computes with its weights
         return None
     return model if "attn_implementation" in options else with_softcap(model)
 
 
 def check_config(config: Any, **options: Any) -> "Capabilities | None":
-    """`check_model` on a model of this configuration without weights, in evaluation mode.
+    """Run `check_model` on a model of this configuration without weights, in evaluation mode.
 
     Args:
         config: a transformers configuration.
-        options: for `AutoModelForCausalLM.from_config`.
+        options: passed to `AutoModelForCausalLM.from_config`.
 
     Returns:
-        The capabilities; None where the class cannot be made without weights, so that only the loaded model can be
+        The capabilities; None if the model cannot be built without weights, so that only the loaded model can be
         checked.
 
     Raises:
-        UnsupportedModel: no causal language model, or one that would not be exact on a tree.
+        UnsupportedModel: it is not a causal language model, or would not be exact on a tree.
     """
     from treetrain.models.capability import check_model
 
@@ -163,16 +163,16 @@ def check_config(config: Any, **options: Any) -> "Capabilities | None":
 
 
 class _FirstLayer(Exception):
-    """A forward has reached its first layer, so its masks are made."""
+    """Raised when a forward reaches its first layer; its masks exist then."""
 
 
 def _check_masks(model: "nn.Module") -> None:
-    """Let a model without weights make its masks, as every forward does before its first layer.
+    """Run the forward of a model without weights up to its first layer, which makes its masks.
 
-    Whatever else goes wrong there may be for want of weights, and is left to the first call.
+    Any other error is ignored: it may be due to the missing weights, and otherwise the first real call raises it.
 
     Raises:
-        UnsupportedModel: an unknown mask, or a window that the configuration does not have.
+        UnsupportedModel: an unknown mask, or a window that the configuration lacks.
     """
     import torch
     from torch import nn
@@ -202,9 +202,9 @@ def _check_masks(model: "nn.Module") -> None:
 
 
 def _check_source(name: str, source: str, options: dict[str, Any]) -> None:
-    """`check_config` for a folder or hub id, as `from_pretrained` would load it with these options.
+    """Run `check_config` for a folder or hub id, as `from_pretrained` would load it with these options.
 
-    A model whose configuration cannot be read is left to the loader, which says why.
+    A configuration that cannot be read is ignored here; the loader raises the error.
     """
     from transformers import AutoConfig
 
@@ -215,14 +215,14 @@ def _check_source(name: str, source: str, options: dict[str, Any]) -> None:
         return
     try:
         check_config(config, **{k: options[k] for k in ("trust_remote_code", "attn_implementation") if k in options})
-    except ImportError:  # what this attention needs is not installed
+    except ImportError:  # a package that this attention needs is not installed
         return
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {error}") from error
 
 
 def _local_folder(name: str) -> Path | None:
-    """The folder of that name; None where it reads as a hub id and no such folder exists."""
+    """The folder of that name; None if it does not exist and the name may be a hub id."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -238,7 +238,7 @@ def _local_folder(name: str) -> Path | None:
 
 
 def _model_folder(name: str) -> Path | None:
-    """The same as `_local_folder`, for a folder that must hold a model."""
+    """Like `_local_folder`, but the folder must hold a model."""
     folder = _local_folder(name)
     if folder is None or (folder / "config.json").is_file():
         return folder

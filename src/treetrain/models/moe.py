@@ -1,8 +1,8 @@
-"""Mixtures of experts: where a model routes its tokens, and whether that is exact on a tree.
+"""Mixtures of experts: finds a model's routers and checks that they are exact on a tree.
 
-Routers and experts act on every token by itself, so a packed tree is exact as it stands, unless a router draws random
-numbers or drops tokens beyond a capacity. Two things need more: the auxiliary loss, which is about all tokens of all
-rows, and choices of experts that were recorded. For these a step takes hold of the routers (`routers_switched`).
+Routers and experts act on every token independently, so they are exact on a packed tree unless a router draws random
+numbers or experts drop tokens beyond a capacity. Two features need more: the auxiliary loss, which covers all tokens of
+all rows, and replaying recorded choices of experts. For these a step intercepts the routers (`routers_switched`).
 """
 
 import re
@@ -18,9 +18,9 @@ from treetrain.errors import UnsupportedModel
 from treetrain.models.tree_mode import TreeRun, enclosing_runs, replaced_forward
 
 _LOSS = "load_balancing_loss_func"
-"""The name of the function of a model's auxiliary loss, in the model's own file in transformers."""
+"""The name of the auxiliary loss function in a model's own file in transformers."""
 _WRAPPED = re.compile(r"\.(original_module|base_layer|modules_to_save\.[^.]+)(?=\.|$)")
-"""The names that an adapter puts between a module's name and the module."""
+"""The names that an adapter inserts into a module's path."""
 
 
 class Router(NamedTuple):
@@ -28,9 +28,9 @@ class Router(NamedTuple):
 
     module: nn.Module
     name: str
-    """Its path in the model, as it is without an adapter."""
+    """Its path in the model without an adapter."""
     place: int
-    """Its number among the layers with experts."""
+    """The index of its layer among the layers with experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,24 +39,24 @@ class MixtureOfExperts:
 
     routers: tuple[Router, ...]
     places: int
-    """Layers with experts."""
+    """Number of layers with experts."""
     layer_numbers: tuple[int, ...]
-    """Which decoder layers these are."""
+    """The decoder layer numbers of these."""
     layers: int
-    """All decoder layers."""
+    """Number of all decoder layers."""
     experts: int | None
-    """Experts to choose from; None where the routers do not say."""
+    """Number of experts to choose from; None if the routers do not agree on one."""
     top_k: int | None
-    """Experts of a token."""
+    """Number of experts per token; None if the routers do not agree on one."""
     auxiliary: float
-    """The coefficient of the model's auxiliary loss; 0 where it adds none."""
+    """The coefficient of the model's auxiliary loss; 0 if it adds none."""
 
 
 def check_experts(lm: nn.Module, config: Any) -> MixtureOfExperts | None:
-    """The model's experts; None for a model without.
+    """The model's experts; None for a model without any.
 
     Raises:
-        UnsupportedModel: tokens are routed at random or dropped, or by something that cannot be recognised.
+        UnsupportedModel: routing is random, drops tokens, or is by a module that is not recognised.
     """
     routers = _routers(lm)
     expert_modules = [name for name, module in lm.named_modules() if _holds_experts(module)]
@@ -85,7 +85,7 @@ def check_experts(lm: nn.Module, config: Any) -> MixtureOfExperts | None:
 def _routers(lm: nn.Module) -> list[Router]:
     """The modules whose output the model calls router logits, in the order of its layers.
 
-    Not every release of transformers names them for every family; then those that stand beside experts.
+    Where the release of transformers does not name them for a family, the modules called routers beside experts.
     """
     specs: list[Any] = []
     for module in lm.modules():
@@ -142,14 +142,14 @@ def _check_routing(lm: nn.Module, routers: list[Router]) -> None:
 
 
 def _agreed(routers: list[Router], field: str) -> int | None:
-    """The value that all routers agree on."""
+    """The integer that all routers have under this name; None if they differ or lack it."""
     values = {getattr(router.module, field, None) for router in routers}
     value = values.pop()
     return value if not values and isinstance(value, int) else None
 
 
 def _auxiliary(lm: nn.Module, config: Any) -> float:
-    """The coefficient with which the model's own forward would add its auxiliary loss."""
+    """The coefficient of the auxiliary loss that the model's own forward would add."""
     if not getattr(config, "output_router_logits", False):
         return 0.0
     if not any(hasattr(sys.modules.get(kind.__module__), _LOSS) for kind in type(lm).__mro__):
@@ -166,10 +166,10 @@ def _auxiliary(lm: nn.Module, config: Any) -> float:
 
 @contextmanager
 def routers_switched(model: nn.Module, experts: MixtureOfExperts) -> Iterator[None]:
-    """Hand every call of a router to the run that is under way, for the length of the block.
+    """Pass every call of a router to the current run, within the block.
 
     Raises:
-        UnsupportedModel: in the block, by a router that is called outside of any run.
+        UnsupportedModel: within the block, when a router is called outside of any run.
     """
     with enclosing_runs(model, [router.module for router in experts.routers]) as current_run, ExitStack() as stack:
         for router in experts.routers:
@@ -195,18 +195,18 @@ def _routing(router: Router, current_run: Callable[[], TreeRun | None]) -> Calla
 
 
 class Routed(NamedTuple):
-    """The output of a router of the usual form; N tokens, E experts, k of them chosen."""
+    """The output of a router in the usual form; N tokens, E experts, k of them chosen per token."""
 
     logits: Tensor
     """[N, E]."""
     weights: Tensor
-    """[N, k]: of the chosen experts' outputs."""
+    """[N, k]: the weights of the chosen experts' outputs."""
     chosen: Tensor
     """int64 [N, k]."""
 
 
 def as_routed(router: Router, output: Any, tokens: int) -> Routed:
-    """A router's output. Raises UnsupportedModel where it has another form."""
+    """A router's output as `Routed`. Raises UnsupportedModel if it has another form."""
     form = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in output]
     if isinstance(output, tuple) and len(output) == 3 and all(isinstance(x, Tensor) for x in output):
         routed = Routed(*output)

@@ -1,11 +1,11 @@
-"""Layers that mix tokens by recurrence or convolution: which are exact on a tree, and their forward in tree mode.
+"""Recurrent layers: recognises those that are exact on a tree, and runs their forward in tree mode.
 
-A layer is known by what it is made of, never by its name. The same parts may be put together differently, so a tiny
-layer of its class is run once, by its own forward and by ours, before it is trusted.
+A layer is recognised by its submodules and parameters, not by its name. Another class may combine the same parts
+differently, so a tiny layer of the class is run once, by its own forward and by ours, before the class is accepted.
 
-In tree mode a layer's projections, gate, norm and output are called as the layer calls them, so that adapters and hooks
-on them work; only the convolution and the rule that mix tokens are ours. Gated DeltaNet layers are known with three
-ways of projecting (Qwen3-Next, Qwen3.5, OLMo hybrid); gated short convolutions (LFM2) are the same without the rule.
+In tree mode a layer's projections, gate, norm and output are called as the layer calls them, so adapters and hooks on
+them work; only the convolution and the rule that mix tokens are replaced. Three kinds of gated DeltaNet are supported,
+which differ in their projections (Qwen3-Next, Qwen3.5, OLMo hybrid), and gated short convolutions (LFM2).
 
 Shape letters: N tokens, J key heads, H value heads, K and V sizes of keys and values.
 """
@@ -32,7 +32,7 @@ from treetrain.tree.layout import pack
 
 
 def _fused_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
-    """Two projections, their outputs interleaved by key head (Qwen3-Next)."""
+    """Two projections with outputs interleaved by key head (Qwen3-Next)."""
     parts = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(hidden), layer.in_proj_ba(hidden))
     query, key, value, gate, beta, step = parts
     mixed = torch.cat([x.flatten(2) for x in (query, key, value)], -1)
@@ -41,7 +41,7 @@ def _fused_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
 
 
 def _split_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
-    """Queries, keys and values by one projection, the rest by one each (Qwen3.5)."""
+    """One projection for queries, keys and values, one for each other input (Qwen3.5)."""
     mixed, gate = layer.in_proj_qkv(hidden), layer.in_proj_z(hidden)
     beta, step = layer.in_proj_b(hidden), layer.in_proj_a(hidden)
     out = _gated_delta(layer, mixed, beta.sigmoid(), step, paths)
@@ -49,7 +49,7 @@ def _split_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
 
 
 def _separate_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
-    """One projection for everything (OLMo hybrid), whose beta may go up to 2."""
+    """A separate projection for each input; beta may be up to 2 (OLMo hybrid)."""
     mixed = torch.cat([layer.q_proj(hidden), layer.k_proj(hidden), layer.v_proj(hidden)], -1)
     beta = layer.b_proj(hidden).sigmoid()
     beta = beta * 2.0 if layer.allow_neg_eigval else beta
@@ -68,7 +68,7 @@ def _short_convolution(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
 
 
 def _gated_delta(layer: Any, mixed: Tensor, beta: Tensor, step: Tensor, paths: Paths) -> Tensor:
-    """Convolution and rule. mixed [1, N, 2 J K + H V], beta and step [1, N, H] -> [N, H, V] in the dtype of `mixed`."""
+    """The convolution and the rule: mixed [1, N, 2 J K + H V], beta, step [1, N, H] -> [N, H, V], dtype of `mixed`."""
     name, dtype = layer.layer_idx, mixed.dtype
     wide = torch.promote_types(dtype, torch.float32)
     conv = layer.conv1d
@@ -95,11 +95,11 @@ def _gated_norm(norm: Any, out: Tensor, gate: Tensor, hidden: Tensor) -> Tensor:
     return norm(out.reshape(-1, size), gate.reshape(-1, size)).reshape(*hidden.shape[:2], -1)
 
 
-# ---- which layers are known
+# ---- recognising layers
 
 
 class Kind(NamedTuple):
-    """A way of building a recurrent layer."""
+    """A supported kind of recurrent layer."""
 
     what: str
     children: set[str]
@@ -118,7 +118,7 @@ KINDS = (
     Kind(_DELTA, _SEPARATE, _OWN, _separate_projections),
     Kind("gated short convolution", {"conv", "in_proj", "out_proj"}, set(), _short_convolution),
 )
-_TINY = {  # the same layer, small
+_TINY = {  # configuration of the small test layer
     "hidden_size": 12,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -129,8 +129,8 @@ _TINY = {  # the same layer, small
 }
 _TINY_ROWS, _TINY_TOLERANCE = 9, 1e-4
 _TRUSTED: dict[type, str | None] = {}
-"""Classes that were tried, and what was wrong with them."""
-_MISSING = {  # by what a class is called, since these are refused in any case
+"""The classes tried so far, with what is wrong with each; None if nothing is."""
+_MISSING = {  # by part of a class's name: these layers are refused in any case
     "mamba2mixer": "a Mamba-2 scan (SSD)",
     "bambamixer": "a Mamba-2 scan (SSD)",
     "falconh1mixer": "a Mamba-2 scan (SSD)",
@@ -161,13 +161,13 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def check_recurrence(model: nn.Module, config: Any) -> int:
-    """Count the layers that mix tokens by a recurrence, all of them exact on a tree.
+    """Count the recurrent layers, and check that all of them are exact on a tree.
 
     Args:
-        config: of the text model.
+        config: configuration of the text model.
 
     Raises:
-        UnsupportedModel: naming a layer that is not known, and what is missing.
+        UnsupportedModel: a layer is not supported; names the layer and what is missing.
     """
     known: list[str] = []
     unknown: list[tuple[str, str, str]] = []
@@ -182,12 +182,12 @@ def check_recurrence(model: nn.Module, config: Any) -> int:
             known.append(name)
         elif what := _mixes_by(module):
             unknown.append((name, type(module).__name__, what))
-    # A module around a known layer may be called after it, and does not mix by itself.
+    # A module around a known layer may have a similar name, and does not mix tokens itself.
     unknown = [
         found for found in unknown if not any(layer.startswith(f"{found[0]}.") or not found[0] for layer in known)
     ]
     if unknown:
-        # A model is called after its layers: name the innermost.
+        # A model's name may contain that of its layers: report the innermost module.
         name, kind, what = unknown[0]
         for other in unknown[1:]:
             if (not name or other[0].startswith(f"{name}.")) and "of unknown build" not in other[2]:
@@ -201,7 +201,7 @@ def check_recurrence(model: nn.Module, config: Any) -> int:
 
 
 def _mixes_by(module: nn.Module) -> str | None:
-    """The way in which an unknown module mixes tokens; None for one that does not, as far as can be told."""
+    """The way an unknown module mixes tokens; None if it is not known to mix any."""
     kind = type(module).__name__.lower()
     for word, what in _MISSING.items():
         if word in kind and "norm" not in kind:
@@ -210,7 +210,7 @@ def _mixes_by(module: nn.Module) -> str | None:
 
 
 def _try_tiny(layer: Any, config: Any) -> str | None:
-    """Run a small layer of the same class on one row by its own forward and by ours; None where they agree."""
+    """Run a small layer of the same class by its own forward and by ours; None if they agree, else what is wrong."""
     small = copy.deepcopy(config)
     try:
         for field, value in _TINY.items():
@@ -227,7 +227,7 @@ def _try_tiny(layer: Any, config: Any) -> str | None:
             paths = Paths(pack(build_tree([range(_TINY_ROWS)]), trim=False), torch.device("cpu"))
             with torch.no_grad(), _torch_functions(type(layer)):
                 own, ours = tiny(hidden), kind.forward(tiny, hidden, paths)
-    except Exception as error:  # whatever an unknown class does with such a configuration
+    except Exception as error:  # an unknown class may raise anything for such a configuration
         return f"looks known, but a small one of its class cannot be tried ({type(error).__name__}: {error})"
     if own.shape != ours.shape or not torch.allclose(own, ours, rtol=_TINY_TOLERANCE, atol=_TINY_TOLERANCE):
         return f"has the parts of a {kind.what}, but its own forward gives something else; it is not supported"
@@ -236,9 +236,9 @@ def _try_tiny(layer: Any, config: Any) -> str | None:
 
 @contextmanager
 def _torch_functions(kind: type) -> Iterator[None]:
-    """A class's module with the functions of torch that it wraps, not what takes their place where it is installed.
+    """Use the plain torch functions in a class's module within the block, instead of installed kernels.
 
-    transformers puts the kernels of other packages there, whatever the device; those have no CPU form.
+    transformers wraps these functions to call other packages' kernels on any device, but those do not run on a CPU.
     """
     names = vars(sys.modules[kind.__module__])
     wrapped = {key: value for key, value in names.items() if callable(value) and hasattr(value, "__wrapped__")}
@@ -255,7 +255,7 @@ def _torch_functions(kind: type) -> Iterator[None]:
 
 @contextmanager
 def tree_recurrence(model: nn.Module) -> Iterator[None]:
-    """Let recurrent layers follow the paths of the tree run for the length of the block; restored on any exit."""
+    """Let recurrent layers follow the paths of the tree run within the block; restore them on any exit."""
     layers = [(module, kind) for module in model.modules() if (kind := kind_of(module)) is not None]
     with (
         enclosing_runs(model, [layer for layer, _ in layers if not _takes_keywords(layer)]) as current_run,
@@ -267,7 +267,7 @@ def tree_recurrence(model: nn.Module) -> Iterator[None]:
 
 
 def _takes_keywords(layer: nn.Module) -> bool:
-    """Whether the module around a layer could hand it the run; some releases of transformers hand it no keywords."""
+    """Whether a layer accepts the run as a keyword; in some releases of transformers it accepts no extra keywords."""
     taken = inspect.signature(type(layer).forward).parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
 

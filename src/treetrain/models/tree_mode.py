@@ -1,13 +1,13 @@
-"""Puts a Hugging Face causal LM into tree mode for the length of one call, and back.
+"""Puts a Hugging Face causal LM into tree mode for one call, and restores it.
 
-Attention goes through transformers' own attention interface under a name of ours. The run travels to the attention
-layers as a keyword argument of the model's forward, so that it is still there when activation checkpointing calls a
-layer a second time.
+Attention goes through transformers' attention interface, registered under our own name. The run reaches the attention
+layers as a keyword argument of the model's forward, so it is still there when activation checkpointing calls a layer a
+second time.
 
-No mask is built. A model makes its masks by transformers' functions, which hand a *mask function*, put together from a
-few known ones, to whoever is registered for the attention implementation. Under ours it is taken apart, and the range
-that each layer sees travels in place of the mask (`RangeMask`). Anything unknown in it is refused, so a layer is never
-given a wider or a narrower view than the model's own.
+No mask is built. A model makes its masks by transformers' functions, which compose a *mask function* from a few known
+ones and pass it to the mask interface registered for the attention implementation. Ours takes it apart and returns the
+range that each layer sees in place of the mask (`RangeMask`). It refuses any unknown part, so a layer never sees more
+or less than in the model itself.
 """
 
 import inspect
@@ -28,7 +28,7 @@ from treetrain.tree.attention_range import FULL, AttentionRange
 
 INTERFACE = "treetrain"
 RUN_KEYWORD = "treetrain_run"
-# Keyword arguments that transformers' layers hand to attention and that do not change what a token sees.
+# Keyword arguments that transformers' layers pass to attention and that do not change what a token sees.
 _NEUTRAL = {
     "position_ids",
     "position_embeddings",
@@ -59,12 +59,12 @@ class AttentionBackend(Protocol):
         spec: AttentionSpec,
         sinks: Tensor | None,
     ) -> Tensor:
-        """query [N, H, D], key [N, G, D], value [N, G, V] -> [N, H, V]; `layer` tells the layers' caches apart."""
+        """query [N, H, D], key [N, G, D], value [N, G, V] -> [N, H, V]; `layer` is the key of the layer's cache."""
         ...
 
 
 class RouterRun(Protocol):
-    """Takes hold of the routers of one forward."""
+    """Intercepts the routers of one forward."""
 
     def route(self, router: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Called in place of the forward of a router (see `moe.Router`)."""
@@ -72,31 +72,31 @@ class RouterRun(Protocol):
 
 
 class TreeRun:
-    """Everything that the layers of one forward need, and a note of which layers have been through it."""
+    """Everything that the layers of one forward need, and a record of the layers that ran."""
 
     def __init__(self, attention: AttentionBackend, tokens: int, positions: Tensor | None = None):
         self.attention = attention
         self.tokens = tokens
         self.positions = positions
-        """int64 [N]: every token's place on its path."""
+        """int64 [N]: every token's position on its path."""
         self.layers_seen: set[int] = set()
         self.layers_twice: set[int] = set()
         """Layers that called attention more than once; layers that backward runs again are counted here too."""
         self.recurrent_twice: set[int] = set()
-        """Likewise recurrent layers."""
+        """The same for recurrent layers."""
         self.routers: RouterRun | None = None
-        """Takes hold of the routers of experts; None leaves them as they are."""
+        """Intercepts the routers of experts; None leaves them as they are."""
         self.paths: Paths | None = None
-        """The paths that recurrent layers follow; None in a model without."""
+        """The paths that recurrent layers follow; None in a model without such layers."""
 
 
 @contextmanager
 def tree_attention(model: nn.Module) -> Iterator[None]:
-    """Route the model's attention through the tree run for the length of the block; restored on any exit."""
+    """Route the model's attention through the tree run within the block; restore it on any exit."""
     with ExitStack() as stack:
         for module in model.modules():
             config = getattr(module, "config", None)
-            if getattr(config, "_attn_implementation_internal", INTERFACE) != INTERFACE:  # modules share configurations
+            if getattr(config, "_attn_implementation_internal", INTERFACE) != INTERFACE:  # modules share config objects
                 _set(stack, config, "_attn_implementation_internal", INTERFACE)
             if _scales_queries(module):
                 _set(stack, module, _TUNING, False)
@@ -111,7 +111,7 @@ def _set(stack: ExitStack, holder: Any, name: str, value: Any) -> None:
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace one module's ``forward`` for the length of the block; hooks around it still run."""
+    """Replace one module's ``forward`` within the block; hooks around it still run."""
     had_own, before = "forward" in vars(module), vars(module).get("forward")
     module.forward = forward
     try:
@@ -170,7 +170,7 @@ def _tree_attention(
     query = _scaled_by_position(module, query, run.positions)
     device = query.device.type
     if torch.is_autocast_enabled(device):
-        # A normalised query may be float32 beside a bfloat16 value: cast as stock attention would.
+        # A normalised query may be float32 while the value is bfloat16: cast as stock attention would.
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     layer = getattr(module, "layer_idx", id(module))
@@ -185,7 +185,7 @@ _KINDS = {"full_attention": "full", "sliding_attention": "window", "chunked_atte
 def _check_agreement(
     module: nn.Module, spec: AttentionSpec, sliding_window: int | None, sinks: Tensor | None, heads: int
 ) -> None:
-    """The mask, the keywords and the configuration must say the same: where they differ, so do stock backends."""
+    """Check that mask, keywords and configuration agree; where they differ, stock backends differ from each other."""
     name, seen, config = type(module).__name__, spec.visible_range, getattr(module, "config", None)
     if sliding_window is not None and sliding_window != seen.window:
         raise UnsupportedModel(
@@ -211,8 +211,8 @@ def _check_agreement(
 
 
 # Llama 4's layers without rotary embedding scale queries by their position ("temperature tuning"). They count positions
-# over the call, which in a packed tree are not those of the rows. So their own scaling is off in tree mode, and done
-# here by each token's place on its path.
+# in the call, which in a packed tree are not positions in the rows. So tree mode switches their scaling off and scales
+# here by each token's position on its path.
 
 _TUNING = "attn_temperature_tuning"
 
@@ -223,7 +223,7 @@ def _scales_queries(module: nn.Module) -> bool:
 
 
 def _scaled_by_position(module: nn.Module, query: Tensor, positions: Tensor | None) -> Tensor:
-    """Scale queries [1, H, N, D] as the layer would in a row by itself; only where it would."""
+    """Scale queries [1, H, N, D] as the layer would in a single row; unchanged for layers that do not scale."""
     if not _scales_queries(module) or not getattr(getattr(module, "config", None), _TUNING, False):
         return query
     assert positions is not None
@@ -235,14 +235,14 @@ def _scaled_by_position(module: nn.Module, query: Tensor, positions: Tensor | No
 # ---- masks
 
 _COMBINATIONS = {"and_masks.<locals>.and_mask", "remap_positions_for_packed_sequence.<locals>.inner_mask"}
-# The tree's own rule says these already: causal, and no token of one row sees another row.
+# The interval rule already implies these: causal, and no token of one row sees another row.
 _IMPLIED = {"causal_mask_function", "packed_sequence_mask_function.<locals>.inner_mask"}
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
 _CHUNK = "chunked_overlay.<locals>.inner_mask"
 
 
 class RangeMask:
-    """Stands for a mask. Layers hand it on; one that computes with it is refused."""
+    """Placeholder for a mask. Layers may only pass it on; a layer that computes with it is refused."""
 
     def __init__(self, seen: AttentionRange):
         self.range = seen
@@ -262,7 +262,7 @@ class RangeMask:
 
 
 class EmptyMask:
-    """Stands for the mask of a window of 0 tokens, which Qwen2-MoE makes beside the one its layers take."""
+    """Placeholder for the mask of a window of 0 tokens, which Qwen2-MoE makes in addition to the one it uses."""
 
     @property
     def range(self) -> NoReturn:
@@ -270,10 +270,10 @@ class EmptyMask:
 
 
 def mask_of(mask_function: Callable) -> RangeMask | EmptyMask | None:
-    """The mask that a mask function stands for; None where a token sees everything above it.
+    """The placeholder for the mask of a mask function; None for full causal attention.
 
     Raises:
-        UnsupportedModel: the mask is something else than causal, a window or chunks; naming what.
+        UnsupportedModel: the mask is not causal, a window or chunks; names the unknown part.
     """
     ranges = []
     for function in _leaves(mask_function):
@@ -296,7 +296,7 @@ def mask_of(mask_function: Callable) -> RangeMask | EmptyMask | None:
 
 
 def _leaves(function: Callable) -> Iterator[Callable]:
-    """The mask functions that one is put together from."""
+    """The mask functions from which a function is composed."""
     if function.__qualname__ not in _COMBINATIONS:
         yield function
         return
@@ -307,11 +307,11 @@ def _leaves(function: Callable) -> Iterator[Callable]:
 
 
 def missing_window(name: str, error: ValueError) -> UnsupportedModel | None:
-    """The refusal of a model whose masks need a window that its configuration lacks; None for another error.
+    """The error for a model whose masks need a window that its configuration lacks; None for any other error.
 
     Args:
-        name: of the model's class.
-        error: of its forward.
+        name: name of the model's class.
+        error: the error that its forward raised.
     """
     if "`sliding_window`" not in str(error):
         return None
@@ -325,27 +325,27 @@ AttentionInterface.register(INTERFACE, _tree_attention)
 AttentionMaskInterface.register(INTERFACE, lambda *_args, mask_function, **_kwargs: mask_of(mask_function))
 
 
-# ---- modules that are handed no keyword arguments
+# ---- modules that receive no keyword arguments
 
 _CHECKPOINT = "_gradient_checkpointing_func"
-"""By which transformers' modules call what is to be called again; newer releases leave a layer's hooks outside."""
+"""The attribute by which transformers' modules checkpoint a call; newer releases keep a layer's hooks outside of it."""
 
 
 @contextmanager
 def enclosing_runs(model: nn.Module, inside: Collection[nn.Module]) -> Iterator[Callable[[], TreeRun | None]]:
-    """Give a function that tells the run of the call that is under way, for the length of the block.
+    """Yield a function that returns the tree run of the current call; it works within the block.
 
-    Routers and some recurrent layers are handed no keyword arguments, but the modules around them are. Activation
-    checkpointing calls a part of the model a second time, in backward, when other runs may have been forward
-    meanwhile: what is called again is in the run that it was in at first, never in the one that happened to be last.
+    Routers and some recurrent layers receive no keyword arguments, but the modules around them do. In backward,
+    activation checkpointing calls a part of the model a second time, when other runs may have gone forward meanwhile.
+    The second call belongs to the run of the first call, not to the latest run.
 
-    The function gives None outside of any call that is known, such as of a part of a layer that something other than
-    transformers checkpoints without what is around it.
+    The function returns None outside of a known call, for instance when something other than transformers checkpoints
+    a part of a layer without the modules around it.
 
     Args:
-        inside: the modules that will ask.
+        inside: the modules that need the run.
     """
-    calls: list[tuple[Any, TreeRun | None]] = []  # under way, from the outermost in: what is called, and its run
+    calls: list[tuple[Any, TreeRun | None]] = []  # the stack of active calls, outermost first: callee and its run
 
     def current() -> TreeRun | None:
         return calls[-1][1] if calls else None
@@ -354,7 +354,7 @@ def enclosing_runs(model: nn.Module, inside: Collection[nn.Module]) -> Iterator[
         calls.append((module, kwargs.get(RUN_KEYWORD, current())))
 
     def leave(module: nn.Module, _args: Any, _output: Any) -> None:
-        if calls and calls[-1][0] is module:  # where another hook failed before `enter`, the call had not begun
+        if calls and calls[-1][0] is module:  # not if another hook failed before `enter`
             calls.pop()
 
     def call_in(run: TreeRun | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -366,8 +366,8 @@ def enclosing_runs(model: nn.Module, inside: Collection[nn.Module]) -> Iterator[
             del calls[depth - 1 :]
 
     def remembering(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """A checkpointing function whose second call is in the run of the first."""
-        if isinstance(checkpoint, partial):  # its keywords are looked at
+        """A checkpointing function whose second call belongs to the run of the first."""
+        if isinstance(checkpoint, partial):  # transformers reads its keywords
             return partial(remembering(checkpoint.func), *checkpoint.args, **checkpoint.keywords)
         return lambda function, *args, **kwargs: checkpoint(partial(call_in, current(), function), *args, **kwargs)
 

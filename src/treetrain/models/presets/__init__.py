@@ -1,7 +1,7 @@
-"""Small built-in models of random weights, with a tokenizer and a chat template of their own, for trying things out.
+"""Small built-in models with random weights, their tokenizer and chat template, for trying things out.
 
-`--model tiny` needs no network and no download. The tokenizer lies in this folder and is trained by
-`examples/countdown/train_tokenizer.py`. Reading it needs transformers; only building a model needs torch.
+`--model tiny` needs no network. The tokenizer is in this folder; `examples/countdown/train_tokenizer.py` trained it.
+Reading it needs transformers; only building a model needs torch.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ PRESETS = {
 
 
 def preset_config(name: str) -> "Qwen3Config":
-    """The transformers configuration of a built-in model. An unknown name is a ValueError that lists the names."""
+    """The transformers configuration of a built-in model. Raises ValueError, listing the names, for an unknown one."""
     from transformers import Qwen3Config
 
     preset = _preset(name)
@@ -58,7 +58,7 @@ def load_preset_model(name: str, *, seed: int = 0, dtype: "torch.dtype | str" = 
     """A built-in model with random weights, on the CPU, in evaluation mode.
 
     The weights are drawn in float32 and then cast, so one seed means the same model in every dtype. The global random
-    state is left as it was. An unknown name is a ValueError.
+    state does not change. Raises ValueError for an unknown name.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -73,7 +73,7 @@ def load_preset_model(name: str, *, seed: int = 0, dtype: "torch.dtype | str" = 
 
 
 def preset_tokenizer(name: str) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a built-in model, with its chat template; the same for all. An unknown name is a ValueError."""
+    """The tokenizer and chat template of the built-in models. Raises ValueError for an unknown name."""
     from transformers import AutoTokenizer
 
     _preset(name)
