@@ -112,7 +112,7 @@ def cut_trees(shared: Int64s, length: Int64s, size: Int64s, limit: int | None) -
 
 
 def sample_groups(trajectories: Sequence[Trajectory], count: int) -> tuple[list[Trajectory], bool]:
-    """Whole groups (else whole trees) from the start of a file, up to `count` rows; larger ones are skipped.
+    """Whole groups (else whole trees) from the start of a file, up to `count` rows. Those that do not fit are skipped.
 
     Returns:
         The rows, and whether the first group was cut because it alone has more than `count` rows. Pairs stay whole

@@ -148,7 +148,7 @@ def missing_facts(rows: Sequence[Trajectory], loss: Any) -> frozenset[str]:
 
 
 def on_policy(loss: Any) -> Any:
-    """The loss with every update on-policy (ratio 1), so that it needs no old log-probabilities; None if there is none."""
+    """The loss with on-policy updates (ratio 1), which need no old log-probabilities; None if it has no such form."""
     return dataclasses.replace(loss, on_policy=True) if isinstance(loss, PolicyLoss) else None
 
 

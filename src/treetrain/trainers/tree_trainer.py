@@ -49,8 +49,8 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
     Loop, schedules, optimisers, callbacks, logging and the hub are those of `transformers.Trainer`. A step has whole
     groups of rows, and its loss is streamed through `TreeEngine.forward_backward`, so that memory stays within the
-    budget. Advantages, old and reference log-probabilities are computed if the loss needs and rows lack them. Checkpoints
-    are those of `SafeCheckpointsMixin`.
+    budget. Advantages, old and reference log-probabilities are computed if the loss needs them and rows lack them.
+    Checkpoints are those of `SafeCheckpointsMixin`.
 
     Args:
         model: a causal LM or a `PeftModel`. A model that was given to `fully_shard` is trained in its shards.
