@@ -24,7 +24,7 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(l - ref)^2 / 2: biased, never negative; its gradient is unbiased for KL(policy || reference)."""
+    """(l - ref)^2 / 2: biased, never negative; its gradient estimates that of KL(policy || reference) without bias."""
     return 0.5 * (logprobs - ref_logprobs).square()
 
 

@@ -42,8 +42,8 @@ class Loss(abc.ABC):
     """Names of the scores ("logprobs", "entropies", "predicted_values") and of the facts of trained rows ("advantages",
     "old_logprobs", ...) that the loss reads; "step" if it must know all rows of a step beforehand (`for_step`)."""
     mergeable: ClassVar[bool] = False
-    """Whether rows that share a prediction may be merged into one. Then the loss and all metrics are sums over them
-    of shares(reduction) * x, with x affine in the advantage below, at and above 0. Custom losses must set this."""
+    """Whether rows that share a prediction may be merged into one. The loss and every metric must be sums over
+    predictions of shares(reduction) * x, with x affine in the advantage below, at and above 0. Custom losses set it."""
     reads_untrained: ClassVar[bool] = False
     needs_step: ClassVar[bool] = False
     """Whether `for_step` must be called before the loss is given a part of a step and a normaliser."""
@@ -87,7 +87,7 @@ class Loss(abc.ABC):
         return None
 
     def total_weight(self, rows: Rows) -> float:
-        """What these rows add to the normaliser of a step; 0 if nothing is trained.
+        """The amount that these rows add to the normaliser of a step; 0 if nothing is trained.
 
         Raises:
             DataError: a negative weight.
@@ -294,7 +294,7 @@ class Facts(abc.ABC):
         return self._cache[name]
 
     def shares(self, reduction: Reduction) -> Tensor:
-        """[T]: the weight of each prediction in the sum: its own, or its own over the sum of its row.
+        """[T]: the factor of each prediction in the sum: its weight, or its weight over the sum of its row's.
 
         Raises:
             DataError: reduction "trajectory" and a negative weight.

@@ -287,8 +287,8 @@ def dapo(
     loss_weights=0 or a lower reward.
 
     Args:
-        clip_low: the ratio is clipped to 1 - clip_low, 0 to 1,
-        clip_high: and to 1 + clip_high.
+        clip_low: the lower bound of the ratio is 1 - clip_low; 0 to 1.
+        clip_high: the upper bound is 1 + clip_high.
         on_policy: as `ppo`.
         options: kl, kl_estimator, entropy, importance_cap, importance_mode: as `ppo`.
 
@@ -361,8 +361,8 @@ def actor_critic(policy: Loss, *, value_coefficient: float = 0.5, value_clip: fl
     """A policy loss plus a value loss, both from one pass through a shared trunk.
 
     Args:
-        policy: such as `ppo()`, `reinforce()` (advantage actor-critic), `grpo()`. The value
-            loss has the same weights and normaliser.
+        policy: such as `ppo()`, `reinforce()` (advantage actor-critic), `grpo()`. The value loss has the
+            same weights and normaliser.
         value_coefficient: what the value loss is multiplied by, above 0.
         value_clip: see `value`.
 

@@ -28,7 +28,7 @@ LOCK = ".lock"
 
 
 class TornCheckpoint(ValueError):
-    """A checkpoint that differs from what was written. The message names the file and both contents."""
+    """A checkpoint that differs from what was written. The message names the file and what differs."""
 
 
 class CheckpointNotWritten(OSError):

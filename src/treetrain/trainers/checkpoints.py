@@ -36,7 +36,7 @@ from treetrain.trainers import checkpoint_files
 from treetrain.trainers.checkpoint_files import CheckpointNotWritten, TornCheckpoint
 
 TESTED = "5.17.", "5.23."
-"""Versions of transformers that the mixin, which overrides private methods, is tested with."""
+"""Versions of transformers with which the overridden private methods are tested."""
 CALLBACKS = "callbacks"
 SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 SAME_PRESS_SECONDS = 2.0
@@ -469,7 +469,7 @@ class _StepCallback(TrainerCallback):
         trainer._stop = int(number)
         trainer._signals.handled = trainer._stop > 0
         control.should_training_stop |= trainer._stop > 0
-        # An evaluation may follow the last step of an epoch. A checkpoint before it would lose it, so it is postponed.
+        # An evaluation may follow the last step of an epoch. A checkpoint before it would lack its result, so it waits.
         trainer._epoch_ending = float(state.epoch or 0.5).is_integer()
         if trainer._epoch_ending:
             trainer._save_postponed, control.should_save = control.should_save, False

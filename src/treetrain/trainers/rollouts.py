@@ -181,7 +181,7 @@ def logprobs(engine: TreeEngine, rows: Sequence[Trajectory], *, entropies: bool 
         tree = as_tree(rows, merge=engine.merge)
         shares = balance(tree, cost_if_countable(engine.model), ranks.size, whole_rows=every).trajectories
         if engine.in_lockstep:
-            everywhere = ranks.gather(own_scores())  # passes are collective, so none waits here for a failed rank
+            everywhere = ranks.gather(own_scores())  # passes are collective: no rank waits here for one that failed
         else:
             _, everywhere = ranks.agree("scoring", lambda: (None, own_scores()))
         order = np.argsort(np.concatenate(shares))
@@ -212,7 +212,7 @@ class RunningBatch(TrainerCallback):
         """Name of the fact -> number of the row -> [L - 1]."""
 
     def start_step(self, number: int) -> None:
-        """Start a step of this batch; its first step clears the state of the batch before."""
+        """Start a step of this batch; its first step clears the state of the previous batch."""
         if number != self.number:
             self.number, self.stopped, self.scores = number, False, {}
 
