@@ -36,7 +36,7 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 1 (a check failed), 2 (bad input), 130 (Ctrl-C) or 143 (SIGTERM).
 
-    What a user can cause is told in one line on stderr. TREETRAIN_TRACEBACK=1 shows where it came from instead.
+    Errors that a user can cause are one line on stderr. TREETRAIN_TRACEBACK=1 shows the traceback instead.
     """
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))

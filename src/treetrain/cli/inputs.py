@@ -1,4 +1,4 @@
-"""The things that commands work on: rows of files, a model shape, a sample of rows and the model to run on it."""
+"""Inputs of commands: rows of files, a model shape, a sample of rows and the model to run on it."""
 
 import dataclasses
 from argparse import Namespace
@@ -24,16 +24,16 @@ class NamedShape:
     counts: ModelCounts
     name: str
     assumed: bool
-    """Nobody asked for it: it is the default."""
+    """Whether it is the default, since none was named."""
 
     @property
     def words(self) -> str:
-        """For messages."""
+        """The name in messages."""
         return f"{self.name} (assumed; --model or --shape names another)" if self.assumed else self.name
 
 
 def find_shape(model: str | None, shape: str | None, *, dtype_bytes: int = 4) -> NamedShape:
-    """The shape of this name if given, else what `model` counts, else the default shape. Only a model needs torch.
+    """The named `shape` if given, else the counts of `model`, else the default shape. Only a model needs torch.
 
     Raises:
         ValueError: an unknown shape, a model that is not there, or one that cannot be counted.
@@ -65,7 +65,7 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
         more: further options of `tt.load`.
 
     Raises:
-        DataError: naming file and line, the model, or the tokenizer that cannot be had.
+        DataError: the message names file and line, or the model or tokenizer that cannot be loaded.
     """
     files = list(files or options.files)
     name = options.tokenizer or options.model
@@ -89,7 +89,7 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
 
 
 def sample_rows(options: Namespace) -> "list[Trajectory]":
-    """The rows to run a model on; what the user should know of them is printed.
+    """The rows to run a model on; notes on them are printed.
 
     Raises:
         DataError: bad data, or nothing in the sample is trained.
@@ -115,7 +115,7 @@ def sample_rows(options: Namespace) -> "list[Trajectory]":
 
 
 def best_device_model(name: str, *, seed: int = 0, dtype: str = "float32", threads: int | None = None) -> "nn.Module":
-    """A model on the best device there is, ready to be run."""
+    """A model in eval mode on the GPU, or on the CPU if there is none."""
     import torch
     from transformers.utils import logging
 

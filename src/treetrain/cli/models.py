@@ -74,7 +74,7 @@ def _list(options: Namespace) -> None:
 
 
 def _one(name: str) -> dict[str, Any]:
-    """The check of one model, and whether its cost is known."""
+    """The verdict on one model, and its parameter count if known."""
     from treetrain.engine.costs import count_config
     from treetrain.errors import UnsupportedModel
     from treetrain.models.loading import check_config, load_config

@@ -1,6 +1,6 @@
 """Command lines by argparse: one parser, and the options that several commands share.
 
-No numpy, torch or transformers here: help must answer at once.
+Nothing here imports numpy, torch or transformers: --help must be fast.
 """
 
 import argparse
@@ -13,7 +13,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are a `ValueError` of one line.
+    """A parser that raises errors as a `ValueError` of one line.
 
     Args:
         command: name of the command.

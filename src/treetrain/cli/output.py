@@ -12,24 +12,24 @@ from rich.table import Table
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that wraps at the terminal's width, and not at all where there is no terminal."""
+    """A console that wraps at the terminal's width, or at 160 columns if there is no terminal."""
     made = Console(stderr=stderr, highlight=False)
     return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=160)
 
 
 def print_json(data: dict[str, Any]) -> None:
-    """One JSON object on stdout, indented."""
+    """Print one indented JSON object on stdout."""
     print(json.dumps(data, indent=2, default=str))
 
 
 def print_notes(notes: Iterable[str]) -> None:
-    """Remarks on stderr, one line each."""
+    """Print remarks on stderr, one line each."""
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
 
 
 def pairs(rows: Iterable[tuple[str, str]]) -> Table:
-    """Names and values, no frame."""
+    """A table of names and values without a frame."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column()

@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
 
 def make_parser() -> Any:
     """The options of the command and all `TreeArguments`: a `transformers.HfArgumentParser`."""
-    import torch  # noqa: F401  # where it is missing, this says so best
+    import torch  # noqa: F401  # gives the clearest error if it is missing
     from transformers import HfArgumentParser
 
     from treetrain.trainers.arguments import TreeArguments
@@ -82,13 +82,13 @@ def make_parser() -> Any:
     parser.option("threads", "CPU threads; not given: torch's choice.", type=at_least(1))
 
     class TrainParser(Parser, HfArgumentParser):
-        """Ours with the arguments of a dataclass."""
+        """`Parser` with the arguments of a dataclass."""
 
     return TrainParser("train", SUMMARY, EXAMPLES, parents=[parser], dataclass_types=[TreeArguments])
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, Any]:
-    """The data and the model, and the `TreeArguments`. Raises ValueError."""
+    """Options of data and model, and the `TreeArguments`. Raises ValueError."""
     parser = make_parser()
     words = list(argv)
     for path in [
@@ -113,7 +113,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, Any]:
 
 
 def _read_yaml(path: str, parser: Any) -> dict[str, Any]:
-    """Values by the names of arguments. Raises ValueError for a file that holds something else."""
+    """Values by argument name. Raises ValueError for a file with other contents."""
     import yaml
 
     try:
@@ -137,14 +137,14 @@ def _no_argument(name: str, parser: Any) -> str:
 
 
 def _command_that_resumes(argv: Sequence[str], ranks: int) -> str:
-    if ranks > 1:  # how they were started is not known
+    if ranks > 1:  # the launcher is not known
         return "the same command and --resume_from_checkpoint true"
     # The last flag of a name counts.
     return shlex.join(["treetrain", "train", *argv, "--resume_from_checkpoint", "true"])
 
 
 def _trainer(options: Namespace, arguments: Any) -> "tuple[TreeTrainer, Sequence[str]]":
-    """The trainer of a run, and what the user should know of its rows."""
+    """The trainer of a run, and notes on its rows."""
     from transformers import EarlyStoppingCallback
 
     from treetrain.cli.inputs import read
@@ -153,7 +153,7 @@ def _trainer(options: Namespace, arguments: Any) -> "tuple[TreeTrainer, Sequence
     from treetrain.trainers.run_page import RunPageCallback
     from treetrain.trainers.tree_trainer import TreeTrainer
 
-    with arguments.main_process_first(desc="reading rows"):  # it alone writes a mapped file
+    with arguments.main_process_first(desc="reading rows"):  # only the main process writes a mapped file
         found = read(options, memory_map=options.memory_map)
     rows, eval_rows = found.rows, read(options, options.eval_data).rows if options.eval_data else None
     if options.eval_fraction:
@@ -192,7 +192,7 @@ def _trainer(options: Namespace, arguments: Any) -> "tuple[TreeTrainer, Sequence
 
 
 def _tokenizer(options: Namespace, found: "ReadRows") -> Any:
-    """The tokenizer to save beside the model, with the template it was trained on; token rows can do without."""
+    """The tokenizer to save beside the model, with the chat template of the rows; None is fine for token rows."""
     from treetrain.data.chat import chat_template_text
     from treetrain.errors import DataError
     from treetrain.models.loading import load_tokenizer

@@ -1,4 +1,4 @@
-"""Pure functions of log-probabilities and facts of rows; a loss is called with no tree."""
+"""Losses: pure functions of log-probabilities and facts of rows, called without a tree."""
 
 import dataclasses
 import inspect
@@ -28,7 +28,7 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "kto": kto,
     "distill": distill,
 }
-"""Every loss of a language-model head, by the name that the command line knows it by; `mix` combines them."""
+"""Losses on a language-model head by their command-line names; `mix` combines them."""
 
 __all__ = [
     "IMPORTANCE_MODES",
@@ -68,7 +68,7 @@ def by_name(name: str, **options: Any) -> Loss:
     """A loss from its name and its factory's keyword arguments.
 
     Raises:
-        ValueError: an unknown name or option, with those that exist; an option out of its range.
+        ValueError: an unknown name or option, a missing option, or one out of its range.
     """
     if name not in LOSSES:
         raise ValueError(f"unknown loss {name!r}; there are {', '.join(LOSSES)}")
@@ -86,7 +86,7 @@ REQUIRED = inspect.Parameter.empty
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """The options of the loss of a name with their defaults; `REQUIRED` for an option without."""
+    """The options of a loss with their defaults; `REQUIRED` stands for no default."""
     found: dict[str, Any] = {}
     for parameter in inspect.signature(LOSSES[name]).parameters.values():
         if parameter.kind is not parameter.VAR_KEYWORD:

@@ -1,4 +1,4 @@
-"""Estimates of divergences from the sampled tokens alone, and the correction for the sampler's numerics."""
+"""Divergence estimates from sampled tokens alone, and the correction for the sampler's numerics."""
 
 import math
 from collections.abc import Callable
@@ -17,21 +17,21 @@ IMPORTANCE_MODES: tuple[ImportanceMode, ...] = ("token_truncate", "token_mask", 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """l - ref: unbiased, can be negative, high variance.
 
-    As a loss its gradient is that of l alone, with mean 0 on tokens sampled from the policy: it reports
-    but does not pull. Use k2 or k3 to train with.
+    As a loss its gradient is that of l alone, with mean 0 on tokens sampled from the policy: it measures
+    the KL but does not reduce it. Train with k2 or k3.
     """
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(l - ref)^2 / 2: biased, never negative; its gradient is an unbiased one of KL(policy || reference)."""
+    """(l - ref)^2 / 2: biased, never negative; its gradient estimates that of KL(policy || reference) without bias."""
     return 0.5 * (logprobs - ref_logprobs).square()
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """exp(ref - l) - 1 - (ref - l): unbiased, never negative, low variance.
 
-    The one of GRPO (arXiv 2402.03300, eq. 4).
+    GRPO uses it (arXiv 2402.03300, eq. 4).
     """
     # Near 0 the terms cancel: expm1 keeps the digits that exp(.) - 1 would lose.
     return torch.expm1(ref_logprobs - logprobs) - (ref_logprobs - logprobs)
@@ -45,12 +45,12 @@ Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-ap
 
 
 def sampler_log_ratio(old: Tensor, facts: Facts, mode: ImportanceMode) -> Tensor:
-    """[T]: old - rollout of every token, or of the row it is in, summed over the row's trained tokens."""
+    """[T]: old - rollout of each token, or (sequence modes) its sum over the row's trained tokens."""
     log_ratio = old - facts.rollout_logprobs
     if mode.startswith("token"):
         return log_ratio
     assert isinstance(facts, PackedFacts)
-    # Both read 0 at untrained predictions, so only trained ones count.
+    # Both are 0 at untrained predictions, so only trained ones count.
     return facts.sum_by_row(log_ratio)[facts.rows]
 
 
@@ -59,17 +59,17 @@ def importance(old: Tensor, facts: Facts, cap: float, mode: ImportanceMode) -> t
     """Truncated importance sampling for rows that were sampled with other numerics than training's.
 
     The policy term is multiplied by exp(d), bounded, with d = old - rollout: the log-probability of a token in
-    training's numerics less the one that the sampler recorded.
+    training's numerics minus the one that the sampler recorded.
 
     Args:
         old: [T], log-probabilities in training's numerics of the policy that sampled the rows.
         facts: with rollout_logprobs.
         cap: the largest exp(d), above 0.
-        mode: exp(d) of every token, or exp of the sum of d over a row's trained tokens for all of them; what is above
-            the cap is set to the cap (truncate) or to 0 (mask).
+        mode: "token": exp(d) of each token. "sequence": exp(sum of d over the row's trained tokens) for all of them.
+            A factor above the cap becomes the cap (truncate) or 0 (mask).
 
     Returns:
-        [T] factors without gradient; names and [T] of what to watch.
+        [T] factors without gradient; [T] numbers to log, by name.
     """
     old = old.detach()
     log_ratio = sampler_log_ratio(old, facts, mode)

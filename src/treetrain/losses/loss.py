@@ -1,6 +1,6 @@
-"""The base of every loss here, and the training facts that it reads as flat tensors.
+"""The base class of losses, and the training facts that they read as flat tensors.
 
-K = trajectories, L_k = tokens of trajectory k, T = predictions, only those in use.
+K = trajectories, L_k = tokens of trajectory k, T = predictions in use.
 """
 
 import abc
@@ -30,11 +30,11 @@ LARGEST = sys.float_info.max
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Loss(abc.ABC):
-    """A sum over weighted predictions; a subclass writes `evaluate`, and states what it `needs`.
+    """A sum over weighted predictions. A subclass implements `evaluate` and declares what it `needs`.
 
-    With w the loss weights (entry 0 of a row is never trained), x the loss of one prediction:
-    reduction "token" is sum(w x) / sum(w) over the whole step; reduction "trajectory" is the mean over the
-    trajectories that have weight of each one's sum(w x) / sum(w).
+    w are the loss weights (entry 0 of a row is never trained), x is the loss of one prediction. Reduction "token" is
+    sum(w x) / sum(w) over the whole step. Reduction "trajectory" is that ratio for each trajectory that has weight,
+    averaged over these trajectories.
     """
 
     scope: ClassVar[Scope] = "trajectory"
@@ -42,8 +42,8 @@ class Loss(abc.ABC):
     """Names of the scores ("logprobs", "entropies", "predicted_values") and of the facts of trained rows ("advantages",
     "old_logprobs", ...) that the loss reads; "step" if it must know all rows of a step beforehand (`for_step`)."""
     mergeable: ClassVar[bool] = False
-    """Whether rows that share a prediction may be merged into one: the sum and every metric are sums over predictions
-    of shares(reduction) * x, with x affine in the advantage below, at and above 0. A loss of your own must say so."""
+    """Whether rows that share a prediction may be merged into one. The loss and every metric must be sums over
+    predictions of shares(reduction) * x, with x affine in the advantage below, at and above 0. Custom losses set it."""
     reads_untrained: ClassVar[bool] = False
     needs_step: ClassVar[bool] = False
     """Whether `for_step` must be called before the loss is given a part of a step and a normaliser."""
@@ -56,9 +56,9 @@ class Loss(abc.ABC):
 
     @property
     def sums_tokens(self) -> bool:
-        """Whether it is sum(w x) / sum(w) over predictions, each x that of one prediction by itself.
+        """Whether the loss is sum(w x) / sum(w), and each x depends on one prediction only.
 
-        Only then may a token count once for all rows that share it (`TokenTree.from_nodes(count="once")`).
+        Otherwise a token cannot count once for all rows that share it (`TokenTree.from_nodes(count="once")`).
         """
         return self.mergeable and self.reduction == "token"
 
@@ -74,20 +74,20 @@ class Loss(abc.ABC):
         Args:
             logprobs: [T], in nats; 0 where the weight is 0.
             entropies: [T], in nats, or None.
-            facts: of the same predictions, in the dtype of logprobs: `facts.shares(self.reduction)` [T] is what each
-                counts in the sum, `facts.advantages`, `facts.old_logprobs` and so on are [T] too.
+            facts: of the same predictions, in the dtype of logprobs. `facts.shares(self.reduction)` [T] are the
+                weights in the sum; `facts.advantages`, `facts.old_logprobs` and so on are [T] too.
             values: [T], predicted by the model; None unless the loss needs "predicted_values".
         """
 
     def coefficients(self, facts: "Facts") -> Tensor | None:
         """d sum / d logprobs, [T], where it does not depend on the log-probabilities; else None.
 
-        It lets the engine run the language-model head once per row, forward and backward in one go.
+        The engine can then run the language-model head once per row, forward and backward together.
         """
         return None
 
     def total_weight(self, rows: Rows) -> float:
-        """The part of these rows in the normaliser of a step; 0 where nothing is trained.
+        """The amount that these rows add to the normaliser of a step; 0 if nothing is trained.
 
         Raises:
             DataError: a negative weight.
@@ -99,10 +99,10 @@ class Loss(abc.ABC):
         return math.fsum(totals) if self.reduction == "token" else float(sum(total > 0 for total in totals))
 
     def check(self, rows: Rows) -> None:
-        """Raise DataError for the first trained row or node that lacks a fact which the loss needs.
+        """Raise DataError for the first trained row or node that lacks a fact that the loss needs.
 
         Raises:
-            ValueError: merged rows, and the loss is not mergeable or has another reduction.
+            ValueError: the rows are merged, but the loss is not mergeable or has another reduction.
         """
         if isinstance(rows, MergedPredictions):
             self._check_mergeable()
@@ -115,7 +115,7 @@ class Loss(abc.ABC):
 
     @property
     def needed_facts(self) -> tuple[str, ...]:
-        """Those of `needs` that trajectories have."""
+        """The names in `needs` that are facts of trajectories."""
         return tuple(name for name in self.needs if name in FACTS)
 
     def lacking(self, trajectory: Trajectory) -> list[str]:
@@ -123,10 +123,10 @@ class Loss(abc.ABC):
         return [name for name in self.needed_facts if getattr(trajectory, name) is None and trajectory.weights.any()]
 
     def normaliser(self, rows: Rows) -> float:
-        """The number > 0 that the sum over all rows of a step is divided by; known before the step, numpy only.
+        """The divisor (> 0) of the sum over all rows of a step, computed before the step with numpy only.
 
         Raises:
-            DataError: nothing to train, a negative weight, or a missing fact: all before any work is done.
+            DataError: nothing to train, a negative weight, or a missing fact; raised before any work is done.
         """
         self.check(rows)
         total = self.total_weight(rows)
@@ -139,7 +139,7 @@ class Loss(abc.ABC):
         )
 
     def for_step(self, trajectories: Sequence[Trajectory]) -> "Loss":
-        """This loss with what must be known of all trajectories of a step, for calls on parts of them."""
+        """This loss with all that it must know of the whole step, for calls on parts of the step."""
         return self
 
     def pack(
@@ -178,7 +178,7 @@ class Loss(abc.ABC):
         if isinstance(facts, MergedFacts):
             self._check_mergeable()
         elif isinstance(facts, PackedFacts) and not facts.all_weighted:
-            # Not multiplied by 0: an infinite value at an untrained token would make NaN of that.
+            # Not a product with 0, which would be NaN where the value at an untrained token is infinite.
             trained = facts.weights != 0
             logprobs = torch.where(trained, logprobs, 0)
             entropies = None if entropies is None else torch.where(trained, entropies, 0)
@@ -189,7 +189,7 @@ class Loss(abc.ABC):
         """The unnormalised sum over one trajectory, or over K of them where the scope is "batch". See `packed`.
 
         Args:
-            logprobs: [L - 1], in nats; of scope "batch" K such tensors.
+            logprobs: [L - 1], in nats; K such tensors if the scope is "batch".
             entropies: likewise, or None.
             trajectory: one, or K.
             values: likewise, for a loss that needs them.
@@ -267,8 +267,8 @@ def require_nonnegative_weights(rows: Rows) -> None:
 class Facts(abc.ABC):
     """The facts of T predictions that a loss may read: `PackedFacts` of rows, or `MergedFacts`.
 
-    Facts go to the device when they are first asked for, so one that no loss reads costs nothing and may be missing.
-    Asking for one that a trained row lacks raises DataError.
+    A fact is copied to the device on first access, so one that no loss reads costs nothing and may be missing.
+    Accessing one that a trained row lacks raises DataError.
     """
 
     __slots__ = ()
@@ -278,7 +278,7 @@ class Facts(abc.ABC):
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """T."""
+        """The number of predictions, T."""
 
     @abc.abstractmethod
     def like(self, logprobs: Tensor) -> Self:
@@ -286,7 +286,7 @@ class Facts(abc.ABC):
 
     @abc.abstractmethod
     def _array(self, name: str) -> NDArray[np.float64]:
-        """[T]: the fact of a name, or the shares within trajectories."""
+        """[T]: the fact of this name, or the shares by a reduction."""
 
     def _tensor(self, name: str) -> Tensor:
         if name not in self._cache:
@@ -294,7 +294,7 @@ class Facts(abc.ABC):
         return self._cache[name]
 
     def shares(self, reduction: Reduction) -> Tensor:
-        """[T]: what each prediction counts in the sum: its weight, or its part of its row's weights.
+        """[T]: the factor of each prediction in the sum: its weight, or its weight over the sum of its row's.
 
         Raises:
             DataError: reduction "trajectory" and a negative weight.
@@ -342,8 +342,8 @@ class Facts(abc.ABC):
 class PackedFacts(Facts):
     """The facts of K trajectories, concatenated over their predictions; made by `pack`.
 
-    Row k has max(L_k - 1, 0) predictions: entry 0 of every per-token fact is dropped. At predictions of weight 0 every
-    fact reads 0, so that a placeholder there can never turn into NaN.
+    Row k has max(L_k - 1, 0) predictions: entry 0 of every per-token fact is dropped. Every fact is 0
+    where the weight is 0, so that a placeholder there cannot cause NaN.
     """
 
     trajectories: Sequence[Trajectory]
@@ -355,7 +355,7 @@ class PackedFacts(Facts):
     """The dtype of all facts; losses convert to the dtype of the log-probabilities."""
     device: torch.device
     all_weighted: bool
-    """No prediction has weight 0. Known without asking the device."""
+    """Whether no prediction has weight 0; known without a device synchronisation."""
     _used: NDArray[np.bool_] | None = dataclasses.field(repr=False)
     _weights: NDArray[np.float64] = dataclasses.field(repr=False)
     _rows: NDArray[np.int64] = dataclasses.field(repr=False)
@@ -375,12 +375,12 @@ class PackedFacts(Facts):
         Args:
             trajectories: K of them; empty and one-token rows are fine, they have no predictions.
             device: where the tensors live.
-            dtype: of the facts: the dtype of the log-probabilities, float32 or float64.
+            dtype: of the facts and of the log-probabilities, float32 or float64.
             used: bool [sum of max(L_k - 1, 0)]: which of all predictions the caller passes to the loss, e.g.
                 those with a weight; None means all. T is then their number.
 
         Raises:
-            ValueError: `used` has another length than there are predictions.
+            ValueError: `used` has the wrong length or dtype.
         """
         lengths = [max(len(trajectory) - 1, 0) for trajectory in trajectories]
         rows = np.repeat(np.arange(len(lengths)), lengths)
@@ -416,10 +416,10 @@ class PackedFacts(Facts):
         """The facts of some trajectories.
 
         Args:
-            numbers: int64, ascending: which of them.
+            numbers: int64, ascending: their numbers.
 
         Returns:
-            Their facts, and int64 [t]: the places of their predictions among the T.
+            Their facts, and int64 [t]: the indices of their predictions among the T.
         """
         wanted = np.zeros(len(self.trajectories), np.bool_)
         wanted[numbers] = True
@@ -450,7 +450,7 @@ class PackedFacts(Facts):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MergedFacts(Facts):
-    """The facts of merged predictions, for a loss that is `mergeable`: no rows, and no weights besides the shares."""
+    """The facts of merged predictions, for `mergeable` losses. They have no rows, and no weights but the shares."""
 
     merged: MergedPredictions
     dtype: torch.dtype
@@ -486,13 +486,13 @@ def _concatenate(facts: list[NDArray[np.float64]]) -> NDArray[np.float64]:
 
 
 def weighted_means(watched: dict[str, Tensor], shares: Tensor) -> Metrics:
-    """Metrics from numbers of each prediction, [T]."""
+    """Metrics: weighted means of per-prediction numbers, [T]."""
     weight = shares.sum()
     return {name: ((shares * x.detach()).sum(), weight) for name, x in watched.items()}
 
 
 def is_number(value: object) -> bool:
-    """Whether it is an int or a float; True and False are not."""
+    """Whether it is an int or a float, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

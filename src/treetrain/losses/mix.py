@@ -21,7 +21,7 @@ Select = Literal["all", "facts"] | Callable[[Trajectory], str | None]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture(Loss):
-    """sum of weight * (unnormalised sum of a loss on its rows / its normaliser of the whole step). Made by `mix`.
+    """Sum over losses of weight * (sum over the loss's rows / its normaliser over the whole step). Made by `mix`.
 
     Every loss has a normaliser of its own, so the mixture must know the whole step (`for_step`) before it is given
     parts of it; its own normaliser is then 1.
@@ -34,7 +34,7 @@ class Mixture(Loss):
     weights: tuple[float, ...]
     select: Select
     totals: tuple[float, ...] | None = None
-    """Normaliser of every loss over the whole step, 0 where the step has no row of it; None before `for_step`."""
+    """Normaliser of every loss over the whole step, 0 if it has no row; None before `for_step`."""
 
     @property
     def scope(self) -> Scope:
@@ -54,7 +54,7 @@ class Mixture(Loss):
 
     @property
     def identity(self) -> str:
-        """See `Loss.identity`; every process has a function at another address."""
+        """See `Loss.identity`. A function is named, since its repr differs between processes."""
         select = self.select if isinstance(self.select, str) else getattr(self.select, "__qualname__", "")
         losses = ", ".join(f"{name}: {loss.identity}" for name, loss in zip(self.names, self.losses))
         return f"Mixture({losses}, weights={self.weights}, select={select}, totals={self.totals})"
@@ -86,7 +86,7 @@ class Mixture(Loss):
                 raise DataError(f"loss {name!r} of the mixture: {error}{counted}") from error
 
     def normaliser(self, trajectories: Sequence[Trajectory]) -> float:
-        """1: every loss is divided by its own. Checks the rows, as `for_step` does."""
+        """1, since every loss is divided by its own normaliser. Checks the rows as `for_step` does."""
         if self.totals is None:
             self.for_step(trajectories)
         else:
@@ -94,7 +94,7 @@ class Mixture(Loss):
         return 1.0
 
     def total_weight(self, trajectories: Sequence[Trajectory]) -> float:
-        """The share of the step's losses that these rows have, by weight: it adds up to 1 over the step."""
+        """The share of these rows in the step's weighted losses; the shares of a step add up to 1."""
         parts = zip(self.weights, self._known_totals(), self.losses, self._own_rows(trajectories))
         present = [(weight, loss.total_weight(rows) / whole) for weight, whole, loss, rows in parts if whole > 0]
         return sum(weight * share for weight, share in present) / sum(weight for weight, _ in present)
@@ -119,8 +119,8 @@ class Mixture(Loss):
         return total
 
     def _parts(self, facts: Facts) -> list[tuple[str, Loss, float, PackedFacts, Tensor | None]]:
-        """Name, loss, factor, facts of its rows and int64 [t] their predictions' places (None: all), for every loss
-        that has a say in these rows."""
+        """For every loss with rows among these: name, loss, factor, facts of its rows, and int64 [t] the indices of
+        their predictions (None: all)."""
         assert isinstance(facts, PackedFacts)
         totals, parts = self._known_totals(), []
         for name, loss, weight, whole, numbers in zip(
@@ -178,21 +178,21 @@ class Mixture(Loss):
 def mix(losses: Mapping[str, Loss], *, weights: Mapping[str, float] | None = None, select: Select = "all") -> Mixture:
     """Several losses in one step: the sum of weight times each one's mean over its rows of the step.
 
-    A mean is what the loss would be by itself: its sum over its rows, divided by its own normaliser. A loss of which a
-    step has no row counts 0. The engine tells the mixture of the step; where you split a step over calls, do
+    The mean is the loss by itself: its sum over its rows, divided by its own normaliser. A loss without rows in a step
+    counts 0. The engine calls `for_step`. If you split a step over calls, call
     `mixture = mixture.for_step(all rows of the step)` first, and pass `mixture.normaliser(...)`, which is 1.
 
     Args:
-        losses: name -> loss, such as {"policy": grpo(), "sft": sft()}. Names stand in messages and metrics.
+        losses: name -> loss, such as {"policy": grpo(), "sft": sft()}. Names appear in messages and metrics.
         weights: name -> weight, 0 or more; 1 where not given.
-        select: "all": every loss sees every row. "facts": a row goes to the first loss, in order, whose facts it has
-            (of a pair loss also pair and chosen, of kto chosen), so put sft, which needs none, last. A function of a
-            trajectory: the name of its loss, or None for none.
+        select: "all": every loss sees every row. "facts": a row goes to the first loss whose facts it has (pair
+            losses also need pair and chosen, kto needs chosen), so put sft, which needs none, last. A function of a
+            trajectory returns the name of its loss, or None for none.
 
     Metrics: those of every loss as "name/metric", and "name/loss".
 
     Raises:
-        ValueError: no loss, an unknown name, a weight below 0, what is no loss of this library's protocol, a mixture.
+        ValueError: no loss, an unknown name, a weight below 0, a mixture, a loss that needs values or is no `Loss`.
     """
     if not losses:
         raise ValueError("no loss to mix; give a mapping such as {'policy': grpo(), 'sft': sft()}")

@@ -1,4 +1,4 @@
-"""Policy losses: one class, of which REINFORCE, PPO, GRPO, DAPO, Dr. GRPO and GSPO are presets.
+"""Policy losses: one class, with REINFORCE, PPO, GRPO, DAPO, Dr. GRPO and GSPO as presets.
 
 Notation: l = the log-probability now, old = that under the policy that sampled the row, A = the advantage,
 r = exp(l - old).
@@ -33,7 +33,7 @@ Level = Literal["sequence", "token"]
 
 
 class Penalties(TypedDict, total=False):
-    """Terms beside the policy's, which every policy loss may have. `ppo` says what each option does."""
+    """Options of the terms that any policy loss may add to the policy term; see `ppo`."""
 
     kl: float
     kl_estimator: KLEstimator
@@ -41,14 +41,14 @@ class Penalties(TypedDict, total=False):
 
 
 class PolicyOptions(Penalties, total=False):
-    """Penalties, and the correction for a sampler of other numerics than training's."""
+    """`Penalties`, and the correction for a sampler with other numerics than training."""
 
     importance_cap: float | None
     importance_mode: ImportanceMode
 
 
 class ClippedOptions(PolicyOptions, total=False):
-    """All of these, and the options of the clipped surrogate."""
+    """`PolicyOptions`, and the options of the clipped surrogate."""
 
     clip: float
     clip_low: float | None
@@ -62,11 +62,11 @@ class PolicyLoss(Loss):
     entropy of the policy + value_coefficient * value loss. The options are those of the presets."""
 
     surrogate: Literal["logprob", "clipped", "clipped sequence"] = "clipped"
-    """-A l; -min(r A, clip(r) A); or that with the row's ratio, exp of the mean of l - old over its tokens."""
+    """-A l; -min(r A, clip(r) A); or the latter with the row's ratio, exp(mean of l - old over its tokens)."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     level: Level = "sequence"
-    """Whether the gradient goes through the row's ratio, or through each token's own l with that as its factor."""
+    """Whether the gradient flows through the row's ratio, or through each token's own l, scaled by that ratio."""
     length: float | None = None
     """The weight of every trained row in the normaliser, in place of its weights (Dr. GRPO)."""
     kl: float = 0.0
@@ -102,7 +102,7 @@ class PolicyLoss(Loss):
 
     @property
     def mergeable(self) -> bool:
-        # The bound that holds depends on the sign of A, not on its size. What looks at whole rows cannot be merged.
+        # The sign of A alone decides which bound applies. Losses that look at whole rows cannot be merged.
         by_row = self.importance_cap is not None and self.importance_mode.startswith("sequence")
         return self.surrogate != "clipped sequence" and not by_row
 
@@ -145,15 +145,15 @@ class PolicyLoss(Loss):
         return facts.sum_by_row(facts.shares("trajectory") * per_prediction)[facts.rows]
 
     def _policy_term(self, logprobs: Tensor, facts: Facts) -> tuple[Tensor, dict[str, Tensor]]:
-        """The policy's loss per token, [T], and what to watch per token, each [T]."""
+        """The policy loss per token, [T], and numbers to log per token, each [T]."""
         advantages = facts.advantages
         if not self.clipped:
             return -advantages * logprobs, {}
         log_ratio = self.log_ratio(logprobs, facts)
         log_low = math.log1p(-self.clip_low) if self.clip_low < 1 else -math.inf
         log_high = math.log1p(self.clip_high)
-        # The smaller of the two products clips only above where A >= 0, only below where A < 0. Clipping
-        # log r and not r keeps the gradient 0, and not 0 * infinity, where exp would overflow.
+        # The minimum clips r only from above where A >= 0, and only from below where A < 0. Clipping log r
+        # instead of r makes the gradient 0, not 0 * infinity, where exp would overflow.
         followed = torch.where(advantages < 0, log_ratio.clamp(min=log_low), log_ratio.clamp(max=log_high))
         loss = -advantages * followed.exp()
         with torch.no_grad():
@@ -228,22 +228,22 @@ def ppo(
 
     Args:
         reduction: "token" (default), the mean over time steps of the paper; or "trajectory".
-        value_coefficient: above 0 (0.5 is common), this times the value loss of `value` is added: the model must have a
-            value head, and trained rows returns (and values, for the clip).
-        value_clip: of the value loss.
-        clip: r is followed from 1 - clip to 1 + clip, 0 to 1; 0.2 by default.
-        clip_low, clip_high: either bound by itself in place of `clip`.
-        kl: coefficient of the KL to the reference policy, >= 0 (default); above 0 the rows need ref_logprobs.
+        value_coefficient: factor of the value loss (see `value`), 0 (default) or more; 0.5 is common. Above 0 the
+            model needs a value head, and trained rows need returns (and values, for the clip).
+        value_clip: the clip of the value loss.
+        clip: r is clipped to 1 - clip and 1 + clip; 0 to 1, 0.2 by default.
+        clip_low, clip_high: set one bound in place of `clip`.
+        kl: coefficient of the KL to the reference policy, 0 (default) or more; above 0 rows need ref_logprobs.
         kl_estimator: "k1", "k2" or "k3" (default; see treetrain.losses.kl). k1 has no useful gradient.
-        entropy: coefficient of the entropy bonus, >= 0 (default).
+        entropy: coefficient of the entropy bonus, 0 (default) or more.
         importance_cap: above 0, the policy term (not KL or entropy) is multiplied by exp(old - rollout), which
-            corrects for a sampler of other numerics, up to this number; the rows then need rollout_logprobs. 2 to 5
+            corrects for a sampler with other numerics, up to this number; rows then need rollout_logprobs. 2 to 5
             is common. None (default): no correction.
         importance_mode: "token_truncate" (default; larger factors become the cap) or "token_mask" (they become 0), for
-            each token; "sequence_truncate" or "sequence_mask", one factor for all of a row, of the sum over its tokens.
-        on_policy: the rows were sampled by the model of this very step: r = 1, its gradient that of l, and
-            old_logprobs are not read. Otherwise (default) every trained row must have them.
-        options: all from `clip` on.
+            each token; "sequence_truncate" or "sequence_mask": one factor per row, from the sum over its tokens.
+        on_policy: the model of this step sampled the rows: r = 1 with the gradient of l, and old_logprobs are
+            not read. False (default): every trained row needs them.
+        options: all arguments from `clip` on.
 
     Metrics: policy_loss, advantage, ratio, clip_fraction (and _low, _high), approx_kl = KL(old || now);
     kl and entropy where computed. With a correction: importance (the mean factor; importance_square that of its
@@ -260,7 +260,7 @@ def ppo(
 def grpo(*, reduction: Reduction = "trajectory", **options: Unpack[ClippedOptions]) -> PolicyLoss:
     """GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3): the clipped surrogate on group advantages.
 
-    The advantages are the caller's: rewards normalised within the group, see `treetrain.group_advantages`. The KL is
+    The caller gives the advantages: rewards normalised within the group, see `treetrain.group_advantages`. The KL is
     part of the loss, not of the reward.
 
     Args:
@@ -280,15 +280,15 @@ def grpo(*, reduction: Reduction = "trajectory", **options: Unpack[ClippedOption
 def dapo(
     *, clip_low: float = 0.2, clip_high: float = 0.28, on_policy: bool = False, **options: Unpack[PolicyOptions]
 ) -> PolicyLoss:
-    """DAPO (arXiv 2503.14476, eq. 8): the clipped surrogate on group advantages, its upper bound further out.
+    """DAPO (arXiv 2503.14476, eq. 8): the clipped surrogate on group advantages, with a higher upper bound.
 
-    The mean over all tokens of the step, so that long answers count by their length. The rest of the method is in the
-    data: groups whose rewards are all equal are left out or sampled again, answers that ran out of tokens get
+    It is the mean over all tokens of the step, so long answers count by their length. The rest of the method concerns
+    the data: groups whose rewards are all equal are left out or sampled again, and truncated answers get
     loss_weights=0 or a lower reward.
 
     Args:
-        clip_low: the ratio is followed from 1 - clip_low, 0 to 1.
-        clip_high: to 1 + clip_high.
+        clip_low: the lower bound of the ratio is 1 - clip_low; 0 to 1.
+        clip_high: the upper bound is 1 + clip_high.
         on_policy: as `ppo`.
         options: kl, kl_estimator, entropy, importance_cap, importance_mode: as `ppo`.
 
@@ -304,7 +304,7 @@ def dr_grpo(*, length: float, **options: Unpack[ClippedOptions]) -> PolicyLoss:
     """GRPO done right (arXiv 2503.20783, section 3): no division by an answer's length, nor by a group's deviation.
 
     The sum over all weighted tokens of the clipped surrogate (and of KL and entropy), divided by the number of trained
-    rows times `length`. The advantages should be rewards less the mean of the group, not divided by its standard
+    rows times `length`. The advantages should be rewards minus the mean of the group, not divided by its standard
     deviation: `group_advantages(..., divide_by_std=False)`.
 
     Args:
@@ -334,10 +334,10 @@ def gspo(
     the row, to the power of 1 / length. KL and entropy are means over the row's tokens, then over rows.
 
     Args:
-        clip_low, clip_high: s is followed from 1 - clip_low to 1 + clip_high; much narrower than a token's ratio,
-            since s is a mean. The defaults are the paper's (section 5.1).
+        clip_low, clip_high: s is clipped to 1 - clip_low and 1 + clip_high. The bounds are much narrower than a
+            token's, since s is a mean. The defaults are the paper's (section 5.1).
         level: "sequence", or "token" (GSPO-token, eq. 13 to 17): s has the same value, but each token's gradient is
-            weighted by its own advantage. Both are equal where a row's tokens have one advantage.
+            weighted by its own advantage. Both are equal if all tokens of a row have the same advantage.
         on_policy: as `ppo`.
         options: kl, kl_estimator, entropy: as `ppo`.
 
@@ -358,11 +358,11 @@ def gspo(
 
 
 def actor_critic(policy: Loss, *, value_coefficient: float = 0.5, value_clip: float | None = 0.2) -> PolicyLoss:
-    """A loss of the policy with a value loss beside it, both from one pass through a shared trunk.
+    """A policy loss plus a value loss, both from one pass through a shared trunk.
 
     Args:
-        policy: such as `ppo()`, `reinforce()` (advantage actor-critic), `grpo()`: one whose rows are weighed by token
-            or by trajectory; the value loss is weighed and divided likewise.
+        policy: such as `ppo()`, `reinforce()` (advantage actor-critic), `grpo()`. The value loss has the
+            same weights and normaliser.
         value_coefficient: what the value loss is multiplied by, above 0.
         value_clip: see `value`.
 
@@ -387,7 +387,7 @@ def _clipped(
     clip_high: float | None = None,
     **options: Unpack[PolicyOptions],
 ) -> PolicyLoss:
-    """The clipped surrogate, each of whose bounds may be given by itself."""
+    """The clipped surrogate. Each bound may be given separately."""
     if clip_low is None or clip_high is None:
         check_number("clip", clip, 0.0, 1.0)
     low, high = clip if clip_low is None else clip_low, clip if clip_high is None else clip_high

@@ -1,7 +1,7 @@
 """Losses that compare rows: DPO, IPO and SimPO on pairs, KTO on rows that are desirable or not.
 
-The score of a row sums over its tokens w (l - ref), w being the loss weights, l the log-probability now and ref that
-under the reference policy. Of a pair: c = the score of the chosen row, r = that of the rejected one.
+The score of a row is the sum of w (l - ref) over its tokens: w = the loss weight, l = the log-probability now, ref =
+that under the reference policy. In a pair, c = the score of the chosen row, r = that of the rejected one.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ Reference = Literal["rows", "mismatched"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowComparison(Loss):
-    """A loss that compares rows. The engine scores all of them before it asks for gradients."""
+    """A loss that compares rows. The engine scores all of them before it computes gradients."""
 
     scope: ClassVar[Scope] = "batch"
     reduction: Reduction = dataclasses.field(default="trajectory", init=False, repr=False)
@@ -54,11 +54,11 @@ class RowComparison(Loss):
 
 
 def row_scores(logprobs: Tensor, facts: PackedFacts, *, average: bool, reference: bool) -> tuple[Tensor, Tensor]:
-    """Every row's log-likelihood, and its score: the same less that under the reference.
+    """The log-likelihood of every row, and its score: that minus the one under the reference.
 
     Args:
         logprobs: [T].
-        average: divide each row's weighted sum by its weights; a row without weight counts 0.
+        average: divide each row's weighted sum by the sum of its weights; a row without weight counts 0.
         reference: whether there is one (`ref_logprobs`).
 
     Returns:
@@ -79,9 +79,9 @@ class Pairs(NamedTuple):
 
 
 def find_pairs(trajectories: Sequence[Trajectory]) -> Pairs:
-    """The pairs that have something to train in at least one of their rows.
+    """The pairs with something to train in at least one of their rows.
 
-    Rows without anything to train need no pair.
+    Rows with nothing to train need no pair.
 
     Raises:
         DataError: a trained row without a pair; a pair that is not one chosen and one rejected row.
@@ -133,7 +133,7 @@ class PairLoss(RowComparison):
     reference_free: bool = False
     """The reference is uniform: ref = 0."""
     label_smoothing: float = 0.0
-    """How often the labels of a pair are taken to be the wrong way round."""
+    """The assumed rate of pairs with swapped labels."""
     margin: float = 0.0
     """The value that beta (c - r) should exceed."""
 
@@ -212,11 +212,11 @@ def dpo(*, beta: float = 0.1, label_smoothing: float = 0.0, reference_free: bool
 def ipo(*, beta: float = 0.1) -> PairLoss:
     """Identity preference optimisation (arXiv 2310.12036, eq. 17): (c - r - 1 / (2 beta))^2, the mean over pairs.
 
-    c and r are means over the tokens (weighted by w) of l - ref: the paper writes sequence likelihoods; divided by
-    the length they do not grow with it, which is how the method is run in practice. Needs ref_logprobs.
+    c and r are means over the tokens (weighted by w) of l - ref. The paper has sums, which grow with the
+    length; means are common in practice. Needs ref_logprobs.
 
     Args:
-        beta: above 0; the paper's tau. The margin that pairs are pulled to is 1 / (2 beta) nats per token.
+        beta: above 0; the paper's tau. The target margin of a pair is 1 / (2 beta) nats per token.
 
     Metrics: as `dpo`; chosen_logps and rejected_logps are means over tokens.
 
@@ -229,8 +229,8 @@ def ipo(*, beta: float = 0.1) -> PairLoss:
 def simpo(*, beta: float = 2.0, margin: float = 1.0) -> PairLoss:
     """Simple preference optimisation (arXiv 2405.14734, eq. 6): -log sigmoid(beta (c - r) - margin).
 
-    c and r are mean log-probabilities of a row's tokens, weighted by w; there is no reference policy. The mean over
-    pairs.
+    c and r are mean log-probabilities of a row's tokens, weighted by w; there is no reference policy. The loss is
+    the mean over pairs.
 
     Args:
         beta: above 0.
@@ -246,14 +246,14 @@ def simpo(*, beta: float = 2.0, margin: float = 1.0) -> PairLoss:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KTOLoss(RowComparison):
-    """weight * (1 - sigmoid(beta (score - z))) of desirable rows, (z - score) of others. Made by `kto`."""
+    """weight * (1 - sigmoid(beta (score - z))), with z - score for undesirable rows. Made by `kto`."""
 
     desirable_weight: float
     undesirable_weight: float
     reference_point: Reference | float
     """Where z comes from: see `kto`."""
     step_rows: int | None = None
-    """How many rows the step has that z is made of; None before `for_step`."""
+    """Number of trained rows in the step; None before `for_step`."""
 
     def __post_init__(self) -> None:
         RowComparison.__post_init__(self)
@@ -287,7 +287,7 @@ class KTOLoss(RowComparison):
         """Raise DataError for a missing fact or label.
 
         Raises:
-            ValueError: a part of the step that `for_step` was told of.
+            ValueError: these are only a part of the step that `for_step` was given.
         """
         found = sum(map(len, self._kinds(trajectories)))
         Loss.check(self, trajectories)
@@ -298,7 +298,7 @@ class KTOLoss(RowComparison):
             )
 
     def total_weight(self, trajectories: Sequence[Trajectory]) -> float:
-        """Trained rows with a label. Raises DataError for a negative weight."""
+        """The number of trained rows with a label. Raises DataError for a negative weight."""
         require_nonnegative_weights(trajectories)
         desirable, undesirable, _ = self._kinds(trajectories)
         return float(len(desirable) + len(undesirable))
@@ -358,19 +358,19 @@ def kto(
     reference point, is the same for all rows of a step, has no gradient and is never below 0.
 
     The paper's z is KL(policy || reference), estimated by the scores of *mismatched* rows: a prompt with the answer to
-    another one. Such rows cost a forward each, and are not in the data by themselves. So there are three choices:
+    another one. Such rows cost a forward each, and data sets do not contain them. So there are three choices:
 
     Args:
         beta: above 0; how strongly the policy is held to the reference.
-        desirable_weight, undesirable_weight: of rows with `chosen` True and False, 0 or more. The paper wants the
-            number of rows times the weight to be within a ratio of 1 to 4/3 of each other.
-        reference_point: "rows" (default): z is the mean score of the step's own labelled rows. It needs nothing
-            besides, but rises with what the policy learns of them, where the paper's does not.
+        desirable_weight, undesirable_weight: of rows with `chosen` True and False, 0 or more. The paper
+            recommends a ratio of 1 to 4/3 between the two products of weight and number of rows.
+        reference_point: "rows" (default): z is the mean score of the step's own labelled rows. It needs no
+            other rows, but rises as the policy learns these rows, unlike the paper's.
             "mismatched": z is the mean score of the rows without `chosen`, which must have ref_logprobs and are not
             trained otherwise. Give each prompt with another prompt's answer to get the paper's z (and TRL's, which
             takes the answer of the row before); in a tree they cost the answer only.
             A number: z itself, 0 or more, e.g. measured beforehand; 0 compares with the reference policy alone.
-            Only with a number may a step be spread over several calls.
+            A step may be split over several calls only with a number.
 
     Metrics: kl (z), accuracy (rows on the right side of z), chosen_reward and rejected_reward (beta times the score),
     chosen_logps and rejected_logps (sums of w l).

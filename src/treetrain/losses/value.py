@@ -19,9 +19,9 @@ def value_loss(
     """PPO's clipped value loss: max((v - R)^2, (clip(v, old - c, old + c) - R)^2) / 2, an unnormalised sum.
 
     v is the value predicted now, old that when the rows were sampled (`values`), R the return (`returns`). The larger
-    of both errors holds v near its old value without ever rewarding a step away from the return. It is what
-    implementations of PPO (arXiv 1707.06347) add to the policy loss; the paper itself has the plain square. To be
-    divided by the normaliser of the policy loss of the same reduction, and added with a coefficient (0.5 is common).
+    of both errors keeps v near its old value and never rewards a step away from the return. Implementations of PPO
+    (arXiv 1707.06347) add it to the policy loss; the paper itself has the plain square. Divide it by the normaliser
+    of the policy loss of the same reduction, and add it with a coefficient (0.5 is common).
 
     Args:
         predicted: [T], for the predictions that `facts` holds, in the unit of the returns.
@@ -41,7 +41,7 @@ def value_loss(
     check_clip(clip)
     facts = facts.like(predicted)
     returns, shares = facts.returns, facts.shares(reduction)
-    # Not multiplied by 0: what a head says of untrained tokens may be anything.
+    # Not a product with 0: the head may give NaN or infinity at untrained tokens.
     predicted = torch.where(shares != 0, predicted, 0)
     error = (predicted - returns).square()
     held = torch.zeros_like(error, dtype=torch.bool)

@@ -22,7 +22,7 @@ Rows = list[tt.Trajectory]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A loss beside the same loss written out per token, by which it is checked."""
+    """A loss, and the same loss written out per token to check it."""
 
     loss: Any
     """Given to `TreeEngine.forward_backward`."""
@@ -32,7 +32,7 @@ class Case:
     whole: Callable[[Any, Rows], torch.Tensor] | None = None
     """(scores, rows) -> the loss of the whole batch, for losses that are not a mean over tokens."""
     prepare: Callable[[Rows], Rows] = list
-    """Changes the forest's rows before both sides, for losses that need pairs, say."""
+    """Changes the rows for both sides, for example into pairs."""
 
 
 SFT = Case(tt.losses.sft(), lambda logp, entropy, facts: -logp, temperature=1.0)
@@ -75,7 +75,7 @@ OTHERS = {
 
 
 def expected(model, rows, cases: list[Case]) -> list[tuple[float, torch.Tensor]]:
-    """Loss and gradient of every case by the linear reference; cases of one temperature share the forward."""
+    """Loss and gradient of every case by the linear reference; cases with equal temperature share the forward."""
     results = {}
     for temperature, prepare in {(case.temperature, case.prepare) for case in cases}:
         own = prepare(rows)
@@ -118,7 +118,7 @@ def check_contract(
 
     Args:
         model: a small causal LM with at least `forests.VOCAB` tokens; it is copied.
-        cases: losses, each beside the same loss written out per token.
+        cases: losses, each with the same loss written out per token.
         examples: number of random forests.
         engines: kinds of `TreeEngine`, each run on every forest; a subclass may force a plan.
 
@@ -177,13 +177,13 @@ def check_contract(
 
 
 CLIP_BOUNDS = (0.8, 0.9, 1.2, 1.28, 1.3)
-"""Where the losses of the contract clip a ratio."""
+"""The bounds at which the losses of the contract clip a ratio."""
 
 
 def clear_of_bounds(rows: Sequence[tt.Trajectory], scores: Sequence[torch.Tensor]) -> list[tt.Trajectory]:
-    """The rows with old log-probabilities whose ratios are not within 3% of where a loss clips them.
+    """The rows with old log-probabilities shifted so that no ratio is within 3% of a clip bound.
 
-    Beside a bound bfloat16 decides for or against a whole gradient by a rounding, which is neither side's error.
+    Near a bound, a rounding in bfloat16 decides whether a token has a gradient, which is neither side's error.
 
     Args:
         scores: [L - 1] log-probabilities of every row now.

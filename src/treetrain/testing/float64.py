@@ -33,12 +33,12 @@ class PureFloat64(TorchFunctionMode):
             torch.float32,
             torch.float64,
         }:
-            # Positions were lifted; frequencies that were loaded in float32 were not. Sums and the like promote.
+            # Positions were lifted, frequencies loaded in float32 were not. Unlike sums, products do not promote.
             args = tuple(x.double() for x in args if isinstance(x, torch.Tensor))
         return func(*args, **kwargs)
 
     def _lifted_backward(self, func, args, kwargs):
-        # A mode is off while it handles a function; what runs layers again in backward must find it on.
+        # A mode is off while it handles a function, but layers that are recomputed in backward need it on.
         engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
         def run(*engine_args, **engine_kwargs):

@@ -14,7 +14,7 @@ Rows = list[list[int]]
 
 
 def seeded(name: str) -> Callable:
-    """Examples of their own for one case of a test: a derandomized test draws the same ones for all its cases."""
+    """Give one case of a test its own examples: a derandomized test draws the same ones for all cases."""
     return seed(zlib.crc32(name.encode()))
 
 
@@ -71,9 +71,9 @@ def trajectories(draw: st.DrawFn, *, max_rows: int = 7, max_length: int = 14) ->
 
 
 def dress(rows: Rows, seed: int) -> list[Trajectory]:
-    """Facts for rows; at least one token of the batch is trained (a row is added where none can be)."""
+    """Add facts to rows; at least one token of the batch is trained (a row is added if none can be)."""
     rng = np.random.default_rng(seed)
-    later = np.random.default_rng([seed, 1])  # facts that came later leave the others as they were
+    later = np.random.default_rng([seed, 1])  # a second generator, so that these facts do not change the others
     rows = rows if any(len(row) > 1 for row in rows) else [*rows, [1, 2, 3]]
     longest = max(range(len(rows)), key=lambda k: len(rows[k]))
     dressed = []
@@ -103,7 +103,7 @@ def dress(rows: Rows, seed: int) -> list[Trajectory]:
 
 
 def whole_pairs(rows: list[Trajectory]) -> list[Trajectory]:
-    """The rows of `dress`, with a partner for the last one where their number is odd."""
+    """The rows of `dress`, with a partner for the last one if their number is odd."""
     if len(rows) % 2 == 0:
         return rows
     last = rows[-1]
@@ -113,7 +113,7 @@ def whole_pairs(rows: list[Trajectory]) -> list[Trajectory]:
 
 
 def with_mismatched(rows: list[Trajectory]) -> list[Trajectory]:
-    """The rows of `dress`, and some of them once more without a label: one that is trained is among them."""
+    """The rows of `dress`, and copies of some without a label; at least one copy is trained."""
     longest = max(rows, key=len)
     return [*rows, *(row.replace(chosen=None) for row in [*rows[1:3], longest])]
 
@@ -125,6 +125,6 @@ def bushy_rows(rng: np.random.Generator, *, rows: int, segment: int, levels: int
 
 
 def _word(segment: int, level: int, choice: int) -> list[int]:
-    # The same word for the same choice, with a length of its own.
+    # Each choice has its own word, with its own length.
     length = max(1, segment + (7 * level + 3 * int(choice)) % 5 - 2)
     return [int(choice), *((level + 5 * int(choice) + i) % VOCAB for i in range(length - 1))]

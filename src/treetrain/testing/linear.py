@@ -51,7 +51,7 @@ def batch_loss(scores, rows: Sequence[Trajectory], per_token: RowLoss, reduction
 
 
 def gradients(model: nn.Module, loss: Tensor | None = None, *, retain_graph: bool = False) -> Tensor:
-    """All parameters' gradients end to end in float64: of ``loss``, or what lies in ``.grad``."""
+    """All parameters' gradients concatenated in float64: of ``loss``, or those in ``.grad``."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if loss is None:
         grads = [p.grad for p in parameters]
@@ -67,7 +67,7 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 def rms(errors: Sequence[float]) -> float:
-    """Root mean square: errors pooled over forests."""
+    """Root mean square of errors over forests."""
     return float(torch.tensor(errors, dtype=torch.float64).square().mean().sqrt())
 
 

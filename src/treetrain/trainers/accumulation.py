@@ -1,10 +1,10 @@
 """The micro-batches of an optimizer step, scored as one tree.
 
-Gradient accumulation parts rows that share a prefix: TRL's GRPO shuffles its completions over the micro-batches, and
-four micro-batches leave 1.5x of a gain of 5x. But the weights stay the same until the optimizer's step, and the trainer
-holds all micro-batches of the step before it trains the first. So the first call of the model scores all of them; every
-micro-batch computes its own loss from its own rows, exactly as without; and the tree's backward runs once, when the
-last micro-batch that it holds has left its gradients. How many graphs are alive is for the engine's budget to say.
+Gradient accumulation separates rows that share a prefix: TRL's GRPO shuffles its completions over the micro-batches,
+and with four of them a speed-up of 5x becomes 1.5x. But the weights change only at the optimizer step, and the trainer
+has all micro-batches of a step before it trains the first. So the model's first call scores all of them. Every
+micro-batch computes its own loss from its own rows, as usual. The tree's backward runs once, after the backward of its
+last micro-batch. The engine's budget bounds the graphs that are alive.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -18,8 +18,8 @@ from treetrain.trainers.batch_rows import IGNORED, Rows, packed_tree_of, tree_of
 from treetrain.tree.token_tree import TokenTree
 
 WORTH_JOINING = 0.9
-"""Micro-batches are scored as one tree where it has at most so many of the tokens of their own trees: its graphs need
-more memory, and where they do not fit it is run forward twice."""
+"""Micro-batches are scored as one tree if it has at most this share of the tokens of their separate trees: its graphs
+need more memory, and if they do not fit, its forward runs twice."""
 
 Run = Callable[[TokenTree, list[np.ndarray]], Any]
 """Scores a tree, given the masks of its rows."""
@@ -43,10 +43,10 @@ class _Joint(NamedTuple):
     scored: Any
     rows: list[Rows]
     first: int
-    """Number of the first of them within the optimizer step."""
+    """Number of its first micro-batch within the optimizer step."""
 
     def of(self, number: int) -> RowScores:
-        """The scores of one of them."""
+        """The scores of one micro-batch."""
         begin = sum(len(rows.ids) for rows in self.rows[:number])
         end = begin + len(self.rows[number].ids)
         values = {name: getattr(self.scored, name) for name in RowScores._fields}
@@ -55,9 +55,9 @@ class _Joint(NamedTuple):
 
 
 class StepScores:
-    """Scores the micro-batches of an optimizer step together and hands each its own rows.
+    """Scores the micro-batches of an optimizer step together and returns to each the scores of its rows.
 
-    Rows that come otherwise than expected are scored by themselves, which is as exact.
+    Unexpected rows are scored by themselves, which is as exact.
 
     Args:
         trainer: the trainer whose micro-batches these are.
@@ -69,26 +69,26 @@ class StepScores:
         self.begin_step([])
 
     def begin_step(self, batches: Sequence[Any]) -> None:
-        """Take note of the micro-batches of the next optimizer step, as `Trainer.get_batch_samples` returns them."""
+        """Set the micro-batches of the next optimizer step, as `Trainer.get_batch_samples` returns them."""
         self._batches, self._position = list(batches), -1
         self._expected: list[Rows] = []
         self._first_expected = 0
         self._joint: dict[Any, _Joint] = {}
-        self._apart: set[Any] = set()  # what was found not to be worth a joint tree
+        self._apart: set[Any] = set()  # keys that are not worth a joint tree
         self._waiting: list[tuple[Any, int]] = []
 
     def next_micro_batch(self) -> None:
-        """The next of them is trained from now on."""
+        """Go on to the next micro-batch."""
         self._position += 1
 
     def score(self, key: Hashable, rows: Rows, run: Run, *, together: bool = True) -> RowScores:
-        """Scores of the rows of a call of the model.
+        """Score the rows of a model call.
 
         Args:
-            key: the model that is called, and what is asked of it.
+            key: the model that is called, and its settings.
             rows: of the call.
             run: scores a tree of rows, given their masks.
-            together: False scores them by themselves: for what depends on the whole batch, as a routers' loss does.
+            together: False scores them by themselves, for losses over a whole batch such as that of routers.
         """
         key = (key, torch.is_grad_enabled())
         joint = self._joint.get(key) if together else None
@@ -98,7 +98,7 @@ class StepScores:
             return joint.of(number)
         batches = self._expected_rows() if together and not in_joint and key not in self._apart else []
         if not (batches and _equal(batches[0], rows)):
-            batches, self._expected = [rows], []  # a generation may be under way, which makes others
+            batches, self._expected = [rows], []  # a generation may be running, with other rows
         tree, masks = _joined(batches)
         if len(batches) > 1 and not _shares(tree, batches):
             batches = [rows]
@@ -113,7 +113,7 @@ class StepScores:
         return joint.of(0)
 
     def backward(self, *, sync: bool) -> list[Any]:
-        """Take the gradients of all trees through them whose last micro-batch this was; returns their `Scored`.
+        """Run the backward of all trees whose last micro-batch this was; returns their `Scored`.
 
         Args:
             sync: this is the last micro-batch of the optimizer step: average gradients over the processes.
@@ -170,7 +170,7 @@ def _joined(batches: list[Rows]) -> tuple[TokenTree, list[np.ndarray]]:
 
 
 def _shares(tree: TokenTree, batches: list[Rows]) -> bool:
-    """Whether micro-batches share enough with each other to be scored as the tree of all of them."""
+    """Whether micro-batches share enough with each other to be scored as one tree."""
     offsets, tokens = tree.paths()
     ends = offsets[np.cumsum([len(rows.ids) for rows in batches])]
     apart = sum(len(np.unique(own)) for own in np.split(tokens, ends[:-1]))

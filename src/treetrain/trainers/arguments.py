@@ -8,7 +8,7 @@ from transformers import TrainingArguments
 from treetrain.planning.budget import Bytes, parse_budget
 
 MUON = "muon"
-"""A value of `optim` beside those of transformers."""
+"""A value of `optim` that transformers does not have."""
 REFUSED: dict[str, str] = {
     "per_device_train_batch_size": "steps are filled with whole groups: set tokens_per_step, and "
     "gradient_accumulation_steps to run a step in several calls",
@@ -32,7 +32,7 @@ class TreeArguments(TrainingArguments):
     """Arguments of a `TreeTrainer`: all of `transformers.TrainingArguments`, and these.
 
     Raises:
-        ValueError: an argument that this trainer cannot follow, with what to set instead.
+        ValueError: an argument that this trainer does not support; the message says what to set instead.
     """
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "loss_kwargs", "advantage_kwargs"]

@@ -1,4 +1,4 @@
-"""The rows of a batch that a trainer calls its model with, and per-prediction numbers back in the batch's shape."""
+"""Recovers the rows of a trainer's batch, and puts per-prediction numbers back into the batch's shape."""
 
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
             return None
         if [len(row) for row in rows] != [len(places) for places in self.places]:
             raise DataError("the scores are those of other rows than the batch has")
-        # Rows of a packed tree share places: the first row that has one stands for all, and takes all of its gradient.
+        # Rows of a packed tree share places: the first row with a place gives its value and gets all of its gradient.
         places, first = np.unique(np.concatenate(self.places), return_index=True)
         values = torch.cat(rows)
         index, target = (torch.from_numpy(x).to(values.device) for x in (first, places))
@@ -48,7 +48,7 @@ def rows_of(kwargs: dict[str, Any], *, rewards: bool = False) -> Rows:
 
     Args:
         kwargs: keyword arguments of the model's call.
-        rewards: the model scores whole rows, so that there are no labels of tokens.
+        rewards: the model scores whole rows, so there are no token labels.
 
     Raises:
         DataError: a label that is not the next token of its row, or a mask with positions that do not fit it.
@@ -97,9 +97,9 @@ def rows_of(kwargs: dict[str, Any], *, rewards: bool = False) -> Rows:
 
 
 def _rows_of_packed_tree(kwargs: dict[str, Any]) -> Rows:
-    """The samples that TRL's AsyncGRPO folded into a tree for its own kernel.
+    """Recover the samples that TRL's AsyncGRPO packed into a tree for its own kernel.
 
-    Taken out again, they run wherever the engine does, and together with the step's other micro-batches. See
+    As rows they run wherever the engine does, and together with the step's other micro-batches. See
     `TreeRow.pack` in trl/experimental/async_grpo/packing.py for the arguments.
     """
     tokens, labels = (kwargs[name][0].cpu().numpy() for name in ("input_ids", "shift_labels"))

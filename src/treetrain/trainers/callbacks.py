@@ -1,4 +1,4 @@
-"""Callbacks that checkpoints hold: numbers of steps until they are logged, and a moving average of the weights."""
+"""Callbacks with state in checkpoints: numbers of the steps since the last log, and a moving weight average."""
 
 import json
 import resource
@@ -14,14 +14,14 @@ from treetrain.engine.results import StepResult, add_metrics, mean_metrics
 from treetrain.trainers.checkpoints import save_whole
 
 EXECUTION = "tree/"
-"""Prefix of the names of numbers that tell how a step was executed."""
+"""Name prefix of numbers about the execution of steps."""
 COUNTS = ("flat_tokens", "unique_tokens", "computed_tokens", "recomputed_tokens", "parts")
 SUMMED = (*COUNTS, "seconds", "scoring_seconds", "tree_flops", "linear_flops")
 """Numbers that add up over steps."""
 
 
 class StepLog(TrainerCallback):
-    """Numbers of the steps since the last log, which gives their sums, means and extremes."""
+    """Collects the numbers of steps; each log gives their sums, means and extremes since the last one."""
 
     def __init__(self) -> None:
         self._clear()
@@ -36,15 +36,15 @@ class StepLog(TrainerCallback):
 
         Args:
             result: of all its calls.
-            numbers: what else is known of it. Those in `SUMMED` add up; names ending in `_max` and `_min` are extremes;
-                of others the mean is logged.
+            numbers: further numbers of the step. Those in `SUMMED` add up; names ending in `_max` and `_min` are
+                extremes; the others are averaged.
         """
         self._losses.append(result.loss)
         self._metrics = add_metrics(self._metrics, result.metric_sums)
         self._numbers.append({name: getattr(result, name) for name in COUNTS} | numbers)
 
     def read(self) -> dict[str, float]:
-        """The numbers of these steps, which are then forgotten; empty where there was none."""
+        """Return the numbers of these steps and clear them; empty if there was no step."""
         if not self._losses:
             return {}
         logs = mean_metrics(self._metrics) | {"loss": sum(self._losses) / len(self._losses)}
@@ -72,7 +72,7 @@ class StepLog(TrainerCallback):
         return {"json": json.dumps([self._losses, metrics, self._numbers])}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        """Go on with these numbers."""
+        """Restore the numbers."""
         self._losses, metrics, self._numbers = json.loads(state["json"])
         self._metrics = {name: tuple(pair) for name, pair in metrics.items()}
 
@@ -88,15 +88,15 @@ def peak_memory_bytes(device: torch.device) -> int:
 class WeightAverage(TrainerCallback):
     """Keeps an exponential moving average of the trained weights in float32, and saves it at the end as a model.
 
-    After every step: average <- decay * average + (1 - decay) * weights. It begins as the weights are when training
-    begins. Checkpoints of `SafeCheckpointsMixin` hold it.
+    After every step: average <- decay * average + (1 - decay) * weights. It starts as the weights at the start of
+    training. `SafeCheckpointsMixin` saves it in checkpoints.
 
     Args:
         decay: 0 to below 1; 0.999 looks back about 1000 steps.
         folder: within the output folder, for the averaged model.
 
     Raises:
-        ValueError: another decay.
+        ValueError: a decay out of this range.
     """
 
     def __init__(self, decay: float, folder: str = "ema") -> None:
@@ -106,18 +106,18 @@ class WeightAverage(TrainerCallback):
         self.values: dict[str, Tensor] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
-        """Begin with the weights as they are."""
+        """Start from the current weights."""
         self.values = {name: p.detach().to(torch.float32, copy=True) for name, p in _trained(model).items()}
 
     @torch.no_grad()
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
-        """Average in the weights of this step."""
+        """Add the weights of this step to the average."""
         for name, parameter in _trained(model).items():
             self.values[name].lerp_(parameter.float(), 1 - self.decay)
 
     @torch.no_grad()
     def on_train_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **given: Any) -> None:
-        """Save the averaged model: the model has the average as its weights meanwhile."""
+        """Save the averaged model; the average replaces the model's weights meanwhile."""
         trained = _trained(model)
         before = {name: parameter.clone() for name, parameter in trained.items()}
         try:
@@ -129,12 +129,12 @@ class WeightAverage(TrainerCallback):
                 parameter.copy_(before[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """The average by the parameters' names."""
+        """The average by parameter name."""
         return {"values": self.values}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from an average."""
+        """Restore an average."""
         for name, value in self.values.items():
             value.copy_(state["values"][name])
 

@@ -1,8 +1,8 @@
-"""Checkpoints as folders on disk: whole or not there at all, and recognised when something has changed them.
+"""Checkpoints as folders on disk: complete or absent, and checked for later changes.
 
-A checkpoint is written in a temporary folder beside its place. When every file is on the disk, a manifest with the
+A checkpoint is written to a temporary folder beside its place. When every file is on the disk, a manifest with the
 sizes and SHA-256 of all files (and of itself) is added, and one rename gives the folder its name. A kill at any moment
-therefore leaves the whole checkpoint or none. What a disk, a copy or an editor changes later is seen before loading.
+therefore leaves a complete checkpoint or none. Later changes by a disk, a copy or an editor are seen before loading.
 
 Nothing here needs torch.
 """
@@ -28,7 +28,7 @@ LOCK = ".lock"
 
 
 class TornCheckpoint(ValueError):
-    """A checkpoint that is not what was written. The message names the file, what was expected and what is there."""
+    """A checkpoint that differs from what was written. The message names the file and what differs."""
 
 
 class CheckpointNotWritten(OSError):
@@ -36,7 +36,7 @@ class CheckpointNotWritten(OSError):
 
 
 def describe(folder: Path, rank: int = 0, ranks: int = 1) -> dict[str, dict[str, Any]]:
-    """Bring the files of a folder to the disk and compute their sizes and SHA-256, on each rank a share of them."""
+    """Sync the files of a folder to disk and compute their sizes and SHA-256; each rank does a share of them."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())[rank::ranks]
     for path in files:
         sync(path)
@@ -45,7 +45,7 @@ def describe(folder: Path, rank: int = 0, ranks: int = 1) -> dict[str, dict[str,
 
 
 def commit(temporary: Path, files: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
-    """Write the manifest of a checkpoint whose files are on the disk, and give the folder its place.
+    """Write the manifest of a checkpoint whose files are on the disk, and move the folder to its place.
 
     Args:
         temporary: `<folder>/.writing/<name>`; it becomes `<folder>/<name>`.
@@ -73,7 +73,7 @@ def commit(temporary: Path, files: Mapping[str, Mapping[str, Any]], facts: Mappi
 
 
 def recover(folder: Path) -> None:
-    """Delete what killed runs left half written; a whole checkpoint that only lacked its name gets it."""
+    """Delete what killed runs left half written; a complete checkpoint in the temporary folder moves to its place."""
     for path in (folder / WRITING).glob("*"):
         try:
             check_files(path)
@@ -103,7 +103,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_files(checkpoint: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Compare the files of a checkpoint with its manifest, on each rank a share of them.
+    """Compare the files of a checkpoint with its manifest; each rank does a share of them.
 
     Raises:
         TornCheckpoint: the manifest or a file is missing, has another size or other contents.
@@ -121,7 +121,7 @@ def check_files(checkpoint: Path, rank: int = 0, ranks: int = 1) -> None:
 
 
 def manifests(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The checkpoints of a folder whose manifests are legible, with them; their files are not looked at."""
+    """The checkpoints of a folder that have a readable manifest, and the manifests; other files are not read."""
     for path in folder.glob("checkpoint-*"):
         try:
             yield path, read_manifest(path)
@@ -132,9 +132,9 @@ def manifests(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 def newest_first(folder: Path) -> list[Path]:
     """All folders named as checkpoints, in the order in which resuming tries them.
 
-    The newest is the last one written, which is not always that of the highest step: a run that goes on from an older
-    checkpoint, or begins again in the same folder, passes lower steps later. Those without a legible manifest come
-    first, so that resuming warns of them.
+    The newest is the last one written, which is not always that of the highest step: a run that resumes from an older
+    checkpoint, or starts again in the same folder, writes lower steps later. Those without a readable manifest come
+    first, so that resuming warns about them.
     """
     orders = {path: manifest["order"] for path, manifest in manifests(folder)}
     paths = [path for path in folder.glob("checkpoint-*") if path.is_dir()]
@@ -144,7 +144,7 @@ def newest_first(folder: Path) -> list[Path]:
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:
     """Delete the oldest checkpoints beyond `limit`, but never the newest one nor the best one.
 
-    Folders without a legible manifest are left alone: nobody knows what they are.
+    Folders without a readable manifest are left alone: they may be anything.
     """
     newest = [path for path, _ in sorted(manifests(folder), key=lambda each: each[1]["order"], reverse=True)]
     if not limit or limit < 1 or not newest:
@@ -152,7 +152,7 @@ def rotate(folder: Path, limit: int | None, best: str | None) -> None:
     kept = {newest[0].resolve(), *([Path(best).resolve()] if best else [])}
     others = [path for path in newest if path.resolve() not in kept]
     for path in others[max(0, limit - len(kept)) :]:
-        # Renamed first: a kill while the files go leaves nothing that looks like a checkpoint.
+        # Renamed first: a kill during the deletion leaves nothing that looks like a checkpoint.
         doomed = path.with_name(f"{DELETING}{path.name}")
         os.rename(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
@@ -160,11 +160,11 @@ def rotate(folder: Path, limit: int | None, best: str | None) -> None:
 
 @contextmanager
 def one_run_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold a folder for this process. The kernel frees it when the process ends, however it ends.
+    """Lock a folder for this process. The kernel releases the lock when the process ends, however it ends.
 
     Raises:
         CheckpointNotWritten: the folder cannot be written to.
-        ValueError: another process holds it.
+        ValueError: another process holds the lock.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 transformers writes a checkpoint in place, file by file, and resumes from the folder with the highest number, whatever
 is in it (its issues 35525 and 35782). Here transformers and torch.distributed.checkpoint still write the files, but
-into a temporary folder that gets its name when it is whole (`checkpoint_files`), and only whole ones are resumed.
+into a temporary folder that is renamed when it is complete (`checkpoint_files`). Only complete ones are resumed.
 """
 
 import hashlib
@@ -36,11 +36,11 @@ from treetrain.trainers import checkpoint_files
 from treetrain.trainers.checkpoint_files import CheckpointNotWritten, TornCheckpoint
 
 TESTED = "5.17.", "5.23."
-"""Versions of transformers whose private methods, which the mixin overrides, are known."""
+"""Versions of transformers with which the overridden private methods are tested."""
 CALLBACKS = "callbacks"
 SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 SAME_PRESS_SECONDS = 2.0
-"""Within this time a second Ctrl-C is the same one: torchrun passes it on to processes that already have it."""
+"""A second Ctrl-C within this time is the same one: torchrun forwards it to processes that already got it."""
 
 
 class Interrupted(SystemExit):
@@ -70,24 +70,24 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     SafeTrainer(...).train(resume_from_checkpoint=True)
     ```
 
-    A checkpoint has its name only when it is whole, with the SHA-256 of every file in a manifest. Resuming with `True`
-    takes the newest whole one, or begins at step 0 where there is none yet. Older ones are deleted (`save_total_limit`)
-    only when a new one is whole. Ctrl-C and SIGTERM on any rank stop all ranks after the step, with a checkpoint. A
-    resumed run goes on bit for bit on as many ranks, and within rounding on another number of them. Callbacks get their
-    state back if they are `ExportableState` or have `state_dict` and `load_state_dict`. Models in shards (FSDP2) are
-    written in shards. All ranks must share `output_dir`, which one run at a time uses.
+    A checkpoint gets its name only when it is complete, with the SHA-256 of every file in a manifest. `True` resumes
+    the newest complete one, or starts at step 0 if there is none yet. Older ones are deleted (`save_total_limit`)
+    only when a new one is complete. Ctrl-C and SIGTERM on any rank stop all ranks after the step, with a checkpoint. A
+    resumed run is bit-identical on the same number of ranks, and equal within rounding on another. Callbacks get their
+    state back if they are `ExportableState` or have `state_dict` and `load_state_dict`. Sharded models (FSDP2) are
+    saved in shards. All ranks must share `output_dir`, and only one run at a time may use it.
 
     Raises:
-        TypeError: the mixin stands after the Trainer in the list of bases.
-        RuntimeError: another version of transformers than the tested ones is installed.
+        TypeError: the mixin comes after the Trainer in the list of bases.
+        RuntimeError: an untested version of transformers is installed.
         ValueError: a setting that cannot be made safe (DeepSpeed, `save_on_each_node`).
     """
 
     how_to_resume = "trainer.train(resume_from_checkpoint=True)"
-    """The command that messages name to go on with."""
+    """The command for resuming that messages show."""
     also_saved: tuple[str, ...] = ("_metrics", "_total_train_tokens", "_step", "_buffered_inputs")
-    """Attributes that every rank saves and gets back on as many ranks: of TRL's trainers the metrics since the last log
-    and the completions that are not trained on yet."""
+    """Attributes that every rank saves, and restores on the same number of ranks. In TRL's trainers: the metrics since
+    the last log and the completions that are not trained on yet."""
 
     model: Any
     _group: "dist.ProcessGroup | None" = None
@@ -132,11 +132,11 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         """Train as `Trainer.train` does.
 
         Args:
-            resume_from_checkpoint: True for the newest whole checkpoint of `output_dir`, or the start of the run where
-                there is none yet; a folder for that one.
+            resume_from_checkpoint: True resumes the newest complete checkpoint of `output_dir`, or starts the run if
+                there is none yet; a folder resumes that one.
 
         Raises:
-            TornCheckpoint: the folder named, or every one in `output_dir`, is not what was written.
+            TornCheckpoint: the named folder, or every one in `output_dir`, differs from what was written.
             CheckpointNotWritten: a checkpoint could not be written; the message names the last good one.
             ValueError: another run uses `output_dir`, or a step takes more or less data than those of the checkpoint.
             Interrupted: Ctrl-C or SIGTERM; a checkpoint of the last step is written.
@@ -187,7 +187,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         self._on_all_ranks(lambda: checkpoint_files.check_files(path, self.args.process_index, self.args.world_size))
 
     def _read(self, path: Path) -> dict[str, Any]:
-        """The manifest. Raises ValueError where going on would skip other samples than were trained on."""
+        """The manifest. Raises ValueError for another step size or base model, or without optimiser state."""
         manifest = checkpoint_files.read_manifest(path)
         then, now = manifest["step_size"], self.step_size()
         if then != now and not (self.args.ignore_data_skip or self.args.auto_find_batch_size):
@@ -241,7 +241,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     # ---- Saving
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint under a temporary name, give it its place when it is whole, then delete older ones."""
+        """Write a checkpoint to a temporary folder, move it to its place when complete, then delete older ones."""
         state, step, rank, ranks = self.state, self.state.global_step, self.args.process_index, self.args.world_size
         folder = Path(super()._get_output_dir(trial))
         temporary = folder / checkpoint_files.WRITING / f"checkpoint-{step}"
@@ -299,7 +299,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         return os.path.join(folder, checkpoint_files.WRITING) if self._writing else folder
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self._writing:  # only when it has its place
+        if not self._writing:  # only once it is in its place
             super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -313,7 +313,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             self._warn(f"the model card could not be written: {error}")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model as a folder for `from_pretrained`; in a checkpoint shards are written beside it."""
+        """Save the model for `from_pretrained`; shards in a checkpoint are written with the optimiser instead."""
         folder = output_dir or self.args.output_dir or "."
         if not self._is_sharded:
             super().save_model(output_dir, _internal_call)
@@ -326,10 +326,10 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     @contextmanager
     def _in_shards(self, wanted: bool) -> Iterator[None]:
-        """Inside the block transformers writes or reads shards by torch.distributed.checkpoint, where that is wanted.
+        """Make transformers write and read shards by torch.distributed.checkpoint inside the block, if wanted.
 
-        Every rank writes and reads its own shards, and any number of ranks reads what any other number has written. The
-        same code serves models that accelerate wrapped, that were given to `fully_shard`, and to read shards whole.
+        Every rank writes and reads its own shards, and the number of ranks may differ between writing and reading. This
+        serves models that accelerate wrapped, models given to `fully_shard`, and reading shards into a whole model.
         """
         state, name = self.accelerator.state.__dict__, "fsdp_plugin"
         before = {name: state[name]} if name in state else {}
@@ -375,7 +375,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         losses, path, rank = self._resumed["loss_since_log"], self._resumed["path"], self.args.process_index
         own = losses[rank] if len(losses) == self.args.world_size else sum(losses) / len(losses)
         self._tr_loss += own
-        self._total_loss_scalar -= own  # the mean that train() returns is that of the steps of this call
+        self._total_loss_scalar -= own  # train() returns the mean over the steps of this call
         self._globalstep_last_logged = self._resumed["last_logged"]
         if len(losses) == self.args.world_size:
             saved = torch.load(path / f"trainer_{rank}.pt", map_location=self.args.device, weights_only=True)
@@ -402,7 +402,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         return is_sharded(self.model)
 
     def _callbacks(self) -> dict[str, Any]:
-        """Callbacks with a state of torch's protocol, by number and class."""
+        """Callbacks with `load_state_dict`, by number and class name."""
         stateful = [each for each in self.callback_handler.callbacks if hasattr(each, "load_state_dict")]
         return {f"{number}.{type(each).__name__}": each for number, each in enumerate(stateful)}
 
@@ -411,17 +411,17 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             warnings.warn(message, RuntimeWarning, stacklevel=4)
 
     def _cpu_group(self) -> "dist.ProcessGroup | None":
-        """All ranks, with collectives that do not wait for devices; None for one process."""
+        """A group of all ranks whose collectives do not wait for devices; None for one process."""
         if self._group is None and self.args.world_size > 1:
             group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.args.ddp_timeout))
             self._group = group
         return self._group
 
     def _on_all_ranks(self, work: Callable[[], Any]) -> list[Any]:
-        """Do something on every rank. It fails on all of them or on none, so that none waits for one that gave up.
+        """Run `work` on every rank. It fails on all of them or on none, so that no rank waits for one that failed.
 
         Args:
-            work: takes nothing; what it returns can be pickled. It must not use collectives that a failure would skip.
+            work: takes nothing and returns a picklable value. It must not use collectives that a failure would skip.
 
         Returns:
             The results by rank.
@@ -448,7 +448,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         return [result for _, result in outcomes]
 
     def _on_first(self, work: Callable[[], Any]) -> None:
-        """Do something on the first rank; all ranks fail where it does."""
+        """Run `work` on the first rank; if it fails, all ranks fail."""
         self._on_all_ranks(work if self._is_first else lambda: None)
 
 
@@ -469,7 +469,7 @@ class _StepCallback(TrainerCallback):
         trainer._stop = int(number)
         trainer._signals.handled = trainer._stop > 0
         control.should_training_stop |= trainer._stop > 0
-        # An evaluation may follow the last step of an epoch. A checkpoint before it would lose it, and so waits for it.
+        # An evaluation may follow the last step of an epoch. A checkpoint before it would lack its result, so it waits.
         trainer._epoch_ending = float(state.epoch or 0.5).is_integer()
         if trainer._epoch_ending:
             trainer._save_postponed, control.should_save = control.should_save, False
@@ -480,7 +480,7 @@ class _StepCallback(TrainerCallback):
 
 
 class _Signals:
-    """Notes Ctrl-C and SIGTERM inside a block instead of dying. A second Ctrl-C is a KeyboardInterrupt at once.
+    """Records Ctrl-C and SIGTERM inside a block instead of exiting. A second Ctrl-C raises KeyboardInterrupt at once.
 
     A signal that is not handled is raised again at the end. One that the process ignores stays ignored. Outside the
     main thread Python cannot catch signals.
@@ -515,7 +515,7 @@ class _Signals:
 
 
 def _frozen_digest(model: nn.Module) -> str:
-    """SHA-256 of the weights that are not trained, by name, shape and content; of shards those that this rank holds."""
+    """SHA-256 of the weights that are not trained, by name, shape and content; of this rank's shards if sharded."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         if not parameter.requires_grad and not parameter.is_meta:
@@ -532,7 +532,7 @@ def _has_shards(checkpoint: str | Path) -> bool:
 
 @contextmanager
 def _set(target: Any, **values: Any) -> Iterator[None]:
-    """Attributes that have other values for a while."""
+    """Set attributes inside the block."""
     before = {name: getattr(target, name) for name in values}
     for name, value in values.items():
         setattr(target, name, value)
@@ -549,11 +549,11 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def save_whole(model: Any, folder: str | Path, processing_class: Any = None, *, write: bool) -> None:
-    """Save a model, or its adapter, as a folder for `from_pretrained`; a collective call where it is in shards.
+    """Save a model, or its adapter, as a folder for `from_pretrained`; a collective call if it is sharded.
 
     Args:
-        processing_class: saved beside it; None: nothing.
-        write: whether this process writes the files; of several one must.
+        processing_class: saved beside it if given.
+        write: whether this process writes the files; of several, one must.
     """
     options = {"state_dict": whole_state(model)} if is_sharded(model) else {}
     if write:
@@ -565,7 +565,7 @@ def save_whole(model: Any, folder: str | Path, processing_class: Any = None, *, 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
     """All weights by name in CPU memory on the first rank, nothing on the others; a collective call.
 
-    What is frozen beside an adapter is left out.
+    With an adapter, frozen weights are left out.
     """
     adapter = hasattr(model, "peft_config")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter)
@@ -577,9 +577,9 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _plain_attributes(trainer: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the attributes that are made of numbers, strings, tensors, lists and dictionaries.
+    """The attributes that consist of numbers, strings, tensors, lists and dictionaries.
 
-    A file of these can be read without trusting it.
+    Such a file can be loaded with `weights_only=True`, so it need not be trusted.
     """
 
     def plain(value: Any) -> Any:

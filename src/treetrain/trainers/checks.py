@@ -23,7 +23,7 @@ from treetrain.tree.token_tree import TokenTree
 logger = logging.getLogger(__name__)
 
 Seam = Literal["fused", "loss", "rewards"]
-"""How a trainer asks its model: for log-probabilities by TRL's fused head, for a loss, or for rewards."""
+"""How a trainer calls its model: for log-probabilities by TRL's fused head, for a loss, or for rewards."""
 TRL_VERSION = "1.16"
 SEAMS: dict[str, Seam] = {
     "SFTTrainer": "fused",
@@ -36,16 +36,16 @@ SEAMS: dict[str, Seam] = {
 }
 """TRL's trainers by the name of their class."""
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest relative difference by the dtype of the arithmetic; TRL's own head sums in float32 whatever the model's."""
+"""Largest relative difference by the dtype of the computation. TRL's own head always sums in float32."""
 ROWS, PARAMETERS = 3, 8
 """How many rows and parameters are compared."""
 
 
 def seam_of(trainer: Any) -> Seam:
-    """How this trainer asks its model.
+    """How this trainer calls its model.
 
     Raises:
-        ValueError: a trainer of TRL that is not known here, or another version of TRL.
+        ValueError: an unsupported trainer or version of TRL.
     """
     for kind in type(trainer).__mro__:
         if not kind.__module__.startswith("trl.") or kind.__name__ == "_BaseTrainer":
@@ -67,7 +67,7 @@ def check_trainer(trainer: Any, seam: Seam) -> None:
     """Refuse settings that cannot be exact.
 
     Raises:
-        ValueError, UnsupportedModel: with the setting to change.
+        ValueError, UnsupportedModel: the message names the setting to change.
     """
     args, accelerator = trainer.args, trainer.accelerator
     distributed = str(accelerator.distributed_type.value)
@@ -154,11 +154,11 @@ class Compared(NamedTuple):
     seconds: float
     """Time of the plain forward and backward."""
     tree: TokenTree
-    """The rows."""
+    """The tree of the rows."""
 
 
 def compare_with_plain(engine: TreeEngine, plain: Callable[..., Any], rows: Rows, seam: Seam) -> Compared | None:
-    """Compare scores and gradients of a few rows, by the model's own forward and from the tree.
+    """Compare scores and gradients of a few rows between the model's own forward and the tree.
 
     Args:
         engine: of the model, without other ranks.

@@ -20,17 +20,17 @@ logger = logging.getLogger(__name__)
 def loss_of_held_out(
     rows: Sequence[Trajectory], loss: Any, *, reference: bool
 ) -> tuple[Sequence[Trajectory], Any, bool]:
-    """Give held-out rows advantages, and find the loss that they can be measured by.
+    """Add advantages to held-out rows, and choose the loss that they are evaluated by.
 
     Rows without old log-probabilities are measured on-policy (ratio 1).
 
     Args:
-        loss: that is trained.
+        loss: the training loss.
         reference: whether there is a reference policy to score rows with.
 
     Returns:
-        the rows; the loss, None where they lack a fact that it needs; whether they are to be scored by the reference,
-        which zeros stand for until then.
+        the rows; the loss, None if they lack a fact that it needs; whether the reference must still score them (their
+        ref_logprobs are zeros until then).
     """
     loss = loss.inner if isinstance(loss, LoggedPolicyLoss) else loss
     try:
@@ -51,13 +51,13 @@ def loss_of_held_out(
 def evaluate(
     engine: TreeEngine, calls: Iterable[Sequence[Trajectory]], loss: Any, rows: Sequence[Trajectory]
 ) -> dict[str, float]:
-    """Measure held-out rows.
+    """Evaluate held-out rows.
 
     Args:
         engine: its ranks share every call.
-        calls: the rows in whole groups, so that memory does not grow with their number; with all that the loss needs.
-        loss: divided by its normaliser over all rows; None: the likelihood alone.
-        rows: all of them, for what the loss must know of the whole.
+        calls: the rows in whole groups, with all facts that the loss needs; memory does not grow with their number.
+        loss: divided by its normaliser over all rows; None evaluates the likelihood alone.
+        rows: all of them, for the normaliser and `for_step` of the loss.
 
     Returns:
         `nll`, the mean negative log-likelihood of the weighted tokens in nats; `trained_tokens`; and where there is a

@@ -1,4 +1,4 @@
-"""Batches in which rows that share a prefix meet, for the train dataloader of transformers and TRL trainers."""
+"""Batches that bring together rows that share a prefix, for transformers and TRL trainers."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator, Sequence, Sized
@@ -25,14 +25,14 @@ class PrefixGroupSampler(Sampler[int]):
 
     A prefix is computed once for the rows of one optimizer step on one process. A random order spreads the rows of a
     prompt over many steps, and nothing is shared. This sampler draws whole groups instead: a group stays within one
-    step of one process wherever it fits, and groups are drawn anew in every epoch.
+    step of one process wherever it fits, and groups are reshuffled in every epoch.
 
-    `batch_size * accumulation` should be a multiple of the group size, and large enough for one group. How the product
-    is divided between the two does not matter under `share_prefixes` where it scores the micro-batches of a step
-    together; elsewhere a group should fit one micro-batch. Memory is bounded by the engine's budget, not by these.
+    `batch_size * accumulation` should be a multiple of the group size, and large enough for one group. The split
+    between the two does not matter where `share_prefixes` scores the micro-batches of a step together; elsewhere a
+    group should fit one micro-batch. The engine's budget bounds memory, not these.
 
     The order depends on the seed and the epoch alone, so that training resumes in the same place. Every process draws
-    the same order, and accelerate gives batch i to process i modulo `processes`; the sampler lays the rows out for it.
+    the same order, and accelerate gives batch i to process i modulo `processes`; the sampler orders the rows to fit.
 
     Args:
         dataset: rows; a `datasets.Dataset`, or any sequence of mappings.
@@ -41,7 +41,7 @@ class PrefixGroupSampler(Sampler[int]):
             prefixes; anything else groups rows of equal value, such as the name of a task.
         accumulation: micro-batches of an optimizer step, `gradient_accumulation_steps`.
         processes: how many processes share a step.
-        seed: of the order.
+        seed: the seed of the order.
 
     Raises:
         DataError: the data set has no such column, or no rows.
@@ -67,7 +67,7 @@ class PrefixGroupSampler(Sampler[int]):
         self._count = len(dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order of this epoch, counted from 0, from now on."""
+        """Use the order of this epoch, counted from 0, from now on."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class PrefixGroupSampler(Sampler[int]):
             yield from self._across_processes(np.concatenate(blocks[first : first + self.processes]))
 
     def _blocks(self, draws: np.random.Generator) -> list[Int64s]:
-        """Rows of an optimizer step on one process, one array for each; all but the last are full."""
+        """One array of rows for each optimizer step on each process; all but the last are full."""
         size = self.batch_size * self.accumulation
         open_blocks: list[tuple[int, list[Int64s]]] = []  # (free places, groups so far), ascending by the places
         full: list[list[Int64s]] = []
@@ -152,9 +152,9 @@ def _values(dataset: Any, key: Key) -> Sequence[Any]:
 
 
 def group_batches(trainer: "TrainerT", key: Key = "input_ids") -> "TrainerT":
-    """Give a trainer batches in which rows that share a prefix meet; returns the trainer.
+    """Bring rows that share a prefix together in a trainer's batches; returns the trainer.
 
-    The rows of an optimizer step change, so that losses are not those of the trainer's own random order. Trainers that
+    The rows of an optimizer step change, so losses differ from those of the trainer's own random order. Trainers that
     generate (GRPO, RLOO) draw whole groups themselves and need no sampler.
 
     Args:
@@ -182,6 +182,6 @@ def group_batches(trainer: "TrainerT", key: Key = "input_ids") -> "TrainerT":
         processes=processes,
         seed=args.seed if args.data_seed is None else args.data_seed,
     )
-    # No public method of Trainer takes a sampler; the data sets that it passes here lack the columns that no model has.
+    # Trainer has no public method for a sampler. It passes its data set without the columns that the model ignores.
     trainer._get_train_sampler = lambda train_dataset=None: sampler
     return trainer

@@ -1,8 +1,8 @@
-"""Groups of rows that shuffling never tears apart.
+"""Groups of rows that shuffling never splits.
 
 Rows of one `group` stay together. Rows without a group stay together if they are of one tree, and a tree that is larger
-than a step is cut at its forks. Rows of one `pair` are always in one group. Trees are those of token ids and keys:
-experts that a sampler recorded say what rows can share, not what belongs together.
+than a step is cut at its forks. Rows of one `pair` are always in one group. Trees here compare token ids and keys only:
+experts that a sampler recorded limit what rows can share, but do not say which rows belong together.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -18,7 +18,7 @@ from treetrain.errors import DataError
 
 Int64s = NDArray[np.int64]
 WORTH_KEEPING = 0.1
-"""Rows stay together where that saves this share of the tokens they have below what all rows around them share."""
+"""Rows stay together if that saves this share of their tokens, not counting the prefix that all rows around share."""
 
 
 def make_groups(trajectories: Sequence[Trajectory], *, tokens_per_step: int | None = None) -> list[Int64s]:
@@ -63,7 +63,7 @@ def cut_trees(shared: Int64s, length: Int64s, size: Int64s, limit: int | None) -
     Most chat files are one tree, since every row begins with the same template. Sharing that every batch has anyway
     is no reason to keep rows together, so a piece counts only the tokens that it saves below `above`, the depth down
     to which all rows around it agree. A range is kept where it fits and saves `WORTH_KEEPING` of its tokens below
-    that depth; otherwise it is split where its rows first part:
+    that depth; otherwise it is split where its rows first diverge:
 
         a b c d        one row: always kept
         a b c e        the fork is at depth 3; its children are d, e and f
@@ -112,11 +112,11 @@ def cut_trees(shared: Int64s, length: Int64s, size: Int64s, limit: int | None) -
 
 
 def sample_groups(trajectories: Sequence[Trajectory], count: int) -> tuple[list[Trajectory], bool]:
-    """The first rows of a file, whole groups (else whole trees) of them, up to `count` rows.
+    """Whole groups (else whole trees) from the start of a file, up to `count` rows. Those that do not fit are skipped.
 
     Returns:
-        The rows, and whether a group had to be cut because the first alone has more rows than that. Pairs stay
-        whole even then: where the first rows are of one, there may be more than `count`.
+        The rows, and whether the first group was cut because it alone has more than `count` rows. Pairs stay whole
+        even then, so a pair at the start may exceed `count`.
     """
     chosen: list[Int64s] = []
     taken = 0
@@ -130,7 +130,7 @@ def sample_groups(trajectories: Sequence[Trajectory], count: int) -> tuple[list[
 
 
 def _first_pairs(trajectories: Sequence[Trajectory], group: Int64s, count: int) -> Int64s:
-    """The first rows of a group, whole pairs of them, up to `count` rows but at least one row or pair."""
+    """The first rows of a group in whole pairs, up to `count` rows but at least one row or pair."""
     pieces: dict[Hashable, list[int]] = {}
     for number in group.tolist():
         pair = trajectories[number].pair
@@ -149,7 +149,7 @@ def hold_out(
     """Rows kept and rows held out: whole groups (else whole trees), drawn by the seed, at least one each.
 
     Raises:
-        DataError: there is only one group, so nothing can be held out without tearing it apart.
+        DataError: there is only one group, so nothing can be held out without splitting it.
     """
     groups = make_groups(trajectories)
     if len(groups) < 2:

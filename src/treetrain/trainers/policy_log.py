@@ -1,4 +1,4 @@
-"""Metrics of RL runs beside those of their loss: extremes of ratios, advantages, answers, groups."""
+"""Metrics of RL runs in addition to those of the loss: extremes of ratios, advantages, answers, groups."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from treetrain.losses.policy import PolicyLoss
 
 
 class Extremes:
-    """Largest and smallest values of a step. A part that is run again, where memory ran out, changes nothing."""
+    """Largest and smallest values of a step. A part that runs again after an out-of-memory error changes nothing."""
 
     def __init__(self) -> None:
         self._values: dict[str, Tensor] = {}
 
     def add(self, name: str, values: Tensor, counts: Tensor) -> None:
-        """Take in values, [T], where `counts`, bool [T], says so."""
+        """Add the values, [T], at which `counts`, bool [T], is true."""
         if not len(values):
             return
         for key, value, better in (
@@ -34,7 +34,7 @@ class Extremes:
             self._values[key] = better(self._values[key], value) if key in self._values else value
 
     def take(self, ranks: Ranks) -> dict[str, float]:
-        """The extremes of the step over all ranks; begins anew."""
+        """Return the extremes of the step over all ranks, and reset them."""
         everywhere = ranks.gather({name: float(value) for name, value in self._values.items()})
         self._values = {}
         names = dict.fromkeys(name for values in everywhere for name in values)
@@ -53,9 +53,9 @@ class LoggedPolicyLoss(Loss):
     inner: PolicyLoss
     extremes: Extremes
     log_entropy: bool
-    """Entropies are reported whether the loss needs them or not."""
+    """Log entropies even if the loss does not need them."""
     log_reference: bool
-    """All rows have ref_logprobs: the KL to the reference is reported whether the loss has such a term or not."""
+    """All rows have ref_logprobs: log the KL to the reference even if the loss has no such term."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ class LoggedPolicyLoss(Loss):
 
 
 def step_metrics(rows: Sequence[Trajectory]) -> dict[str, float]:
-    """Advantages (over trained tokens), answers and groups of the rows of a step."""
+    """Metrics of a step's rows: advantages (over trained tokens), answers and groups."""
     trained = [(row, row.weights != 0) for row in rows if row.weights.any() and row.advantages is not None]
     if not trained:
         return {}

@@ -1,6 +1,4 @@
-"""Facts of rollouts that a run makes itself: advantages from rewards, log-probabilities of the old policy and of the
-reference policy.
-"""
+"""Facts that a run computes for its rollouts: advantages from rewards, old and reference log-probabilities."""
 
 import dataclasses
 import json
@@ -69,7 +67,7 @@ def checked_loss(args: TreeArguments, loss: Any) -> Any:
 
 
 def logged(loss: Any, rows: Sequence[Trajectory], *, log_entropy: bool) -> Any:
-    """A policy loss as one that logs more; another loss as it is."""
+    """Wrap a policy loss so that it logs more; return any other loss unchanged."""
     if not isinstance(loss, PolicyLoss):
         return loss
     columns = columns_of(rows)
@@ -85,14 +83,14 @@ def needed_facts(loss: Any) -> tuple[str, ...]:
 
 
 def with_advantages(rows: Sequence[Trajectory], loss: Any, options: dict[str, Any] | None) -> Sequence[Trajectory]:
-    """The rows with advantages from their rewards, where the loss needs some and no row has any.
+    """The rows with advantages from their rewards, if the loss needs advantages and no row has any.
 
     Args:
         rows: in memory or not.
-        options: of `group_advantages`; None where none were asked for.
+        options: of `group_advantages`, or None.
 
     Raises:
-        ValueError: options, and rows or a loss that have no use for them.
+        ValueError: options that the rows or the loss have no use for.
     """
     columns = columns_of(rows)
     wanted = "advantages" in needed_facts(loss) and not columns.given["advantages"].any()
@@ -123,7 +121,7 @@ class _WithAdvantages(LazyTrajectories):
 
 
 def missing_facts(rows: Sequence[Trajectory], loss: Any) -> frozenset[str]:
-    """The names among old_logprobs and ref_logprobs that the loss needs and no trained row has.
+    """Those of old_logprobs and ref_logprobs that the loss needs and no trained row has.
 
     Raises:
         DataError: only some of the rows have them, or a row lacks another fact.
@@ -144,13 +142,13 @@ def missing_facts(rows: Sequence[Trajectory], loss: Any) -> frozenset[str]:
                 "and computing the others would mix two policies; give all rows theirs, or none"
             )
         missing.add(fact)
-    if isinstance(rows, list) and loss.scope == "batch":  # pairs, which no column tells
+    if isinstance(rows, list) and loss.scope == "batch":  # pairs, which are not in the columns
         loss.check([row.replace(**{fact: np.zeros(len(row)) for fact in missing}) for row in rows])
     return frozenset(missing)
 
 
 def on_policy(loss: Any) -> Any:
-    """The loss with every update on-policy (ratio 1), so that it needs no old log-probabilities; None: it cannot be."""
+    """The loss with on-policy updates (ratio 1), which need no old log-probabilities; None if it has no such form."""
     return dataclasses.replace(loss, on_policy=True) if isinstance(loss, PolicyLoss) else None
 
 
@@ -160,7 +158,7 @@ def logprobs(engine: TreeEngine, rows: Sequence[Trajectory], *, entropies: bool 
 
     Args:
         entropies: whether they are wanted too.
-        every: score every prediction; False: 0 stands for those without a loss weight, which no loss of ours reads.
+        every: score every prediction; False gives 0 for those without a loss weight, which built-in losses do not read.
 
     Returns:
         one float tensor [L - 1] per row; with `entropies` a second list; in CPU memory where there are several ranks.
@@ -183,7 +181,7 @@ def logprobs(engine: TreeEngine, rows: Sequence[Trajectory], *, entropies: bool 
         tree = as_tree(rows, merge=engine.merge)
         shares = balance(tree, cost_if_countable(engine.model), ranks.size, whole_rows=every).trajectories
         if engine.in_lockstep:
-            everywhere = ranks.gather(own_scores())  # collective passes: nobody waits here for one that failed in them
+            everywhere = ranks.gather(own_scores())  # passes are collective: no rank waits here for one that failed
         else:
             _, everywhere = ranks.agree("scoring", lambda: (None, own_scores()))
         order = np.argsort(np.concatenate(shares))
@@ -201,29 +199,29 @@ def with_fact(row: Trajectory, fact: str, scores: NDArray[np.floating]) -> Traje
 
 
 class RunningBatch(TrainerCallback):
-    """The batch that is updated, with log-probabilities of its rows that were computed before its first update.
+    """The current batch, with log-probabilities of its rows that were computed before its first update.
 
-    A callback, so that checkpoints hold it (see `SafeCheckpointsMixin`) and a run goes on in the middle of a batch.
+    It is a callback so that checkpoints save it (see `SafeCheckpointsMixin`): a run can resume within a batch.
     """
 
     def __init__(self) -> None:
         self.number = -1
         self.stopped = False
-        """The policy is too far from the old one: the rest of its updates is left out."""
+        """The policy is too far from the old one: the remaining updates of the batch are skipped."""
         self.scores: dict[str, dict[int, NDArray[np.floating]]] = {}
         """Name of the fact -> number of the row -> [L - 1]."""
 
     def start_step(self, number: int) -> None:
-        """Take note that a step of this batch begins; it may be the first one."""
+        """Start a step of this batch; its first step clears the state of the previous batch."""
         if number != self.number:
             self.number, self.stopped, self.scores = number, False, {}
 
     def add(self, fact: str, numbers: Sequence[int], scores: Sequence[torch.Tensor]) -> None:
-        """Log-probabilities of rows."""
+        """Add log-probabilities of rows."""
         self.scores[fact] = {n: one.cpu().numpy() for n, one in zip(numbers, scores, strict=True)}
 
     def with_facts(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """A call (see `StepDataset`) with the facts that were computed of its rows; its tree stays as it was built."""
+        """A call (see `StepDataset`) with the facts computed for its rows; the structure of its tree stays."""
         rows = list(inputs["rows"])
         for fact, scores in self.scores.items():
             rows = [with_fact(row, fact, scores[n]) for row, n in zip(rows, inputs["call"].rows.tolist(), strict=True)]
@@ -235,11 +233,11 @@ class RunningBatch(TrainerCallback):
         self.start_step(-1)
 
     def state_dict(self) -> dict[str, str]:
-        """All of it as text: what has another form in every batch cannot be loaded into tensors in place."""
+        """The state as text: its shapes differ in every batch, so it cannot be loaded into tensors in place."""
         scores = {fact: {n: one.tolist() for n, one in rows.items()} for fact, rows in self.scores.items()}
         return {"json": json.dumps([self.number, self.stopped, scores])}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        """Go on with that batch."""
+        """Restore a batch."""
         self.number, self.stopped, scores = json.loads(state["json"])
         self.scores = {fact: {int(n): np.array(one) for n, one in rows.items()} for fact, rows in scores.items()}

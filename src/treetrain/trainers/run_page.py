@@ -1,6 +1,6 @@
 """A training run as one self-contained HTML page, alone or beside the same training without shared prefixes.
 
-Reads what any `transformers.Trainer` leaves in its output folder: the `log_history` of `trainer_state.json`. Figures
+It reads what any `transformers.Trainer` leaves in its output folder: the `log_history` of `trainer_state.json`. Figures
 are matplotlib's SVG, whose colours become CSS variables, so that the page is light or dark as the reader's system is.
 """
 
@@ -43,7 +43,7 @@ Line = tuple[str, Series, str, str, str | None]
 
 @dataclass(frozen=True)
 class Run:
-    """The logs of a Trainer: series by name (`tree/` taken off), and what it logged once at the end."""
+    """The logs of a Trainer: series by name (without `tree/`), and the values logged once at the end."""
 
     logs: dict[str, Series]
     final: dict[str, float]
@@ -60,14 +60,14 @@ class Run:
 
     @property
     def others(self) -> list[str]:
-        """Names of further measures that change; the loss of supervised training is logged as nll too."""
+        """Names of other metrics that change, without copies of the loss (supervised training logs it as nll too)."""
         names = [name for name in self.logs if name not in SHOWN and not NOT_SHOWN.match(name)]
         twice = self["loss"], self["eval_loss"]
         return [name for name in names if len(set(self[name].values())) > 1 and self[name] not in twice]
 
     @property
     def flops(self) -> Series:
-        """FLOPs of the passes of each step; a run that computes every token of every row shares nothing."""
+        """FLOPs of each step: of the tree, or of all rows if the run computed every token of every row."""
         shares = self.values("computed_tokens").sum() < self.values("flat_tokens").sum()
         return self["tree_flops" if shares else "linear_flops"]
 
@@ -91,7 +91,7 @@ class RunPageCallback(TrainerCallback):
 
 
 def write_page(run_folder: str | Path, linear: str | Path | None = None, out: str | Path | None = None) -> Path:
-    """Write one HTML file about a run and return it; it loads nothing when it is opened.
+    """Write a self-contained HTML page about a run and return its path.
 
     Args:
         run_folder: output folder of a `transformers.Trainer`.
@@ -141,10 +141,10 @@ def compare_runs(run: Run, linear: Run) -> dict[str, Any]:
     """The figures of a comparison as plain JSON data.
 
     Returns:
-        `common_steps` that both have logged; `same_work`: whether each of them had as many flat tokens in both;
-        `largest_difference` of the losses, evaluations included; `speedup`: the median over the steps but the first, in
-        which memory and kernels are set up; `ideal`: linear over tree FLOPs; `efficiency`: speedup over ideal. None
-        stands for what cannot be known from the logs.
+        `common_steps`: number of steps that both logged; `same_work`: whether each has equal flat tokens in both;
+        `largest_difference` of the losses, evaluations included; `speedup`: the median over the steps but the first,
+        which sets up memory and kernels; `ideal`: linear over tree FLOPs; `efficiency`: speedup over ideal. A value
+        is None if the logs do not give it.
     """
     common = sorted(run["loss"].keys() & linear["loss"].keys())
     same = bool(common) and all(run["flat_tokens"].get(step) == linear["flat_tokens"].get(step) for step in common)
@@ -169,12 +169,12 @@ def plain(value: float) -> str:
 
 
 def si(value: float, unit: str = "") -> str:
-    """Three digits with a prefix of the SI: 18.1k, 526 ms, 1.68 GB."""
+    """Three digits with an SI prefix: 18.1k, 526 ms, 1.68 GB."""
     return EngFormatter(unit, sep=" " if unit else "")(float(f"{value:.3g}"))
 
 
 def written(value: float, unit: str | None = None) -> str:
-    """A value in a figure's unit: "×", one with a prefix of the SI, or none."""
+    """A value with its unit: "×", a unit with an SI prefix, or none."""
     if unit is None:
         return plain(value)
     return f"{value:.3g}×" if unit == "×" else si(value, unit)
@@ -189,7 +189,7 @@ def differences(one: Series, other: Series) -> Series:
 
 
 def draw(title: str, lines: list[Line], unit: str | None, *, zero: bool, log: bool) -> Markup:
-    """A figure as SVG to stand in a page: letters as letters, colours as CSS variables.
+    """A figure as inline SVG: text stays text, colours become CSS variables.
 
     Args:
         lines: those with any value.

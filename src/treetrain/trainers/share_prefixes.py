@@ -2,8 +2,8 @@
 
 The trainers ask their model for the log-probabilities of a batch and compute the loss from them. Here the model's
 forward answers these calls: it recovers the rows of the batch, scores them as a prefix tree (`TreeEngine.score`) and
-hands out leaves in the shape that the trainer expects. The trainer's own backward ends in the leaves; what has arrived
-there goes through the tree once, before `Accelerator.backward` returns. No loss, metric or schedule is copied.
+returns leaves in the shape that the trainer expects. The trainer's own backward ends in the leaves; their gradients
+then go through the tree once, before `Accelerator.backward` returns. No loss, metric or schedule is copied.
 """
 
 import functools
@@ -37,7 +37,7 @@ from treetrain.tree.token_tree import TokenTree
 logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=Trainer)
 LITTLE = 0.05
-"""Sharing a smaller part of the tokens gains next to nothing."""
+"""The overlap below which sharing prefixes gains next to nothing."""
 ASYNC_GRPO_ATTENTION = "tree_fa3"
 """The attention that TRL gives the model of an `AsyncGRPOTrainer`: a kernel for Hopper GPUs."""
 UNDERSTOOD = {
@@ -47,21 +47,21 @@ UNDERSTOOD = {
     *TREE_INDEX,
     *("tree_max_seqlen_q", "tree_max_seqlen_k", "shift_labels"),
 }
-"""Keyword arguments of a forward whose meaning for a row is known here."""
+"""Keyword arguments of the model's forward that a tree supports."""
 
 
 def share_prefixes(trainer: T, budget: int | str | Bytes | None = None, *, check: bool = True) -> T:
     """Make a trainer compute every shared prefix of a batch once, in forward and backward, and return it.
 
-    Losses, gradients, metrics and evaluation stay the trainer's own. Rows share within one optimizer step on one
-    process, over its micro-batches; `PrefixGroupSampler` brings them there.
+    Losses, gradients, metrics and evaluation stay the trainer's own. Rows of one optimizer step on one process
+    share prefixes, across micro-batches; `PrefixGroupSampler` brings such rows together.
 
     Args:
         trainer: a `transformers.Trainer` with a causal LM, or an `SFTTrainer`, `DPOTrainer`, `KTOTrainer`,
             `GRPOTrainer`, `RLOOTrainer`, `RewardTrainer` or `AsyncGRPOTrainer` of TRL 1.16, after construction and
             before ``train()``.
         budget: tokens whose graph is alive at once, or bytes ("8GiB") of peak memory above model, gradients and
-            optimiser state; None fits to the memory that is free.
+            optimiser state; None uses the memory that is free.
         check: compare a few rows of the first training batch with the model's plain forward and backward, log the
             difference, and stop if it is too large.
 
@@ -70,8 +70,8 @@ def share_prefixes(trainer: T, budget: int | str | Bytes | None = None, *, check
 
     Raises:
         UnsupportedModel: the model would not be exact on a tree.
-        ValueError: a setting of the trainer that cannot be exact, with the one to change; a version of TRL that is
-            not known here.
+        ValueError: a setting of the trainer that cannot be exact (the message says what to change), or an unsupported
+            version of TRL.
     """
     if isinstance(trainer, SharePrefixesMixin):
         raise ValueError("this trainer shares prefixes already; call share_prefixes once")
@@ -120,14 +120,14 @@ class SharePrefixesMixin:
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run the trainer's evaluation; where logits are wanted, the model makes them row by row."""
+        """Run the trainer's evaluation; if logits are wanted, the model's own forward computes them."""
         sharing = self.prefix_sharing
-        sharing.steps.begin_step([])  # scores of the last step are those of other weights
+        sharing.steps.begin_step([])  # the scores of the last step are of older weights
         with replaced(sharing, logits_wanted=not prediction_loss_only):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add to the trainer's logs, at training steps, what was shared since the last ones."""
+        """Add counts of what was shared since the last logs to the logs of training steps."""
         if "loss" in logs:
             logs.update(self.prefix_sharing.take_logs())
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
@@ -141,7 +141,7 @@ class FusedHead(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module) -> "FusedHead":
-        """Read the settings from the closure that TRL made the model's forward; without one take the defaults."""
+        """Read the settings from TRL's closure around the model's forward; without one use the defaults."""
         forward: Any = causal_lm(model).forward
         while forward is not None:
             function = getattr(forward, "__func__", forward)
@@ -198,7 +198,7 @@ class PrefixSharing:
         key = (id(model), head.temperature)
         if key not in self._engines:
             modes = {module: module.training for module in model.modules()}
-            model.train()  # where dropout shows
+            model.train()  # so that active dropout is seen
             try:
                 self._engines[key] = TreeEngine(model, budget=self.budget, temperature=head.temperature)
             finally:
@@ -213,7 +213,7 @@ class PrefixSharing:
 
     @contextmanager
     def training_step(self) -> Iterator[None]:
-        """Within, `Accelerator.backward` also runs the tree's."""
+        """Inside the block, `Accelerator.backward` also runs the tree's backward."""
         accelerator, self._awaits_backward = self.trainer.accelerator, False
         self.steps.next_micro_batch()
         plain = accelerator.backward
@@ -235,7 +235,7 @@ class PrefixSharing:
 
     @contextmanager
     def loss_of(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Within, calls of the model that is yielded are answered from the tree; `model` may be wrapped."""
+        """Inside the block, calls of the yielded model are answered from the tree; `model` may be wrapped."""
         inner = self.trainer.accelerator.unwrap_model(model)
         if inner is not self.model:
             raise RuntimeError(
@@ -312,11 +312,11 @@ class PrefixSharing:
                 self._count(scored, tree, None if cost is None else cost.counts)
             return scored
 
-        # A call may ask for the routers' auxiliary loss beside the model's configuration.
+        # A call may ask for the routers' auxiliary loss even if the model's configuration does not.
         config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
         configured = getattr(config, "output_router_logits", False)
         balanced = bool(configured or kwargs.get("output_router_logits"))
-        # A disabled adapter, or another one, makes it another model.
+        # With another adapter, or with its adapter disabled, it counts as another model.
         key = id(model), tuple(switches_of(engine).items())
         with replaced(config, **({} if balanced == configured else {"output_router_logits": True})):
             scores = self.steps.score(key, rows, run, together=not balanced)
@@ -409,7 +409,7 @@ class PrefixSharing:
 
 @contextmanager
 def replaced(target: Any, **values: Any) -> Iterator[None]:
-    """Give an object other attributes for the length of the block."""
+    """Set attributes of an object inside the block."""
     before = {name: vars(target)[name] for name in values if name in vars(target)}
     for name, value in values.items():
         setattr(target, name, value)

@@ -3,7 +3,7 @@
 A *batch* is filled with whole groups, pairs and episodes (else whole trees) to about `tokens_per_step` flat tokens. It
 is passed over `updates_per_batch` times, each time in `minibatches` parts, each an optimiser step; a step is run in
 `calls` of forward and backward. Every pass over the data has the same number of steps, as `transformers.Trainer`
-expects: the groups are shuffled by the seed and cut where the batches are of about equal size.
+expects: the groups are shuffled by the seed and cut into batches of about equal size.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Call:
     """The rows of one forward and backward, and the place of their step in the run."""
 
     batch: int
-    """From 0 over the whole run."""
+    """Number of the batch in the whole run, from 0."""
     update: int
     """Pass over the batch, from 1."""
     minibatch: int
@@ -39,17 +39,17 @@ class Call:
     batch_rows: Int64s
     """Row numbers of the batch, ascending."""
     rows: Int64s
-    """Row numbers of this call, ascending; none where the step has fewer groups than calls."""
+    """Row numbers of this call, ascending; empty if the step has fewer groups than calls."""
 
 
 class StepSampler(Sampler[list[Call]]):
-    """The calls of one pass over the data; the same for every execution, found again from the seed alone.
+    """The calls of one pass over the data. They depend on the seed, not on `execution`.
 
     Args:
         rows: all rows, in memory or not; only their columns are read.
         tokens_per_step: flat tokens of a batch, about.
-        updates_per_batch, minibatches: see above.
-        calls: of every step.
+        updates_per_batch, minibatches: see the module.
+        calls: number of calls per step.
         seed: of the shuffle; None keeps the order of the rows.
 
     Raises:
@@ -86,7 +86,7 @@ class StepSampler(Sampler[list[Call]]):
         return self.steps * self._calls
 
     def set_epoch(self, epoch: int) -> None:
-        """The pass that the next iterator goes through, from 0."""
+        """Set the pass, from 0, that the next iterator goes through."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[Call]]:
@@ -95,11 +95,11 @@ class StepSampler(Sampler[list[Call]]):
         for number, groups in enumerate(batches, start=epoch * self.batches):
             rows = self._rows(groups)
             for update in range(1, self._updates + 1):
-                # One more word than the shuffle of a pass has, so that the two never draw the same numbers.
+                # One more seed word than in the shuffle of a pass, so that the two never draw the same numbers.
                 order = groups if self._minibatches == 1 else self._shuffled(np.sort(groups), 1, number, update)
                 for part, members in enumerate(self._cut(order, self._minibatches), start=1):
                     calls = self._cut(np.sort(members), min(self._calls, len(members)))
-                    # What ends a step must have rows: there gradients are reduced over the ranks.
+                    # The last call of a step must have rows: it reduces gradients over the ranks.
                     for call in [members[:0]] * (self._calls - len(calls)) + calls:
                         own = self._rows(call)
                         yield [Call(batch=number, update=update, minibatch=part, batch_rows=rows, rows=own)]
@@ -111,7 +111,7 @@ class StepSampler(Sampler[list[Call]]):
         return groups if self._seed is None else np.random.default_rng([self._seed, *words]).permutation(groups)
 
     def _cut(self, groups: Int64s, count: int, at_least: int = 1) -> list[Int64s]:
-        """Groups in `count` parts of about equal size, each of `at_least` so many."""
+        """Groups in `count` parts of about equal size, each with `at_least` groups or more."""
         size = self._tokens[groups]
         middle, places = np.cumsum(size) - size / 2, np.arange(1, count) * at_least
         cuts = np.searchsorted(middle, size.sum() * np.arange(1, count) / count)  # a group goes where most of it lies
@@ -120,7 +120,7 @@ class StepSampler(Sampler[list[Call]]):
 
 
 def _with_something_to_train(groups: list[Int64s], trained: NDArray[np.bool_]) -> list[Int64s]:
-    """Groups without anything to train go with the first one that has something: no step may be without."""
+    """Merge groups with nothing to train into the first that has something, since every step must train."""
     busy = [group for group in groups if trained[group].any()]
     if not busy:
         raise DataError(
@@ -132,11 +132,11 @@ def _with_something_to_train(groups: list[Int64s], trained: NDArray[np.bool_]) -
 
 
 class StepDataset(Dataset[dict[str, Any]]):
-    """Gives the rows of a call and the tree that this rank computes of them.
+    """Gives the rows of a call and the tree of those that this rank computes.
 
     Args:
         rows: all rows.
-        model: says what passes cost, for the rows to be cut over the ranks, and FLOPs where its shape is known.
+        model: gives costs to balance rows over the ranks, and FLOPs if its shape is known.
         args: of the run.
     """
 
@@ -181,6 +181,6 @@ class StepLoader(DataLoader[Any]):
 
 
 def only_call(calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """The one call that a batch of the loader is."""
+    """The collate function: a batch of the loader is one call."""
     (call,) = calls
     return call

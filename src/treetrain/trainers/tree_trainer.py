@@ -45,12 +45,12 @@ from treetrain.trainers.steps import Call, StepDataset, StepLoader, StepSampler
 
 
 class TreeTrainer(SafeCheckpointsMixin, Trainer):
-    """Trains a causal LM on trajectories, every shared prefix computed once in forward and backward.
+    """Trains a causal LM on trajectories, computing every shared prefix once in forward and backward.
 
     Loop, schedules, optimisers, callbacks, logging and the hub are those of `transformers.Trainer`. A step has whole
     groups of rows, and its loss is streamed through `TreeEngine.forward_backward`, so that memory stays within the
-    budget. What a loss needs and rows lack (advantages, old and reference log-probabilities) is computed. Checkpoints
-    are those of `SafeCheckpointsMixin`.
+    budget. Advantages, old and reference log-probabilities are computed if the loss needs them and rows lack them.
+    Checkpoints are those of `SafeCheckpointsMixin`.
 
     Args:
         model: a causal LM or a `PeftModel`. A model that was given to `fully_shard` is trained in its shards.
@@ -65,7 +65,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
     Raises:
         DataError: nothing to train, or a row that lacks a fact that cannot be computed.
-        ValueError: arguments or a loss that cannot be followed.
+        ValueError: unsupported arguments or an unsupported loss.
         UnsupportedModel: the model would not be exact on a tree.
     """
 
@@ -101,10 +101,10 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         if peft_config is not None:
             from peft import get_peft_model
 
-            set_seed(args.seed)  # of the adapter's weights; as they are given, Trainer sets it too late
+            set_seed(args.seed)  # for the adapter's initial weights: Trainer sets it too late
             model = get_peft_model(model, peft_config)  # type: ignore[arg-type]
         if is_sharded(model):
-            model._is_accelerate_prepared = True  # type: ignore[assignment]  # it is not to be wrapped once more
+            model._is_accelerate_prepared = True  # type: ignore[assignment]  # accelerate must not wrap it again
         super().__init__(
             model,  # type: ignore[arg-type]
             args,
@@ -128,7 +128,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
     # ---- Rows and losses ----
 
     def _prepare_rows(self, args: TreeArguments, rows: Sequence[Trajectory]) -> Sequence[Trajectory]:
-        """The rows with advantages; finds what the run must compute of them, and how."""
+        """The rows with advantages; also decides which other facts the run must compute."""
         rows = with_advantages(rows, self.loss, args.advantage_kwargs)  # type: ignore[arg-type]
         self._compute = missing_facts(rows, self.loss)
         if OLD in self._compute and not args.several_updates and (policy := on_policy(self.loss)) is not None:
@@ -201,9 +201,9 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """The calls of a step with all facts that its loss needs, and what its loss is divided by.
+        """The calls of a step with all facts that its loss needs, and the normaliser of the loss.
 
-        The trees of the step after it are built meanwhile.
+        The trees of the next step are built in the background.
         """
         if self._next is not None and self._next[0] is epoch_iterator:
             calls = self._next[1].result()
@@ -236,7 +236,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
     @contextlib.contextmanager
     def _scoring(self, fact: str) -> Iterator[TreeEngine]:
-        """The engine of the policy that a fact is of."""
+        """The engine of the old or the reference policy, depending on the fact."""
         engine = self._engine_of(self.model_wrapped)
         adapter = contextlib.nullcontext()
         if fact == REFERENCE and self._ref_engine is None:
@@ -254,7 +254,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         Args:
             model: as accelerate has prepared it.
             inputs: of `get_batch_samples`.
-            num_items_in_batch: what the loss of the whole step is divided by.
+            num_items_in_batch: the normaliser of the loss of the whole step.
 
         Returns:
             the call's part of the loss.
@@ -294,7 +294,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         return torch.tensor(loss, device=self.args.device)
 
     def _step_done(self, engine: TreeEngine) -> None:
-        """All calls of a step are done: their numbers wait to be logged, and the KL decides on the batch's rest."""
+        """End a step: keep its numbers for the next log, and stop the batch if its KL is above `target_kl`."""
         result = self._calls[0] if len(self._calls) == 1 else summed(self._calls)
         self._calls = []
         if isinstance(self.loss, LoggedPolicyLoss):
@@ -302,12 +302,12 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         self._log.add(result, self._numbers)
         self._numbers = {}
         limit = self.args.target_kl
-        # A mixture names its losses before the metric.
+        # A mixture prefixes metrics with the names of its losses.
         found = [value for name, value in result.metrics.items() if name.rpartition("/")[2] == "approx_kl"]
         self._batch.stopped = limit is not None and bool(found) and found[0] > limit
 
     def _routing(self, calls: list[dict[str, Any]]) -> RouterBalance | None:
-        """The routers' choices over all tokens of a step of several calls; None where no auxiliary loss needs them."""
+        """Router choices over all tokens of a step of several calls; None for one call or no auxiliary loss."""
         engine = self._engine_of(self.model_wrapped)
         if not engine.capabilities.auxiliary or len(calls) == 1:
             return None
@@ -315,11 +315,11 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             return reduce(add, [engine.router_balance(inputs["tree"]) for inputs in calls if inputs["rows"]])
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """FLOPs of a call on this process: its share of what the tree of all rows takes."""
+        """FLOPs of a call on this process: an equal share of those of the tree of all rows."""
         return int(inputs.get("tree_flops", 0) / self.args.world_size)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with what is known of the steps since the last time; their loss in full precision."""
+        """Log, with the numbers of the steps since the last log; their loss is in full precision."""
         if "loss" in logs:
             found, ranks = self._log.read(), self._engine_of(self.model_wrapped).ranks
             if self.args.target_kl is not None:

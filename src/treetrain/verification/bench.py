@@ -36,9 +36,9 @@ from treetrain.tree.token_tree import TokenTree
 from treetrain.verification.padded_baseline import PaddedEngine
 
 PACK_TOKENS = (4096, 8192)
-"""Sizes of a linear run that are tried; the fastest is the baseline."""
+"""Batch sizes, in tokens, of the linear runs to try; the fastest run is the baseline."""
 Seconds = dict[str, list[float]]
-"""Every round's time by the name of the engine."""
+"""The time of every round, by engine name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class BenchReport:
     parts: int
     """Forward-backward passes of the tree under its budget."""
     recomputed_tokens: int
-    """Tokens whose forward it runs twice."""
+    """Tokens whose forward runs twice."""
     tree_seconds: float
     linear_seconds: float
     """Seconds of the fastest baseline."""
@@ -66,20 +66,20 @@ class BenchReport:
     speedup_spread: tuple[float, float]
     """Least and greatest speed-up of a round."""
     ideal: float | None
-    """FLOP-ideal speed-up, with the forward of what the budget makes any plan run twice counted; None where the
-    model's shape is unknown."""
+    """FLOP-ideal speed-up, counting the forwards that the budget makes every plan repeat; None if the model's shape is
+    unknown."""
     efficiency: float | None
     """speedup / ideal."""
     distinct_rows: int
     distinct_speedup: float | None
-    """Against the same baseline without exact repeats; None where no row repeats."""
+    """Against the fastest baseline of the warm-up, on rows without exact repeats; None if no row repeats."""
     distinct_ideal: float | None
     tree_peak_bytes: int | None
-    """Above model and gradients, in a fresh process; None where not measured."""
+    """Above model and gradients, on a CPU in a fresh process; None if not measured."""
     linear_peak_bytes: int | None
     repeats: int
     seconds: dict[str, list[float]]
-    """Every measured round by engine."""
+    """The time of every measured round, by engine name."""
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain numbers and strings."""
@@ -108,13 +108,13 @@ def bench(
         budget: of the tree's side; see `TreeEngine`.
         repeats: measured rounds; every engine runs once in each.
         warmup: rounds before, not counted; the slower baselines drop out after them.
-        memory: also measure peak memory, each side in a fresh process.
-        baselines: names of those to compare with, such as `BenchReport.baseline` of a few rows; None is all.
+        memory: also measure peak memory, on a CPU each side in a fresh process.
+        baselines: names of those to run, such as the `BenchReport.baseline` of a smaller run; None is all.
         progress: called with a line about what is running.
 
     Raises:
         UnsupportedModel, DataError: as `TreeEngine.forward_backward`.
-        ValueError: fewer than one repeat or warm-up round, a baseline that there is not.
+        ValueError: fewer than one repeat or warm-up round, or an unknown baseline.
     """
     if repeats < 1 or warmup < 1:
         raise ValueError(f"repeats={repeats}, warmup={warmup}: both must be at least 1")
@@ -248,15 +248,15 @@ def peak_step_bytes(
 def _measure_peak(sender, engine_type, options, model, trajectories, loss, threads) -> None:
     torch.set_num_threads(threads)
     _touch_weights_and_gradients(model)
-    # Libraries map their code when it first runs, which is no memory of a step.
+    # Libraries map their code when it first runs; that is not memory of a step.
     engine_type(model).forward_backward([Trajectory([0, 0, 0, 0]), Trajectory([0, 0, 1, 1])], sft())
     model.zero_grad(set_to_none=False)
     engine = engine_type(model, **options)
     if not isinstance(engine.budget, int):
-        engine.plan(trajectories)  # may measure what passes cost, which is no part of a step
+        engine.plan(trajectories)  # may time passes, which is no part of a step
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
-        ctypes.CDLL(None).malloc_trim(0)  # free blocks that the C library keeps would be used again without being seen
+        ctypes.CDLL(None).malloc_trim(0)  # else the step would reuse free blocks that are already counted
     before = _status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # restarts the peak
     engine.forward_backward(trajectories, loss)
@@ -265,7 +265,7 @@ def _measure_peak(sender, engine_type, options, model, trajectories, loss, threa
 
 
 def _touch_weights_and_gradients(model: nn.Module) -> None:
-    """Read and write every page once: memory that was sent from another process is mapped in when it is first used."""
+    """Read and write every page once: memory sent from another process is mapped on first use."""
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.detach().sum()
     for parameter in model.parameters():

@@ -1,7 +1,7 @@
 """The other linear baseline: rows of similar length in right-padded batches through transformers' own attention.
 
 Causal attention needs no mask on the right: padding comes after every real token. So each batch is one stock causal
-flash call per layer, with the same fused head as everywhere else.
+call per layer, with the same fused head as everywhere else.
 """
 
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ class PaddedEngine(LinearEngine):
     run_type = PaddedRun
 
     def plan_of(self, layout: PackedLayout) -> Plan:
-        """Fill batches with rows in the order of their lengths."""
+        """Fill batches with rows in order of length."""
         lengths = np.diff(np.append(np.flatnonzero(layout.parent < 0), layout.num_tokens))
         slots = self.pack_tokens or (int(lengths.sum()) + 1) ** 2
         batch_of = np.zeros(len(lengths), np.int64)

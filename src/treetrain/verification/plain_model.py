@@ -17,15 +17,15 @@ from treetrain.models.moe import MixtureOfExperts
 from treetrain.models.tree_mode import replaced_forward
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
-"""[L - 1] log-probabilities, entropies and values of a row; values stand at the tokens before the predicted ones."""
+"""[L - 1] log-probabilities, entropies and values of a row; values are at the tokens before the predicted ones."""
 
 
 class PlainModel:
-    """A model's own forward, one row at a time; its routers take the experts that a row has recorded.
+    """A model's own forward, one row at a time; its routers use the experts recorded in the row.
 
     Args:
         model: a causal LM, or a critic.
-        value_head: maps the hidden states that a causal LM hands to its head to values.
+        value_head: computes values from the inputs of a causal LM's head.
         temperature: divides the logits.
     """
 
@@ -78,9 +78,9 @@ class PlainModel:
         return logprobs, -(log_p.exp() * log_p).sum(-1) if entropy else None, values
 
     def _values(self, seen: dict[str, Tensor]) -> Tensor:
-        """[L - 1] or [L - 1, c], from what the head was given and made."""
+        """[L - 1] or [L - 1, c], from the inputs and outputs of the model's head."""
         if self._value_head is None:
-            # A model for sequence classification returns the last token's value alone; its head makes all of them.
+            # A model for sequence classification returns the last token's value alone; its head computes all.
             values = seen["made"][0, :-1]
         else:
             parameter = next(self._value_head.parameters(), seen["hidden"])
@@ -94,7 +94,7 @@ class PlainModel:
 
     @contextmanager
     def _routed(self, row: Trajectory) -> Iterator[None]:
-        """The routers take the row's recorded experts; keep it open over the backward too."""
+        """Route to the row's recorded experts inside the block, which must include the backward."""
         experts = self._experts
         recorded = None if experts is None else by_place(experts, row.experts)
         with ExitStack() as stack:
@@ -108,7 +108,7 @@ class PlainModel:
 
     @torch.no_grad()
     def with_experts(self, rows: Sequence[Trajectory]) -> list[Trajectory]:
-        """The rows with the experts that this model sends their tokens to, where none are recorded yet."""
+        """The rows with the experts that this model chooses, for rows that have none recorded."""
         experts = self._experts
         if experts is None or experts.experts is None or experts.top_k is None:
             return list(rows)
@@ -127,14 +127,13 @@ class PlainModel:
         shape = (len(row), experts.top_k)
         usual = all(tuple(x.shape) == shape and not x.is_floating_point() for x in chosen.values())
         if not usual or len(chosen) != experts.places:
-            return row  # routers of another form are left to themselves
+            return row  # other kinds of routers are left alone
         return row.replace(experts=torch.stack([chosen[place] for place in sorted(chosen)], 1).cpu().numpy())
 
     def _accumulate_auxiliary_gradients(self, rows: Sequence[Trajectory]) -> float:
         """Add the gradient of the routers' auxiliary loss of all rows, times its coefficient; returns that product.
 
-        The choices have no gradient. Their counts over all rows are found first, so that each row then goes backward
-        by itself.
+        The choices have no gradient. Their counts over all rows are computed first; then the backward runs row by row.
         """
         experts = self._experts
         if experts is None or not experts.auxiliary or not rows:

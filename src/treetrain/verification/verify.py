@@ -1,6 +1,6 @@
 """Proof on the user's own model and rows: loss and every gradient, tree against each row by itself.
 
-The linear side uses nothing of ours: the model's own forward, one row at a time, its own attention, its full logits.
+The linear side is the model's own forward, one row at a time, with its own attention and its full logits.
 """
 
 import copy
@@ -22,9 +22,9 @@ from treetrain.tree.token_tree import TokenTree
 from treetrain.verification.plain_model import PlainModel
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
-"""Largest global gradient error by model dtype. Library layers compute parts of a float64 model in float32."""
+"""Largest global gradient error by model dtype. Some layers of transformers always compute in float32."""
 LOW_PRECISION_FACTOR = 1.5
-"""A bf16 or fp16 run may err this much more against float32 than the linear run of its dtype does."""
+"""The error of a bf16 or fp16 tree against float32 may be this many times that of the linear run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,7 @@ class VerifyReport:
     parts: int
     """Forward-backward passes that the tree took under its budget."""
     recomputed_tokens: int
-    """Tokens whose forward was run twice for it."""
+    """Tokens whose forward ran twice."""
     parameters: tuple[ParameterError, ...]
     """Worst first."""
 
@@ -85,7 +85,8 @@ def verify(
     Args:
         model: a causal LM, or a critic; its gradients and mode are left as they were.
         trajectories: a sample, K rows as `TreeEngine.forward_backward` takes them: trajectories, lists or arrays of
-            token ids, or a tree. The plain side holds one row's logits, [L, V], at a time.
+            token ids, or a tree. The plain side holds one row's logits, [L, V], at a time, or
+            those of all rows for a batch-scope loss.
         loss: any loss of the protocol; None is `losses.sft()`.
         temperature: divides the logits before the softmax, on both sides.
         tolerance: largest global gradient error; None takes that of the model's dtype. In bf16 and fp16 both runs
@@ -106,7 +107,7 @@ def verify(
     dtype: torch.dtype = model.dtype  # type: ignore[assignment]
     exact = dtype in TOLERANCE
     if not exact and check_model(model, critics=True).experts is not None:
-        # A choice of experts that rounding turns over is no error of the tree's: all sides take the float32 model's.
+        # Rounding may change the choice of experts, which is no error of the tree: all sides use the float32 model's.
         rows = PlainModel(copy.deepcopy(model).float()).with_experts(rows)
         tree = build_tree(rows)
     normaliser = float(loss.normaliser(rows))
@@ -155,7 +156,7 @@ def verify(
 
 
 def _run(call: Callable[[], Any], model: nn.Module, value_head: nn.Module | None) -> tuple[Any, dict[str, Tensor]]:
-    """Return a call's result and its gradients by the parameter's name; ``.grad`` stays as it is."""
+    """Return a call's result and its gradients by parameter name; ``.grad`` is left as it was."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     if value_head is not None:
         for name, parameter in value_head.named_parameters(prefix="value_head"):
