@@ -25,7 +25,7 @@ BACKENDS = {
     "rectangles": "stock flash attention calls merged by log-sum-exp",
     "flex": "FlexAttention with a block mask made from the subtree intervals",
     "flex-flash": "FlexAttention's FlashAttention-4 kernels with the same block mask",
-    "triton": "Triton kernels that visit what the subtree intervals make visible",
+    "triton": "Triton kernels over lists of visible tiles",
     "varlen": "stock varlen flash attention calls by light depth, merged by log-sum-exp",
 }
 DEFAULTS = {"cpu": "rectangles", "cuda": "flex"}

@@ -29,7 +29,7 @@ def make_parser() -> Parser:
     text = "Rounds that are not counted; the slower baselines drop out after them."
     parser.option("warmup", text, 1, type=at_least(1))
     parser.option("temperature", "Divides the logits.", 1.0, type=float)
-    text = "Also measure the peak memory of a step, each side in a process of its own."
+    text = "Also measure the peak memory of a step; on a CPU each side runs in a process of its own."
     parser.option("memory", text, True, action=BooleanOptionalAction)
     return parser
 

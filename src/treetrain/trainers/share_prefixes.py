@@ -255,7 +255,7 @@ class PrefixSharing:
             if past_ddp and self.trainer.accelerator.num_processes > 1:
                 raise ValueError(
                     f"compute_loss calls the model with {', '.join(sorted(kwargs))}, which no tree answers; on several "
-                    " processes its gradients would not be synchronised; train without share_prefixes"
+                    "processes its gradients would not be synchronised; train without share_prefixes"
                 )
             return plain(*args, **kwargs)
         unknown = sorted(key for key, value in kwargs.items() if key not in UNDERSTOOD and value is not None)

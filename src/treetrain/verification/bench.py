@@ -156,15 +156,14 @@ def bench(
     runs = {name: runs[name] for name in ("tree", *close)}
     repeated = len(distinct) < len(rows)
     measured = take_turns(runs | ({"distinct": (engines[best], distinct)} if repeated else {}), repeats, "round")
+    medians = {name: statistics.median(times) for name, times in measured.items()}
+    baseline = min(close, key=lambda name: medians[name])
     peaks: list[int | None] = [None, None]
     if memory:
         if progress is not None:
             progress("peak memory")
         options = {"temperature": temperature}
-        peaks = [peak_step_bytes(kinds[n][0], options | kinds[n][1], model, rows, loss) for n in ("tree", best)]
-
-    medians = {name: statistics.median(times) for name, times in measured.items()}
-    baseline = min(close, key=lambda name: medians[name])
+        peaks = [peak_step_bytes(kinds[n][0], options | kinds[n][1], model, rows, loss) for n in ("tree", baseline)]
     ratios = [a / b for a, b in zip(measured[baseline], measured["tree"])]
     speedup, plan, cost = statistics.median(ratios), engines["tree"].plan(rows), cost_if_countable(model)
     ideal = distinct_ideal = None
