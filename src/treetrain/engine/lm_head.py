@@ -1,8 +1,7 @@
 """The language-model head for edges: log-probabilities and entropies without [tokens, vocabulary] logits.
 
 Rows are hidden states that predict at least one wanted edge. Each is listed once, however many branches follow it.
-Logits
-exist for one chunk of rows at a time. If the loss is linear in the log-probabilities, its coefficients are known
+Logits exist for one chunk of rows at a time. If the loss is linear in the log-probabilities, its coefficients are known
 beforehand, so the head's gradients are made together with its log-probabilities and the head runs once per row.
 Otherwise the logits of a chunk are computed again in backward, or kept until then if there is memory for them. Logits
 are scaled or capped as the model does it (`LogitMap`), then divided by the temperature.
