@@ -1,4 +1,4 @@
-"""`logprobs`, `values` and `rewards`: scores of rows by a plain Hugging Face model, live in autograd."""
+"""`logprobs`, `values` and `rewards`: differentiable scores of rows by a plain Hugging Face model."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -36,29 +36,29 @@ def logprobs(
     value_head: nn.Module | None = None,
     mask: Sequence[Any] | None = None,
 ) -> Any:
-    """Log-probability of every token but the first of every sequence, every shared prefix computed once.
+    """Log-probability of every token but the first of every sequence; every shared prefix is computed once.
 
     Args:
         model: a Hugging Face causal LM, plain or wrapped by peft.
         sequences: K lists or arrays of token ids (or trajectories, or a tree).
-        budget: tokens whose graph is alive at once, or bytes ("8GiB") of peak memory. A batch within it runs at once;
-            a larger one runs in parts: with all their graphs where these fit, else without, and again, part by part,
-            in backward. None fits to the memory that is free. Gradients that lie in ``.grad`` are set aside in
-            backward, which bytes do not count.
+        budget: tokens whose graph is alive at once, or bytes ("8GiB") of peak memory; None takes the free memory. A
+            batch that fits runs as a whole, a larger one in parts. If the graphs of all parts do not fit, the forward
+            keeps none and backward runs each part again. Backward sets existing ``.grad`` aside, which bytes do not
+            count.
         temperature: divides the logits before the softmax.
         return_entropy: also give the entropy of the distribution each token was drawn from.
         return_aux: also give the auxiliary loss of a mixture of experts' routers over all tokens of all sequences,
             before its coefficient.
         return_values: also give the value of the state before each of these tokens, by `value_head`, from the same
             pass: policy and critic on one trunk. `tt.values` gives values alone.
-        value_head: maps the hidden states that the model hands to its head, [n, hidden], to values [n] or [n, c].
+        value_head: maps the inputs of the model's LM head, [n, hidden], to values [n] or [n, c].
         mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; they hold 0 and get no
             gradient. None computes all.
 
     Returns:
         K tensors [L_k - 1], in nats, float32 or wider, with gradients to the model's parameters (and the value
-        head's); with ``return_entropy`` a second such list, with ``return_values`` another (of [L_k - 1, c] for
-        several values), with ``return_aux`` a number at the end, as a tuple. ``.backward()`` and
+        head's); ``return_entropy`` and ``return_values`` each add a list ([L_k - 1, c] for several values),
+        ``return_aux`` adds a scalar at the end; the result is then a tuple. ``.backward()`` and
         ``torch.autograd.grad`` both work, once.
 
     Raises:
@@ -66,9 +66,10 @@ def logprobs(
         UnsupportedModel: the model, or a setting of it, would not be exact on a tree; or gradients are wanted and
             several processes train together, which autograd would leave unsynchronised (use `TreeEngine.score`).
         ValueError: a budget that is neither tokens nor bytes, or bytes that no plan fits into; a model whose
-            configuration asks for an auxiliary loss that is not asked for here, or the other way round.
-        RuntimeError: in backward, if it is the second one, or if since the forward the weights have changed, another
-            adapter is active or other parameters are trained.
+            configuration asks for an auxiliary loss without ``return_aux``, or ``return_aux`` for a model without
+            experts.
+        RuntimeError: in a second backward, or if weights, the active adapter or ``requires_grad`` changed since the
+            forward.
     """
     engine = TreeEngine(model, budget=budget, temperature=temperature, value_head=value_head)
 
@@ -100,17 +101,17 @@ def values(
     *,
     head: nn.Module | None = None,
 ) -> list[Tensor]:
-    """The value of every token's state, for every sequence; every shared prefix computed once.
+    """The value of every token's state, for every sequence; every shared prefix is computed once.
 
-    Entry t of a row is the value of the state after its tokens 0 to t, before token t + 1 is known. The facts `values`
-    and `returns` of a `Trajectory` count by the predicted token instead: ``values[t + 1]`` there is entry t here.
+    Entry t of a row is the value of the state after its tokens 0 to t, before token t + 1 is known. `values` and
+    `returns` of a `Trajectory` are indexed by the predicted token instead: ``values[t + 1]`` there is entry t here.
 
     Args:
-        model: a model for the classification of tokens (a critic) or sequences (a reward model), plain or wrapped by
-            peft; or, with `head`, a causal LM.
+        model: a model for token classification (a critic) or sequence classification (a reward model), plain or wrapped
+            by peft; or, with `head`, a causal LM.
         sequences: K lists or arrays of token ids (or trajectories, or a tree).
-        budget: as that of `treetrain.logprobs`.
-        head: maps the hidden states that a causal LM hands to its head, [n, hidden], to values [n] or [n, c].
+        budget: as for `treetrain.logprobs`.
+        head: maps the inputs of a causal LM's head, [n, hidden], to values [n] or [n, c].
 
     Returns:
         K tensors [L_k], or [L_k, c] for a head of several labels, float32 or wider, with gradients to the parameters of
@@ -132,16 +133,16 @@ def rewards(
     *,
     head: nn.Module | None = None,
 ) -> Tensor:
-    """Rewards of sequences by a reward model: the value of each one's last token; shared prefixes computed once.
+    """Rewards of sequences by a reward model: the value at the last token; every shared prefix is computed once.
 
-    A model for sequence classification takes the last token that is not its configuration's ``pad_token_id``, as it
-    does by itself (its first token where there is no other); any other model takes the last one.
+    A sequence-classification model reads the last token that is not its ``pad_token_id`` (the first token if all are),
+    as it does in transformers. Any other model reads the last token.
 
     Args:
         model, sequences, budget, head: as `values`.
 
     Returns:
-        [K], or [K, c] for a head of several labels; live as `values` are.
+        [K], or [K, c] for a head of several labels; differentiable as those of `values`.
 
     Raises:
         DataError: a sequence without tokens; otherwise as `values`.
@@ -181,8 +182,8 @@ def _values_at(engine: TreeEngine, tree: TokenTree, layout: PackedLayout, index:
 
 
 def check_alone_where_live(engine: TreeEngine, what: str) -> None:
-    """Raise UnsupportedModel where autograd's backward would leave every process its own gradients, or would meet other
-    ranks in the middle of theirs."""
+    """Raise UnsupportedModel if a backward by autograd would not synchronise gradients, or would break the common order
+    of passes."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if not engine.live or not (several or engine.in_lockstep):
         return
@@ -208,7 +209,8 @@ def scored(
     entropy: bool = False,
     balanced: bool = False,
 ) -> tuple[ScoreTable, Tensor]:
-    """All scores of a layout that the engine has been prepared for, live if that can be, and the auxiliary loss.
+    """All scores of a layout, differentiable if the engine is `live`, and the auxiliary loss. Call `engine.prepare`
+    first.
 
     Args:
         name: the call, for messages.
@@ -240,7 +242,7 @@ class _TreeScores(torch.autograd.Function):
         table = scoring.forward()
         nothing = table.logprobs.new_zeros(0)
         entropies, values = (nothing if x is None else x for x in (table.entropies, table.values))
-        # Copies: what is handed out may be written into.
+        # Copies: the caller may write into them.
         return table.logprobs.clone(), entropies.clone(), values.clone(), scoring.aux.clone()
 
     @staticmethod

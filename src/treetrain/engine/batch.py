@@ -36,10 +36,12 @@ class Batch:
     def of(
         cls, tree: TokenTree, *, weighted: bool, every_token: bool = False, mask: np.ndarray | None = None
     ) -> "Batch":
-        """Args:
-        weighted: compute only predictions whose loss weight is not 0; otherwise all of them.
-        every_token: compute tokens that no such prediction depends on, too.
-        mask: bool [sum of L_k], entry by predicted token: compute only these; see `predictions_of`.
+        """Select what is computed of a tree.
+
+        Args:
+            weighted: compute only predictions whose loss weight is not 0; otherwise all of them.
+            every_token: also compute tokens that no such prediction depends on.
+            mask: bool [sum of L_k], indexed by predicted token: compute only these; see `predictions_of`.
         """
         rows = list(tree.trajectories)
         offsets, index = tree.paths()
@@ -66,12 +68,12 @@ class Batch:
 
     @cached_property
     def prediction_offsets(self) -> np.ndarray:
-        """int64 [K + 1]: where each trajectory's L_k - 1 predictions lie, used or not."""
+        """int64 [K + 1]: start of each trajectory's L_k - 1 predictions, used or not."""
         return np.concatenate([[0], np.cumsum(np.maximum(self.tree.trajectory_length - 1, 0))])
 
     @cached_property
     def read_offsets(self) -> np.ndarray:
-        """int64 [K + 1]: where each trajectory's used predictions lie among the T."""
+        """int64 [K + 1]: start of each trajectory's used predictions among the T."""
         return np.searchsorted(self.reads.index, self.prediction_offsets)
 
     @cached_property
@@ -114,7 +116,7 @@ class Reads:
     """int64 [T]: the row that makes it."""
 
     def facts(self, loss: PackedLoss, device: torch.device, dtype: torch.dtype) -> Any:
-        """The per-prediction tensors that a loss of ours reads."""
+        """The per-prediction tensors that a `PackedLoss` reads."""
         raise NotImplementedError
 
     def per_prediction(self, per_edge: Tensor) -> Tensor:
@@ -128,7 +130,7 @@ class Reads:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Selection(Reads):
-    """Some trajectories of a batch, and the T used predictions of theirs."""
+    """Some trajectories of a batch, and their T used predictions."""
 
     trajectories: Sequence[Trajectory]
     used: np.ndarray
@@ -152,13 +154,13 @@ class Selection(Reads):
 
 
 def predictions_of(tree: TokenTree, mask: Sequence[Any] | None) -> np.ndarray | None:
-    """bool [sum of L_k]: which predictions a mask wants, by predicted token; False at first tokens.
+    """bool [sum of L_k]: the predictions that a mask selects, indexed by predicted token; False at first tokens.
 
     Args:
-        mask: for every trajectory [L_k - 1] bools or weights, as arrays, tensors or lists; None wants all.
+        mask: for every trajectory [L_k - 1] bools or weights, as arrays, tensors or lists; None selects all.
 
     Raises:
-        DataError: another number of rows, or a row of another length.
+        DataError: the number or the length of the rows is wrong.
     """
     if mask is None:
         return None
@@ -177,9 +179,9 @@ def predictions_of(tree: TokenTree, mask: Sequence[Any] | None) -> np.ndarray | 
 
 
 def rewards_layout(tree: TokenTree, capabilities: Capabilities) -> tuple[PackedLayout, np.ndarray]:
-    """The layout that reads one token's state for each trajectory, and each one's row of it, int64 [K].
+    """The layout that reads one token's state for each trajectory, and the row of each, int64 [K].
 
-    That is the last token; for a model of sequence classification the last that is not its padding, as it does itself.
+    The token is the last one; for a sequence-classification model the last that is not padding, as in transformers.
 
     Raises:
         DataError: a trajectory without tokens.
@@ -201,7 +203,7 @@ def rewards_layout(tree: TokenTree, capabilities: Capabilities) -> tuple[PackedL
 
 
 def check_batch(tree: TokenTree, capabilities: Capabilities) -> None:
-    """Every id must be in the vocabulary, every row within the model's positions, every recorded expert in the model.
+    """Check that ids are in the vocabulary, rows within the model's positions, recorded experts in the model.
 
     Raises:
         DataError: naming the trajectory, both values and what to do.
@@ -245,7 +247,7 @@ def check_batch(tree: TokenTree, capabilities: Capabilities) -> None:
 
 
 def _through(tree: TokenTree, wrong: np.ndarray) -> tuple[str, int]:
-    """The first token of these, bool [N], and the name of a trajectory through it."""
+    """The name of a trajectory through the first of these tokens, bool [N], and that token."""
     token = int(np.argmax(wrong))
     return _name(
         tree, int(np.argmax((tree.trajectory_last >= token) & (tree.trajectory_last < tree.end[token])))
@@ -259,7 +261,7 @@ def _name(tree: TokenTree, number: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MergedBatch:
-    """As `Batch`, with T merged predictions as its items: each ends where it is scored."""
+    """A `Batch` of T merged predictions in place of trajectories; each is complete when it is scored."""
 
     tree: TokenTree
     layout: PackedLayout
@@ -269,7 +271,7 @@ class MergedBatch:
 
     @classmethod
     def of(cls, tree: TokenTree, merged: MergedPredictions, *, every_token: bool = False) -> "MergedBatch":
-        """Select what training computes of a tree of nodes; see `Batch.of`."""
+        """Lay out the tokens of a tree of nodes that training needs; see `Batch.of`."""
         layout = pack(tree, tree.trained_edges()[0] > 0, trim=not every_token)
         edges, index = merged.reads(layout.edge_tokens)
         of_prediction = np.empty(len(merged), np.int64)
@@ -298,7 +300,7 @@ class MergedSelection(Reads):
 
     merged: MergedPredictions
     index: np.ndarray
-    """int64 [T]: which of them."""
+    """int64 [T]: their indices."""
 
     def facts(self, loss: PackedLoss, device: torch.device, dtype: torch.dtype) -> Any:
         """See `Reads`."""

@@ -1,18 +1,18 @@
 """Measures how fast a device runs a model, by two passes.
 
-Why two are enough. What a pass computes is counted (``costs.py``), and a device's description says how fast each kind
-of product runs beside the others. Left unknown are how fast this device is as a whole, and what a pass costs besides:
+Two are enough: ``costs.py`` counts the work of a pass, and the device's description gives the relative speed of each
+kind of product. This leaves two unknowns, the overall speed of this device and the fixed cost of a pass:
 
     seconds                    long pass: FLOPs and fixed cost
        |                    .
-       |                .        slope: seconds of a FLOP over those of the description
+       |                .        slope: measured over described seconds per FLOP
        |            .
        |        .  short pass
        |    .
        |.......................  intercept: the fixed cost of a pass
-       +------------------------> seconds of the FLOPs by the description
+       +------------------------> seconds predicted from the description
 
-Memory need not be measured: it is counted tensor by tensor.
+Memory is not measured: it is counted tensor by tensor.
 """
 
 import time
@@ -38,15 +38,15 @@ from treetrain.tree.layout import PackedLayout, pack
 TOKENS = {"cpu": (64, 256), "cuda": (1024, 4096)}
 """Tokens of the short and of the long pass, with a prediction at every token."""
 REPEATS = 5
-"""The least time of so many counts, after one that does not: whatever else the machine does only adds."""
+"""The fastest of this many passes counts, after one to warm up: other load only adds time."""
 
 
 def measured_cost(model: nn.Module) -> CostModel:
-    """Predict the cost of passes of a model on its device, with measured speeds.
+    """The cost model of a model on its device, with measured speeds.
 
-    The model's gradients are set aside meanwhile; weights, mode and random state are not touched. Speeds stay those of
-    the device's description where nothing is trained, where hooks on parameters would make a backward do more than add
-    up gradients, and where memory is too small for the long pass; `speeds.source` says so.
+    Gradients are set aside meanwhile; weights, mode and random state are not touched. Published speeds are kept if
+    nothing is trained, if parameters have hooks (a backward would run them) or if memory is too small for the long
+    pass; `speeds.source` says so.
 
     Raises:
         UnsupportedModel: a model that is not exact on a tree or cannot be counted.
@@ -68,7 +68,7 @@ def measured_cost(model: nn.Module) -> CostModel:
         return _unmeasured(cost, "too little memory")
     plans = [Plan.of_parts(layout, np.zeros(layout.num_tokens, np.int64)) for layout in layouts]
     told = [cost.seconds(plan) - cost.speeds.graph_pass for plan in plans]
-    # Two noisy points may not make a device look faster than the long pass by itself shows it to be by five times.
+    # Noise may not make a device look more than five times as fast as the long pass alone shows.
     slope = max((times[1] - times[0]) / (told[1] - told[0]), 0.2 * times[1] / told[1])
     fixed = max(times[0] - slope * told[0], 0.0)
     speeds, tokens = cost.speeds, " and ".join(str(layout.num_tokens) for layout in layouts)
@@ -89,7 +89,7 @@ def _unmeasured(cost: CostModel, reason: str) -> CostModel:
 
 
 def _chain(tokens: int, vocabulary: int) -> PackedLayout:
-    """Random tokens, each but the first predicted."""
+    """A layout of random tokens, all but the first predicted."""
     ids = np.random.default_rng(0).integers(0, vocabulary, tokens + 1)
     return pack(build_tree([ids.astype(np.int32)]), np.arange(tokens + 1) > 0)
 
@@ -129,7 +129,7 @@ def _gradients_aside(model: nn.Module) -> Iterator[None]:
     scratch = torch.zeros_like(max(trained, key=lambda p: p.numel())).view(-1)
 
     def drop(parameter: Tensor) -> None:
-        if parameter.grad is None:  # of a matrix whose gradient goes elsewhere
+        if parameter.grad is None:  # its gradient goes to a buffer
             return
         scratch[: parameter.numel()].add_(parameter.grad.view(-1))
         parameter.grad = None

@@ -1,16 +1,15 @@
-"""Counts FLOPs and bytes of a model on the model itself, layer by layer, without its weights.
+"""Counts FLOPs and bytes of a model by running its own modules, layer by layer, without its weights.
 
-Why it is right. The model's own modules are run once forward and backward, in tree mode, on *fake* tensors: they have a
-shape, a dtype and a device but no data, so that a pass over a model of any size takes a fraction of a second and no
-memory. Every operator passes by, as it does in a real step, so that nothing need be known about the architecture:
+The modules run once forward and backward, in tree mode, on *fake* tensors. These have a shape, a dtype and a device but
+no data, so a pass over a model of any size takes a fraction of a second and no memory. Every operator of a real step is
+seen, so the architecture need not be known:
 
     FLOPs   of every matrix product, by the shapes of its operands;
-    bytes   of every storage while it lives: between forward and backward what is saved, at the worst moment of the
-            backward what stands beside it.
+    bytes   of every storage while it lives: what forward saves for backward, and the peak of backward above that.
 
-Per token both are constants, but for two things that are kept apart. Attention over pairs is not run: a stand-in notes
-heads, sizes and range of every layer and keeps what tree attention keeps. Tensors of the shape of a weight (gradients;
-autocast's copies) belong to a pass, not to its tokens. Layers that are alike are run once.
+Both are constant per token, with two exceptions that are counted separately. Attention over pairs is not run: a
+stand-in records heads, sizes and range of every layer and saves what tree attention saves. Tensors of the shape of a
+weight (gradients; autocast's copies) belong to a pass, not to its tokens. Layers of one kind run once.
 """
 
 import os
@@ -44,18 +43,18 @@ from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
 
 TOKENS = 512
-"""Tokens of the pass that is counted; more where some weight is as long."""
+"""Tokens of the counted pass; more if a weight has a dimension of that size."""
 CPU = torch.device("cpu")
 _COUNTED: dict[Any, ModelCounts | UnsupportedModel] = {}
 _MOST_COUNTED = 64
-"""Models whose counts are kept."""
+"""The number of models whose counts are cached."""
 
 
 def cost_of(model: nn.Module) -> CostModel:
-    """Predict the cost of passes of a model as it is now: counted at its first use, with its device's published speeds.
+    """The cost model of a model as it is now: counted at its first use, with its device's published speeds.
 
-    Counts are kept by what changes them (configuration, weights and which of them are trained, dtype, autocast), so
-    that all the steps of an engine share one count. Every rank counts the same, and nothing is run on the device.
+    Counts are cached by everything that changes them (configuration, weights and which of them are trained, dtype,
+    autocast), so all steps of an engine share one. Every rank gets the same counts; nothing runs on the device.
 
     Raises:
         UnsupportedModel: a model that cannot be counted; the message says why.
@@ -88,7 +87,7 @@ def cost_if_countable(model: nn.Module) -> CostModel | None:
 
 
 def compute_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
-    """The dtype of the arithmetic: that of the autocast which is on now, or the weights' own."""
+    """The dtype of the arithmetic: autocast's if it is enabled, else the weights'."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return model.dtype  # type: ignore[return-value]
@@ -97,13 +96,13 @@ def compute_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
 def is_checkpointed(model: nn.Module) -> bool:
     """Whether a step runs every layer's forward again in its backward."""
     lm = causal_lm(model)
-    # transformers 5 renamed it, and warns where the old name is read.
+    # transformers 5 renamed the flag, and warns when the old name is read.
     name = "is_activation_checkpointing" if hasattr(lm, "is_activation_checkpointing") else "is_gradient_checkpointing"
     return model.training and bool(getattr(lm, name, False))
 
 
 def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
-    """Count a model, which may be on the meta device; nothing of it is changed or run on its own tensors.
+    """Count a model, which may be on the meta device. It is not changed, and its own tensors are not used.
 
     Args:
         device: where its steps will run; None takes the model's own, or a CPU for the meta device.
@@ -137,7 +136,7 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
                 _run(decoder, forward, tokens)
     except UnsupportedModel:
         raise
-    except Exception as error:  # whatever a class does with values that are not there
+    except Exception as error:  # any error from tensors without data
         raise UnsupportedModel(
             f"what {type(lm).__name__} costs cannot be counted without running it ({type(error).__name__}: {error}), "
             "so bytes cannot be predicted: give the budget in tokens."
@@ -225,16 +224,16 @@ def _head_bytes(
 
 
 def head_softmax(capabilities: Capabilities, device: torch.device, dtype: torch.dtype) -> type[Any]:
-    """The softmax that a head of a plain matrix takes."""
+    """The softmax class for a head that is a plain matrix."""
     like, bias = torch.empty(0, dtype=dtype, device=device), getattr(capabilities.head, "bias", None)
     return chunk_type(like, bias, Scaling(capabilities.logit_map))
 
 
 class _Meter(CountStorages):
-    """Counts FLOPs and living bytes of everything that is run in the block.
+    """Counts FLOPs and live bytes of everything that runs in the block.
 
     Args:
-        shapes: of the weights; tensors of such a shape are counted by themselves.
+        shapes: the weights' shapes; tensors of these shapes are counted separately.
     """
 
     def __init__(self, shapes: set[tuple[int, ...]]):
@@ -249,7 +248,7 @@ class _Meter(CountStorages):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._grouped_mm.default:  # its fake kernel knows bfloat16 alone
+        if func is torch.ops.aten._grouped_mm.default:  # its fake kernel supports bfloat16 only
             return self._grouped(*args, **kwargs)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         formula = flop_registry.get(func._overloadpacket)
@@ -267,7 +266,7 @@ class _Meter(CountStorages):
         return out
 
     def counts(self, tensor: Tensor) -> bool:
-        """Whether a tensor is of tokens; one of a weight is noted while it lives."""
+        """Whether a tensor holds tokens; one of a weight's shape is added to `weights_now` instead."""
         if tensor.dim() < 2 or tuple(tensor.shape) not in self.shapes:
             return True
         self.weights_now += tensor.untyped_storage().nbytes()
@@ -275,7 +274,7 @@ class _Meter(CountStorages):
 
 
 class _Attention:
-    """Stands in for tree attention: notes what it is asked for, computes nothing, and holds as much memory."""
+    """Stands in for tree attention: records its calls, computes nothing, and holds as much memory."""
 
     name = "counted"
 
@@ -302,7 +301,7 @@ class _Attention:
 
 
 class _Held(torch.autograd.Function):
-    """The tensors of an attention call: sums in float32 with the piece that is added to them, and what is saved."""
+    """Allocates an attention call's tensors: float32 sums, the piece added to them, and what is saved for backward."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
@@ -323,7 +322,7 @@ class _Held(torch.autograd.Function):
 
 
 class _NotedPaths(Paths):
-    """The paths of a chain, which note how large the states are that recurrent layers hand on."""
+    """The paths of a chain; records the size of the states that recurrent layers pass on."""
 
     tally: Counter[Any]
 
@@ -339,7 +338,7 @@ class _NotedPaths(Paths):
 
 
 def _run(decoder: Any, meter: _Meter, tokens: int) -> Tensor:
-    """The last hidden states of a chain, from embeddings that take a gradient."""
+    """Run a chain; return its last hidden states. Its embeddings require a gradient."""
     layout = pack(build_tree([np.zeros(tokens, np.int32)]), trim=False)
     ids = torch.zeros(1, tokens, dtype=torch.int64)
     run = TreeRun(_Attention(meter), tokens, ids[0])  # type: ignore[arg-type]
@@ -406,14 +405,14 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def _layers_of(decoder: nn.Module, number: int) -> list[nn.Module]:
-    """The decoder's layers; none where they are kept in another way, so that all is counted as one layer."""
+    """The decoder's layers; if they are not in one list, the decoder itself, counted as one layer."""
     lists = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == number]
     return list(lists[0]) if lists else [decoder]
 
 
 @contextmanager
 def _tallied(layers: list[nn.Module], meter: _Meter) -> Iterator[None]:
-    """Let the first of layers that are alike run, and add its tally again for each of the others."""
+    """Run only the first of identical layers, and add its tally again for each of the others."""
     seen: dict[Any, tuple[Counter[Any], Any]] = {}
 
     def counted(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

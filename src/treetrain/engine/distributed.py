@@ -1,6 +1,6 @@
 """The processes that share a step: how they agree before it, how gradients are averaged after it, and FSDP2's shards.
 
-Agreement goes over the CPU, in objects of a few kilobytes.
+Ranks agree over the CPU, in small objects (whole rows only if the loss must see those of all ranks).
 """
 
 import datetime
@@ -16,18 +16,18 @@ from treetrain.errors import RanksDisagree, UnsupportedModel
 
 T = TypeVar("T")
 BUCKET_NUMBERS = 1 << 24
-"""Gradients that one all-reduce takes at once."""
+"""Most gradient entries per all-reduce; a larger parameter gets one of its own."""
 _MADE: dict[Any, Any] = {}
-"""Groups made here for others: every engine on the same ones talks over the same."""
+"""Process groups created here, by the group or mesh that they serve; all engines on it share them."""
 CONTROL_TIMEOUT = datetime.timedelta(minutes=30)
-"""A rank may read, plan and evaluate for so long while the others wait for it."""
+"""The longest time a rank may read, plan or evaluate while the others wait for it."""
 
 
 class Ranks:
     """The processes of one group, this one among them.
 
     Args:
-        group: as torch made it; None: this process alone.
+        group: a torch.distributed group; None: this process alone.
     """
 
     def __init__(self, group: "dist.ProcessGroup | None" = None):
@@ -35,11 +35,11 @@ class Ranks:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.lost = False
-        """Whether this process left a pass that the others wait in, so that nothing can be told them any more."""
+        """Whether this process left a pass that the others wait in, so that they cannot be reached any more."""
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to talk to."""
+        """Whether this is the only process."""
         return self.size == 1
 
     @cached_property
@@ -65,18 +65,18 @@ class Ranks:
         return found
 
     def agree(self, what: str, make: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
-        """Make something on every rank, and exchange what the others must know of it; a collective call.
+        """Call `make` on every rank, and exchange what the others must know; a collective call.
 
         Args:
             what: names the call, in errors.
-            make: returns this rank's own, and what the others must know.
+            make: returns this rank's result, and what the others must know.
 
         Returns:
-            this rank's own, and what every rank says of its own, by rank.
+            this rank's result, and what all ranks sent, by rank.
 
         Raises:
-            RanksDisagree: another rank could not make it.
-            Exception: this one could not. The others know by then.
+            RanksDisagree: `make` failed on another rank.
+            Exception: `make` failed here. The others raise too.
         """
         if self.alone:
             made, told = make()
@@ -84,7 +84,7 @@ class Ranks:
         try:
             made, told = make()
         except RanksDisagree:
-            raise  # all ranks know of it
+            raise  # all ranks raise it
         except Exception as error:
             if not self.lost:
                 self.gather((what, f"{type(error).__name__}: {error}", None))
@@ -99,7 +99,7 @@ class Ranks:
         return made, [told for _, _, told in found]
 
     def average_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Replace every gradient by its mean over the ranks; one that no rank has stays away.
+        """Replace every gradient by its mean over the ranks; one that no rank has stays None.
 
         Gradients of 16 bits are added up in float32.
         """
@@ -118,7 +118,7 @@ class Ranks:
 
 
 def check_same(name: str, values: list[Any]) -> None:
-    """Raise RanksDisagree unless all ranks have told the same."""
+    """Raise RanksDisagree unless all ranks have the same value."""
     other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
     if other is not None:
         raise RanksDisagree(
@@ -128,21 +128,22 @@ def check_same(name: str, values: list[Any]) -> None:
 
 
 def was_left_by_others(error: BaseException) -> bool:
-    """Whether a collective failed because of another rank, as torch's backends say it."""
+    """Whether a collective failed because of another rank, by the messages of torch's backends."""
     told = ("closed by peer", "reset by peer", "Timed out waiting", "NCCL", "Broken pipe")
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in told))
 
 
 def _made_once(key: Any, members: list[int], **options: Any) -> Any:
     if key not in _MADE:
-        # A group that its members make by themselves is named by how many each has made: of all, where that can be.
+        # With local synchronization, torch names a group by how many groups each member has, which may differ between
+        # members. A group of all ranks does not need it.
         some = len(members) != dist.get_world_size()
         _MADE[key] = dist.new_group(members, use_local_synchronization=some, **options)
     return _MADE[key]
 
 
 def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters of one kind whose gradients go together."""
+    """Parameters of one dtype and device, in the buckets that are reduced together."""
     kinds: dict[Any, list[list[nn.Parameter]]] = {}
     for p in parameters:
         buckets = kinds.setdefault((p.dtype, p.device), [[]])
@@ -153,7 +154,7 @@ def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def unwrapped(model: nn.Module, group: "dist.ProcessGroup | None") -> "tuple[nn.Module, dist.ProcessGroup | None]":
-    """The model within a `DistributedDataParallel`, and the group whose gradients are averaged; others as they are.
+    """The model within a `DistributedDataParallel`, and its group if none is given; other models as they are.
 
     `Ranks.average_gradients` does once per step what the wrapper does in a backward.
     """
@@ -189,7 +190,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def output_dtype(model: nn.Module) -> torch.dtype | None:
-    """The dtype that FSDP2 casts a model's output to by its mixed precision policy; None if it leaves it."""
+    """The dtype that FSDP2 casts a model's output to by its mixed precision policy; None if it does not."""
     if model not in sharded_modules(model):
         return None
     policy = getattr(model._get_fsdp_state(), "_mp_policy", None)  # type: ignore[operator]
@@ -197,7 +198,7 @@ def output_dtype(model: nn.Module) -> torch.dtype | None:
 
 
 def waiting_gradients(*modules: nn.Module | None) -> list[Any]:
-    """FSDP2's records of weights whose gradients have not been reduced yet; no ``.grad`` shows them."""
+    """FSDP2's objects for weights whose gradients are not reduced yet, and so not in ``.grad``."""
     groups = (group for module in sharded_modules(*modules) for group in _parameter_groups(module))
     return [
         weight
@@ -209,7 +210,7 @@ def waiting_gradients(*modules: nn.Module | None) -> list[Any]:
 
 
 def drop_waiting_gradients(*modules: nn.Module | None) -> None:
-    """Forget these gradients: the next reduction would add them to another step."""
+    """Drop these gradients: the next reduction would add them to another step."""
     for weight in waiting_gradients(*modules):
         weight.unsharded_accumulated_grad = None
         if (whole := getattr(weight, "_unsharded_param", None)) is not None:
@@ -217,7 +218,7 @@ def drop_waiting_gradients(*modules: nn.Module | None) -> None:
 
 
 def _parameter_groups(module: Any) -> list[Any]:
-    """The weights that FSDP2 gathers and reduces at once; none for a module without weights of its own."""
+    """The groups of weights that FSDP2 gathers and reduces together; none for a module without its own weights."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]
@@ -227,15 +228,14 @@ def ranks_of(model: nn.Module, group: "dist.ProcessGroup | None", value_head: nn
     """The ranks that share a model's steps.
 
     Args:
-        group: whose gradients are averaged; None: the ranks of a sharded model, else this process alone.
-        value_head: beside the model; whole, or sharded over the same ranks as the model.
+        group: the group whose gradients are averaged; None: the ranks of a sharded model, else this process alone.
+        value_head: unsharded, or sharded over the same ranks as the model.
 
     Raises:
-        UnsupportedModel: weights in shards of another group or of several, or shards by rows of matrices (tensor
-            parallel).
+        UnsupportedModel: weights sharded over another group or over several, or tensor parallel.
     """
     name = type(model).__name__
-    # Some models that transformers has cut by a tp_plan hold plain tensors, with hooks that communicate.
+    # Some models that transformers shards by a tp_plan hold plain tensors, with hooks that communicate.
     cut = next((module for module in model.modules() if (getattr(module, "_tp_size", None) or 1) > 1), None)
     if cut is not None:
         raise UnsupportedModel(

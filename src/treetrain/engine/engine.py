@@ -1,4 +1,4 @@
-"""The engine: gradients of any loss over branching trajectories, every shared prefix computed once."""
+"""The engine: gradients of any loss over branching trajectories; every shared prefix is computed once."""
 
 import functools
 import operator
@@ -28,18 +28,18 @@ class TreeEngine(Runtime):
     """Runs batches of trajectories on a Hugging Face causal LM as prefix trees.
 
     Args:
-        model: a causal LM, plain or wrapped by peft; it is left as it was found after every call.
-        budget: an int bounds the tokens whose graph is alive at once, a string such as "8GiB" the peak of memory above
-            model, gradients and optimiser state; any tree fits any budget. None fits to what the device has free.
+        model: a causal LM, plain or wrapped by peft; no call changes anything of it but ``.grad``.
+        budget: an int bounds the tokens whose graph is alive at once; any tree fits any int. A string such as "8GiB"
+            bounds the peak memory above model, gradients and optimiser state. None takes what the device has free.
         temperature: divides the logits before the softmax.
-        value_head: maps the hidden states that a causal LM hands to its head, [n, hidden], to values [n] (or [n, c]),
+        value_head: maps the inputs of a causal LM's head, [n, hidden], to values [n] (or [n, c]),
             for losses that need values. A model for token or sequence classification has its own head, and no
             log-probabilities.
-        group: of torch.distributed: processes that share each step, each with rows of its own (or none) and the same
-            model. Loss, metrics and gradients are those of all rows together. None: the ranks that a model in the hands
-            of FSDP2 (`fully_shard`) or `DistributedDataParallel` is spread over; a plain model's process is alone.
-        reduce: when FSDP2 reduces gradients: after every part, once per step (they are whole until then), or "auto":
-            once where there is ample room for that.
+        group: a torch.distributed group whose processes share each step, with the same model and their own rows (or
+            none). Loss, metrics and gradients are those of all rows together. None: the ranks of a model in FSDP2
+            (`fully_shard`) or `DistributedDataParallel`; with a plain model, this process alone.
+        reduce: when FSDP2 reduces gradients. "part": after every part. "step": once per step; they are unsharded until
+            then. "auto": once per step if there is ample memory for that.
 
     Raises:
         UnsupportedModel: the model, its value head or a setting would not be exact on a tree.
@@ -65,30 +65,31 @@ class TreeEngine(Runtime):
         """Accumulate d loss / d parameters into ``.grad``, exactly as if every row were trained by itself.
 
         Args:
-            loss: called with log-probabilities [L - 1], entropies and a trajectory; returns an unnormalised sum
-                and metrics; one whose ``needs`` list "predicted_values" is also given ``values``, [L - 1]. The losses
-                of this library compute only what has a loss weight; a loss of your own gets every row and every
-                prediction, whatever the weights.
-            normaliser: what the sum is divided by; pass that of the whole step when accumulating over calls.
-                None asks the loss.
-            balance: of the routers over the whole step, the sum of `router_balance` over its calls; None takes each
-                call for a step of its own. Where the model's configuration asks for an auxiliary loss of its routers
-                (``output_router_logits`` and ``router_aux_loss_coef``), it is that of all tokens of all rows.
-            sync: over several ranks: False leaves every rank its own gradients (sharded ones: unreduced), for all calls
-                of a step but the last.
+            loss: called with log-probabilities [L - 1], entropies and a trajectory; returns an unnormalised sum and
+                metrics. If its ``needs`` list "predicted_values", it also gets ``values``, [L - 1]. For losses of this
+                library, only predictions with a loss weight are computed; a loss of your own gets every row and every
+                prediction.
+            normaliser: divides the sum; when accumulating over calls, pass that of the whole step. None takes
+                ``loss.normaliser``.
+            balance: the routers' balance over the whole step: the sum of `router_balance` over its calls. None treats
+                each call as a step. If the model's configuration asks for the routers' auxiliary loss
+                (``output_router_logits`` and ``router_aux_loss_coef``), that loss is over all tokens of all rows.
+            sync: with several ranks, False leaves gradients local (sharded ones unreduced); pass it in all calls of a
+                step but the last.
             mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; a loss of your own
-                sees 0 there. None: losses of this library compute what has a loss weight, others everything.
+                sees 0 there. None: those with a loss weight for losses of this library, else all.
 
         Returns:
-            loss, metrics and counts of the rows of all ranks. On a GPU without other ranks this returns when the work
-            is queued, so that the next batch can be prepared meanwhile; reading loss or metrics waits for it.
+            loss, metrics and counts of the rows of all ranks. A single process on a GPU returns when the work is
+            queued, so it can prepare the next batch meanwhile; reading loss or metrics waits.
 
         Raises:
-            RanksDisagree: another rank makes another step, or could not make its own.
+            RanksDisagree: another rank failed, or its settings differ.
             DataError: an id outside the vocabulary, a row longer than the model's positions, nothing to train,
                 a fact that the loss needs and a row lacks.
-            ValueError: no parameter to train, gradients switched off, a normaliser that is not above 0.
-            TypeError: the loss is no loss, or does not return a scalar and metrics.
+            ValueError: no parameter to train, gradients switched off, a normaliser that is not above 0, bytes that no
+                plan fits into.
+            TypeError: the loss cannot be called as one, or does not return a scalar and metrics.
             UnsupportedModel: see the class.
             RuntimeError: memory ran out in a backward while gradients of earlier calls lay in ``.grad``.
         """
@@ -112,7 +113,7 @@ class TreeEngine(Runtime):
         return summed(results, over=len(results))
 
     def router_balance(self, trajectories: Sequence[Trajectory] | TokenTree) -> RouterBalance:
-        """How the routers spread these rows over the experts, without gradient; calls of one step add up.
+        """How the routers spread these rows over the experts, without gradient. Add up the results of a step's calls.
 
         Raises:
             ValueError: a model without experts.
@@ -150,18 +151,18 @@ class TreeEngine(Runtime):
         statistics: bool = False,
         mask: Sequence[Any] | None = None,
     ) -> Scored:
-        """Run the batch as a tree and hand out leaf tensors, one per row, for a loss of anybody's own.
+        """Run the batch as a tree and return leaf tensors, one per row, for any loss.
 
-        Call ``backward`` on a loss that is computed from the leaves, then ``backward`` on what this returns. Where the
-        graphs of all parts fit into the budget they are kept in between; else the parts run again (``.plan`` says so).
-        Under ``torch.no_grad`` nothing is kept. Under FSDP2 every rank must make the call, be it without rows.
+        Call ``backward`` on a loss computed from the leaves, then ``backward`` on the result. If the graphs of all
+        parts fit into the budget, they are kept in between; else the parts run again (see ``.plan``). Under
+        ``torch.no_grad`` nothing is kept. Under FSDP2 every rank must make the call, even without rows.
 
         Args:
             rows: K lists, arrays or tensors of token ids, trajectories, or a tree.
             entropies: also give the entropies of the distributions that tokens were drawn from.
             values: also give the value of the state before each token (see ``value_head``).
-            rewards: give what a reward model says of every row, and nothing else.
-            statistics: also give what trainers log, without gradient: is_top1, mean_logits, log_sum_sq_probs.
+            rewards: give a reward model's value of every row, and nothing else.
+            statistics: also give statistics for logs, without gradient: is_top1, mean_logits, log_sum_sq_probs.
             mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; they hold 0 and get
                 no gradient. None computes all.
 

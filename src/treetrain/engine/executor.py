@@ -2,15 +2,15 @@
 
 One code path serves every plan: the whole tree as one part, one segment per part, and everything in between.
 
-Why the gradients are whole: a token's keys and values are read by later tokens of its own part, whose graph autograd
-holds, and by tokens of parts below, which read copies from the cache. The cache adds up the gradients of these copies.
-The parts below go backward first, so when a part goes backward its rows of the cache hold everything that came from
-below, and the attention Function adds it in.
+Why the gradients are complete: later tokens of the same part read a token's keys and values within one autograd graph.
+Tokens of parts below read copies from the cache, which adds up the gradients of these copies. Parts below run backward
+first, so when a part runs backward its rows of the cache hold all gradients from below, and the attention Function adds
+them.
 
     plan.events():   forward 0   forward 1   backward 1   forward 2   backward 2   backward 0
     rows in use:     0           0 1         0            0 2         0
 
-Rows of the cache are given out on the way down and taken back on the way up, like a stack.
+Rows of the cache are allocated on the way down and freed on the way up, like a stack.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class _Forward(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """The places in the cache that were given to a part's tokens."""
+    """The places of a part's tokens in the caches."""
 
     rows: np.ndarray
     """int64: tokens that got a row for their keys and values."""
@@ -56,13 +56,13 @@ class Executor:
 
     Args:
         plan: the plan of the batch.
-        gradients: whether the parts go backward too.
+        gradients: whether the parts run backward too.
         run_type: the class that runs a layout on the model.
         counts: counts the passes.
         routing: what the step does with the routers of experts.
-        lockstep: the common order of passes, where every pass is a collective call of all ranks.
+        lockstep: the common order of passes under FSDP2, where every pass is a collective call.
         statistics: whether scores come with `Statistics`.
-        keep_logits: whether `forward_all` keeps the head's logits beside the graphs.
+        keep_logits: whether `forward_all` keeps the head's logits with the graphs.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Executor:
         self._without_graph(table, need_entropy)
 
     def route(self) -> None:
-        """Send all tokens through the layers, without graph and head, to see what their routers choose.
+        """Run all tokens through the layers, without graph or head, to record what the routers choose.
 
         Raises:
             StepOutOfMemory: a part does not fit.
@@ -136,10 +136,10 @@ class Executor:
     # ---- forward now, backward later
 
     def forward_all(self, table: ScoreTable, *, need_entropy: bool) -> None:
-        """Fill a table, keeping the graphs of all parts for `backward_all`. The plan must keep all.
+        """Fill a table, keeping the graphs of all parts for `backward_all`. The plan must keep all parts.
 
         Raises:
-            StepOutOfMemory: the graphs do not fit beside each other.
+            StepOutOfMemory: the graphs of all parts do not fit at once.
         """
         plan = self._plan
         try:
@@ -162,7 +162,7 @@ class Executor:
             raise
 
     def backward_all(self, gradients: LossGradients, reduces: Reduces = "each") -> None:
-        """The backwards of `forward_all`, the last part first: all below a part stands after it.
+        """Run the backwards of `forward_all`, last part first, so that all parts below a part precede it.
 
         Raises:
             StepOutOfMemory: gradients so far are incomplete.
@@ -240,7 +240,7 @@ class Executor:
         scores, self._backward_begun = done.scores, True
         if self._lockstep is not None:
             self._lockstep.before("backward")
-        # The caller's autocast would make 16-bit products in the backward of what its forward computed in float32.
+        # Under the caller's autocast, backward would use 16-bit products where forward used float32.
         with torch.autocast(model_device(self._model).type, enabled=False):
             if scores.linear_loss is not None and scores.values is None and scores.carrier is None:
                 scores.linear_loss.backward()
@@ -311,7 +311,7 @@ class Executor:
         return switched(self._model, self._capabilities.experts, self._routing)
 
     def _gradient_buffers(self) -> AbstractContextManager[GradientBuffers | None]:
-        """None where weights exist as a whole within a pass only."""
+        """The buffers; None under FSDP2, where weights are unsharded only during a pass."""
         return gradient_buffers(self._model) if self._lockstep is None else nullcontext()
 
     def _modules(self) -> list[nn.Module]:
@@ -320,7 +320,7 @@ class Executor:
         return [self._model] if scalar is None or scalar.is_models_own else [self._model, scalar.module]
 
     def _allocate(self, part: int, tokens: np.ndarray) -> None:
-        """Give tokens their places in the cache, on top of those in use, until `part` is done."""
+        """Allocate places in the caches for tokens, above those in use, until `part` is released."""
         rows = slice(self._rows_in_use, self._rows_in_use + len(tokens))
         self._cache.reserve(rows.stop)
         self._cache.clear_gradients(rows)
@@ -329,7 +329,7 @@ class Executor:
         self._held[part] = _Held(tokens, self._states.allocate(tokens))
 
     def _release(self, part: int) -> None:
-        """Take back the places that were given last, if it was for this part."""
+        """Free a part's places in the caches, the last ones allocated, if it has any."""
         held = self._held.pop(part, None)
         if held is not None:
             self._row_of[held.rows] = -1

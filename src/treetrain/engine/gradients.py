@@ -1,4 +1,4 @@
-"""Gradients between the passes and ``.grad``: buffers, hooks that run once per step, and what to do if a step fails.
+"""Gradients on their way to ``.grad``: buffers, hooks that run once per step, and the rollback of a failed step.
 
 Autograd would make a new [vocabulary, hidden] gradient of embedding and head in every part, and add it to ``.grad``: as
 much traffic per part as all layers together. Here every part adds to one buffer per matrix (one for both where they are
@@ -57,9 +57,9 @@ def hooks_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def hooks_once(*modules: nn.Module) -> Iterator[None]:
-    """Hooks see the sum of all gradients that backwards in the block leave, once, at its end.
+    """Run hooks once, at the end of the block, on the sum of all gradients of its backwards.
 
-    After an error the hooked parameters have the gradients from before.
+    After an error, the hooked parameters have their old gradients.
     """
     parameters = {p: None for module in modules for p in module.parameters()}
     hooked = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
@@ -80,7 +80,7 @@ def hooks_once(*modules: nn.Module) -> Iterator[None]:
 
 
 def gradients_of(parameters: Sequence[nn.Parameter], run: Callable[[], None]) -> tuple[Tensor | None, ...]:
-    """Return the gradients that a call leaves in ``.grad``, and put ``.grad`` back; no hook of the parameters runs."""
+    """Return the gradients that a call leaves in ``.grad``, and restore ``.grad``. No hook of the parameters runs."""
     before = [p.grad for p in parameters]
     try:
         for p in parameters:
@@ -94,7 +94,7 @@ def gradients_of(parameters: Sequence[nn.Parameter], run: Callable[[], None]) ->
 
 
 class Rollback:
-    """Takes back the gradients of a step that fails, or says that it cannot. Made before the step.
+    """Undoes the gradients of a failed step, or reports that it cannot. Create it before the step.
 
     Args:
         parameters: all that the step may add gradients to.
@@ -112,7 +112,7 @@ class Rollback:
             self._obstacle = "gradients of earlier calls lay in .grad"
 
     def attempt(self, run: Callable[[], T]) -> T:
-        """Call something; if it fails, gradients are as they were, or the error says that they are not."""
+        """Call a function; if it fails, gradients are restored, or the error says that they are not."""
         try:
             return run()
         except StepOutOfMemory as error:
@@ -129,7 +129,7 @@ class Rollback:
             raise
 
     def undo(self, error: BaseException) -> None:
-        """Leave the gradients as they were before, or note on the error that they are not."""
+        """Restore the gradients, or note on the error that this is impossible."""
         drop_waiting_gradients(*self._modules)
         if self._obstacle is None:
             for parameter in self._parameters:
@@ -201,11 +201,10 @@ class _Embed(torch.autograd.Function):
 
 @contextmanager
 def gradient_buffers(model: nn.Module) -> Iterator[GradientBuffers]:
-    """Collect the gradients of embedding and head in buffers for the length of the block; autograd gets them at its
-    end."""
+    """Collect the gradients of embedding and head in buffers during the block; autograd gets them at its end."""
     buffers = GradientBuffers()
     embedding = model.get_input_embeddings()  # type: ignore[operator]
-    # One that does nothing but look rows up, and that nobody has given a forward of their own.
+    # Plain: it only looks rows up, and nothing has replaced its forward.
     plain = (
         type(embedding) is nn.Embedding
         and "forward" not in vars(embedding)

@@ -1,6 +1,6 @@
 """The linear baseline: the same model, loss and fused head with every trajectory computed by itself.
 
-It is here to be beaten honestly and to check results, so it is as fast as we can make it: rows are packed without
+It is the reference for speed and results, so it is as fast as we can make it: rows are packed without
 padding in the projections, short rows share batched attention calls, long ones get one causal call each, and tokens
 after the last trained one are left out, as in a tree.
 """
@@ -27,8 +27,8 @@ class LinearEngine(TreeEngine):
     """A `TreeEngine` that shares no prefix.
 
     Args:
-        pack_tokens: most tokens of a packed run (a longer row runs by itself); None packs the whole batch.
-        sharing: group and reduce of a `TreeEngine`.
+        pack_tokens: most tokens of a packed part (a longer row runs by itself); None packs the whole batch.
+        sharing: ``group`` and ``reduce``, as for `TreeEngine`.
     """
 
     merge = False
@@ -63,7 +63,7 @@ class LinearEngine(TreeEngine):
 
 
 def _rows(batch: Batch) -> Batch:
-    """A tree whose rows share tokens is taken apart."""
+    """The rows of a tree that shares tokens; any other batch as it is."""
     if isinstance(batch, TokenTree) and batch.num_tokens != batch.num_flat_tokens:
         return list(batch.trajectories)
     return batch

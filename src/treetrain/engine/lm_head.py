@@ -1,15 +1,14 @@
 """The language-model head for edges: log-probabilities and entropies without [tokens, vocabulary] logits.
 
-Rows are hidden states that own at least one wanted edge, each once, however many branches follow it. Logits exist for
-one chunk of rows at a time. When the loss is linear in the log-probabilities its coefficients are known beforehand, so
-the head's gradients are made together with its log-probabilities and the head runs once per row. Otherwise the logits
-of a chunk are computed again in backward, or kept until then where there is memory for them. Logits are scaled or
-capped as the model does it (`LogitMap`), then divided by the temperature.
+Rows are hidden states that predict at least one wanted edge. Each is listed once, however many branches follow it.
+Logits exist for one chunk of rows at a time. If the loss is linear in the log-probabilities, its coefficients are known
+beforehand, so the head's gradients are made together with its log-probabilities and the head runs once per row.
+Otherwise the logits of a chunk are computed again in backward, or kept until then if there is memory for them. Logits
+are scaled or capped as the model does it (`LogitMap`), then divided by the temperature.
 
-The softmax of a chunk runs by PyTorch, or by Triton kernels where ``TREETRAIN_HEAD=triton`` asks for them. By PyTorch
-the logits are widened, and every operation reads and writes all of them. The Triton kernels leave them as the matrix
-product gives them (16 bits where the model has 16), read them once for log-sum-exps and entropies, and once more to
-write the gradient in their place.
+PyTorch computes the softmax of a chunk, or Triton kernels with ``TREETRAIN_HEAD=triton``. PyTorch widens the logits,
+and every operation reads and writes all of them. The Triton kernels keep the dtype of the matrix product (16 bits for a
+16-bit model), read the logits once for log-sum-exps and entropies, and once more to overwrite them with the gradient.
 
 Shape letters: R rows, E edges (sorted by row), r rows and e edges of a chunk, D hidden size, V vocabulary.
 """
@@ -51,11 +50,11 @@ class Edges:
     targets: Tensor
     """int64 [E]: the predicted token ids."""
     host_edge_row: np.ndarray | None = None
-    """`edge_row` on the host, where it is known there: reading it from a GPU would wait for the work queued there."""
+    """`edge_row` on the host, if known: reading it from a GPU would wait for queued work."""
 
 
 class Statistics(NamedTuple):
-    """Figures for the logs of trainers, of the distributions that tokens were drawn from, without gradient."""
+    """Statistics of the predicted distributions for trainers' logs, without gradient."""
 
     is_top1: Tensor
     """bool [E]: whether the predicted token is the most likely one."""
@@ -81,7 +80,7 @@ class Scores:
     linear_loss: Tensor | None
     values: Tensor | None = None
     carrier: Tensor | None = None
-    """The model's own output, where every backward must begin there too (FSDP listens to it)."""
+    """The model's own output under FSDP2, which hooks it, so every backward must also start from it."""
     statistics: Statistics | None = None
 
     @property
@@ -106,12 +105,12 @@ class _Zero(torch.autograd.Function):
 
 
 def zero_of(given: Tensor) -> Tensor:
-    """Zero, through which a backward reaches the graph of `given` with zeros, even where it holds infinities."""
+    """Zero whose backward passes zeros to the graph of `given`, even if it holds infinities."""
     return _Zero.apply(given)  # type: ignore[return-value]
 
 
 def without_logprobs(hidden: Tensor, edges: Edges) -> Scores:
-    """Scores of a run whose language-model head is not asked; zeros for its log-probabilities."""
+    """Scores of a run that skips the language-model head: zeros for log-probabilities."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if len(edges.rows) == 0:
         return Scores(hidden.index_select(0, edges.rows).sum(-1, dtype=wide), None, None)  # as in `score_edges`
@@ -120,21 +119,20 @@ def without_logprobs(hidden: Tensor, edges: Edges) -> Scores:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreRequest:
-    """The scores that a pass is to give."""
+    """The scores that a pass must compute."""
 
     temperature: float = 1.0
     need_entropy: bool = False
     coefficients: Tensor | None = None
     """[E] d loss / d log-probability, when the loss is linear; the loss is then returned fused."""
     buffers: GradientBuffers | None = None
-    """They add up the gradient of a fused head's matrix; None gives it to autograd."""
+    """They accumulate the gradient of a fused head's matrix; with None, autograd does."""
     meets_all: bool = False
-    """Whether a backward must reach all weights that any other one reaches, with zeros where no row is scored (see
-    `Lockstep`)."""
+    """Whether every backward must reach the same weights, with zeros if no row is scored (see `Lockstep`)."""
     need_statistics: bool = False
-    """Whether to give `Statistics` too; not beside `coefficients`."""
+    """Whether to compute `Statistics` too; not together with `coefficients`."""
     keep_logits: bool = False
-    """Whether a fused head keeps its logits until the backward, in place of a second product."""
+    """Whether a fused head keeps its logits until backward instead of computing them again."""
 
 
 def score_edges(
@@ -151,7 +149,7 @@ def score_edges(
     """Score the wanted edges of a packed run.
 
     Args:
-        hidden: [N, D] hidden states as the model hands them to its head.
+        hidden: [N, D] hidden states that the model passes to its head.
         head: the head module.
         head_forward: the head's forward.
         fused: the head is a plain ``nn.Linear``, scored from its weight; otherwise it is called chunk by chunk.
@@ -163,7 +161,7 @@ def score_edges(
     )
     rows = hidden.index_select(0, edges.rows)
     if len(edges.rows) == 0:
-        # Still a part of the graph: gradients that come back through the caches need a backward to ride on.
+        # In the graph all the same: gradients from the caches need a backward of this part.
         nothing = rows.sum(-1, dtype=wide)
         if request.meets_all:
             nothing = nothing + zero_of(head_forward(hidden[:1]))
@@ -191,26 +189,26 @@ def score_edges(
 # ---- in the place of the model's head
 
 PROBES = (0.37, -2.9, 11.0, 173.0, -64.0, 2.5e4, -3.1e4)
-"""Numbers that tell logit maps apart. A model with such a map is given them for logits, beside the scores."""
+"""Inputs on which logit maps differ. A model with a logit map gets them as logits, after the scores."""
 
 
 class HeadCall(NamedTuple):
-    """One call of the head: its scores, and the tensor handed to the model in place of logits."""
+    """One call of the head: its scores, and the tensor returned to the model in place of logits."""
 
     scores: Scores
     carrier: Tensor
     version: int
-    """The version of the carrier when it was handed over."""
+    """The version of the carrier when it was returned."""
     logit_map: LogitMap
     pooled: bool = False
     """Whether the model keeps the value of one token only."""
 
     def is_as_declared(self, logits: Tensor) -> bool:
-        """Whether the model did to the carrier what its logit map says and nothing else: bit by bit."""
+        """Whether the model applied exactly its logit map to the carrier, bit for bit."""
         if self.pooled:
             return logits.shape == (1, 1) and bool((self.carrier == logits).any())
         if not self.carrier.is_inference() and self.carrier._version != self.version:
-            return False  # changed in place: the scores may be spoilt
+            return False  # changed in place: the scores may be wrong
         if self.logit_map is IDENTITY:
             return logits is self.carrier
         with torch.no_grad():
@@ -219,7 +217,7 @@ class HeadCall(NamedTuple):
 
 
 def _numbered(scores: Scores, tokens: int, *, meets_all: bool) -> Tensor:
-    """[1, N, 1]: one number per token, no two alike and no two equally far apart, so that the one kept is known."""
+    """[1, N, 1]: distinct, unevenly spaced numbers, one per token, so that the one kept is known."""
     like = scores.logprobs
     carrier = (torch.arange(tokens, device=like.device, dtype=like.dtype) + 0.37).sqrt().view(1, -1, 1)
     return carrier + zero_of(scores.values) if meets_all and scores.values is not None else carrier
@@ -236,15 +234,15 @@ def _handed_on(carrier: Tensor, logit_map: LogitMap, dtype: torch.dtype | None) 
 def scoring_head(
     capabilities: Capabilities, edges: Edges, request: ScoreRequest, *, handed_on_as: torch.dtype | None = None
 ) -> Iterator[list[HeadCall]]:
-    """Let the model's head score edges for the length of the block, which is given the list of the head's calls.
+    """Replace the head's forward during the block by one that scores edges; yields the list of its calls.
 
-    The scores are those of the logits as the declared map leaves them. What the model then does to the carrier, which
-    it takes for its logits, shows whether it does what was declared. `handed_on_as` is the carrier's dtype, where the
-    model's output is cast behind it.
+    Scores use the logit map that the configuration declares. The model gets a carrier in place of logits; its
+    operations on the carrier show whether the declaration is right. `handed_on_as` is the carrier's dtype if the
+    model's output is cast later.
     """
     calls: list[HeadCall] = []
     original, logit_map, scalar = capabilities.head.forward, capabilities.logit_map, capabilities.scalar
-    # A head whose forward somebody has already replaced does something else than its matrix says.
+    # A head whose forward has already been replaced may compute more than its matrix product.
     fused = capabilities.head_is_linear and "forward" not in vars(capabilities.head)
 
     def score(hidden: Tensor) -> Scores:
@@ -286,14 +284,14 @@ def scoring_head(
 
 
 class Scaling(NamedTuple):
-    """The scaling that the model applies to its logits, and the temperature that divides them then."""
+    """The scaling that the model applies to its logits, and the temperature that divides the result."""
 
     logit_map: LogitMap = IDENTITY
     temperature: float = 1.0
 
     @property
     def factor(self) -> float:
-        """The number that a logit is multiplied with, where it is not capped."""
+        """The total factor of a logit, without a cap."""
         return self.logit_map.factor / self.logit_map.divisor / self.temperature
 
 
@@ -316,14 +314,14 @@ class Entropies(NamedTuple):
 class PlainChunk:
     """The logits of a chunk and their softmax, by PyTorch's operations, for any device and dtype.
 
-    Ask for log-sum-exps first, then for logits at edges, and last for entropies or for the gradient, either of which
-    may overwrite the logits. A chunk that is kept may be asked for the gradient last, once.
+    Call `log_sum_exp` first, then `at` and `statistics`, last `entropies` or `gradient`, which may overwrite the
+    logits. For a kept chunk, `gradient` may follow `entropies`, once.
 
     Args:
         rows: [r, D].
         weight: [V, D].
-        entropy: whether entropies will be asked for.
-        backward: whether the gradient will be asked for.
+        entropy: whether `entropies` will be called.
+        backward: whether `gradient` will be called.
     """
 
     def __init__(
@@ -386,7 +384,7 @@ class TritonChunk(PlainChunk):
     def __init__(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling, *, entropy: bool, backward: bool
     ):
-        from treetrain.engine import lm_head_kernels  # imports Triton, which is not there on every machine
+        from treetrain.engine import lm_head_kernels  # imports Triton, which may not be installed
 
         assert bias is None and scaling.logit_map.cap is None
         self._kernels, self._factor, self._entropy = lm_head_kernels, scaling.factor, entropy
@@ -426,10 +424,10 @@ def _statistics(logits: Tensor, lse: Tensor, edges: EdgesOfChunk) -> tuple[Tenso
 
 
 def chunk_type(logits: Tensor, bias: Tensor | None, scaling: Scaling) -> type[PlainChunk]:
-    """The class that runs the softmax: the environment variable names it, and PyTorch does what the kernels lack.
+    """The softmax class that the environment variable names; PyTorch's if the kernels do not support the case.
 
     Args:
-        logits: of the dtype and device of the logits; the hidden states will do.
+        logits: any tensor with the dtype and device of the logits, such as hidden states.
 
     Raises:
         ValueError: an unknown name, or kernels that cannot run here.
@@ -450,7 +448,7 @@ def chunk_type(logits: Tensor, bias: Tensor | None, scaling: Scaling) -> type[Pl
 
 
 class _Settings(NamedTuple):
-    """The arguments of a fused call that are no tensors of the graph."""
+    """The arguments of a fused call that are not tensors of the graph."""
 
     edges: Edges
     scaling: Scaling
@@ -466,7 +464,7 @@ class _Chunked(NamedTuple):
     rows: slice
     edges: slice
     own: EdgesOfChunk
-    """The edges as the chunk numbers its rows."""
+    """The edges, with rows numbered from 0 within the chunk."""
 
 
 def _chunks(edges: Edges, vocab_size: int, device: torch.device) -> Iterator[_Chunked]:
@@ -481,7 +479,7 @@ def _chunks(edges: Edges, vocab_size: int, device: torch.device) -> Iterator[_Ch
 
 
 class _LinearHead:
-    """Makes the chunks of a call in the dtype that it computes in, and collects gradients in the wide dtype."""
+    """Computes logits by chunk in the compute dtype, and sums weight gradients in the wide dtype."""
 
     def __init__(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings, *, backward: bool, needs=()
@@ -507,7 +505,7 @@ class _LinearHead:
         return self._type(x, self._weight, self._bias, scaling, entropy=entropy, backward=self._backward)
 
     def add(self, chunk: _Chunked, grad_logits: Tensor) -> None:
-        """Take the gradient of a chunk's logits [r, V], in the wide dtype or already in that of the product."""
+        """Add the gradient of a chunk's logits [r, V], in the wide or the compute dtype."""
         narrow = grad_logits.to(self._settings.compute)
         if self._by_rows is not None:
             torch.matmul(narrow, self._weight, out=self._by_rows[chunk.rows])

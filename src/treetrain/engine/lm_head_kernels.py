@@ -1,8 +1,8 @@
-"""Triton kernels of the LM head's softmax: log-sum-exps and entropies in one reading, the gradient in one writing.
+"""Triton kernels of the LM head's softmax: log-sum-exps and entropies in one read, the gradient in one read and write.
 
-Logits are kept as the matrix product gives them; all arithmetic is in float32. A row's edges are met one after the
-other by the program that owns the place they point at, so that nothing is added by two programs at once and the same
-input gives the same bits. The gradient is rounded once, after everything has been added.
+Logits keep the dtype of the matrix product; all arithmetic is in float32. The program that owns a logit adds the
+gradients of its edges one after another, so no two programs add to one logit and results are bitwise reproducible. The
+gradient is rounded once, after all additions.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 BLOCK = 4096
-"""Logits of a program at once."""
+"""Logits that a program loads at once."""
 WARPS = 8
 
 
@@ -19,7 +19,7 @@ WARPS = 8
 def statistics_kernel(
     logits_ptr, lse_ptr, entropy_ptr, stride, vocabulary, factor, BLOCK: tl.constexpr, ENTROPY: tl.constexpr
 ):
-    """logits [r, V] -> lse [r], entropy [r]; grid (r,). Every lane has a running maximum of its own."""
+    """logits [r, V] -> lse [r], entropy [r]; grid (r,). Every lane keeps its own running maximum."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     high = tl.zeros([BLOCK], tl.float32) - float("inf")
@@ -30,7 +30,7 @@ def statistics_kernel(
         z = tl.load(logits_ptr + row * stride + column, mask=column < vocabulary, other=float("-inf"))
         z = z.to(tl.float32) * factor
         highest = tl.maximum(high, z)
-        base = tl.where(highest == float("-inf"), 0.0, highest)  # of a lane that has seen nothing yet
+        base = tl.where(highest == float("-inf"), 0.0, highest)  # 0 for a lane without logits so far
         shrink, weight = tl.exp(high - base), tl.exp(z - base)
         if ENTROPY:
             fallen = tl.where(high == float("-inf"), 0.0, high - base)
@@ -52,7 +52,8 @@ def gradient_kernel(
     logits_ptr, lse_ptr, by_row_ptr, entropy_ptr, by_entropy_ptr, first_ptr, target_ptr, by_edge_ptr, stride,
     vocabulary, factor, BLOCK: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """logits [r, V] become the gradient by them; first [r + 1]: each row's edges; grid (r, blocks of V)."""
+    """Overwrite logits [r, V] with their gradient; first [r + 1]: where each row's edges start; grid (r, blocks of
+    V)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = logits_ptr + row * stride + column
@@ -97,7 +98,7 @@ def to_gradient_(
     by_row: Tensor,
     entropies: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Turn logits [r, V] into the gradient by them.
+    """Overwrite logits [r, V] with their gradient.
 
     Args:
         lse: [r], as `statistics` gives them.

@@ -1,9 +1,9 @@
 """The common order of passes under FSDP2, where every forward and backward of the model is a collective call.
 
-Why nothing changes but that ranks meet: all ranks agree on one sequence of passes that holds every rank's own passes in
-their order. Where the sequence has a pass that a rank does not have, that rank runs a stand-in: a forward over one
-token with coefficients of zero, and later a backward with gradients of zero. It gathers and reduces the same weights as
-the others do, and adds zeros.
+All ranks agree on one sequence of passes that holds every rank's own passes in their order. Where a rank has no pass of
+its own, it runs a stand-in: a forward over one token with coefficients of zero, and later a backward with gradients of
+zero. A stand-in gathers and reduces the same weights as the other ranks' passes and adds zeros, so results do not
+change.
 
     rank 0:        forward a    stand-in     backward a   stand-in
     rank 1:        forward b    forward c    backward c   backward b
@@ -30,7 +30,7 @@ Reduces = Literal["each", "last", "never"]
 
 
 class StandIn:
-    """Forwards over one token that count for nothing.
+    """Forwards over one token that add nothing to the result.
 
     Args:
         run_type: the class that runs a layout on the model.
@@ -64,14 +64,14 @@ def agreed_order(ranks: Ranks, plan: Plan, modules: Sequence[Any], *, gradients:
 
     Args:
         modules: those that FSDP2 has sharded.
-        gradients: whether the parts go backward too.
+        gradients: whether the parts run backward too.
     """
     own = spelled(event.kind for event in plan.events()) if gradients else "P" * plan.num_parts
     waits = gradients and reduces != "never" and bool(waiting_gradients(*modules))
     _, answers = ranks.agree("an order of passes", lambda: (None, (own, waits)))
     turns = common_order([order for order, _ in answers])
     if not turns and any(waits for _, waits in answers):
-        return [Turn("forward", ()), Turn("backward", ())]  # nobody's: they reduce what earlier calls have left
+        return [Turn("forward", ()), Turn("backward", ())]  # stand-ins: they reduce what earlier calls left
     return turns
 
 
@@ -88,14 +88,14 @@ class Lockstep:
         self._turns, self._ranks, self._stand_in, self._shards = turns, ranks, stand_in, shards
         self._next = 0
         self._last_backward = max((n for n, turn in enumerate(turns) if turn.kind == "backward"), default=-1)
-        # What the backwards to come start from: outputs of stand-ins, and of this rank's own forwards.
+        # Outputs that later backwards start from: those of stand-ins, and of this rank's own forwards.
         self._idle_outputs: list[Sequence[Tensor]] = []
         self._own_outputs: list[Sequence[Tensor]] = []
         self._within_pass = False
         self.begin_backwards(reduces)
 
     def begin_backwards(self, reduces: Reduces) -> None:
-        """Say which of the backwards that follow reduce gradients."""
+        """Set which of the following backwards reduce gradients."""
         self._reduces = reduces
         if reduces != "each":
             self._set_reducing(False)
@@ -108,10 +108,10 @@ class Lockstep:
         self._begin()
 
     def after(self, kind: Kind, outputs: Sequence[Tensor] = ()) -> None:
-        """A pass of this rank has ended.
+        """Record that a pass of this rank has ended.
 
         Args:
-            outputs: what the backward of a forward with graph starts from.
+            outputs: of a forward with graph, the tensors that its backward starts from.
         """
         self._within_pass = False
         if kind == "forward":
@@ -129,7 +129,7 @@ class Lockstep:
         self._own_outputs.clear()
 
     def abandon(self, error: BaseException, *, forwards: bool = False) -> None:
-        """This rank has failed: go on with stand-ins, so that the others are not kept waiting."""
+        """After a failure of this rank, run stand-ins, so that the others do not wait."""
         if not self._within_pass:
             self.finish(forwards=forwards)
             return
@@ -141,11 +141,11 @@ class Lockstep:
         )
 
     def close(self) -> None:
-        """Leave the model as it was found."""
+        """Restore FSDP2's reduction setting, and reshard."""
         if self._reduces != "each":
             self._set_reducing(True)
         for module in self._shards:
-            module.reshard()  # a forward that no backward followed leaves its weights whole
+            module.reshard()  # a forward without a backward leaves its weights unsharded
 
     def _set_reducing(self, wanted: bool) -> None:
         for module in self._shards:
@@ -175,10 +175,10 @@ class Lockstep:
 
 @contextmanager
 def in_step(lockstep: Lockstep | None, *, forwards: bool = False) -> Iterator[None]:
-    """A run that goes through the common order to its end, also if this rank fails.
+    """Complete the common order after the block, also if this rank fails.
 
     Args:
-        forwards: only up to the backwards, which come later.
+        forwards: stop before the backwards, which come later.
     """
     if lockstep is None:
         yield

@@ -1,4 +1,4 @@
-"""The loss protocol as the engine uses it, what is refused as no loss, and the adapter for a user's own loss.
+"""The loss protocol, the checks of a user's loss, and the adapter for it.
 
 A loss has four members: `scope`, `needs`, `normaliser(trajectories)` and the call. `as_loss` checks them once. The
 losses of `treetrain.losses` implement `PackedLoss`, so that one call evaluates many rows; any other loss is wrapped in
@@ -38,7 +38,7 @@ PROTOCOL = (
 
 
 class Loss(Protocol):
-    """The four members of a loss, ours or a user's own. `scope` and `needs` may be left out."""
+    """The four members of any loss. `scope` and `needs` may be left out."""
 
     @property
     def scope(self) -> Scope:
@@ -73,7 +73,7 @@ class PackedLoss(Loss, Protocol):
 
     @property
     def sums_tokens(self) -> bool:
-        """Whether the loss is a weighted mean over predictions, each by itself."""
+        """Whether the loss is a weighted mean over independent predictions."""
         ...
 
     @property
@@ -88,7 +88,7 @@ class PackedLoss(Loss, Protocol):
 
     @property
     def identity(self) -> str:
-        """Text that two ranks have in common if they have the same loss with the same options."""
+        """Text that is equal on two ranks with the same loss and options."""
         ...
 
     def check(self, rows: Any, /) -> None:
@@ -96,11 +96,11 @@ class PackedLoss(Loss, Protocol):
         ...
 
     def total_weight(self, rows: Any, /) -> float:
-        """The part of these rows in the normaliser of a step."""
+        """The share of these rows in a step's normaliser."""
         ...
 
     def for_step(self, trajectories: Sequence[Trajectory], /) -> "PackedLoss":
-        """The loss with what it must know of all rows of a step."""
+        """The loss, with what it must know of all rows of a step."""
         ...
 
     def pack(self, rows: Any, /, *, device: torch.device, dtype: torch.dtype, used: NDArray | None) -> Any:
@@ -148,7 +148,7 @@ class RowLoss:
     def __init__(self, loss: Any, *, normaliser_given: bool):
         self.inner, self.name = loss, _name_of(loss)
         self.scope: Scope = getattr(loss, "scope", "trajectory")
-        # A normaliser of the user's own need not be a sum over rows.
+        # A user's normaliser need not be a sum over rows, so it gets the rows of all ranks.
         self.needs = (*_stated_needs(loss), *(() if normaliser_given else ("step",)))
         self.sums_tokens = bool(getattr(loss, "sums_tokens", False))
         named = loss if hasattr(loss, "__qualname__") else type(loss)
@@ -182,7 +182,7 @@ class RowLoss:
         def split(flat: Tensor | None) -> list[Any]:
             if flat is None:
                 return [None] * len(facts.trajectories)
-            # Clones: the loss may write into what it is given.
+            # Clones: the loss may write into its arguments.
             return [row.clone() for row in split_by_trajectory(flat, facts.trajectories, facts.used)]
 
         by_row = split(logprobs), split(entropies), split(values)
@@ -198,11 +198,11 @@ class RowLoss:
 
 
 def as_loss(loss: Any, normaliser: float | None = None) -> PackedLoss:
-    """A user's loss in the form that the engine calls.
+    """A user's loss as a `PackedLoss`.
 
     Args:
-        loss: what the user gave.
-        normaliser: what the user gave to divide by; a loss must have its own if there is none.
+        loss: the user's loss.
+        normaliser: the user's normaliser; if None, the loss must have its own.
 
     Raises:
         TypeError: it cannot be called as a loss; the message says what to do.
@@ -245,10 +245,10 @@ def needs_logprobs(loss: PackedLoss) -> bool:
 
 
 def step_loss(loss: PackedLoss, trajectories: Sequence[Trajectory], normaliser: float | None) -> PackedLoss:
-    """The loss with what it must know of the whole step, which these rows are unless a normaliser is given.
+    """The loss, with what it must know of the whole step: of these rows, unless a normaliser is given.
 
     Raises:
-        ValueError: a part of a step, and a loss that was not told of the whole one.
+        ValueError: the rows are a part of a step, and `for_step` was not called with the whole.
     """
     if normaliser is None:
         return loss.for_step(trajectories)
@@ -280,7 +280,7 @@ def check_normaliser(normaliser: float) -> float:
 
 
 def check_count(loss: PackedLoss, tree: TokenTree) -> None:
-    """Raise ValueError if tokens count once and the loss is no sum over tokens."""
+    """Raise ValueError if tokens count once and the loss is not a sum over tokens."""
     if tree.count == "once" and not loss.sums_tokens:
         raise ValueError(
             f"the tree counts each node's tokens once (count='once'), but {_name_of(loss)} is no sum over tokens by "
@@ -327,7 +327,7 @@ def require_facts(rows: Rows, names: Sequence[str]) -> None:
 
 
 def _as_sums(metrics: Mapping[str, Any] | None) -> Metrics:
-    """A plain number is the mean of one observation. Clones: a loss may go on to write into what it has reported."""
+    """Metrics as sums and weights; a plain number has weight 1. Clones: the loss may write into its metrics later."""
 
     def fixed(value: Any) -> Any:
         return value.detach().clone() if isinstance(value, Tensor) else value
@@ -342,7 +342,7 @@ def _name_of(loss: Any) -> str:
 
 
 def _stated_needs(loss: Any) -> tuple[str, ...]:
-    """The needs that a user's own loss states, by `needs` or by the three flags that came before it."""
+    """The needs that a user's loss states, by `needs` or by three older flags."""
     if hasattr(loss, "needs"):
         return tuple(loss.needs)
     logprobs = ("logprobs",) if getattr(loss, "needs_logprobs", True) else ()
@@ -351,11 +351,11 @@ def _stated_needs(loss: Any) -> tuple[str, ...]:
 
 
 def _check_arguments(loss: Callable[..., Any], name: str) -> None:
-    """Raise TypeError if Python itself knows that a loss does not take what it is given."""
+    """Raise TypeError if the signature of a loss does not accept the engine's arguments."""
     try:
         signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
     except (TypeError, ValueError):
-        return  # written in C: nothing is known before it is called
+        return  # written in C: it has no signature
     values = {"values": None} if "predicted_values" in _stated_needs(loss) else {}
     try:
         signature.bind(None, None, None, **values)
@@ -371,7 +371,7 @@ def checked_sum(name: str, returned: Any) -> tuple[Any, Mapping[str, Any] | None
     """The (sum, metrics) that a loss returned.
 
     Raises:
-        TypeError: it is no such pair, its sum is no scalar, or its metrics are no dict of numbers.
+        TypeError: it is not such a pair, its sum is not a scalar, or its metrics are not a dict of numbers.
     """
     if not (isinstance(returned, tuple | list) and len(returned) == 2):
         alone = "; return (sum, {}) where there are no metrics" if isinstance(returned, Tensor | float) else ""

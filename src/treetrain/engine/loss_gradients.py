@@ -1,8 +1,8 @@
-"""Takes the scores of parts from the executor, and gives it the gradients of the loss by these scores.
+"""Takes the scores of parts from the executor, and gives it the gradients of the loss with respect to them.
 
-`KnownGradients` has the gradients beforehand (of a loss linear in the log-probabilities, or one already evaluated).
-`StreamedGradients` evaluates a loss as the parts run: each trajectory when its last prediction is scored. So a part's
-gradients are complete when everything below it has run, which is when the executor asks for them.
+`KnownGradients` holds gradients known beforehand (the loss is linear in the log-probabilities, or already evaluated).
+`StreamedGradients` evaluates a loss as the parts run: each trajectory when its last prediction is scored. A part's
+gradients are complete when everything below it has run, and the executor reads them after that.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -20,14 +20,14 @@ from treetrain.tree.layout import Piece, ranges
 
 
 class ScoreGradients(NamedTuple):
-    """Gradients of the loss by the scores of a part."""
+    """Gradients of the loss with respect to the scores of a part."""
 
     edges: Tensor
-    """[e]: of the log-probabilities."""
+    """[e]: with respect to the log-probabilities."""
     rows: Tensor | None
-    """[r]: of the entropies."""
+    """[r]: with respect to the entropies."""
     values: Tensor | None = None
-    """[r] or [r, c]: of the values."""
+    """[r] or [r, c]: with respect to the values."""
 
 
 class LossGradients(Protocol):
@@ -46,12 +46,12 @@ class LossGradients(Protocol):
         ...
 
     def gradients_of(self, piece: Piece) -> ScoreGradients:
-        """Gradients of a piece of which everything below has run."""
+        """Gradients of a piece, after everything below it has run."""
         ...
 
 
 class ScoreTable:
-    """Log-probabilities of the E edges, entropies and values of the R rows of a batch, as far as they are scored."""
+    """Log-probabilities of the E edges, entropies and values of the R rows of a batch, 0 until scored."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ScoreTable:
 
     @property
     def values_or_zeros(self) -> Tensor:
-        """[R] or [R, c]: the values, where there are rows."""
+        """[R] or [R, c]: the values; zeros [R] if none was written."""
         return self.logprobs.new_zeros(self.num_rows) if self.values is None else self.values
 
     def write(self, piece: Piece, scores: Scores) -> None:
@@ -129,13 +129,13 @@ class KnownGradients:
 class StreamedGradients(KnownGradients):
     """Evaluates a loss over trajectories as they end.
 
-    A loss over several trajectories at once is evaluated when all of them have ended: one part only.
+    A batch-scope loss is evaluated when all of them have ended, so the plan must have one part only.
     """
 
     needs_scores_early = True
 
     def __init__(self, table: ScoreTable, batch: Batch | MergedBatch, loss: PackedLoss, normaliser: float):
-        # Float64: a shared edge may collect thousands of rows.
+        # Float64: thousands of rows may add to a shared edge.
         zeros = torch.zeros_like(table.logprobs, dtype=torch.float64)
         rows = None if table.entropies is None else torch.zeros_like(table.entropies, dtype=torch.float64)
         super().__init__(table, zeros, rows)
@@ -217,13 +217,13 @@ def linear_coefficients(
 
 
 def added_up(like: Tensor, places: np.ndarray, found: Tensor | None) -> Tensor:
-    """Gradients added up where they were read from, in the shape and dtype of `like`.
+    """Gradients, summed at the places that their scores came from, in the shape and dtype of `like`.
 
     Args:
-        places: int64 [T]: where in `like`.
+        places: int64 [T]: indices into `like`.
         found: [T] or [T, c]; None: zeros.
     """
-    # Float64 on the way: a place may collect thousands of rows.
+    # Summed in float64: thousands of rows may add to a place.
     total = torch.zeros_like(like, dtype=torch.float64)
     if found is not None:
         total.index_add_(0, on_device(places, like.device), found.double())
@@ -252,7 +252,7 @@ def evaluate_gradients(
     rows: Reads,
     values: Tensor | None = None,
 ) -> Evaluation:
-    """A loss over some trajectories and its gradients, apart from the model's graph.
+    """A loss over some trajectories and its gradients, computed outside the model's graph.
 
     Args:
         logprobs: [E] of all edges.

@@ -21,8 +21,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 def free_bytes(device: torch.device) -> int | None:
     """Bytes that a plan may use now: the device's free memory times `CPU_SHARE` or `CUDA_SHARE`.
 
-    CPU: what the kernel calls available, or what the control group leaves where that is less; None where the system
-    does not tell (no /proc/meminfo). CUDA: free memory, and what PyTorch's allocator holds without using it.
+    CPU: MemAvailable, or what the control group leaves if that is less; None without /proc/meminfo. CUDA: free memory,
+    and what PyTorch's allocator has reserved but not allocated.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -60,7 +60,7 @@ def _control_groups() -> list[Path]:
 
 
 def _left(group: Path) -> int | None:
-    """Limit less use of a control group, file cache not counted as use; None where it has no limit."""
+    """The limit of a control group minus its use, without inactive file cache; None if it has no limit."""
     for limit_name, use_name, cache_name in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -80,8 +80,8 @@ def _left(group: Path) -> int | None:
 def live_bytes(device: torch.device) -> Iterator["AllocatedBytes"]:
     """Measure the bytes of the tensors that come and go inside the block.
 
-    On a CPU every operator's outputs are seen by a dispatch mode and counted while their storage lives, in backward
-    too; what an operator takes for itself while it runs is not seen. On CUDA the allocator keeps the same books.
+    On a CPU, a dispatch mode counts every operator's outputs while their storage lives, in backward too; an operator's
+    own workspace is not counted. On CUDA, the allocator's statistics are used.
     """
     if device.type == "cuda":
         yield _CudaBytes(device)
@@ -164,11 +164,10 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 
 def keep_memory() -> bool:
-    """Tell glibc to serve large blocks from its heap and to keep them. Returns whether it was done.
+    """Tell glibc to serve large blocks from its heap and to keep them. Returns whether that worked.
 
-    Memory that is given back between steps costs page faults at every step on a CPU. The same as setting
-    MALLOC_MMAP_MAX_=0, MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_ before the start; a no-op where the C library is not
-    glibc.
+    Memory that is returned between steps costs page faults at every step on a CPU. This equals setting
+    MALLOC_MMAP_MAX_=0, MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_ before the start; it is a no-op without glibc.
     """
     if not sys.platform.startswith("linux"):
         return False

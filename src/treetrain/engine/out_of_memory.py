@@ -1,4 +1,4 @@
-"""Out of memory, handled as a plan that was too large: the step starts over with half as many tokens alive."""
+"""Handles out of memory: the step starts over with a plan of half as many tokens alive."""
 
 import sys
 import warnings
@@ -31,7 +31,7 @@ class StepOutOfMemory(RuntimeError):
 
     Args:
         tokens: tokens that were being computed, or whose graph was alive.
-        backward_begun: whether gradients may have been added, which are incomplete then.
+        backward_begun: whether a backward had started, so that gradients may be incomplete.
     """
 
     def __init__(self, tokens: int, *, backward_begun: bool):
@@ -42,11 +42,11 @@ class StepOutOfMemory(RuntimeError):
 class out_of_memory_in:
     """Raises StepOutOfMemory in place of any error of an allocator in the block.
 
-    This is no generator: from Python 3.12 on, one that raises another error leaves the first in a cycle with its
-    frames, and the graph that did not fit would be alive beside the next try until garbage is collected.
+    This is a class, not a generator: from Python 3.12 on, a generator that raises another error leaves the first in a
+    reference cycle with its frames. The graph that did not fit would stay alive during the next try.
 
     Args:
-        make: makes the error, when memory has run out.
+        make: creates the error.
     """
 
     def __init__(self, make: Callable[[], StepOutOfMemory]):
@@ -72,10 +72,10 @@ class PassCounts:
 def within_memory(
     model: nn.Module, plan: Plan, run: Callable[[Plan, PassCounts], T], replan: Callable[[int], Plan]
 ) -> tuple[T, Plan, PassCounts]:
-    """Run a plan; where memory runs out, a plan of half as many tokens alive, and so on, with one warning.
+    """Run a plan; while memory runs out, retry with half as many tokens alive. Warns once.
 
     Args:
-        run: raises StepOutOfMemory, with everything as it was before, where it must start over.
+        run: raises StepOutOfMemory, with everything restored, if it must start over.
         replan: makes the plan under a budget of tokens.
 
     Returns:
@@ -89,7 +89,7 @@ def within_memory(
         except StepOutOfMemory as error:
             restarts, most, budget = restarts + 1, max(most, error.tokens), min(error.tokens, budget) // 2
             cause = None if budget else error.__cause__
-        # Outside the handler, so that nothing holds on to what the try had made.
+        # Outside the handler, so that nothing keeps the tensors of the failed try alive.
         if cause is not None:
             raise cause
         if next(model.parameters()).device.type == "cuda":

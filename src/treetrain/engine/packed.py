@@ -28,10 +28,10 @@ _NONE = np.zeros(0, np.int64)
 
 
 class PackedRun:
-    """A layout on a model's device, ready to be run forward (and, inside `mode`, backward).
+    """A layout on a model's device, ready to run forward and backward inside `mode`.
 
     Args:
-        cache: the path that the layout continues and the tokens it hands on; None for whole trees.
+        cache: the path that the layout continues and the rows that it fills; None for whole trees.
         states: the same for recurrent layers.
         score: False runs the layers alone, for their keys and values.
         routers: what the step does with the routers of experts; None leaves them as they are.
@@ -68,7 +68,7 @@ class PackedRun:
     @staticmethod
     @contextmanager
     def mode(model: nn.Module) -> Iterator[None]:
-        """Tree mode: keep it open over the backward too, since activation checkpointing runs layers again there."""
+        """Tree mode. Keep it open during backward too: activation checkpointing runs layers again there."""
         with tree_attention(model), tree_recurrence(model):
             yield
 
@@ -141,10 +141,10 @@ class PackedRun:
 
 
 def _within_autocast(model: nn.Module) -> AbstractContextManager[None]:
-    """Where autocast is on, a forward that Accelerate has wrapped in it is replaced by the one within.
+    """Under autocast, replace a forward that Accelerate has wrapped in autocast by the original one.
 
-    Accelerate wraps a model's forward in one autocast object, which stores the state to go back to in itself: entered
-    while it is active, by a call of the engine within a call of the model, it would leave autocast on for good.
+    Accelerate wraps a model's forward in one autocast object, which stores the state to restore. A call of the engine
+    within a call of the model would enter that object twice, and autocast would stay on for good.
     """
     inner = vars(model).get("_original_forward")
     if inner is None or not torch.is_autocast_enabled(model_device(model).type):

@@ -1,4 +1,4 @@
-"""Between the batches that trainers hold, padded [B, L] or packed, and rows of their own length."""
+"""Converts between trainers' batches, padded [B, L] or packed, and rows of their own length."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,8 +26,8 @@ def from_padded(input_ids: Tensor, attention_mask: Tensor, **facts: Tensor) -> l
         input_ids: int [B, L].
         attention_mask: bool or 0/1 [B, L], True at real tokens; padding left, right or both.
         facts: per-token facts of `Trajectory` by name, [B, L] (entry t belongs to the prediction of token t), or
-            [B, L - 1] as `to_padded` returns them (entry t to that of token t + 1), or [B] for the facts a row has
-            one of (``reward``, ``chosen``; ``advantages`` and ``loss_weights`` may be [B] too).
+            [B, L - 1] as `to_padded` returns them (entry t to that of token t + 1), or [B] for facts with one value per
+            row (``reward``, ``chosen``; ``advantages`` and ``loss_weights`` may be [B] too).
 
     Raises:
         DataError: shapes that disagree, or a hole in a row's mask.
@@ -41,7 +41,7 @@ def from_padded(input_ids: Tensor, attention_mask: Tensor, **facts: Tensor) -> l
 
 
 def to_padded(rows: Sequence[Tensor], attention_mask: Tensor, fill: float = 0.0) -> Tensor:
-    """Per-prediction rows, as `logprobs` returns them, as a padded batch aligned with next-token logits.
+    """Pad per-prediction rows, as `logprobs` returns them, to a batch aligned with next-token logits.
 
     Args:
         rows: B tensors [L_b - 1], L_b being the number of real tokens of row b.
@@ -58,7 +58,7 @@ def from_packed(input_ids: Tensor, position_ids: Tensor, **facts: Tensor) -> lis
     """Rows of a packed (padding-free) batch as trajectories: a row begins wherever the positions return to 0.
 
     Args:
-        input_ids: int [B, T], several rows behind each other; B is usually 1.
+        input_ids: int [B, T], several rows one after another; B is usually 1.
         position_ids: int [B, T], counting from 0 within every row.
         facts: per-token facts of `Trajectory` by name, [B, T] (entry t belongs to the prediction of token t), or
             [B, T - 1] as `to_packed` returns them (entry t to that of token t + 1).
@@ -75,7 +75,7 @@ def from_packed(input_ids: Tensor, position_ids: Tensor, **facts: Tensor) -> lis
 
 
 def to_packed(rows: Sequence[Tensor], position_ids: Tensor, fill: float = 0.0) -> Tensor:
-    """Per-prediction rows, as `logprobs` returns them, as a packed batch aligned with next-token logits.
+    """Pack per-prediction rows, as `logprobs` returns them, into a batch aligned with next-token logits.
 
     Args:
         rows: a tensor [L_k - 1] for every row that `from_packed` finds, in its order.

@@ -15,12 +15,12 @@ from treetrain.planning.plan import Plan
 from treetrain.tree.layout import PackedLayout
 
 AMPLE = 2
-"""Where so many times a predicted peak is free, there is room for it whatever the prediction's error."""
+"""If this many times a predicted peak is free, the peak fits whatever the prediction's error."""
 LAST_RESORT_TOKENS = 256
-"""The budget that is tried if no plan is predicted to fit into free memory."""
+"""The token budget that is tried if no plan is predicted to fit into free memory."""
 PASS_TOKENS, FORWARD_SHARE = 40.0, 0.35
-"""For a model that cannot be counted: a pass costs as much as so many tokens, and a forward is this share of a
-step. Every plan within a budget is exact, so a wrong guess costs time only."""
+"""For a model that cannot be counted: the fixed cost of a pass in tokens, and a forward's share of a step. Every plan
+within a budget is exact, so a wrong guess costs time only."""
 
 
 def plan_within(layout: PackedLayout, budget: int | Bytes | None, model: nn.Module, *, free: int | None = None) -> Plan:
@@ -38,7 +38,7 @@ def plan_within(layout: PackedLayout, budget: int | Bytes | None, model: nn.Modu
         return make_plan(layout, cost_of(model), budget=budget)
     cost = cost_if_countable(model)
     if cost is None:
-        # Its memory is not known either: as many tokens at once as run well.
+        # Its memory is unknown too, so take parts of a size that runs well.
         tokens, target = (max(layout.num_tokens, 1), PART_TOKENS) if budget is None else (budget, None)
         return partition(layout, tokens, _seconds_of_any_model, part_tokens=target)
     try:
@@ -46,13 +46,13 @@ def plan_within(layout: PackedLayout, budget: int | Bytes | None, model: nn.Modu
     except ValueError as error:
         if budget is not None:
             raise
-        # Nobody asked for this bound, and predictions err: it is tried, and out of memory is handled.
+        # The user set no bound and predictions err, so it is tried; out of memory is handled.
         warnings.warn(f"more memory is predicted than is free ({error}); small parts are tried", stacklevel=2)
         return make_plan(layout, cost, budget=LAST_RESORT_TOKENS)
 
 
 def device_free_bytes(model: nn.Module) -> int | None:
-    """Bytes that a plan may use now; None where the system does not tell, and a budget must be given to bound it."""
+    """Bytes that a plan may use now; None if unknown, then only a budget can bound it."""
     return free_bytes(model_device(model))
 
 

@@ -1,4 +1,4 @@
-"""The result of a step: a loss and metrics that stay on the device until somebody reads them."""
+"""The result of a step: a loss and metrics that stay on the device until they are read."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Metrics = dict[str, tuple[Any, Any]]
-"""Name -> (weighted sum, weight), numbers or tensors of one number: parts, micro-batches and ranks add up."""
+"""Name -> (weighted sum, weight), numbers or scalar tensors; those of parts, micro-batches and ranks are added."""
 
 
 def add_metrics(a: Metrics, b: Metrics) -> Metrics:
@@ -22,7 +22,7 @@ def add_metrics(a: Metrics, b: Metrics) -> Metrics:
 
 
 def read_metrics(sums: Metrics) -> Metrics:
-    """The same as floats, in one copy from the device."""
+    """Metrics as floats, in one copy from the device."""
     numbers = _read(number for pair in sums.values() for number in pair)
     return dict(zip(sums, zip(numbers[0::2], numbers[1::2])))
 
@@ -44,13 +44,13 @@ def _read(values: Iterable[Any]) -> list[float]:
 class StepResult:
     """The outcome of one `TreeEngine.forward_backward`.
 
-    Reading `loss` or `metrics` waits for the device; until then a GPU may still be at work on the step.
+    Reading `loss` or `metrics` waits for the device; until then a GPU may still be running the step.
     """
 
     loss_tensor: Tensor | float
     """The loss where it was computed: a detached tensor of one number, or a number."""
     metric_sums: Metrics = field(repr=False)
-    """Name -> (weighted sum, weight) of what the loss reports, to be added over calls; numbers or tensors likewise."""
+    """Name -> (weighted sum, weight) of what the loss reports, to be added over calls; see `Metrics`."""
     flat_tokens: int
     """Tokens summed over the trajectories."""
     unique_tokens: int
@@ -58,7 +58,7 @@ class StepResult:
     computed_tokens: int
     """Tokens that went through the model: the tree's, less those that no wanted prediction depends on."""
     recomputed_tokens: int
-    """Tokens of the passes without graph: what was run forward once more to stay within the budget."""
+    """Tokens of the passes without graph: prefills, and whole passes before the first backward."""
     parts: int
     """Forward-backward passes it took."""
 
@@ -78,7 +78,7 @@ class StepResult:
 
 
 def summed(results: Sequence[StepResult], *, over: int = 1) -> StepResult:
-    """Parts of one step as one, without waiting for any.
+    """The results of a step's parts as one, without waiting for the device.
 
     Args:
         over: divides the loss.

@@ -1,12 +1,12 @@
-"""The routers of a mixture of experts in a step: their auxiliary loss, and choices that were recorded.
+"""The routers of a mixture of experts in a step: their auxiliary loss, and recorded choices.
 
 The auxiliary loss is E * sum over experts of f_e * P_e over all tokens of all rows and all layers with experts at once:
 f_e is how often an expert is chosen, P_e its mean probability (Switch Transformer, arXiv 2101.03961, equation 4). A
 token of the tree counts once per trajectory through it.
 
-The loss is about all tokens, but the choices have no gradient. So once all choices are known, the gradient of every
-probability is E * f_e / tokens times the token's count, whatever else is in the pass. It is added where the router's
-weights get theirs, so that it needs no graph of its own and survives activation checkpointing.
+The loss is over all tokens, but the choices have no gradient. So once all choices are known, the gradient of every
+probability is E * f_e / tokens times the token's count, whatever else is in the pass. The backward of the router's
+output weights adds it, so it needs no graph of its own and works with activation checkpointing.
 
 Shape letters: n tokens of a pass, N of the tree, E experts, k of them per token.
 """
@@ -31,16 +31,16 @@ from treetrain.tree.token_tree import TokenTree
 
 METRIC = "router_aux_loss"
 FORMULA_TOLERANCE = 1e-2
-"""Relative, between the model's own auxiliary loss of a pass and this one of the same logits: as far apart as two
-orders of summation may be in bfloat16, and much closer than another formula would be. So for its gradient."""
+"""Relative difference allowed between the model's own auxiliary loss of a pass and this one of the same logits, and
+between their gradients. Two orders of summation in bfloat16 stay within it; another formula does not."""
 ROUNDINGS = 8
-"""Roundings of the gradient of a probability, which nearly cancel in the gradient of a logit where all experts are
-chosen about as often."""
+"""Rounding errors of a probability's gradient allowed on top. The terms of a logit's gradient nearly cancel if all
+experts are chosen about equally often; their rounding errors do not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RouterBalance:
-    """How a batch spreads over the experts, summed over layers and trajectories; batches add up."""
+    """How a batch spreads over the experts, summed over layers and trajectories; add those of batches."""
 
     choices: Tensor
     """float64 [E]: how often each expert is chosen."""
@@ -68,7 +68,7 @@ class RouterBalance:
         return self.share_of(self)
 
     def share_of(self, whole: "RouterBalance") -> Tensor:
-        """The part of these tokens in the auxiliary loss of a whole step."""
+        """These tokens' share of the auxiliary loss of a whole step."""
         return (whole.choices / whole.tokens) @ (self.probabilities / whole.tokens) * len(self.choices)
 
     @property
@@ -108,8 +108,8 @@ class Routing:
 
     Args:
         balanced: whether there is an auxiliary loss.
-        whole: the balance of the whole step, where this is a part of it.
-        scale: of the auxiliary loss's gradient.
+        whole: the balance of the whole step, if this is a part of it.
+        scale: multiplies the auxiliary loss and its gradient.
     """
 
     def __init__(
@@ -132,23 +132,23 @@ class Routing:
 
     @property
     def in_parts(self) -> bool:
-        """Whether a pass may go backward before all others have been forward."""
+        """Whether a pass may run backward before all others have run forward."""
         return not self.balanced or self.whole is not None
 
     def begin(self) -> None:
-        """Forget what was found: the passes start over."""
+        """Reset the balance: the passes start over."""
         self.found, self.whole, self._collects = None, self._given, True
 
     def settle(self) -> None:
-        """All tokens have been through the routers: what was found is the whole, if no other was given."""
+        """Call when all tokens have passed the routers. Their balance is the whole, unless one was given."""
         self.whole, self._collects = self.whole or self.found, False
 
     def run(self, tree_index: np.ndarray, *, final: bool) -> "RouterPass":
-        """Take hold of the routers of one pass.
+        """The `RouterPass` of one pass.
 
         Args:
             tree_index: int64 [n]: its tokens.
-            final: whether these tokens are counted by no other pass of the same kind.
+            final: whether no later pass of the same run has these tokens.
         """
         recorded = None if self._recorded is None else on_device(self._recorded[tree_index], self._device)
         if self._counts is None:
@@ -159,23 +159,23 @@ class Routing:
         return RouterPass(self, self._experts, recorded, counts, tokens=tokens, collects=collects)
 
     def idle_run(self, tokens: int) -> "RouterPass":
-        """Take hold of the routers of a pass over so many tokens that count for nothing."""
+        """The `RouterPass` of a stand-in over so many tokens, which are not counted."""
         counts = torch.zeros(tokens, dtype=torch.int64, device=self._device) if self.balanced else None
         return RouterPass(self, self._experts, None, counts)
 
     def own_auxiliary(self, *, collects: bool) -> "OwnAuxiliary | None":
-        """The comparison with the model's own auxiliary loss of a pass that begins now. None where nothing is left to
-        compare: its value is in the first pass, its gradient in the first pass that has one."""
+        """The comparison with the model's own auxiliary loss in a pass that starts now; None if nothing is left to
+        compare. The first pass compares the value, the first with a graph the gradient."""
         slope = self._slope_to_verify and torch.is_grad_enabled()
         return OwnAuxiliary() if slope or (collects and self._to_verify) else None
 
     def verified(self) -> None:
-        """A pass's own auxiliary loss was the one that is computed here."""
+        """Record that the model's own auxiliary loss of a pass agreed."""
         self._to_verify = False
         self._slope_to_verify = self._slope_to_verify and not torch.is_grad_enabled()
 
     def add(self, found: RouterBalance | None) -> None:
-        """Take note of a pass that fitted."""
+        """Add the balance of a completed pass."""
         self.found = _plus(self.found, found)
 
     @property
@@ -192,7 +192,7 @@ class Routing:
         return self.found.share_of(self.whole or self.found)
 
     def added_to(self, total: Any, sums: Metrics) -> tuple[Any, Metrics]:
-        """A step's loss and metrics with the auxiliary loss."""
+        """A step's loss and metrics plus the auxiliary loss."""
         if not self.balanced:
             return total, sums
         # Parts and ranks have shares of one loss, so their weights add up to 1.
@@ -207,7 +207,7 @@ class Routing:
 
 
 def check_auxiliary(experts: MixtureOfExperts | None, wanted: bool) -> None:
-    """Raise ValueError where a model's auxiliary loss would be forgotten, or is wanted of a model without one."""
+    """Raise ValueError if a model's auxiliary loss would be forgotten, or is wanted of a model without experts."""
     if wanted and experts is None:
         raise ValueError("return_aux=True, but the model has no experts; leave it out")
     if not wanted and experts is not None and experts.auxiliary:
@@ -221,7 +221,7 @@ def check_auxiliary(experts: MixtureOfExperts | None, wanted: bool) -> None:
 def switched(
     model: nn.Module, experts: MixtureOfExperts | None, routing: Routing | None
 ) -> AbstractContextManager[None]:
-    """Hand the routers to a step that needs them, for the length of a block."""
+    """Replace the routers' forwards during a block, for a step that needs it."""
     if experts is None or routing is None or not routing.needed:
         return nullcontext()
     return routers_switched(model, experts)
@@ -266,14 +266,14 @@ class RouterPass:
         self._seen: set[int] = set()
 
     def begin(self) -> dict[str, Any]:
-        """Arguments of the model's forward, which follows: whether it should compute its own auxiliary loss."""
+        """Arguments for the model's forward: whether it computes its own auxiliary loss. Call before it."""
         if self._counts is None:
             return {}
         self._own = self._routing.own_auxiliary(collects=self._collects)
         return {"output_router_logits": self._own is not None}
 
     def route(self, router: Router, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In place of a router's forward, also when activation checkpointing runs it again."""
+        """Run in place of a router's forward, also when activation checkpointing runs it again."""
         self._seen.add(router.place)
         if self._recorded is None:
             output = forward(*args, **kwargs)
@@ -295,10 +295,10 @@ class RouterPass:
         return logits, weights, routed.chosen
 
     def close(self, outputs: Any) -> None:
-        """The forward is done: what it found counts, and what is run again from now on does not.
+        """End the forward: its balance counts; layers that run again later do not.
 
         Raises:
-            UnsupportedModel: a router that was not called, or another auxiliary loss than this one.
+            UnsupportedModel: a router was not called, or the model's auxiliary loss differs.
         """
         self._collects = False
         if len(self._seen) != self._experts.places:
@@ -314,7 +314,7 @@ class RouterPass:
 
 
 class _Balanced(torch.autograd.Function):
-    """A router's weights as they are; their backward gives its probabilities the auxiliary loss's gradient."""
+    """A router's weights, unchanged; backward gives its probabilities the auxiliary loss's gradient."""
 
     @staticmethod
     def forward(ctx, weights: Tensor, probabilities: Tensor, counts: Tensor, routing: Routing):
@@ -330,9 +330,9 @@ class _Balanced(torch.autograd.Function):
 class OwnAuxiliary:
     """The model's own auxiliary loss of one pass, compared with the formula: its value and its gradient.
 
-    A value alone does not tell: a loss that is detached, or scaled in its gradient only, trains otherwise. There is no
-    gradient to compare without a graph, under reentrant checkpoints (which hide it), and where somebody waits for the
-    step's backward at the model's outputs (FSDP, which would take this for it).
+    The value alone is not enough: a loss that is detached, or scaled in its gradient only, trains differently. The
+    gradient cannot be compared without a graph, under reentrant checkpoints (which hide it), or with hooks on the loss
+    (FSDP2 would take this backward for the step's).
     """
 
     def __init__(self) -> None:
@@ -340,11 +340,11 @@ class OwnAuxiliary:
         self._live: list[tuple[Tensor, Tensor]] = []
 
     def note(self, logits: Tensor, probabilities: Tensor, top_k: int) -> Tensor:
-        """Take one router's [n, E]; every token counts once.
+        """Add one router's logits and probabilities, [n, E]; every token counts once.
 
         Returns:
-            The logits that the model's own loss must be given: a node of the graph that nothing else hangs on, so that
-            the gradient found there is that of the loss alone and not also by way of the layers above.
+            The logits for the model's own loss: a graph node that nothing else uses, so that its gradient is that of
+            the loss alone, without the path through the layers above.
         """
         self._whole = _plus(self._whole, RouterBalance.of(probabilities.detach(), top_k))
         if not (torch.is_grad_enabled() and logits.requires_grad):
@@ -357,7 +357,7 @@ class OwnAuxiliary:
         """Compare with the auxiliary loss that the model's forward returned.
 
         Raises:
-            UnsupportedModel: there is none, or it is another one.
+            UnsupportedModel: there is none, or it differs.
         """
         assert self._whole is not None, "no router was called"
         ours, theirs = float(self._whole.loss), None if own is None else float(own.detach())
@@ -397,7 +397,7 @@ def route_as_recorded(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The output of a router that takes recorded experts.
+    """The output of a router that uses recorded experts.
 
     Args:
         recorded: int64 [n, k]; -1 leaves a token to the router.
@@ -417,7 +417,7 @@ def route_as_recorded(
 
 
 class _RecordedTopK(TorchFunctionMode):
-    """The choice of the k best of E experts gives the recorded ones; what a router does with them is its own."""
+    """Makes torch.topk over E experts return the recorded ones; the router's other operations run as they are."""
 
     def __init__(self, recorded: Tensor, experts: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A model with its budget and its ranks: what every call of the engine needs to plan a batch and to run the plan."""
+"""A model with its budget and its ranks: all that a call of the engine needs to plan a batch and run the plan."""
 
 import os
 from collections.abc import Callable
@@ -73,7 +73,7 @@ class Runtime:
         return check_model(self.model, critics=True, value_head=self.value_head)
 
     def prepare(self, *, logprobs: bool, values: bool) -> None:
-        """Check the model for a call that wants these. Raises UnsupportedModel."""
+        """Check the model for a call that computes these. Raises UnsupportedModel."""
         self.capabilities = self.checked().asked(logprobs=logprobs, values=values)
 
     @property
@@ -94,7 +94,7 @@ class Runtime:
 
     @property
     def live(self) -> bool:
-        """Whether anybody could ask for gradients of what is scored now."""
+        """Whether scores computed now can have gradients."""
         return torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters)
 
     def check_hooks(self) -> None:
@@ -112,14 +112,14 @@ class Runtime:
         return [p for p in self.parameters if not is_shard(p)]
 
     def rollback(self) -> Rollback:
-        """Takes gradients back if a step that begins now fails."""
+        """The `Rollback` of a step that starts now."""
         return Rollback(self.parameters, self.model, self.value_head)
 
     # ---- plans
 
     @property
     def cost(self) -> CostModel:
-        """The cost of passes of this model as it is now: counted without running it, with published speeds.
+        """The cost model of this model as it is now: counted without running it, with published speeds.
 
         Raises:
             UnsupportedModel: a model that cannot be counted.
@@ -141,7 +141,7 @@ class Runtime:
         return max(free - gradient_bytes_to_come(self.parameters), 0)
 
     def keeps_graphs(self, plan: Plan) -> bool:
-        """Whether the graphs of all parts fit beside each other: into the budget, or into what the device has free."""
+        """Whether the graphs of all parts fit at once, into the budget or into free memory."""
         if plan.num_parts <= 1:
             return True
         kept = plan.with_all_kept()
@@ -154,9 +154,9 @@ class Runtime:
         return room is None or cost.peak_bytes(kept) <= room
 
     def has_room_for_logits(self, plan: Plan) -> bool:
-        """Whether the logits of all scored rows fit beside the graphs of a plan, with room to spare.
+        """Whether the logits of all scored rows fit in addition to the graphs of a plan, with room to spare.
 
-        Kept, they save a second product of the head's matrix with every row.
+        Keeping them saves a second product of the head's matrix with every row.
         """
         cost = cost_if_countable(self.model)
         room = self.budget.count if isinstance(self.budget, Bytes) else self.free_bytes()
@@ -190,7 +190,7 @@ class Runtime:
         statistics: bool = False,
         keep_logits: bool = False,
     ) -> Executor:
-        """Runs a plan on the model; under FSDP2 a collective call. See `Executor`."""
+        """The `Executor` of a plan on the model; under FSDP2 a collective call."""
         model, capabilities, temperature = self.model, self.capabilities, self.temperature
         lockstep = None
         if self.in_lockstep:
@@ -213,7 +213,7 @@ class Runtime:
         )
 
     def within_memory(self, plan: Plan, run: Callable[[Plan, PassCounts], T]) -> tuple[T, Plan, PassCounts]:
-        """Run a plan, and smaller ones where memory runs out and no other rank waits in a pass; see `within_memory`."""
+        """Run a plan; retry smaller ones if memory runs out (not under FSDP2, where other ranks wait in a pass)."""
         if self.in_lockstep:
             counts = PassCounts()
             return run(plan, counts), plan, counts

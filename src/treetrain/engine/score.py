@@ -1,11 +1,11 @@
-"""Score now, backward later: the primitive that frameworks stand on.
+"""Score now, backward later: the primitive for integrations with frameworks.
 
-`Scored` is what `TreeEngine.score` returns: leaf tensors that any code may compute a loss from. When that loss's
-backward has ended in the leaves, `Scored.backward` takes the gradients that lie there through the tree, once.
+`Scored` is what `TreeEngine.score` returns: leaf tensors that any code may compute a loss from. After that loss's
+backward has filled their ``.grad``, `Scored.backward` runs these gradients through the tree, once.
 
-`Scoring` runs the passes for it, for `treetrain.logprobs`, `values` and `rewards`, which are the same within autograd,
-and for losses that compare rows. If the graphs of all parts fit into the budget they are kept between the two, and
-nothing runs twice. Else the parts are scored without graph, and run again when the gradients are known.
+`Scoring` runs the passes for it, for `treetrain.logprobs`, `values` and `rewards` (the same as autograd functions), and
+for batch-scope losses. If the graphs of all parts fit into the budget, they are kept until backward, and nothing runs
+twice. Else the parts are scored without graph, and run again in backward.
 """
 
 from collections.abc import Callable
@@ -34,16 +34,16 @@ from treetrain.planning.plan import Plan
 from treetrain.tree.token_tree import TokenTree
 
 Attempt = Callable[[Callable[[], None]], Any]
-"""Calls what it is given, and leaves gradients as they were if that fails. What it returns is returned."""
+"""Calls a function, and restores gradients if that fails. `Scoring.backward` returns its result."""
 
 
 class Scoring:
-    """A batch that is scored now and may go backward later, once.
+    """A batch that is scored now and may run backward later, once.
 
     Args:
-        plan: the plan of what is computed; whether graphs are kept is found here.
-        routing: what is done with the routers of experts.
-        entropy, statistics: what is asked for beside log-probabilities.
+        plan: the plan of the batch; whether graphs are kept is decided here.
+        routing: what the call does with the routers of experts.
+        entropy, statistics: whether to compute these too.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Scoring:
         self.table = runtime.table(plan.layout, entropy=entropy, statistics=statistics)
         self._entropy, self._spent = entropy, False
         self._kept: Executor | None = None
-        # Backward usually happens outside the caller's autocast; what is run again there needs it back.
+        # Backward usually runs outside the caller's autocast, which parts that run again need.
         device = model_device(runtime.model).type
         self._autocast: Callable[[], AbstractContextManager[Any]] = partial(
             torch.autocast,
@@ -66,7 +66,7 @@ class Scoring:
         )
 
     def _planned(self, plan: Plan) -> Plan:
-        """The plan with what becomes of the graphs. Ranks in lockstep all keep them, or none does."""
+        """The plan, with the graphs kept or not. Ranks in lockstep all keep them, or none does."""
         if not self.live:
             return plan
         keeps = self.runtime.keeps_graphs(plan)
@@ -124,7 +124,7 @@ class Scoring:
             values: [R] or [R, c] d loss / d value, or None.
             aux: d loss / d auxiliary loss.
             reduces: which backwards reduce sharded gradients.
-            attempt: makes the passes. Where memory runs out it is called again, for smaller parts.
+            attempt: runs the passes. If memory runs out, it is called again with smaller parts.
         """
         self._spent = True
         if self.routing is not None:
@@ -151,7 +151,7 @@ class Scoring:
 
 
 class LiveScoring(Scoring):
-    """A scoring whose backward the caller decides on: the model must be the same by then.
+    """A scoring whose backward the caller runs; the model must not change before that.
 
     Args:
         name: the call that scores, for messages.
@@ -164,9 +164,9 @@ class LiveScoring(Scoring):
             self._weights, self._switches = self._weight_sums(), switches_of(self.runtime)
 
     def _weight_sums(self) -> Tensor:
-        """[P] sums of the weights, frozen ones too (a part that is run again would see their new values).
+        """[P] sums of the weights, frozen ones too (a part that runs again would see their new values).
 
-        Version counters do not do: fused optimisers and writes through ``.data`` leave them as they are.
+        Version counters are not enough: fused optimisers and writes through ``.data`` do not change them.
         """
         with torch.no_grad():
             weights = (getattr(p, "_local_tensor", p) for p in self.runtime.parameters)
@@ -174,7 +174,7 @@ class LiveScoring(Scoring):
         return torch.stack([total.to(sums[0].device) for total in sums])
 
     def check_backward(self) -> None:
-        """Raise RuntimeError if a backward now would not be that of what was scored."""
+        """Raise RuntimeError if a backward now would not match the scores."""
         name = self._name
         if not self.live:
             raise RuntimeError(
@@ -203,7 +203,7 @@ class Scored:
     values: list[Tensor] | None
     """K tensors [L_k - 1] or [L_k - 1, c]: value of the state before token t + 1; None if not asked for."""
     rewards: Tensor | None
-    """[K] or [K, c]: what a reward model says of every trajectory; None if not asked for."""
+    """[K] or [K, c]: a reward model's value of every trajectory; None if not asked for."""
     is_top1: list[Tensor] | None
     """K tensors bool [L_k - 1]: whether token t + 1 is the most likely one; None without statistics."""
     mean_logits: list[Tensor] | None
@@ -221,8 +221,10 @@ class Scored:
     """Tokens that went through the model: the tree's, less those that no wanted prediction depends on."""
 
     def __init__(self, scoring: LiveScoring, tree: TokenTree, batch: Batch | np.ndarray, *, values: bool, aux: bool):
-        """Args:
-        batch: the predictions of the tree; for rewards int64 [K], the row that holds each trajectory's value.
+        """Make the leaves.
+
+        Args:
+            batch: the predictions of the tree; for rewards int64 [K], the row that holds each trajectory's value.
         """
         self._scoring, self._batch = scoring, batch
         self.logprobs = []
@@ -253,12 +255,12 @@ class Scored:
 
     @property
     def plan(self) -> Plan:
-        """The parts that are run; ``plan.scores_first`` says whether their graphs are kept or they run again."""
+        """The plan of the parts; ``plan.scores_first`` says whether graphs are kept or parts run again."""
         return self._scoring.plan
 
     @property
     def recomputed_tokens(self) -> int:
-        """Tokens run forward without graph so far, beside those of passes with graph."""
+        """Tokens run forward without graph so far."""
         return self._scoring.tokens_without_graph
 
     @property
@@ -267,18 +269,17 @@ class Scored:
         return self._scoring.plan.num_parts
 
     def backward(self, *, sync: bool = True) -> None:
-        """Take the gradients that have arrived in the leaves through the tree, and add to the parameters' ``.grad``.
+        """Run the leaves' gradients backward through the tree, and add to the parameters' ``.grad``.
 
         Args:
-            sync: over several ranks: replace gradients by their mean over the ranks (sharded ones: reduce them), as
-                `DistributedDataParallel` does. False leaves every rank its own: for all calls of an accumulation but
-                the last.
+            sync: with several ranks, average gradients over them (reduce sharded ones), as `DistributedDataParallel`
+                does. False leaves them local; pass it in all calls of an accumulation but the last.
 
         Raises:
             RuntimeError: a second call; weights, adapters or what is trained changed since `score`; no gradient has
                 arrived; a score under ``torch.no_grad``; memory ran out while gradients of earlier calls lay in
                 ``.grad``.
-            RanksDisagree: another rank could not make its own.
+            RanksDisagree: another rank failed, or has another `sync`.
         """
         runtime, rollback = self._scoring.runtime, self._scoring.runtime.rollback()
 
@@ -293,7 +294,7 @@ class Scored:
             passes(gradients())
             return
         try:
-            # Every rank finds what can be wrong before any of them goes into a backward of all.
+            # Every rank checks for errors before any of them starts the collective backward.
             found, syncs = runtime.ranks.agree("Scored.backward", lambda: (gradients(), sync))
             check_same("sync", syncs)
             runtime.ranks.agree("Scored.backward's passes", lambda: (passes(found), None))
@@ -304,7 +305,7 @@ class Scored:
             runtime.ranks.average_gradients(runtime.whole_parameters)
 
     def _gradients(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | float]:
-        """The gradients that have arrived, by edge and row of the layout."""
+        """The leaves' gradients, by edge and row of the layout."""
         table = self._scoring.table
         leaves = [*self.logprobs, *(self.entropies or []), *(self.values or [])]
         leaves += [x for x in (self.rewards, self.aux_loss) if x is not None]

@@ -1,7 +1,7 @@
 """One training step: what is checked before it, how the ranks agree on it, and the passes that make its gradients.
 
-A step over several ranks is one step. Every rank tells the others what they must know of its rows, and all come to the
-same loss constants and the same normaliser, because they put together the same answers in the order of ranks.
+Ranks share one step. Each sends the others what they must know of its rows. All combine the same answers in the order
+of ranks, so they get the same loss constants and the same normaliser.
 """
 
 import hashlib
@@ -55,17 +55,18 @@ from treetrain.tree.stats import linear_work
 from treetrain.tree.token_tree import TokenTree
 
 WORTH_A_LOOK = 1.05
-"""Rows with more than so many times the tree's tokens are not run one by one: sharing saves more than a pass costs."""
+"""Rows with more than this many times the tree's tokens are not planned unshared: sharing saves more than a pass
+costs."""
 
 
 class Step(NamedTuple):
-    """A step that every rank can make."""
+    """A step that has been checked on every rank."""
 
     tree: TokenTree
     batch: Batch | MergedBatch
     loss: PackedLoss
     normaliser: float
-    """That of the whole step, divided by the number of ranks: gradients are averaged over them."""
+    """The whole step's, divided by the number of ranks, since gradients are averaged over them."""
     rows: Sequence[Trajectory]
     """The rows of all ranks, if the loss must see them."""
     masked: bool
@@ -82,7 +83,7 @@ def prepare_step(
     normaliser: float | None,
     mask: Sequence[Any] | None,
 ) -> Step:
-    """Find everything that can be wrong with a step before any rank begins it; a collective call.
+    """Check a step on all ranks before any starts it; a collective call.
 
     Raises:
         DataError, TypeError, ValueError, UnsupportedModel: something is wrong on this rank.
@@ -137,8 +138,8 @@ def prepare_step(
 def _announcement(
     runtime: Runtime, tree: TokenTree, merged: Any, loss: PackedLoss, normaliser: float | None
 ) -> tuple[dict[str, Any], list[Trajectory] | None, float]:
-    """Collect what the other ranks must know: settings that must be the same, all rows if the loss must see those of
-    the whole step, and else what this rank's rows add to the normaliser."""
+    """Collect what the other ranks must know: settings that must be the same, and all rows if the loss must see those
+    of the whole step, else what this rank's rows add to the normaliser."""
     weights = [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in runtime.parameters]
     settings = {
         "treetrain": __version__,
@@ -146,7 +147,7 @@ def _announcement(
         "the temperature": runtime.temperature,
         "the kind of engine": type(runtime).__name__,
         "the model": f"{type(runtime.model).__name__} of {len(weights)} weights",
-        # A hash that is the same in every process.
+        # Python's own hash differs between processes.
         "the weights' shapes and kinds": hashlib.sha256(repr(weights).encode()).hexdigest()[:16],
         "the auxiliary loss": runtime.capabilities.auxiliary,
         "loss": loss.identity,
@@ -166,10 +167,10 @@ def _announcement(
 def plan_step(runtime: Runtime, step: Step, *, sync: bool, balance: RouterBalance | None) -> tuple[Step, Plan, Reduces]:
     """Plan this rank's passes and the backwards that reduce sharded gradients; a collective call.
 
-    Under FSDP2 every rank has several ways to run its rows, and all take those whose passes line up.
+    Under FSDP2 every rank offers several plans, and all take those whose common order is fastest.
 
     Raises:
-        RanksDisagree: another rank ends the step elsewhere, or divides it by another normaliser.
+        RanksDisagree: another rank has another `sync`, normaliser or balance of the routers.
     """
     ranks = runtime.ranks
 
@@ -204,9 +205,9 @@ def plan_step(runtime: Runtime, step: Step, *, sync: bool, balance: RouterBalanc
 
 
 def rows_instead(runtime: Runtime, tree: TokenTree, plan: Plan) -> tuple[TokenTree, Plan] | None:
-    """The batch with nothing shared and the plan of what it trains, if that is predicted to be faster.
+    """The rows with nothing shared and their plan, if that is predicted to be faster; else None.
 
-    A shared prefix of a token or two may cost a pass of its own, which takes longer than to compute it in every row.
+    A shared prefix of a token or two may need a pass of its own, which costs more than computing it in every row.
     """
     budget, cost = runtime.budget, cost_if_countable(runtime.model)
     if not runtime.merge or runtime.balanced or isinstance(budget, Bytes) or cost is None:
@@ -222,7 +223,7 @@ def rows_instead(runtime: Runtime, tree: TokenTree, plan: Plan) -> tuple[TokenTr
 
 
 def _aligned_candidates(runtime: Runtime, step: Step, own: Candidate) -> list[Candidate]:
-    """The ways that this rank can run its rows; the one given is the first."""
+    """The candidate plans of this rank's rows; the given one is the first."""
     batch = step.batch
     weighted = not isinstance(batch, Batch) or batch.weighted
     free = runtime.free_bytes() if runtime.budget is None else None
@@ -231,20 +232,20 @@ def _aligned_candidates(runtime: Runtime, step: Step, own: Candidate) -> list[Ca
         own.plan,
         partial(_laid_out, weighted=weighted),
         whole_rows=not weighted,
-        # Runs that share nothing compute some tokens twice, which an auxiliary loss would count. A tree of nodes stays
-        # as it is: its rows are not to be written out.
+        # Runs that share nothing compute some tokens twice, which an auxiliary loss would count twice. A tree of nodes
+        # is never flattened into rows.
         apart=runtime.merge and not runtime.balanced and not step.masked and isinstance(batch, Batch),
         free_bytes=None if free is None else free / AMPLE,
     )
 
 
 def _laid_out(tree: TokenTree, *, weighted: bool) -> PackedLayout:
-    """As `Batch.of` does."""
+    """The layout, as `Batch.of` makes it."""
     return pack(tree, tree.trained_edges()[0] > 0) if weighted else pack(tree)
 
 
 def _have_room(runtime: Runtime, ways: Sequence[Candidate]) -> list[bool]:
-    """For each way, whether there is room for all gradients as a whole until the last backward."""
+    """For each candidate, whether unsharded gradients fit into memory until the last backward."""
     if not runtime.in_lockstep or runtime.reduce != "auto":
         return [runtime.reduce == "step"] * len(ways)
     cost = cost_if_countable(runtime.model)
@@ -293,7 +294,7 @@ def run_step(
 def _stream(
     runtime: Runtime, step: Step, plan: Plan, counts: PassCounts, routing: Routing | None, reduces: Reduces
 ) -> tuple[Any, Metrics]:
-    """A loss that is a sum over trajectories: one run over the plan, in which each is evaluated when it ends."""
+    """Run the plan once for a loss that is a sum over trajectories; each is evaluated when it ends."""
     batch, loss, normaliser = step.batch, step.loss, step.normaliser
     table = runtime.table(batch.layout, entropy="entropies" in loss.needs)
     streamed = StreamedGradients(table, batch, loss, normaliser)
@@ -303,7 +304,7 @@ def _stream(
             runtime.executor(plan, counts, routing, gradients=False, reduces=reduces).route()
             routing.settle()
         rows, coefficients = batch.everything(), None
-        if table.entropies is None:  # a mixture that takes none of these rows may need some and still be linear
+        if table.entropies is None:  # a mixture may need them for other rows, and be linear in these
             coefficients = linear_coefficients(loss, rows, len(table.logprobs), table.device, table.logprobs.dtype)
         executor = runtime.executor(plan, counts, routing, gradients=True, reduces=reduces)
         if coefficients is not None:
@@ -320,9 +321,9 @@ def _stream(
 def _compare(
     runtime: Runtime, step: Step, scoring: Scoring, reduces: Reduces, scale: float, rollback: Rollback
 ) -> tuple[Any, Metrics]:
-    """A loss over several trajectories at once: all are scored, on every rank, before the first backward.
+    """Run a batch-scope loss: all trajectories are scored, on every rank, before the first backward.
 
-    Every rank evaluates the loss on the rows of all, and goes backward with the gradients of its own predictions.
+    Every rank evaluates the loss on the rows of all, and runs backward with its own predictions' gradients.
     """
     ranks, batch, table = runtime.ranks, step.batch, scoring.forward()
     assert isinstance(batch, Batch)

@@ -1,7 +1,7 @@
-"""Notes which adapters are active and what is trained, which can be switched without a weight being touched.
+"""Records the active adapters and the trained parameters, which can change while all weights stay the same.
 
-A forward that is run again in backward would be another one after such a switch, and its gradients would be those of
-another model, or would land elsewhere.
+After such a switch, a forward that runs again in backward would give the gradients of another model, or of other
+parameters.
 """
 
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ _FIELDS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """Fields of peft's layers; `scaling` is set by adapter, at any time."""
 
 Switches = dict[str, Any]
-"""Values by the name of what can be switched."""
+"""Values by the name of the setting."""
 
 
 class _Trained(Protocol):
@@ -23,7 +23,7 @@ class _Trained(Protocol):
 
 
 def switches_of(engine: _Trained) -> Switches:
-    """How everything is switched now."""
+    """The current settings."""
     found: Switches = {}
     for name, module in engine.model.named_modules():
         if "_active_adapter" in vars(module):
