@@ -4,8 +4,8 @@
    8,192 tokens: tree, trained predictions, layout and plan on one core (use the processor time
    on a busy machine). Rows go to results/planning.csv.
 2. The trained work of the tasks of workloads.py at two budgets: the larger of a quarter of the tree and its longest
-   path, and half the longest path. Predicted, not measured: parts, recomputed tokens and the least possible, seconds and
-   those of the same work without extra passes. Rows go to results/plans.csv; skipped without the data.
+   path, and half the longest path. Predicted, not measured: parts, recomputed tokens and the least possible, seconds
+   and those of the same work without extra passes. Rows go to results/plans.csv; skipped without the data.
 """
 
 import argparse
