@@ -1,12 +1,12 @@
-"""How long ranks wait for one another under FSDP, with plans of their own and with plans that line up.
+"""Waiting of ranks for one another under FSDP, with their own plans and with aligned plans.
 
 Run: python benchmarks/alignment.py [--ranks 2 4 8 64] [--dry-run]
 
 Whole files as one batch, dispatched over ranks; qwen3-0.6b on h100 by its description, with budgets in tokens and
-without one (then by the device's memory). Every pass is one of all ranks, so the step takes the sum, over the passes'
-common order, of the slowest rank's. Rows hold that sum over the mean rank's work with plans of its own (1 is perfect;
-below 1: fewer passes) and the share that waiting adds to the slowest rank's own work. Predicted, not measured, links
-are left out.
+without one (then by the device's memory). All ranks run every pass together, so a step takes the sum, over the
+common order of passes, of the slowest rank's time. Rows hold that sum divided by the ranks' mean work with their own
+plans (1 is perfect; below 1: fewer passes) and the share that waiting adds to the slowest rank's own work. Times are
+predicted, without communication.
 Rows go to results/alignment.csv; files are left out where the data is not there.
 """
 
@@ -54,12 +54,12 @@ BATCHES: dict[str, Callable[[], list[tt.Trajectory]]] = {
 
 
 def trained(tree: TokenTree) -> PackedLayout:
-    """What training computes of a tree."""
+    """The layout of what training computes."""
     return pack(tree, tree.trained_edges()[0] > 0)
 
 
 def total(work: list[Passes]) -> tuple[float, float]:
-    """Seconds of the common order, and what it adds to the slowest rank's own work."""
+    """Seconds of the common order, and the share it adds to the slowest rank's own work."""
     seconds = order_seconds(work)
     return seconds, seconds / max(sum(own.seconds) for own in work) - 1
 

@@ -1,6 +1,6 @@
 """Time of tree attention against plain causal attention over the same number of tokens, forward plus backward.
 
-Run: python benchmarks/attention_cost.py. CPU, float32, 6 query and 2 key/value heads of size 64; the two take turns in
+Run: python benchmarks/attention_cost.py. CPU, float32, 6 query and 2 key/value heads of size 64; the two alternate in
 one process. Plain causal attention is one stock call over as many tokens as the tree has, as if they were one row.
 Rows are appended to results/attention_cost.csv.
 """
@@ -24,7 +24,7 @@ HEADS, KV_HEADS, SIZE, REPEATS = 6, 2, 64, 15
 
 
 def random_tree(leaves: int, path: int, seed: int = 0) -> list[list[int]]:
-    """Rows of ``path`` tokens that leave earlier ones at random places: overlap about three quarters."""
+    """Rows of ``path`` tokens that fork from earlier ones at random positions: overlap about three quarters."""
     generator = torch.Generator().manual_seed(seed)
     made: list[list[int]] = []
     for number in range(leaves):
@@ -38,14 +38,14 @@ def random_tree(leaves: int, path: int, seed: int = 0) -> list[list[int]]:
 
 
 def comb(chain: int, every: int, leg: int) -> list[list[int]]:
-    """A row and, at every so many tokens, another that leaves it for a short leg: rollouts with retries."""
+    """A long row with short branches at regular intervals, as in rollouts with retries."""
     trunk = [token % 10_000 for token in range(chain)]
     legs = [[*trunk[:at], *([10_000] * leg)] for at in range(every, chain, every)]
     return [trunk, *legs]
 
 
 def layouts() -> dict[str, PackedLayout]:
-    """The trees: the efficiency benchmark's real ones, and synthetic ones of long paths."""
+    """Trees: the efficiency benchmark's real ones, and synthetic ones of long paths."""
     found = {}
     for name in ("tau_airline_calls", "tot_game24", "codet_humaneval"):
         real = load_workload(name)

@@ -1,4 +1,4 @@
-"""Trees as deep and as wide as they come, through a one-layer model on a CPU: they run, in parts and at once.
+"""Very deep and very wide trees through a one-layer model on a CPU, in parts and as one part.
 
 Run: python benchmarks/deep_trees.py [name ...]
 

@@ -1,12 +1,12 @@
-"""How evenly a batch is cut over ranks, against other ways, and how fast. Run: python benchmarks/dispatch.py
+"""Balance and speed of dispatch over ranks, compared with other divisions. Run: python benchmarks/dispatch.py
 
-1. Whole files as one batch: tau_airline with a row per LLM call, and all samples of codet_humaneval100. Every way's
-   ranks get a tree of their own rows, so all are priced alike: seconds by the cost model of the CPU benchmarks' model
+1. Whole files as one batch: tau_airline with a row per LLM call, and all samples of codet_humaneval100. The
+   ranks of every division get a tree of their own rows: seconds by the cost model of the CPU benchmarks' model
    (nothing recomputed, passes of 8,192 tokens), tokens computed on the ranks over those of one process, and the bound
-   that no way can beat (an even share, or the longest row, whose tokens stay on one rank). Predicted, not measured.
-   Rows go to results/dispatch.csv; left out without the data.
+   that no division can beat (an even share, or the longest row, whose tokens stay on one rank). Predicted, not
+   measured. Rows go to results/dispatch.csv; left out without the data.
 2. 65,536 trajectories over 64 ranks: seconds by the processor's clock, from a token tree (its building is not counted)
-   to every rank's row numbers; the trained predictions of the rows are counted anew each time. Rows go to
+   to every rank's row numbers; the trained predictions of the rows are counted again each time. Rows go to
    results/dispatch_speed.csv.
 """
 
@@ -49,7 +49,7 @@ FILES: dict[str, Callable[[], list[tt.Trajectory]]] = {
 
 
 def longest_first(weights: np.ndarray, ranks: int) -> Ranks:
-    """Heaviest rows first, each to the rank with the least so far."""
+    """Assign the heaviest rows first, each to the rank with the least work."""
     heap, members = [(0, rank) for rank in range(ranks)], [[] for _ in range(ranks)]
     for row in np.argsort(-weights, kind="stable").tolist():
         filled, rank = heapq.heappop(heap)
@@ -59,14 +59,14 @@ def longest_first(weights: np.ndarray, ranks: int) -> Ranks:
 
 
 def added_tokens(tree: TokenTree) -> np.ndarray:
-    """Of every row, the tokens that no row before it in pre-order has: their sum is the tree."""
+    """Per row, the number of tokens that no earlier row in pre-order has; the sum is the size of the tree."""
     order = np.argsort(tree.trajectory_last, kind="stable")
     before = np.searchsorted(tree.trajectory_last[order], np.arange(tree.num_tokens))
     return np.bincount(order[before], minlength=tree.num_trajectories)
 
 
 def ways(tree: TokenTree, ranks: int) -> Iterator[tuple[str, Ranks]]:
-    """Every way's rows per rank."""
+    """The rows per rank of every division."""
     yield "ours", dispatch(tree, PRICES, ranks)
     yield "contiguous, unique tokens", dispatch(tree, None, ranks)
     yield "longest first, unique tokens", longest_first(added_tokens(tree), ranks)
@@ -86,7 +86,7 @@ def priced(rows: list[tt.Trajectory], members: Ranks) -> tuple[np.ndarray, np.nd
 
 
 def balanced(name: str) -> Iterator[dict]:
-    """A file's figures for all ways and numbers of ranks."""
+    """Figures of a file for all divisions and numbers of ranks."""
     rows = FILES[name]()
     tree = build_tree(rows)
     whole, unique = (float(found[0]) for found in priced(rows, [np.arange(len(rows))]))
@@ -109,7 +109,7 @@ def balanced(name: str) -> Iterator[dict]:
 
 
 def timed(name: str, rows: list, repeats: int, ranks: int = 64) -> dict:
-    """Seconds of a dispatch by the processor's clock; prompts (the first half of every row) are not trained."""
+    """Processor seconds of a dispatch; prompts (the first half of every row) are not trained."""
     trained = [tt.Trajectory(row, loss_weights=(np.arange(len(row)) >= len(row) // 2).astype(float)) for row in rows]
     clocks = []
     for _ in range(repeats):

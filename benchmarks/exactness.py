@@ -1,4 +1,4 @@
-"""The worst errors that the exactness tests see, as result rows.
+"""Record the worst errors of the exactness tests as result rows.
 
 Run: python benchmarks/exactness.py [engine | trainers] [--dry-run] [options of pytest, such as -k "dpo and float32"]
 
@@ -6,7 +6,7 @@ engine (the default) runs tests/engine/test_numerics.py (random branching forest
 tests/engine/test_real_data.py; rows are appended to results/exactness.csv.
 
 trainers runs the trainers of TRL and transformers for 20 steps with share_prefixes and without, on one process and on
-two. Rows say how far logged metrics, final weights and what training has added to them are apart; they are appended to
+two. Rows hold the differences of logged metrics, final weights and weight updates; they are appended to
 results/trainer_exactness.csv.
 """
 
@@ -31,7 +31,7 @@ WORKS = {
 
 
 def main() -> int:
-    """Run the tests and report what they have recorded; returns pytest's exit code."""
+    """Run the tests and report their records; returns pytest's exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", nargs="?", default="engine", choices=WORKS)
     parser.add_argument("--dry-run", **rows.DRY_RUN)

@@ -4,8 +4,8 @@ Run: python benchmarks/families.py [model ...] [--workload tau_airline_calls] [-
 
 Forward and backward of SFT, float32, as in cpu_efficiency.py, on small random models of the real classes: a mixture of
 experts shaped like Qwen3-MoE, and a hybrid of gated delta and attention layers shaped like Qwen3.5. All linear
-baselines (packed and padded, two sizes each) run on every fourth row; the fastest and the tree then take turns on all
-rows. One process, a fresh one per model. Rows are appended to results/families.csv.
+baselines (packed and padded, two sizes each) run on every fourth row; the fastest and the tree then alternate on all
+rows, in a fresh process per model. Rows are appended to results/families.csv.
 """
 
 import os
@@ -26,7 +26,7 @@ COMMON = {
 
 
 def qwen3_moe():
-    """8 layers of 16 experts, 4 for each token: 28M parameters in layers, of which a token meets 11M."""
+    """8 layers of 16 experts, 4 for each token: 28M parameters in layers, of which a token uses 11M."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     return Qwen3MoeForCausalLM(

@@ -1,10 +1,10 @@
-"""What the compiler makes of FlexAttention for Hopper: shared memory, registers, spills. Needs no GPU.
+"""Compile FlexAttention for Hopper and report shared memory, registers and spills. Needs no GPU.
 
 Run: python benchmarks/flex_report.py [--sizes 64,128,256] [--dtypes bfloat16,float32] [--asks full,path,local,cap]
 [--own]. Needs Triton and a torch that was built for CUDA. FlexAttention is traced on a CPU as `attention/flex.py`
-calls it; its graphs are moved to a GPU that is only pretended, lowered by Inductor, and the Triton kernels that come
-out are compiled for sm_90. One line for each; one that asks for more shared memory than a multiprocessor has is an
-error. --own leaves FlexAttention its own choice of kernels and blocks.
+calls it; its graphs are moved to a simulated GPU device and lowered by Inductor, and the resulting Triton kernels
+are compiled for sm_90. Prints one line per kernel; a kernel that needs more shared memory than a multiprocessor has is
+an error. --own lets FlexAttention choose kernels and blocks.
 """
 
 import argparse
@@ -54,7 +54,7 @@ _PROPERTIES = {
 
 
 class _Driver:
-    """What Triton asks of a driver before it compiles."""
+    """The driver interface that Triton needs to compile."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -67,7 +67,7 @@ class _Driver:
 
 @contextlib.contextmanager
 def pretended_hopper() -> Iterator[None]:
-    """PyTorch's compiler finds a GPU of compute capability 9.0; nothing can run on it."""
+    """Make PyTorch's compiler see a GPU of compute capability 9.0; nothing can run on it."""
     import torch._inductor.scheduler as scheduler
     import torch._subclasses.fake_tensor as fake_tensor
     from torch._dynamo.device_interface import CudaInterface
@@ -101,7 +101,7 @@ def pretended_hopper() -> Iterator[None]:
 
 
 class Sources:
-    """A backend of torch.compile that keeps what Inductor writes for the GPU, and runs graphs as they are."""
+    """A backend of torch.compile that keeps Inductor's GPU source, and runs graphs eagerly."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, str]] = []
@@ -162,7 +162,7 @@ def _source(graph: torch.fx.GraphModule, inputs: Any, mode: Any, backward: bool)
 
 
 def sources(size: int, dtype: torch.dtype, *, own: bool, queries=300, path=0, window=None, cap=None, sinks=False):
-    """What `FlexTreeAttention` would compile for a chain of `queries` tokens below a path, 4 heads over 2."""
+    """Sources that `FlexTreeAttention` would compile for a chain of `queries` tokens below a path, 4 heads over 2."""
     backend, ends, depth = Sources(), np.full(queries, queries), np.arange(path, path + queries)
     keys = keys_of(ends, depth, path, AttentionRange(window=window))
     mask = flex.block_mask(keys, torch.device("cpu"))
@@ -173,7 +173,7 @@ def sources(size: int, dtype: torch.dtype, *, own: bool, queries=300, path=0, wi
     options |= {"return_aux": flex.AuxRequest(lse=True)} if sinks else {}
     torch._dynamo.reset()
     call = torch.compile(flex.flex_attention, dynamic=True, backend=backend)
-    # A CPU has no backward of its own; graphs are run as they are written, by dense attention.
+    # FlexAttention has no CPU backward; graphs run eagerly, with dense attention.
     with mock.patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None), flex._tracing():
         out: Any = call(q, k, v, block_mask=mask, scale=size**-0.5, enable_gqa=True, **options)
     total = (out[0] * out[1].lse.sigmoid().unsqueeze(-1)).sum() if sinks else out.sum()

@@ -1,9 +1,9 @@
-"""Two processes that share every step under FSDP2, against two that each train half of the batch by themselves.
+"""Throughput of two processes under FSDP2 against two independent ones that each train half of the batch.
 
 Run: python benchmarks/fsdp_throughput.py. Two processes of one thread each, gloo, the 30M-parameter model of the
 other benchmarks in float32, steps of sampled answers, no optimiser. Rounds alternate between the two ways, so that a
 machine that slows down slows both; medians are compared. Independent processes start each step together and the slower
-one counts. The bar is 0.9 of their throughput. A row goes to results/fsdp_throughput.csv.
+one counts. The target is 0.9 of their throughput. A row goes to results/fsdp_throughput.csv.
 """
 
 import argparse
@@ -30,13 +30,13 @@ BAR = 0.9
 
 
 def batch(count: int) -> list[tt.Trajectory]:
-    """So many of the sampled answers of the CPU benchmarks, of both puzzles."""
+    """About `count` of the sampled answers of the CPU benchmarks, evenly spaced."""
     rows = load_workload("codet_humaneval")
     return rows[:: max(len(rows) // count, 1)]
 
 
 def measure(rank: int, port: int, options: argparse.Namespace, told: Any) -> None:
-    """Both ways in turns, in one process of the two."""
+    """Measure both ways alternately, in one of the two processes."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(SIZE))
     dist.init_process_group("gloo")

@@ -1,9 +1,9 @@
-"""The GPU benchmark: is tree attention right, how fast is it, how fast are whole steps, how much memory do they take.
+"""The GPU benchmark: correctness and speed of tree attention, speed and memory of whole steps.
 
 Run: make bench-gpu, or python benchmarks/gpu.py [--minutes 8.7] [--stages correctness,attention,...] [--out FOLDER].
-Every stage is a process of its own with a share of the time that is left, so that one that crashes or hangs costs the
-others nothing; rows are appended to FOLDER (benchmarks/results) as they are measured, and what no time is left for says
-so in a row. Earlier stages hand on what they found to be right and fast (gpu_tuned.json in FOLDER). Nothing is
+Every stage is a separate process with a share of the remaining time, so one that crashes or hangs does not affect the
+others. Rows are appended to FOLDER (benchmarks/results) as they are measured; a row records what was skipped for lack
+of time. Earlier stages write which backends are correct and fast to gpu_tuned.json in FOLDER. Nothing is
 downloaded: weights are random, trees have the shapes in benchmarks/shapes. --smoke runs all of it with tiny sizes, on a
 CPU too.
 """
@@ -53,7 +53,7 @@ def stage(name: str, folder: Path, until: float, smoke: bool, group: str | None)
 
 
 def within(command: list[str], timeout: float) -> int | None:
-    """The exit code of a command; None where it took too long and was ended, with all that it had started."""
+    """Run a command; returns its exit code, or None if it took too long and was ended with its children."""
     with subprocess.Popen(command, start_new_session=True) as process:
         try:
             return process.wait(timeout)
@@ -65,7 +65,7 @@ def within(command: list[str], timeout: float) -> int | None:
 
 
 def all_stages(names: list[str], folder: Path, minutes: float, smoke: bool) -> int:
-    """Every stage in a process of its own; how many failed."""
+    """Run every stage in a separate process; returns the number of failed ones."""
     end, failed = time.time() + 60 * minutes, 0
     for number, name in enumerate(names):
         shares = sum(SHARES[other] for other in names[number:])
@@ -85,7 +85,7 @@ def all_stages(names: list[str], folder: Path, minutes: float, smoke: bool) -> i
 
 
 def one_memory_pool() -> None:
-    """Let the allocator grow what it has rather than take new blocks, where this system's driver can do that."""
+    """Let the CUDA allocator grow its segments (expandable segments), if the driver supports it."""
     if "PYTORCH_ALLOC_CONF" in os.environ or "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
         return
     trial = "import torch; assert torch.ones(1 << 28, device='cuda').sum() > 0"
@@ -117,10 +117,10 @@ def main() -> int:
     if not torch.cuda.is_available() and not options.smoke:
         print("no CUDA device: nothing to measure here (--smoke runs it with tiny sizes on a CPU)", file=sys.stderr)
         return 2
-    # Compilations of one stage are found by the next, and by the next run.
+    # Later stages and runs reuse compiled kernels.
     for variable, name in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
         os.environ.setdefault(variable, str(Path.home() / ".cache" / "treetrain" / name))
-    # Each stage compiles a few small graphs: processes that help with that take longer to start, and to end.
+    # Each stage compiles a few small graphs; worker processes would take longer to start and stop.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if torch.cuda.is_available():
         one_memory_pool()

@@ -1,6 +1,6 @@
 """Stage 2 of the GPU benchmark: FLOP rate of tree attention against the fastest plain causal attention.
 
-The rate of plain causal attention is that of one row with about as many visible pairs, by the fastest of PyTorch's
+Plain causal attention runs on one row with about as many visible pairs, with the fastest of PyTorch's
 flash, cuDNN and efficient kernels. FLOPs count visible pairs alone, on both sides.
 """
 
@@ -34,7 +34,7 @@ PLAIN_KERNELS = {
 
 
 def trees(smoke: bool) -> dict[str, list]:
-    """Shapes by name, the most telling first."""
+    """Shapes by name, the most informative first."""
     if smoke:
         return {"synthetic 0.5, paths of 64": synthetic(0.5, 64, leaves=3, segment=8)}
     found = {"tau_airline 2": load("tau_airline_calls_2")}
@@ -45,7 +45,7 @@ def trees(smoke: bool) -> dict[str, list]:
 
 
 def flops(pairs: float, heads: tuple[int, int, int]) -> tuple[float, float]:
-    """Of forward and backward: two products of each visible pair, and five."""
+    """FLOPs of forward and backward: two and five products per visible pair."""
     each = 2.0 * heads[0] * heads[2] * pairs
     return 2 * each, 5 * each
 
@@ -77,11 +77,11 @@ def plain_rate(length: int, heads: tuple[int, int, int], repeats: int) -> tuple[
         try:
             with sdpa_kernel([kernel] if device().type == "cuda" else [*PLAIN_KERNELS.values(), SDPBackend.MATH]):
                 times = measure(attend, shapes, repeats)
-        except (RuntimeError, NotImplementedError):  # this kernel does not do it on this device
+        except (RuntimeError, NotImplementedError):  # this kernel does not run on this device
             continue
         found[name] = _rates(flops(length * (length + 1) / 2, heads), times)
     best = max(found, key=lambda name: found[name][2])
-    # The fastest forward and the fastest backward need not be the same kernel's.
+    # The fastest forward and backward may come from different kernels.
     return tuple(max(rates[i] for rates in found.values()) for i in range(3)), best  # type: ignore[return-value]
 
 
@@ -121,7 +121,7 @@ def tune(out: Out, smoke: bool) -> None:
 
 
 def warm(backend: str, model: str) -> None:
-    """Compile what this stage measures of a backend, for these heads; compilations are found on disk later."""
+    """Compile what this stage measures of a backend, for these heads; the kernels are cached on disk."""
     from treetrain.attention.triton_shapes import candidates, use
 
     heads = HEADS[model]
@@ -148,10 +148,10 @@ def _tree_times(backend: str, layout: PackedLayout, heads: tuple[int, int, int],
 
 
 def run(out: Out, smoke: bool) -> None:
-    """The stage; hands on which backend is fastest over the trees."""
+    """Run the stage and record which backend is fastest over the trees."""
     load_tuned(out)
     right = out.tuned().get("right")
-    # Where none was right, rows of all of them still say more than none.
+    # If none was correct, measuring all is still more useful than nothing.
     backends = [name for name in runnable(device()) if right is None or name in right] or runnable(device())
     if "triton" in backends:
         tune(out, smoke)

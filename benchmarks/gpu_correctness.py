@@ -1,4 +1,4 @@
-"""Stage 1 of the GPU benchmark: is it right? Attention against the dense reference, a whole step against its rows."""
+"""Stage 1 of the GPU benchmark: correctness. Attention against the dense reference, a whole step against its rows."""
 
 import itertools
 import os
@@ -47,7 +47,7 @@ def trees(smoke: bool) -> dict[str, PackedLayout]:
 
 
 def forest_of(layout: PackedLayout) -> Forest:
-    """What attention sees of a layout."""
+    """The attention layer's view of a layout."""
     return Forest(
         ends=layout.ends,
         depth=layout.positions,
@@ -71,7 +71,7 @@ def both_ways(attend: Any, tensors: list[torch.Tensor], sinks: bool) -> list[tor
 
 
 def expected(layout: PackedLayout, tensors: list[torch.Tensor], spec: AttentionSpec, sinks: bool) -> list[torch.Tensor]:
-    """By the reference, in float64."""
+    """Output and gradients of the reference, in float64."""
     ends, depth = (torch.from_numpy(x).to(device()) for x in (layout.ends, layout.positions))
     where = {
         "depth": depth,
@@ -87,7 +87,7 @@ def expected(layout: PackedLayout, tensors: list[torch.Tensor], spec: AttentionS
 
 
 def in_parts(layout: PackedLayout, tensors: list[torch.Tensor], spec: AttentionSpec, sinks: bool) -> list[torch.Tensor]:
-    """Output and gradients where a part's keys are handed on to the parts below, as a walk does it."""
+    """Output and gradients in parts that share a KV cache, as the executor runs them."""
     plan = uniform(layout, max(2, layout.num_tokens // 4))
     rows = np.full(layout.num_tokens, -1)
     rows[plan.exported] = np.arange(int(plan.exported.sum()))
@@ -120,7 +120,7 @@ def in_parts(layout: PackedLayout, tensors: list[torch.Tensor], spec: AttentionS
 
 
 def attention_cases(backend: str, smoke: bool) -> list[tuple]:
-    """(tree, ask, dtype, head size): more where compiling is cheap."""
+    """Cases (tree, spec, dtype, head size): more where compiling is cheap."""
     dtypes = [torch.float32] if device().type == "cpu" else [torch.bfloat16, torch.float32]
     sizes = {"triton": (64, 80, 96, 128, 256), "varlen": (64, 128), "flex": (128, 256)}.get(backend, (128,))
     specs = ["full"] if backend in ("varlen", "flex-flash") else list(SPECS)
@@ -135,7 +135,7 @@ def attention_cases(backend: str, smoke: bool) -> list[tuple]:
 
 
 def check_attention(out: Out, backend: str, smoke: bool, part: str | None = None) -> bool:
-    """One row for each case, of one ask and head size or of all; whether all are right."""
+    """Write one row per case, of one spec and head size or of all; returns whether all are correct."""
     right, layouts = True, trees(smoke)
     for tree, ask_name, dtype, head_size in attention_cases(backend, smoke):
         if part not in (None, f"{ask_name} {head_size}"):
@@ -183,9 +183,9 @@ def _row(backend: str, case: str, dtype: torch.dtype, size: int, verdict: str, e
 
 
 def check_steps(out: Out, backend: str, smoke: bool) -> bool:
-    """Gradients of a whole step, tree against rows by themselves through transformers' own attention.
+    """Compare gradients of a whole step, tree against single rows through transformers' own attention.
 
-    Whether none failed or is far off: a bound on one step's error in bfloat16 is met by chance.
+    Returns whether none failed or is far off: one step in bfloat16 may exceed a tight bound by chance.
     """
     rows = rows_of(synthetic(0.7, 40 if smoke else 700, leaves=4 if smoke else 10, segment=8 if smoke else 32), 1000)
     model, right = _tiny_model(), True
@@ -226,7 +226,7 @@ def _tiny_model():
 
 
 def _linear_gradients(model, rows: list[tt.Trajectory]) -> torch.Tensor:
-    """Of the mean loss of all trained tokens, row by row, by nothing of this library's."""
+    """Gradients of the mean loss of all trained tokens, row by row, without this library."""
     model.zero_grad()
     total = sum(float(row.loss_weights[1:].sum()) for row in rows)
     for row in rows:
@@ -250,7 +250,7 @@ STEPS, WARM = "steps", "warm"
 
 
 def groups(smoke: bool) -> list[str]:
-    """<backend>/<part>: what processes of their own look at, side by side, since compiling is most of the work.
+    """Names <backend>/<part> of groups that run in parallel processes, since compiling is most of the work.
 
     The last ones compile what the next stage measures, so that its time is not spent on that.
     """
@@ -264,7 +264,7 @@ def groups(smoke: bool) -> list[str]:
 
 
 def run_group(out: Out, group: str, smoke: bool) -> bool:
-    """Whether one group is right."""
+    """Run one group; returns whether it is correct."""
     torch.set_float32_matmul_precision("highest")
     backend, _, part = group.partition("/")
     if part == STEPS:
@@ -278,7 +278,7 @@ def run_group(out: Out, group: str, smoke: bool) -> bool:
 
 
 def run(out: Out, smoke: bool) -> None:
-    """The stage; hands on which backends are right: what no time was left for is not called wrong."""
+    """Run the stage and record which backends are correct; skipped cases do not count as wrong."""
     command = [sys.executable, str(Path(__file__).parent / "gpu.py"), "--stage", "correctness"]
     command += ["--out", str(out.folder), "--until", str(out.until), *(["--smoke"] if smoke else [])]
 

@@ -1,8 +1,8 @@
-"""Stage of the GPU benchmark: the LM head with its softmax and loss, by PyTorch's operations and by the Triton kernels.
+"""Stage 3 of the GPU benchmark: the LM head with softmax and loss, in PyTorch operations and in Triton kernels.
 
-Each is first held against float64 on a few rows, then timed: a loss whose gradient is known beforehand (SFT: one pass
-over the logits) and one that is not (PPO with entropy: log-probabilities first, gradients in backward). What is faster
-in both and right is handed on to the steps.
+Each is first compared with float64 on a few rows, then timed: a loss whose gradient is known beforehand (SFT: one pass
+over the logits) and one that is not (PPO with entropy: log-probabilities first, gradients in backward). The steps use
+the one that is correct and faster in both.
 """
 
 import os
@@ -25,7 +25,7 @@ BOUND = 1.5
 
 
 def made(hidden: int, vocabulary: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, nn.Linear, Edges, Tensor]:
-    """Hidden states, head, one edge a row and a few forks, and what each counts."""
+    """Hidden states, head, one edge per row and a few forks, and the weight of each edge."""
     generator = torch.Generator(device=device()).manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
@@ -70,7 +70,7 @@ def errors(name: str, loss: str, hidden: int, vocabulary: int) -> list[float]:
 
 
 def measured(name: str, loss: str, hidden: int, vocabulary: int, rows: int, repeats: int) -> tuple[float, int]:
-    """Median seconds forward and backward, and the peak of memory above what it is given."""
+    """Median seconds forward and backward, and the peak of memory above the inputs."""
     tensors = made(hidden, vocabulary, rows, torch.bfloat16)
     os.environ[ENVIRONMENT] = name
     found = statistics.median(seconds(lambda: both_ways(loss, *tensors), repeats, 2.0))
@@ -84,7 +84,7 @@ def measured(name: str, loss: str, hidden: int, vocabulary: int, rows: int, repe
 
 
 def product_seconds(hidden: int, vocabulary: int, rows: int, repeats: int) -> float:
-    """Of one of the three products of all rows: what a head without softmax would take a third of."""
+    """Seconds of one of the three products of all rows: a third of a head without softmax."""
     left = torch.randn(rows, hidden, device=device(), dtype=torch.bfloat16)
     right = torch.randn(hidden, vocabulary, device=device(), dtype=torch.bfloat16)
     step = max(1, min(rows, (1 << 28) // vocabulary))
@@ -92,7 +92,7 @@ def product_seconds(hidden: int, vocabulary: int, rows: int, repeats: int) -> fl
 
 
 def run(out: Out, smoke: bool) -> None:
-    """The stage; hands on which is faster."""
+    """Run the stage and record which is faster."""
     known = os.environ.get(ENVIRONMENT)
     names = [name for name in KERNELS if name == "torch" or why_not("triton", device()) is None]
     ratios: dict[str, list[float]] = {name: [] for name in names}

@@ -34,7 +34,7 @@ MODELS = (*_QWEN3, MOE)
 
 
 def make_model(name: str, smoke: bool) -> nn.Module:
-    """In bfloat16, with the shape of its name; on a trial run, a small one of the family."""
+    """Make the named model in bfloat16; on a trial run, a small one of the family."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     forget()
@@ -61,12 +61,12 @@ def make_model(name: str, smoke: bool) -> nn.Module:
 
 
 class OneHead(TreeEngine):
-    """With the head called chunk by chunk as the module it is, through autograd: no fused gradient."""
+    """Calls the head as a module, chunk by chunk, through autograd: no fused gradient."""
 
     def forward_backward(self, *arguments: Any, **options: Any) -> Any:
         """See `TreeEngine.forward_backward`."""
         head = self.model.lm_head
-        head.forward = head.forward  # a head whose forward is set by somebody is not taken for its matrix
+        head.forward = head.forward  # a head with a replaced forward is called as a module
         try:
             return super().forward_backward(*arguments, **options)
         finally:
@@ -74,7 +74,7 @@ class OneHead(TreeEngine):
 
 
 class SegmentBySegment(TreeEngine):
-    """With one part for each segment, depth first."""
+    """Plans one part per segment, depth first."""
 
     def plan_of(self, layout: Any) -> Any:
         """See `TreeEngine.plan_of`."""
@@ -86,7 +86,7 @@ class SegmentBySegment(TreeEngine):
 
 @contextmanager
 def blocks_compiled(model: nn.Module) -> Iterator[None]:
-    """Norms and MLPs compiled for any length, for as long as the block."""
+    """Compile norms and MLPs for any length, within the block."""
     blocks = [m for m in model.modules() if type(m).__name__.endswith(("RMSNorm", "MLP"))]
     try:
         for block in blocks:
@@ -126,13 +126,13 @@ def measure(
 ) -> Measured:
     """Median seconds of forward, backward and optimiser as a training loop runs them, and the peak of memory.
 
-    A step is given the tree of its rows, and builds that of the next step while the GPU works; for an engine that
-    shares nothing it is a tree in which nothing is shared.
+    A step gets the tree of its rows and builds the next step's tree while the GPU works; an engine without sharing
+    gets a tree of unmerged rows.
 
     Args:
         backend: tree attention to run; None takes the device's own.
-        most: seconds after which no further repeat begins.
-        warm_up: what runs first, not counted; None runs the batch itself.
+        most: seconds after which no further repeat starts.
+        warm_up: rows that run first, not timed; None uses the batch itself.
         waits: run one more step, in which the host's waits are counted.
     """
     cuda, results, given = device().type == "cuda", [], []
@@ -141,7 +141,7 @@ def measure(
         given.append(as_tree(rows, merge=engine.merge))
 
     def step(batch: list[tt.Trajectory] | tt.TokenTree) -> Any:
-        model.zero_grad(set_to_none=False)  # kept, so that plans know what is free beside them
+        model.zero_grad(set_to_none=False)  # kept, so that plans see the memory that is free besides them
         done = engine.forward_backward(batch, loss)
         if optimiser is not None:
             optimiser.step()
@@ -182,7 +182,7 @@ def count_waits(step: Callable[[], Any]) -> int | str:
         torch.cuda.set_sync_debug_mode("warn")
         try:
             step()
-            wait()  # what fails on the GPU fails here
+            wait()  # asynchronous GPU errors are raised here
         except Exception:
             return ""
         finally:
@@ -203,14 +203,14 @@ def optimiser_of(model: nn.Module) -> torch.optim.Optimizer:
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device().type == "cuda")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimiser.step()  # makes its state, so that plans know what is free beside it
+    optimiser.step()  # makes its state, so that plans see the memory that is free besides it
     return optimiser
 
 
 def linear_engine(model: nn.Module, rows: list[tt.Trajectory]) -> LinearEngine:
     """Rows packed without padding: with varlen attention one stock flash call for each layer of a run.
 
-    In runs as long as memory allows: of 16,384 tokens, or of the most that are predicted to fit.
+    A run has 16,384 tokens, or the most that are predicted to fit.
     """
     size = PACK_TOKENS
     cost = cost_if_countable(model)
@@ -231,7 +231,7 @@ def checkpointing(model: nn.Module, on: bool) -> None:
 
 
 def with_facts(rows: list[tt.Trajectory]) -> list[tt.Trajectory]:
-    """What a GRPO update needs of every row."""
+    """Add the data that a GRPO update needs to every row."""
     import numpy as np
 
     rng = np.random.default_rng(0)

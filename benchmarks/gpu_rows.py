@@ -1,4 +1,4 @@
-"""Rows of the GPU benchmark: written as they come, so that what stops a stage loses none of them."""
+"""Rows of the GPU benchmark: written immediately, so that a stage that stops loses none."""
 
 import csv
 import fcntl
@@ -18,10 +18,10 @@ TUNED = "gpu_tuned.json"
 
 
 class Out:
-    """Where rows go, and until when a stage may work.
+    """The output folder and deadline of a stage.
 
     Args:
-        folder: of the files.
+        folder: folder of the files.
         until: on the clock of `time.time`, when the stage must be done.
     """
 
@@ -35,7 +35,7 @@ class Out:
         return self.until - time.time()
 
     def write(self, name: str, row: dict[str, Any]) -> None:
-        """Append one row to <name>.csv and say it; a file with other columns is set aside."""
+        """Append one row to <name>.csv and print it; a file with other columns is set aside."""
         row = _origin() | {key: _short(value) for key, value in row.items()}
         with (self.folder / ".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # processes of one stage write side by side
@@ -54,12 +54,12 @@ class Out:
             writer.writerow(row)
 
     def tuned(self) -> dict[str, Any]:
-        """What earlier stages found to be fastest."""
+        """Results of earlier stages."""
         path = self.folder / TUNED
         return json.loads(path.read_text()) if path.exists() else {}
 
     def tune(self, **found: Any) -> None:
-        """Hand on what is fastest to the stages after this one."""
+        """Save results for later stages."""
         (self.folder / TUNED).write_text(json.dumps(self.tuned() | found, indent=1))
 
 
@@ -88,13 +88,13 @@ def device() -> torch.device:
 
 
 def wait() -> None:
-    """Until the device has done all that it was given."""
+    """Wait until the device has finished all queued work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def forget() -> None:
-    """Give back what the last model held."""
+    """Free the memory of the last model."""
     import gc
 
     gc.collect()
@@ -103,7 +103,7 @@ def forget() -> None:
 
 
 def seconds(call: Any, repeats: int, most: float = 4.0) -> list[float]:
-    """Times of a call after one that is not counted, each with the device waited for; fewer where they are long."""
+    """Times of synchronised calls after one that is not counted; fewer if they are long."""
     call()
     times: list[float] = []
     while len(times) < repeats and sum(times) < most:
@@ -116,7 +116,7 @@ def seconds(call: Any, repeats: int, most: float = 4.0) -> list[float]:
 
 
 def load_tuned(out: Out) -> None:
-    """Take the block sizes that the attention stage found, and the kernels of the head that were faster."""
+    """Use the block sizes found by the attention stage, and the faster kernels of the head."""
     tuned = out.tuned()
     if "head" in tuned:
         os.environ[HEAD] = tuned["head"]

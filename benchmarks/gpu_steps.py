@@ -1,4 +1,4 @@
-"""Stages 3 to 6 of the GPU benchmark: whole steps, memory, what nothing shared costs, and what each part brings.
+"""Stages 4 to 7 of the GPU benchmark: whole steps, batches without sharing, memory, and an ablation.
 
 The linear side packs rows without padding and runs the same fused head and loss; its attention is one stock varlen
 flash call for each layer of a run. The rival is the whole tree packed, FlexAttention, every layer checkpointed.
@@ -72,7 +72,7 @@ def batch(name: str, smoke: bool, vocabulary: int = 30_000) -> list[tt.Trajector
 
 
 class Case:
-    """One model on one batch, and the rows that are written of it."""
+    """One model on one batch, and its result rows."""
 
     def __init__(self, out: Out, file: str, model: Any, name: str, rows_name: str, loss_name: str, smoke: bool):
         self.out, self.file, self.model, self.smoke = out, file, model, smoke
@@ -115,7 +115,7 @@ class Case:
         except Exception as error:
             row["note"] = f"{type(error).__name__}: {str(error)[:160]}".replace(",", ";").replace("\n", " ")
         if found is None:
-            forget()  # here, where the error no longer holds on to what was made
+            forget()  # here, where the error no longer references the tensors
         self.finish(row, engine)
         return found
 
@@ -136,7 +136,7 @@ class MemoryCase(Case):
     def finish(self, row: dict[str, Any], engine: TreeEngine) -> None:
         """See `Case.finish`."""
         try:
-            with using(self._backend):  # what passes cost was measured with it
+            with using(self._backend):  # the cost of passes was measured with it
                 row["predicted_gb"] = engine.cost.peak_bytes(engine.plan(self._given)) / 1e9
         except Exception as error:
             row["note"] = f"{row['note']} {type(error).__name__}: {str(error)[:100]}".replace(",", ";").replace(
@@ -185,7 +185,7 @@ def _skipped(name: str, rows: str, loss: str) -> dict[str, Any]:
 
 
 def memory(out: Out, smoke: bool) -> None:
-    """Peaks, predicted and measured: budgets from all that is free down to a share of the longest path."""
+    """Peaks, predicted and measured: budgets from all free memory down to a share of the longest path."""
     load_tuned(out)
     best, varlen, _ = _backends(out)
     for name, rows in (("qwen3-0.6b", "tau_airline 21"), ("qwen3-4b", "tau_airline 21"))[: 1 if smoke else None]:
@@ -224,7 +224,7 @@ def nothing_shared(out: Out, smoke: bool) -> None:
 
 
 def ablation(out: Out, smoke: bool) -> None:
-    """One thing left out at a time; and every attention."""
+    """Remove one feature at a time, and try every attention backend."""
     load_tuned(out)
     best, varlen, _ = _backends(out)
     model = make_model("qwen3-0.6b", smoke)
@@ -244,7 +244,7 @@ def ablation(out: Out, smoke: bool) -> None:
     for backend in out.tuned().get("right", []):
         if backend not in (best, None) and device().type == "cuda":
             case.run("tree", TreeEngine(model), backend, False, **options)
-    # Last, since what it compares with is compiled too.
+    # Last, since its baseline is compiled too.
     with blocks_compiled(model):
         case.run("linear, norms and MLPs compiled", linear_engine(model, case.rows), varlen, False, **options)
         case.run("tree, norms and MLPs compiled", TreeEngine(model), best, False, **options)

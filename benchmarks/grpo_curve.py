@@ -1,8 +1,8 @@
 """Does the reward rise in examples/grpo.py? Run: python benchmarks/grpo_curve.py [--seeds 0 1 2]
 
 One warm start (examples/sft.py, its defaults), from which every seed plays and learns by itself. A row in
-results/grpo_countdown.csv is one iteration of one seed; docs/images/grpo_countdown.png is drawn from those of the
-last run. The picture needs matplotlib, which is no dependency of the project.
+results/grpo_countdown.csv is one iteration of one seed; docs/images/grpo_countdown.png shows the last run.
+The picture needs matplotlib, which is not a dependency of the project.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def measure(seeds: list[int], iterations: int, saved: str | None) -> None:
 
 
 def last_run() -> dict[int, list[dict[str, str]]]:
-    """Rows of the last commit and day in the file, by seed; of several runs at one commit the last."""
+    """Rows of the last commit and day in the file, by seed; the last run if one commit has several."""
     with (result_rows.RESULTS / f"{NAME}.csv").open(newline="", encoding="utf-8") as file:
         found = list(csv.DictReader(file))
     newest = [row for row in found if all(row[name] == found[-1][name] for name in ("commit", "date"))]

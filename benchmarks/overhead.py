@@ -1,10 +1,10 @@
-"""What a training step spends outside forward, backward and optimiser: reading rows, trees, plans, logs.
+"""Share of a training step outside forward, backward and optimiser: reading rows, trees, plans, logs.
 
 Run: python benchmarks/overhead.py [work ...] [--steps 6]
 
-Whole runs of TreeTrainer on the preset "tiny". Time of the executor (every
-model call, forward and backward) and of the optimiser are taken off the time between the starts of two steps; what is
-left is the share reported, the median over the steps but the first. Rows are appended to results/overhead.csv.
+Whole runs of TreeTrainer on the preset "tiny". The time of the executor (all model calls, forward and backward)
+and of the optimiser is subtracted from the time between the ends of two steps; the rest is the reported share, the
+median over all steps but the first. Rows are appended to results/overhead.csv.
 """
 
 import os
@@ -52,7 +52,7 @@ def measure(name: str, steps: int) -> None:
     updates: list[float] = []
 
     class Watch(TrainerCallback):
-        """Notes when each step ends, how long walks had taken by then, and how long the optimiser's step takes."""
+        """Records the end of each step, the executor's total time by then, and the time of the optimiser's step."""
 
         def on_pre_optimizer_step(self, *_, **__):
             updates.append(-time.perf_counter())

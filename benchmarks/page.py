@@ -1,4 +1,4 @@
-"""Writes BENCHMARKS.md from the rows in benchmarks/results.
+"""Write BENCHMARKS.md from the rows in benchmarks/results.
 
 Run: python benchmarks/page.py [--check]. With --check nothing is written; exit code 1 if the page is out of date.
 """
@@ -68,7 +68,7 @@ def budget(row: Row) -> str:
 
 
 def bold_efficiency(row: Row) -> str:
-    """The figure that matters."""
+    """The efficiency, in bold."""
     return f"**{number(row['efficiency'])}**"
 
 

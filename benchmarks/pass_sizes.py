@@ -1,9 +1,9 @@
-"""What small passes cost: the same rows, nothing shared, in passes of few tokens and in passes of 4,096.
+"""Cost of small passes: the same rows without sharing, in passes of few tokens and of 4,096.
 
 Run: python benchmarks/pass_sizes.py [--repeats 3]
 
-A budget of n tokens makes a model run n tokens at a time, whoever plans it: weights are read and weight gradients
-written and added in every pass, whatever its size. Rows of n random tokens are trained by the linear baseline, each in
+With a budget of n tokens a model runs n tokens at a time under any plan: every pass, whatever its size, reads the
+weights and adds to their gradients. Rows of n random tokens are trained by the linear baseline, each in
 a pass of its own and packed into passes of 4,096, alternately in one process; attention is the same in both. The ratio
 bounds what any plan under a budget of n tokens can reach on this model and machine. Rows are appended to
 results/pass_sizes.csv.

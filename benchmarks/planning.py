@@ -1,11 +1,11 @@
-"""How fast a batch is planned, and how good the plans of real trees are. Run: python benchmarks/planning.py
+"""Speed of planning, and quality of the plans of real trees. Run: python benchmarks/planning.py
 
 1. Batches of four million flat tokens in 65,536 rows, with much and little sharing, without a budget and with one of
-   8,192 tokens: tree, trained predictions, layout and plan on one core (read the processor's
-   clock on a machine that does other work). Rows go to results/planning.csv.
-2. The trained work of the tasks of workloads.py at the budgets of the bars: the larger of a quarter of the tree and its
-   longest path, and half the longest path. Predicted, not measured: parts, recomputed tokens beside the least possible,
-   seconds beside those of the same work with no pass too many. Rows go to results/plans.csv; left out without the data.
+   8,192 tokens: tree, trained predictions, layout and plan on one core (use the processor time
+   on a busy machine). Rows go to results/planning.csv.
+2. The trained work of the tasks of workloads.py at two budgets: the larger of a quarter of the tree and its longest
+   path, and half the longest path. Predicted, not measured: parts, recomputed tokens and the least possible, seconds
+   and those of the same work without extra passes. Rows go to results/plans.csv; skipped without the data.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def timed(rows: list[np.ndarray], budget: int | None, repeats: int) -> dict:
 
 
 def planned(name: str) -> list[dict]:
-    """A task's plans at the budgets of the bars."""
+    """A task's plans at these two budgets."""
     tree = build_tree(load_workload(name))
     layout = pack(tree, tree.trained_edges()[0] > 0)
     longest = int(heights(layout).max())

@@ -1,4 +1,4 @@
-"""What benchmarks share: their command line, and result rows.
+"""Command line and result rows, shared by all benchmarks.
 
 Every benchmark appends to a CSV of its own, with the commit and the machine that made the row.
 """
@@ -21,12 +21,12 @@ RESULTS = Path(__file__).parent / "results"
 def run_each(
     names: Collection[str], measure: Callable[..., None], description: str | None, **options: dict[str, Any]
 ) -> None:
-    """Read the command line and measure every name that is given there, each in a process of its own.
+    """Read the command line and measure every given name, each in its own process.
 
     Args:
-        names: of all works; those that run where none is given.
+        names: names of all works, the default.
         measure: called with a name and the options as keyword arguments.
-        description: of the benchmark, for ``--help``.
+        description: text for ``--help``.
         options: by name, what `argparse.ArgumentParser.add_argument` takes for each.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -100,7 +100,7 @@ def append(name: str, row: dict[str, Any]) -> None:
 
 
 def report(name: str, row: dict[str, Any], *, dry_run: bool = False) -> None:
-    """Print a row, and append it to results/<name>.csv unless that is not wanted."""
+    """Print a row, and append it to results/<name>.csv unless it is a dry run."""
     print(*(f"{key}={value}" for key, value in row.items()), sep="  ", flush=True)
     if not dry_run:
         append(name, row)

@@ -1,4 +1,4 @@
-"""Run every benchmark, one process each, and write BENCHMARKS.md anew. `make bench` runs this.
+"""Run every benchmark, one process each, and rewrite BENCHMARKS.md. `make bench` runs this.
 
 Run: python benchmarks/run_all.py. Those on real trajectories need the folder that TREETRAIN_SHARED_DATA names (default:
 ../shared/data) and are left out, by name, where it is not there.
@@ -23,7 +23,7 @@ PAGE = "page.py"
 
 
 def main() -> int:
-    """Exit code 1 if a benchmark failed or was left out."""
+    """Run all; returns 1 if a benchmark failed or was skipped."""
     missing = []
     for script in benchmarks():
         if script.name in NEEDS_DATA and not DATA.is_dir():

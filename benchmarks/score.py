@@ -2,8 +2,8 @@
 
 Run: python benchmarks/score.py [workload ...] [--repeats 5] [--dry-run]
 
-Both compute the same cross-entropy. `forward_backward` is told it beforehand, so its head makes gradients together with
-log-probabilities; `score` hands out log-probabilities first. They alternate in one process, a fresh one for each
+Both compute the same cross-entropy. `forward_backward` knows it beforehand, so its head computes gradients together
+with log-probabilities; `score` returns log-probabilities first. They alternate in one process, a fresh one for each
 workload; ratios of neighbours, medians. A second row per workload has a budget of half the tree, under which `score`
 runs its parts twice. Rows are appended to results/score.csv.
 """

@@ -3,12 +3,12 @@
 Run: python benchmarks/simulate_check.py [--ranks 2 4] [--repeats 2] [--dry-run]
 
 The calls of one task of tau_airline (workloads.py) on a Qwen3-shaped model of 5.7M parameters, float32, SFT and AdamW,
-one thread per process, all processes of a run on the same cores at the same time. What the simulator is told is
+one thread per process, all processes of a run on the same cores at the same time. The simulator's inputs are
 measured in the same processes: speeds by the calibration (at the same time on all ranks, so that cores that
 are shared are slow), bytes per second and fixed seconds of collectives, and the optimiser's bandwidth. Plans are made
-by formula, as the engine makes them. Passes and tokens must be equal, or this stops; times and memory are compared.
+by formula, as in the engine. The script stops unless passes and tokens are equal; times and memory are compared.
 
-waiting_and_links: what a rank does not spend on arithmetic (wall time less its thread's own), mean of the ranks; other
+waiting_and_links: time that a rank does not spend on arithmetic (wall time minus thread time), mean of the ranks; other
 work on the machine counts as well. Memory: peak resident set above that before the model was made; predicted: the
 simulator's peak of the fullest rank. Rows are appended to results/simulate_check.csv; left out without the data.
 """
@@ -81,7 +81,7 @@ def links(size: int) -> tuple[float, float]:
 
 
 def calibrated(rank: int, size: int) -> dict[str, Any]:
-    """What this machine does while all ranks work."""
+    """Measure speeds of this machine while all ranks work."""
     import torch
     import torch.distributed as dist
 
@@ -104,7 +104,7 @@ def calibrated(rank: int, size: int) -> dict[str, Any]:
 
 
 def counted(model: Any) -> list[tuple[bool, int]]:
-    """The model's calls from now on: with graph or without, and tokens."""
+    """Record the model's calls from now on: with or without graph, and tokens."""
     import torch
 
     calls: list[tuple[bool, int]] = []
@@ -181,7 +181,7 @@ def process(rank: int, size: int, port: int, pipe: Any, name: str, arguments: tu
 
 
 def on_ranks(name: str, size: int, *arguments: Any, timeout: float = 300) -> list[Any]:
-    """What a function of this file gives on each of fresh processes."""
+    """Results of a function of this file on each of several fresh processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -5,8 +5,8 @@ Run: python benchmarks/trainers.py [work ...] [--repeats 3] [--dry-run]
 The model is that of cpu_efficiency.py (30M parameters, float32), the rows are real. Both trainers have the same
 settings and take the same rows, one for each micro-batch, which pads nothing; share_prefixes scores them as one tree.
 The trainer without sharing is also timed with all rows in one padded batch, where that is not too large, and the faster
-way counts. Steps alternate in one process, a fresh one for each work; generation is not timed. Besides the clock's, the
-processor's seconds are taken, which tell more where other programs run (of one thread: taskset -c 0). The ideal is the
+way counts. Steps alternate in one process, a fresh one for each work; generation is not timed. Processor time is
+recorded too, which is more reliable on a busy machine (for one thread: taskset -c 0). The ideal is the
 ratio of FLOPs; under a budget (a quarter of the tree's tokens, or the longest row) it counts the recomputation that no
 plan avoids. Rows are appended to results/trainers.csv.
 """
@@ -172,7 +172,7 @@ def _grpo(drawn: list, size: int):
                 "num_items_in_batch": torch.tensor(tokens),
             }
         )
-    # These are its generation's micro-batches, all taken in one optimizer step.
+    # These are its generation's micro-batches, all used in one optimizer step.
     trainer.args.steps_per_generation, trainer.num_iterations = len(batches), 1
     trainer._buffered_inputs = batches
     return trainer, batches

@@ -1,8 +1,8 @@
-"""How fast, and in how much memory, rows become a token tree. Run: python benchmarks/tree_build.py
+"""Time and memory of building a token tree from rows. Run: python benchmarks/tree_build.py
 
 Batches of about four million flat tokens. Sharing is drawn like that of rollouts: groups of 16 rows with one prompt
-(half to three quarters of a row), and inside a group every row leaves an earlier one at a random place. Each shape
-is built REPEATS times on one core; rows are appended to results/tree_build.csv.
+(half to three quarters of a row), and inside a group every row forks from an earlier one at a random position. Each
+shape is built REPEATS times on one core; rows are appended to results/tree_build.csv.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def rollouts(rows: int, length: int, *, shared: bool, seed: int = 0) -> list[np.
 def measure(rows: list, repeats: int) -> tuple[np.ndarray, float, TokenTree]:
     """Million flat tokens per second [repeats, 2] by the processor's and the wall clock, peak bytes per token, tree.
 
-    The processor's clock is the one to read on a machine that does other work: the build runs on one thread.
+    Use the processor time on a busy machine: the build runs on one thread.
     """
     flat = sum(map(len, rows))
     speeds = np.zeros((repeats + 1, 2))

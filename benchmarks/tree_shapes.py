@@ -1,7 +1,7 @@
-"""Trees of real trajectories without their text: which row shares how many tokens with which earlier one.
+"""Trees of real trajectories without their text: the earlier row that each row shares most with, and how many tokens.
 
-A training step's time and memory depend on the shape of the tree and not on the words in it, so a shape is all that a
-benchmark on another machine needs. Run: python benchmarks/tree_shapes.py, where the data is, to write them anew from
+A training step's time and memory depend on the shape of the tree and not on the words in it, so a benchmark on
+another machine needs only the shape. Run: python benchmarks/tree_shapes.py, where the data is, to write them anew from
 tau_airline (one row per LLM call; tokens of Qwen3's tokenizer, a chat template that keeps prefixes).
 """
 
@@ -38,13 +38,13 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def rows_of(shape: Sequence[Sequence[int]], vocabulary: int, seed: int = 0) -> list[tt.Trajectory]:
-    """Rows of random tokens that share what the shape says, and no more."""
+    """Rows of random tokens that share exactly what the shape says."""
     rng = np.random.default_rng(seed)
     ids: list[np.ndarray] = []
     rows = []
     for number, (other, shared, own, trained) in enumerate(shape):
         fresh = rng.integers(len(shape), vocabulary, own)
-        fresh[:1] = number  # no two rows go on alike by accident
+        fresh[:1] = number  # no two rows continue alike by accident
         ids.append(np.concatenate([ids[other][:shared] if other >= 0 else fresh[:0], fresh]).astype(np.int32))
         weights = (np.arange(len(ids[-1])) >= len(ids[-1]) - trained).astype(np.float32)
         rows.append(tt.Trajectory(ids[-1], loss_weights=weights, id=str(number), group=str(number % 4)))

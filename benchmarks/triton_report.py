@@ -1,9 +1,9 @@
-"""What the compiler makes of the Triton kernels for Hopper: shared memory, registers, spills. Needs no GPU.
+"""Compile the Triton kernels for Hopper and report shared memory, registers and spills. Needs no GPU.
 
 Run: python benchmarks/triton_report.py [--kernels attention,head] [--sizes 64,128,256] [--dtypes bfloat16,float32]
 [--all]. Needs Triton, whose wheel carries the assembler. Prints one line for each kernel of attention in each block
 size that `triton_shapes.candidates` lists (without --all: in the default one), and for those of the LM head; a kernel
-that asks for more shared memory than a multiprocessor has is an error.
+that needs more shared memory than a multiprocessor has is an error.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def report_attention(sizes: list[int], dtypes: list[str], *, every: bool) -> int:
-    """A line for each kernel; how many ask for too much shared memory."""
+    """Print a line per kernel; returns how many need too much shared memory."""
     import torch
 
     from treetrain.attention import triton_kernels
@@ -131,7 +131,7 @@ def report_head(dtypes: list[str]) -> int:
 
 
 def say(what: str, binary: Any) -> bool:
-    """Print what a kernel takes; whether that is too much shared memory."""
+    """Print the resources of a kernel; returns whether it needs too much shared memory."""
     shared, (registers, spilled), code = binary.metadata.shared, assembled(binary), binary.asm["ptx"]
     units = "wgmma" if "wgmma" in code else "mma" if "mma.sync" in code else "no tensor cores"
     numbers = f"{shared} bytes shared, {registers} registers, {spilled} bytes spilled"
@@ -141,7 +141,7 @@ def say(what: str, binary: Any) -> bool:
 
 
 def fetches_ahead(code: str) -> bool | None:
-    """Whether the copies that a loop's step asks for are not those that the next one begins with; None without any."""
+    """Whether every loop step leaves asynchronous copies in flight; None if there are none."""
     innermost = re.findall(r"scf\.for((?:(?!scf\.for).)*?)scf\.yield", code, re.DOTALL)
     left = [int(number) for body in innermost for number in re.findall(r"async_wait[^\n]*\{num = (\d+)", body)]
     return all(left) if left else None

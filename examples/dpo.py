@@ -1,4 +1,4 @@
-"""DPO in a flat loop: pairs of a better and a worse game of one puzzle, made from the environment's rewards.
+"""DPO in a flat loop: pairs of a better and a worse game of one puzzle, by the environment's rewards.
 
     python -m examples.dpo                     # warm start (examples/sft.py), then 12 steps
     python -m examples.dpo --model runs/warm   # from a saved warm start
@@ -19,7 +19,7 @@ from examples.countdown.agent import RECORDED, TASKS, TEMPLATE
 
 
 def pairs_of(rows: list[tt.Trajectory], draws: random.Random) -> list[list[tt.Trajectory]]:
-    """Pairs of one task: every game that failed beside one that earned more, drawn at random."""
+    """Pairs of one task: every failed game with a random one that earned more."""
     pairs = []
     for worse in rows:
         better = [row for row in rows if row.reward > worse.reward]
@@ -38,15 +38,15 @@ def main(
     seed: int = 0,
     model: str | torch.nn.Module | None = None,
 ) -> list[dict[str, float]]:
-    """Train for so many steps; returns loss, accuracy and margin of every step.
+    """Train the model; returns loss, accuracy and margin of every step.
 
     Args:
         steps: optimiser steps.
-        pairs_per_step: pairs in each; both rows of a pair are always in one step.
+        pairs_per_step: pairs in each step.
         lr: learning rate.
-        beta: how strongly the policy is held to the reference.
-        warm_steps: steps of supervised fine-tuning before, where no model is given.
-        seed: of everything that is drawn.
+        beta: strength of the pull towards the reference.
+        warm_steps: steps of supervised fine-tuning first, if no model is given.
+        seed: random seed of the run.
         model: a trained model, or its folder.
     """
     tokenizer = tt.load_tokenizer("tiny")
@@ -65,7 +65,7 @@ def main(
 
     engine = tt.TreeEngine(model, budget=8192)
     both = [row for pair in pairs for row in pair]
-    reference = engine.logprobs(both)  # without gradient; each is [L - 1], a fact of a row is [L]
+    reference = engine.logprobs(both)  # without gradient; each is [L - 1], data of a row are [L]
     both = [row.replace(ref_logprobs=[0.0, *scores.tolist()]) for row, scores in zip(both, reference)]
     pairs = list(zip(both[0::2], both[1::2]))
 

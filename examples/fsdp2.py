@@ -1,9 +1,9 @@
-"""A model in shards, in a script of your own: FSDP2, the engine, an optimiser.
+"""A sharded model in your own script: FSDP2, the engine, an optimiser.
 
     torchrun --nproc-per-node 2 -m examples.fsdp2 --steps 20
 
-Every process draws the same rows and takes a range of them that is worth about as much work as that of the others. The
-engine finds the processes from the model's shards; the loss it returns is that of all rows, on every process.
+Every process draws the same rows and takes a range of them; the ranges take about equal work. The engine finds the
+process group from the model's shards; the loss it returns is that of all rows, on every process.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from examples.countdown.agent import RECORDED, TASKS, TEMPLATE
 
 
 def main(mesh: DeviceMesh, steps: int = 20, rows_per_step: int = 10, lr: float = 3e-3, seed: int = 0) -> list[float]:
-    """Train the built-in model for so many steps; returns the loss of every step, in nats."""
+    """Train the built-in model; returns the loss of every step, in nats."""
     model, tokenizer = tt.load_model("tiny", seed=seed), tt.load_tokenizer("tiny")
     model.to(mesh.device_type)
     for layer in model.model.layers:

@@ -18,14 +18,14 @@ from examples.countdown.agent import TASKS, Game, play, recorded_puzzle
 
 
 def rows_of(game: Game, number: int, task: str) -> list[tt.Trajectory]:
-    """One row for every call, with the game's reward; only what the model wrote is trained."""
+    """One row per call, with the game's reward; only the model's own tokens are trained."""
     return [
         tt.Trajectory(
             [*prompt, *reply],
             loss_weights=[0.0] * len(prompt) + [1.0] * len(reply),
             reward=game.reward,
             group=task,  # games of one task are compared with each other
-            episode=number,  # calls of one game count as one game in that
+            episode=number,  # calls of one game count as one game in this comparison
         )
         for prompt, reply in game.calls
     ]
@@ -40,15 +40,15 @@ def main(
     seed: int = 0,
     model: str | torch.nn.Module | None = None,
 ) -> list[dict[str, float]]:
-    """Play and update so many times; returns what happened, one entry per iteration.
+    """Play and update; returns a record of every iteration.
 
     Args:
         iterations: rounds of playing and learning.
-        games: games of every task in a round: the group.
+        games: games per task in a round, which form a group.
         updates: optimiser steps on the games of a round.
         lr: learning rate.
-        warm_steps: steps of supervised fine-tuning before, where no model is given.
-        seed: of everything that is drawn.
+        warm_steps: steps of supervised fine-tuning first, if no model is given.
+        seed: random seed of the run.
         model: a trained model, or its folder.
     """
     tokenizer = tt.load_tokenizer("tiny")

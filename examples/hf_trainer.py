@@ -2,7 +2,7 @@
 
     python -m examples.hf_trainer
 
-The rows are single calls of an agent: everything said so far, and its next reply. The calls of a game share prefixes of
+The rows are single calls of an agent: the conversation so far and its next reply. The calls of a game share prefixes of
 growing length, and all calls share the rules.
 """
 
@@ -16,11 +16,11 @@ from examples.countdown.agent import RECORDED, TASKS, TEMPLATE
 
 
 def main(steps: int = 30, seed: int = 0, share: bool = True) -> Trainer:
-    """Train the built-in model for so many steps; returns the trainer.
+    """Train the built-in model; returns the trainer.
 
     Args:
         steps: optimizer steps.
-        seed: of the model and of the order of rows.
+        seed: random seed of the model and of the order of rows.
         share: False trains as transformers alone does, on the same batches with the same losses.
     """
     model, tokenizer = tt.load_model("tiny", seed=seed), tt.load_tokenizer("tiny")
@@ -35,7 +35,7 @@ def main(steps: int = 30, seed: int = 0, share: bool = True) -> Trainer:
         "runs/hf_trainer",
         max_steps=steps,
         per_device_train_batch_size=8,
-        gradient_accumulation_steps=4,  # 32 calls are one tree all the same
+        gradient_accumulation_steps=4,  # the 32 calls of a step are still one tree
         learning_rate=3e-3,
         logging_steps=1,
         save_strategy="no",
@@ -44,7 +44,7 @@ def main(steps: int = 30, seed: int = 0, share: bool = True) -> Trainer:
     )
     collator = DataCollatorForSeq2Seq(tokenizer)
     trainer = Trainer(model, args, train_dataset=Dataset.from_dict(rows), data_collator=collator)
-    tt.group_batches(trainer, key="game")  # the calls of a game meet in one step
+    tt.group_batches(trainer, key="game")  # the calls of a game are in one step
     if share:
         tt.share_prefixes(trainer)
     trainer.train()

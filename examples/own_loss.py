@@ -3,9 +3,9 @@
     python -m examples.own_loss --steps 10
     python -m examples.own_loss --bfloat16      # the model in autocast
 
-The loss here looks at all games of a puzzle at once: each gets a score, its mean log-probability, and the softmax over
-the scores shall be that over the rewards (a listwise ranking loss). No trainer needs to know it, and no prefix is
-computed twice for it.
+The loss compares all games of a puzzle: the score of a game is its mean log-probability, and the softmax over the
+scores should equal the softmax over the rewards (a listwise ranking loss). No trainer is needed, and no prefix is
+computed twice.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from examples.countdown.agent import RECORDED, TASKS, TEMPLATE
 
 
 def ranking_loss(logps: list[torch.Tensor], rows: list[tt.Trajectory], sharpness: float = 4.0) -> torch.Tensor:
-    """How far the softmax of the rows' mean log-probabilities is from that of the rewards: a divergence, at least 0."""
+    """KL divergence between the softmax of the rows' mean log-probabilities and that of the rewards."""
     scores = []
     for row, row_logps in zip(rows, logps):
         said = torch.as_tensor(row.weights[1:]).to(row_logps)  # 1 on what the agent wrote, 0 elsewhere: [L - 1]
@@ -30,7 +30,7 @@ def ranking_loss(logps: list[torch.Tensor], rows: list[tt.Trajectory], sharpness
 
 
 def main(steps: int = 10, games: int = 8, lr: float = 3e-4, seed: int = 0, bfloat16: bool = False) -> list[float]:
-    """Train for so many steps, each on some games of every task; returns the loss of every step."""
+    """Train the model, each step on some games of every task; returns the loss of every step."""
     model, tokenizer = tt.load_model("tiny", seed=seed), tt.load_tokenizer("tiny")
     loaded = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE)
     tasks = [list(rows) for task, rows in groupby(loaded.trajectories, key=lambda row: row.group) if task in TASKS]

@@ -2,8 +2,8 @@
 
     python -m examples.sft --output runs/warm
 
-The rows are recorded games of four countdown tasks. Trials of a task share their beginning, all rows share the rules:
-a step computes half of the tokens that its rows have. The loss is on what the agents wrote.
+The rows are recorded games of four countdown tasks. Trials of a task share their beginning, and all rows share the
+rules, so a step computes half of the tokens of its rows. The loss is on what the agents wrote.
 """
 
 import argparse
@@ -21,8 +21,8 @@ STEPS, ROWS_PER_STEP = 110, 10
 def main(
     steps: int = STEPS, rows_per_step: int = ROWS_PER_STEP, lr: float = 3e-3, seed: int = 0, output: Path | None = None
 ):
-    """Train the built-in model for so many steps; returns the model and the loss of every step, in nats."""
-    # The model is a plain Hugging Face one; any other causal LM and its tokenizer do as well.
+    """Train the built-in model; returns the model and the loss of every step, in nats."""
+    # The model is a plain Hugging Face one; any other causal LM and its tokenizer work too.
     model, tokenizer = tt.load_model("tiny", seed=seed), tt.load_tokenizer("tiny")
     loaded = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE)
     rows = [row for row in loaded.trajectories if row.group in TASKS]

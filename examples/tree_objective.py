@@ -1,11 +1,11 @@
-"""Process rewards on a tree of samples: every step of the search is trained once, by what came of it.
+"""Process rewards on a tree of samples: every step of the search is trained once, on the value of its outcomes.
 
     python -m examples.tree_objective --iterations 12
 
 The model continues a prompt in several ways, each of these in several ways again, and so on. The value of a step is the
-mean reward of the answers below it. Its advantage is what it is worth above the prompt and above the step before it, as
-in TreeRL (arXiv 2506.11902, section 3.3). A step that lies on nine answers is one decision of the policy, so its tokens
-count one time in the loss (`count="once"`), not nine times as in a loss over answers.
+mean reward of the answers below it. Its advantage is its value relative to the prompt and to the step before it, as in
+TreeRL (arXiv 2506.11902, section 3.3). A step shared by nine answers is one decision of the policy, so its tokens count
+once in the loss (`count="once"`), not nine times as in a loss over answers.
 """
 
 import argparse
@@ -19,7 +19,7 @@ WANTED = 400
 
 
 def grow(model, prompt: list[int], branches: int, depth: int, tokens: int) -> tuple[list[list[int]], list[int]]:
-    """Sample a tree. Returns the ids of its nodes, level by level, and the number of each one's parent, -1 at roots."""
+    """Sample a tree. Returns the token ids and the parent number (-1 at roots) of its nodes, level by level."""
     ids, parents, ends, level = [prompt], [-1], torch.tensor([prompt]), [0]
     for _ in range(depth):
         # All paths of a level have the same length, so nothing is padded.
@@ -52,13 +52,13 @@ def advantages_of(ids: list[list[int]], parents: list[int]) -> tuple[list[float]
 def main(
     iterations: int = 12, branches: int = 3, depth: int = 3, tokens: int = 8, lr: float = 6e-3, seed: int = 0
 ) -> list[dict[str, float]]:
-    """Sample and update so many times; returns reward and counts of every iteration."""
+    """Sample and update; returns reward and counts of every iteration."""
     torch.manual_seed(seed)
     model, tokenizer = tt.load_model("tiny", seed=seed), tt.load_tokenizer("tiny")
     prompt = tokenizer("Solve it step by step.")["input_ids"]
     engine = tt.TreeEngine(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    loss_fn = tt.losses.reinforce()  # one update for each tree, so the policy is the one that sampled it
+    loss_fn = tt.losses.reinforce()  # one update per tree, so the policy is still the one that sampled it
 
     history = []
     for iteration in range(iterations):

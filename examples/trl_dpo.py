@@ -4,7 +4,7 @@
     python -m examples.trl_dpo --model runs/warm   # from a saved warm start
 
 A pair is two games of one puzzle: one that failed and one that earned more. They share the rules, the puzzle and often
-the first calls, and so do the pairs of a puzzle; `tt.group_batches` brings those together.
+the first calls, and so do the pairs of a puzzle; `tt.group_batches` puts those in one step.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from examples import trl_sft
 
 
 def pairs_of(games: list[dict], draws: random.Random) -> list[dict]:
-    """Every game that failed beside one of its task that earned more, drawn at random."""
+    """Every failed game with a random one of its task that earned more."""
     pairs = []
     for worse in games:
         better = [game for game in games if game["task_id"] == worse["task_id"] and game["reward"] > worse["reward"]]
@@ -31,12 +31,12 @@ def pairs_of(games: list[dict], draws: random.Random) -> list[dict]:
 
 
 def main(steps: int = 12, warm_steps: int = 110, seed: int = 0, model=None, share: bool = True) -> DPOTrainer:
-    """Train for so many steps; returns the trainer.
+    """Train the model; returns the trainer.
 
     Args:
         steps: optimizer steps.
-        warm_steps: steps of supervised fine-tuning before, where no model is given.
-        seed: of everything that is drawn.
+        warm_steps: steps of supervised fine-tuning first, if no model is given.
+        seed: random seed of the run.
         model: a trained model, or its folder.
         share: False trains as TRL alone does, on the same batches with the same losses.
     """

@@ -3,7 +3,7 @@
     python -m examples.trl_grpo                        # warm start (examples/trl_sft.py), then 20 rounds of games
     python -m examples.trl_grpo --model runs/warm      # from a saved warm start
 
-TRL plays: its tool loop calls the methods of `Countdown`. A row is a game of several turns; what the tools answered is
+TRL plays: its tool loop calls the methods of `Countdown`. A row is a game of several turns; the tools' answers are
 masked. The games of a round share the rules, those of a task its numbers too, and a round is trained as one tree.
 """
 
@@ -22,7 +22,7 @@ from examples.countdown.environment import call, reward, start
 
 
 class Countdown:
-    """One game; TRL offers its public methods to the model as tools and asks for the reward in the end."""
+    """One game; TRL offers its public methods to the model as tools and reads the reward at the end."""
 
     def reset(self, task: str, **row) -> None:
         self.state = start(recorded_puzzle(task))
@@ -59,10 +59,10 @@ def main(rounds: int = 20, games: int = 8, updates: int = 2, seed: int = 0, mode
     """Play and update; returns the trainer, whose `state.log_history` has the rewards.
 
     Args:
-        rounds: of playing every task.
-        games: of every task in a round: the group.
+        rounds: rounds of games.
+        games: games per task in a round, which form a group.
         updates: optimizer steps on the games of a round.
-        seed: of everything that is drawn.
+        seed: random seed of the run.
         model: a trained model, or its folder; None trains one first.
         share: False trains as TRL alone does, with the same losses.
     """
@@ -71,14 +71,14 @@ def main(rounds: int = 20, games: int = 8, updates: int = 2, seed: int = 0, mode
     elif isinstance(model, str):
         model = tt.load_model(model)
     tokenizer = trl_sft.tokenizer_of_games()
-    tokenizer.response_template = qwen3_template  # how replies are read; TRL knows it for templates of known models
+    tokenizer.response_template = qwen3_template  # format of replies; TRL knows it for templates of known models
     prompts = [list(begin(recorded_puzzle(task)).messages) for task in TASKS]
     args = GRPOConfig(
         "runs/trl_grpo",
         max_steps=rounds * updates,
         num_generations=games,
         num_iterations=updates,
-        # A group to each micro-batch, a micro-batch for each task: scored together, as one tree, all the same.
+        # One group and task per micro-batch; all micro-batches of a step are still scored as one tree.
         per_device_train_batch_size=games,
         gradient_accumulation_steps=len(TASKS),
         max_completion_length=320,

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning in TRL, with shared prefixes computed once: two lines beside an ordinary SFTTrainer.
+"""Supervised fine-tuning in TRL, with shared prefixes computed once: two lines added to an ordinary SFTTrainer.
 
     python -m examples.trl_sft --output runs/warm
 
@@ -18,14 +18,14 @@ from examples.countdown.agent import RECORDED, TASKS, TEMPLATE
 
 
 def tokenizer_of_games():
-    """The built-in tokenizer, with a template that leaves the tools' schemas out and marks what the agent wrote."""
+    """The built-in tokenizer, with a template that omits the tools' schemas and marks the agent's text."""
     tokenizer = tt.load_tokenizer("tiny")
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 
 def recorded_games(tasks=TASKS) -> list[dict]:
-    """Games of these tasks as conversations; the agent's last word ends them."""
+    """Games of these tasks as conversations that end with the agent's last turn."""
     with gzip.open(RECORDED, "rt", encoding="utf-8") as lines:
         games = [game for game in map(json.loads, lines) if game["task_id"] in tasks]
     for game in games:
@@ -36,11 +36,11 @@ def recorded_games(tasks=TASKS) -> list[dict]:
 
 
 def main(steps: int = 110, seed: int = 0, output: str = "runs/trl_sft", share: bool = True) -> SFTTrainer:
-    """Train the built-in model for so many steps; returns the trainer.
+    """Train the built-in model; returns the trainer.
 
     Args:
         steps: optimizer steps.
-        seed: of the model and of the order of rows.
+        seed: random seed of the model and of the order of rows.
         output: folder for the model.
         share: False trains as TRL alone does, with the same losses.
     """

@@ -1,1 +1,1 @@
-"""A small real environment (arithmetic countdown), agents that play it, and the recorder of its data."""
+"""A small environment (arithmetic countdown), agents that play it, and a script that records games."""

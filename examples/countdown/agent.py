@@ -25,7 +25,7 @@ PATIENCE = 6
 
 @dataclass(slots=True)
 class Game:
-    """An episode in the making and the calls of the model in it, as token ids."""
+    """An episode in progress and its model calls, as token ids."""
 
     episode: Episode
     calls: list[tuple[list[int], list[int]]] = field(default_factory=list)
@@ -35,12 +35,12 @@ class Game:
 
     @property
     def over(self) -> bool:
-        """Whether the model is not asked again."""
+        """Whether the game has ended."""
         return self.episode.state.done or not self.readable or len(self.calls) >= PATIENCE
 
     @property
     def reward(self) -> float:
-        """What the environment gives, 0.0 to 1.0."""
+        """The environment's reward, 0.0 to 1.0."""
         return reward(self.episode.state)
 
 
@@ -55,7 +55,7 @@ def recorded_puzzle(task: str) -> Puzzle:
 
 
 def play(model: Any, tokenizer: Any, puzzles: Sequence[Puzzle], *, temperature: float = 1.0) -> list[Game]:
-    """Play one game of every puzzle given, all at the same time, to the end."""
+    """Play one game per puzzle to the end, all in one batch."""
     games = [Game(begin(puzzle)) for puzzle in puzzles]
     while live := [game for game in games if not game.over]:
         prompts = [prompt_ids(tokenizer, game.episode) for game in live]
@@ -66,7 +66,7 @@ def play(model: Any, tokenizer: Any, puzzles: Sequence[Puzzle], *, temperature: 
 
 
 def act(game: Game, text: str) -> None:
-    """Carry out what the model wrote."""
+    """Run the tool call that the model wrote."""
     reply = parse_reply(text)
     game.readable = reply is not None
     if reply is not None:
@@ -74,7 +74,7 @@ def act(game: Game, text: str) -> None:
 
 
 def prompt_ids(tokenizer: Any, episode: Episode) -> list[int]:
-    """What the model reads before its next reply."""
+    """The prompt of the model's next reply."""
     text = tokenizer.apply_chat_template(
         list(episode.messages), chat_template=TEMPLATE, add_generation_prompt=True, tokenize=False
     )
@@ -83,7 +83,7 @@ def prompt_ids(tokenizer: Any, episode: Episode) -> list[int]:
 
 @torch.no_grad()
 def sample(model: Any, tokenizer: Any, prompts: Sequence[list[int]], temperature: float = 1.0) -> list[list[int]]:
-    """One reply to every prompt, the end token included unless the reply was cut off."""
+    """Sample one reply per prompt, including the end token unless the reply was cut off."""
     longest, pad, end = max(map(len, prompts)), tokenizer.pad_token_id, tokenizer.eos_token_id
     ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
     seen = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
@@ -93,7 +93,7 @@ def sample(model: Any, tokenizer: Any, prompts: Sequence[list[int]], temperature
         max_new_tokens=REPLY_TOKENS,
         do_sample=True,
         temperature=temperature,
-        top_k=0,  # transformers' default would cut the distribution: training would score another policy
+        top_k=0,  # transformers' default truncates the distribution; training would score another policy
         top_p=1.0,
         pad_token_id=pad,
         eos_token_id=end,

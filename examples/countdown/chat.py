@@ -14,7 +14,7 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One turn of an agent: what it says (None: nothing) and the tool it calls, `arguments` as JSON text."""
+    """One turn of an agent: its text (None: no text) and the tool it calls, `arguments` as JSON text."""
 
     content: str | None
     name: str
@@ -23,7 +23,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A state and the messages that led to it. Immutable: continue it as often as wanted."""
+    """A state and the messages that led to it. Immutable, so it can be continued several times."""
 
     state: State
     messages: tuple[Message, ...]
@@ -49,7 +49,7 @@ def begin(puzzle: Puzzle) -> Episode:
 def parse_reply(text: str) -> Reply | None:
     """Read what a model wrote in the form of the shipped chat template.
 
-    The first tool call counts; whatever precedes it is the content. None where there is no readable call.
+    The first tool call counts; the text before it is the content. Returns None if no call can be parsed.
     """
     match = _TOOL_CALL.search(text)
     if match is None:

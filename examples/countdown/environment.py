@@ -78,7 +78,7 @@ class State:
 
 
 class InvalidCall(ValueError):
-    """A tool call that changes nothing; its message is what the agent reads."""
+    """An invalid tool call, which changes nothing; the agent reads its message."""
 
 
 def start(puzzle: Puzzle) -> State:
@@ -89,8 +89,8 @@ def start(puzzle: Puzzle) -> State:
 def call(state: State, name: str, arguments: str) -> tuple[State, str]:
     """Run one tool call: the next state and the text that the tool answers.
 
-    `arguments` is a JSON object as text, the way chat APIs hand it over. A wrong call costs a call and is
-    answered with "Error: ..."; nothing an agent writes raises here. A finished episode raises ValueError.
+    `arguments` is a JSON object as text, as in chat APIs. A wrong call costs a call and is
+    answered with "Error: ..."; no agent output raises. A finished episode raises ValueError.
     """
     if state.done:
         raise ValueError(f"the episode ended after {state.calls} calls; start a new one")
@@ -169,7 +169,7 @@ def _submit(state: State, answer: int) -> tuple[State, str]:
 
 
 def reward(state: State) -> float:
-    """What the episode has earned so far, 0.0 to 1.0 (the rule is at the top of this file)."""
+    """The reward of the episode so far, 0.0 to 1.0 (the rule is at the top of this file)."""
     if not state.submitted or state.answer not in state.numbers or not state.past:
         return 0.0
     assert state.answer is not None

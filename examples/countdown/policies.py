@@ -1,7 +1,7 @@
 """Scripted agents of different skill. Each reads the state, nothing else, and answers with one turn.
 
-They keep no memory of their own (the state says what was tried), so any of them can take over at any state:
-that is how the recorder grows a search tree.
+They keep no memory (the state records what was tried), so any of them can continue from any state. The recorder
+grows a search tree this way.
 """
 
 import json
@@ -25,7 +25,7 @@ def pick(rng: Random, items: Sequence[T]) -> T:
 
 
 def random_walk(state: State, rng: Random) -> Reply:
-    """Any calculation, never back; submits a hit, or what is left."""
+    """Random calculations without undo; submits the target, or the last number."""
     ending = _submit_if_over(state, rng)
     if ending is not None:
         return ending
@@ -35,7 +35,7 @@ def random_walk(state: State, rng: Random) -> Reply:
 
 
 def greedy(state: State, rng: Random) -> Reply:
-    """The calculation that comes nearest to the target, mostly; never back."""
+    """Mostly the calculation nearest to the target; never undoes."""
     ending = _submit_if_over(state, rng)
     if ending is not None:
         return ending
@@ -46,7 +46,7 @@ def greedy(state: State, rng: Random) -> Reply:
 
 
 def search(state: State, rng: Random) -> Reply:
-    """Depth first with backtracking: sees one calculation ahead, goes back from two numbers that miss."""
+    """Depth first with backtracking: looks one calculation ahead, undoes if two numbers cannot reach the target."""
     target = state.puzzle.target
     hit = _hit(state, rng)
     if hit is not None:
@@ -66,7 +66,7 @@ def search(state: State, rng: Random) -> Reply:
 
 
 def expert(state: State, rng: Random) -> Reply:
-    """Knows nearly always whether the target can still be reached, and how."""
+    """Nearly always knows whether and how the target can be reached."""
     target = state.puzzle.target
     hit = _hit(state, rng)
     if hit is not None:
@@ -152,7 +152,7 @@ def _calculate(state: State, move: Move, rng: Random) -> Reply:
 
 
 def _slip(state: State, rng: Random) -> Reply:
-    """A mistake: a number that is not there any more, or a division that does not come out even."""
+    """A mistake: a number that is not there any more, or a division with a remainder."""
     left, right = max(state.numbers), min(state.numbers)
     gone = [number for number in state.puzzle.numbers if number not in state.numbers]
     if gone:

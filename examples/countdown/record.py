@@ -4,9 +4,9 @@
     python -m examples.countdown.record --out elsewhere
 
 For every task a trial or two are played from the start. The rest branch off: a state of an earlier episode is
-taken up again, perhaps by an agent of another skill, and played to its end. So the trajectories of a task are
+continued, perhaps by an agent of another skill, to its end. So the trajectories of a task are
 the leaves of a search tree and share its prefixes. One row is one leaf. The same seed gives the same rows,
-byte for byte (how they compress is up to the zlib at hand).
+byte for byte (the compressed bytes depend on the zlib version).
 """
 
 import argparse
@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One file: how many puzzles, and the seed of everything that is drawn for it."""
+    """One file: the number of puzzles, and the random seed."""
 
     name: str
     tasks: int
@@ -54,7 +54,7 @@ def draw_puzzle(rng: Random) -> Puzzle:
 
 
 def play(episode: Episode, policy: Policy, rng: Random) -> list[Episode]:
-    """Play on to the end: every episode passed through, the given one first, the finished one last."""
+    """Play to the end; returns all episodes on the way, from the given one to the finished one."""
     passed = [episode]
     while not passed[-1].state.done:
         passed.append(passed[-1].after(policy(passed[-1].state, rng)))
@@ -101,7 +101,7 @@ def rows(split: Split, taken: set[Puzzle]) -> Iterator[Row]:
 
 
 def write(path: Path, lines: Iterable[Row]) -> None:
-    """Write rows as gzipped JSON lines, with nothing of the clock or the path in the bytes."""
+    """Write rows as gzipped JSON lines, without time or path in the bytes."""
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in lines)
     path.write_bytes(gzip.compress(text.encode(), compresslevel=9, mtime=0))
 
@@ -122,7 +122,7 @@ def _between(rng: Random, bounds: tuple[int, int]) -> int:
 
 
 def _late(rng: Random, turns: int) -> int:
-    """A turn to fork at, of `turns`; later ones are likelier, as a search mostly goes back by few steps."""
+    """The turn to fork at; later ones are likelier, since a search mostly goes back a few steps."""
     return int(turns * max(rng.random() for _ in range(4)))
 
 
@@ -131,7 +131,7 @@ def _canonical(puzzle: Puzzle) -> Puzzle:
 
 
 def main() -> None:
-    """Command line: write the files and say what is in them."""
+    """Command line: write the files and print their sizes."""
     parser = argparse.ArgumentParser(description="Record the shipped countdown trajectories.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of the files")
     for path in record(parser.parse_args().out):

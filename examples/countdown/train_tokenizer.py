@@ -2,9 +2,9 @@
 
     python -m examples.countdown.train_tokenizer
 
-A byte-level BPE of `VOCABULARY` tokens: any text round-trips. It learns from the training transcripts and, so
-that other text is not spelled out letter by letter, from the LICENSE file and a list of common words. Same
-inputs, same vocabulary. The chat template beside the tokenizer is written by hand; this program reads it.
+A byte-level BPE of `VOCABULARY` tokens: any text round-trips. It is trained on the training transcripts
+and, so that other text is not split into letters, on the LICENSE file and a list of common words. The same inputs
+give the same vocabulary. The chat template beside the tokenizer is written by hand; this program reads it.
 """
 
 import argparse
@@ -47,7 +47,7 @@ will with within without word work world would write wrong year yes yet you your
 
 
 def texts(transcripts: Path) -> list[str]:
-    """What the tokenizer learns from: the rendered transcripts, the licence, common words, ASCII."""
+    """Training text: the rendered transcripts, the licence, common words, ASCII."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = (PRESETS / "chat_template.jinja").read_text()
@@ -61,7 +61,7 @@ def texts(transcripts: Path) -> list[str]:
 
 
 def train(transcripts: Path) -> "Tokenizer":
-    """The tokenizer, trained anew."""
+    """Train and return the tokenizer."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

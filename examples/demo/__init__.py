@@ -1,1 +1,1 @@
-"""What `make demo` runs: the same training as a tree and linearly, side by side."""
+"""The program of `make demo`: the same training as a tree and linearly, side by side."""

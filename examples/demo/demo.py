@@ -2,9 +2,9 @@
 
     make demo                              # or: python -m examples.demo.demo
 
-Every part goes through the command line in a process of its own, as a user's would. Both trainings have the same
-seed, weights, data and steps, so their loss curves must lie on each other; the demo fails where they do not.
-Everything lands in runs/demo, the page of the comparison too. No network is used.
+Every part runs a command line in its own process, as a user would. Both trainings have the same seed, weights, data
+and steps, so their loss curves must coincide; otherwise the demo fails. All output, including the comparison page,
+is in runs/demo. No network is used.
 """
 
 import argparse
@@ -44,7 +44,7 @@ console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 
 def main() -> int:
-    """Run the demo; 0 if both trainings agree."""
+    """Run the demo; returns 0 if both trainings agree."""
     parser = argparse.ArgumentParser(description="Train as a tree and linearly, and compare.")
     parser.add_argument("--steps", type=int, default=STEPS, help="optimiser steps of each training")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "demo", help="folder of all results")
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def treetrain(title: str, *arguments: str) -> None:
-    """Run one command of the command line and show what it prints; the demo ends where it fails."""
+    """Run one command and show its output; the demo stops if it fails."""
     console.rule(f"[bold]{title}", align="left")
     console.print(f"$ treetrain {' '.join(arguments)}", style="cyan", soft_wrap=True, markup=False)
     sys.stdout.flush()
@@ -78,7 +78,7 @@ def treetrain(title: str, *arguments: str) -> None:
 
 
 def report(runs: dict[str, Run], found: dict, page: Path) -> int:
-    """The figures, the verdict and where the page is; the exit code."""
+    """Print the figures, the verdict and the path of the page; returns the exit code."""
     console.rule("[bold]Tree against linear", align="left")
     table = Table("", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in runs:
@@ -103,7 +103,7 @@ def report(runs: dict[str, Run], found: dict, page: Path) -> int:
 
 
 def figures(run: Run) -> list[tuple[str, str]]:
-    """(name, value); the first step, in which memory and kernels are set up, is not timed."""
+    """Pairs (name, value); the first step, which sets up memory and kernels, is not timed."""
     loss, held_out, seconds = run.values("loss"), run.values("eval_loss"), run.values("seconds")[1:]
     return [
         ("tokens computed", f"{run.values('computed_tokens').sum():,.0f}"),
