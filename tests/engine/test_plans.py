@@ -10,7 +10,7 @@ from treetrain.testing.contract import OTHERS, PPO, SFT, check_contract
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradients_of_every_plan_are_those_of_the_rows(shape, record_property):
     engines = [planned(shape, keep) for keep in KEEPS]
-    record_property("errors", check_contract(make_model("qwen3"), [SFT, PPO], 12, engines=engines))
+    record_property("errors", check_contract(make_model("qwen3"), [SFT, PPO], 7, engines=engines))
     for keep, engine in zip(KEEPS, engines):
         if shape == "1 part":
             continue

@@ -75,7 +75,7 @@ def test_a_budget_in_bytes_is_found_with_few_plans():
         assert len(looked_at) <= 10
 
 
-@pytest.mark.parametrize("count", [10, 1000, 20_000])
+@pytest.mark.parametrize("count", [10, 1000, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_bytes_below_the_smallest_possible_are_refused_with_a_number_that_is_enough(count):
     layout, prices = nested_forks(count), LinearPrices()
     with pytest.raises(ValueError, match=r"budget=17 B.*needs") as caught:
