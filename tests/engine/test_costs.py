@@ -18,7 +18,7 @@ from treetrain.engine.costs import cost_if_countable, cost_of, count, count_conf
 from treetrain.engine.executor import Executor
 from treetrain.engine.lm_head import ScoreRequest
 from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
-from treetrain.engine.memory import live_bytes
+from treetrain.engine.memory import AllocatedBytes, CountStorages
 from treetrain.engine.packed import PackedRun
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import check_model
@@ -107,7 +107,8 @@ def peak_and_cache(model: nn.Module, layout, plan) -> tuple[int, int]:
     """(tensors alive at the peak of a step, bytes of its caches)."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with live_bytes(CPU) as meter:
+    meter = AllocatedBytes()
+    with CountStorages(meter):
         table = ScoreTable(layout.num_edges, len(layout.rows), torch.float32, CPU, entropy=False)
         executor = Executor(model, check_model(model), plan, temperature=1.0, gradients=True)
         executor.train(KnownGradients(table, torch.ones(layout.num_edges)))

@@ -3,13 +3,14 @@
 import torch
 
 from treetrain.engine import memory
-from treetrain.engine.memory import live_bytes
+from treetrain.engine.memory import AllocatedBytes, CountStorages
 
 CPU = torch.device("cpu")
 
 
 def test_live_bytes_are_those_of_tensors_that_live():
-    with live_bytes(CPU) as meter:
+    meter = AllocatedBytes()
+    with CountStorages(meter):
         kept = torch.zeros(1000)
         view = kept[10:].add_(1.0)
         assert meter.now == 4000
@@ -25,7 +26,8 @@ def test_live_bytes_are_those_of_tensors_that_live():
 
 def test_live_bytes_are_counted_in_backward_too():
     weight = torch.ones(1000, requires_grad=True)
-    with live_bytes(CPU) as meter:
+    meter = AllocatedBytes()
+    with CountStorages(meter):
         weight.exp().sum().backward()
         assert weight.grad is not None and meter.now >= 4000
     assert meter.peak >= 8000

@@ -13,8 +13,8 @@ them.
 Rows of the cache are allocated on the way down and freed on the way up, like a stack.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,10 +116,7 @@ class Executor:
     def _without_graph(self, table: ScoreTable | None, need_entropy: bool) -> None:
         plan = self._plan
         with (
-            out_of_memory_in(self._out_of_memory),
-            torch.no_grad(),
-            self._run_type.mode(self._model),
-            self._switched_routers(),
+            self._running(graph=False),
             in_step(self._lockstep),
         ):
             for kind, part in plan.traverse():
@@ -144,10 +141,7 @@ class Executor:
         plan = self._plan
         try:
             with (
-                out_of_memory_in(self._out_of_memory),
-                torch.enable_grad(),
-                self._run_type.mode(self._model),
-                self._switched_routers(),
+                self._running(graph=True),
                 self._gradient_buffers() as self._buffers,
                 in_step(self._lockstep, forwards=True),
             ):
@@ -171,10 +165,7 @@ class Executor:
             self._lockstep.begin_backwards(reduces)
         try:
             with (
-                out_of_memory_in(self._out_of_memory),
-                torch.enable_grad(),
-                self._run_type.mode(self._model),
-                self._switched_routers(),
+                self._running(graph=True),
                 hooks_once(*self._modules()),
                 in_step(self._lockstep),
             ):
@@ -195,10 +186,7 @@ class Executor:
         """
         plan = self._plan
         with (
-            out_of_memory_in(self._out_of_memory),
-            torch.enable_grad(),
-            self._run_type.mode(self._model),
-            self._switched_routers(),
+            self._running(graph=True),
             hooks_once(*self._modules()),
             self._gradient_buffers() as self._buffers,
             in_step(self._lockstep),
@@ -307,8 +295,16 @@ class Executor:
     def _out_of_memory(self) -> StepOutOfMemory:
         return StepOutOfMemory(self._alive or self._plan.peak_tokens, backward_begun=self._backward_begun)
 
-    def _switched_routers(self) -> AbstractContextManager[None]:
-        return switched(self._model, self._capabilities.experts, self._routing)
+    @contextmanager
+    def _running(self, *, graph: bool) -> Iterator[None]:
+        """Prepare the model for passes: tree mode, the step's routers, with or without graph, out of memory noticed."""
+        with (
+            out_of_memory_in(self._out_of_memory),
+            torch.set_grad_enabled(graph),
+            self._run_type.mode(self._model),
+            switched(self._model, self._capabilities.experts, self._routing),
+        ):
+            yield
 
     def _gradient_buffers(self) -> AbstractContextManager[GradientBuffers | None]:
         """The buffers; None under FSDP2, where weights are unsharded only during a pass."""

@@ -4,8 +4,6 @@ import ctypes
 import re
 import sys
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,21 +74,6 @@ def _left(group: Path) -> int | None:
     return None
 
 
-@contextmanager
-def live_bytes(device: torch.device) -> Iterator["AllocatedBytes"]:
-    """Measure the bytes of the tensors that come and go inside the block.
-
-    On a CPU, a dispatch mode counts every operator's outputs while their storage lives, in backward too; an operator's
-    own workspace is not counted. On CUDA, the allocator's statistics are used.
-    """
-    if device.type == "cuda":
-        yield _CudaBytes(device)
-        return
-    meter = AllocatedBytes()
-    with CountStorages(meter):
-        yield meter
-
-
 class AllocatedBytes:
     """Bytes allocated since the block began."""
 
@@ -102,25 +85,6 @@ class AllocatedBytes:
     def restart_peak(self) -> None:
         """Forget the peak so far."""
         self.peak = self.now
-
-
-class _CudaBytes(AllocatedBytes):
-    def __init__(self, device: torch.device):
-        self._device = device
-        torch.cuda.synchronize(device)
-        self._before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-
-    @property
-    def now(self) -> int:  # type: ignore[override]
-        return torch.cuda.memory_allocated(self._device) - self._before
-
-    @property
-    def peak(self) -> int:  # type: ignore[override]
-        return torch.cuda.max_memory_allocated(self._device) - self._before
-
-    def restart_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
 
 
 class CountStorages(TorchDispatchMode):
