@@ -18,13 +18,14 @@ LAYERS = (
     "linear_attention",
     "attention",
     "device_arrays",
+    "inspection",
     "planning",
     "tree",
     "data",
     "errors",
 )
 """From the top down; a layer may import itself and what stands after it."""
-WITHOUT_TORCH = ("planning", "tree", "data", "errors")
+WITHOUT_TORCH = ("inspection", "planning", "tree", "data", "errors")
 FILES = sorted(path for path in SOURCE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
@@ -99,7 +100,7 @@ def test_the_engine_knows_no_losses_and_losses_only_its_protocol():
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if layer(module_name(p)) in WITHOUT_TORCH], ids=lambda p: p.name)
-def test_planning_trees_and_data_never_import_torch(path):
+def test_inspection_planning_trees_and_data_never_import_torch(path):
     names = {name.split(".")[0] for name in imports(path)}
     assert not names & {"torch", "transformers", "peft"}
 

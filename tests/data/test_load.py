@@ -6,8 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from treetrain.data import Trajectory, chat_template_text, diagnose_prefixes, group_advantages, load
+from treetrain.data import Trajectory, chat_template_text, group_advantages, load
 from treetrain.errors import DataError
+from treetrain.inspection.diagnosis import diagnose_prefixes
 
 TALK = {
     "messages": [

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from treetrain.data.load import detect_format, load
 from treetrain.errors import DataError
-from treetrain.planning.cost import ModelCounts, ModelShape
+from treetrain.inspection.report import Shape
+from treetrain.planning.cost import ModelShape
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,22 +18,7 @@ if TYPE_CHECKING:
 DEFAULT_SHAPE = "qwen3-8b"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class NamedShape:
-    """Counts of a model, and where they come from."""
-
-    counts: ModelCounts
-    name: str
-    assumed: bool
-    """Whether it is the default, since none was named."""
-
-    @property
-    def words(self) -> str:
-        """The name in messages."""
-        return f"{self.name} (assumed; --model or --shape names another)" if self.assumed else self.name
-
-
-def find_shape(model: str | None, shape: str | None, *, dtype_bytes: int = 4) -> NamedShape:
+def find_shape(model: str | None, shape: str | None, *, dtype_bytes: int = 4) -> Shape:
     """The named `shape` if given, else the counts of `model`, else the default shape. Only a model needs torch.
 
     Raises:
@@ -41,10 +27,10 @@ def find_shape(model: str | None, shape: str | None, *, dtype_bytes: int = 4) ->
     if shape is None and model is not None:
         from treetrain.engine.costs import count_named
 
-        return NamedShape(counts=count_named(model, dtype_bytes), name=model, assumed=False)
+        return Shape(counts=count_named(model, dtype_bytes), name=model, assumed=False)
     name = shape or DEFAULT_SHAPE
     counts = ModelShape.named(name).counts(dtype_bytes=dtype_bytes)
-    return NamedShape(counts=counts, name=name, assumed=shape is None)
+    return Shape(counts=counts, name=name, assumed=shape is None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

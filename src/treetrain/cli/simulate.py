@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from treetrain.cli.options import Parser, at_least
 
 if TYPE_CHECKING:
-    from treetrain.cli.inputs import NamedShape
+    from treetrain.inspection.report import Shape
     from treetrain.planning.devices import Device
 
 SUMMARY = "What one training step over a file would take on many ranks: balance, time and memory, predicted."
@@ -86,7 +86,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _print(options: Namespace, batch: dict[str, int], shape: "NamedShape", device: "Device", found: list[Any]) -> None:
+def _print(options: Namespace, batch: dict[str, int], shape: "Shape", device: "Device", found: list[Any]) -> None:
     from treetrain.cli.output import console, pairs, table
 
     out = console()

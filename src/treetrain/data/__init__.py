@@ -2,7 +2,6 @@
 
 from treetrain.data.advantages import group_advantages
 from treetrain.data.chat import CHAT, Renderer, chat_template_text
-from treetrain.data.diagnosis import PrefixReport, diagnose_prefixes
 from treetrain.data.load import LoadedFile, load
 from treetrain.data.records import Format, Notes, ReadSettings, read_jsonl
 from treetrain.data.token_rows import TOKENS
@@ -14,12 +13,10 @@ __all__ = [
     "Format",
     "LoadedFile",
     "Notes",
-    "PrefixReport",
     "ReadSettings",
     "Renderer",
     "Trajectory",
     "chat_template_text",
-    "diagnose_prefixes",
     "group_advantages",
     "load",
     "read_jsonl",
