@@ -14,9 +14,9 @@ import torch
 
 import rows
 import treetrain as tt
-from treetrain.attention.rectangles import RectangleAttention
-from treetrain.attention.schedule import Forest
 from treetrain.engine.memory import keep_memory
+from treetrain.softmax_attention.rectangles import RectangleAttention
+from treetrain.softmax_attention.schedule import Forest
 from treetrain.tree.layout import PackedLayout, pack
 from workloads import load_workload
 

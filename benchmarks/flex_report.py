@@ -1,8 +1,8 @@
 """Compile FlexAttention for Hopper and report shared memory, registers and spills. Needs no GPU.
 
 Run: python benchmarks/flex_report.py [--sizes 64,128,256] [--dtypes bfloat16,float32] [--asks full,path,local,cap]
-[--own]. Needs Triton and a torch that was built for CUDA. FlexAttention is traced on a CPU as `attention/flex.py`
-calls it; its graphs are moved to a simulated GPU device and lowered by Inductor, and the resulting Triton kernels
+[--own]. Needs Triton and a torch that was built for CUDA. FlexAttention is traced on a CPU as `flex.py` of
+`softmax_attention` calls it; its graphs are moved to a simulated GPU device and lowered by Inductor, and the resulting Triton kernels
 are compiled for sm_90. Prints one line per kernel; a kernel that needs more shared memory than a multiprocessor has is
 an error. --own lets FlexAttention choose kernels and blocks.
 """
@@ -25,8 +25,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # read when torch i
 import numpy as np
 import torch
 
-from treetrain.attention import flex
-from treetrain.attention.tile_lists import keys_of
+from treetrain.softmax_attention import flex
+from treetrain.softmax_attention.tile_lists import keys_of
 from treetrain.tree.attention_range import AttentionRange
 from triton_report import SHARED_BYTES, assembled
 

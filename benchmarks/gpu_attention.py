@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from gpu_correctness import forest_of
 from gpu_rows import Out, device, forget, load_tuned, seconds
 from tree_shapes import load, rows_of, synthetic
-from treetrain.attention.backends import make_attention, runnable, using
+from treetrain.softmax_attention.backends import make_attention, runnable, using
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 
@@ -91,7 +91,7 @@ def _rates(work: tuple[float, float], times: tuple[float, float]) -> tuple[float
 
 def tune(out: Out, smoke: bool) -> None:
     """Measure the Triton kernels' block sizes on one tree, and take the fastest kernel by kernel."""
-    from treetrain.attention.triton_shapes import Shapes, candidates, use
+    from treetrain.softmax_attention.triton_shapes import Shapes, candidates, use
 
     layout = _layout(synthetic(0.6, 48 if smoke else 8192, leaves=3 if smoke else 6))
     chosen = dict(out.tuned().get("shapes", {}))
@@ -122,7 +122,7 @@ def tune(out: Out, smoke: bool) -> None:
 
 def warm(backend: str, model: str) -> None:
     """Compile what this stage measures of a backend, for these heads; the kernels are cached on disk."""
-    from treetrain.attention.triton_shapes import candidates, use
+    from treetrain.softmax_attention.triton_shapes import candidates, use
 
     heads = HEADS[model]
     layout = _layout(synthetic(0.6, 512, leaves=3))

@@ -15,12 +15,12 @@ import torch
 import treetrain as tt
 from gpu_rows import Out, device
 from tree_shapes import rows_of, synthetic
-from treetrain.attention.backends import make_attention, runnable, using
-from treetrain.attention.kv_cache import KVCache
-from treetrain.attention.reference import reference_attention
-from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.engine.engine import TreeEngine
 from treetrain.planning.partition import uniform
+from treetrain.softmax_attention.backends import make_attention, runnable, using
+from treetrain.softmax_attention.kv_cache import KVCache
+from treetrain.softmax_attention.reference import reference_attention
+from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.tree.attention_range import AttentionRange
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, cut, pack

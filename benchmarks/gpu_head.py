@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from gpu_rows import Out, device, forget, seconds, wait
-from treetrain.attention.backends import why_not
 from treetrain.engine.lm_head import ENVIRONMENT, KERNELS, Edges, ScoreRequest, score_edges
+from treetrain.softmax_attention.backends import why_not
 
 HEADS = {"0.6b": (1024, 151_936), "8b": (4096, 151_936)}
 """Hidden size and vocabulary."""

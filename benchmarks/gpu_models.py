@@ -13,10 +13,10 @@ from torch import nn
 
 import treetrain as tt
 from gpu_rows import device, forget, wait
-from treetrain.attention.backends import using
 from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.linear_baseline import LinearEngine
+from treetrain.softmax_attention.backends import using
 from treetrain.tree.build import as_tree
 
 VOCABULARY = 151_936

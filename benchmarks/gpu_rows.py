@@ -122,7 +122,7 @@ def load_tuned(out: Out) -> None:
         os.environ[HEAD] = tuned["head"]
     if not tuned.get("shapes"):
         return
-    from treetrain.attention.triton_shapes import Shape, Shapes, use
+    from treetrain.softmax_attention.triton_shapes import Shape, Shapes, use
 
     for name, shapes in tuned["shapes"].items():
         size, dtype = name.split(" ")

@@ -105,8 +105,8 @@ def report_attention(sizes: list[int], dtypes: list[str], *, every: bool) -> int
     """Print a line per kernel; returns how many need too much shared memory."""
     import torch
 
-    from treetrain.attention import triton_kernels
-    from treetrain.attention.triton_shapes import candidates
+    from treetrain.softmax_attention import triton_kernels
+    from treetrain.softmax_attention.triton_shapes import candidates
 
     too_large = 0
     for name, size in itertools.product(dtypes, sizes):

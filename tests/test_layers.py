@@ -16,7 +16,7 @@ LAYERS = (
     "engine",
     "models",
     "linear_attention",
-    "attention",
+    "softmax_attention",
     "device_arrays",
     "inspection",
     "planning",
@@ -108,7 +108,9 @@ def test_inspection_planning_trees_and_data_never_import_torch(path):
 def test_the_fast_paths_never_import_the_specification():
     for path in FILES:
         if path.name != "reference.py":
-            assert not {"treetrain.attention.reference", "treetrain.linear_attention.reference"} & imports(path), path
+            assert not {"treetrain.softmax_attention.reference", "treetrain.linear_attention.reference"} & imports(
+                path
+            ), path
 
 
 def test_there_are_no_import_cycles_for_types_and_inside_functions_neither():

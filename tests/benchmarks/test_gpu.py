@@ -80,7 +80,7 @@ def test_tuned_block_sizes_are_handed_on(tmp_path, monkeypatch):
     import torch
 
     from gpu_rows import Out, load_tuned
-    from treetrain.attention import triton_shapes
+    from treetrain.softmax_attention import triton_shapes
 
     monkeypatch.setattr(triton_shapes, "_chosen", {})
     out = Out(tmp_path, time.time())

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.attention.reference import reference_attention
+from treetrain.softmax_attention.reference import reference_attention
 from treetrain.testing.forests import bushy_rows
 from treetrain.tree.build import build_tree
 

@@ -14,14 +14,14 @@ import treetrain as tt
 from support.host_waits import META, noticed, on_meta
 from support.models import make_model
 from support.plans import planned
-from treetrain.attention.flex import FlexTreeAttention
-from treetrain.attention.schedule import Forest
-from treetrain.attention.varlen import VarlenAttention
 from treetrain.device_arrays import on_device
 from treetrain.engine.linear_baseline import LinearEngine
 from treetrain.engine.lm_head import HeadCall
 from treetrain.linear_attention.scans import Scans, make_segments
 from treetrain.losses import dpo, gspo, kto, mix, ppo, reinforce, sft
+from treetrain.softmax_attention.flex import FlexTreeAttention
+from treetrain.softmax_attention.schedule import Forest
+from treetrain.softmax_attention.varlen import VarlenAttention
 from treetrain.testing.forests import dress, whole_pairs
 from treetrain.tree.attention_range import FULL, AttentionRange
 from treetrain.tree.build import build_tree

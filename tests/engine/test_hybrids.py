@@ -11,11 +11,11 @@ import treetrain as tt
 from support.hybrids import make_hybrid
 from support.plans import KEEPS, SHAPES, planned
 from support.stand_in import StandIn
-from treetrain.attention.backends import Choice
 from treetrain.linear_attention import paths, state_cache
 from treetrain.linear_attention.backends import KERNELS
 from treetrain.linear_attention.delta_rule import TILE
 from treetrain.models import recurrent_layers
+from treetrain.softmax_attention.backends import Choice
 from treetrain.testing import linear
 from treetrain.testing.contract import OTHERS, PPO, SFT, check_contract
 from treetrain.testing.float64 import PureFloat64, RoundsToFloat32

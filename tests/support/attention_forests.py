@@ -1,6 +1,6 @@
 """What attention sees of a batch."""
 
-from treetrain.attention.schedule import Forest
+from treetrain.softmax_attention.schedule import Forest
 from treetrain.testing.forests import Rows
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack

@@ -14,10 +14,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import treetrain as tt
 from support import families
-from treetrain.attention.rectangles import RectangleAttention
-from treetrain.attention.schedule import PLAIN_ATTENTION
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import check_model
+from treetrain.softmax_attention.rectangles import RectangleAttention
+from treetrain.softmax_attention.schedule import PLAIN_ATTENTION
 from treetrain.testing import linear
 from treetrain.testing.contract import as_dtype
 from treetrain.testing.float64 import PureFloat64

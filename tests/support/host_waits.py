@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from treetrain.attention.backends import Choice
-from treetrain.attention.kv_cache import cached_keys
 from treetrain.engine import packed, planning, runtime
+from treetrain.softmax_attention.backends import Choice
+from treetrain.softmax_attention.kv_cache import cached_keys
 
 META = torch.device("meta")
 

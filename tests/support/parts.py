@@ -5,9 +5,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from treetrain.attention.kv_cache import KVCache
-from treetrain.attention.schedule import AttentionSpec
 from treetrain.planning.plan import Plan
+from treetrain.softmax_attention.kv_cache import KVCache
+from treetrain.softmax_attention.schedule import AttentionSpec
 from treetrain.tree.layout import cut
 
 Tensors = list[torch.Tensor]

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from treetrain.attention.reference import visible
-from treetrain.attention.schedule import Forest, Schedule
+from treetrain.softmax_attention.reference import visible
+from treetrain.softmax_attention.schedule import Forest, Schedule
 from treetrain.tree.layout import segments
 
 

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import flop_registry
 
-from treetrain.attention.schedule import AttentionSpec
 from treetrain.engine import lm_head
 from treetrain.engine.lm_head import Scaling, TritonChunk, chunk_type
 from treetrain.engine.memory import AllocatedBytes, CountStorages
@@ -38,6 +37,7 @@ from treetrain.models.tree_mode import RUN_KEYWORD, RangeMask, TreeRun, replaced
 from treetrain.planning.cost import WIDE, ModelCounts
 from treetrain.planning.devices import Device
 from treetrain.planning.price import CostModel
+from treetrain.softmax_attention.schedule import AttentionSpec
 from treetrain.tree.attention_range import FULL
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treetrain.attention.kv_cache import KVCache
 from treetrain.engine.gradients import GradientBuffers, gradient_buffers, hooks_once
 from treetrain.engine.lm_head import ScoreRequest, Scores
 from treetrain.engine.lockstep import Lockstep, Reduces, in_step
@@ -32,6 +31,7 @@ from treetrain.engine.routing import Routing, switched
 from treetrain.linear_attention.state_cache import StateCache
 from treetrain.models.capability import Capabilities
 from treetrain.planning.plan import Plan
+from treetrain.softmax_attention.kv_cache import KVCache
 from treetrain.tree.layout import Piece, cut
 
 

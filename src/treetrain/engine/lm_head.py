@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from treetrain.attention.backends import why_not
 from treetrain.device_arrays import on_device
 from treetrain.engine.gradients import GradientBuffer, GradientBuffers
 from treetrain.models.capability import Capabilities
 from treetrain.models.heads import IDENTITY, LogitMap
 from treetrain.models.tree_mode import replaced_forward
 from treetrain.planning.devices import head_chunk_rows
+from treetrain.softmax_attention.backends import why_not
 
 ENVIRONMENT = "TREETRAIN_HEAD"
 KERNELS = ("torch", "triton")

@@ -9,9 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treetrain.attention.backends import make_attention
-from treetrain.attention.kv_cache import KVCacheView
-from treetrain.attention.schedule import Forest
 from treetrain.device_arrays import to_device
 from treetrain.engine.distributed import output_dtype
 from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, scoring_head
@@ -22,6 +19,9 @@ from treetrain.linear_attention.state_cache import StateView
 from treetrain.models.capability import Capabilities
 from treetrain.models.recurrent_layers import tree_recurrence
 from treetrain.models.tree_mode import RUN_KEYWORD, TreeRun, missing_window, replaced_forward, tree_attention
+from treetrain.softmax_attention.backends import make_attention
+from treetrain.softmax_attention.kv_cache import KVCacheView
+from treetrain.softmax_attention.schedule import Forest
 from treetrain.tree.layout import PackedLayout
 
 _NONE = np.zeros(0, np.int64)

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from treetrain.attention.backends import Choice, choose_backend
 from treetrain.engine.costs import cost_if_countable, cost_of
 from treetrain.engine.distributed import is_shard, is_sharded, ranks_of, sharded_modules, unwrapped
 from treetrain.engine.executor import Executor
@@ -30,6 +29,7 @@ from treetrain.models.capability import Capabilities, check_model
 from treetrain.planning.budget import Bytes, parse_budget
 from treetrain.planning.plan import Plan
 from treetrain.planning.price import CostModel
+from treetrain.softmax_attention.backends import Choice, choose_backend
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
 

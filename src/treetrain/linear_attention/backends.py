@@ -12,8 +12,8 @@ from functools import lru_cache
 
 import torch
 
-from treetrain.attention.backends import Choice
 from treetrain.linear_attention.scans import Kernel, Segments
+from treetrain.softmax_attention.backends import Choice
 
 TILES, KERNELS = "tiles", "flash-linear-attention"
 OLDEST = (0, 6)

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from treetrain.attention.backends import Choice
 from treetrain.device_arrays import on_device
 from treetrain.linear_attention.backends import KERNELS, choose_for, choose_rule, load_kernel
 from treetrain.linear_attention.convolution import Taps, convolve, make_taps
 from treetrain.linear_attention.delta_rule import DeltaTiles, gated_delta, make_tiles
 from treetrain.linear_attention.scans import Scans, make_segments, scanned_gated_delta
 from treetrain.linear_attention.state_cache import StateView
+from treetrain.softmax_attention.backends import Choice
 from treetrain.tree.layout import PackedLayout
 
 _NONE = np.zeros(0, np.int64)

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from treetrain.attention.schedule import AttentionSpec
 from treetrain.errors import UnsupportedModel
 from treetrain.linear_attention.paths import Paths
+from treetrain.softmax_attention.schedule import AttentionSpec
 from treetrain.tree.attention_range import FULL, AttentionRange
 
 INTERFACE = "treetrain"

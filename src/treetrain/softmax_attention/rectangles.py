@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treetrain.attention.kernels import CappedKernel, Kernel, StockKernel, sink_gradient
-from treetrain.attention.kv_cache import KVCacheView, with_path
-from treetrain.attention.local import local_schedule
-from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Batch, Forest, Schedule, make_schedule
+from treetrain.softmax_attention.kernels import CappedKernel, Kernel, StockKernel, sink_gradient
+from treetrain.softmax_attention.kv_cache import KVCacheView, with_path
+from treetrain.softmax_attention.local import local_schedule
+from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Batch, Forest, Schedule, make_schedule
 from treetrain.tree.attention_range import FULL, AttentionRange
 
 CALL_MICROSECONDS = 350.0

@@ -17,10 +17,10 @@ import torch.fx.experimental._config as symbolic_shapes_config
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from treetrain.attention.kv_cache import KVCacheView, cached_keys
-from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
-from treetrain.attention.tile_lists import TILE, Keys, keys_of, make_tile_lists
 from treetrain.device_arrays import on_device
+from treetrain.softmax_attention.kv_cache import KVCacheView, cached_keys
+from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
+from treetrain.softmax_attention.tile_lists import TILE, Keys, keys_of, make_tile_lists
 from treetrain.tree.attention_range import FULL, AttentionRange
 from treetrain.tree.layout import ranges
 

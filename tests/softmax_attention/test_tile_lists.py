@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from support.attention_forests import attention_forest
 from support.layouts import nested_forks, star
-from treetrain.attention.reference import visible
-from treetrain.attention.tile_lists import Keys, Lists, keys_of, make_tile_lists
 from treetrain.device_arrays import to_device
+from treetrain.softmax_attention.reference import visible
+from treetrain.softmax_attention.tile_lists import Keys, Lists, keys_of, make_tile_lists
 from treetrain.testing.forests import bushy_rows, forests, runs
 from treetrain.tree.attention_range import FULL, AttentionRange
 

@@ -21,12 +21,12 @@ from support.schedules import (
     star,
     straight,
 )
-from treetrain.attention import forks as forks_module
-from treetrain.attention import schedule as schedule_module
-from treetrain.attention.forks import ForkBlocks, fork_blocks, path_tops
-from treetrain.attention.rectangles import RectangleAttention
-from treetrain.attention.reference import reference_attention
-from treetrain.attention.schedule import Forest, Schedule, make_schedule
+from treetrain.softmax_attention import forks as forks_module
+from treetrain.softmax_attention import schedule as schedule_module
+from treetrain.softmax_attention.forks import ForkBlocks, fork_blocks, path_tops
+from treetrain.softmax_attention.rectangles import RectangleAttention
+from treetrain.softmax_attention.reference import reference_attention
+from treetrain.softmax_attention.schedule import Forest, Schedule, make_schedule
 from treetrain.testing.forests import runs, seeded
 from treetrain.testing.linear import relative_error
 

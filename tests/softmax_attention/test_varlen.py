@@ -10,12 +10,12 @@ from support.attention_forests import attention_forest, forest_of
 from support.layouts import nested_forks, one_segment_per_part, star, uniform
 from support.parts import PartsByHand, Tensors
 from support.plans import KEEPS
-from treetrain.attention import varlen
-from treetrain.attention.kernels import StockKernel
-from treetrain.attention.rectangles import RectangleAttention
-from treetrain.attention.reference import reference_attention, visible
-from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec
-from treetrain.attention.varlen import DeviceCall, StockVarlen, VarlenAttention, varlen_calls
+from treetrain.softmax_attention import varlen
+from treetrain.softmax_attention.kernels import StockKernel
+from treetrain.softmax_attention.rectangles import RectangleAttention
+from treetrain.softmax_attention.reference import reference_attention, visible
+from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec
+from treetrain.softmax_attention.varlen import DeviceCall, StockVarlen, VarlenAttention, varlen_calls
 from treetrain.testing.forests import bushy_rows, forests, runs
 from treetrain.testing.linear import relative_error
 from treetrain.tree.attention_range import AttentionRange

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treetrain.attention.kv_cache import KVCacheView, with_path
-from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
-from treetrain.attention.tile_lists import TILE, Lists, TileLists, keys_of, make_tile_lists
-from treetrain.attention.triton_kernels import (
+from treetrain.device_arrays import to_device
+from treetrain.softmax_attention.kv_cache import KVCacheView, with_path
+from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
+from treetrain.softmax_attention.tile_lists import TILE, Lists, TileLists, keys_of, make_tile_lists
+from treetrain.softmax_attention.triton_kernels import (
     delta_kernel,
     forward_kernel,
     key_gradient_kernel,
     query_gradient_kernel,
 )
-from treetrain.attention.triton_shapes import Shape, shapes_for, tf32_is_allowed
-from treetrain.device_arrays import to_device
+from treetrain.softmax_attention.triton_shapes import Shape, shapes_for, tf32_is_allowed
 from treetrain.tree.attention_range import FULL, AttentionRange
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

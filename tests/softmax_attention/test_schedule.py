@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from support.attention_forests import attention_forest, forest_of
 from support.schedules import calls, check, first_pass, forest_from_parents, pairs_computed
-from treetrain.attention import schedule as schedule_module
-from treetrain.attention.schedule import Forest, make_schedule
+from treetrain.softmax_attention import schedule as schedule_module
+from treetrain.softmax_attention.schedule import Forest, make_schedule
 from treetrain.testing.forests import bushy_rows, forests, runs
 from treetrain.tree.layout import segments
 

@@ -28,16 +28,16 @@ from support.layouts import (  # noqa: E402
 )
 from support.parts import PartsByHand, Tensors  # noqa: E402
 from support.plans import KEEPS  # noqa: E402
-from treetrain.attention import triton_shapes  # noqa: E402
-from treetrain.attention.backends import make_attention, using  # noqa: E402
-from treetrain.attention.reference import reference_attention  # noqa: E402
-from treetrain.attention.schedule import (  # noqa: E402
+from treetrain.softmax_attention import triton_shapes  # noqa: E402
+from treetrain.softmax_attention.backends import make_attention, using  # noqa: E402
+from treetrain.softmax_attention.reference import reference_attention  # noqa: E402
+from treetrain.softmax_attention.schedule import (  # noqa: E402
     PLAIN_ATTENTION,
     AttentionSpec,
     Forest,
 )
-from treetrain.attention.triton_attention import TritonTreeAttention  # noqa: E402
-from treetrain.attention.triton_shapes import Shape, Shapes, candidates, shapes_for  # noqa: E402
+from treetrain.softmax_attention.triton_attention import TritonTreeAttention  # noqa: E402
+from treetrain.softmax_attention.triton_shapes import Shape, Shapes, candidates, shapes_for  # noqa: E402
 from treetrain.testing.forests import bushy_rows, forests, runs, seeded  # noqa: E402  # noqa: E402
 from treetrain.testing.linear import relative_error, rms  # noqa: E402
 from treetrain.tree.attention_range import AttentionRange  # noqa: E402
@@ -255,7 +255,7 @@ def test_the_dispatcher_takes_the_kernels_when_told():
 
 @pytest.mark.skipif(not GPU, reason="counts what the compiler makes")
 def test_one_compilation_serves_all_lengths():
-    from treetrain.attention.triton_kernels import forward_kernel
+    from treetrain.softmax_attention.triton_kernels import forward_kernel
 
     def compiled() -> int:
         return sum(len(caches[0]) for caches in forward_kernel.device_caches.values())

@@ -9,12 +9,20 @@ import torch
 import torch.nn.attention.flex_attention as flex_module
 
 from support.attention_forests import attention_forest
-from treetrain.attention import backends, flex
-from treetrain.attention.backends import BACKENDS, ENVIRONMENT, choose_backend, make_attention, runnable, using, why_not
-from treetrain.attention.flex import FlexTreeAttention
-from treetrain.attention.kv_cache import KVCache
-from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec
 from treetrain.engine.engine import TreeEngine
+from treetrain.softmax_attention import backends, flex
+from treetrain.softmax_attention.backends import (
+    BACKENDS,
+    ENVIRONMENT,
+    choose_backend,
+    make_attention,
+    runnable,
+    using,
+    why_not,
+)
+from treetrain.softmax_attention.flex import FlexTreeAttention
+from treetrain.softmax_attention.kv_cache import KVCache
+from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec
 from treetrain.tree.attention_range import AttentionRange
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

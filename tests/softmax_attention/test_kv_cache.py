@@ -11,10 +11,10 @@ from support.layouts import one_segment_per_part, uniform
 from support.pairwise import pairwise
 from support.parts import PartsByHand, Tensors
 from support.plans import KEEPS
-from treetrain.attention.kv_cache import KVCache, cached_keys
-from treetrain.attention.rectangles import RectangleAttention
-from treetrain.attention.reference import reference_attention
 from treetrain.planning.plan import Plan
+from treetrain.softmax_attention.kv_cache import KVCache, cached_keys
+from treetrain.softmax_attention.rectangles import RectangleAttention
+from treetrain.softmax_attention.reference import reference_attention
 from treetrain.testing.forests import bushy_rows, forests, runs
 from treetrain.testing.linear import relative_error, rms
 from treetrain.tree.build import build_tree

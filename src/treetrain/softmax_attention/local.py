@@ -12,8 +12,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treetrain.attention.forks import Ancestors, tokens_in
-from treetrain.attention.schedule import KEY_PAIRS, QUERY_PAIRS, TILE, TILE_PAIR, Forest, Schedule, Tile, tile_batches
+from treetrain.softmax_attention.forks import Ancestors, tokens_in
+from treetrain.softmax_attention.schedule import (
+    KEY_PAIRS,
+    QUERY_PAIRS,
+    TILE,
+    TILE_PAIR,
+    Forest,
+    Schedule,
+    Tile,
+    tile_batches,
+)
 from treetrain.tree.attention_range import AttentionRange
 
 MOST_QUERIES = 256

@@ -12,11 +12,11 @@ from support.attention_forests import attention_forest, forest_of
 from support.layouts import one_segment_per_part, uniform
 from support.parts import PartsByHand, Tensors
 from support.plans import KEEPS
-from treetrain.attention import kernels, local
-from treetrain.attention.kv_cache import KVCache, KVCacheView
-from treetrain.attention.rectangles import RectangleAttention
-from treetrain.attention.reference import reference_attention, visible
-from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
+from treetrain.softmax_attention import kernels, local
+from treetrain.softmax_attention.kv_cache import KVCache, KVCacheView
+from treetrain.softmax_attention.rectangles import RectangleAttention
+from treetrain.softmax_attention.reference import reference_attention, visible
+from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.testing.forests import bushy_rows, forests, runs, seeded
 from treetrain.testing.linear import relative_error, rms
 from treetrain.tree.attention_range import FULL, AttentionRange

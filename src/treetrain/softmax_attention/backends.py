@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from treetrain.attention.flex import FlexTreeAttention
-from treetrain.attention.kv_cache import KVCacheView
-from treetrain.attention.rectangles import RectangleAttention
-from treetrain.attention.schedule import Forest
-from treetrain.attention.varlen import VarlenAttention
+from treetrain.softmax_attention.flex import FlexTreeAttention
+from treetrain.softmax_attention.kv_cache import KVCacheView
+from treetrain.softmax_attention.rectangles import RectangleAttention
+from treetrain.softmax_attention.schedule import Forest
+from treetrain.softmax_attention.varlen import VarlenAttention
 
 ENVIRONMENT = "TREETRAIN_ATTENTION"
 BACKENDS = {
@@ -135,7 +135,7 @@ def make_attention(
         return RectangleAttention(forest, cache=cache, heads_times_size=heads_times_size)
     if name == "triton":
         # Imports Triton, which not every machine has.
-        from treetrain.attention.triton_attention import TritonTreeAttention
+        from treetrain.softmax_attention.triton_attention import TritonTreeAttention
 
         return TritonTreeAttention(forest, device, cache=cache)
     if name == "varlen":

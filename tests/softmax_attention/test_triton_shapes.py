@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from treetrain.attention.triton_shapes import tf32_is_allowed
+from treetrain.softmax_attention.triton_shapes import tf32_is_allowed
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.attention_forests import attention_forest
-from treetrain.attention import schedule as schedule_module
-from treetrain.attention.backends import choose_backend, make_attention
-from treetrain.attention.rectangles import RectangleAttention
-from treetrain.attention.reference import reference_attention
-from treetrain.attention.schedule import Forest
+from treetrain.softmax_attention import schedule as schedule_module
+from treetrain.softmax_attention.backends import choose_backend, make_attention
+from treetrain.softmax_attention.rectangles import RectangleAttention
+from treetrain.softmax_attention.reference import reference_attention
+from treetrain.softmax_attention.schedule import Forest
 from treetrain.testing.forests import bushy_rows, forests, runs
 from treetrain.testing.linear import relative_error, rms
 
@@ -103,7 +103,7 @@ def test_bfloat16_errs_no_more_than_the_reference_run_in_bfloat16(record_propert
 
 def by_plain_bfloat16(forest: Forest, tensors, scale: float) -> list[torch.Tensor]:
     """Stock masked attention in bfloat16: what the rows' own attention rounds."""
-    from treetrain.attention.reference import visible
+    from treetrain.softmax_attention.reference import visible
 
     mask = visible(torch.from_numpy(forest.ends))
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from treetrain.attention.forks import Ancestors, fork_blocks, path_tops, tokens_in
+from treetrain.softmax_attention.forks import Ancestors, fork_blocks, path_tops, tokens_in
 from treetrain.tree.attention_range import FULL, AttentionRange
 
 TILE = 64

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from treetrain.attention.forks import path_tops
-from treetrain.attention.kernels import sink_gradient
-from treetrain.attention.kv_cache import KVCacheView
-from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.device_arrays import to_device
+from treetrain.softmax_attention.forks import path_tops
+from treetrain.softmax_attention.kernels import sink_gradient
+from treetrain.softmax_attention.kv_cache import KVCacheView
+from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.tree.layout import ranges
 
 MOST_COPIES = 8

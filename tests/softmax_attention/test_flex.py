@@ -11,12 +11,12 @@ from torch.nn.attention.flex_attention import FlexKernelOptions
 
 from support.attention_forests import attention_forest, forest_of
 from support.layouts import uniform
-from treetrain.attention import flex
-from treetrain.attention.flex import BLOCK, FlexTreeAttention, block_mask, kernel_options
-from treetrain.attention.kv_cache import KVCache
-from treetrain.attention.reference import reference_attention, visible
-from treetrain.attention.schedule import PLAIN_ATTENTION, AttentionSpec
-from treetrain.attention.tile_lists import keys_of, make_tile_lists
+from treetrain.softmax_attention import flex
+from treetrain.softmax_attention.flex import BLOCK, FlexTreeAttention, block_mask, kernel_options
+from treetrain.softmax_attention.kv_cache import KVCache
+from treetrain.softmax_attention.reference import reference_attention, visible
+from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec
+from treetrain.softmax_attention.tile_lists import keys_of, make_tile_lists
 from treetrain.testing.forests import bushy_rows, forests, runs
 from treetrain.testing.linear import relative_error
 from treetrain.tree.attention_range import FULL, AttentionRange
