@@ -2,9 +2,9 @@
 
 Run: python benchmarks/flex_report.py [--sizes 64,128,256] [--dtypes bfloat16,float32] [--asks full,path,local,cap]
 [--own]. Needs Triton and a torch that was built for CUDA. FlexAttention is traced on a CPU as `flex.py` of
-`softmax_attention` calls it; its graphs are moved to a simulated GPU device and lowered by Inductor, and the resulting Triton kernels
-are compiled for sm_90. Prints one line per kernel; a kernel that needs more shared memory than a multiprocessor has is
-an error. --own lets FlexAttention choose kernels and blocks.
+`softmax_attention` calls it; its graphs are moved to a simulated GPU device and lowered by Inductor, and the resulting
+Triton kernels are compiled for sm_90. Prints one line per kernel; a kernel that needs more shared memory than a
+multiprocessor has is an error. --own lets FlexAttention choose kernels and blocks.
 """
 
 import argparse
