@@ -26,7 +26,7 @@ def measure(name: str, repeats: int, baselines: list[str]) -> None:
     import torch
 
     import treetrain as tt
-    from treetrain.engine.linear_baseline import LinearEngine
+    from treetrain.engine.engine import LinearEngine
     from treetrain.engine.memory import keep_memory
     from treetrain.planning.plan import least_recomputed
     from treetrain.verification.padded_baseline import PaddedEngine

@@ -14,8 +14,7 @@ from torch import nn
 import treetrain as tt
 from gpu_rows import device, forget, wait
 from treetrain.engine.costs import cost_if_countable
-from treetrain.engine.engine import TreeEngine
-from treetrain.engine.linear_baseline import LinearEngine
+from treetrain.engine.engine import LinearEngine, TreeEngine
 from treetrain.softmax_attention.backends import using
 from treetrain.tree.build import as_tree
 

@@ -25,8 +25,7 @@ from gpu_models import (
 from gpu_rows import Out, device, forget, load_tuned
 from tree_shapes import load, rows_of, synthetic
 from treetrain.engine.costs import count
-from treetrain.engine.engine import TreeEngine
-from treetrain.engine.linear_baseline import LinearEngine
+from treetrain.engine.engine import LinearEngine, TreeEngine
 from treetrain.engine.lm_head import ENVIRONMENT as HEAD
 from treetrain.planning.ideal import ideal_speedup
 from treetrain.softmax_attention.backends import DEFAULTS, using

@@ -53,8 +53,7 @@ def load(case: str):
 
 def measure(case: str) -> None:
     """Append one row per budget."""
-    from treetrain.engine.engine import TreeEngine
-    from treetrain.engine.linear_baseline import LinearEngine
+    from treetrain.engine.engine import LinearEngine, TreeEngine
     from treetrain.verification.bench import peak_step_bytes
 
     model, trajectories = load(case)

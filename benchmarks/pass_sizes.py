@@ -26,7 +26,7 @@ def main() -> None:
     import torch
 
     import treetrain as tt
-    from treetrain.engine.linear_baseline import LinearEngine
+    from treetrain.engine.engine import LinearEngine
     from treetrain.engine.memory import keep_memory
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

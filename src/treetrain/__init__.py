@@ -26,16 +26,16 @@ _PUBLIC = {
     "stats": "treetrain.planning.ideal",
     "load_model": "treetrain.models.loading",
     "load_tokenizer": "treetrain.models.loading",
-    "StepResult": "treetrain.engine.results",
+    "StepResult": "treetrain.engine.loss",
     "TreeEngine": "treetrain.engine.engine",
     "Scored": "treetrain.engine.score",
-    "logprobs": "treetrain.engine.autograd",
-    "rewards": "treetrain.engine.autograd",
-    "values": "treetrain.engine.autograd",
-    "from_padded": "treetrain.engine.padded",
-    "from_packed": "treetrain.engine.padded",
-    "to_padded": "treetrain.engine.padded",
-    "to_packed": "treetrain.engine.padded",
+    "logprobs": "treetrain.engine.engine",
+    "rewards": "treetrain.engine.engine",
+    "values": "treetrain.engine.engine",
+    "from_padded": "treetrain.trainers.padded",
+    "from_packed": "treetrain.trainers.padded",
+    "to_padded": "treetrain.trainers.padded",
+    "to_packed": "treetrain.trainers.padded",
     "share_prefixes": "treetrain.trainers.share_prefixes",
     "SharePrefixesMixin": "treetrain.trainers.share_prefixes",
     "PrefixGroupSampler": "treetrain.trainers.group_sampler",
@@ -95,15 +95,11 @@ if TYPE_CHECKING:
     from treetrain.data.advantages import group_advantages as group_advantages
     from treetrain.data.load import load as load
     from treetrain.data.trajectory import Trajectory as Trajectory
-    from treetrain.engine.autograd import logprobs as logprobs
-    from treetrain.engine.autograd import rewards as rewards
-    from treetrain.engine.autograd import values as values
     from treetrain.engine.engine import TreeEngine as TreeEngine
-    from treetrain.engine.padded import from_packed as from_packed
-    from treetrain.engine.padded import from_padded as from_padded
-    from treetrain.engine.padded import to_packed as to_packed
-    from treetrain.engine.padded import to_padded as to_padded
-    from treetrain.engine.results import StepResult as StepResult
+    from treetrain.engine.engine import logprobs as logprobs
+    from treetrain.engine.engine import rewards as rewards
+    from treetrain.engine.engine import values as values
+    from treetrain.engine.loss import StepResult as StepResult
     from treetrain.engine.score import Scored as Scored
     from treetrain.errors import DataError as DataError
     from treetrain.errors import RanksDisagree as RanksDisagree
@@ -120,6 +116,10 @@ if TYPE_CHECKING:
     from treetrain.trainers.checkpoints import SafeCheckpointsMixin as SafeCheckpointsMixin
     from treetrain.trainers.group_sampler import PrefixGroupSampler as PrefixGroupSampler
     from treetrain.trainers.group_sampler import group_batches as group_batches
+    from treetrain.trainers.padded import from_packed as from_packed
+    from treetrain.trainers.padded import from_padded as from_padded
+    from treetrain.trainers.padded import to_packed as to_packed
+    from treetrain.trainers.padded import to_padded as to_padded
     from treetrain.trainers.share_prefixes import SharePrefixesMixin as SharePrefixesMixin
     from treetrain.trainers.share_prefixes import share_prefixes as share_prefixes
     from treetrain.trainers.tree_trainer import TreeTrainer as TreeTrainer

@@ -7,15 +7,14 @@ import torch
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.engine import calibrate as calibration
-from treetrain.engine.calibrate import measured_cost
-from treetrain.engine.costs import cost_of
+from treetrain.engine import costs as calibration
+from treetrain.engine.costs import cost_of, measured_cost
 from treetrain.models.loading import load_model
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(calibration, "TOKENS", {"cpu": (16, 64)})
+    monkeypatch.setattr(calibration, "MEASURED_TOKENS", {"cpu": (16, 64)})
     monkeypatch.setattr(calibration, "REPEATS", 2)
 
 

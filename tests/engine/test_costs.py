@@ -13,11 +13,10 @@ from support import families
 from support.hybrids import make_hybrid, make_hybrid_config
 from support.models import BASE, build, make_model
 from treetrain.engine import costs
-from treetrain.engine.batch import Batch
 from treetrain.engine.costs import cost_if_countable, cost_of, count, count_config, count_named
 from treetrain.engine.executor import Executor
 from treetrain.engine.lm_head import ScoreRequest
-from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
+from treetrain.engine.loss_gradients import Batch, KnownGradients, ScoreTable
 from treetrain.engine.memory import AllocatedBytes, CountStorages
 from treetrain.engine.packed import PackedRun
 from treetrain.errors import UnsupportedModel

@@ -15,7 +15,7 @@ from support.host_waits import META, noticed, on_meta
 from support.models import make_model
 from support.plans import planned
 from treetrain.device_arrays import on_device
-from treetrain.engine.linear_baseline import LinearEngine
+from treetrain.engine.engine import LinearEngine
 from treetrain.engine.lm_head import HeadCall
 from treetrain.linear_attention.scans import Scans, make_segments
 from treetrain.losses import dpo, gspo, kto, mix, ppo, reinforce, sft

@@ -14,7 +14,7 @@ from support import moe
 from support.families import make_family
 from support.plans import planned
 from support.shortage import Shortage
-from treetrain.engine.linear_baseline import LinearEngine
+from treetrain.engine.engine import LinearEngine
 from treetrain.errors import DataError, UnsupportedModel
 from treetrain.models.moe import check_experts
 from treetrain.testing import linear

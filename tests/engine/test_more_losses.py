@@ -8,7 +8,7 @@ import treetrain as tt
 from support.models import make_model
 from support.more_cases import EVERY, GROUPS
 from support.plans import KEEPS, SHAPES, planned
-from treetrain.engine.linear_baseline import LinearEngine
+from treetrain.engine.engine import LinearEngine
 from treetrain.testing import linear
 from treetrain.testing.contract import OTHERS, check_contract, expected
 from treetrain.testing.float64 import PureFloat64

@@ -5,7 +5,7 @@ import torch
 
 import treetrain as tt
 from support.models import FAMILIES, make_model
-from treetrain.engine.linear_baseline import LinearEngine
+from treetrain.engine.engine import LinearEngine
 from treetrain.testing.contract import OTHERS, PPO, SFT, check_contract
 from treetrain.testing.float64 import PureFloat64, RoundsToFloat32
 

@@ -9,7 +9,7 @@ import torch
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.engine.results import StepResult, mean_metrics, read_metrics, summed
+from treetrain.engine.loss import StepResult, mean_metrics, read_metrics, summed
 
 COUNTS = {"flat_tokens": 9, "unique_tokens": 5, "computed_tokens": 4, "recomputed_tokens": 0, "parts": 1}
 

@@ -9,7 +9,7 @@ from hypothesis import given
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.engine.linear_baseline import LinearEngine
+from treetrain.engine.engine import LinearEngine
 from treetrain.testing import linear
 from treetrain.testing.float64 import PureFloat64
 from treetrain.testing.forests import dress, runs, trajectories

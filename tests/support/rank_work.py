@@ -17,7 +17,7 @@ from support.models import make_model
 from support.more_cases import EVERY
 from support.plans import planned
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.linear_baseline import LinearEngine
+from treetrain.engine.engine import LinearEngine
 from treetrain.testing.contract import OTHERS
 from treetrain.testing.float64 import PureFloat64
 from treetrain.testing.forests import VOCAB, dress

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import treetrain as tt
-from treetrain.engine.engine import TreeEngine
-from treetrain.engine.linear_baseline import LinearEngine
+from treetrain.engine.engine import LinearEngine, TreeEngine
 from treetrain.verification.bench import bench, peak_step_bytes
 from treetrain.verification.padded_baseline import PaddedEngine
 from treetrain.verification.plain_model import PlainModel

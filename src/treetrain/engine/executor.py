@@ -25,7 +25,7 @@ from treetrain.engine.gradients import GradientBuffers, gradient_buffers, hooks_
 from treetrain.engine.lm_head import ScoreRequest, Scores
 from treetrain.engine.lockstep import Lockstep, Reduces, in_step
 from treetrain.engine.loss_gradients import LossGradients, ScoreGradients, ScoreTable
-from treetrain.engine.out_of_memory import PassCounts, StepOutOfMemory, out_of_memory_in
+from treetrain.engine.memory import PassCounts, StepOutOfMemory, out_of_memory_in
 from treetrain.engine.packed import PackedRun, model_device
 from treetrain.engine.routing import Routing, switched
 from treetrain.linear_attention.state_cache import StateCache

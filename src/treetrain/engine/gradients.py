@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from treetrain.engine.distributed import drop_waiting_gradients, waiting_gradients
-from treetrain.engine.out_of_memory import StepOutOfMemory
+from treetrain.engine.memory import StepOutOfMemory
 from treetrain.models.tree_mode import replaced_forward
 
 T = TypeVar("T")

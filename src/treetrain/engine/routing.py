@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from treetrain.device_arrays import on_device
-from treetrain.engine.results import Metrics, add_metrics
+from treetrain.engine.loss import Metrics, add_metrics
 from treetrain.errors import UnsupportedModel
 from treetrain.models.moe import MixtureOfExperts, Router, as_routed, routers_switched
 from treetrain.tree.stats import trajectories_through

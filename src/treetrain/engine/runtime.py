@@ -1,7 +1,8 @@
 """A model with its budget and its ranks: all that a call of the engine needs to plan a batch and run the plan."""
 
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -15,23 +16,72 @@ from treetrain.engine.executor import Executor
 from treetrain.engine.gradients import Rollback
 from treetrain.engine.lockstep import Lockstep, Reduces, StandIn, agreed_order
 from treetrain.engine.loss_gradients import ScoreTable
-from treetrain.engine.out_of_memory import PassCounts, within_memory
+from treetrain.engine.memory import PassCounts, free_bytes, within_memory
 from treetrain.engine.packed import PackedRun, model_device, wide_dtype
-from treetrain.engine.planning import (
-    AMPLE,
-    device_free_bytes,
-    gradient_bytes_to_come,
-    plan_within,
-)
 from treetrain.engine.routing import Routing
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities, check_model
 from treetrain.planning.budget import Bytes, parse_budget
+from treetrain.planning.make import PART_TOKENS, make_plan
+from treetrain.planning.partition import partition
 from treetrain.planning.plan import Plan
 from treetrain.planning.price import CostModel
 from treetrain.softmax_attention.backends import Choice, choose_backend
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
+
+AMPLE = 2
+"""If this many times a predicted peak is free, the peak fits whatever the prediction's error."""
+LAST_RESORT_TOKENS = 256
+"""The token budget that is tried if no plan is predicted to fit into free memory."""
+PASS_TOKENS, FORWARD_SHARE = 40.0, 0.35
+"""For a model that cannot be counted: the fixed cost of a pass in tokens, and a forward's share of a step. Every plan
+within a budget is exact, so a wrong guess costs time only."""
+
+
+def plan_within(layout: PackedLayout, budget: int | Bytes | None, model: nn.Module, *, free: int | None = None) -> Plan:
+    """The fastest plan within a budget.
+
+    Args:
+        budget: tokens, bytes, or None for what the device has free.
+        free: bytes that the device has free, where there is no budget; None if that is unknown.
+
+    Raises:
+        ValueError: bytes that no plan fits into.
+        UnsupportedModel: bytes, and a model that cannot be counted.
+    """
+    if isinstance(budget, Bytes):
+        return make_plan(layout, cost_of(model), budget=budget)
+    cost = cost_if_countable(model)
+    if cost is None:
+        # Its memory is unknown too, so take parts of a size that runs well.
+        tokens, target = (max(layout.num_tokens, 1), PART_TOKENS) if budget is None else (budget, None)
+        return partition(layout, tokens, _seconds_of_any_model, part_tokens=target)
+    try:
+        return make_plan(layout, cost, budget=budget, free_bytes=free)
+    except ValueError as error:
+        if budget is not None:
+            raise
+        # The user set no bound and predictions err, so it is tried; out of memory is handled.
+        warnings.warn(f"more memory is predicted than is free ({error}); small parts are tried", stacklevel=2)
+        return make_plan(layout, cost, budget=LAST_RESORT_TOKENS)
+
+
+def device_free_bytes(model: nn.Module) -> int | None:
+    """Bytes that a plan may use now; None if unknown, then only a budget can bound it."""
+    return free_bytes(model_device(model))
+
+
+def gradient_bytes_to_come(parameters: Iterable[nn.Parameter]) -> int:
+    """Bytes of the gradients that a step will make on this rank (``zero_grad`` sets them to None)."""
+    absent = (p for p in parameters if p.requires_grad and p.grad is None)
+    return sum(local.numel() * local.element_size() for local in (getattr(p, "_local_tensor", p) for p in absent))
+
+
+def _seconds_of_any_model(plan: Plan) -> float:
+    passes = plan.num_parts + FORWARD_SHARE * plan.num_prefills
+    return PASS_TOKENS * passes + plan.layout.num_tokens + FORWARD_SHARE * plan.recomputed_tokens
+
 
 T = TypeVar("T")
 

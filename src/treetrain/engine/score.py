@@ -12,26 +12,73 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from treetrain.device_arrays import on_device
-from treetrain.engine.batch import Batch
 from treetrain.engine.distributed import check_same
 from treetrain.engine.executor import Executor
 from treetrain.engine.lockstep import Reduces
-from treetrain.engine.loss_gradients import KnownGradients, ScoreTable, added_up
-from treetrain.engine.out_of_memory import PassCounts
+from treetrain.engine.loss_gradients import Batch, KnownGradients, ScoreTable, added_up
+from treetrain.engine.memory import PassCounts
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import Routing
 from treetrain.engine.runtime import Runtime
-from treetrain.engine.switches import check_switches, switches_of
 from treetrain.errors import RanksDisagree
 from treetrain.planning.plan import Plan
 from treetrain.tree.token_tree import TokenTree
+
+_FIELDS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+"""Fields of peft's layers; `scaling` is set by adapter, at any time."""
+
+Switches = dict[str, Any]
+"""Values by the name of the setting."""
+
+
+class _Trained(Protocol):
+    model: nn.Module
+
+    @property
+    def parameters(self) -> list[nn.Parameter]: ...
+
+
+def switches_of(engine: _Trained) -> Switches:
+    """The current settings."""
+    found: Switches = {}
+    for name, module in engine.model.named_modules():
+        if "_active_adapter" in vars(module):
+            found |= {f"{field.lstrip('_')} of {name}": _copy(vars(module).get(field)) for field in _FIELDS}
+    names = {id(p): name for name, p in engine.model.named_parameters()}
+    for number, parameter in enumerate(engine.parameters):
+        name = names.get(id(parameter), f"value head, parameter {number}")
+        found[f"requires_grad of {name}"] = parameter.requires_grad
+    return found
+
+
+def check_switches(before: Switches, now: Switches, call: str) -> None:
+    """Raise RuntimeError, naming the first difference, unless both are the same.
+
+    Args:
+        call: the call that scored.
+    """
+    for name in [*before, *now]:
+        then, after = before.get(name, "not there"), now.get(name, "not there")
+        if then != after:
+            raise RuntimeError(
+                f"the model was switched between {call} and its backward ({name} was {then} and is {after}); gradients "
+                "would be those of another model: call backward first, or switch back, or score again"
+            )
+
+
+def _copy(value: Any) -> Any:
+    """A copy that later changes do not reach."""
+    if isinstance(value, dict):
+        return tuple((key, _copy(entry)) for key, entry in value.items())
+    return tuple(value) if isinstance(value, list) else value
+
 
 Attempt = Callable[[Callable[[], None]], Any]
 """Calls a function, and restores gradients if that fails. `Scoring.backward` returns its result."""

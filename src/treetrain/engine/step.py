@@ -15,13 +15,14 @@ from torch import Tensor
 
 from treetrain import __version__
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.batch import Batch, MergedBatch, Selection, check_batch, predictions_of
 from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import check_same
 from treetrain.engine.gradients import Rollback
 from treetrain.engine.lockstep import Reduces
 from treetrain.engine.loss import (
+    Metrics,
     PackedLoss,
+    StepResult,
     as_loss,
     check_count,
     check_normaliser,
@@ -30,18 +31,21 @@ from treetrain.engine.loss import (
     step_normaliser,
 )
 from treetrain.engine.loss_gradients import (
+    Batch,
     KnownGradients,
+    MergedBatch,
+    Selection,
     StreamedGradients,
     added_up,
+    check_batch,
     evaluate_gradients,
     linear_coefficients,
+    predictions_of,
 )
-from treetrain.engine.out_of_memory import PassCounts
+from treetrain.engine.memory import PassCounts
 from treetrain.engine.packed import wide_dtype
-from treetrain.engine.planning import AMPLE
-from treetrain.engine.results import Metrics, StepResult
 from treetrain.engine.routing import RouterBalance, Routing
-from treetrain.engine.runtime import Runtime
+from treetrain.engine.runtime import AMPLE, Runtime
 from treetrain.engine.score import Scoring
 from treetrain.errors import DataError
 from treetrain.planning.budget import Bytes

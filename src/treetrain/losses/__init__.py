@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, get_args, get_type_hints
 
-from treetrain.engine.results import Metrics, add_metrics, mean_metrics
+from treetrain.engine.loss import Metrics, add_metrics, mean_metrics
 from treetrain.losses.kl import IMPORTANCE_MODES, KL_ESTIMATORS, ImportanceMode, KLEstimator
 from treetrain.losses.loss import Loss, PackedFacts, Reduction
 from treetrain.losses.mix import Mixture, mix

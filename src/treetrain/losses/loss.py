@@ -17,8 +17,7 @@ from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.device_arrays import on_device
-from treetrain.engine.loss import FACTS, Rows, Scope, describe, require_facts
-from treetrain.engine.results import Metrics
+from treetrain.engine.loss import FACTS, Metrics, Rows, Scope, describe, require_facts
 from treetrain.errors import DataError
 from treetrain.tree.merged import MergedPredictions
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.device_arrays import on_device
-from treetrain.engine.loss import Scope, describe
-from treetrain.engine.results import Metrics
+from treetrain.engine.loss import Metrics, Scope, describe
 from treetrain.errors import DataError
 from treetrain.losses.loss import (
     LARGEST,

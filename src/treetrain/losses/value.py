@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from treetrain.engine.results import Metrics
+from treetrain.engine.loss import Metrics
 from treetrain.losses.loss import Facts, Loss, LossSum, Reduction, check_number, weighted_means
 
 

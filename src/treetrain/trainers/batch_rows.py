@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.engine.padded import packed_spans, padded_spans
 from treetrain.errors import DataError
+from treetrain.trainers.padded import packed_spans, padded_spans
 from treetrain.tree.build import build_tree
 from treetrain.tree.token_tree import TokenTree
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from treetrain.engine.results import StepResult, add_metrics, mean_metrics
+from treetrain.engine.loss import StepResult, add_metrics, mean_metrics
 from treetrain.trainers.checkpoints import save_whole
 
 EXECUTION = "tree/"

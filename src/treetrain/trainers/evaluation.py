@@ -9,7 +9,7 @@ import torch
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.results import Metrics, add_metrics, mean_metrics
+from treetrain.engine.loss import Metrics, add_metrics, mean_metrics
 from treetrain.errors import DataError
 from treetrain.trainers.policy_log import LoggedPolicyLoss
 from treetrain.trainers.rollouts import OLD, REFERENCE, logprobs, missing_facts, on_policy, with_advantages

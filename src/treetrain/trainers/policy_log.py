@@ -10,8 +10,7 @@ from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.distributed import Ranks
-from treetrain.engine.loss import Rows
-from treetrain.engine.results import Metrics
+from treetrain.engine.loss import Metrics, Rows
 from treetrain.losses.kl import KL_ESTIMATORS, sampler_log_ratio
 from treetrain.losses.loss import Facts, Loss
 from treetrain.losses.policy import PolicyLoss

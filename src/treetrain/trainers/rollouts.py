@@ -18,8 +18,7 @@ from treetrain.data.columns import RowColumns, columns_of
 from treetrain.data.trajectory import PER_TOKEN_FACTS, LazyTrajectories, Trajectory
 from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import is_sharded
-from treetrain.engine.engine import TreeEngine
-from treetrain.engine.linear_baseline import LinearEngine
+from treetrain.engine.engine import LinearEngine, TreeEngine
 from treetrain.engine.loss import as_loss, describe
 from treetrain.errors import DataError
 from treetrain.losses.policy import PolicyLoss

@@ -22,8 +22,7 @@ from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutp
 
 from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.score import Scored
-from treetrain.engine.switches import switches_of
+from treetrain.engine.score import Scored, switches_of
 from treetrain.models.capability import causal_lm
 from treetrain.models.tree_mode import RUN_KEYWORD
 from treetrain.planning.budget import Bytes

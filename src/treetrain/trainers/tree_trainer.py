@@ -19,7 +19,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.distributed import is_sharded
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.results import StepResult, summed
+from treetrain.engine.loss import StepResult, summed
 from treetrain.engine.routing import RouterBalance
 from treetrain.trainers.arguments import MUON, TreeArguments
 from treetrain.trainers.callbacks import EXECUTION, StepLog, peak_memory_bytes

@@ -22,8 +22,7 @@ from torch import nn
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.costs import cost_if_countable
-from treetrain.engine.engine import TreeEngine
-from treetrain.engine.linear_baseline import LinearEngine
+from treetrain.engine.engine import LinearEngine, TreeEngine
 from treetrain.engine.loss import as_loss
 from treetrain.engine.memory import keep_memory
 from treetrain.engine.packed import model_device

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from treetrain.engine.linear_baseline import LinearEngine
+from treetrain.engine.engine import LinearEngine
 from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, scoring_head
 from treetrain.engine.packed import model_device
 from treetrain.errors import UnsupportedModel
