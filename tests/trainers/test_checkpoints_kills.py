@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.safe_runs import Run, differences, saved_steps
-from treetrain.trainers import checkpoint_files
+from treetrain.trainers import checkpoints
 
 EVERY = 2
 FORMS: dict[str, dict[str, Any]] = {
@@ -44,7 +44,7 @@ def newest_step(folder: Path) -> int:
     """The step of the newest checkpoint; all that are named as one must be whole."""
     steps = saved_steps(folder)
     for step in steps:
-        checkpoint_files.check_files(folder / f"checkpoint-{step}")
+        checkpoints.check_files(folder / f"checkpoint-{step}")
     return max(steps, default=0, key=lambda step: steps[step])
 
 

@@ -2,18 +2,25 @@
 
 transformers writes a checkpoint in place, file by file, and resumes from the folder with the highest number, whatever
 is in it (its issues 35525 and 35782). Here transformers and torch.distributed.checkpoint still write the files, but
-into a temporary folder that is renamed when it is complete (`checkpoint_files`). Only complete ones are resumed.
+into a temporary folder. When every file is on the disk, a manifest with the sizes and SHA-256 of all files (and of
+itself) is added, and one rename gives the folder its name. So a kill at any moment leaves a complete checkpoint or
+none. Later changes by a disk, a copy or an editor are seen before loading.
 """
 
+import errno
+import fcntl
 import hashlib
+import json
+import math
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -32,15 +39,24 @@ from torch.distributed.checkpoint.state_dict_saver import save as distributed_sa
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from treetrain.trainers import checkpoint_files
-from treetrain.trainers.checkpoint_files import CheckpointNotWritten, TornCheckpoint
-
 TESTED = "5.17.", "5.23."
 """Versions of transformers with which the overridden private methods are tested."""
-CALLBACKS = "callbacks"
+MANIFEST, CALLBACKS, LOCK = "manifest.json", "callbacks", ".lock"
+WRITING = ".writing"
+"""The folder, beside the checkpoints, in which one is written."""
+DELETING = ".deleting-"
+"""Prefix of checkpoints that are being deleted."""
 SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 SAME_PRESS_SECONDS = 2.0
 """A second Ctrl-C within this time is the same one: torchrun forwards it to processes that already got it."""
+
+
+class TornCheckpoint(ValueError):
+    """A checkpoint that differs from what was written. The message names the file and what differs."""
+
+
+class CheckpointNotWritten(OSError):
+    """A checkpoint that could not be written. Nothing of it is left, and older ones are as they were."""
 
 
 class Interrupted(SystemExit):
@@ -58,6 +74,178 @@ class Interrupted(SystemExit):
 
     def __str__(self) -> str:
         return self.message
+
+
+# ---- Checkpoints as folders
+
+
+def describe(folder: Path, rank: int = 0, ranks: int = 1) -> dict[str, dict[str, Any]]:
+    """Sync the files of a folder to disk and compute their sizes and SHA-256; each rank does a share of them."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file())[rank::ranks]:
+        _sync(path)
+        found[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return found
+
+
+def commit(temporary: Path, files: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
+    """Write the manifest of a checkpoint whose files are on the disk, and move the folder to its place.
+
+    Args:
+        temporary: `<folder>/.writing/<name>`; it becomes `<folder>/<name>`.
+        files: from `describe`.
+        facts: JSON data that the manifest holds too.
+    """
+    folder = temporary.parents[1]
+    order = 1 + max((order for order in newest_first(folder).values() if order < math.inf), default=0)
+    contents = {"order": order, "files": dict(sorted(files.items())), **facts}
+    text = json.dumps({"contents": contents, "sha256": _digest(contents)}, indent=1)
+    (temporary / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    for path in [temporary / MANIFEST, *temporary.rglob("*/"), temporary, temporary.parent]:
+        _sync(path)
+    place = folder / temporary.name
+    replaced = place.with_name(f"{DELETING}{place.name}")
+    if place.exists():  # torn, or of a run that was abandoned; see `recover` for a kill between the two renames
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.rename(place, replaced)
+    os.rename(temporary, place)
+    _sync(folder)
+    for path in (temporary.parent, replaced):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def recover(folder: Path) -> None:
+    """Delete what killed runs left half written; a complete checkpoint in the temporary folder moves to its place."""
+    for path in (folder / WRITING).glob("*"):
+        with suppress(TornCheckpoint):
+            check_files(path)
+            if not (folder / path.name).exists():
+                os.rename(path, folder / path.name)
+                _sync(folder)
+    for path in [folder / WRITING, *folder.glob(f"{DELETING}*")]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The contents of a checkpoint's manifest. Raises TornCheckpoint where it is missing or altered."""
+    try:
+        stored = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        contents, written = stored["contents"], stored["sha256"]
+    except FileNotFoundError:
+        raise TornCheckpoint(
+            f"{checkpoint}: {MANIFEST} is missing, so this is not a checkpoint of SafeCheckpointsMixin or a torn one"
+        ) from None
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise TornCheckpoint(f"{checkpoint}: {MANIFEST} cannot be read ({error})") from None
+    if (digest := _digest(contents)) != written:
+        raise TornCheckpoint(f"{checkpoint}: {MANIFEST} has SHA-256 {digest[:16]}, {written[:16]} was written")
+    return contents
+
+
+def check_files(checkpoint: Path, rank: int = 0, ranks: int = 1) -> None:
+    """Compare the files of a checkpoint with its manifest; each rank does a share of them.
+
+    Raises:
+        TornCheckpoint: the manifest or a file is missing, has another size or other contents.
+    """
+    for name, written in sorted(read_manifest(checkpoint)["files"].items())[rank::ranks]:
+        path = checkpoint / name
+        if not path.is_file():
+            found = f"is missing, {written['bytes']:,} bytes were written"
+        elif (size := path.stat().st_size) != written["bytes"]:
+            found = f"has {size:,} bytes, {written['bytes']:,} were written"
+        elif (digest := _sha256(path)) != written["sha256"]:
+            found = f"has SHA-256 {digest[:16]}, {written['sha256'][:16]} was written"
+        else:
+            continue
+        raise TornCheckpoint(f"{checkpoint}: {name} {found}")
+
+
+def newest_first(folder: Path) -> dict[Path, float]:
+    """The checkpoints of a folder and the order in which they were written, as resuming tries them.
+
+    The newest is the last one written, which is not always that of the highest step: a run that resumes from an older
+    checkpoint, or starts again in the same folder, writes lower steps later. Those without a readable manifest come
+    first, as of order infinity, so that resuming warns about them.
+    """
+    orders: dict[Path, float] = {}
+    for path in folder.glob("checkpoint-*"):
+        orders[path] = math.inf
+        with suppress(TornCheckpoint):
+            orders[path] = read_manifest(path)["order"]
+    return dict(sorted(orders.items(), key=lambda found: (found[1], found[0].name), reverse=True))
+
+
+def rotate(folder: Path, limit: int | None, best: str | None) -> None:
+    """Delete the oldest checkpoints beyond `limit`, but never the newest one nor the best one.
+
+    Folders without a readable manifest are left alone: they may be anything.
+    """
+    newest = [path for path, order in newest_first(folder).items() if order < math.inf]
+    if not limit or limit < 1 or not newest:
+        return
+    kept = {newest[0].resolve(), *([Path(best).resolve()] if best else [])}
+    others = [path for path in newest if path.resolve() not in kept]
+    for path in others[max(0, limit - len(kept)) :]:
+        # Renamed first: a kill during the deletion leaves nothing that looks like a checkpoint.
+        doomed = path.with_name(f"{DELETING}{path.name}")
+        os.rename(path, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+@contextmanager
+def one_run_at_a_time(folder: Path) -> Iterator[None]:
+    """Lock a folder for this process. The kernel releases the lock when the process ends, however it ends.
+
+    Raises:
+        CheckpointNotWritten: the folder cannot be written to.
+        ValueError: another process holds the lock.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise CheckpointNotWritten(f"checkpoints cannot be written to {folder}: {error.strerror}") from error
+    try:
+        try:
+            # Not flock: workers of a data loader would inherit it and hold it after a kill.
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            holder = os.read(handle, 200).decode("utf-8", "replace") or "an unknown process"
+            raise ValueError(
+                f"{folder} is in use by another run ({holder}): wait for its end, or give another output_dir"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot sync folders
+            raise
+    finally:
+        os.close(handle)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(contents: Any) -> str:
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
+
+
+# ---- The mixin
 
 
 class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
@@ -114,7 +302,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments)]
         # transformers refuses checkpoints of models that it has sharded while loading; the mixin writes them itself.
         sharded = given and getattr(model, "is_distributed_loading_by_transformers", False)
-        with _set(given[0], save_only_model=True) if sharded else nullcontext():
+        with replaced(given[0], save_only_model=True) if sharded else nullcontext():
             super().__init__(*args, **kwargs)
         if self.is_deepspeed_enabled:
             raise ValueError("SafeCheckpointsMixin does not know DeepSpeed's checkpoints: use DDP or FSDP2")
@@ -142,12 +330,12 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             Interrupted: Ctrl-C or SIGTERM; a checkpoint of the last step is written.
         """
         folder, callback = Path(self.args.output_dir or "."), _StepCallback(self)
-        lock = checkpoint_files.one_run_at_a_time(folder) if self._is_first else nullcontext()
+        lock = one_run_at_a_time(folder) if self._is_first else nullcontext()
         self._on_all_ranks(lock.__enter__)
         self.add_callback(callback)
         try:
-            with _Signals() as self._signals, _set(self.args, restore_callback_states_from_checkpoint=True):
-                self._on_first(lambda: checkpoint_files.recover(folder))
+            with _catch_signals() as self._signals, replaced(self.args, restore_callback_states_from_checkpoint=True):
+                self._on_first(lambda: recover(folder))
                 path = self._last_good = self._choose(resume_from_checkpoint, folder)
                 self._resumed = self._read(path) if path else None
                 self._stop, self._save_postponed, self._epoch_ending = 0, False, False
@@ -170,7 +358,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             self._check_whole(Path(wanted))
             return Path(wanted)
         torn = []
-        for path in self._on_all_ranks(lambda: checkpoint_files.newest_first(folder))[0]:
+        for path in self._on_all_ranks(lambda: list(newest_first(folder)))[0]:
             try:
                 self._check_whole(path)
                 return path
@@ -184,28 +372,30 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     def _check_whole(self, path: Path) -> None:
         """Read every byte of a checkpoint, each rank a part of it. Raises TornCheckpoint on all ranks."""
-        self._on_all_ranks(lambda: checkpoint_files.check_files(path, self.args.process_index, self.args.world_size))
+        self._on_all_ranks(lambda: check_files(path, self.args.process_index, self.args.world_size))
 
     def _read(self, path: Path) -> dict[str, Any]:
         """The manifest. Raises ValueError for another step size or base model, or without optimiser state."""
-        manifest = checkpoint_files.read_manifest(path)
+        manifest = read_manifest(path)
         then, now = manifest["step_size"], self.step_size()
-        if then != now and not (self.args.ignore_data_skip or self.args.auto_find_batch_size):
-            raise ValueError(
-                f"cannot go on from {path}: a step took {then} (on {manifest['ranks']} ranks) and now takes {now} (on "
-                f"{self.args.world_size}, with gradient_accumulation_steps={self.args.gradient_accumulation_steps}). "
-                "Make it the same, or set ignore_data_skip=True"
-            )
         # The shards of a rank differ with the number of ranks.
         comparable = manifest["ranks"] == self.args.world_size or not self._is_sharded
-        if comparable and self._on_all_ranks(lambda: self._frozen)[0] != manifest["frozen"]:
-            raise ValueError(
-                f"cannot go on from {path}: the weights that are not trained, which it does not hold, are others. Load "
-                "the base model with which the run began"
+        if then != now and not (self.args.ignore_data_skip or self.args.auto_find_batch_size):
+            why = (
+                f"a step took {then} (on {manifest['ranks']} ranks) and now takes {now} (on {self.args.world_size}, "
+                f"with gradient_accumulation_steps={self.args.gradient_accumulation_steps}). Make it the same, or set "
+                "ignore_data_skip=True"
             )
-        if manifest["save_only_model"]:
-            raise ValueError(f"cannot go on from {path}: with save_only_model=True it holds no optimiser state")
-        return manifest | {"path": path}
+        elif comparable and self._on_all_ranks(lambda: self._frozen)[0] != manifest["frozen"]:
+            why = (
+                "the weights that are not trained, which it does not hold, are others. Load the base model with which "
+                "the run began"
+            )
+        elif manifest["save_only_model"]:
+            why = "with save_only_model=True it holds no optimiser state"
+        else:
+            return manifest | {"path": path}
+        raise ValueError(f"cannot go on from {path}: {why}")
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: nn.Module, trial: Any, *args: Any, **kwargs: Any
@@ -235,7 +425,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         if self._resumed and self._resumed["step"] == self.state.global_step:  # there was nothing left to do
             self._load_rng_state(str(self._resumed["path"]))
         # With save_total_limit=1 transformers would delete the newest checkpoint here and leave the best one.
-        with _set(self.args, save_total_limit=None):
+        with replaced(self.args, save_total_limit=None):
             return super()._finalize_training(*args, **kwargs)
 
     # ---- Saving
@@ -244,7 +434,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         """Write a checkpoint to a temporary folder, move it to its place when complete, then delete older ones."""
         state, step, rank, ranks = self.state, self.state.global_step, self.args.process_index, self.args.world_size
         folder = Path(super()._get_output_dir(trial))
-        temporary = folder / checkpoint_files.WRITING / f"checkpoint-{step}"
+        temporary = folder / WRITING / f"checkpoint-{step}"
         place, best = folder / temporary.name, state.best_global_step
         callbacks = {name: callback.state_dict() for name, callback in self._callbacks().items()}
 
@@ -254,11 +444,15 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
         def write() -> float:
             # transformers would look for the best checkpoint beside the temporary folder.
-            with _set(state, best_global_step=None), _set(self, _writing=True):
+            with replaced(state, best_global_step=None), replaced(self, _writing=True):
                 super(SafeCheckpointsMixin, self)._save_checkpoint(model, trial)
             if best and (best == step or (folder / f"checkpoint-{best}").is_dir()):
                 state.best_model_checkpoint = str(folder / f"checkpoint-{best}")
-            torch.save(_plain_attributes(self, self.also_saved), temporary / f"trainer_{rank}.pt")
+            saved = {}
+            for name in self.also_saved:
+                with suppress(AttributeError, TypeError):
+                    saved[name] = _plain(getattr(self, name))
+            torch.save(saved, temporary / f"trainer_{rank}.pt")
             if self._is_first:
                 if not self._is_sharded:
                     torch.save(callbacks, temporary / f"{CALLBACKS}.pt")
@@ -270,12 +464,12 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             if self._is_sharded:  # before anything that can fail on one rank alone: this is a collective call
                 distributed_save(callbacks, checkpoint_id=temporary / CALLBACKS, process_group=self._cpu_group())
             losses = self._on_all_ranks(write)
-            described = self._on_all_ranks(lambda: checkpoint_files.describe(temporary, rank, ranks))
+            described = self._on_all_ranks(lambda: describe(temporary, rank, ranks))
             facts = {"step": step, "ranks": ranks, "step_size": self.step_size(), "frozen": self._frozen}
             facts |= {"loss_since_log": losses, "last_logged": self._globalstep_last_logged}
             facts |= {"save_only_model": self.args.save_only_model}
             written = {name: entry for each in described for name, entry in each.items()}
-            self._on_first(lambda: checkpoint_files.commit(temporary, written, facts))
+            self._on_first(lambda: commit(temporary, written, facts))
         except Exception as error:
             if self._is_first:
                 shutil.rmtree(temporary.parent, ignore_errors=True)
@@ -288,7 +482,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         self._last_good = place
         if self._is_first:
             try:
-                checkpoint_files.rotate(folder, self.args.save_total_limit, state.best_model_checkpoint)
+                rotate(folder, self.args.save_total_limit, state.best_model_checkpoint)
             except OSError as error:
                 self._warn(f"older checkpoints in {folder} could not be deleted: {error}")
         if self.args.push_to_hub:
@@ -296,21 +490,11 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
-        return os.path.join(folder, checkpoint_files.WRITING) if self._writing else folder
+        return os.path.join(folder, WRITING) if self._writing else folder
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if not self._writing:  # only once it is in its place
             super()._push_from_checkpoint(checkpoint_folder)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the model card as the trainer does. TRL does so on rank 0 before every checkpoint."""
-        try:
-            super().create_model_card(*args, **kwargs)
-        except OSError as error:
-            if not self._writing:
-                raise
-            # The other ranks are already waiting inside transformers; the checkpoint itself will fail on all of them.
-            self._warn(f"the model card could not be written: {error}")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model for `from_pretrained`; shards in a checkpoint are written with the optimiser instead."""
@@ -331,16 +515,14 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         Every rank writes and reads its own shards, and the number of ranks may differ between writing and reading. This
         serves models that accelerate wrapped, models given to `fully_shard`, and reading shards into a whole model.
         """
-        state, name = self.accelerator.state.__dict__, "fsdp_plugin"
-        before = {name: state[name]} if name in state else {}
+        plugin: dict[str, Any] = {}
         if wanted:
-            state[name] = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
-        try:
-            with _set(self, is_fsdp_enabled=wanted or self.is_fsdp_enabled):
-                yield
-        finally:
-            state.pop(name, None)
-            state.update(before)
+            plugin["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+        with (
+            replaced(self.accelerator.state, **plugin),
+            replaced(self, is_fsdp_enabled=wanted or self.is_fsdp_enabled),
+        ):
+            yield
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with self._in_shards(self._is_sharded):
@@ -399,7 +581,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     @property
     def _is_sharded(self) -> bool:
-        return is_sharded(self.model)
+        return _is_sharded(self.model)
 
     def _callbacks(self) -> dict[str, Any]:
         """Callbacks with `load_state_dict`, by number and class name."""
@@ -463,11 +645,10 @@ class _StepCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self.trainer
-        number = torch.tensor([trainer._signals.number])
+        number = torch.tensor([*trainer._signals, 0][:1])
         if trainer.args.world_size > 1:
             dist.all_reduce(number, dist.ReduceOp.MAX, group=trainer._cpu_group())
         trainer._stop = int(number)
-        trainer._signals.handled = trainer._stop > 0
         control.should_training_stop |= trainer._stop > 0
         # An evaluation may follow the last step of an epoch. A checkpoint before it would lack its result, so it waits.
         trainer._epoch_ending = float(state.epoch or 0.5).is_integer()
@@ -479,39 +660,54 @@ class _StepCallback(TrainerCallback):
         self.trainer._save_postponed = self.trainer._epoch_ending = False
 
 
-class _Signals:
-    """Records Ctrl-C and SIGTERM inside a block instead of exiting. A second Ctrl-C raises KeyboardInterrupt at once.
+@contextmanager
+def _catch_signals() -> Iterator[list[int]]:
+    """Put the first Ctrl-C or SIGTERM into the yielded list instead of exiting. A second Ctrl-C exits at once.
 
-    A signal that is not handled is raised again at the end. One that the process ignores stays ignored. Outside the
-    main thread Python cannot catch signals.
+    If no step follows that could handle it, the signal is raised again at the end. One that the process ignores stays
+    ignored. Outside the main thread Python cannot catch signals.
     """
+    received: list[int] = []
+    since = 0.0
 
-    number = 0
-    """The first signal; 0 while there is none."""
-    handled = False
-    _since = 0.0
-
-    def __enter__(self) -> "_Signals":
-        on_main = threading.current_thread() is threading.main_thread()
-        handlers = {number: signal.getsignal(number) for number in SIGNALS if on_main}
-        self._before = {number: each for number, each in handlers.items() if each not in (signal.SIG_IGN, None)}
-        for number in self._before:
-            signal.signal(number, self._note)
-        return self
-
-    def _note(self, number: int, frame: Any) -> None:
-        if not self.number:
-            self.number, self._since = number, time.monotonic()
+    def note(number: int, frame: Any) -> None:
+        nonlocal since
+        if not received:
+            received.append(number)
+            since = time.monotonic()
             text = f"\n{SIGNALS[signal.Signals(number)]}: stopping after this step (Ctrl-C again: at once)\n"
             os.write(2, text.encode())  # not print, which may be in the middle of a line
-        elif number == signal.SIGINT and time.monotonic() - self._since > SAME_PRESS_SECONDS:
+        elif number == signal.SIGINT and time.monotonic() - since > SAME_PRESS_SECONDS:
             raise KeyboardInterrupt
 
-    def __exit__(self, kind: Any, *_: object) -> None:
-        for number, handler in self._before.items():
+    on_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in SIGNALS if on_main}
+    handlers = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    for number in handlers:
+        signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-        if kind is None and self.number and not self.handled:
-            signal.raise_signal(self.number)
+    if received:
+        signal.raise_signal(received[0])
+
+
+@contextmanager
+def replaced(target: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of an object inside the block."""
+    before = {name: vars(target)[name] for name in values if name in vars(target)}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                setattr(target, name, before[name])
+            else:
+                delattr(target, name)
 
 
 def _frozen_digest(model: nn.Module) -> str:
@@ -530,21 +726,7 @@ def _has_shards(checkpoint: str | Path) -> bool:
     return Path(checkpoint, f"{FSDP_MODEL_NAME}_0").is_dir()
 
 
-@contextmanager
-def _set(target: Any, **values: Any) -> Iterator[None]:
-    """Set attributes inside the block."""
-    before = {name: getattr(target, name) for name in values}
-    for name, value in values.items():
-        setattr(target, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(target, name, value)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether any parameter is held in shards."""
+def _is_sharded(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
@@ -555,7 +737,7 @@ def save_whole(model: Any, folder: str | Path, processing_class: Any = None, *, 
         processing_class: saved beside it if given.
         write: whether this process writes the files; of several, one must.
     """
-    options = {"state_dict": whole_state(model)} if is_sharded(model) else {}
+    options = {"state_dict": whole_state(model)} if _is_sharded(model) else {}
     if write:
         model.save_pretrained(folder, **options)
         if processing_class is not None:
@@ -576,26 +758,15 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: state.get(same.get(name, name), tensor) for name, tensor in state.items()}
 
 
-def _plain_attributes(trainer: Any, names: Iterable[str]) -> dict[str, Any]:
-    """The attributes that consist of numbers, strings, tensors, lists and dictionaries.
-
-    Such a file can be loaded with `weights_only=True`, so it need not be trusted.
-    """
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(each) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(each) for each in value]
-        if value is None or isinstance(value, bool | int | float | str | Tensor):
-            return value
-        raise TypeError(f"{type(value).__name__} is no plain data")
-
-    found = {}
-    for name in names:
-        with suppress(AttributeError, TypeError):
-            found[name] = plain(getattr(trainer, name))
-    return found
+def _plain(value: Any) -> Any:
+    """The value with plain dictionaries and lists, so that its file can be loaded with `weights_only=True`."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, bool | int | float | str | Tensor):
+        return value
+    raise TypeError(f"{type(value).__name__} is no plain data")
 
 
 def _filled(old: Any, new: Any) -> Any:

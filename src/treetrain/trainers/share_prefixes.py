@@ -29,6 +29,7 @@ from treetrain.planning.budget import Bytes
 from treetrain.planning.cost import ModelCounts
 from treetrain.trainers.accumulation import RowScores, StepScores
 from treetrain.trainers.batch_rows import TREE_INDEX, Rows, rows_of
+from treetrain.trainers.checkpoints import replaced
 from treetrain.trainers.checks import Seam, check_trainer, compare_with_plain, seam_of
 from treetrain.tree.stats import linear_work, tree_work
 from treetrain.tree.token_tree import TokenTree
@@ -404,19 +405,3 @@ class PrefixSharing:
         if counts["tree_flops"]:
             logs["tree/ideal_speedup"] = counts["row_flops"] / counts["tree_flops"]
         return logs
-
-
-@contextmanager
-def replaced(target: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object inside the block."""
-    before = {name: vars(target)[name] for name in values if name in vars(target)}
-    for name, value in values.items():
-        setattr(target, name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            if name in before:
-                setattr(target, name, before[name])
-            else:
-                delattr(target, name)
