@@ -32,14 +32,14 @@ _PUBLIC = {
     "logprobs": "treetrain.engine.engine",
     "rewards": "treetrain.engine.engine",
     "values": "treetrain.engine.engine",
-    "from_padded": "treetrain.trainers.padded",
-    "from_packed": "treetrain.trainers.padded",
-    "to_padded": "treetrain.trainers.padded",
-    "to_packed": "treetrain.trainers.padded",
+    "from_padded": "treetrain.trainers.batches",
+    "from_packed": "treetrain.trainers.batches",
+    "to_padded": "treetrain.trainers.batches",
+    "to_packed": "treetrain.trainers.batches",
     "share_prefixes": "treetrain.trainers.share_prefixes",
     "SharePrefixesMixin": "treetrain.trainers.share_prefixes",
-    "PrefixGroupSampler": "treetrain.trainers.group_sampler",
-    "group_batches": "treetrain.trainers.group_sampler",
+    "PrefixGroupSampler": "treetrain.trainers.groups",
+    "group_batches": "treetrain.trainers.groups",
     "SafeCheckpointsMixin": "treetrain.trainers.checkpoints",
     "TreeArguments": "treetrain.trainers.arguments",
     "TreeTrainer": "treetrain.trainers.tree_trainer",
@@ -113,13 +113,13 @@ if TYPE_CHECKING:
     from treetrain.planning.plan import Plan as Plan
     from treetrain.planning.price import CostModel as CostModel
     from treetrain.trainers.arguments import TreeArguments as TreeArguments
+    from treetrain.trainers.batches import from_packed as from_packed
+    from treetrain.trainers.batches import from_padded as from_padded
+    from treetrain.trainers.batches import to_packed as to_packed
+    from treetrain.trainers.batches import to_padded as to_padded
     from treetrain.trainers.checkpoints import SafeCheckpointsMixin as SafeCheckpointsMixin
-    from treetrain.trainers.group_sampler import PrefixGroupSampler as PrefixGroupSampler
-    from treetrain.trainers.group_sampler import group_batches as group_batches
-    from treetrain.trainers.padded import from_packed as from_packed
-    from treetrain.trainers.padded import from_padded as from_padded
-    from treetrain.trainers.padded import to_packed as to_packed
-    from treetrain.trainers.padded import to_padded as to_padded
+    from treetrain.trainers.groups import PrefixGroupSampler as PrefixGroupSampler
+    from treetrain.trainers.groups import group_batches as group_batches
     from treetrain.trainers.share_prefixes import SharePrefixesMixin as SharePrefixesMixin
     from treetrain.trainers.share_prefixes import share_prefixes as share_prefixes
     from treetrain.trainers.tree_trainer import TreeTrainer as TreeTrainer

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from treetrain.trainers.accumulation import RowScores, StepScores, _model_inputs
+from treetrain.trainers.accumulation import StepScores
+from treetrain.trainers.batches import model_inputs
 
 
 class Rows(NamedTuple):
@@ -32,8 +33,7 @@ class Scores:
         self.asked.append([row.tolist() for row in ids])
         leaves = [torch.tensor(row[1:], dtype=torch.float32, requires_grad=True) for row in ids]
         number = len(self.asked) - 1
-        found = dict.fromkeys(RowScores._fields) | {"logprobs": leaves}
-        return SimpleNamespace(**found, backward=lambda sync: self.log.append((number, sync)))
+        return SimpleNamespace(logprobs=leaves, backward=lambda sync: self.log.append((number, sync)))
 
 
 def batch(*rows):
@@ -55,7 +55,8 @@ def steps_with(batches, trainer=None):
 
 
 def ask(steps, scores, inputs, **options):
-    return steps.score("model", rows_of(inputs), scores.run, **options).logprobs
+    scored, own = steps.score("model", rows_of(inputs), scores.run, **options)
+    return scored.logprobs[own]
 
 
 def test_all_micro_batches_of_a_step_are_scored_at_once_and_run_backward_once_after_the_last(scores):
@@ -165,7 +166,7 @@ def test_generated_micro_batches_are_known_up_to_the_next_generation(scores, ste
 
 
 def test_completions_alone_are_predicted_and_their_padding_is_not():
-    inputs = _model_inputs(generated([5, 6], [7, 0]) | {"completion_mask": torch.tensor([[1, 0]])})
+    inputs = model_inputs(generated([5, 6], [7, 0]) | {"completion_mask": torch.tensor([[1, 0]])})
     assert inputs["labels"].tolist() == [[-100, -100, 7, -100]]
     assert inputs["attention_mask"].tolist() == [[1, 1, 1, 0]]
 

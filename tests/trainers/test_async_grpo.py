@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import treetrain as tt
-from treetrain.trainers.batch_rows import rows_of
+from treetrain.trainers.batches import rows_of
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

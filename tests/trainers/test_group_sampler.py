@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArgumen
 
 import treetrain as tt
 from treetrain.errors import DataError
-from treetrain.trainers.group_sampler import PrefixGroupSampler, group_rows
+from treetrain.trainers.groups import PrefixGroupSampler, group_rows
 
 
 def prompts_and_answers(prompts, answers, seed=0, system=0):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import treetrain as tt
-from treetrain.trainers.batch_rows import rows_of
+from treetrain.trainers.batches import rows_of
 
 PACKED = {
     "input_ids": torch.tensor([[5, 6, 7, 8, 9, 5, 6, 3, 0]]),

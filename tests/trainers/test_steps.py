@@ -127,12 +127,6 @@ def test_pairs_whose_prompts_differ_are_one_unit_and_other_rows_stay_apart() -> 
     assert as_sets(make_groups(rows, tokens_per_step=30)) == {frozenset({0, 2}), frozenset({1, 3}), frozenset({4})}
 
 
-def test_a_sample_of_one_large_unit_takes_whole_pairs() -> None:
-    rows = [Trajectory([1, 2, number], pair=number % 3) for number in range(6)]
-    assert [row.pair for row in sample_groups(rows, 5)[0]] == [0, 1, 0, 1]
-    assert [row.pair for row in sample_groups(rows, 1)[0]] == [0, 0]
-
-
 def test_rows_with_nothing_to_train_never_make_a_step_by_themselves() -> None:
     rows = [Trajectory([1] * 10, loss_weights=0.0, group=0), Trajectory([2] * 10, group=1), Trajectory([], group=2)]
     steps = steps_of(rows, tokens_per_step=10, seed=0)

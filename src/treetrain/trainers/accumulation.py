@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from treetrain.trainers.batch_rows import IGNORED, Rows, packed_tree_of, tree_of
+from treetrain.trainers.batches import Rows, model_inputs, tree_of
 from treetrain.tree.token_tree import TokenTree
 
 WORTH_JOINING = 0.9
@@ -22,19 +21,7 @@ WORTH_JOINING = 0.9
 need more memory, and if they do not fit, its forward runs twice."""
 
 Run = Callable[[TokenTree, list[np.ndarray]], Any]
-"""Scores a tree, given the masks of its rows."""
-
-
-class RowScores(NamedTuple):
-    """Scores of some rows of a `Scored`; see there."""
-
-    logprobs: list[Tensor]
-    entropies: list[Tensor] | None
-    is_top1: list[Tensor] | None
-    mean_logits: list[Tensor] | None
-    log_sum_sq_probs: list[Tensor] | None
-    rewards: Tensor | None
-    aux_loss: Tensor | None
+"""Scores a tree, given the masks of its rows; returns a `Scored`."""
 
 
 class _Joint(NamedTuple):
@@ -45,13 +32,10 @@ class _Joint(NamedTuple):
     first: int
     """Number of its first micro-batch within the optimizer step."""
 
-    def of(self, number: int) -> RowScores:
-        """The scores of one micro-batch."""
+    def of(self, number: int) -> tuple[Any, slice]:
+        """The scores, and which rows of them are those of one micro-batch."""
         begin = sum(len(rows.ids) for rows in self.rows[:number])
-        end = begin + len(self.rows[number].ids)
-        values = {name: getattr(self.scored, name) for name in RowScores._fields}
-        own = {name: None if v is None else v[begin:end] for name, v in values.items() if name != "aux_loss"}
-        return RowScores(**own, aux_loss=values["aux_loss"])  # type: ignore[arg-type]
+        return self.scored, slice(begin, begin + len(self.rows[number].ids))
 
 
 class StepScores:
@@ -81,7 +65,7 @@ class StepScores:
         """Go on to the next micro-batch."""
         self._position += 1
 
-    def score(self, key: Hashable, rows: Rows, run: Run, *, together: bool = True) -> RowScores:
+    def score(self, key: Hashable, rows: Rows, run: Run, *, together: bool = True) -> tuple[Any, slice]:
         """Score the rows of a model call.
 
         Args:
@@ -89,6 +73,9 @@ class StepScores:
             rows: of the call.
             run: scores a tree of rows, given their masks.
             together: False scores them by themselves, for losses over a whole batch such as that of routers.
+
+        Returns:
+            a `Scored`, and which of its rows these are.
         """
         key = (key, torch.is_grad_enabled())
         joint = self._joint.get(key) if together else None
@@ -99,12 +86,12 @@ class StepScores:
         batches = self._expected_rows() if together and not in_joint and key not in self._apart else []
         if not (batches and _equal(batches[0], rows)):
             batches, self._expected = [rows], []  # a generation may be running, with other rows
-        tree, masks = _joined(batches)
+        tree = _tree_of(batches)
         if len(batches) > 1 and not _shares(tree, batches):
             batches = [rows]
             self._apart.add(key)
-            tree, masks = _joined(batches)
-        scored = run(tree, masks)
+            tree = _tree_of(batches)
+        scored = run(tree, [mask for rows in batches for mask in rows.masks])
         joint = _Joint(scored, batches, self._position)
         if len(batches) > 1:
             self._joint[key] = joint
@@ -131,7 +118,7 @@ class StepScores:
             batches = self._batches[position:]
             if hasattr(self._trainer, "_buffered_inputs"):
                 batches = self._generated(len(batches))
-            known = [inputs for inputs in map(_model_inputs, batches) if inputs is not None]
+            known = [inputs for inputs in map(model_inputs, batches) if inputs is not None]
             self._expected, self._first_expected = [self._rows_of(inputs) for inputs in known], position
         return self._expected[position - self._first_expected :]
 
@@ -145,28 +132,8 @@ class StepScores:
         return [trainer._buffered_inputs[(step + ahead) % each] for ahead in range(min(count, left))]
 
 
-def _model_inputs(batch: dict[str, Any]) -> dict[str, Any] | None:
-    """The keyword arguments of the model's call for a micro-batch; None where they are not known."""
-    if "tree_kv_index" in batch:
-        return packed_tree_of(batch)
-    if "completion_ids" in batch:  # GRPO and RLOO
-        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        labels = ids.masked_fill(mask == 0, IGNORED)
-        labels[:, : batch["prompt_ids"].shape[1]] = IGNORED
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    if "input_ids" not in batch:
-        return None
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids", "labels") if name in batch}
-    if "labels" not in inputs and "completion_mask" in batch:  # DPO and KTO
-        inputs["labels"] = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORED)
-    return inputs
-
-
-def _joined(batches: list[Rows]) -> tuple[TokenTree, list[np.ndarray]]:
-    """Micro-batches as one tree, and the masks of all rows."""
-    masks = [mask for rows in batches for mask in rows.masks]
-    return tree_of([ids for rows in batches for ids in rows.ids], masks), masks
+def _tree_of(batches: list[Rows]) -> TokenTree:
+    return tree_of([ids for rows in batches for ids in rows.ids], [mask for rows in batches for mask in rows.masks])
 
 
 def _shares(tree: TokenTree, batches: list[Rows]) -> bool:

@@ -12,13 +12,15 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
 
 from treetrain.data.prefix_order import sorted_by_prefix
+from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import is_sharded
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.gradients import gradients_of
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
-from treetrain.trainers.batch_rows import IGNORED, Rows, tree_of
-from treetrain.tree.token_tree import TokenTree
+from treetrain.trainers.batches import IGNORED, Rows, tree_of
+from treetrain.tree.stats import linear_work
+from treetrain.verification.verify import relative_error
 
 logger = logging.getLogger(__name__)
 
@@ -71,55 +73,32 @@ def check_trainer(trainer: Any, seam: Seam) -> None:
     """
     args, accelerator = trainer.args, trainer.accelerator
     distributed = str(accelerator.distributed_type.value)
-    refusals: list[tuple[Any, str]] = [
-        (
-            distributed not in ("NO", "MULTI_CPU", "MULTI_GPU"),
-            f"distributed_type={distributed}; launch one process or DistributedDataParallel, without DeepSpeed, FSDP "
-            "or Megatron (for FSDP2 use tt.TreeTrainer)",
-        ),
-        (
-            args.n_gpu > 1,
-            f"torch.nn.DataParallel over {args.n_gpu} GPUs; launch one process for each with torchrun, or make one "
-            "visible with CUDA_VISIBLE_DEVICES",
-        ),
-        (args.fp16 or accelerator.scaler is not None, "fp16=True and its gradient scaler; set bf16=True instead"),
-        (args.torch_compile, "torch_compile=True, since the attention is switched at every call; set it to False"),
-        (args.use_liger_kernel, "use_liger_kernel=True, which replaces the model's layers; set it to False"),
-        (
-            args.neftune_noise_alpha,
-            f"neftune_noise_alpha={args.neftune_noise_alpha}: a shared token would get one noise where every row has "
-            "its own; set it to None",
-        ),
-        (
-            args.label_smoothing_factor,
-            f"label_smoothing_factor={args.label_smoothing_factor}, which needs the probabilities of all tokens; only "
-            "the labels' are computed; set it to 0",
-        ),
-        (trainer.model_init is not None, "model_init, which makes another model later; give the trainer a model"),
-        (
-            callable(trainer.compute_loss_func),  # TRL sets a string that only tells the Trainer not to scale its loss
-            "compute_loss_func: compute_loss_func is given logits, which are not computed; leave it out, or override "
-            "compute_loss of a TRL trainer, which reads log-probabilities",
-        ),
-        (
-            getattr(args, "activation_offloading", False),
-            "activation_offloading=True: the tree's backward comes after the trainer's; bound memory by budget=...",
-        ),
-        (
-            getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False),
-            "images or a processor; use a text model with its tokenizer",
-        ),
-        (
-            getattr(args, "parallelism_config", None) or getattr(accelerator, "parallelism_config", None),
-            "parallelism_config: context, sequence and tensor parallelism cut rows apart; leave it out",
-        ),
-        (is_sharded(trainer.model), "a model that is sharded over processes; train it with tt.TreeTrainer"),
-        (
-            "lomo" in args.optim or "layerwise" in args.optim,
-            f"optim={args.optim}, which updates weights within the trainer's backward, before the tree's; take another",
-        ),
-    ]
-    for refused, reason in refusals:
+    parallelism = getattr(args, "parallelism_config", None) or getattr(accelerator, "parallelism_config", None)
+    images = getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False)
+    offloads = getattr(args, "activation_offloading", False)
+    # TRL sets compute_loss_func to a string that only tells the Trainer not to scale its loss.
+    refusals: dict[str, Any] = {
+        f"distributed_type={distributed}; launch one process or DistributedDataParallel, without DeepSpeed, FSDP or "
+        "Megatron (for FSDP2 use tt.TreeTrainer)": distributed not in ("NO", "MULTI_CPU", "MULTI_GPU"),
+        f"torch.nn.DataParallel over {args.n_gpu} GPUs; launch one process for each with torchrun": args.n_gpu > 1,
+        "fp16=True and its gradient scaler; set bf16=True instead": args.fp16 or accelerator.scaler is not None,
+        "torch_compile=True, since the attention is switched at every call; set it to False": args.torch_compile,
+        "use_liger_kernel=True, which replaces the model's layers; set it to False": args.use_liger_kernel,
+        f"neftune_noise_alpha={args.neftune_noise_alpha}: a shared token would get one noise where every row has its "
+        "own; set it to None": args.neftune_noise_alpha,
+        f"label_smoothing_factor={args.label_smoothing_factor}, which needs the probabilities of all tokens; set it "
+        "to 0": args.label_smoothing_factor,
+        "model_init, which makes another model later; give the trainer a model": trainer.model_init is not None,
+        "compute_loss_func: compute_loss_func is given logits, which are not computed; leave it out, or override "
+        "compute_loss of a TRL trainer, which reads log-probabilities": callable(trainer.compute_loss_func),
+        "activation_offloading=True: the tree's backward comes after the trainer's; bound memory by budget=": offloads,
+        "images or a processor; use a text model with its tokenizer": images,
+        "parallelism_config: context, sequence and tensor parallelism cut rows apart; leave it out": parallelism,
+        "a model that is sharded over processes; train it with tt.TreeTrainer": is_sharded(trainer.model),
+        f"optim={args.optim}, which updates weights within the trainer's backward, before the tree's; take "
+        "another": "lomo" in args.optim or "layerwise" in args.optim,
+    }
+    for reason, refused in refusals.items():
         if refused:
             raise ValueError(f"share_prefixes cannot be exact with {reason}")
     for name, config in getattr(trainer.model, "peft_config", {}).items():  # the engine refuses other dropout
@@ -145,16 +124,14 @@ def check_trainer(trainer: Any, seam: Seam) -> None:
 
 
 class Compared(NamedTuple):
-    """A few rows on the plain path and as a tree."""
+    """How far a tree is from the trainer's plain path, on a few rows."""
 
     scores: float
-    """Relative difference of their log-probabilities, or rewards."""
+    """Relative difference of the log-probabilities or rewards."""
     gradients: float
     """Relative difference of the gradients of a random sum of these, over a few parameters."""
-    seconds: float
-    """Time of the plain forward and backward."""
-    tree: TokenTree
-    """The tree of the rows."""
+    plain_rate: float | None
+    """FLOP/s of the plain forward and backward; None for a model that cannot be counted."""
 
 
 def compare_with_plain(engine: TreeEngine, plain: Callable[..., Any], rows: Rows, seam: Seam) -> Compared | None:
@@ -175,15 +152,15 @@ def compare_with_plain(engine: TreeEngine, plain: Callable[..., Any], rows: Rows
         return None
     ids, masks = [rows.ids[k] for k in chosen], [rows.masks[k] for k in chosen] if rows.masks else []
     model, device = engine.model, next(engine.model.parameters()).device
-    trained = [p for p in model.parameters() if p.requires_grad]
+    everything = list(model.parameters())
+    trained = [k for k, p in enumerate(everything) if p.requires_grad]
     few = [trained[k] for k in np.unique(np.linspace(0, len(trained) - 1, PARAMETERS).astype(int))]
     random = torch.Generator().manual_seed(0)
 
     def gradients(run: Callable[[], None]) -> list[Tensor]:
-        everything = list(model.parameters())
         with torch.autocast(device.type, enabled=False):
-            left = dict(zip(everything, gradients_of(everything, run)))
-        return [torch.zeros_like(p) if (grad := left[p]) is None else grad for p in few]
+            left = gradients_of(everything, run)
+        return [torch.zeros_like(everything[k]) if (grad := left[k]) is None else grad for k in few]
 
     for _ in range(2):  # the first run warms up
         start = time.perf_counter()
@@ -204,22 +181,25 @@ def compare_with_plain(engine: TreeEngine, plain: Callable[..., Any], rows: Rows
         (shared * weights.to(shared)).sum().backward()
         scored.backward(sync=False)
 
-    apart = _relative([shared.detach()], [expected.detach()]), _relative(gradients(run), expected_gradients)
+    apart = relative_error([shared.detach()], [expected.detach()])
+    apart_gradients = relative_error(gradients(run), expected_gradients)
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
     limit = LIMITS.get(dtype, LIMITS[torch.bfloat16])  # type: ignore[arg-type]
     if dtype is torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
         limit *= 10  # TF32
     said = (
         f"{len(ids)} rows of the first batch, plain and with shared prefixes: log-probabilities (or rewards) differ by "
-        f"{apart[0]:.1e}, gradients by {apart[1]:.1e} (relative; at most {limit:g} in {dtype})"
+        f"{apart:.1e}, gradients by {apart_gradients:.1e} (relative; at most {limit:g} in {dtype})"
     )
-    if not (apart[0] <= limit and apart[1] <= limit):  # also where one is NaN
+    if not (apart <= limit and apart_gradients <= limit):  # also where one is NaN
         raise RuntimeError(
             f"{said}. The model does not give a tree what it gives rows: train without share_prefixes and report this "
             "model, or pass check=False if such a difference is expected"
         )
     logger.info(said)
-    return Compared(*apart, seconds, tree_of(ids, masks))
+    cost = cost_if_countable(model)
+    work = None if cost is None else cost.counts.flops(*linear_work(tree_of(ids, masks), cost.counts.attention_ranges))
+    return Compared(apart, apart_gradients, None if work is None else work / seconds)
 
 
 def rows_to_compare(ids: list[np.ndarray], masks: list[np.ndarray]) -> list[int]:
@@ -238,30 +218,20 @@ def _plain_scores(
 ) -> Tensor:
     """[wanted predictions] log-probabilities, or [K] rewards, of the rows, padded on the right."""
     padding = getattr(causal_lm(model).config.get_text_config(), "pad_token_id", None) or 0  # type: ignore[union-attr,operator]
-    rows = [torch.from_numpy(row).long() for row in ids]
 
     def padded(rows: list[Tensor], fill: int) -> Tensor:
         return pad_sequence(rows, batch_first=True, padding_value=fill).to(next(model.parameters()).device)
 
-    batch = {
-        "input_ids": padded(rows, padding),
-        "attention_mask": padded([torch.ones_like(row) for row in rows], 0),
-        "use_cache": False,
-    }
+    rows = [torch.from_numpy(row).long() for row in ids]
+    mask = padded([torch.ones_like(row) for row in rows], 0)
+    batch = {"input_ids": padded(rows, padding), "attention_mask": mask, "use_cache": False}
     if seam == "rewards":
         return plain(**batch).logits.squeeze(-1)
-    wanted_ids = [row[1:].masked_fill(torch.from_numpy(~mask), IGNORED) for row, mask in zip(rows, masks)]
-    labels = padded([torch.cat([row.new_tensor([IGNORED]), row]) for row in wanted_ids], IGNORED)
+    unwanted = [torch.from_numpy(~np.append(False, mask)) for mask in masks]
+    labels = padded([row.masked_fill(skipped, IGNORED) for row, skipped in zip(rows, unwanted)], IGNORED)
     wanted = labels[:, 1:] != IGNORED
     if seam == "fused":
         return plain(**batch, labels=labels, fused_lm_head=True).log_probs[wanted]
     logits = plain(**batch).logits[:, :-1][wanted]
     logprobs = (logits.float() if logits.dtype.itemsize < 4 else logits).log_softmax(-1)
     return logprobs.gather(-1, labels[:, 1:][wanted][:, None])[:, 0]
-
-
-def _relative(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """|actual - expected| / |expected|, pooled."""
-    error = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(actual, expected)) ** 0.5
-    size = sum(float(b.double().square().sum()) for b in expected) ** 0.5
-    return error / size if size else error

@@ -26,9 +26,8 @@ from treetrain.engine.score import Scored, switches_of
 from treetrain.models.capability import causal_lm
 from treetrain.models.tree_mode import RUN_KEYWORD
 from treetrain.planning.budget import Bytes
-from treetrain.planning.cost import ModelCounts
-from treetrain.trainers.accumulation import RowScores, StepScores
-from treetrain.trainers.batch_rows import TREE_INDEX, Rows, rows_of
+from treetrain.trainers.accumulation import StepScores
+from treetrain.trainers.batches import TREE_INDEX, Rows, rows_of
 from treetrain.trainers.checkpoints import replaced
 from treetrain.trainers.checks import Seam, check_trainer, compare_with_plain, seam_of
 from treetrain.tree.stats import linear_work, tree_work
@@ -172,9 +171,9 @@ class PrefixSharing:
         self._counts: Counter[str] = Counter()  # what is logged, summed since the last logs
         self._logged_once: dict[str, float] = {}
         self._advised = False
-        self._plain_rate: float | None = None  # FLOP/s of the plain forward and backward over a few rows
         self._trees = 0
-        self._timed_since: tuple[float, float] | None = None
+        self._plain_rate: float | None = None  # FLOP/s of the plain forward and backward over a few rows
+        self._timed: tuple[Scored, float, float] | None = None  # scores, their start, seconds of the plain path
         if getattr(self.model.config, "_attn_implementation", None) == ASYNC_GRPO_ATTENTION:
             self.model.set_attn_implementation("sdpa")  # type: ignore[operator]
         models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
@@ -223,7 +222,9 @@ class PrefixSharing:
             self._awaits_backward = False
             for scored in self.steps.backward(sync=accelerator.sync_gradients):
                 self._counts["recomputed"] += scored.recomputed_tokens
-                self._stop_timing()
+                if self._timed is not None and scored is self._timed[0]:
+                    _, started, plain_seconds = self._timed
+                    self._logged_once["tree/measured_speedup"] = plain_seconds / (self._now() - started)
 
         with replaced(accelerator, backward=backward):
             yield
@@ -287,29 +288,25 @@ class PrefixSharing:
         compared = compare_with_plain(engine, plain, rows, self.seam)
         if compared is None:
             return  # nothing is predicted in this batch
-        self.check = False
+        self.check, self._plain_rate = False, compared.plain_rate
         self._logged_once = {
             "tree/score_difference": compared.scores,
             "tree/gradient_difference": compared.gradients,
         }
-        if (cost := cost_if_countable(engine.model)) is not None:
-            work = linear_work(compared.tree, cost.counts.attention_ranges)
-            self._plain_rate = cost.counts.flops(*work) / compared.seconds
 
     def _scored(self, model: nn.Module, head: FusedHead, rows: Rows, kwargs: dict, training: bool) -> Any:
         engine = self._engine(self.wrapped if training and model is self.model else model, head)
 
         def run(tree: TokenTree, masks: list[Any]) -> Scored:
-            if training:
-                self._start_timing()
+            self._trees += training
+            started = self._now() if training and self._trees == 2 else None  # the first tree also warms up
             if self.seam == "rewards":
                 scored = engine.score(tree, rewards=True)
             else:
                 statistics = bool({"is_top1", "mean_logits", "log_sum_sq_probs"} & set(head.outputs))
                 scored = engine.score(tree, mask=masks, entropies="entropy" in head.outputs, statistics=statistics)
             if training:
-                cost = cost_if_countable(engine.model)
-                self._count(scored, tree, None if cost is None else cost.counts)
+                self._count(scored, tree, engine, started)
             return scored
 
         # A call may ask for the routers' auxiliary loss even if the model's configuration does not.
@@ -319,38 +316,38 @@ class PrefixSharing:
         # With another adapter, or with its adapter disabled, it counts as another model.
         key = id(model), tuple(switches_of(engine).items())
         with replaced(config, **({} if balanced == configured else {"output_router_logits": True})):
-            scores = self.steps.score(key, rows, run, together=not balanced)
-        if balanced and scores.aux_loss is None and self.seam != "rewards":
+            scored, own = self.steps.score(key, rows, run, together=not balanced)
+        if balanced and scored.aux_loss is None and self.seam != "rewards":
             raise ValueError(
                 "the trainer asks for the routers' auxiliary loss, but router_aux_loss_coef of the model's "
                 "configuration is 0 or not known; set it to the trainer's own"
             )
         self._awaits_backward |= training
-        if scores.rewards is not None:
-            rewards = scores.rewards
+        if scored.rewards is not None:
+            rewards = scored.rewards[own]
             return SequenceClassifierOutput(logits=rewards if rewards.dim() == 2 else rewards[:, None])  # type: ignore[arg-type]
-        return self._output(engine.capabilities.auxiliary, rows, scores, kwargs)
 
-    def _output(self, aux_coefficient: float, rows: Rows, scored: RowScores, kwargs: dict) -> Any:
-        log_probs = rows.batch(scored.logprobs)
-        assert log_probs is not None
+        def batch(values: list[Tensor] | None) -> Tensor | None:
+            return None if values is None else rows.batch(values[own])
+
+        log_probs = rows.batch(scored.logprobs[own])
         normaliser = kwargs.get("num_items_in_batch")
         if normaliser is None:
             normaliser = rows.wanted.sum().clamp(min=1 if self.seam == "fused" else 0)
         loss, aux = -log_probs.sum() / normaliser, scored.aux_loss
         if aux is not None:
-            loss = loss + aux_coefficient * aux
+            loss = loss + engine.capabilities.auxiliary * aux
         if self.seam == "loss":
             return CausalLMOutput(loss=loss)
         from trl.trainer.utils import FusedCausalLMOutput
 
-        is_top1 = rows.batch(scored.is_top1)
+        is_top1 = batch(scored.is_top1)
         return FusedCausalLMOutput(
             loss=loss,
             log_probs=log_probs,
-            entropy=rows.batch(scored.entropies),
-            log_sum_sq_probs=rows.batch(scored.log_sum_sq_probs),
-            mean_logits=rows.batch(scored.mean_logits),
+            entropy=batch(scored.entropies),
+            log_sum_sq_probs=batch(scored.log_sum_sq_probs),
+            mean_logits=batch(scored.mean_logits),
             is_top1=None if is_top1 is None else is_top1.bool(),
             label_mask=rows.wanted,
             aux_loss=aux,
@@ -358,29 +355,18 @@ class PrefixSharing:
 
     # ---- Logs ----
 
-    def _count(self, scored: Scored, tree: TokenTree, model: ModelCounts | None) -> None:
-        counts: dict[str, Any] = {
-            "flat": scored.flat_tokens,
-            "unique": scored.unique_tokens,
-            "parts": scored.parts,
-            "batches": 1,
-        }
-        if model is not None:
-            counts["row_flops"] = model.flops(*linear_work(tree, model.attention_ranges))
-            counts["tree_flops"] = model.flops(*tree_work(tree, model.attention_ranges))
-        self._counts.update(counts)
-
-    def _start_timing(self) -> None:
-        """Time the second tree: the first also warms up."""
-        self._trees += 1
-        if self._trees == 2 and self._plain_rate is not None:
-            self._timed_since = self._now(), self._counts["row_flops"]
-
-    def _stop_timing(self) -> None:
-        if self._timed_since is not None and self._plain_rate is not None:
-            (start, row_flops), self._timed_since = self._timed_since, None
-            plain_seconds = (self._counts["row_flops"] - row_flops) / self._plain_rate
-            self._logged_once["tree/measured_speedup"] = plain_seconds / (self._now() - start)
+    def _count(self, scored: Scored, tree: TokenTree, engine: TreeEngine, started: float | None) -> None:
+        """Add a tree to the counts; if its start is given, measure the speed-up at its backward."""
+        self._counts.update(
+            {"flat": scored.flat_tokens, "unique": scored.unique_tokens, "parts": scored.parts, "batches": 1}
+        )
+        if (cost := cost_if_countable(engine.model)) is not None:
+            row_flops, tree_flops = (
+                cost.counts.flops(*work(tree, cost.counts.attention_ranges)) for work in (linear_work, tree_work)
+            )
+            self._counts.update({"row_flops": row_flops, "tree_flops": tree_flops})
+            if started is not None and self._plain_rate is not None:
+                self._timed = scored, started, row_flops / self._plain_rate
 
     def _now(self) -> float:
         if self.trainer.accelerator.device.type == "cuda":

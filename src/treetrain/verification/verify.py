@@ -5,7 +5,7 @@ The linear side is the model's own forward, one row at a time, with its own atte
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -122,11 +122,11 @@ def verify(
         wide, wide_head = wide.float(), None if wide_head is None else wide_head.float()
         plain = PlainModel(wide, wide_head, temperature)
         _, reference = _run(lambda: plain.accumulate_gradients(rows, loss, normaliser), wide, wide_head)
-        linear_error = gradient_error(linear, reference)
+        linear_error = relative_error(linear.values(), reference.values())
         limit = LOW_PRECISION_FACTOR * linear_error
     limit = limit if tolerance is None else tolerance
 
-    error = gradient_error(gradients, reference)
+    error = relative_error(gradients.values(), reference.values())
     same_loss = abs(result.loss - loss_linear) <= TOLERANCE.get(dtype, 2e-2) * max(1.0, abs(loss_linear))
     against = "each row by itself" if exact else "a float32 run of each row by itself"
     own = "" if linear_error is None else f" (the linear run's own error is {linear_error:.2e})"
@@ -171,13 +171,12 @@ def _run(call: Callable[[], Any], model: nn.Module, value_head: nn.Module | None
     return returned[0], gradients
 
 
-def gradient_error(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """Global error: norm of all differences over the norm of all reference gradients."""
-    difference = sum(float((gradients[n].double() - g.double()).square().sum()) for n, g in reference.items())
-    total = sum(float(g.double().square().sum()) for g in reference.values())
-    if total == 0.0:
-        return 0.0 if difference == 0.0 else float("inf")
-    return (difference / total) ** 0.5
+def relative_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+    """|found - expected| / |expected| over all tensors together; infinite where only the expected ones are 0."""
+    pairs = [(a.double(), b.double()) for a, b in zip(found, expected, strict=True)]
+    difference = sum(float((a - b).square().sum()) for a, b in pairs)
+    total = sum(float(b.square().sum()) for _, b in pairs)
+    return (difference / total) ** 0.5 if total else difference and float("inf")
 
 
 def _by_parameter(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[ParameterError, ...]:

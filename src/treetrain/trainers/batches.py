@@ -1,0 +1,304 @@
+"""Trainers' batches, padded [B, L] or packed, and the rows of their own length in them."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treetrain.data.trajectory import Trajectory
+from treetrain.errors import DataError
+from treetrain.tree.build import build_tree
+from treetrain.tree.token_tree import TokenTree
+
+IGNORED = -100
+"""The label of tokens that are not predicted."""
+TREE_INDEX = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
+"""Keyword arguments by which TRL's `AsyncGRPOTrainer` describes a packed tree to its model."""
+
+
+class Span(NamedTuple):
+    """The place of a row in a batch."""
+
+    batch_row: int
+    start: int
+    stop: int
+    """One past the last token."""
+
+
+def from_padded(input_ids: Tensor, attention_mask: Tensor, **facts: Tensor) -> list[Trajectory]:
+    """Rows of a padded batch as trajectories.
+
+    Args:
+        input_ids: int [B, L].
+        attention_mask: bool or 0/1 [B, L], True at real tokens; padding left, right or both.
+        facts: per-token facts of `Trajectory` by name, [B, L] (entry t belongs to the prediction of token t), or
+            [B, L - 1] as `to_padded` returns them (entry t to that of token t + 1), or [B] for facts with one value per
+            row (``reward``, ``chosen``; ``advantages`` and ``loss_weights`` may be [B] too).
+
+    Raises:
+        DataError: shapes that disagree, or a hole in a row's mask.
+    """
+    if input_ids.dim() != 2 or attention_mask.shape != input_ids.shape:
+        raise DataError(
+            f"input_ids has shape {tuple(input_ids.shape)} and attention_mask {tuple(attention_mask.shape)}; "
+            "both must be [B, L]"
+        )
+    return _trajectories(input_ids, padded_spans(attention_mask), facts, per_row=True)
+
+
+def to_padded(rows: Sequence[Tensor], attention_mask: Tensor, fill: float = 0.0) -> Tensor:
+    """Pad per-prediction rows, as `logprobs` returns them, to a batch aligned with next-token logits.
+
+    Args:
+        rows: B tensors [L_b - 1], L_b being the number of real tokens of row b.
+        attention_mask: [B, L], as given to `from_padded`.
+        fill: value at padding.
+
+    Returns:
+        [B, L - 1]: column t belongs to the prediction of the token in column t + 1. Differentiable.
+    """
+    return _from_spans(rows, padded_spans(attention_mask), attention_mask, "an attention_mask of", fill)
+
+
+def from_packed(input_ids: Tensor, position_ids: Tensor, **facts: Tensor) -> list[Trajectory]:
+    """Rows of a packed (padding-free) batch as trajectories: a row begins wherever the positions return to 0.
+
+    Args:
+        input_ids: int [B, T], several rows one after another; B is usually 1.
+        position_ids: int [B, T], counting from 0 within every row.
+        facts: per-token facts of `Trajectory` by name, [B, T] (entry t belongs to the prediction of token t), or
+            [B, T - 1] as `to_packed` returns them (entry t to that of token t + 1).
+
+    Raises:
+        DataError: shapes that disagree, or positions that do not count up from 0.
+    """
+    if position_ids.shape != input_ids.shape:
+        raise DataError(
+            f"position_ids has shape {tuple(position_ids.shape)} and input_ids {tuple(input_ids.shape)}; both must be "
+            "[B, T]"
+        )
+    return _trajectories(input_ids, packed_spans(position_ids), facts, per_row=False)
+
+
+def to_packed(rows: Sequence[Tensor], position_ids: Tensor, fill: float = 0.0) -> Tensor:
+    """Pack per-prediction rows, as `logprobs` returns them, into a batch aligned with next-token logits.
+
+    Args:
+        rows: a tensor [L_k - 1] for every row that `from_packed` finds, in its order.
+        position_ids: [B, T], as given to `from_packed`.
+        fill: value where the next token begins another row.
+
+    Returns:
+        [B, T - 1]: column t belongs to the prediction of the token in column t + 1. Differentiable.
+    """
+    return _from_spans(rows, packed_spans(position_ids), position_ids, "position_ids that hold", fill)
+
+
+def padded_spans(attention_mask: Tensor) -> list[Span]:
+    """The real tokens of every row of a padded batch. Raises DataError for padding between real tokens."""
+    spans = []
+    for b, row in enumerate(attention_mask.detach().cpu().bool()):
+        real = row.nonzero().flatten()
+        start, stop = (int(real[0]), int(real[-1]) + 1) if len(real) else (0, 0)
+        if len(real) != stop - start:
+            hole = start + int((~row[start:stop]).nonzero()[0])
+            raise DataError(
+                f"row {b}: attention_mask is 0 at column {hole} between real tokens; only padding at the ends is "
+                "allowed, since a hole would shift positions"
+            )
+        spans.append(Span(b, start, stop))
+    return spans
+
+
+def packed_spans(position_ids: Tensor) -> list[Span]:
+    """The rows of a packed batch, in order. Raises DataError for positions that do not count up from 0."""
+    spans = []
+    for b, row in enumerate(position_ids.detach().cpu()):
+        columns = torch.arange(len(row))
+        begins = row == 0
+        # Column of the latest 0 at or before each column: positions must count from there.
+        latest = torch.where(begins, columns, -1).cummax(0).values if len(row) else columns
+        wrong = (row != columns - latest) | (latest < 0)
+        if wrong.any():
+            first = int(wrong.nonzero()[0])
+            raise DataError(
+                f"row {b}: position_ids is {int(row[first])} at column {first}; positions must count up from 0 "
+                "within every packed row"
+            )
+        starts = begins.nonzero().flatten().tolist()
+        spans += [Span(b, start, stop) for start, stop in zip(starts, [*starts[1:], len(row)])]
+    return spans
+
+
+def _from_spans(rows: Sequence[Tensor], spans: Sequence[Span], like: Tensor, holder: str, fill: float) -> Tensor:
+    """Per-prediction rows in the shape [B, L - 1] of the predictions of a batch of the shape of `like`, [B, L]."""
+    if len(rows) != len(spans):
+        raise DataError(f"{len(rows)} rows for {holder} {len(spans)}")
+    for k, (row, (_, start, stop)) in enumerate(zip(rows, spans)):
+        if len(row) != max(stop - start - 1, 0):
+            raise DataError(
+                f"row {k} has {len(row)} predictions and {stop - start} tokens; expected one less than tokens"
+            )
+    shape = like.shape[0], like.shape[1] - 1
+    return _placed(
+        rows, [b * shape[1] + start + np.arange(len(row)) for row, (b, start, _) in zip(rows, spans)], shape, fill
+    )
+
+
+def _placed(rows: Sequence[Tensor], places: Sequence[np.ndarray], shape: Sequence[int], fill: float = 0.0) -> Tensor:
+    """Rows of values at their places in a flattened batch; differentiable.
+
+    Rows of a packed tree share places: the first row with a place gives its value and gets all of its gradient.
+    """
+    if not rows:
+        return torch.full(shape, fill)
+    numbers, first = np.unique(np.concatenate(places), return_index=True)
+    values = torch.cat(list(rows))
+    index, target = (torch.from_numpy(x).to(values.device) for x in (first, numbers))
+    return values.new_full((int(np.prod(shape)),), fill).index_copy(0, target, values[index]).view(shape)
+
+
+def _trajectories(
+    input_ids: Tensor, spans: Sequence[Span], facts: dict[str, Tensor], *, per_row: bool
+) -> list[Trajectory]:
+    height, length = input_ids.shape
+    shapes = [(height, length), (height, length - 1)] + [(height,)] * per_row
+    local = {}
+    for name, value in facts.items():
+        if tuple(value.shape) not in shapes:
+            raise DataError(
+                f"{name} has shape {tuple(value.shape)} and input_ids {(height, length)}; expected "
+                f"{' or '.join(map(str, shapes))} (per token, per prediction{' or per row' if per_row else ''})"
+            )
+        value = value.detach().cpu()
+        if value.dim() == 2 and value.shape[1] == length - 1:
+            value = torch.nn.functional.pad(value, (1, 0))  # no prediction of the first column
+        local[name] = value.double() if value.is_floating_point() else value
+    ids, rows = input_ids.detach().cpu(), []
+    for b, start, stop in spans:
+        own: dict[str, Any] = {
+            name: value[b, start:stop].numpy() if value.dim() == 2 else value[b].item() for name, value in local.items()
+        }
+        rows.append(Trajectory(ids[b, start:stop].numpy(), **own))
+    return rows
+
+
+class Rows(NamedTuple):
+    """The K rows of a batch."""
+
+    ids: list[np.ndarray]
+    masks: list[np.ndarray]
+    """bool [L_k - 1]: the wanted predictions; an empty list for rewards."""
+    places: list[np.ndarray]
+    """int64 [L_k - 1]: where each prediction stands in the flattened `wanted`."""
+    wanted: Tensor
+    """bool [B, L - 1], or [1, N] for a packed tree of N tokens, on the device of the labels."""
+
+    def batch(self, rows: list[Tensor]) -> Tensor:
+        """Per-prediction rows in the shape of `wanted`, 0 where nothing is predicted."""
+        if [len(row) for row in rows] != [len(places) for places in self.places]:
+            raise DataError("the scores are those of other rows than the batch has")
+        return _placed(rows, self.places, self.wanted.shape).to(self.wanted.device)
+
+
+def rows_of(kwargs: dict[str, Any], *, rewards: bool = False) -> Rows:
+    """Recover the rows of a batch that is padded, packed, neither, or a packed tree.
+
+    Args:
+        kwargs: keyword arguments of the model's call.
+        rewards: the model scores whole rows, so there are no token labels.
+
+    Raises:
+        DataError: a label that is not the next token of its row, or a mask with positions that do not fit it.
+    """
+    if "tree_kv_index" in kwargs:
+        return _rows_of_packed_tree(kwargs)
+    ids, mask, positions = kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if mask is None and positions is not None:
+        spans = packed_spans(positions.expand(ids.shape))
+    else:
+        spans = padded_spans(torch.ones_like(ids) if mask is None else mask)
+    if mask is not None and positions is not None:
+        for b, start, stop in spans:
+            if positions.expand(ids.shape)[b, start:stop].tolist() != list(range(stop - start)):
+                raise DataError(
+                    f"row {b} of the batch has an attention_mask, and position_ids that do not count its tokens from "
+                    "0; leave one of them out (packed batches have positions alone)"
+                )
+    host = ids.cpu()
+    rows = [host[b, start:stop].numpy() for b, start, stop in spans]
+    if rewards:
+        return Rows(rows, [], [], ids.new_zeros(0))
+    labels = kwargs["labels"][:, 1:]
+    wanted, inside = (labels != IGNORED).cpu(), torch.zeros(labels.shape, dtype=torch.bool)
+    columns = [(b, start, max(stop - 1, start)) for b, start, stop in spans]
+    for b, start, stop in columns:
+        inside[b, start:stop] = True
+    for wrong, why in (
+        (
+            wanted & ~inside,
+            "which is padding or the first token of a row: it would be predicted from padding or another row; set it "
+            f"to {IGNORED}, or pad on the right",
+        ),
+        (wanted & (labels.cpu() != host[:, 1:]), f"where its token is another; set it to the row's token or {IGNORED}"),
+    ):
+        if bool(wrong.any()):
+            b, t = wrong.nonzero()[0].tolist()
+            label, token = int(labels[b, t]), int(host[b, t + 1])
+            raise DataError(f"row {b} of the batch has label {label} at column {t + 1} (token {token}), {why}")
+    return Rows(
+        rows,
+        masks=[wanted[b, start:stop].numpy() for b, start, stop in columns],
+        places=[b * labels.shape[1] + np.arange(start, stop) for b, start, stop in columns],
+        wanted=labels != IGNORED,
+    )
+
+
+def _rows_of_packed_tree(kwargs: dict[str, Any]) -> Rows:
+    """Recover the samples that TRL's AsyncGRPO packed into a tree for its own kernel.
+
+    As rows they run wherever the engine does, and together with the step's other micro-batches. See
+    `TreeRow.pack` in trl/experimental/async_grpo/packing.py for the arguments.
+    """
+    tokens, labels = (kwargs[name][0].cpu().numpy() for name in ("input_ids", "shift_labels"))
+    index, starts, path_starts = (kwargs[name].cpu().numpy().astype(np.int64) for name in TREE_INDEX)
+    paths, own = np.split(index, path_starts[1:-1]), np.diff(starts)
+    parents = {int(path[-length - 1]) for path, length in zip(paths, own) if len(path) > length}
+    # A sample ends in a segment of its own, which no other segment continues.
+    paths = [path for path in paths if int(path[-1]) not in parents]
+    return Rows(
+        ids=[tokens[path] for path in paths],
+        masks=[labels[path[:-1]] != IGNORED for path in paths],
+        places=[path[:-1] for path in paths],
+        wanted=kwargs["shift_labels"] != IGNORED,
+    )
+
+
+def model_inputs(batch: dict[str, Any]) -> dict[str, Any] | None:
+    """The keyword arguments with which a trainer calls its model for a micro-batch; None where they are not known."""
+    if "tree_kv_index" in batch:  # AsyncGRPO
+        real = batch["attention_mask"].bool()
+        inputs = {name: batch[name][real][None] for name in ("input_ids", "shift_labels")}
+        return inputs | {name: batch[name][batch[name] >= 0] for name in TREE_INDEX}
+    if "completion_ids" in batch:  # GRPO and RLOO
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        labels = ids.masked_fill(mask == 0, IGNORED)
+        labels[:, : batch["prompt_ids"].shape[1]] = IGNORED
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    if "input_ids" not in batch:
+        return None
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids", "labels") if name in batch}
+    if "labels" not in inputs and "completion_mask" in batch:  # DPO and KTO
+        inputs["labels"] = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORED)
+    return inputs
+
+
+def tree_of(ids: list[np.ndarray], masks: list[np.ndarray]) -> TokenTree:
+    """Rows as a tree whose trained tokens are the wanted ones; without masks all tokens are trained."""
+    if not masks:
+        return build_tree(ids)
+    weights = [np.concatenate([[0.0], mask])[: len(row)] for row, mask in zip(ids, masks)]
+    return build_tree([Trajectory(row, loss_weights=weight) for row, weight in zip(ids, weights)])
