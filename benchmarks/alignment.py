@@ -23,7 +23,8 @@ from tree_build import rollouts
 from treetrain.planning.collective_order import Candidate, Passes, candidates, choose, offers_of, order_seconds
 from treetrain.planning.cost import ModelShape
 from treetrain.planning.devices import DEVICES
-from treetrain.planning.make import over_ranks
+from treetrain.planning.make import plan_ranks
+from treetrain.planning.price import CostModel
 from treetrain.planning.simulate import state_of
 from treetrain.tree import build_tree
 from treetrain.tree.layout import PackedLayout, pack
@@ -66,34 +67,36 @@ def total(work: list[Passes]) -> tuple[float, float]:
 
 def compared(name: str, rows: list[tt.Trajectory], tree: TokenTree, ranks: int) -> Iterator[dict]:
     """A row per budget."""
-    cost, state = DEVICE.cost(SHAPE), state_of(SHAPE, ranks, DEVICE, "fsdp", "part")
+    counts = SHAPE.counts(dtype_bytes=DEVICE.dtype_bytes)
+    cost, state = CostModel.on(DEVICE, counts), state_of(counts, ranks, DEVICE, "fsdp", "part")
     free = int(DEVICE.memory_bytes - sum(state))
     for budget in BUDGETS:
         limit = free if budget is None else None
-        plans = over_ranks(tree, cost, ranks, budget=budget, free_bytes=limit)
-        trees = [build_tree([rows[number] for number in own.tolist()]) for own in plans.trajectories]
+        dispatch, plans = plan_ranks(tree, cost, ranks, budget=budget, free_bytes=limit)
+        trees = [build_tree([rows[number] for number in own.tolist()]) for own in dispatch.trajectories]
         clock = time.process_time()
-        ways = [candidates(own, plan, trained, free_bytes=limit) for own, plan in zip(trees, plans.plans)]
+        ways = [candidates(own, plan, trained, free_bytes=limit) for own, plan in zip(trees, plans)]
         offers = [offers_of(own) for own in ways]
         looking = (time.process_time() - clock) / ranks
         clock = time.process_time()
         chosen = choose(offers)
         choosing = time.process_time() - clock
         taken: list[Candidate] = [own[number] for own, number in zip(ways, chosen)]
-        before = [offers_of([Candidate(plan, own, "")])[0].passes for plan, own in zip(plans.plans, trees)]
+        before = [offers_of([Candidate(plan, own, "")])[0].passes for plan, own in zip(plans, trees)]
         after = [own[number].passes for own, number in zip(offers, chosen)]
-        mean = float(np.mean([sum(own.seconds) for own in before]))
+        seconds = np.array([sum(own.seconds) for own in before])
+        mean = float(seconds.mean())
         tokens = sum(way.plan.layout.num_tokens for way in taken)
         yield {
             "batch": name,
             "ranks": ranks,
             "budget": budget or "none",
-            "imbalance": f"{plans.imbalance:.3f}",
+            "imbalance": f"{seconds.max() / mean:.3f}",
             "own_plans_over_mean": f"{total(before)[0] / mean:.3f}",
             "own_plans_waiting": f"{total(before)[1]:.3f}",
             "aligned_over_mean": f"{total(after)[0] / mean:.3f}",
             "aligned_waiting": f"{total(after)[1]:.3f}",
-            "duplicated_tokens": f"{tokens / plans.dispatch.unique - 1:.3f}",
+            "duplicated_tokens": f"{tokens / dispatch.unique - 1:.3f}",
             "passes": max(len(own.kinds) for own in after),
             "ways_cpu_s_per_rank": f"{looking:.3f}",
             "choice_cpu_s": f"{choosing:.3f}",

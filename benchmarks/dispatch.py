@@ -21,7 +21,6 @@ import rows as result_rows
 import treetrain as tt
 from planning import PRICES, batches
 from treetrain.planning.balance import PASS_TOKENS, dispatch
-from treetrain.planning.price import Rates
 from treetrain.tree import TokenTree, build_tree
 from treetrain.tree.layout import pack
 from workloads import DATA, _codet_rows, tokenizer
@@ -75,12 +74,12 @@ def ways(tree: TokenTree, ranks: int) -> Iterator[tuple[str, Ranks]]:
 
 def priced(rows: list[tt.Trajectory], members: Ranks) -> tuple[np.ndarray, np.ndarray]:
     """Seconds and tokens of every rank, each with a tree of its own rows."""
-    rates, seconds, tokens = Rates.of(PRICES), [], []
+    seconds, tokens = [], []
     for numbers in members:
         tree = build_tree([rows[number] for number in numbers])
         layout = pack(tree, tree.trained_edges()[0] > 0)
-        passes = rates.graph_pass * layout.num_tokens / PASS_TOKENS
-        seconds.append(rates.at(layout.positions).sum() + rates.row * len(layout.rows) + passes)
+        passes = PRICES.speeds.graph_pass * layout.num_tokens / PASS_TOKENS
+        seconds.append(PRICES.token_seconds(layout.positions).sum() + PRICES.row_seconds * len(layout.rows) + passes)
         tokens.append(layout.num_tokens)
     return np.array(seconds), np.array(tokens)
 
@@ -90,7 +89,7 @@ def balanced(name: str) -> Iterator[dict]:
     rows = FILES[name]()
     tree = build_tree(rows)
     whole, unique = (float(found[0]) for found in priced(rows, [np.arange(len(rows))]))
-    heaviest = float(Rates.of(PRICES).at(np.arange(tree.trained_edges()[1].max())).sum())
+    heaviest = float(PRICES.token_seconds(np.arange(tree.trained_edges()[1].max())).sum())
     for ranks in RANKS:
         for way, members in ways(tree, ranks):
             seconds, tokens = priced(rows, members)

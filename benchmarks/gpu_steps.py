@@ -27,9 +27,9 @@ from tree_shapes import load, rows_of, synthetic
 from treetrain.engine.costs import count
 from treetrain.engine.engine import LinearEngine, TreeEngine
 from treetrain.engine.lm_head import ENVIRONMENT as HEAD
-from treetrain.planning.ideal import ideal_speedup
 from treetrain.softmax_attention.backends import DEFAULTS, using
 from treetrain.tree.build import build_tree
+from treetrain.tree.stats import ideal_speedup
 
 ACHIEVED = 3.5e14
 """FLOP/s at which a linear step is expected to run, to know whether it fits the time."""

@@ -241,7 +241,7 @@ def described(size: int, told: list[dict[str, Any]], parameters: int) -> tuple[A
 def compared(size: int, parallel: str, budget: int, told: list[dict[str, Any]], found: list[dict[str, Any]]) -> dict:
     """A row: predicted beside measured. Raises RuntimeError where counts differ."""
     from treetrain.engine.costs import cost_of
-    from treetrain.planning.make import over_ranks
+    from treetrain.planning.make import plan_ranks
     from treetrain.planning.simulate import simulate
     from treetrain.tree import build_tree
 
@@ -249,7 +249,7 @@ def compared(size: int, parallel: str, budget: int, told: list[dict[str, Any]], 
     cost, tree = cost_of(model), build_tree(load_workload(TASK))
     device, measured = described(size, told, cost.counts.parameters)
     said = simulate(tree, cost.counts, size, device, cost=cost, measured=measured, budget=budget, parallel=parallel)
-    plans = over_ranks(tree, cost, size, budget=budget, aligned=parallel == "fsdp").plans
+    plans = plan_ranks(tree, cost, size, budget=budget, aligned=parallel == "fsdp").plans
     passes = [own["passes"] for own in found]
     tokens = [own["tokens"] - (own["forwards"] - plan.num_parts) for own, plan in zip(found, plans)]
     if max(passes) != said.passes or tokens != said.tokens:

@@ -40,7 +40,7 @@ SIGNATURES = {
         "(model, sequences, budget=None, temperature=1.0, *, return_entropy=False, return_aux=False, "
         "return_values=False, value_head=None, mask=None)"
     ),
-    "make_plan": "(rows, cost, *, budget=None, ranks=1, free_bytes=None, aligned=False)",
+    "make_plan": "(rows, cost, *, budget=None, free_bytes=None)",
     "rewards": "(model, sequences, budget=None, *, head=None)",
     "SafeCheckpointsMixin": "(*args, **kwargs)",
     "values": "(model, sequences, budget=None, *, head=None)",

@@ -23,7 +23,7 @@ _PUBLIC = {
     "Plan": "treetrain.planning.plan",
     "dispatch": "treetrain.planning.balance",
     "make_plan": "treetrain.planning.make",
-    "stats": "treetrain.planning.ideal",
+    "stats": "treetrain.planning.cost",
     "load_model": "treetrain.models.loading",
     "load_tokenizer": "treetrain.models.loading",
     "StepResult": "treetrain.engine.loss",
@@ -108,7 +108,7 @@ if TYPE_CHECKING:
     from treetrain.models.loading import load_tokenizer as load_tokenizer
     from treetrain.planning.balance import dispatch as dispatch
     from treetrain.planning.cost import ModelShape as ModelShape
-    from treetrain.planning.ideal import stats as stats
+    from treetrain.planning.cost import stats as stats
     from treetrain.planning.make import make_plan as make_plan
     from treetrain.planning.plan import Plan as Plan
     from treetrain.planning.price import CostModel as CostModel

@@ -8,7 +8,7 @@ from support.models import make_model
 from support.rank_counts import counted_step
 from treetrain.engine.costs import cost_of
 from treetrain.planning.devices import DEVICES
-from treetrain.planning.make import over_ranks
+from treetrain.planning.make import plan_ranks
 from treetrain.planning.simulate import simulate
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
@@ -35,7 +35,7 @@ def test_passes_and_tokens_of_every_rank_are_those_of_the_simulator(run_on_ranks
     cost = cost_of(make_model("qwen3"))
     tree, device = build_tree(batch), DEVICES["cpu"]
     expected = simulate(tree, cost.counts, size, device, cost=cost, budget=budget, parallel=parallel)
-    plans = over_ranks(tree, cost, size, budget=budget, aligned=parallel == "fsdp").plans
+    plans = plan_ranks(tree, cost, size, budget=budget, aligned=parallel == "fsdp").plans
     found = run_on_ranks(counted_step, parallel, batch, budget, size=size)
     passes = [told["passes"] for told in found]
     assert (set(passes) == {expected.passes}) if parallel == "fsdp" else (max(passes) == expected.passes)
@@ -49,12 +49,14 @@ def test_passes_and_tokens_of_every_rank_are_those_of_the_simulator(run_on_ranks
 def test_ranks_that_run_their_rows_in_runs_are_exact(run_on_ranks) -> None:
     batch, size, budget = rows(), 4, 48
     tree, cost = build_tree(batch), cost_of(make_model("qwen3"))
-    own = over_ranks(tree, cost, size, budget=budget)
-    aligned = over_ranks(tree, cost, size, budget=budget, aligned=True)
-    assert aligned.duplicated > 2 * own.duplicated, "prompts are computed in two runs of a rank"
+    own = plan_ranks(tree, cost, size, budget=budget)
+    aligned = plan_ranks(tree, cost, size, budget=budget, aligned=True)
+    tokens = [sum(plan.layout.num_tokens for plan in found.plans) for found in (own, aligned)]
+    unique = own.dispatch.unique
+    assert tokens[1] - unique > 2 * (tokens[0] - unique), "prompts are computed in two runs of a rank"
     for told in run_on_ranks(counted_step, "fsdp", batch, budget, size=size):
-        assert told["computed"] == aligned.tokens.sum() and told["error"] <= 1e-5
-    whole = sum(pack(build_tree([batch[row] for row in numbers])).num_tokens for numbers in own.trajectories)
+        assert told["computed"] == tokens[1] and told["error"] <= 1e-5
+    whole = sum(pack(build_tree([batch[row] for row in numbers])).num_tokens for numbers in own.dispatch.trajectories)
     for told in run_on_ranks(counted_step, "fsdp", batch, budget, "own", size=size):  # whole rows
         assert told["computed"] > whole and told["error"] <= 1e-5
 

@@ -19,9 +19,9 @@ from treetrain.planning.collective_order import (
     timed_order,
 )
 from treetrain.planning.cost import ModelShape
-from treetrain.planning.make import make_plan, over_ranks
+from treetrain.planning.make import make_plan, plan_ranks
 from treetrain.planning.plan import Plan
-from treetrain.planning.price import CostModel, Rates
+from treetrain.planning.price import CostModel
 from treetrain.testing.forests import trajectories
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
@@ -47,15 +47,15 @@ def groups(count: int, seed: int = 0) -> list[list[int]]:
 
 
 def chosen_ways(rows, ranks: int, budget: int | None) -> tuple[list[list[Candidate]], list[int]]:
-    found = over_ranks(build_tree(rows), PRICES, ranks, budget=budget)
-    trees = [build_tree([rows[number] for number in own]) for own in found.trajectories]
+    found = plan_ranks(build_tree(rows), PRICES, ranks, budget=budget)
+    trees = [build_tree([rows[number] for number in own]) for own in found.dispatch.trajectories]
     ways = [candidates(tree, plan, trained) for tree, plan in zip(trees, found.plans)]
     return ways, choose([offers_of(own) for own in ways])
 
 
 def waiting(plans: list[Plan]) -> tuple[float, float]:
     """Seconds of the common order, and what it adds to the slowest rank's own work as a share of that."""
-    work = [passes_of(plan, Rates.of(PRICES)) for plan in plans]
+    work = [passes_of(plan, PRICES) for plan in plans]
     total = order_seconds(work)
     return total, total / max(sum(own.seconds) for own in work) - 1
 
@@ -96,8 +96,7 @@ def test_siblings_in_another_order_are_the_same_parts_and_cost_the_same(rows, ch
     assert PRICES.peak_bytes(found) == pytest.approx(PRICES.peak_bytes(plan))
     first = [event.number for event in found.events() if event.kind == "prefill"]
     assert first == sorted(first), "prefilles are numbered in the order they run"
-    rates = Rates.of(PRICES)
-    seconds = np.bincount(found.part_of, rates.at(layout.positions), found.num_parts)
+    seconds = np.bincount(found.part_of, PRICES.token_seconds(layout.positions), found.num_parts)
     for parent in {*found.parent.tolist()}:
         of_parent = seconds[found.parent == parent]
         assert (np.diff(of_parent) <= 0).all()
@@ -116,17 +115,16 @@ def test_aligned_ranks_are_never_slower_than_with_plans_of_their_own(rows, ranks
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_ranks_wait_for_one_another_much_less_when_their_plans_line_up(ranks):
     tree, budget = build_tree(groups(12 * ranks)), 1024
-    own = over_ranks(tree, PRICES, ranks, budget=budget)
-    aligned = over_ranks(tree, PRICES, ranks, budget=budget, aligned=True)
+    own = plan_ranks(tree, PRICES, ranks, budget=budget)
+    aligned = plan_ranks(tree, PRICES, ranks, budget=budget, aligned=True)
     (slow, much), (fast, little) = waiting(own.plans), waiting(aligned.plans)
     assert much > 0.15 and little < 0.01 and fast < 0.9 * slow
-    assert aligned.tokens.sum() == round((1 + aligned.duplicated) * own.dispatch.unique)
     assert max(plan.peak_tokens for plan in aligned.plans) <= budget
 
 
 def test_ranks_with_room_for_all_run_one_pass_each():
     rows = groups(60)
-    found = over_ranks(build_tree(rows), PRICES, 4, aligned=True, free_bytes=1 << 40)
+    found = plan_ranks(build_tree(rows), PRICES, 4, aligned=True, free_bytes=1 << 40)
     assert [plan.num_parts for plan in found.plans] == [1] * 4
     assert waiting(found.plans)[1] < 0.01
 
@@ -165,7 +163,7 @@ def test_a_rank_takes_the_way_that_fits_the_others_even_where_its_own_is_faster(
 def test_the_seconds_of_a_plans_passes_add_up_to_those_of_the_cost_model(rows, chunk, keep):
     tree = build_tree(rows)
     plan = uniform(pack(tree, tree.trained_edges()[0] > 0), chunk, keep)
-    passes = passes_of(plan, Rates.of(PRICES))
+    passes = passes_of(plan, PRICES)
     assert passes.kinds == spelled(event.kind for event in plan.events())
     assert sum(passes.seconds) == pytest.approx(PRICES.seconds(plan), rel=1e-9)
 

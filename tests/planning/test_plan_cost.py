@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from treetrain.errors import UnsupportedModel
-from treetrain.planning import ModelShape, ideal_speedup
+from treetrain.planning import ModelShape
 from treetrain.tree import build_tree
 from treetrain.tree.attention_range import FULL, AttentionRange
-from treetrain.tree.stats import linear_work, tree_stats, tree_work
+from treetrain.tree.stats import ideal_speedup, linear_work, tree_stats, tree_work
 
 
 @pytest.mark.parametrize(

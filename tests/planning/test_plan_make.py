@@ -9,9 +9,8 @@ from support.layouts import LinearPrices, check_plan, layout_of, nested_forks
 from treetrain.data.trajectory import Trajectory
 from treetrain.planning.balance import dispatch
 from treetrain.planning.budget import Bytes, parse_budget
-from treetrain.planning.cost import ModelShape
-from treetrain.planning.ideal import stats
-from treetrain.planning.make import PART_TOKENS, SHOWN, RankedPlan, make_plan
+from treetrain.planning.cost import ModelShape, stats
+from treetrain.planning.make import PART_TOKENS, make_plan, plan_ranks
 from treetrain.planning.partition import partition
 from treetrain.planning.price import CostModel
 from treetrain.testing.forests import trajectories
@@ -87,12 +86,6 @@ def test_bytes_below_the_smallest_possible_are_refused_with_a_number_that_is_eno
         make_plan(layout, prices, budget=Bytes(needed - 1))
 
 
-@pytest.mark.parametrize("ranks", [0, -2, True, 1.5, None])
-def test_a_number_of_ranks_that_is_none_is_refused(ranks):
-    with pytest.raises(ValueError, match=f"ranks={ranks}"):
-        make_plan(layout_of([[1, 2]]), LinearPrices(), ranks=ranks)
-
-
 def test_without_a_budget_parts_are_large_and_nothing_is_recomputed():
     rng = np.random.default_rng(0)
     layout = layout_of([[7, number, *rng.integers(0, 99, 998).tolist()] for number in range(40)])
@@ -140,8 +133,6 @@ def test_rows_are_planned_and_counted_as_their_tree_is_and_shapes_go_by_their_na
         for cost in ("qwen3-8b", "Qwen3-8B", shape):
             plan = make_plan(batch, cost, budget="8GiB")
             assert (plan.part_of == expected.part_of).all()
-        over = make_plan(batch, "qwen3-8b", ranks=3)
-        assert [own.tolist() for own in over.trajectories] == [o.tolist() for o in dispatch(batch, "qwen3-8b", 3)]
         assert stats(batch, "qwen3-8b") == tree_stats(tree, shape) and stats(batch) == tree_stats(tree)
 
 
@@ -151,45 +142,21 @@ def test_an_unknown_name_of_a_shape_is_refused_with_those_that_there_are(call):
         call([[1, 2], [1, 3]], "qwen9")
 
 
-def ranked(tree, **bounds) -> RankedPlan:
-    plan = make_plan(tree, PRICES, **bounds)
-    assert isinstance(plan, RankedPlan)
-    return plan
-
-
 @given(trajectories(max_rows=9), st.integers(2, 4), st.integers(2, 30))
 @settings(max_examples=40, deadline=None)
 def test_every_rank_has_a_plan_of_its_own_trajectories_within_the_budget(rows, ranks, budget):
-    found = ranked(build_tree(rows), ranks=ranks, budget=budget)
-    assert found.ranks == len(found.plans) == ranks
-    for plan, numbers, tokens in zip(found.plans, found.trajectories, found.dispatch.tokens):
+    found = plan_ranks(build_tree(rows), PRICES, ranks, budget=budget)
+    assert len(found.plans) == ranks
+    for plan, numbers, tokens in zip(found.plans, found.dispatch.trajectories, found.dispatch.tokens):
         own = build_tree([rows[number] for number in numbers])
         same = make_plan(own, PRICES, budget=budget)
         assert plan.part_of.tolist() == same.part_of.tolist() and plan.layout.num_tokens == tokens
         assert plan.peak_tokens <= budget
-    assert found.seconds.max() == pytest.approx(found.imbalance * found.seconds.mean())
-
-
-def test_the_explanation_says_balance_duplication_and_every_rank():
-    found = ranked(build_tree(bushy()), ranks=4, budget=64)
-    facts, text = found.explanation(), found.explain()
-    assert sum(row["trajectories"] for row in facts["per_rank"]) == 64
-    assert sum(row["tokens"] for row in facts["per_rank"]) == round(facts["unique_tokens"] * (1 + facts["duplicated"]))
-    assert f"slowest over mean {facts['imbalance']:.3f}" in text and f"({facts['duplicated']:.1%})" in text
-    assert len(text.splitlines()) == 7 + 4
-    many = ranked(build_tree(bushy()), ranks=70)
-    assert f"{many.dispatch.idle} idle" in many.explain() and many.dispatch.idle >= 6
-    assert len(many.explain().splitlines()) == 8 + SHOWN
 
 
 def test_a_budget_too_small_for_a_rank_names_the_rank():
     with pytest.raises(ValueError, match=r"rank 0 of 2: budget=1\.0 KiB"):
-        make_plan(build_tree(bushy()), PRICES, ranks=2, budget="1KiB")
-
-
-def test_a_layout_cannot_be_cut_over_ranks():
-    with pytest.raises(ValueError, match="give the token tree"):
-        make_plan(pack(build_tree(bushy())), PRICES, ranks=2)
+        plan_ranks(build_tree(bushy()), PRICES, 2, budget="1KiB")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Layouts without token ids worth naming, a cost model of a few numbers, and what every plan must hold."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -89,6 +90,7 @@ class LinearPrices:
     token_bytes: float = 1000.0
     plans: int = 0
     """How many it was asked about."""
+    speeds = SimpleNamespace(source="")
 
     def seconds(self, plan: Plan) -> float:
         self.plans += 1

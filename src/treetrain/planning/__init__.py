@@ -2,9 +2,8 @@
 
 from treetrain.planning.budget import Bytes, parse_budget
 from treetrain.planning.cost import ModelCounts, ModelShape
-from treetrain.planning.ideal import ideal_speedup
 from treetrain.planning.make import make_plan
 from treetrain.planning.plan import Plan
 from treetrain.planning.price import CostModel
 
-__all__ = ["Bytes", "CostModel", "ModelCounts", "ModelShape", "Plan", "ideal_speedup", "make_plan", "parse_budget"]
+__all__ = ["Bytes", "CostModel", "ModelCounts", "ModelShape", "Plan", "make_plan", "parse_budget"]

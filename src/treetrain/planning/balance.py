@@ -18,14 +18,13 @@ taken. Seconds are rounded to integer multiples of one unit, so sums are exact a
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.planning.cost import ModelShape
-from treetrain.planning.price import CostModel, Floats, Rates
+from treetrain.planning.price import CostModel, Floats
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.build import Row, as_tree
 from treetrain.tree.nodes import NodeRows
@@ -49,41 +48,8 @@ class Dispatch:
     """int64 [ranks]: tokens that a rank computes."""
     unique: int
     """Tokens that one process would compute."""
-    trained: Int64s = field(repr=False)
-    """int64 [ranks]: trajectories of which a rank computes any tokens."""
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks, idle ones included."""
-        return len(self.trajectories)
-
-    @property
-    def idle(self) -> int:
-        """Ranks that compute nothing."""
-        return int((self.tokens == 0).sum())
-
-    @cached_property
-    def imbalance(self) -> float:
-        """Slowest rank's seconds over the mean: 1 is perfect, also if nothing is computed."""
-        return slowest_over_mean(self.seconds)
-
-    @cached_property
-    def duplicated(self) -> float:
-        """Redundant copies of tokens on further ranks, relative to the tokens that one process computes."""
-        return float(self.tokens.sum()) / self.unique - 1 if self.unique else 0.0
-
-    def rank_of(self) -> Int64s:
-        """int64 [K]: the rank of every trajectory."""
-        found = np.empty(sum(map(len, self.trajectories)), np.int64)
-        for rank, numbers in enumerate(self.trajectories):
-            found[numbers] = rank
-        return found
-
-
-def slowest_over_mean(seconds: Floats) -> float:
-    """The largest of the ranks' seconds over their mean; 1 where all are 0."""
-    mean = float(np.mean(seconds))
-    return float(np.max(seconds)) / mean if mean else 1.0
+    rank_of: Int64s = field(repr=False)
+    """int64 [K]: the rank of every trajectory."""
 
 
 def dispatch(
@@ -113,27 +79,15 @@ def dispatch(
         ValueError: fewer than 1 rank, a number of names that differs from the rows, or an unknown shape name.
         DataError: invalid rows.
     """
-    return balance(as_tree(rows), cost, ranks, together=together, whole_rows=whole_rows).trajectories
+    return Balancer(as_tree(rows), cost, together=together, whole_rows=whole_rows).over(ranks).trajectories
 
 
-def balance(
-    tree: TokenTree,
-    cost: CostModel | ModelShape | str | None,
-    ranks: int,
-    *,
-    together: Sequence[Hashable] | None = None,
-    whole_rows: bool = False,
-) -> Dispatch:
-    """`dispatch`, with predicted costs in the result; arguments and errors are the same.
+class Balancer:
+    """Divides one batch over different numbers of ranks, computing costs once; arguments and errors as for `dispatch`.
 
     By the cost model, no other contiguous cut has a faster slowest rank. A token needed by rows of one name is counted
     as if all rows between them needed it too.
     """
-    return Balancer(tree, cost, together=together, whole_rows=whole_rows).over(ranks)
-
-
-class Balancer:
-    """Divides one batch over different numbers of ranks, computing costs once; arguments as for `dispatch`."""
 
     def __init__(
         self,
@@ -155,13 +109,16 @@ class Balancer:
         """int64 [C]: the rows with tokens to compute, in pre-order."""
         self._place = _places(rows, tree.num_trajectories, together)
         """int64 [K]: the place of each row in the sequence that is cut; -1 for rows that compute nothing."""
-        rates, count = _rates(cost), int(self._place.max(initial=-1)) + 1
-        tokens = _users_below(tree, self._ends[rows], self._place[rows])
-        heads = _head_users(tree, self._place, whole_rows=whole_rows)
-        depth = tree.depth[tokens.tokens].astype(np.int64)
-        seconds = np.concatenate(
-            [rates.at(depth) + rates.graph_pass / PASS_TOKENS, np.full(len(heads.tokens), rates.row)]
-        )
+        count = int(self._place.max(initial=-1)) + 1
+        tokens = _tokens_needed(tree, self._ends[rows], self._place[rows])
+        heads = _states_needed(tree, self._place, whole_rows=whole_rows)
+        token_seconds, row_seconds = np.ones(len(tokens.tokens)), 0.0  # without a cost model
+        if cost is not None:
+            cost = CostModel.of(cost)
+            depth = tree.depth[tokens.tokens].astype(np.int64)
+            token_seconds = cost.token_seconds(depth) + cost.speeds.graph_pass / PASS_TOKENS
+            row_seconds = cost.row_seconds
+        seconds = np.concatenate([token_seconds, np.full(len(heads.tokens), row_seconds)])
         self._unit = float(seconds.sum()) / _STEPS or 1.0
         opened, closed = (
             np.rint(np.bincount(np.concatenate(places), seconds, count) / self._unit).astype(np.int64)
@@ -186,7 +143,7 @@ class Balancer:
             seconds=(range_costs(self._opened, self._closed, bounds) * self._unit).astype(np.float64),
             tokens=range_costs(*self._tokens, bounds),
             unique=int(self._tokens[0][-1]),
-            trained=np.bincount(rank_of[self._rows], minlength=ranks),
+            rank_of=rank_of,
         )
 
     def _rank_of(self, bounds: Int64s) -> Int64s:
@@ -252,12 +209,6 @@ def _sums(values: NDArray[np.int64]) -> Int64s:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])
 
 
-def _rates(cost: CostModel | ModelShape | str | None) -> Rates:
-    if cost is None:
-        return Rates.unique_tokens()
-    return Rates.of(cost if isinstance(cost, CostModel) else CostModel.from_shape(ModelShape.of(cost)))
-
-
 def _places(rows: Int64s, count: int, together: Sequence[Hashable] | None) -> Int64s:
     """int64 [K]: the place in pre-order of each of `rows`; rows of one name share the first's; -1 for other rows."""
     places = np.full(count, -1, np.int64)
@@ -273,14 +224,14 @@ def _places(rows: Int64s, count: int, together: Sequence[Hashable] | None) -> In
 
 def _last_computed(tree: TokenTree, lengths: Int64s) -> Int64s:
     """int64 [K]: tree index of the last of each trajectory's first `lengths` tokens; -1 for none."""
-    found = np.full(tree.num_trajectories, -1, np.int64)
+    last = np.full(tree.num_trajectories, -1, np.int64)
     for row, segment in tree.climb(np.where(lengths > 0, tree.trajectory_last, -1), lengths - 1):
         start = tree.segment_start[segment]
-        found[row] = start + lengths[row] - 1 - tree.depth[start]  # the last write is from the segment that holds it
-    return found
+        last[row] = start + lengths[row] - 1 - tree.depth[start]  # the last write is from the segment that holds it
+    return last
 
 
-class _Users(NamedTuple):
+class _Needed(NamedTuple):
     """T tokens that rows need, and the first and the last place that needs each; int64 [T]."""
 
     tokens: Int64s
@@ -288,8 +239,8 @@ class _Users(NamedTuple):
     last: Int64s
 
 
-def _users_below(tree: TokenTree, ends: Int64s, places: Int64s) -> _Users:
-    """Find the rows that need each token: those that end at it or below it.
+def _tokens_needed(tree: TokenTree, ends: Int64s, places: Int64s) -> _Needed:
+    """Tokens needed in the layers. A row needs a token if it ends at it or below it.
 
     Args:
         ends: int64 [C], ascending: the last token that each row needs.
@@ -300,17 +251,17 @@ def _users_below(tree: TokenTree, ends: Int64s, places: Int64s) -> _Users:
     tokens = np.flatnonzero(low < high)
     low, high = low[tokens], high[tokens]
     if (places == np.arange(len(places))).all():
-        return _Users(tokens, low, high - 1)
+        return _Needed(tokens, low, high - 1)
     spans = np.stack([low, high], 1).ravel()  # padded, since reduceat needs every index in range
-    return _Users(
+    return _Needed(
         tokens,
         np.minimum.reduceat(np.append(places, len(places)), spans)[::2],
         np.maximum.reduceat(np.append(places, -1), spans)[::2],
     )
 
 
-def _head_users(tree: TokenTree, places: Int64s, *, whole_rows: bool) -> _Users:
-    """Find the rows that need each token's hidden state for the LM head: those that train a prediction from it.
+def _states_needed(tree: TokenTree, places: Int64s, *, whole_rows: bool) -> _Needed:
+    """Tokens whose hidden state is needed in the LM head, by the rows that train a prediction from it.
 
     In a tree made from nodes, a trained prediction counts for every trajectory through it. This is an upper bound where
     equal siblings with different weights were merged.
@@ -324,12 +275,12 @@ def _head_users(tree: TokenTree, places: Int64s, *, whole_rows: bool) -> _Users:
     else:
         counted = np.flatnonzero((places >= 0) & (tree.trajectory_last >= 0))
         counted = counted[np.argsort(tree.trajectory_last[counted], kind="stable")]
-        tokens, by_first, by_last = _users_below(tree, tree.trajectory_last[counted], places[counted])
+        tokens, by_first, by_last = _tokens_needed(tree, tree.trajectory_last[counted], places[counted])
         wanted = tree.parent[tokens] >= 0
         if not whole_rows:
             wanted &= tree.trained_edges()[0][tokens] > 0
         tokens, by_first, by_last = tokens[wanted], by_first[wanted], by_last[wanted]
     np.minimum.at(first, tree.parent[tokens], by_first)
     np.maximum.at(last, tree.parent[tokens], by_last)
-    found = np.flatnonzero(last >= 0)
-    return _Users(found, first[found], last[found])
+    tokens = np.flatnonzero(last >= 0)
+    return _Needed(tokens, first[tokens], last[tokens])

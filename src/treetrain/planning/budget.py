@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from treetrain.planning.partition import partition
-from treetrain.planning.plan import Plan, Prices
+from treetrain.planning.plan import Plan
+from treetrain.planning.price import CostModel
 from treetrain.tree.layout import PackedLayout
 
 _UNITS = {"b": 1} | {
@@ -48,28 +49,28 @@ def parse_budget(value: Any) -> int | Bytes | None:
     Raises:
         ValueError: anything else, or less than 1.
     """
-    found: int | Bytes | None = None
+    budget: int | Bytes | None = None
     if value is None or isinstance(value, Bytes):
-        found = value
+        budget = value
     elif isinstance(value, int | np.integer) and not isinstance(value, bool):
-        found = int(value)
+        budget = int(value)
     elif isinstance(value, str):
         text = value.strip().lower()
         match = _SIZE.fullmatch(text)
         if re.fullmatch("[0-9]+", text):
-            found = int(text)
+            budget = int(text)
         elif match is not None and match[3] in _UNITS:
-            found = Bytes(int(float(match[1] + (match[2] or "")) * _UNITS[match[3]]))
-    count = found.count if isinstance(found, Bytes) else found
+            budget = Bytes(int(float(match[1] + (match[2] or "")) * _UNITS[match[3]]))
+    count = budget.count if isinstance(budget, Bytes) else budget
     if value is not None and (count is None or count < 1):
         raise ValueError(
             f"budget={value!r}: give a whole number of tokens from 1 (4096), or bytes with a unit: B, KiB, MiB, GiB, "
             'TiB, KB, MB, GB or TB ("8GiB", "900 MB")'
         )
-    return found
+    return budget
 
 
-def within_bytes(layout: PackedLayout, prices: Prices, limit: Bytes) -> tuple[Plan, int]:
+def within_bytes(layout: PackedLayout, cost: CostModel, limit: Bytes) -> tuple[Plan, int]:
     """Find the plan of the largest budget in tokens that is predicted to fit, and that budget.
 
     Predicted peaks grow with the budget, nearly in proportion to it. So the search interpolates linearly between a
@@ -84,8 +85,8 @@ def within_bytes(layout: PackedLayout, prices: Prices, limit: Bytes) -> tuple[Pl
     above, peak_above = tokens + 1, math.inf  # the smallest budget that did not fit
     guess = tokens
     for _ in range(_TRIES):
-        plan = partition(layout, guess, prices.seconds)
-        peak = prices.peak_bytes(plan)
+        plan = partition(layout, guess, cost.seconds)
+        peak = cost.peak_bytes(plan)
         if peak <= limit.count:
             fits = guess, peak, plan
         else:

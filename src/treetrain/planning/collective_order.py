@@ -30,8 +30,7 @@ from treetrain.planning.budget import Bytes, within_bytes
 from treetrain.planning.explain import Purpose
 from treetrain.planning.partition import partition
 from treetrain.planning.plan import Plan, depth_first
-from treetrain.planning.price import CostModel, Rates
-from treetrain.tree.assemble import Int64s
+from treetrain.planning.price import CostModel
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
@@ -116,20 +115,20 @@ def order_seconds(ranks: Sequence[Passes]) -> float:
     return sum(seconds for _, seconds in timed_order(ranks))
 
 
-def passes_of(plan: Plan, rates: Rates) -> Passes:
+def passes_of(plan: Plan, cost: CostModel) -> Passes:
     """The passes of `plan.events()` with their seconds. They sum to `CostModel.seconds`, scoring passes excluded."""
-    layout, parts = plan.layout, plan.num_parts
+    layout, parts, speeds = plan.layout, plan.num_parts, cost.speeds
     if not parts:
         return Passes("", [])
-    both = rates.at(layout.positions)
+    both, forward_share = cost.token_seconds(layout.positions), 1 / (1 + speeds.backward_ratio)
     whole = np.bincount(plan.part_of, both, parts)
-    heads = rates.row * np.bincount(plan.part_of[layout.rows], minlength=parts)
+    heads = cost.row_seconds * np.bincount(plan.part_of[layout.rows], minlength=parts)
     again = plan.is_recomputed_token
     prefilled = np.bincount(plan.prefill[plan.part_of[again]], both[again])
     seconds = {
-        "forward": whole * rates.forward_share + heads / 3 + rates.graph_pass / 3,
-        "backward": whole * (1 - rates.forward_share) + heads * 2 / 3 + rates.graph_pass * 2 / 3,
-        "prefill": prefilled * rates.forward_share + rates.forward_pass,
+        "forward": whole * forward_share + heads / 3 + speeds.graph_pass / 3,
+        "backward": whole * (1 - forward_share) + heads * 2 / 3 + speeds.graph_pass * 2 / 3,
+        "prefill": prefilled * forward_share + speeds.forward_pass,
     }
     events = list(plan.events())
     return Passes(spelled(e.kind for e in events), [float(seconds[e.kind][e.number]) for e in events])
@@ -154,33 +153,42 @@ def candidates(
         apart: whether rows may be cut into runs that share nothing.
         free_bytes: free bytes of the device, for a plan without a budget; None means as much as the plan needs.
     """
-    purpose = _purpose(plan)
-    if purpose is None or not plan.num_parts:
+    made_for, layout = plan.made_for, plan.layout
+    if not isinstance(made_for, Purpose) or not plan.num_parts:
         return [Candidate(plan, tree, "as planned")]
-    (made_for, prices), layout = purpose, plan.layout
+    cost = made_for.cost
 
     def within(tokens: int) -> Plan:
-        return replace(partition(layout, tokens, prices.seconds), made_for=made_for)
+        return replace(partition(layout, tokens, cost.seconds), made_for=made_for)
 
-    own = Candidate(largest_first(plan, prices), tree, "as planned")
+    own = Candidate(largest_first(plan, cost), tree, "as planned")
     if plan.num_parts == 1 or plan.num_parts > MOST_PARTS:
         return [own]
-    room, limit = _room(plan, made_for, prices, free_bytes)
+    room, limit = _room(plan, made_for, free_bytes)
     if layout.num_tokens <= room:
         whole = within(layout.num_tokens)
-        if limit is None or prices.peak_bytes(whole) <= limit:
+        if limit is None or cost.peak_bytes(whole) <= limit:
             return [Candidate(whole, tree, "whole"), own]
     others = [
-        Candidate(largest_first(within(max(1, int(room * share))), prices), tree, f"{share} of the budget")
+        Candidate(largest_first(within(max(1, int(room * share))), cost), tree, f"{share} of the budget")
         for share in SMALLER
     ]
-    others += _in_runs(tree, room, lay_out, made_for, prices, whole_rows=whole_rows) if apart else []
-    return [own, *(other for other in others if limit is None or prices.peak_bytes(other.plan) <= limit)]
+    others += _in_runs(tree, room, lay_out, made_for, whole_rows=whole_rows) if apart else []
+    return [own, *(other for other in others if limit is None or cost.peak_bytes(other.plan) <= limit)]
 
 
 def offers_of(own: Sequence[Candidate]) -> list[Offer]:
-    """The offers of a rank's candidates."""
-    return [Offer(candidate.name, _passes(candidate.plan)) for candidate in own]
+    """The offers of a rank's candidates. The passes of a plan that `make_plan` did not make take a second each."""
+    offers = []
+    for candidate in own:
+        made_for = candidate.plan.made_for
+        if isinstance(made_for, Purpose):
+            passes = passes_of(candidate.plan, made_for.cost)
+        else:
+            kinds = spelled(event.kind for event in candidate.plan.events())
+            passes = Passes(kinds, [1.0] * len(kinds))
+        offers.append(Offer(candidate.name, passes))
+    return offers
 
 
 def choose(offers: Sequence[Sequence[Offer]]) -> list[int]:
@@ -198,26 +206,26 @@ def choose(offers: Sequence[Sequence[Offer]]) -> list[int]:
 
     by_name = [{offer.name: number for number, offer in enumerate(own)} for own in offers]
     names = dict.fromkeys(name for own in by_name for name in own)
-    found = min(([own.get(name, 0) for own in by_name] for name in names), key=total)
-    best, steps, unchanged = total(found), 0, 0
-    size = sum(len(own[number].passes.kinds) for own, number in zip(offers, found))
+    chosen = min(([own.get(name, 0) for own in by_name] for name in names), key=total)
+    best, steps, unchanged = total(chosen), 0, 0
+    size = sum(len(own[number].passes.kinds) for own, number in zip(offers, chosen))
     while unchanged < len(offers):
         for rank, own in enumerate(offers):
-            before = found[rank]
+            before = chosen[rank]
             for number in range(len(own)):
-                seconds = total([*found[:rank], number, *found[rank + 1 :]])
+                seconds = total([*chosen[:rank], number, *chosen[rank + 1 :]])
                 if seconds < best * (1 - 1e-9):
-                    best, found[rank] = seconds, number
+                    best, chosen[rank] = seconds, number
             steps += size * len(own)
-            unchanged = 0 if found[rank] != before else unchanged + 1
+            unchanged = 0 if chosen[rank] != before else unchanged + 1
             if unchanged >= len(offers) or steps > _STEPS:
-                return found
-    return found
+                return chosen
+    return chosen
 
 
-def largest_first(plan: Plan, prices: CostModel) -> Plan:
+def largest_first(plan: Plan, cost: CostModel) -> Plan:
     """The same parts with the slowest siblings first, so that ranks run parts of similar size together."""
-    seconds = np.bincount(plan.part_of, Rates.of(prices).at(plan.layout.positions), plan.num_parts)
+    seconds = np.bincount(plan.part_of, cost.token_seconds(plan.layout.positions), plan.num_parts)
     order = depth_first(plan.parent, -seconds)
     number = np.empty(len(order), np.int64)
     number[order] = np.arange(len(order))
@@ -235,33 +243,18 @@ def largest_first(plan: Plan, prices: CostModel) -> Plan:
     )
 
 
-def _passes(plan: Plan) -> Passes:
-    purpose = _purpose(plan)
-    if purpose is not None:
-        return passes_of(plan, Rates.of(purpose[1]))
-    kinds = spelled(event.kind for event in plan.events())
-    return Passes(kinds, [1.0] * len(kinds))
-
-
-def _purpose(plan: Plan) -> tuple[Purpose, CostModel] | None:
-    """The budget and the cost model of `make_plan`; None for any other plan."""
-    made_for = plan.made_for
-    if isinstance(made_for, Purpose) and isinstance(made_for.prices, CostModel):
-        return made_for, made_for.prices
-    return None
-
-
-def _room(plan: Plan, made_for: Purpose, prices: CostModel, free_bytes: float | None) -> tuple[int, float | None]:
+def _room(plan: Plan, made_for: Purpose, free_bytes: float | None) -> tuple[int, float | None]:
     """Tokens that may be alive at once, and the limit in bytes if the budget is not in tokens."""
-    if isinstance(made_for.budget, int):
-        return made_for.budget, None
-    limit = free_bytes if made_for.budget is None else float(made_for.budget.count)
+    budget, cost = made_for.budget, made_for.cost
+    if isinstance(budget, int):
+        return budget, None
+    limit = free_bytes if budget is None else float(budget.count)
     if made_for.tokens is not None:
         return made_for.tokens, limit
-    peak = prices.peak_bytes(plan)
+    peak = cost.peak_bytes(plan)
     if limit is None or peak > limit:
         return plan.peak_tokens, peak
-    return within_bytes(plan.layout, prices, Bytes(int(limit)))[1], limit
+    return within_bytes(plan.layout, cost, Bytes(int(limit)))[1], limit
 
 
 def _in_runs(
@@ -269,29 +262,24 @@ def _in_runs(
     room: int,
     lay_out: Callable[[TokenTree], PackedLayout],
     made_for: Purpose,
-    prices: CostModel,
     *,
     whole_rows: bool,
 ) -> Iterator[Candidate]:
     """The rows cut into the fewest runs that fit, and into a few more; each run is one part."""
     fewest = max(2, math.ceil(lay_out(tree).num_tokens / room))
-    balancer, found = Balancer(tree, prices, whole_rows=whole_rows), 0
+    balancer, offered = Balancer(tree, made_for.cost, whole_rows=whole_rows), 0
     for runs in range(fewest, math.ceil(RUNS_WITHIN * fewest) + RUNS_OFFERED):
         divided = balancer.over(runs)
         if divided.tokens.max() > room:
             continue
-        run_of_row = divided.rank_of()
+        run_of_row = divided.rank_of
         apart = build_tree(list(tree.trajectories), apart=run_of_row)
         layout = lay_out(apart)
-        _, part_of = np.unique(run_of_row[_a_row_through(apart)][layout.tree_index], return_inverse=True)
+        order = np.argsort(apart.trajectory_last, kind="stable")
+        row_through = order[np.searchsorted(apart.trajectory_last[order], layout.tree_index)]  # the first of each token
+        _, part_of = np.unique(run_of_row[row_through], return_inverse=True)
         plan = replace(Plan.of_parts(layout, part_of), made_for=made_for)
-        yield Candidate(largest_first(plan, prices), apart, f"{runs} runs")
-        found += 1
-        if found == RUNS_OFFERED:
+        yield Candidate(largest_first(plan, made_for.cost), apart, f"{runs} runs")
+        offered += 1
+        if offered == RUNS_OFFERED:
             return
-
-
-def _a_row_through(tree: TokenTree) -> Int64s:
-    """int64 [N]: one trajectory through each token."""
-    order = np.argsort(tree.trajectory_last, kind="stable")
-    return order[np.searchsorted(tree.trajectory_last[order], np.arange(tree.num_tokens))]

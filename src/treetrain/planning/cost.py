@@ -8,13 +8,16 @@ embeddings, softmax and the optimiser are left out. A backward needs two product
 step is three forwards.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 from treetrain.errors import UnsupportedModel
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.attention_range import FULL, AttentionRange, Pairs, pairs_at
+from treetrain.tree.build import Row, as_tree
+from treetrain.tree.stats import TreeStats, tree_stats
+from treetrain.tree.token_tree import TokenTree
 
 WIDE = 4
 """Bytes of float32, the dtype of log-probabilities, entropies and summed gradients."""
@@ -186,6 +189,11 @@ class ModelShape:
         """Parameters of all matrices, the embedding included; norms and biases (under 0.1%) are left out."""
         return self.layers * self.layer_parameters + (1 if self.tied else 2) * self.vocab * self.hidden
 
+    @property
+    def attention_ranges(self) -> tuple[AttentionRange, ...]:
+        """Full attention alone."""
+        return (FULL,)
+
     def flops(self, tokens: int, pairs: Pairs, head_rows: int) -> float:
         """FLOPs of one forward and backward; see `ModelCounts.flops`."""
         return self.counts().flops(tokens, pairs, head_rows)
@@ -231,6 +239,21 @@ class ModelShape:
             head_pass=matrix * b if b < wide else 0,
             step=matrix * wide * (1 if self.tied else 2),
         )
+
+
+def stats(rows: Sequence[Row] | TokenTree, shape: ModelCounts | ModelShape | str | None = None) -> TreeStats:
+    """Compute how many tokens a batch shares, where, and the ideal speed-up.
+
+    Args:
+        rows: the batch, K rows (trajectories, or lists or arrays of token ids) or their tree.
+        shape: a model's counts or shape, or a shape's name ("qwen3-8b"), for the speed-ups in FLOPs; None leaves
+            them out.
+
+    Raises:
+        DataError: invalid rows.
+        ValueError: an unknown shape name.
+    """
+    return tree_stats(as_tree(rows), ModelShape.of(shape) if isinstance(shape, str) else shape)
 
 
 # layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied: the published config.json files.

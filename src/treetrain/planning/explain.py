@@ -7,7 +7,8 @@ import numpy as np
 
 from treetrain.planning.budget import Bytes
 from treetrain.planning.partition import partition
-from treetrain.planning.plan import Plan, Prices, heights, least_recomputed
+from treetrain.planning.plan import Plan, heights, least_recomputed
+from treetrain.planning.price import CostModel
 
 SCORED_FIRST = {
     "kept": "all parts run forward once; their graphs are kept until the loss is known",
@@ -18,9 +19,9 @@ SCORED_FIRST = {
 
 @dataclass(frozen=True, kw_only=True)
 class Purpose:
-    """The prices and the budget that a plan was made for."""
+    """The cost model and the budget that a plan was made for."""
 
-    prices: Prices
+    cost: CostModel
     budget: int | Bytes | None
     """As given."""
     tokens: int | None
@@ -28,7 +29,7 @@ class Purpose:
 
     def explanation(self, plan: Plan) -> dict[str, Any]:
         """The plan's numbers as plain JSON data; "budgets" has one entry per budget of the table."""
-        by = self.prices.seconds_by(plan)
+        by = self.cost.seconds_by(plan)
         recomputed = plan.prefill >= 0
         longest = int(heights(plan.layout).max(initial=0))
         given = self.budget
@@ -50,13 +51,13 @@ class Purpose:
             "passes_without_graph": plan.num_prefills + plan.num_parts * (plan.scores_first == "recomputed"),
             "scores_first": plan.scores_first,
             "peak_tokens": plan.peak_tokens,
-            "peak_bytes": self.prices.peak_bytes(plan),
-            "peak_bytes_by": self.prices.bytes_by(plan),
-            "seconds": self.prices.seconds(plan),
+            "peak_bytes": self.cost.peak_bytes(plan),
+            "peak_bytes_by": self.cost.bytes_by(plan),
+            "seconds": self.cost.seconds(plan),
             "seconds_by": by,
             "seconds_recomputation": by["recomputation"],
             "seconds_fixed": by["passes"],
-            "speeds": str(getattr(getattr(self.prices, "speeds", None), "source", "")),
+            "speeds": self.cost.speeds.source,
             "budgets": self._other_budgets(plan, longest),
         }
 
@@ -98,13 +99,13 @@ class Purpose:
         quarter, own = -(-tokens // 4), tokens if self.tokens is None else self.tokens
         wanted = {-(-own // 4), own // 2, 2 * own, 4 * own, longest, quarter, tokens}
         budgets = {min(max(budget, 1), tokens) for budget in wanted if tokens} - {self.tokens}
-        plans: list[tuple[int | None, Plan]] = [(b, partition(plan.layout, b, self.prices.seconds)) for b in budgets]
+        plans: list[tuple[int | None, Plan]] = [(b, partition(plan.layout, b, self.cost.seconds)) for b in budgets]
         plans.append((self.tokens, plan))
         plans.sort(key=lambda entry: (entry[0] is None, entry[0] or 0))
         names = {longest: "longest path", quarter: "quarter of the tree", tokens: "whole tree"}
-        rows, own_seconds = [], self.prices.seconds(plan)
+        rows, own_seconds = [], self.cost.seconds(plan)
         for budget, other in plans:
-            seconds = self.prices.seconds(other)
+            seconds = self.cost.seconds(other)
             rows.append(
                 {
                     "budget_tokens": budget,
@@ -112,7 +113,7 @@ class Purpose:
                     "name": names.get(budget, "") if budget else "",
                     "parts": other.num_parts,
                     "recomputed_tokens": other.recomputed_tokens,
-                    "peak_bytes": self.prices.peak_bytes(other),
+                    "peak_bytes": self.cost.peak_bytes(other),
                     "seconds": seconds,
                     "relative_speed": own_seconds / seconds if seconds else 1.0,
                 }

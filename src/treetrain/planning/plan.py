@@ -31,36 +31,11 @@ class Event(NamedTuple):
     """Number of the prefill, or of the part."""
 
 
-class Prices(Protocol):
-    """The interface of cost models in planning; `treetrain.planning.price.CostModel` implements it."""
-
-    def seconds(self, plan: "Plan") -> float:
-        """Predicted time of a training step."""
-        ...
-
-    def seconds_by(self, plan: "Plan") -> dict[str, float]:
-        """That time by purpose; "recomputation" and "passes" are among the keys."""
-        ...
-
-    def peak_bytes(self, plan: "Plan") -> float:
-        """Predicted peak memory above model, gradients and optimiser state."""
-        ...
-
-    def bytes_by(self, plan: "Plan") -> dict[str, float]:
-        """Bytes alive at that peak, by kind."""
-        ...
-
-
 class Explainer(Protocol):
-    """Explains plans; it knows the budget and the cost model that a plan was made for."""
+    """Explains a plan: `planning.explain.Purpose`, which knows the budget and the cost model."""
 
-    def explain(self, plan: "Plan") -> str:
-        """See Plan.explain."""
-        ...
-
-    def explanation(self, plan: "Plan") -> dict[str, Any]:
-        """See Plan.explanation."""
-        ...
+    def explain(self, plan: "Plan") -> str: ...
+    def explanation(self, plan: "Plan") -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -180,10 +155,10 @@ class Plan:
 
     @cached_property
     def _members(self) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in range(self.num_prefills)]
+        members: list[list[int]] = [[] for _ in range(self.num_prefills)]
         for part in np.flatnonzero(self.prefill >= 0).tolist():
-            found[self.prefill[part]].append(part)
-        return found
+            members[self.prefill[part]].append(part)
+        return members
 
     def prefill_tokens(self, number: int) -> Int64s:
         """int64 [m]: tokens of a prefill, ascending."""
@@ -226,12 +201,8 @@ class Plan:
                 yield Event("backward", part)
             elif self.kept[part]:
                 yield Event("forward", part)
-            elif self._starts_prefill(part):
+            elif self.prefill[part] >= 0 and self._members[self.prefill[part]][0] == part:
                 yield Event("prefill", int(self.prefill[part]))
-
-    def _starts_prefill(self, part: int) -> bool:
-        """True for the first part of a prefill, which is entered before the others."""
-        return bool(self.prefill[part] >= 0) and self._members[self.prefill[part]][0] == part
 
     def exported_tokens(self, part: int) -> Int64s:
         """int64 [x]: a part's tokens that have descendants in other parts, ascending."""
@@ -254,15 +225,11 @@ class Plan:
         """Largest number of these tokens (bool [M]) in parts whose caches are held at once."""
         if self.scores_first == "kept":
             return int(handed_on.sum())
-        exports = np.bincount(self.part_of[handed_on], minlength=self.num_parts).tolist()
-        top, most = [0] * (self.num_parts + 1), 0  # the last entry is read at roots, whose parent is -1
-        for part, parent in enumerate(self.parent.tolist()):
-            rows = exports[part] if self.kept[part] else 0
-            if self._starts_prefill(part):
-                rows = sum(exports[member] for member in self._members[self.prefill[part]])
-            top[part] = top[parent] + rows
-            most = max(most, top[part])
-        return most
+        exports = np.bincount(self.part_of[handed_on], minlength=self.num_parts)
+        filled = np.where(self.kept, exports, 0)
+        for parts in self._members:  # a prefill fills the cache of all its parts when the first is entered
+            filled[parts[0]] = exports[parts].sum()
+        return int((self._above(filled) + filled).max(initial=0))
 
     @cached_property
     def is_recomputed_token(self) -> Bools:
@@ -275,18 +242,24 @@ class Plan:
         again = int(self.is_recomputed_token.sum())
         return again + (self.layout.num_tokens if self.scores_first == "recomputed" else 0)
 
+    def graphs_beside(self, per_part: NDArray[Any]) -> NDArray[Any]:
+        """[P]: for each part, the sum of `per_part` [P] over the other parts whose graph is alive while it runs."""
+        if self.scores_first == "kept":
+            return np.cumsum(per_part) - per_part
+        return self._above(np.where(self.kept, per_part, 0))
+
+    def _above(self, per_part: NDArray[Any]) -> NDArray[Any]:
+        """[P]: for each part, the sum of `per_part` [P] over the parts on the path to it."""
+        above, total = [], [0] * (self.num_parts + 1)  # the last entry is read at roots, whose parent is -1
+        for part, (parent, own) in enumerate(zip(self.parent.tolist(), per_part.tolist())):
+            above.append(total[parent])
+            total[part] = total[parent] + own
+        return np.array(above, per_part.dtype)
+
     @cached_property
     def alive(self) -> Int64s:
         """int64 [P]: tokens whose graph is alive while each part runs, kept ones included."""
-        if self.scores_first == "kept":
-            return np.cumsum(self.sizes)
-        alive = np.zeros(self.num_parts, np.int64)
-        held = [0] * (self.num_parts + 1)  # tokens of kept parts down to and including each; the last is read at roots
-        sizes, kept = self.sizes.tolist(), self.kept.tolist()
-        for part, parent in enumerate(self.parent.tolist()):
-            alive[part] = held[parent] + sizes[part]
-            held[part] = held[parent] + sizes[part] * kept[part]
-        return alive
+        return self.sizes + self.graphs_beside(self.sizes)
 
     @property
     def peak_tokens(self) -> int:

@@ -15,31 +15,19 @@ so the peak is a maximum over parts, phases and prefills. Each is linear in toke
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Self
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.planning.cost import WIDE, ModelCounts, ModelShape
 from treetrain.planning.devices import SLACK, Device, head_chunk_rows
-from treetrain.planning.plan import Plan
+from treetrain.planning.plan import Plan, heights
 from treetrain.tree.assemble import Int64s
-from treetrain.tree.attention_range import AttentionRange
 
 Floats = NDArray[np.float64]
 STEP_TOKEN = 200.0
 """Bytes per computed token for the whole step: layout, positions, log-probabilities."""
-
-
-class _Counts(NamedTuple):
-    """Per part."""
-
-    tokens: Int64s
-    rows: Int64s
-    """Head rows."""
-    exported: Int64s
-    path: Int64s
-    """Tokens above the part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +102,11 @@ class CostModel:
         return cls.on(described, shape.counts(dtype_bytes=dtype_bytes, checkpointing=checkpointing))
 
     @classmethod
+    def of(cls, cost: "CostModel | ModelShape | str") -> "CostModel":
+        """A cost model; from a shape or its name, by formula on a CPU."""
+        return cls.from_shape(ModelShape.of(cost)) if isinstance(cost, ModelShape | str) else cost
+
+    @classmethod
     def on(cls, device: Device, counts: ModelCounts) -> Self:
         """Create a cost model from a device's description and a model's counts."""
         return cls(counts=counts, speeds=Speeds.on(device, counts), device=device.kind)
@@ -133,9 +126,8 @@ class CostModel:
         forward = self._layer_seconds(layout.num_tokens)
         pairs = self._pair_seconds(layout.positions)
         head = 2.0 * len(layout.rows) * self.counts.hidden * self.counts.vocab / speeds.head
-        prefilled = plan.exported & (plan.prefill >= 0)[plan.part_of] if plan.num_parts else np.zeros(0, bool)
         again = self._layer_seconds(plan.recomputed_tokens)
-        again += self._pair_seconds(layout.positions[prefilled])
+        again += self._pair_seconds(layout.positions[plan.is_recomputed_token])
         prefills = plan.num_prefills
         if plan.scores_first == "recomputed":
             again += pairs + head
@@ -147,6 +139,19 @@ class CostModel:
             "recomputation": again,
             "passes": plan.num_parts * speeds.graph_pass + prefills * speeds.forward_pass,
         }
+
+    def token_seconds(self, depth: Int64s) -> Floats:
+        """float64: seconds of the forward and backward of tokens at these depths, LM head and passes excluded."""
+        both = 1 + self.speeds.backward_ratio
+        seconds = np.full(len(depth), self.counts.token_flops * both / self.speeds.layers)
+        for each, flops in self.counts.flops_by_range.items():
+            seconds += flops * both / self.speeds.attention * each.seen(depth)
+        return seconds
+
+    @property
+    def row_seconds(self) -> float:
+        """Seconds of a hidden state through the LM head, forward and backward."""
+        return 6.0 * self.counts.hidden * self.counts.vocab / self.speeds.head
 
     def _layer_seconds(self, tokens: int) -> float:
         return tokens * self.counts.token_flops / self.speeds.layers
@@ -173,35 +178,33 @@ class CostModel:
         model = self.counts
         if plan.num_parts == 0:
             return dict.fromkeys(("kept graphs", "running graph", "working", "carry", "step", "allocator"), 0.0)
-        counts = _count(plan)
-        graph = self._graph(counts.tokens, counts.rows)
-        above = _held(plan, graph)
-        working = self._working(counts, graph)
-        prefills, prefills_above = self._prefills(plan, counts, above)
+        layout = plan.layout
+        rows = np.bincount(plan.part_of[layout.rows], minlength=plan.num_parts)
+        path = np.where(plan.attach >= 0, layout.positions[plan.attach] + 1, 0)
+        # A head row saves its hidden state and its edges' scores for backward.
+        row_bytes = model.hidden * model.dtype_bytes + 4 * self._wide
+        graph = np.asarray(model.saved_pass + model.saved_token * plan.sizes + row_bytes * rows, np.float64)
+        above = plan.graphs_beside(graph)
+        working = self._working(plan.sizes, rows, path, graph)
+        prefills, prefills_above = self._prefills(plan, path, above)
         number = int(np.argmax(above + graph + working))
-        found = {"kept graphs": above[number], "running graph": graph[number], "working": working[number]}
+        peak = {"kept graphs": above[number], "running graph": graph[number], "working": working[number]}
         if len(prefills):
             first = int(np.argmax(prefills + prefills_above))
-            if prefills[first] + prefills_above[first] > sum(found.values()):
-                found = {"kept graphs": prefills_above[first], "running graph": 0.0, "working": prefills[first]}
-        step = model.step + STEP_TOKEN * plan.layout.num_tokens
+            if prefills[first] + prefills_above[first] > sum(peak.values()):
+                peak = {"kept graphs": prefills_above[first], "running graph": 0.0, "working": prefills[first]}
+        step = model.step + STEP_TOKEN * layout.num_tokens
         carry = model.cache_token * plan.cached_tokens
         if model.cache_state:
             carry += model.cache_state * plan.cached_states
-        found |= {"carry": carry, "step": step}
+        peak |= {"carry": carry, "step": step}
         factor, fixed = SLACK[self.device]
-        found["allocator"] = (factor - 1) * sum(found.values()) + fixed
-        return {name: float(value) for name, value in found.items()}
+        peak["allocator"] = (factor - 1) * sum(peak.values()) + fixed
+        return {name: float(value) for name, value in peak.items()}
 
-    def _graph(self, tokens: Int64s, rows: Int64s) -> Floats:
-        """Bytes that a pass saves for backward; a head row saves its hidden state and its edges' scores."""
+    def _working(self, tokens: Int64s, rows: Int64s, path: Int64s, graph: Floats) -> Floats:
+        """Bytes in addition to each part's graph at the worst moment of its forward and backward; arguments [P]."""
         model = self.counts
-        row = model.hidden * model.dtype_bytes + 4 * self._wide
-        return np.asarray(model.saved_pass + model.saved_token * tokens + row * rows, np.float64)
-
-    def _working(self, counts: _Counts, graph: Floats) -> Floats:
-        """Bytes in addition to a part's graph at the worst moment of its forward and backward."""
-        model, (tokens, rows, _, path) = self.counts, counts
         gradient = self._wide * model.hidden  # of a hidden state
         head = np.where(rows > 0, model.head_pass + gradient * rows + self._logits(rows), 0.0)
         # With checkpointing, one layer's graph at a time is rebuilt in addition to the saved inputs.
@@ -219,81 +222,20 @@ class CostModel:
     def _wide(self) -> int:
         return max(WIDE, self.counts.dtype_bytes)
 
-    def _prefills(self, plan: Plan, counts: _Counts, above: Floats) -> tuple[Floats, Floats]:
+    def _prefills(self, plan: Plan, path: Int64s, above: Floats) -> tuple[Floats, Floats]:
         """Per prefill: its own bytes, and those of the kept graphs above it."""
-        late = np.flatnonzero(plan.prefill >= 0)
-        passes, first = np.unique(plan.prefill[late], return_index=True)
-        tokens = np.bincount(plan.prefill[late], weights=counts.exported[late], minlength=len(passes))
-        top = late[first]
-        scored = plan.prefill[plan.part_of[plan.layout.rows[plan.exported[plan.layout.rows]]]]
-        rows = np.bincount(scored[scored >= 0], minlength=len(passes))
+        tokens = np.bincount(plan.prefill[plan.part_of[plan.is_recomputed_token]], minlength=plan.num_prefills)
+        top = np.array([plan.prefill_parts(number)[0] for number in range(plan.num_prefills)], np.int64)
         # A loss that is not linear in the log-probabilities is scored in prefills too.
-        alone = self.counts.forward_token * tokens + self.counts.cache_layer * counts.path[top]
+        scored = plan.layout.rows[plan.is_recomputed_token[plan.layout.rows]]
+        rows = np.bincount(plan.prefill[plan.part_of[scored]], minlength=plan.num_prefills)
+        alone = self.counts.forward_token * tokens + self.counts.cache_layer * path[top]
         return alone + self._logits(rows), above[top]
 
 
-class Rates(NamedTuple):
-    """Seconds per token, pair, row and pass, forward and backward together, to price pieces of a batch."""
-
-    token: float
-    """A token in all layers, pairs excluded."""
-    pairs: dict[AttentionRange, float]
-    """A visible pair in all layers with this range."""
-    row: float
-    """A hidden state through the LM head."""
-    graph_pass: float
-    """Fixed cost of a pass with graph."""
-    forward_pass: float
-    """The same for a pass without graph."""
-    forward_share: float
-    """The forward's share of a token's and a pair's seconds."""
-
-    @classmethod
-    def of(cls, cost: CostModel) -> Self:
-        """The rates of a cost model."""
-        counts, speeds = cost.counts, cost.speeds
-        both = 1 + speeds.backward_ratio
-        return cls(
-            token=counts.token_flops * both / speeds.layers,
-            pairs={each: flops * both / speeds.attention for each, flops in counts.flops_by_range.items()},
-            row=6.0 * counts.hidden * counts.vocab / speeds.head,
-            graph_pass=speeds.graph_pass,
-            forward_pass=speeds.forward_pass,
-            forward_share=1 / both,
-        )
-
-    @classmethod
-    def unique_tokens(cls) -> Self:
-        """Rates by which a token costs one second, and everything else nothing."""
-        return cls(token=1.0, pairs={}, row=0.0, graph_pass=0.0, forward_pass=0.0, forward_share=1 / 3)
-
-    def at(self, depth: Int64s) -> Floats:
-        """float64: seconds of tokens at these depths."""
-        found = np.full(len(depth), self.token)
-        for each, seconds in self.pairs.items():
-            found += seconds * each.seen(depth)
-        return found
-
-
-def _count(plan: Plan) -> _Counts:
-    layout, parts = plan.layout, plan.num_parts
-    path = np.where(plan.attach >= 0, layout.positions[plan.attach] + 1, 0)
-    return _Counts(
-        tokens=plan.sizes,
-        rows=np.bincount(plan.part_of[layout.rows], minlength=parts),
-        exported=np.bincount(plan.part_of[plan.exported], minlength=parts),
-        path=path,
-    )
-
-
-def _held(plan: Plan, graph: Floats) -> Floats:
-    """float64 [P]: bytes of the graphs alive beside each part's: of its kept ancestors, or of all earlier parts."""
-    if plan.scores_first == "kept":
-        return np.cumsum(graph) - graph
-    kept, sizes = plan.kept.tolist(), graph.tolist()
-    above = np.zeros(plan.num_parts)
-    through = [0.0] * (plan.num_parts + 1)  # the last entry is read at roots, whose parent is -1
-    for part, before in enumerate(plan.parent.tolist()):
-        above[part] = through[before]
-        through[part] = through[before] + (sizes[part] if kept[part] else 0.0)
-    return above
+def budget_share(plan: Plan, counts: ModelCounts, budget: int) -> float:
+    """FLOPs of a step without recomputation over FLOPs with the least that a budget in tokens allows; at most 1."""
+    layout = plan.layout
+    again = layout.positions[heights(layout) > budget]
+    once = counts.flops(layout.num_tokens, counts.pairs_at(layout.positions), len(layout.rows))
+    return once / (once + counts.flops(len(again), counts.pairs_at(again), 0) / 3) if once else 1.0

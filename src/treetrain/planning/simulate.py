@@ -9,13 +9,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from treetrain.planning.balance import slowest_over_mean
 from treetrain.planning.budget import Bytes
 from treetrain.planning.collective_order import passes_of, timed_order
 from treetrain.planning.cost import ModelCounts, ModelShape
 from treetrain.planning.devices import Device
-from treetrain.planning.make import make_plan, over_ranks
-from treetrain.planning.price import CostModel, Rates
+from treetrain.planning.make import make_plan, plan_ranks
+from treetrain.planning.price import CostModel
 from treetrain.tree.token_tree import TokenTree
 
 Parallel = Literal["fsdp", "ddp"]
@@ -121,9 +120,8 @@ def simulate(
             f"{Bytes(round(device.memory_bytes))} on each; give more ranks or a device with more memory"
         )
     free_bytes, aligned = free if budget is None else None, parallel == "fsdp" and ranks > 1
-    plans = over_ranks(tree, prices, ranks, budget=budget, free_bytes=free_bytes, aligned=aligned)
-    rates = Rates.of(times)
-    work = [passes_of(plan, rates) for plan in plans.plans]
+    dispatch, plans = plan_ranks(tree, prices, ranks, budget=budget, free_bytes=free_bytes, aligned=aligned)
+    work = [passes_of(plan, times) for plan in plans]
     seconds = np.array([sum(own.seconds) for own in work])
     slowest = float(seconds.max())
     # Bytes of all weights, and of all gradients; FSDP sends them layer by layer, DDP in a few buckets.
@@ -152,14 +150,15 @@ def simulate(
     step = slowest + waiting + exposed + optimiser
     # One rank with room for everything: nothing is recomputed, nothing is sent.
     alone = step if ranks == 1 else times.seconds(make_plan(tree, prices)) + whole_optimiser
-    peak = sum(state) + max(times.peak_bytes(plan) for plan in plans.plans)
+    peak = sum(state) + max(times.peak_bytes(plan) for plan in plans)
+    tokens, unique, mean = [plan.layout.num_tokens for plan in plans], dispatch.unique, float(seconds.mean())
     return Simulation(
         ranks=ranks,
-        idle_ranks=plans.dispatch.idle,
+        idle_ranks=int((dispatch.tokens == 0).sum()),
         parallel=parallel,
-        imbalance=slowest_over_mean(seconds),
-        duplicated=plans.duplicated,
-        tokens=plans.tokens.tolist(),
+        imbalance=slowest / mean if mean else 1.0,
+        duplicated=sum(tokens) / unique - 1 if unique else 0.0,
+        tokens=tokens,
         slowest_rank_seconds=slowest,
         waiting_seconds=waiting,
         communication_seconds=exposed,

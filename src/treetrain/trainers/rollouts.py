@@ -23,7 +23,7 @@ from treetrain.engine.loss import as_loss, describe
 from treetrain.errors import DataError
 from treetrain.losses.policy import PolicyLoss
 from treetrain.losses.preference import KTOLoss
-from treetrain.planning.balance import balance
+from treetrain.planning.balance import dispatch
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.policy_log import Extremes, LoggedPolicyLoss
 from treetrain.tree.build import as_tree
@@ -178,7 +178,7 @@ def logprobs(engine: TreeEngine, rows: Sequence[Trajectory], *, entropies: bool 
         found = scores(rows)
     else:
         tree = as_tree(rows, merge=engine.merge)
-        shares = balance(tree, cost_if_countable(engine.model), ranks.size, whole_rows=every).trajectories
+        shares = dispatch(tree, cost_if_countable(engine.model), ranks.size, whole_rows=every)
         if engine.in_lockstep:
             everywhere = ranks.gather(own_scores())  # passes are collective: no rank waits here for one that failed
         else:

@@ -19,7 +19,7 @@ from treetrain.data.columns import columns_of
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.costs import cost_if_countable
 from treetrain.errors import DataError
-from treetrain.planning.balance import balance
+from treetrain.planning.balance import dispatch
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.groups import Int64s, make_groups
 from treetrain.tree.build import as_tree
@@ -154,7 +154,7 @@ class StepDataset(Dataset[dict[str, Any]]):
         tree = own = as_tree(rows, merge=self._merge)
         numbers = np.arange(len(rows))
         if self._ranks > 1 and rows:
-            numbers = balance(tree, self._cost, self._ranks).trajectories[self._rank]
+            numbers = dispatch(tree, self._cost, self._ranks)[self._rank]
             own = as_tree([rows[number] for number in numbers.tolist()], merge=self._merge)
         inputs = {"call": call, "rows": rows, "tree": own, "own": numbers, "unique_tokens": tree.num_tokens}
         if self._cost is not None:

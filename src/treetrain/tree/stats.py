@@ -15,10 +15,12 @@ Bools = NDArray[np.bool_]
 
 
 class FlopCounter(Protocol):
-    """A model's FLOP counts, for the FLOP speed-ups; `planning.cost.ModelShape` implements it.
+    """A model's FLOP counts, for the FLOP speed-ups; `planning.cost.ModelCounts` implements it."""
 
-    If some layers do not see the whole path, it has an attribute `attention_ranges` and receives pairs by range.
-    """
+    @property
+    def attention_ranges(self) -> tuple[AttentionRange, ...]:
+        """How far the layers see, each once; pairs are given by range unless all see the whole path."""
+        ...
 
     def flops(self, tokens: int, pairs: Any, head_rows: int) -> float:
         """FLOPs of a training step with these numbers of tokens, visible (query, key) pairs and LM-head rows."""
@@ -99,8 +101,8 @@ def tree_stats(tree: TokenTree, shape: FlopCounter | None = None) -> TreeStats:
         unique=unique,
         overlap=1 - unique / flat if flat else 0.0,
         token_speedup=flat / unique if unique else 1.0,
-        flop_speedup=None if shape is None else flop_speedup(tree, shape),
-        flop_speedup_dedup=None if shape is None else flop_speedup(tree, shape, dedup=True),
+        flop_speedup=None if shape is None else ideal_speedup(tree, shape),
+        flop_speedup_dedup=None if shape is None else ideal_speedup(tree, shape, dedup=True),
         longest_path=int(tree.trajectory_length.max(initial=0)),
         segments=tree.num_segments,
         forks=int(forks.sum()),
@@ -117,15 +119,18 @@ def tree_stats(tree: TokenTree, shape: FlopCounter | None = None) -> TreeStats:
     )
 
 
-def flop_speedup(tree: TokenTree, shape: FlopCounter, *, dedup: bool = False) -> float:
-    """The ideal speed-up: FLOPs of the linear baseline over FLOPs of the tree. 1 if nothing is trained.
+def ideal_speedup(tree: TokenTree, shape: FlopCounter, *, dedup: bool = False) -> float:
+    """FLOPs of the linear baseline over FLOPs of the tree; 1 if nothing is trained.
+
+    Both sides stop after the token that predicts the last trained one. Both run the LM head only for trained
+    predictions: the baseline once per prediction of a row, the tree once per hidden state.
 
     Args:
         tree: the batch.
         shape: counts a step's FLOPs on the model.
-        dedup: compare with a baseline that drops exact duplicates.
+        dedup: compare with a baseline that computes exact duplicates once.
     """
-    ranges = getattr(shape, "attention_ranges", (FULL,))
+    ranges = shape.attention_ranges
     ours = shape.flops(*tree_work(tree, ranges))
     return shape.flops(*linear_work(tree, ranges, dedup=dedup)) / ours if ours else 1.0
 

@@ -28,9 +28,9 @@ from treetrain.engine.memory import keep_memory
 from treetrain.engine.packed import model_device
 from treetrain.losses.sft import sft
 from treetrain.planning.budget import Bytes
-from treetrain.planning.ideal import budget_share, ideal_speedup
+from treetrain.planning.price import budget_share
 from treetrain.tree.build import Row, as_tree, build_tree
-from treetrain.tree.stats import distinct_rows
+from treetrain.tree.stats import distinct_rows, ideal_speedup
 from treetrain.tree.token_tree import TokenTree
 from treetrain.verification.padded_baseline import PaddedEngine
 
