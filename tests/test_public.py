@@ -33,8 +33,8 @@ SIGNATURES = {
     ),
     "gae": "(rewards, values, gamma=1.0, lam=0.95, *, actions=None, last_value=0.0)",
     "load": (
-        "(path, *, tokenizer=None, format='auto', view='transcript', tools=None, chat_template=None, "
-        "vocab_size=None, max_positions=None, limit=None, memory_map=None)"
+        "(path, *, tokenizer=None, format='auto', view='transcript', train='all', tools=None, chat_template=None, "
+        "map=None, images='refuse', on_error='stop', vocab_size=None, max_positions=None, limit=None, memory_map=None)"
     ),
     "logprobs": (
         "(model, sequences, budget=None, temperature=1.0, *, return_entropy=False, return_aux=False, "
@@ -57,6 +57,10 @@ SIGNATURES = {
     ),
     "NodeTrajectory": (
         "(*, node, advantages=None, reward=None, group=None, pair=None, chosen=None, id=None, episode=None)"
+    ),
+    "from_messages": (
+        "(rows, *, tokenizer=None, format='auto', view='transcript', train='all', tools=None, chat_template=None, "
+        "map=None, on_error='stop')"
     ),
     "ModelShape": "(*, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied)",
     "CostModel": "(*, counts, speeds, device='cpu')",

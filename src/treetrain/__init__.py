@@ -13,6 +13,7 @@ _PUBLIC = {
     "Trajectory": "treetrain.data.trajectory",
     "gae": "treetrain.data.advantages",
     "group_advantages": "treetrain.data.advantages",
+    "from_messages": "treetrain.data.load",
     "load": "treetrain.data.load",
     "TokenTree": "treetrain.tree.token_tree",
     "build_tree": "treetrain.tree.build",
@@ -69,6 +70,7 @@ __all__ = [
     "__version__",
     "build_tree",
     "dispatch",
+    "from_messages",
     "from_packed",
     "from_padded",
     "gae",
@@ -93,6 +95,7 @@ if TYPE_CHECKING:
     from treetrain import losses as losses
     from treetrain.data.advantages import gae as gae
     from treetrain.data.advantages import group_advantages as group_advantages
+    from treetrain.data.load import from_messages as from_messages
     from treetrain.data.load import load as load
     from treetrain.data.trajectory import Trajectory as Trajectory
     from treetrain.engine.engine import TreeEngine as TreeEngine

@@ -8,7 +8,8 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from treetrain.data import Renderer
-from treetrain.data.chat import chat_reader, clean_messages, read_tools
+from treetrain.data.chat import chat_reader
+from treetrain.data.messages import clean_messages, read_tools
 from treetrain.data.records import Notes, ReadSettings
 from treetrain.errors import DataError
 

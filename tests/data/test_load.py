@@ -43,7 +43,7 @@ def test_a_limit_counts_rows_over_all_files_and_is_noted(write_rows):
     path = write_rows(TOKENS, TOKENS, TOKENS)
     loaded = load([path, path], limit=4)
     assert len(loaded.trajectories) == 4
-    assert "only the first 4 rows are read; there are more" in loaded.notes
+    assert "only the first 4 records are read; there are more" in loaded.notes
     assert load([path, path], limit=6).notes == ()
 
 
@@ -66,7 +66,7 @@ def test_options_without_effect_on_token_rows_are_noted(write_rows):
             "line 2: row .* has 5 tokens, .* 4 positions",
         ),
         ([TALK], {}, "line 1: conversations need a tokenizer; pass --model or --tokenizer"),
-        ([{"text": "x"}], {}, "line 1: cannot tell the format: the row has 'text'"),
+        ([{"text": "x"}], {}, "line 1: cannot tell the format: the record has 'text'; name it"),
         ([TOKENS, TALK], {}, "line 2: no `input_ids` in the row"),
         ([TOKENS], {"limit": 0}, "no rows were read"),
         ([TOKENS | {"reward": float("nan")}], {}, "line 1: .*reward is nan"),

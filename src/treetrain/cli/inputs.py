@@ -3,6 +3,7 @@
 import dataclasses
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treetrain.data.load import detect_format, load
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from treetrain.data.trajectory import Trajectory
 
 DEFAULT_SHAPE = "qwen3-8b"
+SKIPPED = "treetrain-skipped.txt"
+"""Where `--on_error skip` lists the records that were left out."""
 
 
 def find_shape(model: str | None, shape: str | None, *, dtype_bytes: int = 4) -> Shape:
@@ -55,22 +58,26 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
     """
     files = list(files or options.files)
     name = options.tokenizer or options.model
-    format = detect_format(files[0]) if options.format == "auto" and files else options.format
+    kind, _ = detect_format(files[0], options.format, options.map)
     config = tokenizer = None
-    if options.model is not None or (format == "chat" and name is not None):
+    if name is not None and (options.model is not None or not kind.tokens):
         from treetrain.models.loading import load_config, load_tokenizer
 
         config = None if options.model is None else load_config(options.model).get_text_config()
-        tokenizer = load_tokenizer(name) if format == "chat" and name is not None else None
+        tokenizer = None if kind.tokens else load_tokenizer(name)
+    given = ("format", "view", "train", "tools", "chat_template", "map", "on_error")
     loaded = load(
         files,
-        format=format,
         tokenizer=tokenizer,
         vocab_size=getattr(config, "vocab_size", None),
         max_positions=getattr(config, "max_position_embeddings", None),
-        **{option: getattr(options, option) for option in ("view", "tools", "chat_template")},
+        images=getattr(options, "images", "refuse"),
+        **{option: getattr(options, option) for option in given},
         **more,
     )
+    if loaded.skipped:
+        Path(SKIPPED).write_text("".join(line + "\n" for line in loaded.skipped), encoding="utf-8")
+        loaded = dataclasses.replace(loaded, notes=(*loaded.notes, f"the skipped records are listed in {SKIPPED}"))
     return ReadRows(rows=loaded.trajectories, notes=loaded.notes, format=loaded.format, tokenizer=tokenizer)
 
 

@@ -25,6 +25,8 @@ def make_parser() -> Parser:
     """The options of the command."""
     parser = Parser("inspect", SUMMARY, EXAMPLES)
     parser.row_options()
+    text = "key: read conversations with images, and keep rows with different images apart."
+    parser.option("images", text, "refuse", choices=["refuse", "key"])
     parser.budget_option()
     parser.shape_options()
     parser.option("groups", "How many of the largest groups to list.", 10, type=at_least(0))
@@ -56,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
         shape,
         files=options.files,
         format=found.format,
-        view=options.view if found.format == "chat" else None,
+        view=None if found.tokenizer is None else options.view,
         notes=found.notes,
         tokenizer=found.tokenizer,
     )

@@ -47,20 +47,24 @@ class Parser(argparse.ArgumentParser):
 
     def row_options(self, *, nargs: str = "+") -> None:
         """Add the files and how they are read."""
-        text = "JSONL (plain or .gz), Parquet or Arrow files of token rows or of conversations."
+        text = "Logs: JSONL, JSON, Parquet or Arrow, plain, gzip or zstd, or folders of them."
         self.add_argument("files", metavar="FILE", nargs=nargs, help=text)
-        self.option(
-            "format",
-            "Files hold token rows (input_ids), conversations (messages), or what the first row looks like.",
-            "auto",
-            choices=["auto", "tokens", "chat"],
+        text = (
+            "The files' format, one of docs/data.md or your own (entry point); auto: what the first record looks like."
         )
+        self.option("format", text, "auto")
         self.option(
             "view",
             "Conversations as whole transcripts, or every LLM call as its own row.",
             "transcript",
             choices=["transcript", "calls"],
         )
+        text = "Which assistant messages are trained; last: one record is one LLM call, its last message the answer."
+        self.option("train", text, "all", choices=["all", "last"])
+        text = "Read the value at PATH of a record as KEY: reward=result.score; may be given several times."
+        self.option("map", text, {}, action=_Map, metavar="KEY=PATH")
+        text = "skip: leave out records that cannot be used, and list them in treetrain-skipped.txt."
+        self.option("on_error", text, "stop", choices=["stop", "skip"])
         self.option("tools", "JSON file of tool schemas for conversations that bring none.")
         self.option("chat_template", "Instead of the tokenizer's: chatml (built in, keeps prefixes) or a Jinja file.")
         self.option("tokenizer", "Tokenizer to use instead of the model's own; a hub id, a folder or a preset.")
@@ -99,6 +103,16 @@ class Parser(argparse.ArgumentParser):
     def json_option(self) -> None:
         """Add `--json`."""
         self.flag("json", "Print one JSON object and nothing else.")
+
+
+class _Map(argparse.Action):
+    """Collects KEY=PATH in a dict."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        name, equals, path = values.partition("=")
+        if not (name and equals and path):
+            parser.error(f"{option_string} {values}: expected KEY=PATH, such as reward=result.score")
+        namespace.map = namespace.map | {name: path}
 
 
 def at_least(least: int) -> Callable[[str], int]:

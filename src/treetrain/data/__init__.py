@@ -1,15 +1,12 @@
 """Training rows: the trajectory, and reading and checking files of trajectories. Numpy only."""
 
 from treetrain.data.advantages import group_advantages
-from treetrain.data.chat import CHAT, Renderer, chat_template_text
-from treetrain.data.load import LoadedFile, load
-from treetrain.data.records import Format, Notes, ReadSettings, read_jsonl
-from treetrain.data.token_rows import TOKENS
+from treetrain.data.chat import Renderer, chat_template_text
+from treetrain.data.load import LoadedFile, from_messages, load
+from treetrain.data.records import Format, Notes, ReadSettings
 from treetrain.data.trajectory import Trajectory
 
 __all__ = [
-    "CHAT",
-    "TOKENS",
     "Format",
     "LoadedFile",
     "Notes",
@@ -17,7 +14,7 @@ __all__ = [
     "Renderer",
     "Trajectory",
     "chat_template_text",
+    "from_messages",
     "group_advantages",
     "load",
-    "read_jsonl",
 ]

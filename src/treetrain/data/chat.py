@@ -6,10 +6,8 @@ that changes comes from a message. The model is trained on what it would generat
 tool calls that the template writes, and the token that ends the turn, but not the header before them.
 """
 
-import json
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -18,93 +16,167 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.data.records import Format, Notes, Reader, ReadSettings, Record, Tools
-from treetrain.data.token_rows import EPISODE_KEYS, GROUP_KEYS, first_of
+from treetrain.data.messages import MESSAGE_KEYS, Message, clean_messages, clean_tools
+from treetrain.data.records import Notes, Reader, ReadSettings, Record, Tools, field
+from treetrain.data.token_rows import ROW_KEYS, row_facts
 from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.errors import DataError, quoted, shortened
 
-CHAT_KEYS = frozenset(("messages", "tools", "reward", "id", "trial", "key", *GROUP_KEYS, *EPISODE_KEYS))
-ROLES = ("system", "user", "assistant", "tool")
-# Older and newer names of the same roles. Templates know only the four above and skip others silently.
-ROLE_ALIASES = {"developer": "system", "function": "tool"}
+CHAT_KEYS = frozenset(("messages", "system", "tools", "functions", "parallel_tool_calls", "train", "trial", *ROW_KEYS))
+TEXT_KEYS = frozenset(("prompt", "completion", *ROW_KEYS))
 CHATML_END = "<|im_end|>"
 CACHED_CHARACTERS = 1 << 24
 """Characters of text pieces whose tokens are cached; about 100 MB at most."""
+THINK = re.compile("<think>(.*?)</think>", re.DOTALL)
 
-Message = dict[str, Any]
 Span = tuple[int, int]
 # Token ids of a text, and the character offsets where each token starts and ends.
 Encoded = tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]
 
 
 def chat_reader(settings: ReadSettings) -> Reader:
-    """The reader of conversations.
+    """The reader of conversations (`messages`), and of texts that need no template (`prompt` and `completion`).
 
-    A record has `messages`; optional `tools`, `reward`, `group_id`/`group`/`task_id`, `id`, `trial`, `episode`. A
-    message's `weight` multiplies its loss, as in OpenAI's fine-tuning files. In the "transcript" view the whole
-    conversation is one row. In the "calls" view every assistant message is one row: its prompt is rendered from the
-    messages before it, and its completion is tokenised separately, as RL loggers write them. The rows' `episode` is
-    the conversation, and their ids end in `/0`, `/1`, ...
+    A conversation may have `system` and `tools` and the facts of the row. A message's `weight` multiplies its loss, as
+    in OpenAI's fine-tuning files; `train: false` is weight 0; `advantage` and, in the calls view, `reward` are the
+    message's own. In the "transcript" view the whole conversation is one row. In the "calls" view every assistant
+    message is one row: its prompt is rendered from the messages before it, and its completion is tokenised separately,
+    as RL loggers write them. The rows' `episode` is the conversation, and their ids end in `/0`, `/1`, ... With `train:
+    "last"`, the record's or the setting, the last assistant message is the only call.
 
     Raises:
-        DataError: no tokenizer, or one without a chat template where none is given.
+        DataError: no tokenizer, or one without a chat template where one is needed.
     """
     if settings.tokenizer is None:
         raise DataError("conversations need a tokenizer; pass --model or --tokenizer")
-    renderer = Renderer(settings.tokenizer, settings.chat_template)
+    renderer: Renderer | None = None
+    plain: Renderer | None = None
 
     def read(record: Record, notes: Notes) -> list[Trajectory]:
+        nonlocal renderer, plain
+        facts = row_facts(record, notes)
+        if "messages" not in record:
+            notes.unused_keys(record, TEXT_KEYS)
+            plain = plain or Renderer(settings.tokenizer, "chatml")  # the template is not used
+            return [_text_row(plain, record).replace(**facts)]
+        renderer = renderer or Renderer(settings.tokenizer, settings.chat_template)
         notes.unused_keys(record, CHAT_KEYS)
-        messages = clean_messages(record.get("messages"), notes)
-        tools = clean_tools(record.get("tools")) or settings.tools
+        images: list[str] = []
+        messages = clean_messages(record["messages"], notes, images if settings.images == "key" else None)
+        messages = [*_system(record, messages), *messages]
+        if images:
+            facts["key"] = repr((facts["key"], images))
+            notes.add("images are not part of the rows; rows with different images are kept apart, to inspect them")
+        tools = clean_tools(record.get("tools") or record.get("functions")) or settings.tools
+        renderer.check_tools(messages, tools)
+        for message in messages:
+            renderer.note_unused_keys(message, notes)
         if not any(message["role"] == "assistant" for message in messages):
             notes.add("no assistant message, so nothing to train")
-        group, episode = first_of(record, GROUP_KEYS), first_of(record, EPISODE_KEYS)
-        facts: dict[str, Any] = {"reward": record.get("reward"), "group": group, "key": record.get("key")}
-        name: Any = record.get("id")
-        if name is None:
-            name = notes.place if group is None or record.get("trial") is None else f"{group}/{record['trial']}"
-        if settings.view == "transcript":
-            return [_transcript(renderer, messages, tools, notes).replace(**facts, id=name, episode=episode)]
-        facts["episode"] = notes.place if episode is None else episode
-        calls = _calls(renderer, messages, tools, notes)
-        return [call.replace(**facts, id=f"{name}/{number}") for number, call in enumerate(calls)]
+        if record.get("id") is None and facts["group"] is not None and record.get("trial") is not None:
+            facts["id"] = f"{facts['group']}/{record['trial']}"
+        only_last = _only_last(record, settings)
+        if settings.view == "transcript" and not only_last:
+            return [_transcript(renderer, messages, tools, notes).replace(**facts)]
+        calls = _calls(renderer, messages, tools, notes, only_last)
+        if only_last:
+            return [call.replace(**facts | _given_reward(call)) for call in calls]
+        episode = notes.place if facts["episode"] is None else facts["episode"]
+        named = [facts | {"episode": episode, "id": f"{facts['id']}/{number}"} for number in range(len(calls))]
+        return [call.replace(**each | _given_reward(call)) for call, each in zip(calls, named)]
 
     return read
 
 
-CHAT = Format("chat", "`messages`", lambda record: "messages" in record, chat_reader)
+def _only_last(record: Record, settings: ReadSettings) -> bool:
+    train = record.get("train")
+    if train not in (None, "all", "last"):
+        raise DataError(f"`train` is {quoted(train)}, expected 'all' or 'last'")
+    return (train or settings.train) == "last"
+
+
+def _given_reward(call: Trajectory) -> dict[str, Any]:
+    """A call with a reward of its own keeps it, and is then an episode by itself."""
+    return {} if call.reward is None else {"reward": call.reward, "episode": None}
+
+
+def _system(record: Record, messages: list[Message]) -> list[Message]:
+    """The system prompt that a record has beside its messages."""
+    if not record.get("system"):
+        return []
+    if any(message["role"] == "system" for message in messages):
+        raise DataError("the record has `system` and a system message; a template renders one: keep one of them")
+    return clean_messages([{"role": "system", "content": record["system"]}], Notes())
+
+
+def _text_row(renderer: "Renderer", record: Record) -> Trajectory:
+    """Prompt and completion as plain text, tokenised as one; the completion is trained, and ends with the EOS token."""
+    prompt, completion = field(record, "prompt", str), field(record, "completion", str)
+    end = getattr(renderer.tokenizer, "eos_token", None) or ""
+    completion = completion if completion.endswith(end) else completion + end
+    if renderer.is_fast:
+        ids, _, ends = renderer.encode(prompt + completion)
+        weights = ends > len(prompt)
+    else:
+        pieces = [renderer.encode_ids(text) for text in (prompt, completion)]
+        ids = np.concatenate(pieces)
+        weights = np.arange(ids.size) >= pieces[0].size
+    # A tokenizer that begins every text with a BOS token does so here too.
+    with_special = renderer.tokenizer("a", verbose=False)["input_ids"]
+    begin = with_special[: with_special.index(int(renderer.encode_ids("a")[0]))]
+    return Trajectory([*begin, *ids], loss_weights=[*(0.0 for _ in begin), *weights])
 
 
 def _transcript(renderer: "Renderer", messages: list[Message], tools: Tools, notes: Notes) -> Trajectory:
     text = renderer.render(messages, tools)
     _note_dropped(messages, text, notes)
     spans = assistant_spans(renderer, messages, tools, text)
-    weights = [float(message.get("weight", 1.0)) for message in messages if message["role"] == "assistant"]
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    for turn in turns:
+        _note_thinking(messages[turn], text, f"message {turn}", notes)
+    if rewarded := [turn for turn in turns if "reward" in messages[turn]]:
+        raise DataError(
+            f"message {rewarded[0]} has a reward, but a transcript is one row with one reward; read every call as a "
+            "row (--view calls), or give `advantage`"
+        )
+    edges = [0, *(edge for span in spans for edge in span), len(text)]
     if renderer.is_fast:
         ids, starts, ends = renderer.encode(text)
-        loss_weights = np.zeros(ids.size)
-        for (start, end), weight in zip(spans, weights):
+        number = np.full(ids.size, -1)
+        for turn, (start, end) in enumerate(spans):
             # A token with any character of the span is trained: half a token cannot be predicted.
-            loss_weights[(ends > start) & (starts < end)] = weight
-        return Trajectory(ids, loss_weights=loss_weights)
-    # A slow tokenizer gives no character offsets, so each span is tokenised separately.
-    edges = [0, *(edge for span in spans for edge in span), len(text)]
-    pieces = [renderer.encode_ids(text[start:end]) for start, end in pairwise(edges)]
-    weight_of = [0.0, *(each for weight in weights for each in (weight, 0.0))]
-    return Trajectory(np.concatenate(pieces), loss_weights=np.repeat(weight_of, [piece.size for piece in pieces]))
+            number[(ends > start) & (starts < end)] = turn
+    else:
+        # A slow tokenizer gives no character offsets, so each span is tokenised separately.
+        pieces = [renderer.encode_ids(text[start:end]) for start, end in pairwise(edges)]
+        ids = np.concatenate(pieces)
+        number = np.repeat([place // 2 if place % 2 else -1 for place in range(len(pieces))], list(map(len, pieces)))
+    given = [messages[turn] for turn in turns]
+    weights = np.array([*(float(message.get("weight", 1.0)) for message in given), 0.0])
+    row = Trajectory(ids, loss_weights=weights[number])
+    advantages = [message.get("advantage") for message in given]
+    if all(one is None for one in advantages):
+        return row
+    missing = [turn for turn, weight, one in zip(turns, weights, advantages) if weight and one is None]
+    if missing:
+        raise DataError(f"message {missing[0]} has no `advantage` and other assistant messages have one; give all one")
+    return row.replace(advantages=np.array([*(one or 0.0 for one in advantages), 0.0])[number])
 
 
-def _calls(renderer: "Renderer", messages: list[Message], tools: Tools, notes: Notes) -> list[Trajectory]:
+def _calls(
+    renderer: "Renderer", messages: list[Message], tools: Tools, notes: Notes, only_last: bool
+) -> list[Trajectory]:
     calls: list[Trajectory] = []
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
     prompt = completion = ""
-    for turn in turns:
+    for turn in turns[-1:] if only_last else turns:
         prompt, completion = _call_texts(renderer, messages[: turn + 1], tools, notes)
+        _note_thinking(messages[turn], completion, f"message {turn}", notes)
         prompt_ids, completion_ids = renderer.encode_ids(prompt), renderer.encode_ids(completion)
         weights = np.zeros(prompt_ids.size + completion_ids.size)
         weights[prompt_ids.size :] = float(messages[turn].get("weight", 1.0))
-        calls.append(Trajectory(np.concatenate([prompt_ids, completion_ids]), loss_weights=weights))
+        own = {name: messages[turn].get(of) for name, of in (("advantages", "advantage"), ("reward", "reward"))}
+        calls.append(Trajectory(np.concatenate([prompt_ids, completion_ids]), loss_weights=weights, **own))
     if turns:
         _note_dropped(messages[: turns[-1] + 1], prompt + completion, notes)
         if turns[-1] + 1 < len(messages):
@@ -129,10 +201,17 @@ def _call_texts(renderer: "Renderer", messages: list[Message], tools: Tools, not
 
 
 def _note_dropped(messages: list[Message], text: str, notes: Notes) -> None:
+    """Remark on messages that are not in the rendered text."""
     for index, message in enumerate(messages):
         if message["role"] != "assistant" and message["content"].strip()[:60] not in text:
             what = f"a {message['role']} message does not appear in the rendered text as it is"
             notes.add(f"{what}: the template drops or rewrites it", f"message {index}")
+
+
+def _note_thinking(message: Message, text: str, where: str, notes: Notes) -> None:
+    thought = message.get("reasoning_content") or "".join(THINK.findall(message["content"])[:1])
+    if thought.strip()[:60] not in text:
+        notes.add("the template drops the thinking of an assistant message, so it is not trained", where)
 
 
 # Spans of assistant messages
@@ -261,123 +340,6 @@ def _lost(turn: int) -> str:
     )
 
 
-# Normalised messages
-
-
-def clean_messages(messages: Any, notes: Notes) -> list[Message]:
-    """Normalise messages for templates: text content, tool-call arguments as objects, no null fields.
-
-    Raises:
-        DataError: an unknown role, content that is not text, bad tool calls; the message names the index.
-    """
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"`messages` is {quoted(messages)}, expected a list with at least one message")
-    return [_clean(message, f"message {index}", notes) for index, message in enumerate(messages)]
-
-
-def _clean(message: Any, where: str, notes: Notes) -> Message:
-    if not isinstance(message, Mapping):
-        raise DataError(f"{where} is {quoted(message)}, expected an object with `role` and `content`")
-    role = message.get("role")
-    if not isinstance(role, str) or role not in (*ROLES, *ROLE_ALIASES):
-        known = ", ".join((*ROLES, *ROLE_ALIASES))
-        raise DataError(f"{where} has the unknown role {quoted(role)} (known: {known}); rename it or take the row out")
-    if role in ROLE_ALIASES:
-        notes.add(f"role {role!r} is read as {ROLE_ALIASES[role]!r}", where)
-    cleaned = {name: value for name, value in message.items() if value is not None}
-    cleaned["role"] = ROLE_ALIASES.get(role, role)
-    cleaned["content"] = _text(message.get("content"), where)
-    calls = _tool_calls(message, where)
-    for name in ("tool_calls", "function_call"):
-        cleaned.pop(name, None)
-    if calls:
-        cleaned["tool_calls"] = calls
-    weight = cleaned.get("weight", 1.0)
-    try:
-        fits = isinstance(weight, int | float) and math.isfinite(weight)
-    except OverflowError:
-        fits = False
-    if not fits:
-        raise DataError(f"{where} has the weight {quoted(weight)}, expected a finite number (0 leaves the message out)")
-    return cleaned
-
-
-def _text(content: Any, where: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise DataError(f"{where} has the content {quoted(content)}, expected text, null or a list of text parts")
-    texts = []
-    for number, part in enumerate(content):
-        text = part if isinstance(part, str) else part.get("text") if isinstance(part, Mapping) else None
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise DataError(
-                f"{where}: content part {number} is of type {quoted(kind)}; only text parts can be trained on"
-            )
-        texts.append(text)
-    return "".join(texts)
-
-
-def _tool_calls(message: Record, where: str) -> list[dict[str, Any]]:
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list):
-        raise DataError(f"{where}: `tool_calls` is {quoted(calls)}, expected a list")
-    if not calls and message.get("function_call"):
-        calls = [{"type": "function", "function": message["function_call"]}]
-    cleaned = []
-    for number, call in enumerate(calls):
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise DataError(f"{where}: tool call {number} is {quoted(call)}, expected `function` with a `name`")
-        function = {**function, "arguments": _arguments(function.get("arguments"))}
-        cleaned.append({"type": "function", **call, "function": function} if "function" in call else function)
-    return cleaned
-
-
-def _arguments(arguments: Any) -> Any:
-    """Parse a string that holds a JSON object, since templates iterate over it; other values stay."""
-    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
-        return {}
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return parsed if isinstance(parsed, dict) else arguments
-
-
-def clean_tools(tools: Any) -> Tools:
-    """Tool schemas as a list of objects, also from a JSON string; None and [] mean no tools."""
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"`tools` is a string but no JSON ({error})") from error
-    if not tools:
-        return None
-    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise DataError(f"`tools` is {quoted(tools)}, expected a list of JSON schemas")
-    return [dict(tool) for tool in tools]
-
-
-def read_tools(path: str | Path) -> Tools:
-    """Read tool schemas from a JSON file that holds a list."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: the tools file cannot be read ({error})") from error
-    if not text.strip():
-        raise DataError(f"{path}: the tools file is empty; expected a JSON list of tool schemas")
-    try:
-        return clean_tools(text)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
-
-
 # Templates and tokenizers
 
 
@@ -418,9 +380,11 @@ class Renderer:
         own = getattr(tokenizer, "chat_template", None)
         if self.template is None and not own:
             raise DataError("the tokenizer has no chat template; pass one, e.g. --chat-template chatml")
+        self._source = str(self.template or own)
+        self._renders_tools = False
         added = list(getattr(tokenizer, "added_tokens_decoder", {}).values())
         markers = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
-        if CHATML_END in str(self.template or own):
+        if CHATML_END in self._source:
             markers.add(CHATML_END)  # ends a turn even if the vocabulary has no single token for it
         self._endings = tuple(markers - {""})
         self._marker = re.compile(_alternatives(markers) or "(?!)")
@@ -446,6 +410,22 @@ class Renderer:
                 f"the chat template refuses these messages ({type(error).__name__}: {shortened(error)}); "
                 "change the messages or pass another template, e.g. --chat-template chatml"
             ) from error
+
+    def check_tools(self, messages: Sequence[Message], tools: Tools) -> None:
+        """Raise DataError if the template renders these messages without the tools."""
+        if tools and not self._renders_tools:
+            self._renders_tools = self.render(messages, tools) != self.render(messages, None)
+        if tools and not self._renders_tools:
+            raise DataError(
+                "the chat template does not render `tools`; pass one that does, e.g. --chat-template chatml, or take "
+                "them out"
+            )
+
+    def note_unused_keys(self, message: Message, notes: Notes) -> None:
+        """Remark on a message's keys that neither we nor the template reads."""
+        for name in message:
+            if name not in MESSAGE_KEYS and name not in self._source:
+                notes.add(f"message key {quoted(name)} is not used")
 
     def _find_header(self) -> str:
         question: list[Message] = [{"role": "user", "content": "a"}]

@@ -1,20 +1,24 @@
-"""Read files into trajectories: detect the format, and check that rows fit the model."""
+"""Read logs into trajectories: detect the format, convert records to rows, and check that rows fit the model."""
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from treetrain.data.chat import CHAT, clean_tools, read_tools, tokenizer_settings
-from treetrain.data.records import Format, Notes, ReadSettings, Record, View, read_records
-from treetrain.data.token_rows import TOKENS
+from treetrain.data.chat import chat_reader, tokenizer_settings
+from treetrain.data.formats import FORMATS
+from treetrain.data.messages import clean_tools, read_tools
+from treetrain.data.records import Format, Notes, Reader, ReadSettings, Record, View, look_up, read_records
+from treetrain.data.token_rows import trajectory_from_token_row
 from treetrain.data.trajectory import Trajectory
-from treetrain.errors import DataError, quoted
+from treetrain.errors import DataError, quoted, shortened
 
-FORMATS = (TOKENS, CHAT)
-"""Tried in this order on the first record of a file."""
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Records = Iterable[tuple[str, Record | DataError]]
+OWN_FORMATS = "treetrain.formats"
+"""The group of entry points that name readers of a user's own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +30,9 @@ class LoadedFile:
     notes: tuple[str, ...]
     """Remarks on what was ignored or looks wrong, each once with a count and the first place."""
     format: str
-    """The format of the files: "tokens" or "chat"."""
+    """The format that the files were read as."""
+    skipped: tuple[str, ...] = ()
+    """With `on_error="skip"`, one message for every record that was left out: where, and what is wrong."""
 
 
 def load(
@@ -35,52 +41,58 @@ def load(
     tokenizer: Any = None,
     format: str = "auto",
     view: View = "transcript",
+    train: Literal["all", "last"] = "all",
     tools: Sequence[Any] | str | os.PathLike[str] | None = None,
     chat_template: str | None = None,
+    map: Mapping[str, str] | None = None,
+    images: Literal["refuse", "key"] = "refuse",
+    on_error: Literal["stop", "skip"] = "stop",
     vocab_size: int | None = None,
     max_positions: int | None = None,
     limit: int | None = None,
     memory_map: str | os.PathLike[str] | None = None,
 ) -> LoadedFile:
-    """Read files of token rows or of conversations. No row is dropped: a bad row raises an error.
+    """Read logs of any of the formats in docs/data.md. No record is dropped in silence: a bad one raises an error.
 
     Args:
-        path: one file or several of one format: JSONL, plain or gzipped, Parquet (`.parquet`) or Arrow (`.arrow`).
-        tokenizer: a transformers tokenizer; needed for conversations only.
-        format: "tokens" (`input_ids`), "chat" (`messages`), or "auto": detected from the first row.
+        path: one file or folder, or several of one format: JSONL, JSON, Parquet or Arrow, plain, gzip or zstd.
+        tokenizer: a transformers tokenizer; not needed for formats that hold token ids.
+        format: a name in docs/data.md, an entry point of the group `treetrain.formats`, or "auto": detected from the
+            first record.
         view: one row per conversation ("transcript") or one row per LLM call ("calls").
+        train: "last" trains the last assistant message only, as one call; for logs with one record per LLM call whose
+            format does not say so.
         tools: tool schemas, or a JSON file of them, for conversations without their own.
         chat_template: replaces the tokenizer's own: "chatml" (built in), a file, or the template's text.
+        map: which value of a record to use as which key, e.g. `{"reward": "result.score"}`.
+        images: "key" reads `<image>` where a conversation has an image, and keeps rows with different images apart.
+            This is for inspecting such logs, since images do not enter the model.
+        on_error: "skip" leaves records out that cannot be used, and lists them in `LoadedFile.skipped`.
         vocab_size: reject token ids at or above this.
         max_positions: reject rows with more tokens than this.
-        limit: read at most this many rows (conversations) over all files.
+        limit: read at most this many records over all files.
         memory_map: an Arrow file to keep the rows in, for more rows than fit in memory. The rows are converted once,
             and again only when a file, the tokenizer, its template or a setting has changed. The trajectories are then
             read from the mapped file one by one (`MappedTrajectories`). Needs pyarrow. With several processes, one
             must call this first (`with args.main_process_first()` in transformers).
 
     Raises:
-        DataError: a file or row that cannot be used; the message names file and line, and what to do.
+        DataError: a file or record that cannot be used; the message names file, line and field, and what to do.
     """
-    formats = {kind.name: kind for kind in FORMATS}
-    if view not in ("transcript", "calls") or format not in ("auto", *formats):
-        known = "/".join(("auto", *formats))
-        raise ValueError(f"format {format!r}, view {view!r}: known are {known} and transcript/calls")
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
     if not paths:
         raise DataError("no file given; pass at least one file")
     schemas = read_tools(Path(tools)) if isinstance(tools, str | os.PathLike) else clean_tools(tools)
-    settings = ReadSettings(tokenizer=tokenizer, view=view, tools=schemas, chat_template=chat_template)
-    kind = formats[detect_format(paths[0]) if format == "auto" else format]
-
-    def check(row: Trajectory) -> None:
-        _check_fits(row, vocab_size, max_positions)
-
-    notes = Notes()
-    rows = _trajectories(paths, kind, settings, check, limit, notes)
+    settings = ReadSettings(
+        tokenizer=tokenizer, view=view, train=train, tools=schemas, chat_template=chat_template, images=images
+    )
+    kind, why = detect_format(paths[0], format, map)
+    records = (found for path in paths for found in read_records(path))
+    reading = _Reading(kind, settings, map or {}, on_error, (vocab_size, max_positions), limit)
+    if why:
+        reading.notes.add(why, None)
     if memory_map is None:
-        trajectories: Sequence[Trajectory] = list(rows)
-        return LoadedFile(trajectories=trajectories, notes=notes.lines(), format=kind.name)
+        return reading.finished(list(reading.rows(records)))
     from treetrain.data.arrow import MappedTrajectories, files_key, read_about, write_trajectories
 
     key = files_key(
@@ -88,61 +100,224 @@ def load(
         limit=limit,
         limits=[vocab_size, max_positions],
         format=kind.name,
-        view=view,
-        tools=schemas,
+        reading=[view, train, images, on_error, map, schemas],
         tokenizer=None if tokenizer is None else tokenizer_settings(tokenizer, chat_template),
     )
     if (read_about(memory_map) or {}).get("key") != key:
-        write_trajectories(memory_map, rows, lambda: {"key": key, "notes": notes.lines(), "format": kind.name})
+
+        def about() -> dict[str, Any]:
+            return {"key": key} | {"notes": reading.notes.lines(), "format": kind.name, "skipped": reading.skipped}
+
+        write_trajectories(memory_map, reading.rows(records), about)
     mapped = MappedTrajectories(memory_map)
-    return LoadedFile(trajectories=mapped, notes=tuple(mapped.about["notes"]), format=mapped.about["format"])
+    notes, skipped = (tuple(mapped.about[name]) for name in ("notes", "skipped"))
+    return LoadedFile(trajectories=mapped, notes=notes, format=mapped.about["format"], skipped=skipped)
 
 
-def detect_format(path: str | os.PathLike[str]) -> str:
-    """Detect the format of a file from its first record.
+def from_messages(
+    rows: Iterable[Any],
+    *,
+    tokenizer: Any = None,
+    format: str = "auto",
+    view: View = "transcript",
+    train: Literal["all", "last"] = "all",
+    tools: Sequence[Any] | None = None,
+    chat_template: str | None = None,
+    map: Mapping[str, str] | None = None,
+    on_error: Literal["stop", "skip"] = "stop",
+) -> LoadedFile:
+    """Read rows in memory: a list or a `datasets.Dataset` of records, or a list of conversations.
+
+    Args:
+        rows: records of any format that `load` reads, or lists of messages. For the other arguments see `load`.
 
     Raises:
-        DataError: the file cannot be read, or the record matches none of `FORMATS`.
+        DataError: a row that cannot be used; the message names its number and field.
     """
-    place, record = next(read_records(path))
+    settings = ReadSettings(
+        tokenizer=tokenizer, view=view, train=train, tools=clean_tools(tools), chat_template=chat_template
+    )
+
+    def records() -> Iterator[tuple[str, Record | DataError]]:
+        for number, row in enumerate(rows):
+            record = {"messages": row} if isinstance(row, list) else row
+            bad = DataError(f"the row is {quoted(row)}, expected a list of messages or an object")
+            yield f"row {number}", record if isinstance(record, Mapping) else bad
+
+    first = next(records(), None)
+    if first is None:
+        raise DataError("no rows were given")
+    kind, _ = _detect(*first, format, map)
+    reading = _Reading(kind, settings, map or {}, on_error, (None, None), None)
+    return reading.finished(list(reading.rows(records())))
+
+
+def detect_format(
+    path: str | os.PathLike[str], format: str = "auto", map: Mapping[str, str] | None = None
+) -> tuple[Format, str]:
+    """The format of a file, and why in words; the words are empty where the format is given or is our own.
+
+    Raises:
+        DataError: the file cannot be read, or its first record is of no known format.
+        ValueError: there is no format of this name.
+    """
+    if format != "auto":
+        return _named(format), ""
+    return _detect(*next(iter(read_records(path))), format, map)
+
+
+def _named(name: str) -> Format:
+    known = {kind.name: kind for kind in FORMATS}
+    if name in known:
+        return known[name]
+    own = entry_points(group=OWN_FORMATS)
+    if name not in own.names:
+        names = ", ".join(("auto", *known, *sorted(own.names)))
+        raise ValueError(f"format {name!r} is unknown; known are {names}")
+    reader = own[name].load()
+    return Format(name, "", lambda record: False, lambda record, notes: reader(record))
+
+
+def _detect(place: str, record: Record | DataError, format: str, map: Mapping[str, str] | None) -> tuple[Format, str]:
+    if format != "auto":
+        return _named(format), ""
+    if isinstance(record, DataError):
+        raise DataError(f"{place}: {record}; the format is detected from this record: name it (format, --format)")
+    record = _mapped(record, map or {}, Notes())
     for kind in FORMATS:
         if kind.matches(record):
-            return kind.name
-    known = " or ".join(f"{kind.wants} ({kind.name})" for kind in FORMATS)
-    raise DataError(f"{place}: cannot tell the format: the row has {_keys(record)}; expected {known}")
+            own = kind.name in ("tokens", "chat")
+            return kind, "" if own else f"read as {kind.name}: the first record has {kind.wants}"
+    keys = ", ".join(quoted(name) for name in list(record)[:20]) or "no keys"
+    names = "|".join(kind.name for kind in FORMATS)
+    raise DataError(
+        f"{place}: cannot tell the format: the record has {keys}; name it (--format {names}), or name the keys that "
+        "hold what we read (--map messages=..., --map input_ids=...)"
+    )
 
 
-def _keys(record: Record) -> str:
-    return ", ".join(map(quoted, list(record)[:20])) or "no keys"
+def _mapped(record: Record, map: Mapping[str, str], notes: Notes) -> Record:
+    if not map:
+        return record
+    changed = {name: value for name, value in record.items() if name not in map.values()}
+    for name, path in map.items():
+        value = record[path] if path in record else look_up(record, path)
+        if value is None:
+            notes.add(f"`{path}`, to be read as `{name}`, is not there")
+        else:
+            changed[name] = value
+    return changed
 
 
-def _trajectories(
-    paths: Sequence[str | os.PathLike[str]],
-    kind: Format,
-    settings: ReadSettings,
-    check: Callable[[Trajectory], None],
-    limit: int | None,
-    notes: Notes,
-) -> Iterator[Trajectory]:
-    """The trajectories of all files, in order. Raises DataError with the place of the record."""
-    read, count = None, 0
-    for notes.place, record in (found for path in paths for found in read_records(path)):
-        if limit is not None and count >= limit:
-            notes.add(f"only the first {limit} rows are read; there are more", None)
-            break
-        count += 1
+@dataclasses.dataclass
+class _Reading:
+    """One pass over records."""
+
+    kind: Format
+    settings: ReadSettings
+    map: Mapping[str, str]
+    on_error: str
+    limits: tuple[int | None, int | None]
+    limit: int | None
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("view", self.settings.view, ("transcript", "calls")),
+            ("train", self.settings.train, ("all", "last")),
+            ("images", self.settings.images, ("refuse", "key")),
+            ("on_error", self.on_error, ("stop", "skip")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} {value!r} is neither {known[0]!r} nor {known[1]!r}")
+        self.notes = Notes()
+        self.skipped: list[str] = []
+        self.repeats = _Repeats()
+        self.chat: Reader | None = None
+
+    def finished(self, rows: Sequence[Trajectory]) -> LoadedFile:
+        """The rows with all remarks on them."""
+        skipped = tuple(self.skipped)
+        return LoadedFile(trajectories=rows, notes=self.notes.lines(), format=self.kind.name, skipped=skipped)
+
+    def rows(self, records: Records) -> Iterator[Trajectory]:
+        """The trajectories of all records, in order."""
+        notes, count, tokens = self.notes, 0, self.kind.tokens
+        for notes.place, record in records:
+            if self.limit is not None and count >= self.limit:
+                notes.add(f"only the first {self.limit} records are read; there are more", None)
+                break
+            count += 1
+            try:
+                if isinstance(record, DataError):
+                    raise record
+                made = self._trajectories(record)
+            except (DataError, RecursionError) as error:
+                if isinstance(error, RecursionError):
+                    error = DataError("the record is nested too deeply to be read")
+                if self.on_error == "stop":
+                    raise DataError(f"{notes.place}: {error}") from error
+                self.skipped.append(f"{notes.place}: {error}")
+            else:
+                yield from made
+        if count == 0:
+            raise DataError(f"no rows were read (limit {self.limit}); give a limit of at least 1 or none")
+        if self.skipped:
+            notes.add(f"{len(self.skipped)} of {count} records are skipped; the first: {self.skipped[0]}", None)
+        given = (self.settings.view, self.settings.train, self.settings.chat_template, self.settings.tools)
+        if tokens and given != ("transcript", "all", None, None):
+            notes.add("the rows are token ids already: view, train, chat template and tools have no effect", None)
+
+    def _trajectories(self, record: Record) -> list[Trajectory]:
+        made: list[Trajectory] = []
+        for row in self.convert(_mapped(record, self.map, self.notes)):
+            if self.kind.tokens or row.get("input_ids") is not None:
+                made.append(trajectory_from_token_row(row, self.notes))
+                continue
+            self.chat = self.chat or chat_reader(self.settings)
+            self.repeats.note(row, self.settings, self.notes)
+            made += self.chat(row, self.notes)
+        for trajectory in made:
+            _check_fits(trajectory, *self.limits)
+        return made
+
+    def convert(self, record: Record) -> list[Record]:
+        """The rows of a record, which holds whatever it likes: every error of a reader becomes one that says so."""
         try:
-            read = read or kind.reader(settings)
-            made = read(record, notes)
-            for trajectory in made:
-                check(trajectory)
-        except DataError as error:
-            raise DataError(f"{notes.place}: {error}") from error
-        yield from made
-    if count == 0:
-        raise DataError(f"no rows were read (limit {limit}); give a limit of at least 1 or none")
-    if kind is TOKENS and (settings.view, settings.chat_template, settings.tools) != ("transcript", None, None):
-        notes.add("the rows are token ids already: view, chat template and tools have no effect", None)
+            rows = list(self.kind.convert(record, self.notes))
+        except DataError:
+            raise
+        except Exception as error:  # readers may be the user's own
+            raise DataError(
+                f"the record is not as format {self.kind.name} has them ({type(error).__name__}: {shortened(error)})"
+            ) from error
+        for row in rows:
+            if not isinstance(row, Mapping) or not any(name in row for name in ("input_ids", "messages", "completion")):
+                raise DataError(f"no `input_ids` or `messages` in the row {quoted(row)} of format {self.kind.name}")
+        return rows
+
+
+class _Repeats:
+    """Finds conversations that extend earlier ones, whose shared answers would be trained twice."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def note(self, row: Record, settings: ReadSettings, notes: Notes) -> None:
+        """Remark on a conversation that begins with all of an earlier one."""
+        messages = row.get("messages")
+        if not isinstance(messages, list) or "last" in (row.get("train"), settings.train):
+            return
+        digest, answered, extends = hash(repr(row.get("system"))), False, False
+        for number, message in enumerate(messages):
+            digest = hash((digest, repr(message)))
+            answered |= isinstance(message, Mapping) and message.get("role") == "assistant"
+            extends |= answered and number + 1 < len(messages) and digest in self.seen
+        self.seen.add(digest)
+        if extends:
+            notes.add(
+                "a conversation extends an earlier one, so the answers of that one are trained in both; if every "
+                "record is one LLM call, train only the last answer (--train last)"
+            )
 
 
 def _check_fits(trajectory: Trajectory, vocab_size: int | None, max_positions: int | None) -> None:

@@ -1,27 +1,36 @@
-"""Read files record by record, and the interface of record readers.
+"""Read files record by record, and the interface of formats.
 
-A reader turns one record into trajectories. A format is a reader with a test of whether a record belongs to it. `load`
-lists the formats, opens the files, and adds file and line to a reader's errors.
+A format is one function that turns a record of a log into rows of our own two forms: token rows (`input_ids`) and
+conversations (`messages`). `load` detects the format, opens the files, makes trajectories of the rows, and adds file
+and line to every error.
 """
 
+import codecs
 import dataclasses
 import gzip
+import io
 import json
 import os
+import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, overload
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.errors import DataError, quoted
+from treetrain.errors import DataError, quoted, shortened
 
 View = Literal["transcript", "calls"]
 Tools = list[dict[str, Any]] | None
 Record = Mapping[str, Any]
 
-GZIP_MAGIC = b"\x1f\x8b"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# The first bytes of a file say more than its name.
+MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet", b"ARROW1": "arrow", b"PK\x03\x04": "zip"}
+SUFFIXES = {".gz": "gzip", ".zst": "zstd", ".parquet": "parquet", ".arrow": "arrow", ".eval": "zip", ".zip": "zip"}
+IN_FOLDERS = (".jsonl", ".json", ".traj", ".ndjson", *SUFFIXES)
+"""Files with these endings are read where a folder is given."""
+CHUNK = 1 << 20
 
 
 class Notes:
@@ -62,99 +71,336 @@ class ReadSettings:
     view: View = "transcript"
     tools: Tools = None
     chat_template: str | None = None
+    train: Literal["all", "last"] = "all"
+    images: Literal["refuse", "key"] = "refuse"
 
 
 Reader = Callable[[Record, Notes], list[Trajectory]]
-"""Turns a record into trajectories. Raises DataError without the place; `load` adds `Notes.place`."""
+"""Turns a token row or a conversation into trajectories. Raises DataError without the place; `load` adds it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Format:
-    """A kind of record and its reader."""
+    """A kind of record."""
 
     name: str
     wants: str
-    """The required keys, for messages."""
+    """The keys it is recognised by, for messages."""
     matches: Callable[[Record], bool]
     """Whether a record is of this format."""
-    reader: Callable[[ReadSettings], Reader]
-    """Creates the reader; called once per `load`, at the first record."""
+    convert: Callable[[Record, Notes], Iterable[Record]]
+    """Turns a record into token rows and conversations. Raises DataError without the place; `load` adds it."""
+    tokens: bool = False
+    """Whether all of its rows are token ids already, so that no tokenizer is needed."""
 
 
-def read_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place in words, record) for every row of a JSONL, Parquet or Arrow file.
+# Fields of records
+
+
+def look_up(record: Any, path: str) -> Any:
+    """The value at a path of keys and list positions, such as `response.choices.0`; None if it is not there."""
+    for name in path.split("."):
+        if isinstance(record, Mapping):
+            record = record.get(name)
+        elif isinstance(record, list) and name.isdigit():
+            record = record[int(name)] if int(name) < len(record) else None
+        else:
+            return None
+    return record
+
+
+@overload
+def field(record: Any, path: str, kind: type[str]) -> str: ...
+@overload
+def field(record: Any, path: str, kind: type[list]) -> list[Any]: ...
+@overload
+def field(record: Any, path: str, kind: type[dict]) -> dict[str, Any]: ...
+def field(record: Any, path: str, kind: type) -> Any:
+    """The value at `path`, which must be of this kind. JSON text is parsed where a list or an object is expected.
 
     Raises:
-        DataError: no such file, a damaged file, a line that is not a JSON object, a file without rows.
+        DataError: names the path, what was expected and what was found.
     """
-    path = Path(path)
-    if path.suffix not in (".parquet", ".arrow"):
-        for number, row in read_jsonl(path):
-            yield f"{path} line {number}", row
-        return
-    import pyarrow.dataset
+    value = look_up(record, path)
+    value = value if kind is str else parsed(value)
+    if not isinstance(value, kind):
+        found = "missing" if value is None else f"{quoted(value)}"
+        names = {str: "text", list: "a list", dict: "an object"}
+        raise DataError(f"`{path}` is {found}, expected {names[kind]}")
+    return value
 
-    number = 0
+
+def objects(record: Any, path: str) -> list[dict[str, Any]]:
+    """The list of objects at `path`; an empty list if there is none. Raises DataError for anything else."""
+    if look_up(record, path) is None:
+        return []
+    values = field(record, path, list)
+    for number, value in enumerate(values):
+        if not isinstance(value, dict):
+            raise DataError(f"`{path}.{number}` is {quoted(value)}, expected an object")
+    return values
+
+
+def parsed(value: Any) -> Any:
+    """Parse text that holds a JSON list or object, as tracing tools store them; other values stay as they are."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
     try:
-        table = pyarrow.dataset.dataset(path, format=path.suffix[1:])
-        for batch in table.to_batches(batch_size=64):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path} row {number}", row
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: there is no such file") from error
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read as {path.suffix[1:]} ({error})") from error
-    if number == 0:
-        raise DataError(f"{path}: the file has no rows")
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
-def read_jsonl(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, object) for every line that is not blank.
+# Files
+
+
+def read_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, Record | DataError]]:
+    """Yield (place in words, record) for every record of a file or folder, and an error in place of one that is broken.
 
     Args:
-        path: the file; gzip is recognised by its name (`.gz`) or its first bytes.
+        path: JSONL, one JSON file with an array or an object, Parquet, Arrow, or a zip of JSON files, each plain or
+            compressed (gzip, zstd), recognised by its first bytes; or a folder of such files or of `datasets`.
+
+    Raises:
+        DataError: no such file, a damaged file, a file without records.
     """
-    path = Path(path)
-    rows = number = 0
+    path, empty = Path(path), True
     try:
-        with open(path, "rb") as raw:
-            lines = gzip.GzipFile(fileobj=raw) if _is_gzipped(path, raw) else raw
-            for number, line in enumerate(lines, 1):
-                line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
-                if line.strip():
-                    rows += 1
-                    yield number, _parse_line(line, f"{path} line {number}")
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:  # the last is an OSError
-        raise DataError(f"{path}: the gzip stream breaks off after line {number} ({error})") from error
+        for file in _files(path):
+            for found in _READERS.get(_kind(file), _read_text)(file):
+                empty = False
+                yield found
     except FileNotFoundError as error:
         raise DataError(f"{path}: there is no such file") from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
-    if rows == 0:
+        raise DataError(f"{path}: cannot be read ({shortened(error.strerror or error)})") from error
+    if empty:
         raise DataError(f"{path}: the file is empty; expected one JSON object per line")
 
 
-def _is_gzipped(path: Path, raw: IO[bytes]) -> bool:
-    found = raw.read(2) == GZIP_MAGIC or path.suffix == ".gz"
-    raw.seek(0)
-    return found
+def _files(path: Path) -> list[Path]:
+    """The files of a folder in order, or the file itself."""
+    if not path.is_dir():
+        return [path]
+    if (path / "dataset_dict.json").exists():
+        splits = sorted(found.name for found in path.iterdir() if found.is_dir())
+        raise DataError(f"{path} holds the splits {', '.join(splits)}; name one of them, e.g. {path / splits[0]}")
+    if (path / "state.json").exists():  # `datasets.save_to_disk`
+        state = parsed((path / "state.json").read_text(encoding="utf-8"))
+        return [path / field(entry, "filename", str) for entry in objects(state, "_data_files")]
+    files = sorted(found for found in path.rglob("*") if found.is_file() and found.suffix in IN_FOLDERS)
+    if not files:
+        raise DataError(f"{path}: the folder holds no file that ends in {', '.join(IN_FOLDERS)}")
+    return files
 
 
-def _parse_line(line: bytes, place: str) -> dict[str, Any]:
+def _kind(path: Path) -> str:
+    with open(path, "rb") as file:
+        start = file.read(8)
+    found = next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), None)
+    return found or SUFFIXES.get(path.suffix, "text")
+
+
+def _read_text(path: Path, kind: str = "text") -> Iterator[tuple[str, Record | DataError]]:
+    """JSONL, or JSON values over several lines."""
+
+    def opened() -> Any:
+        if kind == "gzip":
+            return gzip.open(path, "rb")
+        if kind == "zstd":
+            import pyarrow as pa
+
+            return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))  # type: ignore[arg-type]
+        return open(path, "rb")
+
+    at = [0]
     try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{place}: byte {error.start} is not UTF-8; save the file as UTF-8") from error
-    except RecursionError as error:
-        raise DataError(f"{place}: JSON is nested too deeply to be read") from error
-    except ValueError as error:
-        text = line[:40].decode("utf-8", "replace").strip()
-        raise DataError(f"{place}: broken JSON ({error}); the line begins {text!r}. {_ONE_PER_LINE}") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{place}: a JSON {_JSON_NAMES.get(type(row), 'number')}, expected an object. {_ONE_PER_LINE}")
-    return row
+        with opened() as stream:
+            one_per_line = _is_jsonl(stream)
+        if not one_per_line:
+            with opened() as stream:
+                documents = _documents(stream, path, at)
+                try:
+                    yield from documents
+                    return
+                except _NoDocument:
+                    pass
+        with opened() as stream:
+            yield from _lines(stream, path, at)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: the gzip stream breaks off after line {at[0]} ({error})") from error
 
 
-_ONE_PER_LINE = "Every line must be one whole JSON object"
-_JSON_NAMES = {list: "array", str: "string", bool: "true/false", type(None): "null"}
+def _is_jsonl(stream: IO[bytes]) -> bool:
+    """Whether the first or second line that is not blank is an object; a line that begins with [ is not read whole."""
+    lines = (line for line in iter(lambda: stream.readline(CHUNK), b"") if line.strip())
+    first = next(lines, b"{}").removeprefix(BYTE_ORDER_MARK).lstrip()
+    if not first.startswith(b"{") or _is_object(first + (b"" if first.endswith(b"\n") else stream.readline())):
+        return not first.startswith(b"[")
+    return _is_object(next(lines, b""))
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _lines(stream: IO[bytes], path: Path, at: list[int]) -> Iterator[tuple[str, Record | DataError]]:
+    for number, line in enumerate(stream, 1):
+        at[0] = number
+        line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+        if line.strip():
+            place = f"{path} line {number}"
+            try:
+                yield place, _object(json.loads(line.decode("utf-8")), "Every line must be one whole JSON object")
+            except DataError as error:
+                yield place, error
+            except UnicodeDecodeError as error:
+                yield place, DataError(f"byte {error.start} is not UTF-8; save the file as UTF-8")
+            except RecursionError:
+                yield place, DataError("JSON is nested too deeply to be read")
+            except ValueError as error:
+                text = line[:40].decode("utf-8", "replace").strip()
+                hint = "Every line must be one whole JSON object"
+                yield place, DataError(f"broken JSON ({error}); the line begins {text!r}. {hint}")
+
+
+class _NoDocument(Exception):
+    """The text does not begin with a JSON array or object."""
+
+
+def _documents(stream: IO[bytes], path: Path, at: list[int]) -> Iterator[tuple[str, Record | DataError]]:
+    """The elements of a JSON array, or JSON objects one after the other, over any number of lines.
+
+    Only the current element is in memory. If it is not complete the buffer is doubled, so that every character is
+    parsed twice at most on average.
+    """
+    decode, parse = codecs.getincrementaldecoder("utf-8-sig")().decode, json.JSONDecoder().raw_decode
+    text, start, line, number, more = "", 0, 1, 0, True
+
+    def refill() -> None:
+        nonlocal text, start, line, more
+        line += text.count("\n", 0, start)
+        chunk = stream.read(max(CHUNK, len(text)))
+        more = bool(chunk)
+        text, start = text[start:] + decode(chunk, final=not chunk), 0
+
+    def skip() -> str:
+        """The next character that is no white space, '' at the end."""
+        nonlocal start
+        while True:
+            while start < len(text) and text[start] in " \t\r\n":
+                start += 1
+            if start < len(text) or not more:
+                return text[start : start + 1]
+            refill()
+
+    try:
+        array = skip() == "["
+        start += array
+        while True:
+            following = skip()
+            if array and number and following == ",":
+                start += 1
+                following = skip()
+            elif array and number and following != "]":
+                raise ValueError("expected ',' or ']'")
+            if following == "]" and array:
+                start += 1
+                if skip():
+                    raise ValueError("more text after the end of the array")
+                return
+            if not following and not array:
+                return
+            while True:
+                try:
+                    value, end = parse(text, start)
+                    break
+                except ValueError:
+                    if not more:
+                        raise
+                    refill()
+            at[0] = line + text.count("\n", 0, start)
+            number += 1
+            place = f"{path} line {at[0]}" + (f" element {number}" if array else "")
+            start = end
+            try:
+                yield place, _object(value, "Every element must be a JSON object")
+            except DataError as error:
+                yield place, error
+    except DataError:
+        raise
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        if number == 0:
+            raise _NoDocument from error
+        raise DataError(f"{path}: broken JSON after line {at[0]} ({shortened(error)})") from error
+
+
+def _object(value: Any, hint: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        names = {list: "array", str: "string", bool: "true/false", type(None): "null"}
+        raise DataError(f"a JSON {names.get(type(value), 'number')}, expected an object. {hint}")
+    return value
+
+
+def _read_zip(path: Path) -> Iterator[tuple[str, Record | DataError]]:
+    """Every JSON file of an archive is a record; of an Inspect log (`.eval`) the samples."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith(".json")]
+            names = [name for name in names if name.startswith("samples/")] or names
+            for name in names:
+                place = f"{path} member {name}"
+                try:
+                    yield place, _object(json.loads(archive.read(name)), "Every file must be one JSON object")
+                except DataError as error:
+                    yield place, error
+                except (ValueError, RecursionError) as error:
+                    yield place, DataError(f"broken JSON ({shortened(error)})")
+    except (zipfile.BadZipFile, NotImplementedError, zlib.error, RuntimeError) as error:
+        raise DataError(f"{path}: the zip archive cannot be read ({shortened(error)})") from error
+
+
+def _read_table(path: Path) -> Iterator[tuple[str, Record | DataError]]:
+    """The rows of a Parquet or Arrow file (the file and the stream form)."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        if _kind(path) == "parquet":
+            batches: Iterable[Any] = pq.ParquetFile(path).iter_batches(batch_size=64)
+        else:
+            source = pa.memory_map(str(path))
+            try:
+                reader = pa.ipc.open_file(source)
+                batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+            except pa.ArrowInvalid:
+                batches = pa.ipc.open_stream(source)
+        for batch in batches:
+            for begin in range(0, batch.num_rows, 64):
+                for row in batch.slice(begin, 64).to_pylist():
+                    number += 1
+                    yield f"{path} row {number}", without_nulls(row)
+    except pa.ArrowException as error:
+        raise DataError(f"{path}: cannot be read as {_kind(path)} ({shortened(error)})") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """Drop null entries of objects: a table's columns give every object every key that any row has."""
+    if isinstance(value, dict):
+        return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
+    if isinstance(value, list) and isinstance(next((entry for entry in value if entry is not None), None), dict | list):
+        return [without_nulls(entry) for entry in value]
+    return value
+
+
+_READERS: dict[str, Callable[[Path], Iterator[tuple[str, Record | DataError]]]] = {
+    "gzip": lambda path: _read_text(path, "gzip"),
+    "zstd": lambda path: _read_text(path, "zstd"),
+    "parquet": _read_table,
+    "arrow": _read_table,
+    "zip": _read_zip,
+}

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.data.records import Format, Notes, Reader, ReadSettings, Record
+from treetrain.data.records import Notes, Record
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, quoted, shortened
 
@@ -25,8 +25,10 @@ FACT_KEYS = {
 }
 WEIGHT_KEYS = ("labels", "loss_mask", "loss_weights")
 EXPERT_KEYS = ("experts", "routed_experts")
-ROW_KEYS = frozenset(("input_ids", "attention_mask", "reward", "id", "pair", "chosen", "key")).union(
-    WEIGHT_KEYS, EXPERT_KEYS, GROUP_KEYS, EPISODE_KEYS, *FACT_KEYS.values()
+ROW_KEYS = ("reward", "id", "pair", "chosen", "key", *GROUP_KEYS, *EPISODE_KEYS)
+"""Facts of a whole row, in token rows and conversations."""
+TOKEN_KEYS = frozenset(("input_ids", "attention_mask", *ROW_KEYS, *WEIGHT_KEYS, *EXPERT_KEYS)).union(
+    *FACT_KEYS.values()
 )
 
 
@@ -46,7 +48,7 @@ def trajectory_from_token_row(row: Record, notes: Notes) -> Trajectory:
     Raises:
         DataError: a bad value; the message names the key, both values and what to do.
     """
-    notes.unused_keys(row, ROW_KEYS)
+    notes.unused_keys(row, TOKEN_KEYS)
     if row.get("input_ids") is None:
         raise DataError(f"no `input_ids` in the row; it has {', '.join(map(quoted, list(row)[:20])) or 'no keys'}")
     whole = Trajectory(row["input_ids"])
@@ -60,23 +62,16 @@ def trajectory_from_token_row(row: Record, notes: Notes) -> Trajectory:
         ids,
         loss_weights=weights,
         **facts,
-        reward=row.get("reward"),
-        group=first_of(row, GROUP_KEYS),
-        pair=row.get("pair"),
-        chosen=row.get("chosen"),
-        key=row.get("key"),
-        episode=first_of(row, EPISODE_KEYS),
+        **row_facts(row, notes),
         experts=_experts(first_of(row, EXPERT_KEYS), len(whole), keep),
-        id=notes.place if row.get("id") is None else row["id"],
     )
 
 
-def token_row_reader(settings: ReadSettings) -> Reader:
-    """The reader of token rows; settings have no effect."""
-    return lambda row, notes: [trajectory_from_token_row(row, notes)]
-
-
-TOKENS = Format("tokens", "`input_ids`", lambda record: "input_ids" in record, token_row_reader)
+def row_facts(row: Record, notes: Notes) -> dict[str, Any]:
+    """Facts of the whole row as arguments of `Trajectory`; a row without an id is named by its place."""
+    facts = {name: row.get(name) for name in ("reward", "pair", "chosen", "key")}
+    facts["id"] = notes.place if row.get("id") is None else row["id"]
+    return facts | {"group": first_of(row, GROUP_KEYS), "episode": first_of(row, EPISODE_KEYS)}
 
 
 def first_of(row: Record, names: tuple[str, ...]) -> Hashable:

@@ -1,0 +1,218 @@
+"""Messages and tool schemas as all providers write them, in the one form that chat templates know: OpenAI's.
+
+Content may be text or a list of parts: those of OpenAI's two APIs, of Anthropic and of OpenTelemetry. Thinking becomes
+`reasoning_content`, calls become `tool_calls`, and every tool result a message of its own.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from treetrain.data.records import Notes, Record, Tools
+from treetrain.errors import DataError, quoted
+
+Message = dict[str, Any]
+
+ROLES = ("system", "user", "assistant", "tool")
+# Other names of the same roles. Templates know only the four above and skip others silently.
+ROLE_ALIASES = {"developer": "system", "human": "user", "gpt": "assistant", "ai": "assistant", "model": "assistant"}
+ROLE_ALIASES |= dict.fromkeys(("function", "observation", "tool_response"), "tool")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+MESSAGE_KEYS = frozenset(
+    ("role", "content", "tool_calls", "tool_call_id", "name", "weight", "train", "advantage", "reward", *REASONING_KEYS)
+)
+"""Keys that are used whatever the template."""
+IGNORED_KEYS = ("content", "parts", "tool_calls", "function_call", "refusal", "audio", "annotations")
+TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text", "refusal")
+REASONING_PARTS = ("thinking", "reasoning")
+CALL_PARTS = ("tool_use", "tool_call", "function_call")
+RESULT_PARTS = ("tool_result", "tool_call_response", "function_call_output")
+IMAGE_PARTS = ("image", "image_url", "input_image")
+IMAGE_TEXT = "<image>"
+
+
+def clean_messages(messages: Any, notes: Notes, images: list[str] | None = None) -> list[Message]:
+    """Normalise messages for templates: text content, tool-call arguments as objects, no null fields.
+
+    Args:
+        images: receives a digest of every image, whose place in the text becomes `<image>`; None refuses images.
+
+    Raises:
+        DataError: an unknown role, content that is not text, bad tool calls; the message names the index.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"`messages` is {quoted(messages)}, expected a list with at least one message")
+    return [clean for index, one in enumerate(messages) for clean in _clean(one, f"message {index}", notes, images)]
+
+
+def _clean(message: Any, where: str, notes: Notes, images: list[str] | None) -> Iterator[Message]:
+    """The message, and before it a message for every tool result in it."""
+    if not isinstance(message, Mapping):
+        raise DataError(f"{where} is {quoted(message)}, expected an object with `role` and `content`")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in (*ROLES, *ROLE_ALIASES):
+        known = ", ".join((*ROLES, *ROLE_ALIASES))
+        raise DataError(f"{where} has the unknown role {quoted(role)} (known: {known}); rename it or take the row out")
+    if role in ROLE_ALIASES:
+        notes.add(f"role {role!r} is read as {ROLE_ALIASES[role]!r}", where)
+    cleaned = {name: value for name, value in message.items() if value is not None and name not in IGNORED_KEYS}
+    cleaned["role"] = role = ROLE_ALIASES.get(role, role)
+    content = next((message[name] for name in ("content", "parts", "refusal") if message.get(name) is not None), "")
+    if not isinstance(content, str | list):
+        raise DataError(f"{where} has the content {quoted(content)}, expected text, null or a list of parts")
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Any] = []
+    results = 0
+    for number, part in enumerate([content] if isinstance(content, str) else content):
+        here = f"{where}: content part {number}"
+        part = {"type": "text", "text": part} if isinstance(part, str) else part
+        kind = _kind_of(part)
+        if kind in RESULT_PARTS:
+            if texts:
+                yield cleaned | {"content": "".join(texts)}
+            texts, results = [], results + 1
+            value = _first(part, "content", "response", "result", "output")
+            name = _first(part, "tool_use_id", "call_id", "id")
+            result = {"role": "tool", "content": _result(value, here, images)}
+            yield result if name is None else result | {"tool_call_id": name}
+        elif kind in CALL_PARTS:
+            arguments = _first(part, "input", "arguments")
+            calls.append({"id": _first(part, "call_id", "id"), "name": part.get("name"), "arguments": arguments})
+        elif kind == "redacted_thinking":
+            notes.add("redacted thinking is not in the log, so it is not in the row", where)
+        else:
+            (thoughts if kind in REASONING_PARTS else texts).append(_part(part, kind, here, images))
+    if thoughts:
+        cleaned["reasoning_content"] = "\n".join(thoughts)
+    elif "reasoning_content" not in cleaned and (reasoning := _first(message, *REASONING_KEYS)) is not None:
+        cleaned["reasoning_content"] = reasoning
+    if not isinstance(cleaned.get("reasoning_content", ""), str):
+        raise DataError(f"{where} has the reasoning {quoted(cleaned['reasoning_content'])}, expected text")
+    if calls := [*_given_calls(message, where), *calls]:
+        cleaned["tool_calls"] = [_tool_call(call, f"{where}: tool call {number}") for number, call in enumerate(calls)]
+    for name in ("weight", "advantage", "reward"):
+        if name in cleaned and not _is_number(cleaned[name]):
+            cure = " (0 leaves the message out)" if name == "weight" else ""
+            raise DataError(f"{where} has the {name} {quoted(cleaned[name])}, expected a finite number{cure}")
+    if "train" in cleaned:
+        if not isinstance(cleaned["train"], bool):
+            raise DataError(f"{where}: `train` is {quoted(cleaned['train'])}, expected true or false")
+        cleaned["weight"] = cleaned.get("weight", 1.0) * cleaned.pop("train")
+    if texts or not results or calls:
+        yield cleaned | {"content": "".join(texts)}
+
+
+def _part(part: Any, kind: Any, here: str, images: list[str] | None) -> str:
+    is_image = kind in IMAGE_PARTS or (kind in ("blob", "uri", "file") and part.get("modality") == "image")
+    if is_image and images is not None:
+        images.append(hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16])
+        return IMAGE_TEXT
+    text = None
+    if kind in (*TEXT_PARTS, *REASONING_PARTS):
+        text = _first(part, "text", "content", "thinking", "reasoning", "refusal")
+        text = text if text is not None else part.get("summary")
+        if isinstance(text, list):  # the summary of the responses API
+            text = "\n".join(_part(one, look, here, images) for one in text for look in [_kind_of(one)])
+    if not isinstance(text, str):
+        hint = "; --images key keeps rows with images apart, to inspect them" if is_image else ""
+        raise DataError(f"{here} is of type {quoted(kind)}; only text parts can be trained on{hint}")
+    return text
+
+
+def _kind_of(part: Any) -> Any:
+    return part.get("type") if isinstance(part, Mapping) else None
+
+
+def _result(value: Any, here: str, images: list[str] | None) -> str:
+    """A tool's result as text: text parts are joined, other values written as JSON."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, list) and all(isinstance(_kind_of(part), str) for part in value):
+        return "".join(_part(part, _kind_of(part), here, images) for part in value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _first(record: Record, *names: str) -> Any:
+    return next((record[name] for name in names if record.get(name) is not None), None)
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _given_calls(message: Record, where: str) -> list[Any]:
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise DataError(f"{where}: `tool_calls` is {quoted(calls)}, expected a list")
+    if not calls and message.get("function_call"):
+        return [{"type": "function", "function": message["function_call"]}]
+    return calls
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"{where} is {quoted(call)}, expected `function` with a `name`")
+    cleaned = {"type": "function"} | {name: call[name] for name in ("id", "type") if isinstance(call.get(name), str)}
+    arguments = _arguments(_first(function, "arguments", "args"))
+    return cleaned | {"function": {"name": function["name"], "arguments": arguments}}
+
+
+def _arguments(arguments: Any) -> Any:
+    """Parse a string that holds a JSON object, since templates iterate over it; other values stay."""
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def clean_tools(tools: Any) -> Tools:
+    """Tool schemas in OpenAI's form as a list of objects, also from a JSON string; None and [] mean no tools.
+
+    Anthropic's tools (`input_schema`) and those of the responses API (no `function`) are rewritten. Other objects stay
+    as they are, since templates write them as JSON.
+    """
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"`tools` is a string but no JSON ({error})") from error
+    if not tools:
+        return None
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"`tools` is {quoted(tools)}, expected a list of JSON schemas")
+    return [_clean_tool(tool) for tool in tools]
+
+
+def _clean_tool(tool: Record) -> dict[str, Any]:
+    schema = _first(tool, "input_schema", "inputSchema")
+    if schema is None and not (tool.get("type") == "function" and "name" in tool and "function" not in tool):
+        return dict(tool)
+    function = {name: tool[name] for name in ("name", "description") if tool.get(name) is not None}
+    return {"type": "function", "function": function | {"parameters": schema or tool.get("parameters") or {}}}
+
+
+def read_tools(path: str | Path) -> Tools:
+    """Read tool schemas from a JSON file that holds a list."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: the tools file cannot be read ({error})") from error
+    if not text.strip():
+        raise DataError(f"{path}: the tools file is empty; expected a JSON list of tool schemas")
+    try:
+        return clean_tools(text)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
