@@ -11,7 +11,17 @@ import treetrain as tt
 
 PAGE = Path(__file__).with_name("api.md")
 SECTIONS = {
-    "Rows": ["Trajectory", "load", "from_messages", "group_advantages", "gae", "from_padded", "to_padded", "from_packed", "to_packed"],
+    "Rows": [
+        "Trajectory",
+        "load",
+        "from_messages",
+        "group_advantages",
+        "gae",
+        "from_padded",
+        "to_padded",
+        "from_packed",
+        "to_packed",
+    ],
     "Trees": ["build_tree", "TokenTree", "Node", "NodeTrajectory", "stats"],
     "Models": ["load_model", "load_tokenizer"],
     "Gradients": ["logprobs", "values", "rewards", "TreeEngine", "StepResult", "Scored"],
