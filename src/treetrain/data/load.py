@@ -129,7 +129,8 @@ def from_messages(
     """Read rows in memory: a list or a `datasets.Dataset` of records, or a list of conversations.
 
     Args:
-        rows: records of any format that `load` reads, or lists of messages. For the other arguments see `load`.
+        rows: records of any format that `load` reads, or lists of messages.
+        tokenizer: this and `format`, `view`, `train`, `tools`, `chat_template`, `map` and `on_error` are as in `load`.
 
     Raises:
         DataError: a row that cannot be used; the message names its number and field.
