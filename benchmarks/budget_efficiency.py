@@ -29,7 +29,7 @@ def measure(name: str, repeats: int, baselines: list[str]) -> None:
     from treetrain.engine.engine import LinearEngine
     from treetrain.engine.memory import keep_memory
     from treetrain.planning.plan import least_recomputed
-    from treetrain.verification.padded_baseline import PaddedEngine
+    from treetrain.verification.bench import PaddedEngine
 
     keep_memory()
     torch.set_num_threads(len(os.sched_getaffinity(0)))

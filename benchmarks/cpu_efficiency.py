@@ -17,18 +17,28 @@ def measure(name: str, repeats: int, memory: bool) -> None:
     """Benchmark one workload in this process and append its row."""
     import torch
 
-    from treetrain.verification.bench import bench
+    import treetrain as tt
+    from memory import peak_step_bytes
+    from treetrain.engine.engine import LinearEngine, TreeEngine
+    from treetrain.verification.bench import PaddedEngine, bench
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    report = bench(model_30m(), load_workload(name), repeats=repeats, memory=memory, progress=_say)
+    model, trajectories = model_30m(), load_workload(name)
+    report = bench(model, trajectories, repeats=repeats, progress=_say)
+    peaks: list[int | None] = [None, None]
+    if memory:
+        kind, tokens = report.baseline.split()
+        linear = PaddedEngine if kind == "padded" else LinearEngine
+        engines = (TreeEngine, {}), (linear, {"pack_tokens": int(tokens)})
+        peaks = [peak_step_bytes(*engine, model, trajectories, tt.losses.sft()) for engine in engines]
     row = {
         "workload": name,
         **rows.of_bench(report),
         "distinct_rows": report.distinct_rows,
         "distinct_ideal": "" if report.distinct_ideal is None else f"{report.distinct_ideal:.3f}",
         "distinct_speedup": "" if report.distinct_speedup is None else f"{report.distinct_speedup:.3f}",
-        "tree_peak_mb": "" if report.tree_peak_bytes is None else report.tree_peak_bytes >> 20,
-        "linear_peak_mb": "" if report.linear_peak_bytes is None else report.linear_peak_bytes >> 20,
+        "tree_peak_mb": "" if peaks[0] is None else peaks[0] >> 20,
+        "linear_peak_mb": "" if peaks[1] is None else peaks[1] >> 20,
     }
     rows.append("cpu_efficiency", row)
     print(row, flush=True)

@@ -75,8 +75,8 @@ def measure(name: str, workload: str, repeats: int, trial: int) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
     tasks = load_workload(workload)
-    tried = bench(model, tasks[::trial], repeats=1, memory=False, progress=_say)  # a round of all takes minutes
-    report = bench(model, tasks, repeats=repeats, memory=False, baselines=[tried.baseline], progress=_say)
+    tried = bench(model, tasks[::trial], repeats=1, progress=_say)  # a round of all takes minutes
+    report = bench(model, tasks, repeats=repeats, baselines=[tried.baseline], progress=_say)
     row = {
         "model": name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

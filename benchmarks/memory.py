@@ -7,8 +7,18 @@ with the C library's allocator as it is. Rows are appended to results/memory.csv
 """
 
 import argparse
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 import rows as result_rows
 import treetrain as tt
@@ -51,10 +61,76 @@ def load(case: str):
     return model_30m().eval(), load_workload(case)
 
 
+def peak_step_bytes(
+    engine_type: Any,
+    options: dict[str, Any],
+    model: nn.Module,
+    trajectories: Sequence[tt.Trajectory],
+    loss: Any,
+) -> int | None:
+    """Peak bytes of one forward and backward above the model and its gradients.
+
+    The model is sent to a new process, so that nothing that ran before is counted.
+
+    Returns:
+        bytes, or None on a system whose kernel does not report a process's peak.
+    """
+    if not Path("/proc/self/clear_refs").exists():
+        return None
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    arguments = (sender, engine_type, options, model, list(trajectories), loss, torch.get_num_threads())
+    process = context.Process(target=_measure_peak, args=arguments)
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        raise RuntimeError(
+            f"the process measuring memory ended with code {process.exitcode} (out of memory?)"
+        ) from None
+    finally:
+        process.join()
+
+
+def _measure_peak(sender, engine_type, options, model, trajectories, loss, threads) -> None:
+    torch.set_num_threads(threads)
+    _touch_weights_and_gradients(model)
+    # Libraries map their code when it first runs; that is not memory of a step.
+    engine_type(model).forward_backward([tt.Trajectory([0, 0, 0, 0]), tt.Trajectory([0, 0, 1, 1])], tt.losses.sft())
+    model.zero_grad(set_to_none=False)
+    engine = engine_type(model, **options)
+    if not isinstance(engine.budget, int):
+        engine.plan(trajectories)  # may time passes, which is no part of a step
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)  # else the step would reuse free blocks that are already counted
+    before = _status_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # restarts the peak
+    engine.forward_backward(trajectories, loss)
+    sender.send(max(_status_bytes("VmHWM") - before, 0))
+    sender.close()
+
+
+def _touch_weights_and_gradients(model: nn.Module) -> None:
+    """Read and write every page once: memory sent from another process is mapped on first use."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.detach().sum()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.add_(0.0)
+
+
+def _status_bytes(field: str) -> int:
+    match = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert match is not None
+    return int(match.group(1)) * 1024
+
+
 def measure(case: str) -> None:
     """Append one row per budget."""
     from treetrain.engine.engine import LinearEngine, TreeEngine
-    from treetrain.verification.bench import peak_step_bytes
 
     model, trajectories = load(case)
     longest = [max(trajectories, key=len)]
@@ -95,8 +171,6 @@ def main() -> None:
     unknown = set(options.cases) - set(BUDGETS)
     if unknown:
         parser.error(f"unknown case {sorted(unknown)[0]!r}; there are {', '.join(BUDGETS)}")
-    import torch
-
     torch.set_num_threads(options.threads)
     for case in options.cases:
         if case == TAU and not DATA.is_dir():

@@ -59,14 +59,14 @@ def test_a_sample_with_nothing_to_train_is_refused(treetrain, tmp_path, model_fo
 
 
 def test_bench_measures_tree_and_baselines(treetrain, token_file, model_folder) -> None:
-    argv = ("bench", token_file, "--model", model_folder, "--repeats", "2", "--no-memory")
+    argv = ("bench", token_file, "--model", model_folder, "--repeats", "2")
     answer = treetrain(*argv, "--json")
     report = answer.json
     assert answer.code == 0 and report["repeats"] == 2 and report["trajectories"] == 12
     assert report["efficiency"] == pytest.approx(report["speedup"] / report["ideal"]) and report["ideal"] > 1
-    assert report["baseline"] in report["baselines"] and report["tree_peak_bytes"] is None
+    assert report["baseline"] in report["baselines"]
     table = treetrain(*argv)
-    expected = ("speed-up", "FLOP-ideal", "efficiency", "not measured", "packed 4096", "overlap 0.")
+    expected = ("speed-up", "FLOP-ideal", "efficiency", "packed 4096", "overlap 0.")
     assert table.code == 0 and all(word in table.out for word in expected)
 
 
@@ -82,7 +82,7 @@ def test_verify_runs_the_tree_under_the_budget(treetrain, token_file, model_fold
 def test_bench_runs_the_tree_under_the_budget_and_counts_what_it_must_recompute(
     treetrain, token_file, model_folder
 ) -> None:
-    argv = ("bench", token_file, "--model", model_folder, "--repeats", "1", "--no-memory", "--json")
+    argv = ("bench", token_file, "--model", model_folder, "--repeats", "1", "--json")
     whole, report = (treetrain(*argv, *more).json for more in ((), ("--budget", "12")))
     assert whole["parts"] == 1 and report["parts"] > 4 and report["recomputed_tokens"] > 0
     assert 1 < report["ideal"] < whole["ideal"]
@@ -100,11 +100,5 @@ def test_a_budget_that_is_none_or_too_small_is_refused_with_the_cure(
 def test_bench_reports_exact_repeats_apart(treetrain, tmp_path, model_folder) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"input_ids": [1, 2, 3, 4]}\n' * 3 + '{"input_ids": [1, 2, 5, 4]}\n')
-    answer = treetrain("bench", str(path), "--model", model_folder, "--repeats", "1", "--no-memory")
+    answer = treetrain("bench", str(path), "--model", model_folder, "--repeats", "1")
     assert "without repeats" in answer.out and "over 2 distinct rows" in answer.out
-
-
-@pytest.mark.slow
-def test_bench_measures_peak_memory_in_processes_of_their_own(treetrain, token_file, model_folder) -> None:
-    report = treetrain("bench", token_file, "--model", model_folder, "--repeats", "1", "--json").json
-    assert 0 < report["tree_peak_bytes"] < 1e9 and 0 < report["linear_peak_bytes"] < 1e9

@@ -68,7 +68,7 @@ def test_what_is_no_loss_is_refused_before_any_work(model, monkeypatch, loss, me
     calls = {
         "forward_backward": lambda: tt.TreeEngine(model).forward_backward(ROWS, loss),
         "verify": lambda: tt.verify(model, [tt.Trajectory(row) for row in ROWS], loss=loss),
-        "bench": lambda: bench(model, [tt.Trajectory(row) for row in ROWS], loss=loss, memory=False),
+        "bench": lambda: bench(model, [tt.Trajectory(row) for row in ROWS], loss=loss),
     }
     monkeypatch.setattr(type(model.model.embed_tokens), "forward", lambda *_, **__: pytest.fail("the model ran"))
     with pytest.raises(TypeError, match=message):

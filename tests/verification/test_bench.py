@@ -1,6 +1,5 @@
 """`bench` and the baselines it compares with."""
 
-import sys
 import time
 
 import numpy as np
@@ -9,11 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import treetrain as tt
-from treetrain.engine.engine import LinearEngine, TreeEngine
-from treetrain.verification.bench import bench, peak_step_bytes
-from treetrain.verification.padded_baseline import PaddedEngine
-from treetrain.verification.plain_model import PlainModel
-from treetrain.verification.verify import relative_error
+from treetrain.engine.engine import LinearEngine
+from treetrain.verification.bench import PaddedEngine, bench
+from treetrain.verification.verify import PlainModel, relative_error
 
 LOSSES = {"sft": tt.losses.sft(), "ppo": tt.losses.ppo(entropy=0.01)}
 
@@ -62,7 +59,7 @@ def test_the_baselines_share_nothing(model, rows):
 
 def test_a_report_says_what_was_measured(model, rows):
     lines: list[str] = []
-    report = bench(model, rows, repeats=2, memory=False, progress=lines.append)
+    report = bench(model, rows, repeats=2, progress=lines.append)
     assert report.trajectories == 7 and report.distinct_rows == 6
     assert set(report.baselines) == {"packed 4096", "padded 4096", "packed 8192", "padded 8192"}
     assert report.baseline in report.baselines and report.repeats == len(report.seconds["tree"]) == 2
@@ -72,7 +69,7 @@ def test_a_report_says_what_was_measured(model, rows):
     assert report.ideal is not None and report.ideal > 1
     assert report.efficiency == pytest.approx(report.speedup / report.ideal)
     assert report.distinct_ideal is not None and 1 <= report.distinct_ideal < report.ideal
-    assert report.tree_peak_bytes is None and any("warm-up" in line for line in lines)
+    assert any("warm-up" in line for line in lines)
 
 
 def test_only_the_baselines_asked_for_run(model, rows, monkeypatch):
@@ -86,17 +83,17 @@ def test_only_the_baselines_asked_for_run(model, rows, monkeypatch):
         return original(engine, tasks, *args, **kwargs)
 
     monkeypatch.setattr(LinearEngine, "forward_backward", slow)
-    report = bench(model, rows, repeats=1, memory=False)
+    report = bench(model, rows, repeats=1)
     assert report.baseline == "padded 4096" and len(report.baselines) == 4
     ran.clear()
-    report = bench(model, rows, repeats=1, memory=False, baselines=["padded 4096"])
+    report = bench(model, rows, repeats=1, baselines=["padded 4096"])
     assert report.baseline == "padded 4096" and set(report.baselines) == {"padded 4096"}
     assert set(ran) == {("PaddedEngine", 4096)}
 
 
 def test_lists_of_ids_and_trees_are_timed_as_trajectories_are(model, rows):
     for given in ([row.ids.tolist() for row in rows], tt.build_tree([row.ids for row in rows])):
-        report = bench(model, given, repeats=1, memory=False, baselines=["packed 4096"])
+        report = bench(model, given, repeats=1, baselines=["packed 4096"])
         assert (report.trajectories, report.flat_tokens) == (7, sum(len(row) for row in rows))
 
 
@@ -109,18 +106,3 @@ def test_a_baseline_that_there_is_not_is_an_error(model, rows, wanted):
 def test_no_repeats_are_an_error(model, rows):
     with pytest.raises(ValueError, match="repeats=0"):
         bench(model, rows, repeats=0)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
-def test_peak_memory_grows_with_the_step_and_counts_neither_model_nor_imports(model):
-    def rows_of(length: int) -> list[tt.Trajectory]:
-        ids = np.random.default_rng(0).integers(0, 60, length)
-        return [tt.Trajectory(ids[start : start + 100]) for start in range(0, length, 100)]
-
-    small, large = (
-        peak_step_bytes(TreeEngine, {}, model, rows_of(length), LOSSES["sft"]) for length in (2_000, 20_000)
-    )
-    assert small is not None and large is not None
-    # A token of this model keeps a few kB of activations; a process that has only imported torch holds 200 MB.
-    assert 1_000_000 < small < 60_000_000
-    assert large > 2 * small

@@ -1,6 +1,6 @@
 """`treetrain bench`: how much faster is the tree than the best linear baseline?"""
 
-from argparse import BooleanOptionalAction
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -29,8 +29,6 @@ def make_parser() -> Parser:
     text = "Rounds that are not counted; the slower baselines drop out after them."
     parser.option("warmup", text, 1, type=at_least(1))
     parser.option("temperature", "Divides the logits.", 1.0, type=float)
-    text = "Also measure the peak memory of a step; on a CPU each side runs in a process of its own."
-    parser.option("memory", text, True, action=BooleanOptionalAction)
     return parser
 
 
@@ -44,28 +42,24 @@ def run(argv: Sequence[str]) -> int:
     from treetrain.verification.bench import bench
 
     model = best_device_model(options.model, seed=options.seed, threads=options.threads)
-    how = {name: getattr(options, name) for name in ("budget", "temperature", "repeats", "warmup", "memory")}
+    how = {name: getattr(options, name) for name in ("budget", "temperature", "repeats", "warmup")}
     with console(stderr=True).status("loading") as status:
         report = bench(model, rows, progress=status.update, **how)
     if options.json:
-        print_json(report.as_dict())
+        print_json(dataclasses.asdict(report))
     else:
         _print(report)
     return 0
 
 
 def _print(report: "BenchReport") -> None:
-    from treetrain.cli.output import console, megabytes, pairs, table
-
-    def memory(count: int | None) -> str:
-        return "not measured" if count is None else megabytes(count)
+    from treetrain.cli.output import console, pairs, table
 
     out = console()
-    rows = [("tree", f"{report.tree_seconds:.3f}", "", memory(report.tree_peak_bytes))]
+    rows = [("tree", f"{report.tree_seconds:.3f}", "")]
     for name, seconds in sorted(report.baselines.items(), key=lambda entry: entry[1]):
-        peak = memory(report.linear_peak_bytes) if name == report.baseline else ""
-        rows.append((name, f"{seconds:.3f}", f"{seconds / report.tree_seconds:.2f}x", peak))
-    out.print(table(("forward + backward", "seconds", "over the tree", "peak memory"), rows))
+        rows.append((name, f"{seconds:.3f}", f"{seconds / report.tree_seconds:.2f}x"))
+    out.print(table(("forward + backward", "seconds", "over the tree"), rows))
     low, high = report.speedup_spread
     tokens = f"{report.flat_tokens:,} flat, {report.unique_tokens:,} unique tokens, overlap {report.overlap:.3f}"
     known = report.ideal is not None and report.efficiency is not None

@@ -46,8 +46,3 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str |
     for row in rows:
         made.add_row(*map(escape, row))
     return made
-
-
-def megabytes(count: float) -> str:
-    """Bytes as MB of 10**6."""
-    return f"{count / 1e6:,.0f} MB"

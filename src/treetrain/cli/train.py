@@ -45,7 +45,9 @@ def run(argv: Sequence[str]) -> int:
         from treetrain.cli.output import print_notes
 
         print_notes(notes)
-    trainer.how_to_resume = _command_that_resumes(argv, trainer.args.world_size)
+    trainer.how_to_resume = "the same command and --resume_from_checkpoint true"
+    if trainer.args.world_size == 1:  # else the launcher is not known; the last flag of a name counts
+        trainer.how_to_resume = shlex.join(["treetrain", "train", *argv, "--resume_from_checkpoint", "true"])
     words: Any = {"true": True, "false": False, None: False}
     trainer.train(resume_from_checkpoint=words.get(resume and resume.lower(), resume))
     if trainer.eval_dataset is not None:
@@ -89,13 +91,11 @@ def make_parser() -> Any:
 
 def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, Any]:
     """Options of data and model, and the `TreeArguments`. Raises ValueError."""
-    parser = make_parser()
-    words = list(argv)
-    for path in [
-        word for word in takewhile(lambda word: not word.startswith("-"), argv) if word.endswith((".yaml", ".yml"))
-    ]:
-        words.remove(path)
-        parser.set_defaults(**_read_yaml(path, parser))
+    parser, words = make_parser(), list(argv)
+    for path in takewhile(lambda word: not word.startswith("-"), argv):
+        if path.endswith((".yaml", ".yml")):
+            words.remove(path)
+            parser.set_defaults(**_read_yaml(path, parser))
     arguments, options, unknown = parser.parse_args_into_dataclasses(
         words, return_remaining_strings=True, look_for_args_file=False
     )
@@ -136,13 +136,6 @@ def _no_argument(name: str, parser: Any) -> str:
     return f"{name} is no argument{f'; did you mean {close[0]}?' if close else ''}; treetrain train --help lists all"
 
 
-def _command_that_resumes(argv: Sequence[str], ranks: int) -> str:
-    if ranks > 1:  # the launcher is not known
-        return "the same command and --resume_from_checkpoint true"
-    # The last flag of a name counts.
-    return shlex.join(["treetrain", "train", *argv, "--resume_from_checkpoint", "true"])
-
-
 def _trainer(options: Namespace, arguments: Any) -> "tuple[TreeTrainer, Sequence[str]]":
     """The trainer of a run, and notes on its rows."""
     from transformers import EarlyStoppingCallback
@@ -150,6 +143,7 @@ def _trainer(options: Namespace, arguments: Any) -> "tuple[TreeTrainer, Sequence
     from treetrain.cli.inputs import read
     from treetrain.models.loading import load_model
     from treetrain.trainers.callbacks import WeightAverage
+    from treetrain.trainers.groups import hold_out
     from treetrain.trainers.run_page import RunPageCallback
     from treetrain.trainers.tree_trainer import TreeTrainer
 
@@ -157,8 +151,6 @@ def _trainer(options: Namespace, arguments: Any) -> "tuple[TreeTrainer, Sequence
         found = read(options, memory_map=options.memory_map)
     rows, eval_rows = found.rows, read(options, options.eval_data).rows if options.eval_data else None
     if options.eval_fraction:
-        from treetrain.trainers.groups import hold_out
-
         rows, eval_rows = hold_out(rows, options.eval_fraction, seed=arguments.seed)
     model = load_model(options.model, seed=arguments.seed)
     model.config.name_or_path = options.model
@@ -209,22 +201,20 @@ def _tokenizer(options: Namespace, found: "ReadRows") -> Any:
 
 
 def _print(trainer: "TreeTrainer") -> None:
-    from treetrain.cli.output import console, megabytes, pairs
+    from treetrain.cli.output import console, pairs
 
     history = trainer.state.log_history
-    steps = [record for record in history if "tree/flat_tokens" in record]
+    losses = [record["loss"] for record in history if "loss" in record]
     evaluations = [record["eval_nll"] for record in history if "eval_nll" in record]
+    flat, unique, seconds = (
+        sum(record.get(f"tree/{name}", 0) for record in history) for name in ("flat_tokens", "unique_tokens", "seconds")
+    )
     rows = [("steps", f"{trainer.state.global_step:,}")]
     if evaluations:
         rows.append(("held out", f"{evaluations[0]:.4f} -> {evaluations[-1]:.4f} nats per token"))
-    if steps:
-        names = ("flat_tokens", "unique_tokens", "seconds")
-        flat, unique, seconds = (sum(step[f"tree/{name}"] for step in steps) for name in names)
-        rows += [
-            ("loss", f"{steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}"),
-            ("tokens", f"{flat:,} flat, {unique:,.0f} unique, overlap {1 - unique / flat:.3f}"),
-            ("speed", f"{flat / seconds:,.0f} flat tokens/s in forward and backward, {seconds:,.1f} s"),
-            ("peak memory", megabytes(steps[-1]["tree/peak_memory_bytes"])),
-        ]
+    if losses and flat:
+        rows.append(("loss", f"{losses[0]:.4f} -> {losses[-1]:.4f}"))
+        rows.append(("tokens", f"{flat:,} flat, {unique:,.0f} unique, overlap {1 - unique / flat:.3f}"))
+        rows.append(("speed", f"{flat / seconds:,.0f} flat tokens/s in forward and backward, {seconds:,.1f} s"))
     rows += [("execution", trainer.args.execution), ("model", os.path.abspath(trainer.args.output_dir or "."))]
     console().print(pairs(rows))

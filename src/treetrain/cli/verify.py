@@ -1,5 +1,6 @@
 """`treetrain verify`: are loss and gradients those of training on every row by itself?"""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
     how = {name: getattr(options, name) for name in ("temperature", "tolerance", "budget")}
     report = verify(model, rows, **how)
     if options.json:
-        print_json(report.as_dict())
+        print_json(dataclasses.asdict(report))
     else:
         _print(report, options.worst)
     return 0 if report.passed else FAILED

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from itertools import islice
 from operator import add
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, set_seed
@@ -19,12 +21,12 @@ from transformers.trainer_utils import EvalLoopOutput
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.distributed import is_sharded
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.loss import StepResult, summed
+from treetrain.engine.loss import Metrics, StepResult, add_metrics, mean_metrics, summed
 from treetrain.engine.routing import RouterBalance
+from treetrain.errors import DataError
 from treetrain.trainers.arguments import MUON, TreeArguments
 from treetrain.trainers.callbacks import EXECUTION, StepLog, peak_memory_bytes
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin
-from treetrain.trainers.evaluation import evaluate, loss_of_held_out
 from treetrain.trainers.optimizers import muon_and_options
 from treetrain.trainers.policy_log import LoggedPolicyLoss, step_metrics
 from treetrain.trainers.rollouts import (
@@ -42,6 +44,8 @@ from treetrain.trainers.rollouts import (
     with_fact,
 )
 from treetrain.trainers.steps import Call, StepDataset, StepLoader, StepSampler
+
+logger = logging.getLogger(__name__)
 
 
 class TreeTrainer(SafeCheckpointsMixin, Trainer):
@@ -272,18 +276,13 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         last = self.accelerator.sync_gradients
         with self._precision(engine):
             result = engine.forward_backward(
-                inputs["tree"],
-                self._step_loss,
-                num_items_in_batch,
-                self._balance,
-                sync=last,  # type: ignore[arg-type]
+                inputs["tree"], self._step_loss, num_items_in_batch, self._balance, sync=last
             )
+        loss = result.loss  # waits for the device
         self._calls.append(result)
-        for name in ("unique_tokens", "tree_flops", "linear_flops"):
-            self._numbers[name] = self._numbers.get(name, 0.0) + inputs.get(name, 0.0)
-        loss = result.loss
-        spent = self._numbers.get("seconds", 0.0) + time.perf_counter() - started
-        self._numbers["seconds"] = spent
+        for name, value in {**inputs, "seconds": time.perf_counter() - started}.items():
+            if name in ("unique_tokens", "tree_flops", "linear_flops", "seconds"):
+                self._numbers[name] = self._numbers.get(name, 0.0) + value
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"step {self.state.global_step + 1}: the loss is {loss}; the weights were not updated. A lower "
@@ -340,31 +339,68 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Log-likelihood and loss of held-out rows; see `treetrain.trainers.evaluation.evaluate`."""
-        model, rows = self.model_wrapped, dataloader.dataset.rows
-        model.eval()
+        """Evaluate held-out rows, call by call, so that memory does not grow with their number.
+
+        Returns:
+            metrics: `nll`, the mean negative log-likelihood of the weighted tokens in nats; `trained_tokens`; and where
+            the rows have, or can be given, the facts that the loss needs, `loss` and its metrics.
+        """
+        model = self.model_wrapped.eval()
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
         engine = self._engine_of(model)
-        known = self._ref_engine is not None or hasattr(self.model, "disable_adapter")
-        rows, loss, reference = loss_of_held_out(rows, self.loss, reference=known)
-
-        def calls() -> Iterator[list[Trajectory]]:
-            for inputs in dataloader:
-                members = [rows[number] for number in inputs["call"].rows.tolist()]
-                if reference:
-                    with self._scoring(REFERENCE) as scorer:
-                        scores = logprobs(scorer, members)
-                    members = [with_fact(row, REFERENCE, x.cpu().numpy()) for row, x in zip(members, scores)]
-                yield members
-                handler = self.callback_handler
-                self.control = handler.on_prediction_step(self.args, self.state, self.control)
-
+        rows, loss, reference = self._held_out(dataloader.dataset.rows)
+        loss = None if loss is None else loss.for_step(rows)
+        entropies, every = loss is not None and "entropies" in loss.needs, loss is not None and loss.reads_untrained
+        nll = weight = tokens = total = 0.0
+        sums: Metrics = {}
         self.callback_handler.eval_dataloader = dataloader
-        with self._precision(engine):
-            found = evaluate(engine, calls(), loss, rows)
+        for inputs in dataloader:
+            members = [rows[number] for number in inputs["call"].rows.tolist()]
+            if reference:
+                with self._scoring(REFERENCE) as scorer:
+                    scores = logprobs(scorer, members)
+                members = [with_fact(row, REFERENCE, x.cpu().numpy()) for row, x in zip(members, scores)]
+            with self._precision(engine), torch.no_grad():
+                scores = logprobs(engine, members, entropies=entropies, every=every)
+                scored, entropy_rows = scores if entropies else (scores, None)
+                flat, weights = torch.cat(scored), np.concatenate([row.weights[1:] for row in members])
+                used = weights != 0
+                # An untrained token may be impossible, and 0 times infinity is not a number.
+                nll -= float(weights[used] @ flat.double().cpu().numpy()[used])
+                weight, tokens = weight + float(weights.sum()), tokens + int(used.sum())
+                if loss is not None and (every or used.any()):
+                    facts = loss.pack(members, device=flat.device, dtype=flat.dtype, used=None if every else used)
+                    read = torch.from_numpy(np.flatnonzero(used | every)).to(flat.device)
+                    entropy = None if entropy_rows is None else torch.cat(entropy_rows)[read]
+                    part, metrics = loss.packed(flat[read], entropy, facts)
+                    total, sums = total + float(part), add_metrics(sums, metrics)
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        found = mean_metrics(sums) | {"nll": nll / weight, "trained_tokens": tokens}
+        found |= {} if loss is None else {"loss": total / loss.normaliser(rows)}
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in engine.ranks.gather(found)[0].items()}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(rows))  # type: ignore[arg-type]
+
+    def _held_out(self, rows: Sequence[Trajectory]) -> tuple[Sequence[Trajectory], Any, bool]:
+        """Held-out rows with advantages, and the loss to evaluate them by: on-policy if they lack old_logprobs.
+
+        Returns:
+            the rows; the loss, None if they lack a fact that it needs; whether the reference must still score them
+            (their ref_logprobs are zeros until then).
+        """
+        loss = self.loss.inner if isinstance(self.loss, LoggedPolicyLoss) else self.loss
+        try:
+            rows = with_advantages(rows, loss, None)
+            missing = missing_facts(rows, loss)
+        except DataError as error:
+            logger.warning("held-out rows are evaluated by their log-likelihood alone: %s", error)
+            return rows, None, False
+        loss = on_policy(loss) if OLD in missing else loss
+        if REFERENCE not in missing:
+            return rows, loss, False
+        if self._ref_engine is None and not hasattr(self.model, "disable_adapter"):
+            return rows, None, False
+        return [row.replace(**{REFERENCE: np.zeros(len(row))}) for row in rows], loss, True
 
     # ---- Models, engines, optimisers ----
 

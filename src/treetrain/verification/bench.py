@@ -5,15 +5,10 @@ so that a machine that slows down slows all of them; medians are compared. All b
 """
 
 import contextlib
-import ctypes
 import dataclasses
-import gc
-import multiprocessing
-import re
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,16 +18,20 @@ from torch import nn
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.engine import LinearEngine, TreeEngine
+from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, scoring_head
 from treetrain.engine.loss import as_loss
 from treetrain.engine.memory import keep_memory
 from treetrain.engine.packed import model_device
+from treetrain.errors import UnsupportedModel
 from treetrain.losses.sft import sft
+from treetrain.models.capability import Capabilities
 from treetrain.planning.budget import Bytes
+from treetrain.planning.plan import Plan
 from treetrain.planning.price import budget_share
 from treetrain.tree.build import Row, as_tree, build_tree
+from treetrain.tree.layout import PackedLayout
 from treetrain.tree.stats import distinct_rows, ideal_speedup
 from treetrain.tree.token_tree import TokenTree
-from treetrain.verification.padded_baseline import PaddedEngine
 
 PACK_TOKENS = (4096, 8192)
 """Batch sizes, in tokens, of the linear runs to try; the fastest run is the baseline."""
@@ -73,16 +72,9 @@ class BenchReport:
     distinct_speedup: float | None
     """Against the fastest baseline of the warm-up, on rows without exact repeats; None if no row repeats."""
     distinct_ideal: float | None
-    tree_peak_bytes: int | None
-    """Above model and gradients, on a CPU in a fresh process; None if not measured."""
-    linear_peak_bytes: int | None
     repeats: int
     seconds: dict[str, list[float]]
     """The time of every measured round, by engine name."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """The report as plain numbers and strings."""
-        return dataclasses.asdict(self)
 
 
 def bench(
@@ -94,7 +86,6 @@ def bench(
     budget: int | str | Bytes | None = None,
     repeats: int = 5,
     warmup: int = 1,
-    memory: bool = True,
     baselines: Collection[str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> BenchReport:
@@ -107,7 +98,6 @@ def bench(
         budget: of the tree's side; see `TreeEngine`.
         repeats: measured rounds; every engine runs once in each.
         warmup: rounds before, not counted; the slower baselines drop out after them.
-        memory: also measure peak memory, on a CPU each side in a fresh process.
         baselines: names of those to run, such as the `BenchReport.baseline` of a smaller run; None is all.
         progress: called with a line about what is running.
 
@@ -157,12 +147,6 @@ def bench(
     measured = take_turns(runs | ({"distinct": (engines[best], distinct)} if repeated else {}), repeats, "round")
     medians = {name: statistics.median(times) for name, times in measured.items()}
     baseline = min(close, key=lambda name: medians[name])
-    peaks: list[int | None] = [None, None]
-    if memory:
-        if progress is not None:
-            progress("peak memory")
-        options = {"temperature": temperature}
-        peaks = [peak_step_bytes(kinds[n][0], options | kinds[n][1], model, rows, loss) for n in ("tree", baseline)]
     ratios = [a / b for a, b in zip(measured[baseline], measured["tree"])]
     speedup, plan, cost = statistics.median(ratios), engines["tree"].plan(rows), cost_if_countable(model)
     ideal = distinct_ideal = None
@@ -190,8 +174,6 @@ def bench(
         distinct_rows=len(distinct),
         distinct_speedup=medians["distinct"] / medians["tree"] if repeated else None,
         distinct_ideal=distinct_ideal,
-        tree_peak_bytes=peaks[0],
-        linear_peak_bytes=peaks[1],
         repeats=repeats,
         seconds=measured,
     )
@@ -202,77 +184,62 @@ def _synchronise(model: nn.Module) -> None:
         torch.cuda.synchronize()
 
 
-def peak_step_bytes(
-    engine_type: type[TreeEngine],
-    options: dict[str, Any],
-    model: nn.Module,
-    trajectories: Sequence[Trajectory],
-    loss: Any,
-) -> int | None:
-    """Peak bytes of one forward and backward above the model and its gradients.
+class PaddedRun:
+    """A forest of single rows as one right-padded batch, with the interface of `PackedRun`.
 
-    A CPU model is sent to a new process, so that nothing that ran before is counted; a CUDA model is measured here.
-
-    Returns:
-        Bytes, or None on a system whose kernel does not report a process's peak.
+    Causal attention needs no mask on the right: padding comes after every real token. So each batch is one stock causal
+    call per layer of transformers' own attention, with the same fused head as everywhere else.
     """
-    if model_device(model).type == "cuda":
-        engine = engine_type(model, **options)
-        _touch_weights_and_gradients(model)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        engine.forward_backward(trajectories, loss)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    if not Path("/proc/self/clear_refs").exists():
-        return None
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    arguments = (sender, engine_type, options, model, list(trajectories), loss, torch.get_num_threads())
-    process = context.Process(target=_measure_peak, args=arguments)
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        raise RuntimeError(
-            f"the process measuring memory ended with code {process.exitcode} (out of memory?)"
-        ) from None
-    finally:
-        process.join()
+
+    def __init__(
+        self, model: nn.Module, capabilities: Capabilities, layout: PackedLayout, *, routers: Any = None, **_: Any
+    ):
+        if routers is not None:
+            raise UnsupportedModel(
+                "padded batches have neither an auxiliary loss of routers, which would count the padding, nor recorded "
+                "experts: set config.output_router_logits=False and leave `experts` out to compare with them"
+            )
+        device = model_device(model)
+        self.model, self.capabilities = model, capabilities
+        row = np.cumsum(layout.positions == 0) - 1
+        width = int(layout.positions.max(initial=0)) + 1
+        slot = row * width + layout.positions
+        ids = np.zeros((int(row[-1]) + 1 if len(row) else 0) * width, dtype=np.int64)
+        ids[slot] = layout.input_ids
+        self.input_ids = torch.from_numpy(ids.reshape(-1, width)).to(device)
+        self.edges = Edges(
+            rows=torch.from_numpy(slot[layout.rows]).to(device),
+            edge_row=torch.from_numpy(layout.edge_row_index).to(device),
+            targets=torch.from_numpy(layout.edge_targets).to(device),
+        )
+
+    @staticmethod
+    @contextlib.contextmanager
+    def mode(model: nn.Module) -> Iterator[None]:
+        """Switch nothing: attention is transformers' own."""
+        yield
+
+    def scores(self, request: ScoreRequest) -> Scores:
+        """See `PackedRun.scores`."""
+        with scoring_head(self.capabilities, self.edges, request) as calls:
+            self.model(input_ids=self.input_ids, attention_mask=None, use_cache=False)
+        return calls[0].scores
 
 
-def _measure_peak(sender, engine_type, options, model, trajectories, loss, threads) -> None:
-    torch.set_num_threads(threads)
-    _touch_weights_and_gradients(model)
-    # Libraries map their code when it first runs; that is not memory of a step.
-    engine_type(model).forward_backward([Trajectory([0, 0, 0, 0]), Trajectory([0, 0, 1, 1])], sft())
-    model.zero_grad(set_to_none=False)
-    engine = engine_type(model, **options)
-    if not isinstance(engine.budget, int):
-        engine.plan(trajectories)  # may time passes, which is no part of a step
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
-        ctypes.CDLL(None).malloc_trim(0)  # else the step would reuse free blocks that are already counted
-    before = _status_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # restarts the peak
-    engine.forward_backward(trajectories, loss)
-    sender.send(max(_status_bytes("VmHWM") - before, 0))
-    sender.close()
+class PaddedEngine(LinearEngine):
+    """A `LinearEngine` that pads: batches of at most ``pack_tokens`` slots (a longer row runs by itself)."""
 
+    run_type = PaddedRun
 
-def _touch_weights_and_gradients(model: nn.Module) -> None:
-    """Read and write every page once: memory sent from another process is mapped on first use."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.detach().sum()
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.add_(0.0)
-
-
-def _status_bytes(field: str) -> int:
-    match = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert match is not None
-    return int(match.group(1)) * 1024
+    def plan_of(self, layout: PackedLayout) -> Plan:
+        """Fill batches with rows in order of length."""
+        lengths = np.diff(np.append(np.flatnonzero(layout.parent < 0), layout.num_tokens))
+        slots = self.pack_tokens or (int(lengths.sum()) + 1) ** 2
+        batch_of = np.zeros(len(lengths), np.int64)
+        batch = rows = 0
+        for row in np.argsort(lengths, kind="stable").tolist():
+            if rows and (rows + 1) * int(lengths[row]) > slots:
+                batch, rows = batch + 1, 0
+            batch_of[row] = batch
+            rows += 1
+        return Plan.of_parts(layout, np.repeat(batch_of, lengths))
