@@ -17,7 +17,7 @@ from treetrain.engine.costs import cost_if_countable, cost_of, count, count_conf
 from treetrain.engine.executor import Executor
 from treetrain.engine.lm_head import ScoreRequest
 from treetrain.engine.loss_gradients import Batch, KnownGradients, ScoreTable
-from treetrain.engine.memory import AllocatedBytes, CountStorages
+from treetrain.engine.memory import AllocatedBytes, CountStorages, PassCounts
 from treetrain.engine.packed import PackedRun
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import check_model
@@ -109,7 +109,7 @@ def peak_and_cache(model: nn.Module, layout, plan) -> tuple[int, int]:
     meter = AllocatedBytes()
     with CountStorages(meter):
         table = ScoreTable(layout.num_edges, len(layout.rows), torch.float32, CPU, entropy=False)
-        executor = Executor(model, check_model(model), plan, temperature=1.0, gradients=True)
+        executor = Executor(tt.TreeEngine(model), plan, PassCounts(), gradients=True)
         executor.train(KnownGradients(table, torch.ones(layout.num_edges)))
     return meter.peak, executor._cache.num_bytes + executor._states.num_bytes
 

@@ -174,6 +174,11 @@ def is_shard(tensor: Any) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
+def own_part(parameter: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter that this rank holds."""
+    return getattr(parameter, "_local_tensor", parameter)
+
+
 def sharded_modules(*modules: nn.Module | None) -> list[Any]:
     """The modules within these that FSDP2 (`fully_shard`) has sharded, each once."""
     if not dist.is_available():

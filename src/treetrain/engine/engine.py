@@ -4,7 +4,7 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.device_arrays import on_device
+from treetrain.engine.executor import Executor
 from treetrain.engine.gradients import gradients_of
 from treetrain.engine.loss import Loss, StepResult, summed
-from treetrain.engine.loss_gradients import Batch, ScoreTable, check_batch, predictions_of, rewards_layout
+from treetrain.engine.loss_gradients import Batch, check_batch, last_states, predictions_of
 from treetrain.engine.memory import PassCounts
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import RouterBalance, Routing, check_auxiliary
 from treetrain.engine.runtime import Runtime
-from treetrain.engine.score import LiveScoring, Scored
+from treetrain.engine.score import Scored, Scoring, States
 from treetrain.engine.step import plan_step, prepare_step, rows_instead, run_step
 from treetrain.errors import RanksDisagree, UnsupportedModel
 from treetrain.planning.budget import Bytes
@@ -56,7 +56,7 @@ class TreeEngine(Runtime):
 
     def plan(self, trajectories: Sequence[Trajectory] | TokenTree) -> Plan:
         """The plan of a training step on these trajectories under the engine's budget."""
-        tree = as_tree(trajectories, merge=self.merge)
+        tree = self.tree_of(trajectories)
         plan = self.plan_of(pack(tree, tree.trained_edges()[0] > 0, trim=not self.balanced))
         return (rows_instead(self, tree, plan) or (tree, plan))[1]
 
@@ -129,7 +129,7 @@ class TreeEngine(Runtime):
 
         def prepared() -> tuple[tuple[Routing, Plan], None]:
             self.capabilities = self.checked()
-            tree = as_tree(trajectories, merge=self.merge)
+            tree = self.tree_of(trajectories)
             check_batch(tree, self.capabilities)
             routing = self.routing(tree, balanced=True)
             if routing is None:
@@ -140,7 +140,7 @@ class TreeEngine(Runtime):
 
         def route(plan: Plan, counts: PassCounts) -> None:
             routing.begin()
-            self.executor(plan, counts, routing, gradients=False).route()
+            Executor(self, plan, counts, routing, gradients=False).score(None)
 
         def balance() -> tuple[None, RouterBalance]:
             self.within_memory(plan, route)
@@ -179,32 +179,66 @@ class TreeEngine(Runtime):
             UnsupportedModel: see the class; values or rewards of a model that has no head for them.
         """
 
-        def prepared() -> tuple[TokenTree, Any]:
-            found = self.checked()
-            logprobs = not rewards and (found.scores_tokens or not values)
-            self.capabilities = found.asked(logprobs=logprobs, values=values or rewards)
-            if self.live:
-                self.check_hooks()
-            tree = as_tree(rows, merge=self.merge)
-            check_batch(tree, self.capabilities)
-            if rewards:
-                return tree, rewards_layout(tree, self.capabilities)
-            predicted = predictions_of(tree, mask)
-            batch = Batch.of(tree, weighted=False, every_token=self.balanced, mask=predicted)
-            return tree, (batch.layout, batch)
-
-        tree, (layout, batch) = self.together("score", prepared)
-        balanced = self.balanced and not rewards
-        scoring = LiveScoring(
-            self,
-            self.plan_of(layout),
-            self.routing(tree, balanced=balanced),
-            name="TreeEngine.score",
-            entropy=entropies and not rewards,
-            statistics=statistics and not rewards,
+        return self._scored(
+            "TreeEngine.score",
+            rows,
+            logprobs=False if rewards else None if values else True,
+            values="rewards" if rewards else "predictions" if values else None,
+            entropies=entropies,
+            statistics=statistics,
+            mask=mask,
         )
-        scoring.forward()
-        return Scored(scoring, tree, batch, values=values, aux=balanced)
+
+    def _scored(
+        self,
+        name: str,
+        rows: Sequence[Row] | TokenTree,
+        *,
+        logprobs: bool | None,
+        values: Literal["predictions", "states", "rewards"] | None,
+        check: Callable[[], None] | None = None,
+        balanced: bool | None = None,
+        entropies: bool = False,
+        statistics: bool = False,
+        mask: Sequence[Any] | None = None,
+    ) -> Scored:
+        """Run the batch as a tree; see `score`.
+
+        Args:
+            name: the call, for messages.
+            logprobs: whether to score tokens; None: if the model has a head for it.
+            values: the values of predictions, of every token's state, or of every row.
+            check: raises if the call cannot have gradients; otherwise hooks are checked.
+            balanced: whether to add up the routers' auxiliary loss; None: if the model's configuration asks for it.
+        """
+
+        def prepared() -> tuple[TokenTree, PackedLayout, Batch | States, bool]:
+            capabilities = self.checked()
+            wanted = capabilities.scores_tokens if logprobs is None else logprobs
+            self.capabilities = capabilities.asked(logprobs=wanted, values=values is not None)
+            if check is not None:
+                check()
+            elif self.live:
+                self.check_hooks()
+            tree = self.tree_of(rows)
+            check_batch(tree, self.capabilities)
+            if values == "rewards":
+                layout, last = last_states(tree, self.capabilities)
+                return tree, layout, States(last, None), False
+            if values == "states":
+                offsets, index = tree.paths()
+                return tree, pack_states(tree), States(index, np.diff(offsets).tolist()), False
+            aux = self.balanced if balanced is None else balanced
+            batch = Batch.of(tree, weighted=False, every_token=aux, mask=predictions_of(tree, mask))
+            return tree, batch.layout, batch, aux
+
+        tree, layout, reads, aux = self.together(name, prepared)
+        tokens = isinstance(reads, Batch)
+        routing = self.routing(tree, balanced=aux)
+        scoring = Scoring(
+            self, self.plan_of(layout), routing, entropy=entropies and tokens, statistics=statistics and tokens
+        )
+        return Scored(name, scoring, tree, reads, values=values is not None, aux=aux)
 
     def logprobs(
         self,
@@ -226,11 +260,12 @@ class TreeEngine(Runtime):
         return (scored.logprobs, scored.entropies) if return_entropy else scored.logprobs
 
 
-Trajectories = Sequence[Trajectory] | TokenTree
-
-
 class LinearEngine(TreeEngine):
-    """A `TreeEngine` that shares no prefix.
+    """The linear baseline: a `TreeEngine` that shares no prefix.
+
+    It is the reference for speed and results, so it is as fast as we can make it: rows are packed without padding in
+    the projections, short rows share batched attention calls, long ones get one causal call each, and tokens after the
+    last trained one are left out, as in a tree.
 
     Args:
         pack_tokens: most tokens of a packed part (a longer row runs by itself); None packs the whole batch.
@@ -251,28 +286,15 @@ class LinearEngine(TreeEngine):
         super().__init__(model, budget=pack_tokens, temperature=temperature, value_head=value_head, **sharing)
         self.pack_tokens = pack_tokens
 
-    def forward_backward(self, trajectories: Trajectories, *given: Any, **options: Any) -> StepResult:
-        """See `TreeEngine.forward_backward`."""
-        return super().forward_backward(_rows(trajectories), *given, **options)
-
-    def score(self, rows: Trajectories, **options: Any) -> Scored:
-        """See `TreeEngine.score`."""
-        return super().score(_rows(rows), **options)
-
-    def router_balance(self, trajectories: Trajectories) -> RouterBalance:
-        """See `TreeEngine.router_balance`."""
-        return super().router_balance(_rows(trajectories))
+    def tree_of(self, rows: Sequence[Row] | TokenTree) -> TokenTree:
+        """See `Runtime.tree_of`; a tree that shares tokens is cut into its rows."""
+        if isinstance(rows, TokenTree) and rows.num_tokens != rows.num_flat_tokens:
+            rows = list(rows.trajectories)
+        return as_tree(rows, merge=False)
 
     def plan_of(self, layout: PackedLayout) -> Plan:
         """See `TreeEngine.plan_of`."""
         return whole_trees(layout, self.pack_tokens or max(layout.num_tokens, 1))
-
-
-def _rows(batch: Trajectories) -> Trajectories:
-    """The rows of a tree that shares tokens; any other batch as it is."""
-    if isinstance(batch, TokenTree) and batch.num_tokens != batch.num_flat_tokens:
-        return list(batch.trajectories)
-    return batch
 
 
 def logprobs(
@@ -324,24 +346,26 @@ def logprobs(
     """
     engine = TreeEngine(model, budget=budget, temperature=temperature, value_head=value_head)
 
-    def prepared() -> tuple[TokenTree, Batch]:
-        engine.prepare(logprobs=True, values=return_values)
+    def check() -> None:
         check_auxiliary(engine.capabilities.experts, return_aux)
-        check_alone_where_live(engine, "treetrain.logprobs")
-        tree = as_tree(sequences, merge=True)
-        check_batch(tree, engine.capabilities)
-        return tree, Batch.of(tree, weighted=False, every_token=return_aux, mask=predictions_of(tree, mask))
+        _check_alone(engine, "treetrain.logprobs")
 
-    tree, batch = engine.together("treetrain.logprobs", prepared)
-    table, aux = scored(engine, tree, batch.layout, "treetrain.logprobs", entropy=return_entropy, balanced=return_aux)
-    every = batch.everything()
-    found: list[Any] = [every.of_edges(table.logprobs)]
-    if table.entropies is not None:
-        found.append(every.of_rows(table.entropies))
-    if return_values:
-        found.append(every.of_rows(table.values_or_zeros))
-    if return_aux:
-        found.append(aux)
+    scored = engine._scored(
+        "treetrain.logprobs",
+        sequences,
+        logprobs=True,
+        values="predictions" if return_values else None,
+        check=check,
+        balanced=return_aux,
+        entropies=return_entropy,
+        mask=mask,
+    )
+    rest, found = _within_autograd(scored), []
+    for leaves in (scored.logprobs, scored.entropies, scored.values):
+        if leaves is not None:
+            found.append(rest[: len(leaves)])
+            rest = rest[len(leaves) :]
+    found += rest  # the auxiliary loss
     return found[0] if len(found) == 1 else tuple(found)
 
 
@@ -371,10 +395,7 @@ def values(
     Raises:
         DataError, UnsupportedModel, ValueError, RuntimeError: as `treetrain.logprobs`.
     """
-    engine, tree = _prepared(model, sequences, budget, head)
-    offsets, index = tree.paths()
-    found = _values_at(engine, tree, pack_states(tree), index)
-    return list(found.split(np.diff(offsets).tolist()))
+    return _within_autograd(_scored_values("treetrain.values", model, sequences, budget, head, "states"))
 
 
 def rewards(
@@ -398,41 +419,28 @@ def rewards(
     Raises:
         DataError: a sequence without tokens; otherwise as `values`.
     """
-    engine, tree = _prepared(model, sequences, budget, head)
-    layout, last = rewards_layout(tree, engine.capabilities)
-    return _values_at(engine, tree, layout, last)
+    return _within_autograd(_scored_values("treetrain.rewards", model, sequences, budget, head, "rewards"))[0]
 
 
-def _prepared(
-    model: nn.Module, sequences: Sequence[Row] | TokenTree, budget: int | str | Bytes | None, head: nn.Module | None
-) -> tuple[TreeEngine, TokenTree]:
+def _scored_values(
+    name: str,
+    model: nn.Module,
+    sequences: Sequence[Row] | TokenTree,
+    budget: int | str | Bytes | None,
+    head: nn.Module | None,
+    values: Literal["states", "rewards"],
+) -> Scored:
     engine = TreeEngine(model, budget=budget, value_head=head)
 
-    def prepared() -> TokenTree:
-        engine.prepare(logprobs=False, values=True)
-        check_alone_where_live(engine, "treetrain.values")
+    def check() -> None:
+        _check_alone(engine, name)
         if engine.live:
             check_auxiliary(engine.capabilities.experts, False)
-        tree = as_tree(sequences, merge=True)
-        check_batch(tree, engine.capabilities)
-        return tree
 
-    return engine, engine.together("treetrain.values", prepared)
+    return engine._scored(name, sequences, logprobs=False, values=values, check=check)
 
 
-def _values_at(engine: TreeEngine, tree: TokenTree, layout: PackedLayout, index: np.ndarray) -> Tensor:
-    """[T] or [T, c] values at rows of a layout.
-
-    Args:
-        index: int64 [T]: the rows that are read, in order.
-    """
-    table, _ = scored(engine, tree, layout, "treetrain.values")
-    if table.values is None:
-        return table.logprobs.new_zeros(0)
-    return table.values.index_select(0, on_device(index, table.values.device))
-
-
-def check_alone_where_live(engine: TreeEngine, what: str) -> None:
+def _check_alone(engine: TreeEngine, what: str) -> None:
     """Raise UnsupportedModel if a backward by autograd would not synchronise gradients, or would break the common order
     of passes."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -451,33 +459,12 @@ def check_alone_where_live(engine: TreeEngine, what: str) -> None:
     )
 
 
-def scored(
-    engine: TreeEngine,
-    tree: TokenTree,
-    layout: PackedLayout,
-    name: str,
-    *,
-    entropy: bool = False,
-    balanced: bool = False,
-) -> tuple[ScoreTable, Tensor]:
-    """All scores of a layout, differentiable if the engine is `live`, and the auxiliary loss. Call `engine.prepare`
-    first.
-
-    Args:
-        name: the call, for messages.
-    """
-    routing = engine.routing(tree, balanced=balanced)
-    scoring = LiveScoring(engine, engine.plan_of(layout), routing, name=name, entropy=entropy)
-    if not scoring.live or not layout.num_tokens:
-        return scoring.forward(), scoring.aux
-    parameters = [p for p in engine.parameters if p.requires_grad]
-    table = scoring.table
-    found = _TreeScores.apply(scoring, parameters, *parameters)
-    live = ScoreTable(0, table.num_rows, table.logprobs.dtype, table.device, entropy=False)
-    live.logprobs, entropies, values, aux = found  # type: ignore[misc]
-    live.entropies = entropies if entropy else None
-    live.values = values if table.values is not None else None
-    return live, aux
+def _within_autograd(scored: Scored) -> list[Tensor]:
+    """The leaves as outputs of one autograd node whose inputs are the parameters."""
+    if not scored.live or not scored.computed_tokens:
+        return scored.leaves
+    parameters = [p for p in scored.parameters if p.requires_grad]
+    return list(_TreeScores.apply(scored, parameters, *parameters))  # type: ignore[call-overload]
 
 
 class _TreeScores(torch.autograd.Function):
@@ -488,25 +475,15 @@ class _TreeScores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, scoring: LiveScoring, parameters: list[nn.Parameter], *_: Tensor):
-        ctx.given = scoring, parameters
-        table = scoring.forward()
-        nothing = table.logprobs.new_zeros(0)
-        entropies, values = (nothing if x is None else x for x in (table.entropies, table.values))
-        # Copies: the caller may write into them.
-        return table.logprobs.clone(), entropies.clone(), values.clone(), scoring.aux.clone()
+    def forward(ctx, scored: Scored, parameters: list[nn.Parameter], *_: Tensor):
+        ctx.given = scored, parameters
+        ctx.set_materialize_grads(False)
+        return tuple(leaf.detach().clone() for leaf in scored.leaves)  # the caller may write into them
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, edges: Tensor, rows: Tensor, values: Tensor, aux: Tensor):
-        scoring, parameters = ctx.given
-        scoring.check_backward()
-        table = scoring.table
-        gradients = scoring.backward(
-            edges,
-            None if table.entropies is None else rows,
-            None if table.values is None else values,
-            aux,
-            attempt=partial(gradients_of, parameters),
-        )
-        return None, None, *gradients
+    def backward(ctx, *gradients: Tensor | None):
+        scored, parameters = ctx.given
+        for leaf, gradient in zip(scored.leaves, gradients):
+            leaf.grad = gradient
+        return None, None, *gradients_of(parameters, partial(scored.backward, sync=False))

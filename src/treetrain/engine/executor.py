@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from treetrain.engine.gradients import GradientBuffers, gradient_buffers, hooks_once
 from treetrain.engine.lm_head import ScoreRequest, Scores
 from treetrain.engine.lockstep import Lockstep, Reduces, in_step
-from treetrain.engine.loss_gradients import LossGradients, ScoreGradients, ScoreTable
+from treetrain.engine.loss_gradients import KnownGradients, ScoreGradients, ScoreTable
 from treetrain.engine.memory import PassCounts, StepOutOfMemory, out_of_memory_in
-from treetrain.engine.packed import PackedRun, model_device
+from treetrain.engine.packed import model_device
 from treetrain.engine.routing import Routing, switched
+from treetrain.engine.runtime import Runtime
 from treetrain.linear_attention.state_cache import StateCache
-from treetrain.models.capability import Capabilities
 from treetrain.planning.plan import Plan
 from treetrain.softmax_attention.kv_cache import KVCache
 from treetrain.tree.layout import Piece, cut
@@ -52,40 +52,32 @@ class _Held(NamedTuple):
 
 
 class Executor:
-    """Runs one plan, once.
+    """Runs one plan, once. Making it is a collective call under FSDP2.
 
     Args:
         plan: the plan of the batch.
-        gradients: whether the parts run backward too.
-        run_type: the class that runs a layout on the model.
         counts: counts the passes.
         routing: what the step does with the routers of experts.
-        lockstep: the common order of passes under FSDP2, where every pass is a collective call.
-        statistics: whether scores come with `Statistics`.
-        keep_logits: whether `forward_all` keeps the head's logits with the graphs.
+        gradients: whether the parts run backward too.
+        reduces: which backwards reduce sharded gradients.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        capabilities: Capabilities,
+        runtime: Runtime,
         plan: Plan,
-        *,
-        temperature: float,
-        gradients: bool,
-        run_type: type[Any] = PackedRun,
-        counts: PassCounts | None = None,
+        counts: PassCounts,
         routing: Routing | None = None,
-        lockstep: Lockstep | None = None,
-        statistics: bool = False,
-        keep_logits: bool = False,
+        *,
+        gradients: bool,
+        reduces: Reduces = "each",
     ):
-        self._model, self._capabilities, self._plan = model, capabilities, plan
-        self._temperature, self._gradients, self._run_type = temperature, gradients, run_type
-        self._counts = PassCounts() if counts is None else counts
-        self._routing, self._lockstep = routing, lockstep
-        self._statistics, self._keep_logits = statistics, keep_logits
-        self._cache = KVCache(plan.cached_tokens, model_device(model), gradients=gradients)
+        self._runtime, self._plan, self._counts, self._routing = runtime, plan, counts, routing
+        self._gradients, self._device = gradients, model_device(runtime.model)
+        self._lockstep = (
+            Lockstep(runtime, plan, routing, gradients=gradients, reduces=reduces) if runtime.in_lockstep else None
+        )
+        self._cache = KVCache(plan.cached_tokens, self._device, gradients=gradients)
         self._row_of = np.full(plan.layout.num_tokens, -1, np.int64)
         self._rows_in_use = 0
         self._states = StateCache(plan.layout.num_tokens, plan.cached_states, gradients=gradients)
@@ -97,43 +89,33 @@ class Executor:
 
     # ---- without gradients
 
-    def score(self, table: ScoreTable, *, need_entropy: bool) -> None:
-        """Fill a table with all log-probabilities, without graph, in the memory of one path.
+    def score(self, table: ScoreTable | None) -> None:
+        """Run all parts without graph, in the memory of one path.
+
+        Args:
+            table: gets all scores; None runs the layers without the head, to record what the routers choose.
 
         Raises:
             StepOutOfMemory: a part does not fit.
         """
-        self._without_graph(table, need_entropy)
-
-    def route(self) -> None:
-        """Run all tokens through the layers, without graph or head, to record what the routers choose.
-
-        Raises:
-            StepOutOfMemory: a part does not fit.
-        """
-        self._without_graph(None, need_entropy=False)
-
-    def _without_graph(self, table: ScoreTable | None, need_entropy: bool) -> None:
         plan = self._plan
-        with (
-            self._running(graph=False),
-            in_step(self._lockstep),
-        ):
+        with self._running(graph=False), in_step(self._lockstep):
             for kind, part in plan.traverse():
                 if kind == "leave":
                     self._release(part)
                     continue
                 self._allocate(part, plan.exported_tokens(part))
-                done = self._forward(
-                    plan.tokens(part), int(plan.attach[part]), need_entropy=need_entropy, score=table is not None
-                )
+                done = self._forward(plan.tokens(part), int(plan.attach[part]), table)
                 if table is not None:
                     table.write(*done)
 
     # ---- forward now, backward later
 
-    def forward_all(self, table: ScoreTable, *, need_entropy: bool) -> None:
+    def forward_all(self, table: ScoreTable, *, keep_logits: bool) -> None:
         """Fill a table, keeping the graphs of all parts for `backward_all`. The plan must keep all parts.
+
+        Args:
+            keep_logits: whether the head keeps its logits with the graphs.
 
         Raises:
             StepOutOfMemory: the graphs of all parts do not fit at once.
@@ -148,14 +130,14 @@ class Executor:
                 # Parts are numbered depth first, so what a part continues has run. Nothing of the cache is released.
                 for part in range(plan.num_parts):
                     self._allocate(part, plan.exported_tokens(part))
-                    done = self._forward(plan.tokens(part), int(plan.attach[part]), need_entropy=need_entropy)
+                    done = self._forward(plan.tokens(part), int(plan.attach[part]), table, keep_logits=keep_logits)
                     self._graphs[part] = done
                     table.write(*done)
         except Exception:
             self._graphs.clear()
             raise
 
-    def backward_all(self, gradients: LossGradients, reduces: Reduces = "each") -> None:
+    def backward_all(self, gradients: KnownGradients, reduces: Reduces = "each") -> None:
         """Run the backwards of `forward_all`, last part first, so that all parts below a part precede it.
 
         Raises:
@@ -178,7 +160,7 @@ class Executor:
 
     # ---- with gradients
 
-    def train(self, gradients: LossGradients) -> None:
+    def train(self, gradients: KnownGradients) -> None:
         """Run all parts forward and backward, and add to the parameters' ``.grad``.
 
         Raises:
@@ -198,10 +180,7 @@ class Executor:
                     if plan.kept[number]:
                         self._allocate(number, plan.exported_tokens(number))
                     done = self._forward(
-                        plan.tokens(number),
-                        int(plan.attach[number]),
-                        need_entropy=gradients.needs_entropy,
-                        coefficients=gradients.coefficients,
+                        plan.tokens(number), int(plan.attach[number]), gradients.table, gradients.coefficients
                     )
                     gradients.scored(*done)
                     self._graphs[number] = done
@@ -211,25 +190,23 @@ class Executor:
                     self._release(number)
         self._buffers = None
 
-    def _prefill(self, number: int, gradients: LossGradients) -> None:
+    def _prefill(self, number: int, gradients: KnownGradients) -> None:
         """A pass without graph over exported tokens, for their keys and values."""
         plan, first = self._plan, self._plan.prefill_parts(number)[0]
         tokens = plan.prefill_tokens(number)
         self._allocate(first, tokens)
-        score = gradients.needs_scores_early
+        table = gradients.table if gradients.needs_scores_early else None
         with torch.no_grad():
-            done = self._forward(
-                tokens, int(plan.attach[first]), need_entropy=score and gradients.needs_entropy, score=score
-            )
-        if score:
+            done = self._forward(tokens, int(plan.attach[first]), table)
+        if table is not None:
             gradients.scored(*done)
 
-    def _backward(self, done: _Forward, gradients: LossGradients) -> None:
+    def _backward(self, done: _Forward, gradients: KnownGradients) -> None:
         scores, self._backward_begun = done.scores, True
         if self._lockstep is not None:
             self._lockstep.before("backward")
         # Under the caller's autocast, backward would use 16-bit products where forward used float32.
-        with torch.autocast(model_device(self._model).type, enabled=False):
+        with torch.autocast(self._device.type, enabled=False):
             if scores.linear_loss is not None and scores.values is None and scores.carrier is None:
                 scores.linear_loss.backward()
             else:
@@ -246,18 +223,18 @@ class Executor:
         self,
         tokens: np.ndarray,
         attach: int,
-        *,
-        need_entropy: bool,
+        table: ScoreTable | None,
         coefficients: Callable[[Piece], Tensor | None] | None = None,
-        score: bool = True,
+        *,
+        keep_logits: bool = False,
     ) -> _Forward:
         """Run some tokens against the cache of the path down to the token that they continue (-1: none).
 
         Args:
+            table: says which scores to compute; None runs the layers without the head.
             coefficients: gives the gradients of a piece's log-probabilities where they are known beforehand.
-            score: False runs the layers without the head.
         """
-        with_graph = torch.is_grad_enabled()
+        with_graph, runtime = torch.is_grad_enabled(), self._runtime
         kind = "forward" if with_graph else "prefill"
         self._alive += len(tokens)
         if self._lockstep is not None:
@@ -267,22 +244,22 @@ class Executor:
         if attach >= 0 or (own >= 0).any():
             path = self._row_of[self._plan.path(attach)] if attach >= 0 else np.zeros(0, np.int64)
             options["cache"] = self._cache.view(path, own)
-            if self._capabilities.recurrent_layers:
+            if runtime.capabilities.recurrent_layers:
                 options["states"] = self._states.view(tokens, attach)
-        if not score:
+        if table is None:
             options["score"] = False
         if self._routing is not None and self._routing.needed:
             options["routers"] = self._routing.run(piece.layout.tree_index, final=with_graph or not self._gradients)
         request = ScoreRequest(
-            temperature=self._temperature,
-            need_entropy=need_entropy,
+            temperature=runtime.temperature,
+            need_entropy=table is not None and table.entropies is not None,
             coefficients=None if coefficients is None else coefficients(piece),
             buffers=self._buffers,
             meets_all=self._lockstep is not None,
-            need_statistics=self._statistics and score,
-            keep_logits=self._keep_logits,
+            need_statistics=table is not None and table.statistics is not None,
+            keep_logits=keep_logits,
         )
-        scores = self._run_type(self._model, self._capabilities, piece.layout, **options).scores(request)
+        scores = runtime.run_type(runtime.model, runtime.capabilities, piece.layout, **options).scores(request)
         if self._lockstep is not None:
             self._lockstep.after(kind, scores.live)
         if with_graph:
@@ -292,28 +269,28 @@ class Executor:
             self._counts.tokens_without_graph += len(tokens)
         return _Forward(piece, scores)
 
-    def _out_of_memory(self) -> StepOutOfMemory:
-        return StepOutOfMemory(self._alive or self._plan.peak_tokens, backward_begun=self._backward_begun)
-
     @contextmanager
     def _running(self, *, graph: bool) -> Iterator[None]:
         """Prepare the model for passes: tree mode, the step's routers, with or without graph, out of memory noticed."""
+        runtime = self._runtime
         with (
-            out_of_memory_in(self._out_of_memory),
+            out_of_memory_in(
+                lambda: StepOutOfMemory(self._alive or self._plan.peak_tokens, backward_begun=self._backward_begun)
+            ),
             torch.set_grad_enabled(graph),
-            self._run_type.mode(self._model),
-            switched(self._model, self._capabilities.experts, self._routing),
+            runtime.run_type.mode(runtime.model),
+            switched(runtime.model, runtime.capabilities.experts, self._routing),
         ):
             yield
 
     def _gradient_buffers(self) -> AbstractContextManager[GradientBuffers | None]:
         """The buffers; None under FSDP2, where weights are unsharded only during a pass."""
-        return gradient_buffers(self._model) if self._lockstep is None else nullcontext()
+        return gradient_buffers(self._runtime.model) if self._lockstep is None else nullcontext()
 
     def _modules(self) -> list[nn.Module]:
         """Everything with parameters: the model, and a value head that is not its own."""
-        scalar = self._capabilities.scalar
-        return [self._model] if scalar is None or scalar.is_models_own else [self._model, scalar.module]
+        model, scalar = self._runtime.model, self._runtime.capabilities.scalar
+        return [model] if scalar is None or scalar.is_models_own else [model, scalar.module]
 
     def _allocate(self, part: int, tokens: np.ndarray) -> None:
         """Allocate places in the caches for tokens, above those in use, until `part` is released."""
@@ -335,13 +312,10 @@ class Executor:
 
 def _outputs_with_gradients(scores: Scores, gradients: ScoreGradients) -> list[tuple[Tensor, Tensor]]:
     """The outputs that a part's backward starts from, and the gradient of each."""
-    pairs: list[tuple[Tensor, Tensor]] = [(scores.logprobs, gradients.edges)]
+    first, edges = scores.logprobs, gradients.edges
     if scores.linear_loss is not None:
-        pairs = [(scores.linear_loss, torch.ones_like(scores.linear_loss))]
-    if scores.entropies is not None and gradients.rows is not None:
-        pairs.append((scores.entropies, gradients.rows))
-    if scores.values is not None and gradients.values is not None:
-        pairs.append((scores.values, gradients.values))
-    if scores.carrier is not None:
-        pairs.append((scores.carrier, torch.zeros_like(scores.carrier)))
-    return [(out, grad) for out, grad in pairs if out.requires_grad]
+        first, edges = scores.linear_loss, torch.ones_like(scores.linear_loss)
+    zeros = None if scores.carrier is None else torch.zeros_like(scores.carrier)
+    outputs = (first, scores.entropies, scores.values, scores.carrier)
+    pairs = zip(outputs, (edges, gradients.rows, gradients.values, zeros))
+    return [(out, grad) for out, grad in pairs if out is not None and grad is not None and out.requires_grad]

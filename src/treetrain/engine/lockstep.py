@@ -11,15 +11,15 @@ change.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from treetrain.engine.distributed import Ranks, waiting_gradients, was_left_by_others
+from treetrain.engine.distributed import sharded_modules, waiting_gradients, was_left_by_others
 from treetrain.engine.lm_head import ScoreRequest, Scores
 from treetrain.engine.routing import Routing
-from treetrain.models.capability import Capabilities
+from treetrain.engine.runtime import Runtime
 from treetrain.planning.collective_order import Kind, Turn, common_order, spelled
 from treetrain.planning.plan import Plan
 from treetrain.tree.build import build_tree
@@ -29,65 +29,26 @@ Reduces = Literal["each", "last", "never"]
 """Which backwards of a run reduce gradients over ranks."""
 
 
-class StandIn:
-    """Forwards over one token that add nothing to the result.
+class Lockstep:
+    """Takes one rank through the common order; making it is a collective call.
 
     Args:
-        run_type: the class that runs a layout on the model.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        capabilities: Capabilities,
-        temperature: float,
-        routing: Routing | None,
-        run_type: type[Any],
-    ):
-        self._model, self._capabilities, self._temperature = model, capabilities, temperature
-        self._routing, self._run_type = routing, run_type
-        self._layout = pack(build_tree([[0, 0]]))
-
-    def forward(self, *, graph: bool) -> Scores:
-        """Run the token, with or without graph."""
-        options: dict[str, Any] = {}
-        if self._routing is not None and self._routing.needed:
-            options["routers"] = self._routing.idle_run(self._layout.num_tokens)
-        with torch.set_grad_enabled(graph):
-            run = self._run_type(self._model, self._capabilities, self._layout, **options)
-            zeros = torch.zeros(self._layout.num_edges, device=run.input_ids.device) if graph else None
-            return run.scores(ScoreRequest(temperature=self._temperature, coefficients=zeros, meets_all=True))
-
-
-def agreed_order(ranks: Ranks, plan: Plan, modules: Sequence[Any], *, gradients: bool, reduces: Reduces) -> list[Turn]:
-    """The common order of all ranks' passes over their plans; a collective call.
-
-    Args:
-        modules: those that FSDP2 has sharded.
+        plan, routing: those of this rank's passes.
         gradients: whether the parts run backward too.
     """
-    own = spelled(event.kind for event in plan.events()) if gradients else "P" * plan.num_parts
-    waits = gradients and reduces != "never" and bool(waiting_gradients(*modules))
-    _, answers = ranks.agree("an order of passes", lambda: (None, (own, waits)))
-    turns = common_order([order for order, _ in answers])
-    if not turns and any(waits for _, waits in answers):
-        return [Turn("forward", ()), Turn("backward", ())]  # stand-ins: they reduce what earlier calls left
-    return turns
 
-
-class Lockstep:
-    """Takes one rank through the common order.
-
-    Args:
-        turns: the common order.
-        stand_in: runs where this rank has no pass of its own.
-        shards: the modules that FSDP2 has sharded.
-    """
-
-    def __init__(self, turns: Sequence[Turn], ranks: Ranks, stand_in: StandIn, shards: Sequence[Any], reduces: Reduces):
-        self._turns, self._ranks, self._stand_in, self._shards = turns, ranks, stand_in, shards
+    def __init__(self, runtime: Runtime, plan: Plan, routing: Routing | None, *, gradients: bool, reduces: Reduces):
+        self._runtime, self._routing, self._ranks = runtime, routing, runtime.ranks
+        self._shards = sharded_modules(runtime.model, runtime.value_head)
+        own = spelled(event.kind for event in plan.events()) if gradients else "P" * plan.num_parts
+        waits = gradients and reduces != "never" and bool(waiting_gradients(*self._shards))
+        _, answers = self._ranks.agree("an order of passes", lambda: (None, (own, waits)))
+        self._turns = common_order([order for order, _ in answers])
+        if not self._turns and any(waits for _, waits in answers):
+            # Stand-ins, which reduce what earlier calls left.
+            self._turns = [Turn("forward", ()), Turn("backward", ())]
         self._next = 0
-        self._last_backward = max((n for n, turn in enumerate(turns) if turn.kind == "backward"), default=-1)
+        self._last_backward = max((n for n, turn in enumerate(self._turns) if turn.kind == "backward"), default=-1)
         # Outputs that later backwards start from: those of stand-ins, and of this rank's own forwards.
         self._idle_outputs: list[Sequence[Tensor]] = []
         self._own_outputs: list[Sequence[Tensor]] = []
@@ -103,8 +64,8 @@ class Lockstep:
     def before(self, kind: Kind) -> None:
         """Run stand-ins up to this rank's next pass, which must be of this kind."""
         self._stand_in_until(lambda turn: self._ranks.rank in turn.takers)
-        found = self._turns[self._next].kind if self._next < len(self._turns) else None
-        assert found == kind, f"pass {self._next} of the common order is a {found}, not a {kind}"
+        turn = self._turns[self._next].kind if self._next < len(self._turns) else None
+        assert turn == kind, f"pass {self._next} of the common order is a {turn}, not a {kind}"
         self._begin()
 
     def after(self, kind: Kind, outputs: Sequence[Tensor] = ()) -> None:
@@ -167,10 +128,20 @@ class Lockstep:
                 if outputs:
                     torch.autograd.backward(list(outputs), [torch.zeros_like(output) for output in outputs])
             else:
-                scores = self._stand_in.forward(graph=kind == "forward")
+                scores = self._stand_in(graph=kind == "forward")
                 if kind == "forward":
                     self._idle_outputs.append(scores.live)
             self._within_pass = False
+
+    def _stand_in(self, *, graph: bool) -> Scores:
+        """A forward over one token that adds nothing to the result."""
+        runtime, layout, options = self._runtime, pack(build_tree([[0, 0]])), {}
+        if self._routing is not None and self._routing.needed:
+            options["routers"] = self._routing.idle_run(layout.num_tokens)
+        with torch.set_grad_enabled(graph):
+            run = runtime.run_type(runtime.model, runtime.capabilities, layout, **options)
+            zeros = torch.zeros(layout.num_edges, device=run.input_ids.device) if graph else None
+            return run.scores(ScoreRequest(temperature=runtime.temperature, coefficients=zeros, meets_all=True))
 
 
 @contextmanager

@@ -1,40 +1,73 @@
-"""Takes the scores of parts from the executor, and gives it the gradients of the loss with respect to them.
+"""The predictions of a batch, their scores, and the gradients of a loss with respect to the scores.
 
-`KnownGradients` holds gradients known beforehand (the loss is linear in the log-probabilities, or already evaluated).
-`StreamedGradients` evaluates a loss as the parts run: each trajectory when its last prediction is scored. A part's
+`Batch` lists the predictions that are computed, and the edge of the layout that each reads. `ScoreTable` holds the
+scores of edges and rows as the executor computes them. The executor then asks for the gradients of each part:
+`KnownGradients` has them beforehand (the loss is linear in the log-probabilities, or already evaluated), and
+`StreamedGradients` evaluates a loss as the parts run, each trajectory when its last prediction is scored. A part's
 gradients are complete when everything below it has run, and the executor reads them after that.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from treetrain.data.trajectory import Trajectory
 from treetrain.device_arrays import on_device
 from treetrain.engine.lm_head import Scores, Statistics
-from treetrain.engine.loss import Metrics, PackedLoss, add_metrics, split_by_trajectory
+from treetrain.engine.loss import Metrics, PackedLoss, Rows, add_metrics, describe, split_by_trajectory
 from treetrain.errors import DataError
 from treetrain.models.capability import Capabilities
-from treetrain.tree.layout import FlatReads, PackedLayout, Piece, flat_reads, pack, pack_states, ranges
+from treetrain.tree.layout import PackedLayout, Piece, flat_reads, pack, pack_states, ranges
 from treetrain.tree.merged import MergedPredictions
 from treetrain.tree.token_tree import TokenTree
 
+# ---- predictions
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Batch:
-    """K trajectories, the layout that computes them, and the T used predictions that read its edges."""
+class Selection:
+    """Some rows, and the T predictions of theirs that are computed."""
+
+    rows: Rows
+    used: np.ndarray
+    """Which predictions: bool [sum of L_k - 1] for trajectories, int64 [T] indices for merged predictions."""
+    edges: np.ndarray
+    """int64 [T]: the edge that each prediction reads."""
+    edge_rows: np.ndarray
+    """int64 [T]: the row of the layout that makes it."""
+
+    def facts(self, loss: PackedLoss, device: torch.device, dtype: torch.dtype) -> Any:
+        """The per-prediction tensors that a loss reads."""
+        return loss.pack(self.rows, device=device, dtype=dtype, used=self.used)
+
+    def at_edges(self, per_edge: Tensor) -> Tensor:
+        """[E] -> [T]."""
+        return per_edge.index_select(0, on_device(self.edges, per_edge.device))
+
+    def at_rows(self, per_row: Tensor) -> Tensor:
+        """[R] or [R, c] -> [T] or [T, c]."""
+        return per_row.index_select(0, on_device(self.edge_rows, per_row.device))
+
+    def per_trajectory(self, per_prediction: Tensor) -> list[Tensor]:
+        """[T] or [T, c] -> one [L_k - 1] or [L_k - 1, c] per trajectory; predictions that were not computed hold 0."""
+        assert not isinstance(self.rows, MergedPredictions)
+        return split_by_trajectory(per_prediction, self.rows, self.used)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch(Selection):
+    """All K rows of a batch (trajectories or merged predictions) and the layout that computes them."""
 
     tree: TokenTree
     layout: PackedLayout
-    trajectories: Sequence[Trajectory]
-    used: np.ndarray
-    """bool [sum of L_k - 1]: the predictions that are computed."""
-    reads: FlatReads
+    offsets: np.ndarray
+    """int64 [K + 1]: start of each row's entries in `used`."""
+    starts: np.ndarray
+    """int64 [K + 1]: start of each row's predictions among the T."""
     weighted: bool
     """Whether only predictions with a loss weight are computed."""
 
@@ -49,114 +82,68 @@ class Batch:
             every_token: also compute tokens that no such prediction depends on.
             mask: bool [sum of L_k], indexed by predicted token: compute only these; see `predictions_of`.
         """
-        rows = list(tree.trajectories)
-        offsets, index = tree.paths()
+        wanted = tree.trained_predictions if weighted else np.ones(tree.num_flat_tokens, bool)
+        predicted = tree.trained_edges()[0] > 0 if weighted else None
+        firsts, index = tree.paths()
         if mask is not None:
-            wanted = mask & tree.trained_predictions if weighted else mask
+            wanted = mask & wanted
             predicted = np.zeros(tree.num_tokens, bool)
             predicted[index[wanted]] = True
-            layout = pack(tree, predicted, trim=not every_token)
-        elif weighted:
-            layout = pack(tree, tree.trained_edges()[0] > 0, trim=not every_token)
-            wanted = tree.trained_predictions
-        else:
-            layout = pack(tree, trim=not every_token)
-            wanted = np.ones(tree.num_flat_tokens, dtype=bool)
-        used = np.delete(wanted, offsets[:-1][tree.trajectory_length > 0])
+        layout = pack(tree, predicted, trim=not every_token)
+        reads = flat_reads(tree, layout, wanted)
+        offsets = np.concatenate([[0], np.cumsum(np.maximum(tree.trajectory_length - 1, 0))])
         return cls(
+            rows=list(tree.trajectories),
+            used=np.delete(wanted, firsts[:-1][tree.trajectory_length > 0]),
+            edges=reads.edges,
+            edge_rows=layout.edge_row_index[reads.edges],
             tree=tree,
             layout=layout,
-            trajectories=rows,
-            used=used,
-            reads=flat_reads(tree, layout, wanted),
+            offsets=offsets,
+            starts=np.searchsorted(reads.index, offsets),
             weighted=weighted,
         )
 
-    @cached_property
-    def prediction_offsets(self) -> np.ndarray:
-        """int64 [K + 1]: start of each trajectory's L_k - 1 predictions, used or not."""
-        return np.concatenate([[0], np.cumsum(np.maximum(self.tree.trajectory_length - 1, 0))])
-
-    @cached_property
-    def read_offsets(self) -> np.ndarray:
-        """int64 [K + 1]: start of each trajectory's used predictions among the T."""
-        return np.searchsorted(self.reads.index, self.prediction_offsets)
+    @classmethod
+    def of_merged(cls, tree: TokenTree, merged: MergedPredictions, *, every_token: bool = False) -> "Batch":
+        """A tree of nodes with its merged predictions in place of rows; each is complete when it is scored."""
+        layout = pack(tree, tree.trained_edges()[0] > 0, trim=not every_token)
+        found, index = merged.reads(layout.edge_tokens)
+        edges = np.empty(len(merged), np.int64)
+        edges[index] = found
+        numbers = np.arange(len(merged) + 1)
+        return cls(
+            rows=merged,
+            used=numbers[:-1],
+            edges=edges,
+            edge_rows=layout.edge_row_index[edges],
+            tree=tree,
+            layout=layout,
+            offsets=numbers,
+            starts=numbers,
+            weighted=True,
+        )
 
     @cached_property
     def deepest_row(self) -> np.ndarray:
-        """int64 [K]: the row (0 to R - 1) that makes each trajectory's last used prediction; -1 where it has none."""
-        last = self.read_offsets[1:] - 1
-        has = last >= self.read_offsets[:-1]
+        """int64 [K]: the row (0 to R - 1) of the layout that makes each row's last prediction; -1 where it has none."""
+        last = self.starts[1:] - 1
+        has = last >= self.starts[:-1]
         rows = np.full(len(last), -1, np.int64)
-        rows[has] = self.layout.edge_row_index[self.reads.edges[last[has]]]
+        rows[has] = self.edge_rows[last[has]]
         return rows
 
-    def select(self, numbers: np.ndarray) -> "Selection":
-        """Some of the trajectories."""
-        reads = ranges(self.read_offsets[numbers], np.diff(self.read_offsets)[numbers])
-        places = ranges(self.prediction_offsets[numbers], np.diff(self.prediction_offsets)[numbers])
+    def select(self, numbers: np.ndarray) -> Selection:
+        """Some of the rows."""
+        reads = ranges(self.starts[numbers], np.diff(self.starts)[numbers])
+        places = ranges(self.offsets[numbers], np.diff(self.offsets)[numbers])
+        rows = self.rows
         return Selection(
-            trajectories=[self.trajectories[k] for k in numbers.tolist()],
+            rows=rows if isinstance(rows, MergedPredictions) else [rows[k] for k in numbers.tolist()],
             used=self.used[places],
-            edges=self.reads.edges[reads],
-            rows=self.layout.edge_row_index[self.reads.edges[reads]],
+            edges=self.edges[reads],
+            edge_rows=self.edge_rows[reads],
         )
-
-    def everything(self) -> "Selection":
-        """All trajectories, in order."""
-        return Selection(
-            trajectories=self.trajectories,
-            used=self.used,
-            edges=self.reads.edges,
-            rows=self.layout.edge_row_index[self.reads.edges],
-        )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Reads:
-    """T predictions and the edges they read."""
-
-    edges: np.ndarray
-    """int64 [T]: the edge that each prediction reads."""
-    rows: np.ndarray
-    """int64 [T]: the row that makes it."""
-
-    def facts(self, loss: PackedLoss, device: torch.device, dtype: torch.dtype) -> Any:
-        """The per-prediction tensors that a `PackedLoss` reads."""
-        raise NotImplementedError
-
-    def per_prediction(self, per_edge: Tensor) -> Tensor:
-        """[E] -> [T]."""
-        return per_edge.index_select(0, on_device(self.edges, per_edge.device))
-
-    def per_prediction_entropy(self, per_row: Tensor) -> Tensor:
-        """[R] entropies (or [R, c] values) of predicting rows -> [T] (or [T, c])."""
-        return per_row.index_select(0, on_device(self.rows, per_row.device))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Selection(Reads):
-    """Some trajectories of a batch, and their T used predictions."""
-
-    trajectories: Sequence[Trajectory]
-    used: np.ndarray
-    """bool [sum of L_k - 1]."""
-
-    def facts(self, loss: PackedLoss, device: torch.device, dtype: torch.dtype) -> Any:
-        """See `Reads`."""
-        return loss.pack(self.trajectories, device=device, dtype=dtype, used=self.used)
-
-    def of_edges(self, per_edge: Tensor) -> list[Tensor]:
-        """[E] -> one [L_k - 1] tensor per trajectory; see `per_trajectory`."""
-        return self.per_trajectory(self.per_prediction(per_edge))
-
-    def of_rows(self, per_row: Tensor) -> list[Tensor]:
-        """[R] or [R, c] -> one [L_k - 1] or [L_k - 1, c] tensor per trajectory; see `per_trajectory`."""
-        return self.per_trajectory(self.per_prediction_entropy(per_row))
-
-    def per_trajectory(self, per_prediction: Tensor) -> list[Tensor]:
-        """[T] -> one [L_k - 1] tensor per trajectory; predictions that were not computed hold 0. [T, c] likewise."""
-        return split_by_trajectory(per_prediction, self.trajectories, self.used)
 
 
 def predictions_of(tree: TokenTree, mask: Sequence[Any] | None) -> np.ndarray | None:
@@ -177,14 +164,15 @@ def predictions_of(tree: TokenTree, mask: Sequence[Any] | None) -> np.ndarray | 
         wanted = row.detach().cpu().numpy() if isinstance(row, Tensor) else np.asarray(row)
         if wanted.shape != (max(length - 1, 0),):
             raise DataError(
-                f"{_name(tree, number)} has {length} tokens, its mask the shape {wanted.shape}; give "
-                f"{max(length - 1, 0)} entries, one for the prediction of every token but the first"
+                f"{describe(tree.trajectories[number], number)} has {length} tokens, its mask the shape "
+                f"{wanted.shape}; give {max(length - 1, 0)} entries, one for the prediction of every token but the "
+                "first"
             )
         pieces += [np.zeros(min(length, 1), bool), wanted != 0]
     return np.concatenate(pieces)
 
 
-def rewards_layout(tree: TokenTree, capabilities: Capabilities) -> tuple[PackedLayout, np.ndarray]:
+def last_states(tree: TokenTree, capabilities: Capabilities) -> tuple[PackedLayout, np.ndarray]:
     """The layout that reads one token's state for each trajectory, and the row of each, int64 [K].
 
     The token is the last one; for a sequence-classification model the last that is not padding, as in transformers.
@@ -221,127 +209,48 @@ def check_batch(tree: TokenTree, capabilities: Capabilities) -> None:
             f"model's vocabulary of {capabilities.vocab_size}; use the tokenizer that belongs to the model."
         )
     longest = int(tree.trajectory_length.max(initial=0))
-    if capabilities.max_positions is not None and longest > capabilities.max_positions:
+    most = min(capabilities.max_positions or longest, capabilities.rotary_positions or longest)
+    if longest > most:
+        number = int(tree.trajectory_length.argmax())
+        has = f"{describe(tree.trajectories[number], number)} has {longest} tokens, "
+        if capabilities.max_positions is not None and longest > capabilities.max_positions:
+            raise DataError(
+                f"{has}the model {capabilities.max_positions} positions; shorten the row or use a model with more "
+                "positions."
+            )
         raise DataError(
-            f"{_name(tree, int(tree.trajectory_length.argmax()))} has {longest} tokens, the model "
-            f"{capabilities.max_positions} positions; shorten the row or use a model with more positions."
+            f"{has}but the model's rotary frequencies change for rows of more than {capabilities.rotary_positions}: "
+            "rows on both sides cannot share a prefix. Shorten the row, or give the model a rotary scaling that does "
+            "not depend on the length (yarn, linear, llama3)."
         )
-    if capabilities.rotary_positions is not None and longest > capabilities.rotary_positions:
-        raise DataError(
-            f"{_name(tree, int(tree.trajectory_length.argmax()))} has {longest} tokens, but the model's rotary "
-            f"frequencies change for rows of more than {capabilities.rotary_positions}: rows on both sides cannot "
-            "share a prefix. Shorten the row, or give the model a rotary scaling that does not depend on the length "
-            "(yarn, linear, llama3)."
-        )
-    recorded, found = tree.experts, capabilities.experts
+    recorded, experts = tree.experts, capabilities.experts
     if recorded is None or not (recorded >= 0).any():
         return
-    if found is None:
+    if experts is None:
         raise DataError("rows have recorded experts, but the model has none; leave `experts` out")
     layers, each = recorded.shape[1:]
-    if layers not in (found.places, found.layers) or each != found.top_k:
+    if layers not in (experts.places, experts.layers) or each != experts.top_k:
         raise DataError(
-            f"rows have {each} recorded experts in {layers} layers; the model has {found.layers} layers, of which "
-            f"{found.places} choose {found.top_k} experts: give [L, {found.places} or {found.layers}, {found.top_k}]"
+            f"rows have {each} recorded experts in {layers} layers; the model has {experts.layers} layers, of which "
+            f"{experts.places} choose {experts.top_k} experts: give [L, {experts.places} or {experts.layers}, "
+            f"{experts.top_k}]"
         )
-    if found.experts is None or int(recorded.max()) >= found.experts:
-        name, token = _through(tree, np.any(recorded >= (found.experts or 0), axis=(1, 2)))
+    if experts.experts is None or int(recorded.max()) >= experts.experts:
+        name, token = _through(tree, np.any(recorded >= (experts.experts or 0), axis=(1, 2)))
         raise DataError(
             f"{name}: recorded expert {recorded.max()} at position {tree.depth[token]}, but the model "
-            f"has {found.experts} experts, numbered from 0; were the rows sampled by another model?"
+            f"has {experts.experts} experts, numbered from 0; were the rows sampled by another model?"
         )
 
 
 def _through(tree: TokenTree, wrong: np.ndarray) -> tuple[str, int]:
     """The name of a trajectory through the first of these tokens, bool [N], and that token."""
     token = int(np.argmax(wrong))
-    return _name(
-        tree, int(np.argmax((tree.trajectory_last >= token) & (tree.trajectory_last < tree.end[token])))
-    ), token
+    number = int(np.argmax((tree.trajectory_last >= token) & (tree.trajectory_last < tree.end[token])))
+    return describe(tree.trajectories[number], number), token
 
 
-def _name(tree: TokenTree, number: int) -> str:
-    row_id = tree.trajectories[number].id
-    return f"trajectory {row_id!r}" if row_id is not None else f"trajectory number {number}"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MergedBatch:
-    """A `Batch` of T merged predictions in place of trajectories; each is complete when it is scored."""
-
-    tree: TokenTree
-    layout: PackedLayout
-    merged: MergedPredictions
-    edges: np.ndarray
-    """int64 [T]: the edge that each prediction reads."""
-
-    @classmethod
-    def of(cls, tree: TokenTree, merged: MergedPredictions, *, every_token: bool = False) -> "MergedBatch":
-        """Lay out the tokens of a tree of nodes that training needs; see `Batch.of`."""
-        layout = pack(tree, tree.trained_edges()[0] > 0, trim=not every_token)
-        edges, index = merged.reads(layout.edge_tokens)
-        of_prediction = np.empty(len(merged), np.int64)
-        of_prediction[index] = edges
-        return cls(tree=tree, layout=layout, merged=merged, edges=of_prediction)
-
-    @cached_property
-    def deepest_row(self) -> np.ndarray:
-        """int64 [T]: the row that makes each prediction."""
-        return self.layout.edge_row_index[self.edges]
-
-    def select(self, numbers: np.ndarray) -> "MergedSelection":
-        """Some of the predictions."""
-        edges = self.edges[numbers]
-        rows = self.layout.edge_row_index[edges]
-        return MergedSelection(merged=self.merged, index=numbers, edges=edges, rows=rows)
-
-    def everything(self) -> "MergedSelection":
-        """All predictions."""
-        return self.select(np.arange(len(self.merged)))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MergedSelection(Reads):
-    """Some of the merged predictions of a batch."""
-
-    merged: MergedPredictions
-    index: np.ndarray
-    """int64 [T]: their indices."""
-
-    def facts(self, loss: PackedLoss, device: torch.device, dtype: torch.dtype) -> Any:
-        """See `Reads`."""
-        return loss.pack(self.merged, device=device, dtype=dtype, used=self.index)
-
-
-class ScoreGradients(NamedTuple):
-    """Gradients of the loss with respect to the scores of a part."""
-
-    edges: Tensor
-    """[e]: with respect to the log-probabilities."""
-    rows: Tensor | None
-    """[r]: with respect to the entropies."""
-    values: Tensor | None = None
-    """[r] or [r, c]: with respect to the values."""
-
-
-class LossGradients(Protocol):
-    """A loss as the executor uses it."""
-
-    needs_entropy: bool
-    needs_scores_early: bool
-    """Whether a pass without graph must score its edges, since trajectories that end below read them."""
-
-    def coefficients(self, piece: Piece) -> Tensor | None:
-        """[e] d loss / d log-probability where it is known before the piece is scored; else None."""
-        ...
-
-    def scored(self, piece: Piece, scores: Scores) -> None:
-        """Take the scores of a piece."""
-        ...
-
-    def gradients_of(self, piece: Piece) -> ScoreGradients:
-        """Gradients of a piece, after everything below it has run."""
-        ...
+# ---- scores
 
 
 class ScoreTable:
@@ -390,6 +299,19 @@ class ScoreTable:
         return on_device(numbers, self.device)
 
 
+# ---- gradients
+
+
+class ScoreGradients(NamedTuple):
+    """Gradients of a loss with respect to scores."""
+
+    edges: Tensor | None
+    """By log-probabilities; None, here and below, where the loss does not depend on them."""
+    rows: Tensor | None
+    """By entropies."""
+    values: Tensor | None
+
+
 class KnownGradients:
     """Gives gradients that are known beforehand, and collects the scores.
 
@@ -400,35 +322,33 @@ class KnownGradients:
     """
 
     needs_scores_early = False
+    """Whether a pass without graph must score its edges, since trajectories that end below read them."""
 
     def __init__(self, table: ScoreTable, edges: Tensor, rows: Tensor | None = None, values: Tensor | None = None):
         self.table, self._edges, self._rows, self._values = table, edges, rows, values
         self.needs_entropy = rows is not None
 
     def coefficients(self, piece: Piece) -> Tensor | None:
-        """See `LossGradients`."""
+        """[e] d loss / d log-probability where it is known before the piece is scored; else None."""
         return None if self.needs_entropy else self._edges[self.table.index(piece.edges)]
 
     def scored(self, piece: Piece, scores: Scores) -> None:
-        """See `LossGradients`."""
+        """Take the scores of a piece."""
         self.table.write(piece, scores)
 
     def gradients_of(self, piece: Piece) -> ScoreGradients:
-        """See `LossGradients`."""
+        """Gradients of a piece's scores, after everything below it has run."""
         edges, at, dtype = self.table.index(piece.edges), self.table.index(piece.rows), self.table.logprobs.dtype
         rows, values = (None if x is None else x[at].to(dtype) for x in (self._rows, self._values))
         return ScoreGradients(self._edges[edges].to(dtype), rows, values)
 
 
 class StreamedGradients(KnownGradients):
-    """Evaluates a loss over trajectories as they end.
-
-    A batch-scope loss is evaluated when all of them have ended, so the plan must have one part only.
-    """
+    """Evaluates a loss over trajectories as they end."""
 
     needs_scores_early = True
 
-    def __init__(self, table: ScoreTable, batch: Batch | MergedBatch, loss: PackedLoss, normaliser: float):
+    def __init__(self, table: ScoreTable, batch: Batch, loss: PackedLoss, normaliser: float):
         # Float64: thousands of rows may add to a shared edge.
         zeros = torch.zeros_like(table.logprobs, dtype=torch.float64)
         rows = None if table.entropies is None else torch.zeros_like(table.entropies, dtype=torch.float64)
@@ -436,9 +356,7 @@ class StreamedGradients(KnownGradients):
         self._batch, self._loss, self._normaliser = batch, loss, normaliser
         self._order = np.argsort(batch.deepest_row, kind="stable")
         self._ends = batch.deepest_row[self._order]
-        self._seen = np.zeros(batch.layout.num_edges and len(batch.layout.rows), bool)
-        self._at_once = loss.scope == "batch"
-        self._pending = True
+        self._seen = np.zeros(len(batch.layout.rows), bool)
         self.total: Any = 0.0
         self.sums: Metrics = {}
 
@@ -453,61 +371,28 @@ class StreamedGradients(KnownGradients):
         new = piece.rows[~self._seen[piece.rows]]
         self.table.write(piece, scores)
         self._seen[new] = True
-        if self._at_once:
-            if self._seen.all() and self._pending:
-                self._evaluate(self._batch.everything())
-            return
         first = np.searchsorted(self._ends, new)
-        ended = self._order[ranges(first, np.searchsorted(self._ends, new, side="right") - first)]
-        if len(ended):
-            self._evaluate(self._batch.select(np.sort(ended)))
+        self._evaluate(self._order[ranges(first, np.searchsorted(self._ends, new, side="right") - first)])
 
     def finish(self) -> None:
         """Evaluate trajectories without predictions: a loss of the user's own is called with every row."""
-        if self._at_once:
-            if self._pending:
-                self._evaluate(self._batch.everything())
+        if self._loss.reads_untrained:
+            self._evaluate(self._order[: np.searchsorted(self._ends, 0)])
+
+    def _evaluate(self, numbers: np.ndarray) -> None:
+        if not len(numbers):
             return
-        idle = self._order[: np.searchsorted(self._ends, 0)]
-        if len(idle) and self._loss.reads_untrained:
-            self._evaluate(self._batch.select(np.sort(idle)))
-
-    def known(self) -> KnownGradients:
-        """The gradients, for a second run, once the whole batch has been evaluated."""
-        assert not self._pending
-        dtype = self.table.logprobs.dtype
-        rows, values = (None if x is None else x.to(dtype) for x in (self._rows, self._values))
-        return KnownGradients(self.table, self._edges.to(dtype), rows, values)
-
-    def gradients_of(self, piece: Piece) -> ScoreGradients:
-        """See `LossGradients`."""
-        assert not (self._at_once and self._pending), "gradients asked for before the loss has seen the batch"
-        return super().gradients_of(piece)
-
-    def _evaluate(self, rows: Reads) -> None:
-        self._pending = False
-        table = self.table
-        found = evaluate_gradients(self._loss, self._normaliser, table.logprobs, table.entropies, rows, table.values)
-        self.total = self.total + found.total
-        self.sums = add_metrics(self.sums, found.sums)
-        if found.edges is not None:
-            self._edges.index_add_(0, on_device(rows.edges, self.table.device), found.edges.double())
-        if self._rows is not None and found.rows is not None:
-            self._rows.index_add_(0, on_device(rows.rows, self.table.device), found.rows.double())
-        if found.values is not None and table.values is not None:
-            if self._values is None:
-                self._values = torch.zeros_like(table.values, dtype=torch.float64)
-            self._values.index_add_(0, on_device(rows.rows, table.device), found.values.double())
-
-
-def linear_coefficients(
-    loss: PackedLoss, rows: Reads, num_edges: int, device: torch.device, dtype: torch.dtype
-) -> Tensor | None:
-    """[E] d sum / d log-probability of every edge, for a loss that states it beforehand; else None."""
-    per_prediction = loss.coefficients(rows.facts(loss, device, dtype))
-    if per_prediction is None:
-        return None
-    return added_up(torch.empty(num_edges, dtype=dtype, device=device), rows.edges, per_prediction)
+        rows, table = self._batch.select(np.sort(numbers)), self.table
+        total, sums, found = evaluate_gradients(
+            self._loss, self._normaliser, rows, table.logprobs, table.entropies, table.values
+        )
+        self.total, self.sums = self.total + total, add_metrics(self.sums, sums)
+        if found.values is not None and table.values is not None and self._values is None:
+            self._values = torch.zeros_like(table.values, dtype=torch.float64)
+        sums_of = (self._edges, self._rows, self._values)
+        for sum_of, places, gradient in zip(sums_of, (rows.edges, rows.edge_rows, rows.edge_rows), found):
+            if sum_of is not None and gradient is not None:
+                sum_of.index_add_(0, on_device(places, table.device), gradient.double())
 
 
 def added_up(like: Tensor, places: np.ndarray, found: Tensor | None) -> Tensor:
@@ -524,29 +409,17 @@ def added_up(like: Tensor, places: np.ndarray, found: Tensor | None) -> Tensor:
     return total.to(like.dtype)
 
 
-class Evaluation(NamedTuple):
-    """A loss over some trajectories with its gradients."""
-
-    total: Tensor
-    """The sum divided by the normaliser, detached."""
-    sums: Metrics
-    edges: Tensor | None
-    """[T] d loss / d log-probability of each used prediction; None where the loss does not depend on them."""
-    rows: Tensor | None
-    """[T] d loss / d entropy, likewise."""
-    values: Tensor | None = None
-    """[T] or [T, c] d loss / d value, likewise."""
-
-
 def evaluate_gradients(
     loss: PackedLoss,
     normaliser: float,
+    rows: Selection,
     logprobs: Tensor,
     entropies: Tensor | None,
-    rows: Reads,
-    values: Tensor | None = None,
-) -> Evaluation:
-    """A loss over some trajectories and its gradients, computed outside the model's graph.
+    values: Tensor | None,
+) -> tuple[Tensor, Metrics, ScoreGradients]:
+    """A loss over some rows, divided by the normaliser, its metrics and its gradients per prediction.
+
+    It is computed outside the model's graph.
 
     Args:
         logprobs: [E] of all edges.
@@ -554,17 +427,15 @@ def evaluate_gradients(
         values: [R] or [R, c] of all rows; None where no row has been scored, or the loss needs none.
     """
     if values is None and "predicted_values" in loss.needs:
-        values = logprobs.new_zeros(len(rows.rows) and int(rows.rows.max()) + 1)
+        values = logprobs.new_zeros(len(rows.edge_rows) and int(rows.edge_rows.max()) + 1)
     with torch.enable_grad():
-        given = rows.per_prediction(logprobs).requires_grad_()
-        spread = None if entropies is None else rows.per_prediction_entropy(entropies).requires_grad_()
-        valued = None if values is None else rows.per_prediction_entropy(values).requires_grad_()
-        total, sums = loss.packed(given, spread, rows.facts(loss, given.device, given.dtype), valued)
-        inputs = (given, spread, valued)
+        given = rows.at_edges(logprobs).requires_grad_()
+        entropies, values = (None if x is None else rows.at_rows(x).requires_grad_() for x in (entropies, values))
+        total, sums = loss.packed(given, entropies, rows.facts(loss, given.device, given.dtype), values)
         grads: list[Tensor | None] = [None] * 3
         if total.requires_grad:
-            live = [number for number, x in enumerate(inputs) if x is not None]
-            found = torch.autograd.grad(total / normaliser, [inputs[n] for n in live], allow_unused=True)  # type: ignore[misc]
-            for number, grad in zip(live, found):
+            present = [(number, x) for number, x in enumerate((given, entropies, values)) if x is not None]
+            found = torch.autograd.grad(total / normaliser, [x for _, x in present], allow_unused=True)
+            for (number, _), grad in zip(present, found):
                 grads[number] = grad
-    return Evaluation(total.detach() / normaliser, sums, *grads)
+    return total.detach() / normaliser, sums, ScoreGradients(*grads)

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -11,10 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from treetrain.engine.costs import cost_if_countable, cost_of
-from treetrain.engine.distributed import is_shard, is_sharded, ranks_of, sharded_modules, unwrapped
-from treetrain.engine.executor import Executor
+from treetrain.engine.distributed import is_shard, is_sharded, own_part, ranks_of, unwrapped
 from treetrain.engine.gradients import Rollback
-from treetrain.engine.lockstep import Lockstep, Reduces, StandIn, agreed_order
 from treetrain.engine.loss_gradients import ScoreTable
 from treetrain.engine.memory import PassCounts, free_bytes, within_memory
 from treetrain.engine.packed import PackedRun, model_device, wide_dtype
@@ -27,6 +25,7 @@ from treetrain.planning.partition import partition
 from treetrain.planning.plan import Plan
 from treetrain.planning.price import CostModel
 from treetrain.softmax_attention.backends import Choice, choose_backend
+from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
 
@@ -65,17 +64,6 @@ def plan_within(layout: PackedLayout, budget: int | Bytes | None, model: nn.Modu
         # The user set no bound and predictions err, so it is tried; out of memory is handled.
         warnings.warn(f"more memory is predicted than is free ({error}); small parts are tried", stacklevel=2)
         return make_plan(layout, cost, budget=LAST_RESORT_TOKENS)
-
-
-def device_free_bytes(model: nn.Module) -> int | None:
-    """Bytes that a plan may use now; None if unknown, then only a budget can bound it."""
-    return free_bytes(model_device(model))
-
-
-def gradient_bytes_to_come(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes of the gradients that a step will make on this rank (``zero_grad`` sets them to None)."""
-    absent = (p for p in parameters if p.requires_grad and p.grad is None)
-    return sum(local.numel() * local.element_size() for local in (getattr(p, "_local_tensor", p) for p in absent))
 
 
 def _seconds_of_any_model(plan: Plan) -> float:
@@ -122,10 +110,6 @@ class Runtime:
         """Check the model as it is now: a dropout may have been switched on since the last call."""
         return check_model(self.model, critics=True, value_head=self.value_head)
 
-    def prepare(self, *, logprobs: bool, values: bool) -> None:
-        """Check the model for a call that computes these. Raises UnsupportedModel."""
-        self.capabilities = self.checked().asked(logprobs=logprobs, values=values)
-
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the model and the value head, each once."""
@@ -165,6 +149,10 @@ class Runtime:
         """The `Rollback` of a step that starts now."""
         return Rollback(self.parameters, self.model, self.value_head)
 
+    def tree_of(self, rows: Sequence[Row] | TokenTree) -> TokenTree:
+        """The tree of a batch; raises DataError for rows that are no token ids."""
+        return as_tree(rows, merge=self.merge)
+
     # ---- plans
 
     @property
@@ -182,38 +170,45 @@ class Runtime:
         return plan_within(layout, self.budget, self.model, free=free)
 
     def free_bytes(self) -> int | None:
-        """Bytes that plans may use now, less gradients to come; processes on one host share its memory."""
-        free = device_free_bytes(self.model)
+        """Bytes that plans may use now, less gradients to come (``zero_grad`` sets them to None); None if unknown.
+
+        Processes on one host share its memory.
+        """
+        device = model_device(self.model)
+        free = free_bytes(device)
         if free is None:
             return None
-        if not self.ranks.alone and model_device(self.model).type == "cpu":
+        if not self.ranks.alone and device.type == "cpu":
             free //= int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.size))
-        return max(free - gradient_bytes_to_come(self.parameters), 0)
+        absent = (p for p in self.parameters if p.requires_grad and p.grad is None)
+        return max(free - sum(x.numel() * x.element_size() for x in map(own_part, absent)), 0)
+
+    def has_room(self, plan: Plan, extra: float | None = None) -> bool:
+        """Whether the predicted peak of a plan fits into the budget or free memory; False if it cannot be predicted.
+
+        Args:
+            extra: bytes that are optional; with them, `AMPLE` times the peak must be known to be free.
+        """
+        cost = cost_if_countable(self.model)
+        room = self.budget.count if isinstance(self.budget, Bytes) else self.free_bytes()
+        if cost is None or room is None:
+            return cost is not None and extra is None
+        return cost.peak_bytes(plan) <= room if extra is None else AMPLE * (cost.peak_bytes(plan) + extra) <= room
 
     def keeps_graphs(self, plan: Plan) -> bool:
         """Whether the graphs of all parts fit at once, into the budget or into free memory."""
         if plan.num_parts <= 1:
             return True
         kept = plan.with_all_kept()
-        if isinstance(self.budget, int):
-            return kept.peak_tokens <= self.budget
-        cost = cost_if_countable(self.model)
-        if cost is None:
-            return False
-        room = self.budget.count if isinstance(self.budget, Bytes) else self.free_bytes()
-        return room is None or cost.peak_bytes(kept) <= room
+        return kept.peak_tokens <= self.budget if isinstance(self.budget, int) else self.has_room(kept)
 
-    def has_room_for_logits(self, plan: Plan) -> bool:
+    def keeps_logits(self, plan: Plan) -> bool:
         """Whether the logits of all scored rows fit in addition to the graphs of a plan, with room to spare.
 
         Keeping them saves a second product of the head's matrix with every row.
         """
-        cost = cost_if_countable(self.model)
-        room = self.budget.count if isinstance(self.budget, Bytes) else self.free_bytes()
-        if cost is None or room is None:
-            return False
         logits = len(plan.layout.rows) * self.capabilities.vocab_size * wide_dtype(self.model).itemsize
-        return AMPLE * (cost.peak_bytes(plan) + logits) <= room
+        return self.has_room(plan, extra=logits)
 
     # ---- runs
 
@@ -229,39 +224,6 @@ class Runtime:
             return None
         return Routing(experts, tree, model_device(self.model), balanced=balanced, **options)
 
-    def executor(
-        self,
-        plan: Plan,
-        counts: PassCounts,
-        routing: Routing | None,
-        *,
-        gradients: bool,
-        reduces: Reduces = "each",
-        statistics: bool = False,
-        keep_logits: bool = False,
-    ) -> Executor:
-        """The `Executor` of a plan on the model; under FSDP2 a collective call."""
-        model, capabilities, temperature = self.model, self.capabilities, self.temperature
-        lockstep = None
-        if self.in_lockstep:
-            modules = sharded_modules(model, self.value_head)
-            order = agreed_order(self.ranks, plan, modules, gradients=gradients, reduces=reduces)
-            stand_in = StandIn(model, capabilities, temperature, routing, self.run_type)
-            lockstep = Lockstep(order, self.ranks, stand_in, modules, reduces)
-        return Executor(
-            model,
-            capabilities,
-            plan,
-            temperature=temperature,
-            gradients=gradients,
-            run_type=self.run_type,
-            counts=counts,
-            routing=routing,
-            lockstep=lockstep,
-            statistics=statistics,
-            keep_logits=keep_logits,
-        )
-
     def within_memory(self, plan: Plan, run: Callable[[Plan, PassCounts], T]) -> tuple[T, Plan, PassCounts]:
         """Run a plan; retry smaller ones if memory runs out (not under FSDP2, where other ranks wait in a pass)."""
         if self.in_lockstep:
@@ -269,8 +231,8 @@ class Runtime:
             return run(plan, counts), plan, counts
 
         def smaller(tokens: int) -> Plan:
-            found = plan_within(plan.layout, tokens, self.model)
-            return found if plan.scores_first == "no" else replace(found, scores_first="recomputed")
+            first = "no" if plan.scores_first == "no" else "recomputed"
+            return replace(plan_within(plan.layout, tokens, self.model), scores_first=first)
 
         return within_memory(self.model, plan, run, smaller)
 

@@ -2,24 +2,24 @@
 
 `Scored` is what `TreeEngine.score` returns: leaf tensors that any code may compute a loss from. After that loss's
 backward has filled their ``.grad``, `Scored.backward` runs these gradients through the tree, once.
+`treetrain.logprobs`, `values` and `rewards` do the same within one autograd node.
 
-`Scoring` runs the passes for it, for `treetrain.logprobs`, `values` and `rewards` (the same as autograd functions), and
-for batch-scope losses. If the graphs of all parts fit into the budget, they are kept until backward, and nothing runs
-twice. Else the parts are scored without graph, and run again in backward.
+`Scoring` runs the passes, for these and for batch-scope losses. If the graphs of all parts fit into the budget, they
+are kept until backward, and nothing runs twice. Else the parts are scored without graph, and run again in backward.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from treetrain.device_arrays import on_device
-from treetrain.engine.distributed import check_same
+from treetrain.engine.distributed import check_same, own_part
 from treetrain.engine.executor import Executor
 from treetrain.engine.lockstep import Reduces
 from treetrain.engine.loss_gradients import Batch, KnownGradients, ScoreTable, added_up
@@ -34,9 +34,6 @@ from treetrain.tree.token_tree import TokenTree
 _FIELDS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """Fields of peft's layers; `scaling` is set by adapter, at any time."""
 
-Switches = dict[str, Any]
-"""Values by the name of the setting."""
-
 
 class _Trained(Protocol):
     model: nn.Module
@@ -45,9 +42,9 @@ class _Trained(Protocol):
     def parameters(self) -> list[nn.Parameter]: ...
 
 
-def switches_of(engine: _Trained) -> Switches:
-    """The current settings."""
-    found: Switches = {}
+def switches_of(engine: _Trained) -> dict[str, Any]:
+    """The active adapters and the trained parameters, by name: they can change while all weights stay the same."""
+    found: dict[str, Any] = {}
     for name, module in engine.model.named_modules():
         if "_active_adapter" in vars(module):
             found |= {f"{field.lstrip('_')} of {name}": _copy(vars(module).get(field)) for field in _FIELDS}
@@ -58,30 +55,11 @@ def switches_of(engine: _Trained) -> Switches:
     return found
 
 
-def check_switches(before: Switches, now: Switches, call: str) -> None:
-    """Raise RuntimeError, naming the first difference, unless both are the same.
-
-    Args:
-        call: the call that scored.
-    """
-    for name in [*before, *now]:
-        then, after = before.get(name, "not there"), now.get(name, "not there")
-        if then != after:
-            raise RuntimeError(
-                f"the model was switched between {call} and its backward ({name} was {then} and is {after}); gradients "
-                "would be those of another model: call backward first, or switch back, or score again"
-            )
-
-
 def _copy(value: Any) -> Any:
     """A copy that later changes do not reach."""
     if isinstance(value, dict):
         return tuple((key, _copy(entry)) for key, entry in value.items())
     return tuple(value) if isinstance(value, list) else value
-
-
-Attempt = Callable[[Callable[[], None]], Any]
-"""Calls a function, and restores gradients if that fails. `Scoring.backward` returns its result."""
 
 
 class Scoring:
@@ -97,10 +75,14 @@ class Scoring:
         self, runtime: Runtime, plan: Plan, routing: Routing | None, *, entropy: bool = False, statistics: bool = False
     ):
         self.runtime, self.routing, self.live = runtime, routing, runtime.live
-        self.plan, self.layout = self._planned(plan), plan.layout
+        self.plan, self.layout = plan, plan.layout
+        if self.live:
+            keeps = runtime.keeps_graphs(plan)
+            if runtime.in_lockstep:  # all ranks keep them, or none does
+                keeps = all(runtime.ranks.agree("planning a score", lambda: (None, keeps))[1])
+            self.plan = plan.with_all_kept() if keeps else replace(plan, scores_first="recomputed")
         self.tokens_without_graph = 0
         self.table = runtime.table(plan.layout, entropy=entropy, statistics=statistics)
-        self._entropy, self._spent = entropy, False
         self._kept: Executor | None = None
         # Backward usually runs outside the caller's autocast, which parts that run again need.
         device = model_device(runtime.model).type
@@ -111,15 +93,6 @@ class Scoring:
             enabled=torch.is_autocast_enabled(device),
             cache_enabled=torch.is_autocast_cache_enabled(),
         )
-
-    def _planned(self, plan: Plan) -> Plan:
-        """The plan, with the graphs kept or not. Ranks in lockstep all keep them, or none does."""
-        if not self.live:
-            return plan
-        keeps = self.runtime.keeps_graphs(plan)
-        if self.runtime.in_lockstep:
-            keeps = all(self.runtime.ranks.agree("planning a score", lambda: (None, keeps))[1])
-        return plan.with_all_kept() if keeps else replace(plan, scores_first="recomputed")
 
     @property
     def aux(self) -> Tensor:
@@ -139,30 +112,22 @@ class Scoring:
         if self.routing is not None:
             self.routing.begin()
         keeps = plan.scores_first == "kept"
-        executor = self.runtime.executor(
-            plan,
-            counts,
-            self.routing,
-            gradients=keeps,
-            statistics=self.table.statistics is not None,
-            keep_logits=keeps and self.runtime.has_room_for_logits(plan),
-        )
+        executor = Executor(self.runtime, plan, counts, self.routing, gradients=keeps)
         if keeps:
-            executor.forward_all(self.table, need_entropy=self._entropy)
+            executor.forward_all(self.table, keep_logits=self.runtime.keeps_logits(plan))
             self._kept = executor
         else:
-            executor.score(self.table, need_entropy=self._entropy)
+            executor.score(self.table)
 
     def backward(
         self,
         edges: Tensor,
         rows: Tensor | None,
         values: Tensor | None,
-        aux: Tensor | float = 0.0,
-        *,
-        reduces: Reduces = "each",
-        attempt: Attempt,
-    ) -> Any:
+        aux: Tensor | float,
+        reduces: Reduces,
+        attempt: Callable[[Callable[[], None]], None],
+    ) -> None:
         """Add gradients to ``.grad``.
 
         Args:
@@ -171,70 +136,38 @@ class Scoring:
             values: [R] or [R, c] d loss / d value, or None.
             aux: d loss / d auxiliary loss.
             reduces: which backwards reduce sharded gradients.
-            attempt: runs the passes. If memory runs out, it is called again with smaller parts.
+            attempt: runs the passes, and restores gradients if that fails. If memory runs out, it is called again with
+                smaller parts.
         """
-        self._spent = True
         if self.routing is not None:
             self.routing.scale = torch.as_tensor(aux).double()
         if not self.layout.num_tokens and not self.runtime.in_lockstep:
-            return attempt(lambda: None)
+            return
 
         def passes(plan: Plan, counts: PassCounts) -> None:
             executor, self._kept = self._kept, None
             if executor is not None:
                 executor.backward_all(KnownGradients(self.table, edges, rows, values), reduces)
                 return
-            table = ScoreTable(len(edges), len(plan.layout.rows), edges.dtype, edges.device, entropy=self._entropy)
-            again = self.runtime.executor(plan, counts, self.routing, gradients=True, reduces=reduces)
+            table = self.runtime.table(plan.layout, entropy=rows is not None)
+            again = Executor(self.runtime, plan, counts, self.routing, gradients=True, reduces=reduces)
             with self._autocast():
                 again.train(KnownGradients(table, edges, rows, values))
 
-        return self._within_memory(lambda plan, counts: attempt(lambda: passes(plan, counts)))
+        self._within_memory(lambda plan, counts: attempt(lambda: passes(plan, counts)))
 
-    def _within_memory(self, run: Callable[[Plan, PassCounts], Any]) -> Any:
-        result, self.plan, counts = self.runtime.within_memory(self.plan, run)
+    def _within_memory(self, run: Callable[[Plan, PassCounts], None]) -> None:
+        _, self.plan, counts = self.runtime.within_memory(self.plan, run)
         self.tokens_without_graph += counts.tokens_without_graph
-        return result
 
 
-class LiveScoring(Scoring):
-    """A scoring whose backward the caller runs; the model must not change before that.
+class States(NamedTuple):
+    """The states whose values are scored in place of predictions."""
 
-    Args:
-        name: the call that scores, for messages.
-    """
-
-    def __init__(self, *given: Any, name: str, **options: Any):
-        super().__init__(*given, **options)
-        self._name = name
-        if self.live:
-            self._weights, self._switches = self._weight_sums(), switches_of(self.runtime)
-
-    def _weight_sums(self) -> Tensor:
-        """[P] sums of the weights, frozen ones too (a part that runs again would see their new values).
-
-        Version counters are not enough: fused optimisers and writes through ``.data`` do not change them.
-        """
-        with torch.no_grad():
-            weights = (getattr(p, "_local_tensor", p) for p in self.runtime.parameters)
-            sums = [p.sum(dtype=torch.float64) for p in weights]
-        return torch.stack([total.to(sums[0].device) for total in sums])
-
-    def check_backward(self) -> None:
-        """Raise RuntimeError if a backward now would not match the scores."""
-        name = self._name
-        if not self.live:
-            raise RuntimeError(
-                f"{name} ran under torch.no_grad (or nothing is trained): there is no graph to go through"
-            )
-        if self._spent:
-            raise RuntimeError(f"a second backward through {name}: its graph is freed by the first; call it again")
-        if not torch.equal(self._weights, self._weight_sums()):
-            raise RuntimeError(
-                f"the model's weights have changed between {name} and its backward (an optimiser step?); gradients "
-                "would be those of other weights: call backward first, or score again"
-            )
-        check_switches(self._switches, switches_of(self.runtime), name)
+    rows: np.ndarray
+    """int64 [T]: rows of the layout."""
+    lengths: list[int] | None
+    """How many belong to each trajectory; None: one, which is its reward."""
 
 
 class Scored:
@@ -267,38 +200,49 @@ class Scored:
     computed_tokens: int
     """Tokens that went through the model: the tree's, less those that no wanted prediction depends on."""
 
-    def __init__(self, scoring: LiveScoring, tree: TokenTree, batch: Batch | np.ndarray, *, values: bool, aux: bool):
-        """Make the leaves.
+    def __init__(self, name: str, scoring: Scoring, tree: TokenTree, reads: Batch | States, *, values: bool, aux: bool):
+        """Run the forward, and make the leaves.
 
         Args:
-            batch: the predictions of the tree; for rewards int64 [K], the row that holds each trajectory's value.
+            name: the call, for messages.
+            reads: the predictions or states of the tree that are scored.
+            values: whether predictions have values.
         """
-        self._scoring, self._batch = scoring, batch
+        self._name, self._scoring, self._reads, self._spent = name, scoring, reads, False
+        self.live = scoring.live
+        if self.live:
+            self._weights, self._switches = self._weight_sums(), switches_of(scoring.runtime)
+        table = scoring.forward()
         self.logprobs = []
         self.entropies = self.values = self.rewards = None
         self.is_top1 = self.mean_logits = self.log_sum_sq_probs = None
         self.flat_tokens, self.unique_tokens = tree.num_flat_tokens, tree.num_tokens
         self.computed_tokens = scoring.layout.num_tokens
-        table = scoring.table
 
-        def leaves(found: list[Tensor]) -> list[Tensor]:
-            return [x.detach().clone().requires_grad_(scoring.live) for x in found]
+        def leaf(found: Tensor) -> Tensor:
+            return found.detach().clone().requires_grad_(self.live)
 
-        self.aux_loss = leaves([scoring.aux])[0] if aux else None
-        if not isinstance(batch, Batch):
-            rewards = table.values_or_zeros
-            self.rewards = leaves([rewards[on_device(batch, rewards.device)]])[0]
+        self.aux_loss = leaf(scoring.aux) if aux else None
+        if isinstance(reads, States):
+            found = table.values_or_zeros[on_device(reads.rows, table.device)]
+            if reads.lengths is None:
+                self.rewards = leaf(found)
+            else:
+                self.values = [leaf(x) for x in found.split(reads.lengths)]
             return
-        every = batch.everything()
-        self.logprobs = leaves(every.of_edges(table.logprobs))
+
+        def rows(per_prediction: Tensor) -> list[Tensor]:
+            return [leaf(x) for x in reads.per_trajectory(per_prediction)]
+
+        self.logprobs = rows(reads.at_edges(table.logprobs))
         if table.entropies is not None:
-            self.entropies = leaves(every.of_rows(table.entropies))
+            self.entropies = rows(reads.at_rows(table.entropies))
         if values:
-            self.values = leaves(every.of_rows(table.values_or_zeros))
+            self.values = rows(reads.at_rows(table.values_or_zeros))
         if table.statistics is not None:
-            self.is_top1 = every.of_edges(table.statistics.is_top1)
-            self.mean_logits = every.of_rows(table.statistics.mean_logits)
-            self.log_sum_sq_probs = every.of_rows(table.statistics.log_sum_sq_probs)
+            self.is_top1 = reads.per_trajectory(reads.at_edges(table.statistics.is_top1))
+            self.mean_logits = reads.per_trajectory(reads.at_rows(table.statistics.mean_logits))
+            self.log_sum_sq_probs = reads.per_trajectory(reads.at_rows(table.statistics.log_sum_sq_probs))
 
     @property
     def plan(self) -> Plan:
@@ -315,6 +259,17 @@ class Scored:
         """Parts of the plan."""
         return self._scoring.plan.num_parts
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the model that scored, and of its value head."""
+        return self._scoring.runtime.parameters
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """All tensors that a loss may be computed from."""
+        scalars = [x for x in (self.rewards, self.aux_loss) if x is not None]
+        return [*self.logprobs, *(self.entropies or []), *(self.values or []), *scalars]
+
     def backward(self, *, sync: bool = True) -> None:
         """Run the leaves' gradients backward through the tree, and add to the parameters' ``.grad``.
 
@@ -330,53 +285,81 @@ class Scored:
         """
         runtime, rollback = self._scoring.runtime, self._scoring.runtime.rollback()
 
-        def gradients() -> Any:
-            self._scoring.check_backward()
-            return self._gradients()
-
-        def passes(found: Any) -> None:
-            self._scoring.backward(*found, reduces="each" if sync else "never", attempt=rollback.attempt)
+        def passes(gradients: Any) -> None:
+            self._spent = True
+            edges, rows, values, aux = gradients
+            self._scoring.backward(edges, rows, values, aux, "each" if sync else "never", rollback.attempt)
 
         if not (sync or runtime.in_lockstep):
-            passes(gradients())
+            passes(self._gradients())
             return
         try:
             # Every rank checks for errors before any of them starts the collective backward.
-            found, syncs = runtime.ranks.agree("Scored.backward", lambda: (gradients(), sync))
+            gradients, syncs = runtime.ranks.agree("Scored.backward", lambda: (self._gradients(), sync))
             check_same("sync", syncs)
-            runtime.ranks.agree("Scored.backward's passes", lambda: (passes(found), None))
+            runtime.ranks.agree("Scored.backward's passes", lambda: (passes(gradients), None))
         except RanksDisagree as error:
             rollback.undo(error)
             raise
         if sync:
             runtime.ranks.average_gradients(runtime.whole_parameters)
 
-    def _gradients(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | float]:
-        """The leaves' gradients, by edge and row of the layout."""
-        table = self._scoring.table
-        leaves = [*self.logprobs, *(self.entropies or []), *(self.values or [])]
-        leaves += [x for x in (self.rewards, self.aux_loss) if x is not None]
-        if any(x.numel() for x in leaves) and all(x.grad is None for x in leaves):
+    def _weight_sums(self) -> Tensor:
+        """[P] sums of the weights, frozen ones too (a part that runs again would see their new values).
+
+        Version counters are not enough: fused optimisers and writes through ``.data`` do not change them.
+        """
+        with torch.no_grad():
+            sums = [own_part(p).sum(dtype=torch.float64) for p in self.parameters]
+        return torch.stack([total.to(sums[0].device) for total in sums])
+
+    def _check_backward(self) -> None:
+        """Raise RuntimeError if a backward now would not match the scores."""
+        name = self._name
+        if not self.live:
+            raise RuntimeError(
+                f"{name} ran under torch.no_grad (or nothing is trained): there is no graph to go through"
+            )
+        if self._spent:
+            raise RuntimeError(f"a second backward through {name}: its graph is freed by the first; call it again")
+        if not torch.equal(self._weights, self._weight_sums()):
+            raise RuntimeError(
+                f"the model's weights have changed between {name} and its backward (an optimiser step?); gradients "
+                "would be those of other weights: call backward first, or score again"
+            )
+        before, now = self._switches, switches_of(self._scoring.runtime)
+        for switch in [*before, *now]:
+            then, after = before.get(switch, "not there"), now.get(switch, "not there")
+            if then != after:
+                raise RuntimeError(
+                    f"the model was switched between {name} and its backward ({switch} was {then} and is {after}); "
+                    "gradients would be those of another model: call backward first, or switch back, or score again"
+                )
+        if any(x.numel() for x in self.leaves) and all(x.grad is None for x in self.leaves):
             raise RuntimeError(
                 "no gradient has arrived in what TreeEngine.score gave: call backward on a loss that is computed from "
                 "it first"
             )
-        if self.rewards is not None:
-            assert isinstance(self._batch, np.ndarray)
-            values = None if table.values is None else added_up(table.values, self._batch, self.rewards.grad)
-            return torch.zeros_like(table.logprobs), None, values, 0.0
-        assert isinstance(self._batch, Batch)
-        every = self._batch.everything()
-        used = on_device(np.flatnonzero(self._batch.used), table.device)
 
-        def by_place(like: Tensor, leaves: list[Tensor], places: np.ndarray) -> Tensor:
+    def _gradients(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | float]:
+        """The leaves' gradients, by edge and row of the layout, and that of the auxiliary loss."""
+        self._check_backward()
+        table, reads = self._scoring.table, self._reads
+
+        def by_place(like: Tensor | None, leaves: list[Tensor] | None, places: np.ndarray) -> Tensor | None:
+            if like is None or leaves is None:
+                return None
             grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
             flat = torch.cat([like.new_zeros(0, *like.shape[1:]), *(g.to(like.dtype) for g in grads)])
-            return added_up(like, places, flat.index_select(0, used))
+            if isinstance(reads, Batch):
+                flat = flat.index_select(0, on_device(np.flatnonzero(reads.used), table.device))
+            return added_up(like, places, flat)
 
-        edges, rows, values = by_place(table.logprobs, self.logprobs, every.edges), None, None
-        if table.entropies is not None and self.entropies is not None:
-            rows = by_place(table.entropies, self.entropies, every.rows)
-        if table.values is not None and self.values is not None:
-            values = by_place(table.values, self.values, every.rows)
-        return edges, rows, values, 0.0 if self.aux_loss is None or self.aux_loss.grad is None else self.aux_loss.grad
+        aux = 0.0 if self.aux_loss is None or self.aux_loss.grad is None else self.aux_loss.grad
+        if isinstance(reads, States):
+            values = self.values if self.rewards is None else [self.rewards]
+            return torch.zeros_like(table.logprobs), None, by_place(table.values, values, reads.rows), aux
+        edges = by_place(table.logprobs, self.logprobs, reads.edges)
+        assert edges is not None
+        rows = by_place(table.entropies, self.entropies, reads.edge_rows)
+        return edges, rows, by_place(table.values, self.values, reads.edge_rows), aux

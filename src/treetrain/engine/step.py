@@ -17,6 +17,7 @@ from treetrain import __version__
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import check_same
+from treetrain.engine.executor import Executor
 from treetrain.engine.gradients import Rollback
 from treetrain.engine.lockstep import Reduces
 from treetrain.engine.loss import (
@@ -33,13 +34,11 @@ from treetrain.engine.loss import (
 from treetrain.engine.loss_gradients import (
     Batch,
     KnownGradients,
-    MergedBatch,
     Selection,
     StreamedGradients,
     added_up,
     check_batch,
     evaluate_gradients,
-    linear_coefficients,
     predictions_of,
 )
 from treetrain.engine.memory import PassCounts
@@ -53,7 +52,7 @@ from treetrain.planning.collective_order import Candidate, candidates, choose, o
 from treetrain.planning.make import PART_TOKENS
 from treetrain.planning.partition import whole_trees
 from treetrain.planning.plan import Plan
-from treetrain.tree.build import as_tree, build_tree
+from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.stats import linear_work
 from treetrain.tree.token_tree import TokenTree
@@ -67,7 +66,7 @@ class Step(NamedTuple):
     """A step that has been checked on every rank."""
 
     tree: TokenTree
-    batch: Batch | MergedBatch
+    batch: Batch
     loss: PackedLoss
     normaliser: float
     """The whole step's, divided by the number of ranks, since gradients are averaged over them."""
@@ -97,13 +96,14 @@ def prepare_step(
 
     def checked() -> tuple[tuple[TokenTree, PackedLoss, Any, Any], Any]:
         packed = as_loss(loss, normaliser)
-        runtime.prepare(logprobs=needs_logprobs(packed), values="predicted_values" in packed.needs)
+        asked = runtime.checked().asked(logprobs=needs_logprobs(packed), values="predicted_values" in packed.needs)
+        runtime.capabilities = asked
         if not torch.is_grad_enabled():
             raise ValueError("gradients are switched off (torch.no_grad); use .logprobs, or leave that block")
         if not any(p.requires_grad for p in runtime.parameters):
             raise ValueError("every parameter of the model is frozen (requires_grad=False); nothing can be trained")
         runtime.check_hooks()
-        tree = as_tree(trajectories, merge=runtime.merge)
+        tree = runtime.tree_of(trajectories)
         check_batch(tree, runtime.capabilities)
         check_count(packed, tree)
         # A tree of nodes stays unflattened if the loss allows it.
@@ -134,7 +134,7 @@ def prepare_step(
         weighted = not packed.reads_untrained
         batch = Batch.of(tree, weighted=weighted, every_token=runtime.balanced, mask=predicted)
     else:
-        batch = MergedBatch.of(tree, merged, every_token=runtime.balanced)
+        batch = Batch.of_merged(tree, merged, every_token=runtime.balanced)
     seen = rows if merged is None and rows is not None else []
     return Step(tree, batch, packed, whole / ranks.size, seen, masked=mask is not None)
 
@@ -181,7 +181,7 @@ def plan_step(runtime: Runtime, step: Step, *, sync: bool, balance: RouterBalanc
     def offered() -> tuple[list[Candidate], Any]:
         batch, plan = step.batch, runtime.plan_of(step.batch.layout)
         own = [Candidate(plan, batch.tree, "")]
-        if isinstance(batch, Batch) and batch.weighted and not step.masked:
+        if isinstance(batch.rows, list) and batch.weighted and not step.masked:
             found = rows_instead(runtime, step.tree, plan)
             own = own if found is None else [Candidate(found[1], found[0], "")]
         if runtime.in_lockstep:
@@ -203,7 +203,7 @@ def plan_step(runtime: Runtime, step: Step, *, sync: bool, balance: RouterBalanc
         numbers = choose(offers) if runtime.in_lockstep else [0] * ranks.size
         chosen, at_last = numbers[ranks.rank], all(has[number] for has, number in zip(room, numbers))
     way, batch = own[chosen], step.batch
-    if isinstance(batch, Batch) and way.tree is not batch.tree:
+    if way.tree is not batch.tree:
         step = step._replace(batch=Batch.of(way.tree, weighted=batch.weighted))
     return step, way.plan, "never" if not sync else "last" if at_last else "each"
 
@@ -229,16 +229,15 @@ def rows_instead(runtime: Runtime, tree: TokenTree, plan: Plan) -> tuple[TokenTr
 def _aligned_candidates(runtime: Runtime, step: Step, own: Candidate) -> list[Candidate]:
     """The candidate plans of this rank's rows; the given one is the first."""
     batch = step.batch
-    weighted = not isinstance(batch, Batch) or batch.weighted
     free = runtime.free_bytes() if runtime.budget is None else None
     return candidates(
         own.tree,
         own.plan,
-        partial(_laid_out, weighted=weighted),
-        whole_rows=not weighted,
+        partial(_laid_out, weighted=batch.weighted),
+        whole_rows=not batch.weighted,
         # Runs that share nothing compute some tokens twice, which an auxiliary loss would count twice. A tree of nodes
         # is never flattened into rows.
-        apart=runtime.merge and not runtime.balanced and not step.masked and isinstance(batch, Batch),
+        apart=runtime.merge and not runtime.balanced and not step.masked and isinstance(batch.rows, list),
         free_bytes=None if free is None else free / AMPLE,
     )
 
@@ -252,12 +251,8 @@ def _have_room(runtime: Runtime, ways: Sequence[Candidate]) -> list[bool]:
     """For each candidate, whether unsharded gradients fit into memory until the last backward."""
     if not runtime.in_lockstep or runtime.reduce != "auto":
         return [runtime.reduce == "step"] * len(ways)
-    cost = cost_if_countable(runtime.model)
-    room = runtime.budget.count if isinstance(runtime.budget, Bytes) else runtime.free_bytes()
-    if cost is None or room is None:
-        return [False] * len(ways)
     whole = sum(p.numel() for p in runtime.parameters if p.requires_grad) * wide_dtype(runtime.model).itemsize
-    return [AMPLE * (cost.peak_bytes(way.plan) + whole) < room for way in ways]
+    return [runtime.has_room(way.plan, extra=whole) for way in ways]
 
 
 # ---- its passes
@@ -305,17 +300,17 @@ def _stream(
     if plan.num_parts or runtime.in_lockstep:
         several = plan.num_parts > 1 or not runtime.ranks.alone
         if routing is not None and several and not routing.in_parts:
-            runtime.executor(plan, counts, routing, gradients=False, reduces=reduces).route()
+            Executor(runtime, plan, counts, routing, gradients=False, reduces=reduces).score(None)
             routing.settle()
-        rows, coefficients = batch.everything(), None
+        coefficients, logprobs = None, table.logprobs
         if table.entropies is None:  # a mixture may need them for other rows, and be linear in these
-            coefficients = linear_coefficients(loss, rows, len(table.logprobs), table.device, table.logprobs.dtype)
-        executor = runtime.executor(plan, counts, routing, gradients=True, reduces=reduces)
+            coefficients = loss.coefficients(batch.facts(loss, logprobs.device, logprobs.dtype))
+        executor = Executor(runtime, plan, counts, routing, gradients=True, reduces=reduces)
         if coefficients is not None:
-            executor.train(KnownGradients(table, coefficients / normaliser))
+            executor.train(KnownGradients(table, added_up(logprobs, batch.edges, coefficients) / normaliser))
             with torch.no_grad():
-                logprobs = rows.per_prediction(table.logprobs)
-                total, sums = loss.packed(logprobs, None, rows.facts(loss, logprobs.device, logprobs.dtype), None)
+                facts = batch.facts(loss, logprobs.device, logprobs.dtype)
+                total, sums = loss.packed(batch.at_edges(logprobs), None, facts, None)
             return total / normaliser, sums
         executor.train(streamed)
     streamed.finish()
@@ -330,38 +325,30 @@ def _compare(
     Every rank evaluates the loss on the rows of all, and runs backward with its own predictions' gradients.
     """
     ranks, batch, table = runtime.ranks, step.batch, scoring.forward()
-    assert isinstance(batch, Batch)
-    own = batch.everything()
-    scores = (
-        own.per_prediction(table.logprobs),
-        *(None if x is None else own.per_prediction_entropy(x) for x in (table.entropies, table.values)),
-    )
-    of_ranks: list[Any] = [(batch.used, *scores)]
+    own: list[Any] = [batch.used, batch.at_edges(table.logprobs)]
+    own += [None if x is None else batch.at_rows(x) for x in (table.entropies, table.values)]
+    of_ranks: list[Any] = [own]
     if not ranks.alone:
-        on_host = (batch.used, *(None if x is None else x.cpu() for x in scores))
+        on_host = [x.cpu() if isinstance(x, Tensor) else x for x in own]
         of_ranks = ranks.agree("comparing rows", lambda: (None, on_host))[1]
     used, *columns = zip(*of_ranks)
     logprobs, entropies, values = (_joined(column, table.device) for column in columns)
     assert logprobs is not None
     everything = np.arange(len(logprobs))
-    rows = batch.trajectories if ranks.alone else step.rows
-    selection = Selection(trajectories=rows, used=np.concatenate(used), edges=everything, rows=everything)
-    found = evaluate_gradients(step.loss, step.normaliser, logprobs, entropies, selection, values)
+    rows = batch.rows if ranks.alone else step.rows
+    selection = Selection(rows=rows, used=np.concatenate(used), edges=everything, edge_rows=everything)
+    total, sums, found = evaluate_gradients(step.loss, step.normaliser, selection, logprobs, entropies, values)
     before = sum(len(one[1]) for one in of_ranks[: ranks.rank])
-
-    edges, entropy, value = (
-        None if gradient is None else gradient[before : before + len(own.edges)]
-        for gradient in (found.edges, found.rows, found.values)
-    )
+    edges, entropy, value = (None if x is None else x[before : before + len(batch.edges)] for x in found)
     scoring.backward(
-        added_up(table.logprobs, own.edges, edges),
-        None if table.entropies is None or entropy is None else added_up(table.entropies, own.rows, entropy),
-        None if table.values is None or value is None else added_up(table.values, own.rows, value),
+        added_up(table.logprobs, batch.edges, edges),
+        None if table.entropies is None or entropy is None else added_up(table.entropies, batch.edge_rows, entropy),
+        None if table.values is None or value is None else added_up(table.values, batch.edge_rows, value),
         scale,
-        reduces=reduces,
-        attempt=rollback.attempt,
+        reduces,
+        rollback.attempt,
     )
-    return (found.total, found.sums) if ranks.rank == 0 else (0.0, {})
+    return (total, sums) if ranks.rank == 0 else (0.0, {})
 
 
 def _joined(column: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
