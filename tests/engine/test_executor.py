@@ -179,7 +179,7 @@ def test_scores_of_a_long_path_in_small_parts_hold_one_path(model, carries, keep
 class Counting:
     """A user's own loss that notes what it is called with."""
 
-    scope, needs_entropy = "trajectory", True
+    scope, needs = "trajectory", ("logprobs", "entropies")
 
     def __init__(self):
         self.calls: list[tuple] = []

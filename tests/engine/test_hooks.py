@@ -79,7 +79,6 @@ def test_hooked_parameters_accumulate_over_calls(budget):
 class Fails:
     """A user's loss that fails in the middle of the batch."""
 
-    needs_entropy = False
     scope = "trajectory"
 
     def __init__(self) -> None:

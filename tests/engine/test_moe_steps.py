@@ -159,7 +159,7 @@ def test_a_step_that_runs_out_of_memory_starts_over_with_the_choices_of_all_toke
 
 def test_a_loss_over_the_whole_batch_in_parts_has_the_auxiliary_loss_too():
     class Spread:
-        scope, needs_entropy = "batch", False
+        scope = "batch"
 
         def normaliser(self, trajectories):
             return 1.0

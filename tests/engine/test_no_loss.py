@@ -34,7 +34,7 @@ class OfTheBacth(Own):
 
 
 class ValuesUnnamed(Own):
-    needs_values = True
+    needs = ("predicted_values",)
 
 
 class Needing(Own):
@@ -88,17 +88,17 @@ def returning(value):
 RETURNS = {
     "alone": (
         lambda x: x.sum(),
-        r"a tensor of shape \(\), no pair .*; return \(sum, \{\}\) where",
+        r"a tensor of shape \(\), no pair",
     ),
     "three": (lambda x: (x.sum(), {}, None), "a tuple of 3, no pair"),
     "nothing": (lambda x: None, "None, no pair"),
-    "a loss": (lambda x: tt.losses.sft(), "no pair .*; pass what Returning returns, if it makes a loss"),
-    "per token": (lambda x: (x, {}), r"a sum of shape \(3,\), no scalar; add it up"),
-    "one entry": (lambda x: (x.sum(0, keepdim=True), {}), r"a sum of shape \(1,\), no scalar"),
-    "item": (lambda x: (x.sum().item(), {}), "the number .*, which has no gradient; return the tensor"),
+    "a loss": (lambda x: tt.losses.sft(), "no pair"),
+    "per token": (lambda x: (x, {}), r"a tensor of shape \(3,\) as its sum, no scalar; add it up"),
+    "one entry": (lambda x: (x.sum(0, keepdim=True), {}), r"a tensor of shape \(1,\) as its sum, no scalar"),
+    "item": (lambda x: (x.sum().item(), {}), "a float as its sum, which has no gradient; return a scalar tensor"),
     "no sum": (lambda x: (None, {}), "None as its sum"),
     "metrics": (lambda x: (x.sum(), x.sum()), "as its metrics; give a dict"),
-    "wide metric": (lambda x: (x.sum(), {"nll": x}), r"the metric 'nll' as a tensor of shape \(3,\); give its mean"),
+    "wide metric": (lambda x: (x.sum(), {"nll": x}), r"a tensor of shape \(3,\) as the metric 'nll'; give its mean"),
 }
 
 

@@ -158,7 +158,7 @@ def test_a_metric_counts_every_row_once_in_a_step_that_started_over(model):
 class Pairs:
     """A user's own loss over several rows at once."""
 
-    scope, needs_entropy = "batch", False
+    scope = "batch"
 
     def __init__(self):
         self.calls = 0

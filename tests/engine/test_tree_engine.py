@@ -140,6 +140,10 @@ class PerRow:
     needs_entropy: bool = False
     scope = "trajectory"
 
+    @property
+    def needs(self):
+        return ("logprobs", "entropies") if self.needs_entropy else ("logprobs",)
+
     def normaliser(self, rows):
         return float(len(rows))
 
@@ -157,7 +161,6 @@ class Pairs:
     """A user's own loss of batch scope: rows compared with each other, as DPO does."""
 
     scope = "batch"
-    needs_entropy = False
 
     def normaliser(self, rows):
         return 3.0

@@ -264,7 +264,7 @@ def test_entry_t_is_the_value_after_token_t_and_the_loss_reads_the_one_before():
     seen = {}
 
     class Mine:
-        needs_values, needs_logprobs = True, False
+        needs = ("predicted_values",)
 
         def normaliser(self, rows):
             return 1.0
@@ -417,7 +417,7 @@ def test_a_batch_loss_on_values_runs_in_two_phases_and_is_exact():
     class Spread:
         """Variance of the rows' last values: no sum over rows."""
 
-        scope, needs_values, needs_logprobs = "batch", True, False
+        scope, needs = "batch", ("predicted_values",)
 
         def normaliser(self, rows):
             return 2.0
@@ -537,7 +537,7 @@ def test_a_step_that_fails_leaves_no_gradient_in_the_value_head_either():
     head = head_of(model, torch.float32)
 
     class Fails:
-        needs_values, count = True, 0
+        needs, count = ("logprobs", "predicted_values"), 0
 
         def normaliser(self, rows):
             return 1.0

@@ -136,7 +136,7 @@ def different_losses_of_ones_own(group: Any) -> tuple[str, str]:
     engine = tt.TreeEngine(model, **sharing)
     rows = [[1, 2, 3 + rank]]
     other = told_by(lambda: engine.forward_backward(rows, (_one, _two)[rank], 1.0))
-    _one.needs_entropy = rank == 1  # type: ignore[attr-defined]
+    _one.needs = ("logprobs", "entropies")[: 1 + rank]  # type: ignore[attr-defined]
     return other, told_by(lambda: engine.forward_backward(rows, _one, 1.0))
 
 

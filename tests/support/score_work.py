@@ -104,7 +104,7 @@ def an_error_on_one_rank(group: Any, how: str) -> str:
     scored = engine.score([[1, 2, 3], [1, 2, 4]])
     sum(row.sum() for row in scored.logprobs).backward()  # type: ignore[union-attr]
     if dist.get_rank(group) == 1:
-        scored._scoring._spent = True
+        scored._spent = True
     try:
         scored.backward()
     except Exception as error:

@@ -6,7 +6,6 @@ losses of `treetrain.losses` implement `PackedLoss`, so that one call evaluates 
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,7 +20,6 @@ from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
 from treetrain.device_arrays import on_device
 from treetrain.errors import DataError
 from treetrain.tree.merged import MergedPredictions
-from treetrain.tree.token_tree import TokenTree
 
 Metrics = dict[str, tuple[Any, Any]]
 """Name -> (weighted sum, weight), numbers or scalar tensors; those of parts, micro-batches and ranks are added."""
@@ -238,7 +236,7 @@ class RowLoss:
     needs_step = False
 
     def __init__(self, loss: Any, *, normaliser_given: bool):
-        self.inner, self.name = loss, _name_of(loss)
+        self.inner, self.name = loss, name_of(loss)
         self.scope: Scope = getattr(loss, "scope", "trajectory")
         # A user's normaliser need not be a sum over rows, so it gets the rows of all ranks.
         self.needs = (*_stated_needs(loss), *(() if normaliser_given else ("step",)))
@@ -306,7 +304,7 @@ def as_loss(loss: Any, normaliser: float | None = None) -> PackedLoss:
             f"loss is a tensor of shape {tuple(loss.shape)}; the engine calls the loss itself, part by part: "
             f"{PROTOCOL}. To compute it yourself, take tt.logprobs(model, rows) or engine.score(rows) and call backward"
         )
-    name = _name_of(loss)
+    name = name_of(loss)
     if inspect.isclass(loss):
         raise TypeError(f"loss is the class {name}; pass an instance of it, {name}()")
     if not callable(loss):
@@ -334,52 +332,6 @@ def as_loss(loss: Any, normaliser: float | None = None) -> PackedLoss:
 def needs_logprobs(loss: PackedLoss) -> bool:
     """Whether log-probabilities must be computed for a loss; not if it reads predicted values alone."""
     return "predicted_values" not in loss.needs or "logprobs" in loss.needs or "entropies" in loss.needs
-
-
-def step_loss(loss: PackedLoss, trajectories: Sequence[Trajectory], normaliser: float | None) -> PackedLoss:
-    """The loss, with what it must know of the whole step: of these rows, unless a normaliser is given.
-
-    Raises:
-        ValueError: the rows are a part of a step, and `for_step` was not called with the whole.
-    """
-    if normaliser is None:
-        return loss.for_step(trajectories)
-    if loss.needs_step:
-        raise ValueError(
-            f"{_name_of(loss)} was given a normaliser, so a part of a step, but was not told of the whole step: "
-            "call loss = loss.for_step(all trajectories of the step) first, and pass loss.normaliser(the same)"
-        )
-    return loss
-
-
-def step_normaliser(loss: PackedLoss, rows: Rows, normaliser: float | None) -> float:
-    """The number that a step's sum is divided by; checks first that the loss finds every fact it needs.
-
-    Raises:
-        DataError: a fact is missing, or nothing is trained.
-        ValueError: a normaliser that is not above 0 and finite.
-    """
-    loss.check(rows)
-    return check_normaliser(loss.normaliser(rows) if normaliser is None else normaliser)
-
-
-def check_normaliser(normaliser: float) -> float:
-    """A normaliser above 0 and finite. Raises ValueError for anything else."""
-    value = float(normaliser)
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"the normaliser is {value}; a step's loss is divided by it, so it must be above 0 and finite")
-    return value
-
-
-def check_count(loss: PackedLoss, tree: TokenTree) -> None:
-    """Raise ValueError if tokens count once and the loss is not a sum over tokens."""
-    if tree.count == "once" and not loss.sums_tokens:
-        raise ValueError(
-            f"the tree counts each node's tokens once (count='once'), but {_name_of(loss)} is no sum over tokens by "
-            "themselves, each with its weight, divided by the sum of weights: it means, compares or counts whole rows. "
-            "Take a loss that is (sft, reinforce, ppo or distill with reduction='token', dapo, value), or "
-            "count='per trajectory'; a loss of your own that is one says sums_tokens = True"
-        )
 
 
 REMEDIES = {
@@ -428,18 +380,13 @@ def _as_sums(metrics: Mapping[str, Any] | None) -> Metrics:
     return {name: (fixed(total), fixed(weight)) for name, (total, weight) in pairs.items()}
 
 
-def _name_of(loss: Any) -> str:
+def name_of(loss: Any) -> str:
     """The name of a function or class, or of the class of any other object."""
     return loss.name if isinstance(loss, RowLoss) else getattr(loss, "__name__", type(loss).__name__)
 
 
 def _stated_needs(loss: Any) -> tuple[str, ...]:
-    """The needs that a user's loss states, by `needs` or by three older flags."""
-    if hasattr(loss, "needs"):
-        return tuple(loss.needs)
-    logprobs = ("logprobs",) if getattr(loss, "needs_logprobs", True) else ()
-    entropies = ("entropies",) if getattr(loss, "needs_entropy", False) else ()
-    return (*logprobs, *entropies, *(("predicted_values",) if getattr(loss, "needs_values", False) else ()))
+    return tuple(getattr(loss, "needs", ("logprobs",)))
 
 
 def _check_arguments(loss: Callable[..., Any], name: str) -> None:
@@ -465,36 +412,28 @@ def checked_sum(name: str, returned: Any) -> tuple[Any, Mapping[str, Any] | None
     Raises:
         TypeError: it is not such a pair, its sum is not a scalar, or its metrics are not a dict of numbers.
     """
+
+    def wrong(value: Any, what: str) -> TypeError:
+        if isinstance(value, Tensor):
+            described = f"a tensor of shape {tuple(value.shape)}"
+        elif isinstance(value, tuple | list):
+            described = f"a {type(value).__name__} of {len(value)}"
+        else:
+            described = "None" if value is None else f"a {type(value).__name__}"
+        return TypeError(f"loss {name} returned {described}{what}; {PROTOCOL}")
+
     if not (isinstance(returned, tuple | list) and len(returned) == 2):
-        alone = "; return (sum, {}) where there are no metrics" if isinstance(returned, Tensor | float) else ""
-        alone = f"; pass what {name} returns, if it makes a loss" if callable(returned) else alone
-        raise TypeError(f"loss {name} returned {_described(returned)}, no pair (sum, metrics){alone}: {PROTOCOL}")
+        raise wrong(returned, ", no pair (sum, metrics)")
     total, metrics = returned
     if isinstance(total, Tensor):
         if total.dim():
-            raise TypeError(
-                f"loss {name} returned a sum of shape {tuple(total.shape)}, no scalar; add it up, with the weights "
-                "that count: (weights * per_token).sum()"
-            )
-    elif isinstance(total, bool) or not isinstance(total, int | float):
-        raise TypeError(f"loss {name} returned {_described(total)} as its sum, no scalar tensor: {PROTOCOL}")
-    elif total:
-        raise TypeError(f"loss {name} returned the number {total} as its sum, which has no gradient; return the tensor")
+            raise wrong(total, " as its sum, no scalar; add it up: (weights * per_token).sum()")
+    elif isinstance(total, bool) or not isinstance(total, int | float) or total:
+        raise wrong(total, " as its sum, which has no gradient; return a scalar tensor")
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise TypeError(
-            f"loss {name} returned {_described(metrics)} as its metrics; give a dict of numbers or of pairs (weighted "
-            "sum, weight), or {}"
-        )
+        raise wrong(metrics, " as its metrics; give a dict of numbers or of pairs (weighted sum, weight), or {}")
     for key, value in (metrics or {}).items():
         numbers = value if isinstance(value, tuple) else (value,)
         if any(isinstance(number, Tensor) and number.numel() != 1 for number in numbers):
-            raise TypeError(f"loss {name} returned the metric {key!r} as {_described(value)}; give its mean, a number")
+            raise wrong(value, f" as the metric {key!r}; give its mean, a number")
     return total, metrics
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
-    return "None" if value is None else f"a {type(value).__name__}"

@@ -13,7 +13,7 @@ Shape letters: n tokens of a pass, N of the tree, E experts, k of them per token
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -99,10 +99,6 @@ class RouterBalance:
         )
 
 
-def _plus(a: RouterBalance | None, b: RouterBalance | None) -> RouterBalance | None:
-    return b if a is None else a if b is None else a + b
-
-
 class Routing:
     """The routers during one step over a tree.
 
@@ -122,26 +118,31 @@ class Routing:
         whole: RouterBalance | None = None,
         scale: float | Tensor = 1.0,
     ):
-        self._experts, self._device = experts, device
+        self.experts, self._device = experts, device
         self._recorded = by_place(experts, tree.experts)
         self._counts = trajectories_through(tree) if balanced else None
         self.balanced, self.needed = balanced, balanced or self._recorded is not None
-        self.scale, self._given, self.whole = scale, whole, whole
-        self.found: RouterBalance | None = None
-        self._collects, self._to_verify, self._slope_to_verify = True, balanced, balanced
+        self.scale, self._given = scale, whole
+        self._to_verify, self._slope_to_verify = balanced, balanced
+        self.begin()
+
+    def begin(self) -> None:
+        """Reset the balance: the passes start over."""
+        zeros = [torch.zeros(self.experts.experts or 0, dtype=torch.float64, device=self._device) for _ in range(2)]
+        self.balance = RouterBalance(choices=zeros[0], probabilities=zeros[1], tokens=0.0)
+        """That of the passes so far."""
+        self.whole, self._collects = self._given, True
 
     @property
     def in_parts(self) -> bool:
         """Whether a pass may run backward before all others have run forward."""
         return not self.balanced or self.whole is not None
 
-    def begin(self) -> None:
-        """Reset the balance: the passes start over."""
-        self.found, self.whole, self._collects = None, self._given, True
-
     def settle(self) -> None:
         """Call when all tokens have passed the routers. Their balance is the whole, unless one was given."""
-        self.whole, self._collects = self.whole or self.found, False
+        self._collects = False
+        if self.whole is None and self.balance.tokens:
+            self.whole = self.balance
 
     def run(self, tree_index: np.ndarray, *, final: bool) -> "RouterPass":
         """The `RouterPass` of one pass.
@@ -152,16 +153,15 @@ class Routing:
         """
         recorded = None if self._recorded is None else on_device(self._recorded[tree_index], self._device)
         if self._counts is None:
-            return RouterPass(self, self._experts, recorded, None)
+            return RouterPass(self, recorded, None)
         counts = self._counts[tree_index]
-        collects, tokens = final and self._collects, float(counts.sum())
-        counts = on_device(counts, self._device)
-        return RouterPass(self, self._experts, recorded, counts, tokens=tokens, collects=collects)
+        collects = final and self._collects
+        return RouterPass(self, recorded, on_device(counts, self._device), float(counts.sum()), collects)
 
     def idle_run(self, tokens: int) -> "RouterPass":
         """The `RouterPass` of a stand-in over so many tokens, which are not counted."""
         counts = torch.zeros(tokens, dtype=torch.int64, device=self._device) if self.balanced else None
-        return RouterPass(self, self._experts, None, counts)
+        return RouterPass(self, None, counts)
 
     def own_auxiliary(self, *, collects: bool) -> "OwnAuxiliary | None":
         """The comparison with the model's own auxiliary loss in a pass that starts now; None if nothing is left to
@@ -174,22 +174,10 @@ class Routing:
         self._to_verify = False
         self._slope_to_verify = self._slope_to_verify and not torch.is_grad_enabled()
 
-    def add(self, found: RouterBalance | None) -> None:
-        """Add the balance of a completed pass."""
-        self.found = _plus(self.found, found)
-
-    @property
-    def balance(self) -> RouterBalance:
-        """The balance of the passes so far."""
-        none = torch.zeros(self._experts.experts or 0, dtype=torch.float64, device=self._device)
-        return self.found or RouterBalance(choices=none, probabilities=none, tokens=0.0)
-
     @property
     def loss(self) -> Tensor:
         """float64: these tokens' share of the auxiliary loss, before its coefficient."""
-        if self.found is None:
-            return torch.zeros((), dtype=torch.float64)
-        return self.found.share_of(self.whole or self.found)
+        return self.balance.share_of(self.whole or self.balance) if self.balance.tokens else self.balance.choices.sum()
 
     def added_to(self, total: Any, sums: Metrics) -> tuple[Any, Metrics]:
         """A step's loss and metrics plus the auxiliary loss."""
@@ -201,9 +189,7 @@ class Routing:
 
     def slope(self, counts: Tensor) -> Tensor:
         """[n, E]: d loss / d probability of some tokens, float64."""
-        whole = self.whole or self.found
-        assert whole is not None, "a backward before any token was counted"
-        return counts.double()[:, None] * (self.scale * whole.slope)
+        return counts.double()[:, None] * (self.scale * (self.whole or self.balance).slope)
 
 
 def check_auxiliary(experts: MixtureOfExperts | None, wanted: bool) -> None:
@@ -239,59 +225,50 @@ def by_place(experts: MixtureOfExperts, recorded: np.ndarray | None) -> np.ndarr
     return recorded if recorded.shape[1] == experts.places else recorded[:, list(experts.layer_numbers)]
 
 
+@dataclass
 class RouterPass:
-    """The routers during one pass.
+    """The routers during one pass."""
 
-    Args:
-        recorded: int64 [n, places, k], or None.
-        counts: int64 [n]: trajectories through each token; None without an auxiliary loss.
-        tokens: the sum of the counts.
-        collects: whether these tokens are counted.
-    """
-
-    def __init__(
-        self,
-        routing: Routing,
-        experts: MixtureOfExperts,
-        recorded: Tensor | None,
-        counts: Tensor | None,
-        *,
-        tokens: float = 0.0,
-        collects: bool = False,
-    ):
-        self._routing, self._experts, self._recorded, self._counts = routing, experts, recorded, counts
-        self._tokens, self._collects = tokens, collects
-        self._found: RouterBalance | None = None
-        self._own: OwnAuxiliary | None = None
-        self._seen: set[int] = set()
+    routing: Routing
+    recorded: Tensor | None
+    """int64 [n, places, k]: recorded experts."""
+    counts: Tensor | None
+    """int64 [n]: trajectories through each token; None without an auxiliary loss."""
+    tokens: float = 0.0
+    """The sum of the counts."""
+    collects: bool = False
+    """Whether these tokens are counted."""
+    own: "OwnAuxiliary | None" = None
+    seen: set[int] = field(default_factory=set)
+    """The places of the routers that were called."""
 
     def begin(self) -> dict[str, Any]:
         """Arguments for the model's forward: whether it computes its own auxiliary loss. Call before it."""
-        if self._counts is None:
+        if self.counts is None:
             return {}
-        self._own = self._routing.own_auxiliary(collects=self._collects)
-        return {"output_router_logits": self._own is not None}
+        self.own = self.routing.own_auxiliary(collects=self.collects)
+        return {"output_router_logits": self.own is not None}
 
     def route(self, router: Router, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run in place of a router's forward, also when activation checkpointing runs it again."""
-        self._seen.add(router.place)
-        if self._recorded is None:
+        self.seen.add(router.place)
+        if self.recorded is None:
             output = forward(*args, **kwargs)
         else:
-            output = route_as_recorded(router, self._recorded[:, router.place], self._experts, forward, *args, **kwargs)
-        if self._counts is None:
+            output = route_as_recorded(
+                router, self.recorded[:, router.place], self.routing.experts, forward, *args, **kwargs
+            )
+        if self.counts is None:
             return output
-        routed = as_routed(router, output, len(self._counts))
+        routed = as_routed(router, output, len(self.counts))
         probabilities = routed.logits.softmax(-1)
         top_k = routed.chosen.shape[-1]
-        logits = routed.logits if self._own is None else self._own.note(routed.logits, probabilities, top_k)
-        if self._collects:
-            self._found = _plus(
-                self._found, RouterBalance.of(probabilities.detach(), top_k, self._counts, self._tokens)
-            )
+        logits = routed.logits if self.own is None else self.own.note(routed.logits, probabilities, top_k)
+        if self.collects:
+            self.routing.balance += RouterBalance.of(probabilities.detach(), top_k, self.counts, self.tokens)
         if not (torch.is_grad_enabled() and probabilities.requires_grad):
             return output
-        weights = _Balanced.apply(routed.weights, probabilities, self._counts, self._routing)
+        weights = _Balanced.apply(routed.weights, probabilities, self.counts, self.routing)
         return logits, weights, routed.chosen
 
     def close(self, outputs: Any) -> None:
@@ -300,17 +277,16 @@ class RouterPass:
         Raises:
             UnsupportedModel: a router was not called, or the model's auxiliary loss differs.
         """
-        self._collects = False
-        if len(self._seen) != self._experts.places:
+        self.collects = False
+        if len(self.seen) != self.routing.experts.places:
             raise UnsupportedModel(
-                f"{len(self._seen)} of {self._experts.places} routers were called; something (a fused kernel?) goes "
-                "past the others, so their auxiliary loss and recorded experts are not supported."
+                f"{len(self.seen)} of {self.routing.experts.places} routers were called; something (a fused kernel?) "
+                "goes past the others, so their auxiliary loss and recorded experts are not supported."
             )
-        if self._own is not None:
-            own, self._own = self._own, None
+        if self.own is not None:
+            own, self.own = self.own, None
             own.check(getattr(outputs, "aux_loss", None))
-            self._routing.verified()
-        self._routing.add(self._found)
+            self.routing.verified()
 
 
 class _Balanced(torch.autograd.Function):
@@ -346,7 +322,8 @@ class OwnAuxiliary:
             The logits for the model's own loss: a graph node that nothing else uses, so that its gradient is that of
             the loss alone, without the path through the layers above.
         """
-        self._whole = _plus(self._whole, RouterBalance.of(probabilities.detach(), top_k))
+        own = RouterBalance.of(probabilities.detach(), top_k)
+        self._whole = own if self._whole is None else self._whole + own
         if not (torch.is_grad_enabled() and logits.requires_grad):
             return logits
         alone = logits.view_as(logits)
@@ -369,11 +346,11 @@ class OwnAuxiliary:
         if not self._live or own._backward_hooks:
             return
         logits = [x for x, _ in self._live]
-        found: Any = [None] * len(logits)
+        slopes: Any = [None] * len(logits)
         if own.requires_grad:
-            found = torch.autograd.grad(own, logits, retain_graph=True, allow_unused=True)
+            slopes = torch.autograd.grad(own, logits, retain_graph=True, allow_unused=True)
         distance, size, terms = (torch.zeros((), dtype=torch.float64, device=own.device) for _ in range(3))
-        for (_, probabilities), grad in zip(self._live, found, strict=True):
+        for (_, probabilities), grad in zip(self._live, slopes, strict=True):
             share = probabilities.double() * self._whole.slope
             expected = share - probabilities.double() * share.sum(-1, keepdim=True)
             distance += (expected if grad is None else expected - grad.double()).square().sum()

@@ -20,17 +20,7 @@ from treetrain.engine.distributed import check_same
 from treetrain.engine.executor import Executor
 from treetrain.engine.gradients import Rollback
 from treetrain.engine.lockstep import Reduces
-from treetrain.engine.loss import (
-    Metrics,
-    PackedLoss,
-    StepResult,
-    as_loss,
-    check_count,
-    check_normaliser,
-    needs_logprobs,
-    step_loss,
-    step_normaliser,
-)
+from treetrain.engine.loss import Metrics, PackedLoss, StepResult, as_loss, name_of, needs_logprobs
 from treetrain.engine.loss_gradients import (
     Batch,
     KnownGradients,
@@ -105,7 +95,13 @@ def prepare_step(
         runtime.check_hooks()
         tree = runtime.tree_of(trajectories)
         check_batch(tree, runtime.capabilities)
-        check_count(packed, tree)
+        if tree.count == "once" and not packed.sums_tokens:
+            raise ValueError(
+                f"the tree counts each node's tokens once (count='once'), but {name_of(packed)} is no sum over tokens "
+                "by themselves, each with its weight, divided by the sum of weights. Take a loss that is (sft, "
+                "reinforce, ppo or distill with reduction='token', dapo, value), or count='per trajectory'; a loss of "
+                "your own that is one says sums_tokens = True"
+            )
         # A tree of nodes stays unflattened if the loss allows it.
         merged = tree.merged(packed.reduction) if mask is None and packed.mergeable else None
         announced = None if ranks.alone else _announcement(runtime, tree, merged, packed, normaliser)
@@ -118,18 +114,26 @@ def prepare_step(
         for name in settings[0]:
             check_same(name, [own[name] for own in settings])
         rows = None if all_rows[0] is None else [row for own in all_rows for row in own]
-    packed = step_loss(packed, [] if rows is None else rows, normaliser)
-    if rows is not None:
-        whole = step_normaliser(packed, rows, normaliser)
-    elif normaliser is not None:
-        whole = check_normaliser(normaliser)
-    elif sum(weights) > 0:
-        whole = check_normaliser(sum(weights))
-    else:
-        raise DataError(
-            f"nothing to train: the loss weights of all rows on all {ranks.size} ranks sum to 0 (entry 0 of a row is "
-            "never trained); give loss_weights that are not 0, or rows of two tokens and more"
+    if normaliser is None:
+        packed = packed.for_step([] if rows is None else rows)
+    elif packed.needs_step:
+        raise ValueError(
+            f"{name_of(packed)} was given a normaliser, so a part of a step, but was not told of the whole step: "
+            "call loss = loss.for_step(all trajectories of the step) first, and pass loss.normaliser(the same)"
         )
+    if rows is not None:
+        packed.check(rows)
+        whole = packed.normaliser(rows) if normaliser is None else normaliser
+    else:
+        whole = sum(weights) if normaliser is None else normaliser
+        if normaliser is None and whole <= 0:
+            raise DataError(
+                f"nothing to train: the loss weights of all rows on all {ranks.size} ranks sum to 0 (entry 0 of a row "
+                "is never trained); give loss_weights that are not 0, or rows of two tokens and more"
+            )
+    whole = float(whole)
+    if not 0 < whole < float("inf"):
+        raise ValueError(f"the normaliser is {whole}; a step's loss is divided by it, so it must be above 0 and finite")
     if merged is None:
         weighted = not packed.reads_untrained
         batch = Batch.of(tree, weighted=weighted, every_token=runtime.balanced, mask=predicted)
