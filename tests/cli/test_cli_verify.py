@@ -95,10 +95,3 @@ def test_a_budget_that_is_none_or_too_small_is_refused_with_the_cure(
     argv = (command, token_file, "--model", model_folder)
     assert "budget='0'" in (error := treetrain(*argv, "--budget", "0").error) and "from 1" in error
     assert "give at least that" in treetrain(*argv, "--budget", "10kB").error
-
-
-def test_bench_reports_exact_repeats_apart(treetrain, tmp_path, model_folder) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"input_ids": [1, 2, 3, 4]}\n' * 3 + '{"input_ids": [1, 2, 5, 4]}\n')
-    answer = treetrain("bench", str(path), "--model", model_folder, "--repeats", "1")
-    assert "without repeats" in answer.out and "over 2 distinct rows" in answer.out

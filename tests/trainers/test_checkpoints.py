@@ -1,6 +1,5 @@
 """SafeCheckpointsMixin in one process: what is written, what is resumed, what is refused."""
 
-import ast
 import gc
 import json
 import os
@@ -441,11 +440,6 @@ def test_another_version_of_transformers_is_refused_by_name(tmp_path, monkeypatc
 def test_settings_that_cannot_be_made_safe_are_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="save_on_each_node=True"):
         make_trainer(tmp_path / "out", save_on_each_node=True)
-
-
-def test_the_mixin_needs_nothing_else_of_treetrain() -> None:
-    for node in ast.walk(ast.parse(Path(checkpoints.__file__).read_text())):
-        assert not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("treetrain"))
 
 
 def test_the_saved_model_loads_with_from_pretrained(stopped) -> None:

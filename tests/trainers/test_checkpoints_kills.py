@@ -82,6 +82,7 @@ def survive(form: str, kills: int, folder: Path, expected: dict[str, Any], seed:
     print(f"{form}: {killed} kills, {number} runs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["one", "tree"])
 def test_a_run_that_is_killed_twice_ends_as_if_it_had_not_been(form: str, undisturbed, tmp_path) -> None:
     survive(form, 2, tmp_path, undisturbed[form], seed=3)
@@ -101,7 +102,7 @@ def test_fifty_kills_at_random_moments_lose_nothing(form: str, undisturbed, tmp_
         pytest.param("loaded in shards", signal.SIGTERM, 0, marks=pytest.mark.slow),
         pytest.param("tree, ddp", signal.SIGINT, 1, marks=pytest.mark.slow),
         pytest.param("tree, sharded", signal.SIGTERM, 1, marks=pytest.mark.slow),
-        ("tree, accelerate", signal.SIGTERM, 1),
+        pytest.param("tree, accelerate", signal.SIGTERM, 1, marks=pytest.mark.slow),
         pytest.param("tree, accelerate, lora", signal.SIGTERM, 0, marks=pytest.mark.slow),
     ],
 )

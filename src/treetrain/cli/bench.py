@@ -71,9 +71,4 @@ def _print(report: "BenchReport") -> None:
         ("speed-up", f"{report.speedup:.2f}x ({low:.2f} to {high:.2f}) over the best baseline, {report.baseline}"),
         ("FLOP-ideal", ideal),
     ]
-    if report.distinct_speedup is not None:
-        best = "" if report.distinct_ideal is None else f", ideal {report.distinct_ideal:.2f}x"
-        facts.append(
-            ("without repeats", f"{report.distinct_speedup:.2f}x{best}, over {report.distinct_rows} distinct rows")
-        )
     out.print(pairs(facts))

@@ -22,7 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as distributed_l
 from torch.distributed.checkpoint.state_dict_saver import save as distributed_save
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from treetrain.engine.distributed import Ranks
 
 TESTED = "5.17.", "5.23."
 """Versions of transformers with which the overridden private methods are tested."""
@@ -278,7 +280,6 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     the last log and the completions that are not trained on yet."""
 
     model: Any
-    _group: "dist.ProcessGroup | None" = None
     _last_good: Path | None = None
     _resumed: dict[str, Any] | None = None
     """The manifest of the checkpoint that is resumed, and its folder under "path"."""
@@ -462,7 +463,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         try:
             self._on_first(prepare)
             if self._is_sharded:  # before anything that can fail on one rank alone: this is a collective call
-                distributed_save(callbacks, checkpoint_id=temporary / CALLBACKS, process_group=self._cpu_group())
+                distributed_save(callbacks, checkpoint_id=temporary / CALLBACKS)
             losses = self._on_all_ranks(write)
             described = self._on_all_ranks(lambda: describe(temporary, rank, ranks))
             facts = {"step": step, "ranks": ranks, "step_size": self.step_size(), "frozen": self._frozen}
@@ -567,13 +568,17 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         if (path / CALLBACKS).is_dir():
             states = {name: callback.state_dict() for name, callback in callbacks.items()}
             planner = DefaultLoadPlanner(allow_partial_load=True)
-            distributed_load(states, checkpoint_id=path / CALLBACKS, planner=planner, process_group=self._cpu_group())
+            distributed_load(states, checkpoint_id=path / CALLBACKS, planner=planner)
         else:
             states = torch.load(path / f"{CALLBACKS}.pt", map_location="cpu", weights_only=True)
         for name in callbacks.keys() & states.keys():
             callbacks[name].load_state_dict(states[name])
 
     # ---- Helpers
+
+    @cached_property
+    def _ranks(self) -> Ranks:
+        return Ranks(dist.group.WORLD if self.args.world_size > 1 else None)
 
     @property
     def _is_first(self) -> bool:
@@ -592,13 +597,6 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         if self._is_first:
             warnings.warn(message, RuntimeWarning, stacklevel=4)
 
-    def _cpu_group(self) -> "dist.ProcessGroup | None":
-        """A group of all ranks whose collectives do not wait for devices; None for one process."""
-        if self._group is None and self.args.world_size > 1:
-            group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.args.ddp_timeout))
-            self._group = group
-        return self._group
-
     def _on_all_ranks(self, work: Callable[[], Any]) -> list[Any]:
         """Run `work` on every rank. It fails on all of them or on none, so that no rank waits for one that failed.
 
@@ -612,8 +610,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             TornCheckpoint, CheckpointNotWritten, ValueError: the same that `work` raised on the first rank that failed.
             RuntimeError: `work` raised another exception there.
         """
-        group = self._cpu_group()
-        if group is None:
+        if self.args.world_size == 1:
             return [work()]
         failure, error, result = None, None, None
         try:
@@ -621,8 +618,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         except Exception as raised:
             # The exception itself may not survive pickling: its kind and text do.
             failure, error = raised, (type(raised).__name__, str(raised))
-        outcomes: list[Any] = [None] * self.args.world_size
-        dist.all_gather_object(outcomes, (error, result), group=group)
+        outcomes = self._ranks.gather((error, result))
         for rank, (error, _) in enumerate(outcomes):
             if error is not None:
                 kinds = {kind.__name__: kind for kind in (TornCheckpoint, CheckpointNotWritten, ValueError)}
@@ -645,10 +641,7 @@ class _StepCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer = self.trainer
-        number = torch.tensor([*trainer._signals, 0][:1])
-        if trainer.args.world_size > 1:
-            dist.all_reduce(number, dist.ReduceOp.MAX, group=trainer._cpu_group())
-        trainer._stop = int(number)
+        trainer._stop = max(trainer._ranks.gather([*trainer._signals, 0][0]))
         control.should_training_stop |= trainer._stop > 0
         # An evaluation may follow the last step of an epoch. A checkpoint before it would lack its result, so it waits.
         trainer._epoch_ending = float(state.epoch or 0.5).is_integer()

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from treetrain.data.trajectory import Trajectory
 from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.engine import LinearEngine, TreeEngine
 from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, scoring_head
@@ -30,7 +29,7 @@ from treetrain.planning.plan import Plan
 from treetrain.planning.price import budget_share
 from treetrain.tree.build import Row, as_tree, build_tree
 from treetrain.tree.layout import PackedLayout
-from treetrain.tree.stats import distinct_rows, ideal_speedup
+from treetrain.tree.stats import ideal_speedup
 from treetrain.tree.token_tree import TokenTree
 
 PACK_TOKENS = (4096, 8192)
@@ -68,10 +67,6 @@ class BenchReport:
     unknown."""
     efficiency: float | None
     """speedup / ideal."""
-    distinct_rows: int
-    distinct_speedup: float | None
-    """Against the fastest baseline of the warm-up, on rows without exact repeats; None if no row repeats."""
-    distinct_ideal: float | None
     repeats: int
     seconds: dict[str, list[float]]
     """The time of every measured round, by engine name."""
@@ -120,41 +115,36 @@ def bench(
         keep_memory()
     rows = list(as_tree(trajectories, merge=True).trajectories)
     tree = build_tree(rows)
-    distinct = [rows[k] for k in np.flatnonzero(distinct_rows(tree))]
     kinds = {"tree": (TreeEngine, {"budget": budget})} | {name: kinds[name] for name in wanted}
     engines = {name: kind(model, temperature=temperature, **options) for name, (kind, options) in kinds.items()}
 
-    def take_turns(runs: dict[str, tuple[TreeEngine, list[Trajectory]]], rounds: int, label: str) -> Seconds:
+    def take_turns(runs: dict[str, TreeEngine], rounds: int, label: str) -> Seconds:
         seconds: Seconds = {name: [] for name in runs}
         for number in range(rounds):
-            for name, (engine, batch) in runs.items():
+            for name, engine in runs.items():
                 if progress is not None:
                     progress(f"{label} {number + 1} of {rounds}: {name}")
                 model.zero_grad(set_to_none=False)
                 _synchronise(model)
                 start = time.perf_counter()
-                engine.forward_backward(batch, loss)
+                engine.forward_backward(rows, loss)
                 _synchronise(model)
                 seconds[name].append(time.perf_counter() - start)
         return seconds
 
-    runs = {name: (engine, rows) for name, engine in engines.items()}
-    warm = take_turns(runs, warmup, "warm-up")
+    warm = take_turns(engines, warmup, "warm-up")
     best = min(wanted, key=lambda name: min(warm[name]))
     close = [name for name in wanted if min(warm[name]) <= 1.05 * min(warm[best])]
-    runs = {name: runs[name] for name in ("tree", *close)}
-    repeated = len(distinct) < len(rows)
-    measured = take_turns(runs | ({"distinct": (engines[best], distinct)} if repeated else {}), repeats, "round")
+    measured = take_turns({name: engines[name] for name in ("tree", *close)}, repeats, "round")
     medians = {name: statistics.median(times) for name, times in measured.items()}
     baseline = min(close, key=lambda name: medians[name])
     ratios = [a / b for a, b in zip(measured[baseline], measured["tree"])]
     speedup, plan, cost = statistics.median(ratios), engines["tree"].plan(rows), cost_if_countable(model)
-    ideal = distinct_ideal = None
+    ideal = None
     if cost is not None:
         tokens = engines["tree"].budget
         share = budget_share(plan, cost.counts, tokens if isinstance(tokens, int) else plan.peak_tokens)
         ideal = ideal_speedup(tree, cost.counts) * share
-        distinct_ideal = ideal_speedup(tree, cost.counts, dedup=True) if repeated else None
     return BenchReport(
         trajectories=len(rows),
         flat_tokens=tree.num_flat_tokens,
@@ -171,9 +161,6 @@ def bench(
         speedup_spread=(min(ratios), max(ratios)),
         ideal=ideal,
         efficiency=None if ideal is None else speedup / ideal,
-        distinct_rows=len(distinct),
-        distinct_speedup=medians["distinct"] / medians["tree"] if repeated else None,
-        distinct_ideal=distinct_ideal,
         repeats=repeats,
         seconds=measured,
     )
