@@ -2,7 +2,9 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,3 +24,21 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"real trajectories not found at {SHARED_DATA} (set TREETRAIN_SHARED_DATA)")
     return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def _pairs() -> Iterator[list[Any]]:
+    found: list[Any] = []
+    yield found
+    for processes in found:
+        processes.stop()
+
+
+@pytest.fixture
+def two(_pairs: list[Any]) -> Any:
+    """Two processes of one group (`support.processes`); others after a test in which one failed."""
+    from support.processes import Processes
+
+    if not _pairs or not _pairs[-1].alive:
+        _pairs.append(Processes(2))
+    return _pairs[-1]

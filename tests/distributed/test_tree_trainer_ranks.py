@@ -1,6 +1,5 @@
 """Runs of `TreeTrainer` over several processes are those of one process on the same rows."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,6 @@ from support.tree_runs import SKIPPED, error, weights
 
 FAST = {("sft", "ddp"), ("grpo", "fsdp"), ("sft in three calls within a budget", "accelerate")}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Processes]:
-    processes = Processes(2)
-    yield processes
-    processes.stop()
 
 
 def check(found: list[dict[str, Any]], truth: dict[str, Any], tolerance: float) -> None:

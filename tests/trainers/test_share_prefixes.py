@@ -50,7 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain experts": ("plain", {"moe": True, **ACCUMULATION}),
     "plain whole rows": ("plain", {"whole": True}),
 }
-SLOW = sorted(set(CASES) - set(BUILDERS) - {"sft padding-free", "dpo lora", "grpo accumulation", "plain packed"})
+SLOW = sorted(set(CASES) - set(BUILDERS) - {"sft padding-free", "dpo lora", "plain packed"})
 
 
 def both(case: str, folder: Path, dtype: torch.dtype, steps: int) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """Two processes under DistributedDataParallel train the same with shared prefixes as without."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,22 +26,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[list[Processes]]:
-    found: list[Processes] = []
-    yield found
-    for processes in found:
-        processes.stop()
-
-
-@pytest.fixture
-def processes(pool: list[Processes]) -> Processes:
-    """Two processes of one group; others after a test in which one failed."""
-    if not pool or not pool[-1].alive:
-        pool.append(Processes(2))
-    return pool[-1]
-
-
 def check(processes: Processes, case: str, folder: Any, dtype: torch.dtype, steps: int) -> dict[str, float]:
     """Train on both ranks, with and without, and compare; the ranks must hold the same weights."""
     name, settings = CASES[case]
@@ -54,16 +37,16 @@ def check(processes: Processes, case: str, folder: Any, dtype: torch.dtype, step
     return {name: max(rank[name] for rank in ranks) for name in ("metrics", "weights", "updates")}
 
 
-def test_two_processes_train_the_same_with_shared_prefixes(processes, tmp_path):
-    check(processes, "sft", tmp_path, torch.float32, 2)
+def test_two_processes_train_the_same_with_shared_prefixes(two, tmp_path):
+    check(two, "sft", tmp_path, torch.float32, 2)
 
 
-def test_a_process_may_have_nothing_to_predict(processes, tmp_path):
-    check(processes, "plain, one rank without labels", tmp_path, torch.float32, 2)
+def test_a_process_may_have_nothing_to_predict(two, tmp_path):
+    check(two, "plain, one rank without labels", tmp_path, torch.float32, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_are_the_same_after_twenty_steps(processes, case, dtype, tmp_path, record_property):
-    record_property("errors", check(processes, case, tmp_path, dtype, 20))
+def test_two_processes_are_the_same_after_twenty_steps(two, case, dtype, tmp_path, record_property):
+    record_property("errors", check(two, case, tmp_path, dtype, 20))

@@ -177,8 +177,8 @@ def swap_two_rows(rows):
 
 
 @pytest.mark.parametrize("mutation", [drop_a_row, shift_the_masks, swap_two_rows], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_the_comparison_of_trainers_sees_a_mutated_adapter(mutation, name, tmp_path, monkeypatch):
+def test_the_comparison_of_trainers_sees_a_mutated_adapter(mutation, tmp_path, monkeypatch):
+    name = "sft" if mutation is drop_a_row else "dpo"
     plain = train(BUILDERS[name], tmp_path, shared=False, steps=1)
     rows_of = module.rows_of
     monkeypatch.setattr(module, "rows_of", lambda *args, **options: mutation(rows_of(*args, **options)))

@@ -34,16 +34,23 @@ def run(argv: Sequence[str]) -> int:
         parser.error(
             f"--show {options.show} lists classes of the table, --model {options.model} asks for one; give one"
         )
+    from treetrain.cli.output import console, pairs, print_json
+
     if options.model is None:
         _list(options)
         return 0
     answer = _one(options.model)
     if options.json:
-        from treetrain.cli.output import print_json
-
         print_json(answer)
     else:
-        _print_one(answer)
+        parameters = answer["parameters"]
+        rows = [
+            ("model", f"{answer['model']} ({answer['model_type']})"),
+            ("layers", ", ".join(f"{count} {kind}" for kind, count in answer["layers"].items())),
+            ("cost", f"known; {parameters:,} parameters" if parameters else "cannot be counted"),
+            ("verdict", f"{answer['verdict']}: {answer['reason']}"),
+        ]
+        console().print(pairs(rows))
     return REFUSED if answer["verdict"] == "refused" else 0
 
 
@@ -56,12 +63,14 @@ def _list(options: Namespace) -> None:
     if options.json:
         print_json({"transformers": found.transformers, "classes": [dataclasses.asdict(one) for one in wanted]})
         return
-    shown = [
-        (one.model_type, one.verdict, *one.errors, ", ".join(one.layers) if one.verdict == "exact" else one.reason)
-        for one in wanted
-    ]
     out = console()
-    made = table(("model_type", "verdict", "float64", "float32", "bfloat16", "layers tested, or why not"), shown)
+    made = table(
+        ("model_type", "verdict", "float64", "float32", "bfloat16", "layers tested, or why not"),
+        [
+            (one.model_type, one.verdict, *one.errors, ", ".join(one.layers) if one.verdict == "exact" else one.reason)
+            for one in wanted
+        ],
+    )
     made.columns[1].justify = made.columns[-1].justify = "left"
     out.print(made)
     counts = ", ".join(f"{len(found.of(verdict))} {verdict}" for verdict in VERDICTS)
@@ -109,16 +118,3 @@ def _tested(model_type: str) -> tuple[str, str]:
         return "exact", f"{reason} ({errors})"
     what = "is not among those tested" if found is None else f"was {found.verdict} in the tests: {found.reason}"
     return "untried", f"it passes the check, but its class {what}; treetrain verify proves it on your rows"
-
-
-def _print_one(answer: dict[str, Any]) -> None:
-    from treetrain.cli.output import console, pairs
-
-    parameters = answer["parameters"]
-    rows = [
-        ("model", f"{answer['model']} ({answer['model_type']})"),
-        ("layers", ", ".join(f"{count} {kind}" for kind, count in answer["layers"].items())),
-        ("cost", f"known; {parameters:,} parameters" if parameters else "cannot be counted"),
-        ("verdict", f"{answer['verdict']}: {answer['reason']}"),
-    ]
-    console().print(pairs(rows))

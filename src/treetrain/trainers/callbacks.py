@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from treetrain.engine.loss import StepResult, add_metrics, mean_metrics
+from treetrain.engine.loss import StepResult
 from treetrain.trainers.checkpoints import save_whole
 
 EXECUTION = "tree/"
@@ -24,12 +24,7 @@ class StepLog(TrainerCallback):
     """Collects the numbers of steps; each log gives their sums, means and extremes since the last one."""
 
     def __init__(self) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
-        self._losses: list[float] = []
-        self._metrics: Any = {}
-        self._numbers: list[dict[str, float]] = []
+        self.steps: list[dict[str, float]] = []
 
     def add(self, result: StepResult, numbers: dict[str, float]) -> None:
         """Add a step.
@@ -37,44 +32,40 @@ class StepLog(TrainerCallback):
         Args:
             result: of all its calls.
             numbers: further numbers of the step. Those in `SUMMED` add up; names ending in `_max` and `_min` are
-                extremes; the others are averaged.
+                extremes; the others are averaged, as the loss and its metrics are.
         """
-        self._losses.append(result.loss)
-        self._metrics = add_metrics(self._metrics, result.metric_sums)
-        self._numbers.append({name: getattr(result, name) for name in COUNTS} | numbers)
+        counts = {name: getattr(result, name) for name in COUNTS}
+        self.steps.append({"loss": result.loss} | result.metrics | counts | numbers)
 
     def read(self) -> dict[str, float]:
         """Return the numbers of these steps and clear them; empty if there was no step."""
-        if not self._losses:
-            return {}
-        logs = mean_metrics(self._metrics) | {"loss": sum(self._losses) / len(self._losses)}
-        for name in dict.fromkeys(name for numbers in self._numbers for name in numbers):
-            values = [numbers[name] for numbers in self._numbers if name in numbers]
+        logs: dict[str, float] = {}
+        for name in dict.fromkeys(name for step in self.steps for name in step):
+            values = [step[name] for step in self.steps if name in step]
             if name in SUMMED:
                 logs[EXECUTION + name] = sum(values)
             elif name.endswith(("_max", "_min")):
                 logs[name] = (max if name.endswith("_max") else min)(values)
             else:
                 logs[name] = sum(values) / len(values)
-        logs[EXECUTION + "overlap"] = 1 - logs[EXECUTION + "unique_tokens"] / logs[EXECUTION + "flat_tokens"]
+        if self.steps:
+            logs[EXECUTION + "overlap"] = 1 - logs[EXECUTION + "unique_tokens"] / logs[EXECUTION + "flat_tokens"]
         if work := logs.get(EXECUTION + "tree_flops"):
             logs[EXECUTION + "ideal_speedup"] = logs[EXECUTION + "linear_flops"] / work
-        self._clear()
+        self.steps = []
         return logs
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Forget the steps of an earlier training."""
-        self._clear()
+        self.steps = []
 
     def state_dict(self) -> dict[str, str]:
         """The numbers, as text."""
-        metrics = {name: [float(total), float(weight)] for name, (total, weight) in self._metrics.items()}
-        return {"json": json.dumps([self._losses, metrics, self._numbers])}
+        return {"json": json.dumps(self.steps)}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
         """Restore the numbers."""
-        self._losses, metrics, self._numbers = json.loads(state["json"])
-        self._metrics = {name: tuple(pair) for name, pair in metrics.items()}
+        self.steps = json.loads(state["json"])
 
 
 def peak_memory_bytes(device: torch.device) -> int:

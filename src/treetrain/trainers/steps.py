@@ -8,6 +8,7 @@ expects: the groups are shuffled by the seed and cut into batches of about equal
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -167,20 +168,10 @@ class StepDataset(Dataset[dict[str, Any]]):
         return inputs
 
 
-class StepLoader(DataLoader[Any]):
-    """The calls of a pass over the data, each with its tree."""
-
-    batch_sampler: StepSampler
-
-    def __init__(self, dataset: StepDataset, sampler: StepSampler, **options: Any) -> None:
-        super().__init__(dataset, batch_sampler=sampler, collate_fn=only_call, **options)
-
-    def set_epoch(self, epoch: int) -> None:
-        """See `StepSampler.set_epoch`."""
-        self.batch_sampler.set_epoch(epoch)
-
-
-def only_call(calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """The collate function: a batch of the loader is one call."""
-    (call,) = calls
-    return call
+def step_loader(
+    rows: Sequence[Trajectory], sampler: StepSampler, model: Any, args: TreeArguments, **options: Any
+) -> Any:
+    """A `DataLoader` of the calls of a pass over the rows, each with its tree."""
+    loader = DataLoader(StepDataset(rows, model, args), batch_sampler=sampler, collate_fn=itemgetter(0), **options)
+    loader.set_epoch = sampler.set_epoch  # type: ignore[attr-defined]  # Trainer calls it
+    return loader

@@ -43,7 +43,7 @@ from treetrain.trainers.rollouts import (
     with_advantages,
     with_fact,
 )
-from treetrain.trainers.steps import Call, StepDataset, StepLoader, StepSampler
+from treetrain.trainers.steps import Call, StepSampler, step_loader
 
 logger = logging.getLogger(__name__)
 
@@ -155,26 +155,25 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
     # ---- Data ----
 
-    def get_train_dataloader(self) -> StepLoader:
+    def get_train_dataloader(self) -> Any:
         """The steps of a pass over the data, call by call."""
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset")
         self._next = None
         names = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context")
         options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
-        rows: Any = self.train_dataset
-        return StepLoader(StepDataset(rows, self.model, self.args), self._sampler, **options)
+        return step_loader(self.train_dataset, self._sampler, self.model, self.args, **options)  # type: ignore[arg-type]
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> StepLoader:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The held-out rows in calls of whole groups."""
         rows: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         rows = self.eval_dataset[rows] if isinstance(rows, str) else rows  # type: ignore[index]
         if rows is None:
             raise ValueError("evaluation needs an eval_dataset")
         sampler = StepSampler(rows, tokens_per_step=self.args.tokens_per_step)
-        return StepLoader(StepDataset(rows, self.model, self.args), sampler)
+        return step_loader(rows, sampler, self.model, self.args)
 
-    def get_test_dataloader(self, test_dataset: Any) -> StepLoader:
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
         """See `get_eval_dataloader`."""
         return self.get_eval_dataloader(test_dataset)
 
