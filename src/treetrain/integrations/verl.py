@@ -1,0 +1,170 @@
+"""verl: its FSDP2 engine with every shared prefix of a mini-batch computed once.
+
+Two variables switch it on, in every process of a run, without a change to verl or to the training script::
+
+    export VERL_USE_EXTERNAL_MODULES=treetrain.integrations.verl VERL_ENGINE_VENDOR=treetrain
+
+verl then asks this engine for old and reference log-probabilities and for updates. All rows that a process has of a
+mini-batch are one tree; verl's own losses run once over all of them. Critics stay with verl's own engine.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.utils import detach_tree, postprocess_batch_func
+
+from treetrain.engine.engine import TreeEngine
+from treetrain.engine.score import Scored
+from treetrain.errors import UnsupportedModel
+
+NOT_ON_A_TREE = ("distillation_use_topk", "distillation_only", "routed_experts", "multi_modal_inputs")
+"""What a batch of verl may hold or ask for, and a tree cannot give."""
+
+
+@EngineRegistry.register(
+    model_type="language_model", backend=["fsdp", "fsdp2"], device=["cuda", "cpu"], vendor="treetrain"
+)
+class TreeFSDPEngine(FSDPEngineWithLMHead):
+    """verl's FSDP engine; log-probabilities, entropies and gradients come from a prefix tree.
+
+    ``max_token_len_per_gpu`` (or the longest row times ``micro_batch_size_per_gpu``) is the budget of tokens whose
+    graph is alive at once. What does not fit is recomputed; no row is left out, however long.
+
+    Raises:
+        ValueError: a setting of verl's configuration that cannot be exact on a tree, before the model is loaded.
+        UnsupportedModel: the model, or a batch with images, recorded experts or one temperature per row.
+    """
+
+    def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any):
+        check_settings(model_config, engine_config)
+        super().__init__(model_config, engine_config, *args, **kwargs)
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        """Score the rows of a mini-batch as one tree, compute verl's loss, and run the tree backward once.
+
+        Args:
+            data: jagged ``input_ids`` [K, L_k] and what the loss needs, as verl's workers give it.
+            loss_function: one of verl's losses; None only computes log-probabilities.
+            forward_only: compute no gradient.
+
+        Returns:
+            model_output with jagged log_probs (and entropy, sum_pi_squared) [K, L_k], loss and metrics. Entry t of a
+            row is about token t + 1; entries that no loss of verl reads hold 0.
+        """
+        data = data.to(get_device_id())
+        group = self.get_data_parallel_group()
+        tokens = data["loss_mask"].sum()
+        torch.distributed.all_reduce(tokens, group=group)
+        tu.assign_non_tensor(
+            data, sp_size=1, dp_size=self.get_data_parallel_size(), batch_num_tokens=int(tokens.item())
+        )
+        asks_for = {name: self._asks(data, name) for name in ("calculate_entropy", "calculate_sum_pi_squared")}
+        narrow = self._autocast_dtype != torch.float32
+        autocast = torch.autocast(get_device_name(), self._autocast_dtype) if narrow else nullcontext()
+        with torch.no_grad() if forward_only else nullcontext(), autocast:
+            scored = self._tree_engine(data).score(
+                data["input_ids"].unbind(),
+                entropies=asks_for["calculate_entropy"],
+                statistics=asks_for["calculate_sum_pi_squared"],
+                mask=wanted(data),
+            )
+            model_output = outputs(scored, data["input_ids"].offsets())
+            loss, metrics = torch.ones(()), {}
+            if loss_function is not None:
+                loss, metrics = loss_function(model_output=model_output, data=data, dp_group=group)
+        if not forward_only:
+            loss.backward()
+            scored.backward(sync=False)  # averages over the ranks, as FSDP2 does
+        output = {"loss": loss.detach().item(), "metrics": metrics}
+        if forward_only or self._asks(data, "return_model_output"):
+            output["model_output"] = detach_tree(model_output)
+        return postprocess_batch_func([output], indices=[list(range(len(data)))], data=data)
+
+    def _tree_engine(self, data: TensorDict) -> TreeEngine:
+        """The engine with this batch's temperature and budget; making one only checks the model."""
+        for name in NOT_ON_A_TREE:
+            if self._asks(data, name):
+                raise UnsupportedModel(f"the batch has {name}, which no tree supports yet; unset VERL_ENGINE_VENDOR")
+        temperatures = torch.as_tensor(data["temperature"], dtype=torch.float64).unique().tolist()
+        if len(temperatures) != 1:
+            raise UnsupportedModel(
+                f"the rows of a batch have temperatures from {temperatures[0]} to {temperatures[-1]}; rows of a tree "
+                "share their logits, so sample all with one temperature, or unset VERL_ENGINE_VENDOR"
+            )
+        if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
+            budget = int(data["max_token_len_per_gpu"])
+        else:
+            budget = int(data["micro_batch_size_per_gpu"]) * int(data["input_ids"].offsets().diff().max())
+        return TreeEngine(self.module, budget=budget, temperature=temperatures[0])
+
+    @staticmethod
+    def _asks(data: TensorDict, name: str) -> bool:
+        value = data.get(name, None) if name in data.keys() else None
+        value = tu.unwrap_non_tensor_data(value)
+        return bool(len(value)) if isinstance(value, Tensor | list) else bool(value)
+
+
+def check_settings(model_config: Any, engine_config: Any) -> None:
+    """Raise ValueError for settings of verl that a tree cannot follow."""
+    qat = getattr(engine_config, "qat", None)
+    mixed = engine_config.mixed_precision or {}
+    refused = {
+        "strategy": (engine_config.strategy, engine_config.strategy != "fsdp2", "fsdp2"),
+        "ulysses_sequence_parallel_size": (
+            engine_config.ulysses_sequence_parallel_size,
+            engine_config.ulysses_sequence_parallel_size > 1,
+            "1 (max_token_len_per_gpu bounds the memory of long rows)",
+        ),
+        "mixed_precision.param_dtype": (
+            mixed.get("param_dtype"),
+            mixed.get("param_dtype") in ("fp16", "float16"),
+            "bf16 (scaled losses are not known to be exact)",
+        ),
+        "qat.enable": (True, bool(getattr(qat, "enable", False)), "false"),
+        "use_fused_kernels": (True, bool(model_config.use_fused_kernels), "false (the head runs in chunks anyway)"),
+        "mtp.enable": (True, bool(getattr(getattr(model_config, "mtp", None), "enable", False)), "false"),
+    }
+    for name, (value, wrong, instead) in refused.items():
+        if wrong:
+            raise ValueError(f"treetrain's engine for verl: {name}={value} is not supported; set it to {instead}")
+
+
+def wanted(data: TensorDict) -> list[Tensor]:
+    """The predictions that verl's losses read, per row bool [L_k - 1]: those of the response, or of the loss mask."""
+    rows, lengths = data["input_ids"], data["input_ids"].offsets().diff().tolist()
+    if "responses" in data.keys():
+        responses = data["responses"]
+        if responses.is_nested:
+            trained = responses.offsets().diff().tolist()
+        else:
+            trained = data["attention_mask"][:, -responses.shape[1] :].sum(1).tolist()
+        return [torch.arange(1, n) >= n - r for n, r in zip(lengths, trained)]
+    mask = data["loss_mask"]
+    if mask.is_nested and mask.offsets().equal(rows.offsets()):
+        return [row[1:] != 0 for row in mask.unbind()]
+    return [torch.ones(n - 1, dtype=torch.bool) for n in lengths]
+
+
+def outputs(scored: Scored, offsets: Tensor) -> dict[str, Tensor]:
+    """The scores as verl's losses take them: jagged [K, L_k], the last entry of each row 0."""
+
+    def jagged(rows: list[Tensor]) -> Tensor:
+        values = torch.cat([torch.nn.functional.pad(row, (0, 1)) for row in rows])
+        return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+    found = {"log_probs": jagged(scored.logprobs)}
+    if scored.entropies is not None:
+        found["entropy"] = jagged(scored.entropies)
+    if scored.log_sum_sq_probs is not None:
+        found["sum_pi_squared"] = jagged([row.exp() for row in scored.log_sum_sq_probs])
+    return found
