@@ -22,13 +22,14 @@ PY = $(abspath $(VENV))/bin/python
 READY = $(VENV)/.installed
 endif
 
-.PHONY: help demo test test-full bench bench-gpu lint clean-venv active-environment
+.PHONY: help demo test test-full test-verl bench bench-gpu lint clean-venv active-environment
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train the built-in model on branching data, as a tree and linearly; a table and a page"
 	@echo "make test       lint, types and all tests but the slow ones"
 	@echo "make test-full  lint, types and all tests"
+	@echo "make test-verl  verl's engine with and without trees, in an environment of its own"
 	@echo "make bench      run all benchmarks, write their rows to benchmarks/results, write BENCHMARKS.md"
 	@echo "make bench-gpu  on a machine with an NVIDIA GPU: correctness and the whole benchmark in under 9 minutes"
 	@echo "make lint       ruff and pyright alone"
@@ -42,6 +43,13 @@ test: lint
 
 test-full: lint
 	$(PYTEST) $(PYTEST_ARGS)
+
+# verl wants an older transformers, so it has an environment of its own.
+test-verl: VENV = .venv-verl
+test-verl:
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q verl==0.9.1 transformers==5.10.4 pytest -e .
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/integrations/test_verl.py
 
 bench: $(READY)
 	$(PY) benchmarks/run_all.py

@@ -31,7 +31,7 @@ def register_cpu_platform() -> None:
         communication_backend_name = lambda self: "gloo"  # noqa: E731
         is_available = lambda self: True  # noqa: E731
         current_device = lambda self: torch.device("cpu")  # noqa: E731
-        empty_cache = synchronize = lambda self, *_: None  # noqa: E731
+        empty_cache = synchronize = lambda self, *_: None
 
     set_platform(Cpu())
 
@@ -144,7 +144,9 @@ def difference(one: Any, other: Any) -> float:
     return float((one - other).abs().max() / other.abs().max().clamp(min=1e-6)) if one.numel() else 0.0
 
 
-def compare(rank: int, world: int, port: int, folder: str, loss: str, settings: dict, options: dict, queue: Any) -> None:
+def compare(
+    rank: int, world: int, port: int, folder: str, loss: str, settings: dict, options: dict, queue: Any
+) -> None:
     """Run both engines on a rank and put the differences into a queue."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
@@ -260,7 +262,7 @@ def test_settings_that_cannot_be_exact_are_refused_before_the_model_is_loaded(op
 
     from treetrain.integrations.verl import check_settings
 
-    model = SimpleNamespace(use_fused_kernels=False, mtp=None, **{})
+    model = SimpleNamespace(use_fused_kernels=False, mtp=None)
     vars(model).update(options.get("model", {}))
     mixed = {"param_dtype": options.get("dtype", "bf16")}
     engine = SimpleNamespace(strategy="fsdp2", ulysses_sequence_parallel_size=1, qat=None, mixed_precision=mixed)

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """verl: its FSDP2 engine with every shared prefix of a mini-batch computed once.
 
 Two variables switch it on, in every process of a run, without a change to verl or to the training script::
@@ -84,7 +85,7 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
                 loss, metrics = loss_function(model_output=model_output, data=data, dp_group=group)
         if not forward_only:
             loss.backward()
-            scored.backward(sync=False)  # averages over the ranks, as FSDP2 does
+            scored.backward()  # averages over the ranks, as FSDP2 does
         output = {"loss": loss.detach().item(), "metrics": metrics}
         if forward_only or self._asks(data, "return_model_output"):
             output["model_output"] = detach_tree(model_output)
@@ -109,7 +110,7 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
 
     @staticmethod
     def _asks(data: TensorDict, name: str) -> bool:
-        value = data.get(name, None) if name in data.keys() else None
+        value = data.get(name, None) if name in data else None
         value = tu.unwrap_non_tensor_data(value)
         return bool(len(value)) if isinstance(value, Tensor | list) else bool(value)
 
@@ -142,7 +143,7 @@ def check_settings(model_config: Any, engine_config: Any) -> None:
 def wanted(data: TensorDict) -> list[Tensor]:
     """The predictions that verl's losses read, per row bool [L_k - 1]: those of the response, or of the loss mask."""
     rows, lengths = data["input_ids"], data["input_ids"].offsets().diff().tolist()
-    if "responses" in data.keys():
+    if "responses" in data:
         responses = data["responses"]
         if responses.is_nested:
             trained = responses.offsets().diff().tolist()
