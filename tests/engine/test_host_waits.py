@@ -21,7 +21,7 @@ from treetrain.linear_attention.scans import Scans, make_segments
 from treetrain.losses import dpo, gspo, kto, mix, ppo, reinforce, sft
 from treetrain.softmax_attention.flex import FlexTreeAttention
 from treetrain.softmax_attention.schedule import Forest
-from treetrain.softmax_attention.varlen import VarlenAttention
+from treetrain.softmax_attention.varlen import VarlenAttention, pieces_of
 from treetrain.testing.forests import dress, whole_pairs
 from treetrain.tree.attention_range import FULL, AttentionRange
 from treetrain.tree.build import build_tree
@@ -136,7 +136,8 @@ def test_tables_of_the_backends_of_a_gpu_make_no_wait(path):
         attention = FlexTreeAttention(forest, META, cache=cache)
         for visible_range in (FULL, AttentionRange(window=70), AttentionRange(chunk=90)):
             assert attention.mask(visible_range)[0].kv_indices.device == META
-        VarlenAttention(forest, META, otherwise=lambda: None, cache=cache)
+        if not path:
+            VarlenAttention(pieces_of(forest), META)
         Scans(make_segments(layout, np.array([3, 60])), META)
 
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from support.attention_forests import attention_forest
 from treetrain.softmax_attention import schedule as schedule_module
-from treetrain.softmax_attention.backends import choose_backend, make_attention
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.reference import reference_attention
 from treetrain.softmax_attention.schedule import Forest
@@ -186,13 +185,3 @@ def test_deep_chains_and_wide_stars_equal_the_reference():
         forest = attention_forest(rows)
         for call_pairs in (None, 0.0, 1e9):
             check(forest, inputs(len(forest.ends), heads=2, groups=1), 1e-12, call_pairs)
-
-
-def test_the_dispatcher_says_which_backend_and_why():
-    cpu, cuda = choose_backend(torch.device("cpu")), choose_backend(torch.device("cuda"))
-    assert (cpu.name, cuda.name) == ("rectangles", "flex")
-    assert "CPU" in cpu.reason and "CUDA" in cuda.reason
-    with pytest.raises(NotImplementedError, match="xpu"):
-        choose_backend(torch.device("xpu"))
-    forest = attention_forest([[1, 2]])
-    assert make_attention(forest, torch.device("cpu"), 64).name == "rectangles"

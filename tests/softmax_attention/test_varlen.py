@@ -1,5 +1,7 @@
 """The varlen schedule and its merging, on the CPU, with a stand-in for the GPU's varlen call."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -7,20 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.attention_forests import attention_forest, forest_of
-from support.layouts import nested_forks, one_segment_per_part, star, uniform
-from support.parts import PartsByHand, Tensors
-from support.plans import KEEPS
+from support.layouts import star
+from support.parts import Tensors
 from treetrain.softmax_attention import varlen
 from treetrain.softmax_attention.kernels import StockKernel
-from treetrain.softmax_attention.rectangles import RectangleAttention
+from treetrain.softmax_attention.kv_cache import KVCache
 from treetrain.softmax_attention.reference import reference_attention, visible
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec
-from treetrain.softmax_attention.varlen import DeviceCall, StockVarlen, VarlenAttention, varlen_calls
+from treetrain.softmax_attention.varlen import DeviceCall, StockVarlen, VarlenAttention, pieces_of, suits, varlen_calls
 from treetrain.testing.forests import bushy_rows, forests, runs
 from treetrain.testing.linear import relative_error
 from treetrain.tree.attention_range import AttentionRange
-from treetrain.tree.build import build_tree
-from treetrain.tree.layout import PackedLayout, pack
 
 SCALE = 0.4
 CPU = torch.device("cpu")
@@ -73,14 +72,7 @@ class SequenceBySequence:
 
 
 def attention_of(forest, view=None) -> VarlenAttention:
-    return VarlenAttention(
-        forest,
-        CPU,
-        cache=view,
-        kernel=SequenceBySequence(),
-        dtypes=WIDE,
-        otherwise=lambda: RectangleAttention(forest, cache=view),
-    )
+    return VarlenAttention(pieces_of(forest), CPU, cache=view, kernel=SequenceBySequence(), dtypes=WIDE)
 
 
 def inputs(tokens: int, *, size=8, value_size=8, sinks=False, dtype=torch.float64, seed=0) -> Tensors:
@@ -112,27 +104,41 @@ def check(forest, tensors: Tensors, spec: AttentionSpec = PLAIN_ATTENTION, toler
 
 
 @runs(150)
-@given(forests(max_rows=12, max_length=30))
-def test_calls_cover_every_visible_pair_once(rows):
+@given(forests(max_rows=12, max_length=30), st.integers(0, 9), st.integers(1, 9))
+def test_calls_cover_every_visible_pair_once(rows, idle, block):
     forest = attention_forest(rows)
     count = len(forest.ends)
     seen = np.zeros((count, count), int)
-    for call in varlen_calls(forest):
+    with mock.patch.multiple(varlen, IDLE_BLOCKS=idle, BLOCK=block):
+        calls = varlen_calls(pieces_of(forest))
+    for call in calls:
         for c in range(len(call.query_offsets) - 1):
             queries = call.queries[call.query_offsets[c] : call.query_offsets[c + 1]]
             keys = call.keys[call.key_offsets[c] : call.key_offsets[c + 1]]
-            block = np.ones((len(queries), len(keys)), int)
-            seen[np.ix_(queries, keys)] += np.tril(block) if call.causal else block
+            part = np.ones((len(queries), len(keys)), int)
+            seen[np.ix_(queries, keys)] += np.tril(part) if call.causal else part
         assert len(np.unique(call.queries)) == len(call.queries), "a call asks for a token once"
+        lengths = [-(-np.diff(offsets) // block) for offsets in (call.query_offsets, call.key_offsets)]
+        blocks = lengths[0] + lengths[1]
+        assert (blocks.max() - blocks).sum() <= idle, "the grid of a call has few blocks without work"
+        assert len(blocks) <= max(1, count // block), "the scratch of a call is bounded by the forest's tokens"
     assert (seen == visible(torch.from_numpy(forest.ends)).numpy()).all()
 
 
-def test_calls_are_as_many_as_the_light_depth_says():
-    assert len(varlen_calls(attention_forest([[*range(50)]]))) == 1
-    assert len(varlen_calls(forest_of(star(500, 3)))) == 2
-    assert len(varlen_calls(forest_of(nested_forks(500)))) == 2
-    binary = attention_forest([[k >> 3, 10 + (k >> 2), 20 + (k >> 1), 40 + k] for k in range(16)])
-    assert len(varlen_calls(binary)) == 4, "one for the paths of first children, one for each level of forks"
+def test_a_call_holds_everything_of_a_light_depth_that_is_of_similar_length():
+    def calls(forest):
+        return len(varlen_calls(pieces_of(forest)))
+
+    assert calls(attention_forest([[*range(50)]])) == 1
+    assert calls(forest_of(star(8000, 300))) == 2
+    assert calls(forest_of(star(300, 300))) == calls(forest_of(star(300, 300))) == 2
+    binary = attention_forest(
+        [[k >> 3, *[10 + (k >> 2)] * 999, *[20 + (k >> 1)] * 999, *[40 + k] * 999] for k in range(16)]
+    )
+    assert calls(binary) == 4, "one for the paths of first children, one for each level of forks"
+    long = [*range(40_000)]
+    rows = [long, *[[*long[:100], 50_000 + k, *range(200)] for k in range(9)]]
+    assert calls(attention_forest(rows)) == 3, "the long chain has a call of its own"
 
 
 @runs(40)
@@ -150,47 +156,48 @@ def test_head_sizes_that_the_kernel_lacks_are_filled_up(size, value_size):
     check(forest, inputs(len(forest.ends), size=size, value_size=value_size, sinks=True))
 
 
-def test_parts_with_a_carry_equal_the_whole_tree():
-    rng = np.random.default_rng(0)
-    for number, keep in enumerate(KEEPS):
-        layout = pack(build_tree(bushy_rows(rng, rows=8, segment=6, levels=4)), trim=False)
-        for plan in (uniform(layout, 11, keep), one_segment_per_part(layout, keep)):
-            tensors = [inputs(layout.num_tokens, sinks=True, seed=number + layer) for layer in range(2)]
-            order = rng.permutation(int(plan.exported.sum()) + 3)
-            got = PartsByHand(plan, tensors, _backend, order, SCALE, [PLAIN_ATTENTION, PLAIN_ATTENTION]).run()
-            for layer, result in zip(tensors, got):
-                errors = [relative_error(a, b) for a, b in zip(result, expected(forest_of(layout), layer))]
-                assert max(errors) <= 1e-12, errors
+def test_what_a_part_hands_on_and_gets_back_goes_through_its_cache():
+    """The root part of a plan, without a path above: the gradients of its exported keys are added in float32."""
+    forest = attention_forest(bushy_rows(np.random.default_rng(0), rows=8, segment=6, levels=3))
+    count = len(forest.ends)
+    tensors, rows = inputs(count), np.full(count, -1)
+    rows[::3] = np.arange(len(rows[::3]))[::-1]
+    cache = KVCache(count, CPU, gradients=True)
+    attention = attention_of(forest, cache.view(np.zeros(0, np.int64), rows))
+    leaves = [t.clone().requires_grad_() for t in tensors[:3]]
+    out = attention(*leaves, SCALE)
+    key, value = cache.view(rows[::3], np.full(count, -1)).read(0, *leaves[1:])
+    assert torch.equal(key, tensors[1][::3]) and torch.equal(value, tensors[2][::3])
+    below = [torch.randn_like(x) for x in (key, value)]
+    cache.view(rows[::3], np.full(count, -1)).add_path_gradients(0, *below)
+    got = torch.autograd.grad(out, leaves, tensors[3])
+    for grad, truth, added in zip(got, expected(forest, tensors)[1:], (None, *below)):
+        if added is not None:
+            truth[::3] += added
+        assert relative_error(grad, truth) <= 1e-12
 
 
-def _backend(layout: PackedLayout, view):
-    return attention_of(forest_of(layout), view)
+def test_forests_of_chains_and_large_rectangles_suit():
+    def suit(*rows):
+        return suits(pieces_of(attention_forest(rows)))
+
+    trunk = list(range(1000))
+    assert suit(trunk, trunk[::-1]), "no forks at all"
+    assert suit([*trunk, *trunk], [*trunk, *[1] * 64]) and not suit([*trunk, *trunk], [*trunk, *[1] * 63])
+    assert suit(trunk, *[[5, k, *trunk[:63]] for k in range(50)]), "one large rectangle"
+    assert not suit(*[[k, *trunk[:62]] for k in range(50)]), "short chains"
+    assert not suit([*trunk, *trunk], *[[*trunk[: 800 + k], 2000 + k, *trunk[:70]] for k in range(99)]), (
+        "copied for each fork"
+    )
 
 
 @pytest.mark.parametrize("spec", [AttentionSpec(AttentionRange(window=5)), AttentionSpec(softcap=1.5)], ids=str)
-def test_what_varlen_calls_cannot_do_goes_to_another_backend(spec):
-    forest, before = attention_forest([[1, 2, 3, 4], [1, 2, 5]]), SequenceBySequence.calls
-    check(forest, inputs(len(forest.ends)), spec)
-    assert SequenceBySequence.calls == before
-
-
-def test_a_chain_that_forks_everywhere_is_not_copied_for_every_fork():
-    nested = forest_of(nested_forks(300))
-    assert not attention_of(nested).suits
-    before = SequenceBySequence.calls
-    check(nested, inputs(len(nested.ends)))
-    assert SequenceBySequence.calls == before
-    assert attention_of(forest_of(star(300, 40))).suits
-
-
-def test_more_sequences_than_a_call_takes_go_to_another_backend(monkeypatch):
-    forest = forest_of(star(12, 3))
-    most = max(len(call.query_offsets) - 1 for call in varlen_calls(forest))
-    monkeypatch.setattr(varlen, "MOST_SEQUENCES", most)
-    assert attention_of(forest).suits
-    monkeypatch.setattr(varlen, "MOST_SEQUENCES", most - 1)
-    assert not attention_of(forest).suits
-    check(forest, inputs(len(forest.ends)))
+def test_layers_that_flash_attention_does_not_have_are_not_taken(spec):
+    attention = VarlenAttention(pieces_of(attention_forest([[1, 2]])), CPU)
+    narrow = torch.zeros(2, 4, 64, dtype=torch.bfloat16)
+    assert attention.takes(narrow, narrow, PLAIN_ATTENTION)
+    assert not attention.takes(narrow, narrow, spec) and not attention.takes(narrow.float(), narrow, PLAIN_ATTENTION)
+    assert not attention.takes(narrow, torch.zeros(2, 4, 264, dtype=torch.bfloat16), PLAIN_ATTENTION)
 
 
 def test_the_stock_calls_are_what_pytorch_offers():

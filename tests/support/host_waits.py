@@ -6,6 +6,7 @@ is not said to be asynchronous, a tensor made of Python numbers, and an index th
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -64,7 +65,7 @@ class StandIn:
     name = "stand-in"
 
     def __init__(self, cache: Any):
-        self._cache = cache
+        self._cache, self.calls = cache, Counter({self.name: 1})
 
     def __call__(self, query, key, value, scale, layer=0, spec=None, sinks=None):
         if self._cache is not None:

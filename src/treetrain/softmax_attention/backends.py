@@ -1,34 +1,38 @@
-"""Chooses the tree attention backend of a device.
+"""Chooses the tree attention backend of a forest.
 
-The default is rectangles on a CPU and FlexAttention on a GPU. The environment variable ``TREETRAIN_ATTENTION`` or the
-context manager `using` names another. All backends compute the same; they differ in speed.
+On a CPU it is rectangles. On a GPU each forest has its own: varlen flash attention where the forest is chains and large
+rectangles, and the Triton kernels elsewhere. The environment variable ``TREETRAIN_ATTENTION`` or the context manager
+`using` names another. All backends compute the same; they differ in speed.
 """
 
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from treetrain.softmax_attention.flex import FlexTreeAttention
 from treetrain.softmax_attention.kv_cache import KVCacheView
 from treetrain.softmax_attention.rectangles import RectangleAttention
-from treetrain.softmax_attention.schedule import Forest
-from treetrain.softmax_attention.varlen import VarlenAttention
+from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
+from treetrain.softmax_attention.varlen import VarlenAttention, pieces_of, suits
 
 ENVIRONMENT = "TREETRAIN_ATTENTION"
 BACKENDS = {
     "rectangles": "stock flash attention calls merged by log-sum-exp",
+    "varlen": "varlen flash attention where a forest is chains and large rectangles, Triton kernels elsewhere",
+    "triton": "Triton kernels over lists of visible tiles",
     "flex": "FlexAttention with a block mask made from the subtree intervals",
     "flex-flash": "FlexAttention's FlashAttention-4 kernels with the same block mask",
-    "triton": "Triton kernels over lists of visible tiles",
-    "varlen": "stock varlen flash attention calls by light depth, merged by log-sum-exp",
 }
-DEFAULTS = {"cpu": "rectangles", "cuda": "flex"}
+DEFAULTS = {"cpu": "rectangles", "cuda": "varlen"}
 _named: ContextVar[str | None] = ContextVar("treetrain_attention", default=None)
 
 
@@ -71,26 +75,20 @@ def choose_backend(device: torch.device) -> Choice:
     named = _named.get()
     wanted, source = (named, "the program asks for it") if named else (os.environ.get(ENVIRONMENT, ""), ENVIRONMENT)
     if wanted in ("", "auto"):
-        name = DEFAULTS[device.type]
-        return Choice(name, f"{device.type.upper()}: {BACKENDS[name]}{_whats_missing(device)}")
-    _check_name(wanted, source)
-    hindrance = why_not(wanted, device)
+        name, reason = DEFAULTS[device.type], "the default"
+    else:
+        _check_name(wanted, source)
+        name, reason = wanted, f"{ENVIRONMENT}={wanted}" if source == ENVIRONMENT else source
+    hindrance = why_not(name, device)
     if hindrance is not None:
-        raise ValueError(
-            f"tree attention {wanted!r} cannot run here: {hindrance}; unset {ENVIRONMENT} for "
-            f"{DEFAULTS[device.type]!r}, or name one of {', '.join(runnable(device))}"
-        )
-    reason = f"{ENVIRONMENT}={wanted}" if source == ENVIRONMENT else source
-    return Choice(wanted, f"{device.type.upper()}: {reason}: {BACKENDS[wanted]}")
+        instead = ", ".join(runnable(device)) or "none"
+        raise ValueError(f"tree attention {name!r} ({reason}) cannot run here: {hindrance}; those that can: {instead}")
+    return Choice(name, f"{device.type.upper()}: {reason}: {BACKENDS[name]}")
 
 
 def _check_name(name: str, source: str) -> None:
     if name not in BACKENDS:
         raise ValueError(f"{source}: no tree attention is named {name!r}; there are auto, {', '.join(BACKENDS)}")
-
-
-def _whats_missing(device: torch.device) -> str:
-    return "; FlexAttention has no CPU backward" if device.type == "cpu" else ""
 
 
 def runnable(device: torch.device) -> list[str]:
@@ -102,13 +100,11 @@ def why_not(name: str, device: torch.device) -> str | None:
     """Why a backend cannot run on a device; None if it can."""
     if name == "rectangles":
         return None if device.type == "cpu" else "its calls are the CPU's"
-    if name == "triton":
-        if importlib.util.find_spec("triton") is None:
-            return "Triton is not installed"
-        interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
-        return None if device.type == "cuda" or interpreted else "it needs a CUDA device (or TRITON_INTERPRET=1)"
-    if device.type != "cuda":
-        return "it needs a CUDA device"
+    interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET", "0") == "1"
+    if device.type != "cuda" and not interpreted:
+        return "it needs a CUDA device" + (" (or TRITON_INTERPRET=1)" if name == "triton" else "")
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
     if name == "flex-flash" and not _has_flash_attention_4():
         return "the package flash-attn-4 (module flash_attn.cute) is not installed"
     return None
@@ -121,25 +117,67 @@ def _has_flash_attention_4() -> bool:
         return False
 
 
+class ForestAttention:
+    """Tree attention for one forest, used by every layer of a run: each goes to the backend that has what it needs."""
+
+    def __init__(
+        self, forest: Forest, device: torch.device, name: str, heads_times_size: int, cache: KVCacheView | None
+    ):
+        self._forest, self._device, self._name, self._size, self._cache = forest, device, name, heads_times_size, cache
+        self.calls: Counter[str] = Counter()
+        """Forward calls by the backend that ran."""
+
+    @property
+    def name(self) -> str:
+        """The backend of plain layers."""
+        return self._block_lists.name if self._varlen is None else self._varlen.name
+
+    @cached_property
+    def _varlen(self) -> VarlenAttention | None:
+        """Varlen calls, where they are chosen and suit the forest; see `varlen.suits` for parts below a path."""
+        if self._name != "varlen" or (self._cache is not None and self._cache.path_tokens):
+            return None
+        pieces = pieces_of(self._forest)
+        return VarlenAttention(pieces, self._device, cache=self._cache) if suits(pieces) else None
+
+    @cached_property
+    def _block_lists(self) -> Any:
+        """The backend for all other forests and layers."""
+        forest, cache = self._forest, self._cache
+        if self._name == "rectangles":
+            return RectangleAttention(forest, cache=cache, heads_times_size=self._size)
+        if self._name in ("varlen", "triton"):
+            # Imports Triton, which not every machine has.
+            from treetrain.softmax_attention.triton_attention import TritonTreeAttention
+
+            return TritonTreeAttention(forest, self._device, cache=cache)
+        kernels = "FLASH" if self._name == "flex-flash" else None
+        return FlexTreeAttention(forest, self._device, cache=cache, kernels=kernels)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        layer: int = 0,
+        spec: AttentionSpec = PLAIN_ATTENTION,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Args: query [N, H, D], key [N, G, D], value [N, G, V], sinks [H] (logits). Returns [N, H, V]."""
+        varlen = self._varlen
+        backend = varlen if varlen is not None and varlen.takes(query, value, spec) else self._block_lists
+        self.calls[backend.name] += 1
+        return backend(query, key, value, scale, layer, spec, sinks)
+
+
 def make_attention(
     forest: Forest, device: torch.device, heads_times_size: int, cache: KVCacheView | None = None
-) -> Any:
+) -> ForestAttention:
     """Tree attention for one packed forest on ``device``.
 
     Args:
         heads_times_size: H * D of the model.
         cache: reads the path above and stores the forest's own keys; None for whole trees.
     """
-    name = choose_backend(device).name
-    if name == "rectangles":
-        return RectangleAttention(forest, cache=cache, heads_times_size=heads_times_size)
-    if name == "triton":
-        # Imports Triton, which not every machine has.
-        from treetrain.softmax_attention.triton_attention import TritonTreeAttention
-
-        return TritonTreeAttention(forest, device, cache=cache)
-    if name == "varlen":
-        return VarlenAttention(
-            forest, device, cache=cache, otherwise=lambda: FlexTreeAttention(forest, device, cache=cache)
-        )
-    return FlexTreeAttention(forest, device, cache=cache, kernels="FLASH" if name == "flex-flash" else None)
+    return ForestAttention(forest, device, choose_backend(device).name, heads_times_size, cache)

@@ -1,4 +1,4 @@
-"""Tree attention with FlexAttention, the GPU default. Its forward also runs on the CPU, where it is tested.
+"""Tree attention with FlexAttention, used by name only. Its forward also runs on the CPU, where it is tested.
 
 The block mask is made on the host from the same tile lists (`tile_lists.py`) that the Triton kernels read. Nothing of
 size N x N is built. Caps are a ``score_mod``; sinks rescale the output by its log-sum-exp.
@@ -90,12 +90,13 @@ def _capped(cap: float):
 
 COMPILATIONS = 64
 """Recompilation limit. Specs, sinks, heads, dtypes and grad mode each recompile; lengths do not. A model with two kinds
-of layers reaches PyTorch's default limit; beyond it FlexAttention runs uncompiled, with all scores in memory."""
+of layers reaches PyTorch's default limit. Beyond it `fullgraph` makes an error of what would otherwise run uncompiled,
+with all scores in memory."""
 
 
 @functools.cache
 def _compiled():
-    call = torch.compile(flex_attention, dynamic=True)
+    call = torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
     def attend(*args, **options):
         with _tracing():

@@ -1,25 +1,30 @@
 """Tree attention as a few varlen calls of stock flash attention, merged by log-sum-exp.
 
-Every path of first children (a chain) is contiguous, so one causal varlen call covers all chains. Subtrees that attach
-to a chain at a fork see the chain down to that fork in full: a rectangle. The light depth of a token counts the forks
-above it where its path does not take the first child. Rectangles of one light depth have no query in common and share
-one call. So a tree takes 1 + (largest light depth) calls, and one more if it continues a path. The backward calls the
-stock backward of each with the output and log-sum-exp over *all* keys, which is exact.
+Every path of first children (a chain) is contiguous in pre-order and needs causal attention. Subtrees that attach to a
+chain at a fork see the chain down to that fork in full: a rectangle. Every visible pair is in one chain or in one
+rectangle. The light depth of a token counts the forks above it where its path does not take the first child. Rectangles
+of one light depth have no query in common, so they can share a call. The backward calls the stock backward of each call
+with the output and log-sum-exp over *all* keys, which is exact.
 
-A rectangle's keys are copied for each fork, so a chain with many forks would be copied many times. Such a forest goes
-to another backend, and so do layers with windows, caps or dtypes that flash attention lacks.
+Calls are cut by length for the sake of the backward. Its grid is (longest sequence / 128) x sequences x heads, so a
+long sequence beside many short ones would launch mostly blocks that find nothing to do. It also allocates (queries +
+128 x sequences) x heads x 128 float32 numbers, so the sequences of a call are bounded by the forest's tokens / 128.
+
+`suits` says for which forests this is fast: a rectangle's keys are copied for each fork, so a chain with many forks
+would be copied many times, and small pieces leave the kernel idle. Parts below a path are left to other backends:
+flash attention returns gradients in 16 bits, and those of the path must reach its float32 sums unrounded.
 
 Shape letters: N tokens, C sequences of a call, H query heads, G key/value heads, D size of query and key heads, V size
 of value heads.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import pad
 
 from treetrain.device_arrays import to_device
@@ -29,10 +34,65 @@ from treetrain.softmax_attention.kv_cache import KVCacheView
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.tree.layout import ranges
 
-MOST_COPIES = 8
-"""Most keys gathered for rectangles, as a multiple of the forest's tokens."""
+BLOCK = 128
+"""Rows of a block of flash attention's backward, and the rows that its scratch has for each sequence."""
+MOST_COPIES = 2
+"""Most keys copied for rectangles, as a multiple of the forest's tokens."""
+LEAST_QUERIES = 64
+"""Least mean number of queries in a chain, and in a rectangle. So a light depth takes two calls, or one more for each
+length that stands out."""
+IDLE_BLOCKS = 512
+"""Blocks without work, per head, that a call may launch before another call costs less. An estimate: 15 ns per block,
+0.1 ms per call."""
 MOST_SEQUENCES = 65_535
 """Most sequences of a call: flash attention puts them on a grid dimension with this limit."""
+
+
+class Pieces(NamedTuple):
+    """The chains and rectangles of a forest, int64 arrays of token numbers."""
+
+    chains: np.ndarray
+    """[chains + 1]: where each chain starts; then N."""
+    queries: np.ndarray
+    """[rectangles, 2]: start and stop of the queries."""
+    keys: np.ndarray
+    """[rectangles, 2]: start and stop of the keys."""
+    level: np.ndarray
+    """[rectangles]: light depth of the chain that the rectangle hangs off."""
+
+
+def pieces_of(forest: Forest) -> Pieces:
+    """Cut every visible pair of a forest into chains and rectangles."""
+    start, parent = forest.segment_start, forest.segment_parent
+    top = path_tops(parent)
+    tops = np.unique(top)
+    # A segment with several children has one rectangle: all children but the first against the chain above.
+    forks = np.unique(parent[(parent >= 0) & (parent != np.arange(len(parent)) - 1)])
+    return Pieces(
+        chains=np.append(start[tops], len(forest.ends)),
+        queries=np.stack([forest.ends[start[forks + 1]], forest.ends[start[forks]]], axis=1),
+        keys=np.stack([start[top[forks]], start[forks + 1]], axis=1),
+        level=_light_depth(parent, top, tops)[np.searchsorted(tops, top[forks])],
+    )
+
+
+def _light_depth(parent: np.ndarray, top: np.ndarray, tops: np.ndarray) -> np.ndarray:
+    """int64 [chains]: the light depth of each chain."""
+    above = parent[tops]
+    above = np.where(above >= 0, np.searchsorted(tops, top[above]), -1)
+    depth, at = np.zeros(len(tops), np.int64), above
+    while (at >= 0).any():
+        depth += at >= 0
+        at = np.where(at >= 0, above[at], -1)
+    return depth
+
+
+def suits(pieces: Pieces) -> bool:
+    """Whether varlen calls are fast for a forest: few copied keys, and chains and rectangles of some size."""
+    tokens = int(pieces.chains[-1])
+    queries, copies = (int(np.diff(bounds).sum()) for bounds in (pieces.queries, pieces.keys))
+    large = tokens >= LEAST_QUERIES * (len(pieces.chains) - 1) and queries >= LEAST_QUERIES * len(pieces.level)
+    return large and copies <= MOST_COPIES * tokens
 
 
 class Call(NamedTuple):
@@ -49,52 +109,41 @@ class Call(NamedTuple):
     causal: bool
 
 
-def varlen_calls(forest: Forest) -> list[Call]:
-    """The calls that cover every visible pair of a forest exactly once; the queries of the first are all tokens."""
-    start, parent = forest.segment_start, forest.segment_parent
-    if not len(parent):
-        return []
-    top = path_tops(parent)
-    tops = np.unique(top)
-    chain_start, everything = start[tops], np.arange(len(forest.ends))
-    offsets = np.append(chain_start, len(forest.ends))
-    calls = [Call(everything, everything, offsets, offsets, True)]
-    # A segment with several children has one rectangle: all children but the first against the chain above.
-    forks = np.unique(parent[(parent >= 0) & (parent != np.arange(len(parent)) - 1)])
-    level = _light_depth(parent, top, tops)[np.searchsorted(tops, top[forks])]
-    query_start, query_stop = forest.ends[start[forks + 1]], forest.ends[start[forks]]
-    key_start, key_stop = start[top[forks]], start[forks + 1]
-    for number in np.unique(level):
-        chosen = level == number
-        query_count, key_count = (query_stop - query_start)[chosen], (key_stop - key_start)[chosen]
-        calls.append(
-            Call(
-                ranges(query_start[chosen], query_count),
-                ranges(key_start[chosen], key_count),
-                np.concatenate([[0], np.cumsum(query_count)]),
-                np.concatenate([[0], np.cumsum(key_count)]),
-                False,
-            )
-        )
+def varlen_calls(pieces: Pieces) -> list[Call]:
+    """The calls that cover every visible pair exactly once: chains, which hold every query once, then rectangles."""
+    tokens = int(pieces.chains[-1])
+    chains = np.stack([pieces.chains[:-1], pieces.chains[1:]], axis=1)
+    calls = [_call(chains[group], chains[group], causal=True) for group in _alike(chains, chains, tokens)]
+    for number in np.unique(pieces.level):
+        queries, keys = (bounds[pieces.level == number] for bounds in (pieces.queries, pieces.keys))
+        calls += [_call(queries[group], keys[group], causal=False) for group in _alike(queries, keys, tokens)]
     return calls
 
 
-def _light_depth(parent: np.ndarray, top: np.ndarray, tops: np.ndarray) -> np.ndarray:
-    """int64 [chains]: the light depth of each chain."""
-    above = parent[tops]
-    above = np.where(above >= 0, np.searchsorted(tops, top[above]), -1)
-    depth, at = np.zeros(len(tops), np.int64), above
-    while (at >= 0).any():
-        depth += at >= 0
-        at = np.where(at >= 0, above[at], -1)
-    return depth
+def _call(queries: np.ndarray, keys: np.ndarray, *, causal: bool) -> Call:
+    counts = np.diff(queries)[:, 0], np.diff(keys)[:, 0]
+    offsets = (np.concatenate([[0], np.cumsum(count)]) for count in counts)
+    return Call(ranges(queries[:, 0], counts[0]), ranges(keys[:, 0], counts[1]), *offsets, causal)
+
+
+def _alike(queries: np.ndarray, keys: np.ndarray, tokens: int) -> list[np.ndarray]:
+    """Group sequences of similar length, from [C, 2] bounds; each group holds ascending indices of sequences."""
+    blocks = -(-np.diff(queries)[:, 0] // BLOCK) - (-np.diff(keys)[:, 0] // BLOCK)
+    order, most = np.argsort(-blocks, kind="stable"), min(max(tokens // BLOCK, 1), MOST_SEQUENCES)
+    groups, rest = [], order
+    while len(rest):
+        idle = np.cumsum(blocks[rest[0]] - blocks[rest])
+        size = min(int(np.searchsorted(idle, IDLE_BLOCKS, side="right")), most)
+        groups.append(np.sort(rest[:size]))
+        rest = rest[size:]
+    return groups
 
 
 class DeviceCall(NamedTuple):
     """A call on the device."""
 
     queries: Tensor | None
-    """int64; None for all tokens in order."""
+    """int64; None for all tokens in order, as queries and as keys."""
     keys: Tensor | None
     query_offsets: Tensor
     """int32 [C + 1]."""
@@ -105,7 +154,10 @@ class DeviceCall(NamedTuple):
 
 
 class StockVarlen:
-    """PyTorch's own flash attention: 16-bit dtypes, head sizes that are multiples of 8 up to 256."""
+    """PyTorch's own flash attention: 16-bit dtypes, head sizes that are multiples of 8 up to 256.
+
+    `torch.nn.attention.activate_flash_attention_impl` replaces these operators by FlashAttention 3 or 4.
+    """
 
     def forward(self, query, key, value, call: DeviceCall, scale: float) -> tuple[Tensor, Tensor]:
         """The output [q, H, D] and the log-sum-exp [H, q] of query [q, H, D], key and value [k, G, D] in sequences."""
@@ -127,38 +179,39 @@ class StockVarlen:
 
 
 class VarlenAttention:
-    """Tree attention for one forest, used by every layer of a run.
+    """Tree attention for one forest without a path above it, used by every layer of a run.
 
     Args:
-        forest: segments of the packed run.
-        otherwise: makes the backend for inputs that varlen calls do not support.
-        cache: reads the path above and stores the forest's own keys; None for whole trees.
+        pieces: of the forest.
+        cache: stores the forest's own keys; None for whole trees.
         kernel: None uses PyTorch's.
         dtypes: the dtypes that the kernel supports.
     """
 
-    name = "varlen"
-
     def __init__(
         self,
-        forest: Forest,
+        pieces: Pieces,
         device: torch.device,
         *,
-        otherwise: Callable[[], Any],
         cache: KVCacheView | None = None,
         kernel: StockVarlen | None = None,
         dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16),
     ):
+        assert cache is None or not cache.path_tokens
         self.cache, self.kernel, self._dtypes = cache, kernel or StockVarlen(), dtypes
-        self._otherwise, self._other = otherwise, None
-        calls = varlen_calls(forest)
-        copies = sum(len(call.keys) for call in calls[1:])
-        sequences = max((len(call.query_offsets) - 1 for call in calls), default=0)
-        self.suits = copies <= MOST_COPIES * len(forest.ends) and sequences <= MOST_SEQUENCES
-        """Whether the copied keys and the sequences of a call stay within their limits."""
-        path = 0 if cache is None else cache.path_tokens
-        self.calls = [_on_device(call, number == 0, device) for number, call in enumerate(calls)] if self.suits else []
-        self.above = _on_device(_against_path(len(forest.ends), path), True, device) if path else None
+        calls = varlen_calls(pieces)
+        in_order = len(calls) > 0 and len(calls[0].query_offsets) == len(pieces.chains)  # one call holds all chains
+        self.calls = [_on_device(call, in_order and number == 0, device) for number, call in enumerate(calls)]
+
+    @property
+    def name(self) -> str:
+        """The backend, with the FlashAttention that runs if it is not PyTorch's own."""
+        active = current_flash_attention_impl()
+        return "varlen" if active is None else f"varlen, {active}"
+
+    def takes(self, query: Tensor, value: Tensor, spec: AttentionSpec) -> bool:
+        """Whether flash attention has a layer's dtype and head sizes; it has no caps, and no windows across calls."""
+        return spec == PLAIN_ATTENTION and query.dtype in self._dtypes and max(query.shape[2], value.shape[2]) <= 256
 
     def __call__(
         self,
@@ -171,30 +224,11 @@ class VarlenAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Args: query [N, H, D], key [N, G, D], value [N, G, V], sinks [H] (logits). Returns [N, H, V]."""
-        if (
-            not self.suits
-            or spec != PLAIN_ATTENTION
-            or query.dtype not in self._dtypes
-            or max(query.shape[2], value.shape[2]) > 256
-        ):
-            return self.other(query, key, value, scale, layer, spec, sinks)
+        assert self.takes(query, value, spec)
         return _VarlenFunction.apply(query, key, value, sinks, self, scale, layer)  # type: ignore[return-value]
-
-    @property
-    def other(self) -> Any:
-        """The other backend; made at first use."""
-        if self._other is None:
-            self._other = self._otherwise()
-        return self._other
-
-
-def _against_path(count: int, path: int) -> Call:
-    everything, above = np.arange(count), np.arange(path)
-    return Call(everything, above, np.array([0, count]), np.array([0, path]), False)
 
 
 def _on_device(call: Call, in_order: bool, device: torch.device) -> DeviceCall:
-    """Args: in_order: whether the queries are all tokens and the keys all keys, both in order."""
     query_offsets, key_offsets = to_device([x.astype(np.int32) for x in (call.query_offsets, call.key_offsets)], device)
     longest = int(np.diff(call.query_offsets).max()), int(np.diff(call.key_offsets).max())
     queries, keys = (None, None) if in_order else to_device([call.queries, call.keys], device)
@@ -204,24 +238,22 @@ def _on_device(call: Call, in_order: bool, device: torch.device) -> DeviceCall:
 class _VarlenFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sinks, attention: VarlenAttention, scale: float, layer: int):
-        cache = attention.cache
+        cache, kernel, calls = attention.cache, attention.kernel, attention.calls
         if cache is not None:
             cache.write(layer, key, value)
         heads = _Filled(query, key, value)
-        whole, *rectangles = attention.calls
-        piece, piece_lse = attention.kernel.forward(*heads.inputs, whole, scale)
-        # Where nothing is merged (rows that share nothing), this is plain flash attention without a copy.
-        merges = bool(rectangles) or attention.above is not None or sinks is not None
-        out, lse = (piece.to(_wide(piece)), piece_lse.clone()) if merges else (piece, piece_lse)
-        for call in rectangles:
-            assert call.queries is not None and call.keys is not None
-            q, k, v = heads.taken(call)
-            piece, piece_lse = attention.kernel.forward(q, k, v, call, scale)
-            merged = _merged(out[call.queries], lse[:, call.queries], piece, piece_lse)
-            out[call.queries], lse[:, call.queries] = merged
-        if attention.above is not None and cache is not None:
-            above = heads.like(*cache.read(layer, key, value))
-            out, lse = _merged(out, lse, *attention.kernel.forward(heads.inputs[0], *above, attention.above, scale))
+        if len(calls) == 1 and calls[0].queries is None:  # rows that share nothing: plain flash attention, no copy
+            out, lse = kernel.forward(*heads.inputs, calls[0], scale)
+        else:
+            wide = torch.promote_types(query.dtype, torch.float32)
+            out = torch.empty_like(heads.inputs[0], dtype=wide)
+            lse = query.new_empty((query.shape[1], len(query)), dtype=wide)
+            for call in calls:
+                piece, piece_lse = kernel.forward(*heads.taken(call), call, scale)
+                at = slice(None) if call.queries is None else call.queries
+                if not call.causal:
+                    piece, piece_lse = _merged(out[at], lse[:, at], piece, piece_lse)
+                out[at], lse[:, at] = piece.to(wide), piece_lse.to(wide)
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
             out, lse = out * _per_row(lse - total), total
@@ -235,26 +267,26 @@ class _VarlenFunction(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         attention, scale, layer = ctx.attention, ctx.scale, ctx.layer
-        cache, kernel, heads = attention.cache, attention.kernel, _Filled(query, key, value)
+        cache, kernel, calls = attention.cache, attention.kernel, attention.calls
+        heads, lse = _Filled(query, key, value), lse.contiguous()
         do, o = heads.filled(grad_out.to(query.dtype)), heads.filled(out)
-        lse = lse.contiguous()
-        whole, *rectangles = attention.calls
-        dq, dk, dv = kernel.backward(do, *heads.inputs, o, lse, whole, scale)
-        if rectangles or cache is not None:  # more gradients will be added
-            dq, dk, dv = (x.to(_wide(x)) for x in (dq, dk, dv))
-        for call in rectangles:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        if calls and calls[0].queries is None:
+            dq, dk, dv = kernel.backward(do, *heads.inputs, o, lse, calls[0], scale)
+            if len(calls) > 1 or cache is not None:  # more gradients will be added
+                dq, dk, dv = (x.to(wide) for x in (dq, dk, dv))
+            rest = calls[1:]
+        else:
+            dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in heads.inputs)
+            rest = calls
+        for call in rest:
             at = call.queries
-            taken = *heads.taken(call), o[at], lse[:, at].contiguous()
-            piece = kernel.backward(do[at], *taken, call, scale)
+            assert at is not None and call.keys is not None
+            piece = kernel.backward(do[at], *heads.taken(call), o[at], lse[:, at].contiguous(), call, scale)
             for total, part, index in zip((dq, dk, dv), piece, (at, call.keys, call.keys)):
                 total.index_add_(0, index, part.to(total.dtype))
         size, value_size = query.shape[2], value.shape[2]
         if cache is not None:
-            if attention.above is not None:
-                above = heads.like(*cache.read(layer, key, value))
-                piece = kernel.backward(do, heads.inputs[0], *above, o, lse, attention.above, scale)
-                dq += piece[0]
-                cache.add_path_gradients(layer, piece[1][..., :size], piece[2][..., :value_size])
             dk, dv = dk[..., :size].contiguous(), dv[..., :value_size].contiguous()
             cache.collect(layer, dk, dv)
         grads = dq[..., :size].to(query.dtype), dk[..., :size].to(key.dtype), dv[..., :value_size].to(value.dtype)
@@ -271,18 +303,12 @@ class _Filled:
     def filled(self, x: Tensor) -> Tensor:
         return x.contiguous() if x.shape[2] == self._size else pad(x, (0, self._size - x.shape[2]))
 
-    def like(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return self.filled(key), self.filled(value)
-
     def taken(self, call: DeviceCall) -> tuple[Tensor, Tensor, Tensor]:
-        assert call.queries is not None and call.keys is not None
+        if call.queries is None or call.keys is None:
+            return self.inputs
         query, key, value = self.inputs
         keys = key.index_select(0, call.keys), value.index_select(0, call.keys)
         return query.index_select(0, call.queries), *keys
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _per_row(log_weights: Tensor) -> Tensor:
