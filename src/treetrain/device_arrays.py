@@ -1,6 +1,7 @@
-"""Copies NumPy arrays to a device without blocking the host."""
+"""Copies NumPy arrays to a device without blocking the host, and launches Triton kernels on a tensor's device."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,3 +39,12 @@ def on_device(array: np.ndarray, device: torch.device, dtype: torch.dtype | None
     if device.type == "cpu":
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, **options: Any) -> None:
+    """Launch a Triton kernel on the device of `like`, which need not be the current one."""
+    if like.device.type == "cuda":
+        with torch.cuda.device(like.device):
+            kernel[grid](*arguments, **options)
+    else:
+        kernel[grid](*arguments, **options)

@@ -3,6 +3,7 @@
 The kernels run on a GPU where there is one, else by Triton's interpreter; without Triton their tests are skipped.
 """
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import treetrain as tt
 from support.models import make_model
 from support.triton_here import GPU, triton_or_skip
 from treetrain.engine.costs import cost_of
-from treetrain.engine.lm_head import EdgesOfChunk, Entropies, PlainChunk, Scaling, chunk_type
+from treetrain.engine.lm_head import EdgesOfChunk, Entropies, PlainChunk, Scaling, TritonChunk, chunk_type
 from treetrain.models.heads import LogitMap
 from treetrain.testing.linear import gradients, relative_error
 
@@ -163,21 +164,40 @@ def test_the_memory_of_a_chunk_by_triton_is_that_of_its_logits(monkeypatch):
 def test_what_the_kernels_lack_is_done_by_pytorch(monkeypatch, dtype, bias, scaling):
     kind = triton_chunk()
     monkeypatch.setenv("TREETRAIN_HEAD", "triton")
-    assert chunk_type(torch.zeros(1, dtype=dtype, device=DEVICE), bias, scaling) is PlainChunk
-    assert chunk_type(torch.zeros(1, dtype=torch.bfloat16, device=DEVICE), None, Scaling()) is kind
+    assert chunk_type(dtype, DEVICE, bias, scaling) is PlainChunk
+    assert chunk_type(torch.bfloat16, DEVICE, None, Scaling()) is kind
+
+
+def test_triton_is_the_default_on_a_gpu_where_it_is_installed(monkeypatch):
+    monkeypatch.delenv("TREETRAIN_HEAD", raising=False)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for installed, expected in ((None, PlainChunk), (object(), TritonChunk)):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, installed=installed: installed)
+        assert chunk_type(torch.bfloat16, cuda, None, Scaling()) is expected
+        assert chunk_type(torch.bfloat16, cpu, None, Scaling()) is PlainChunk
+    monkeypatch.setenv("TREETRAIN_HEAD", "torch")
+    assert chunk_type(torch.bfloat16, cuda, None, Scaling()) is PlainChunk
+
+
+def test_pytorch_adds_a_16_bit_product_to_a_float32_total_without_rounding_it_first():
+    """On the meta device: the operation's name and arguments. It runs on a GPU only."""
+    total = torch.zeros(4, 5, device="meta")
+    left, right = (torch.zeros(shape, dtype=torch.bfloat16, device="meta") for shape in ((3, 4), (3, 5)))
+    if torch.__version__ >= "2.13":  # before, meta lacks it
+        assert torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total).dtype == torch.float32
 
 
 def test_a_name_that_there_is_none_of_is_refused(monkeypatch):
     monkeypatch.setenv("TREETRAIN_HEAD", "cuda")
     with pytest.raises(ValueError, match="TREETRAIN_HEAD=cuda: no kernels have that name; there are torch, triton"):
-        chunk_type(torch.zeros(1), None, Scaling())
+        chunk_type(torch.float32, torch.device("cpu"), None, Scaling())
 
 
 def test_kernels_that_cannot_run_here_are_refused(monkeypatch):
     monkeypatch.setenv("TREETRAIN_HEAD", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match=r"TREETRAIN_HEAD=triton cannot run here: Triton .*; unset it, or name torch"):
-        chunk_type(torch.zeros(1), None, Scaling())
+        chunk_type(torch.float32, torch.device("cpu"), None, Scaling())
 
 
 def test_they_compile_for_hopper():

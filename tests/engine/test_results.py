@@ -11,7 +11,14 @@ import treetrain as tt
 from support.models import make_model
 from treetrain.engine.loss import StepResult, mean_metrics, read_metrics, summed
 
-COUNTS = {"flat_tokens": 9, "unique_tokens": 5, "computed_tokens": 4, "recomputed_tokens": 0, "parts": 1}
+COUNTS = {
+    "flat_tokens": 9,
+    "unique_tokens": 5,
+    "computed_tokens": 4,
+    "recomputed_tokens": 0,
+    "parts": 1,
+    "attention": {"varlen": 2},
+}
 
 
 def result(loss, **sums) -> StepResult:
@@ -35,7 +42,7 @@ def test_a_copy_of_a_result_has_the_same_numbers(again):
 def test_calls_of_a_step_are_added_up_without_reading_any():
     on_meta = torch.zeros((), device="meta")
     whole = summed([result(on_meta, nll=(on_meta, 1.0))] * 3, over=2)  # reading would raise
-    assert whole.flat_tokens == 27 and whole.metric_sums["nll"][1] == 3.0
+    assert whole.flat_tokens == 27 and whole.attention == {"varlen": 6} and whole.metric_sums["nll"][1] == 3.0
     whole = summed([result(torch.tensor(x), nll=(torch.tensor(3 * x), 2.0)) for x in (0.5, 1.0)], over=2)
     assert whole.loss == 0.75 and whole.metrics == {"nll": 4.5 / 4}
 

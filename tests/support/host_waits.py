@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import transformers.masking_utils
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,8 +83,6 @@ def on_meta() -> Iterator[None]:
         def replace(target: Any, name: str, found: Any) -> None:
             stack.enter_context(mock.patch.object(target, name, found))
 
-        # What waits in truth, and stays: transformers looks whether positions are those of packed rows.
-        replace(transformers.masking_utils, "find_packed_sequence_indices", lambda positions: None)
         # What meta has not: a backend, free memory, autocast.
         replace(runtime, "choose_backend", lambda device: Choice("stand-in", "meta"))
         replace(packed, "make_attention", lambda forest, device, size, cache=None: StandIn(cache))

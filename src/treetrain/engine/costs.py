@@ -123,7 +123,7 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
     while any(tokens in weight.shape for weight in weights):
         tokens += 64
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    meter = _Meter({tuple(weight.shape) for weight in weights})
+    meter = _Meter({tuple(weight.shape) for weight in weights}, flash=device.type == "cuda")
     try:
         with _without_data(lm) as copy, torch.autocast("cpu", autocast, enabled=autocast is not None):
             decoder = copy.base_model
@@ -135,7 +135,7 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
                 output.sum().backward()
                 working = meter.bytes.peak - saved
                 del output
-            forward = _Meter(meter.shapes)
+            forward = _Meter(meter.shapes, flash=meter.flash)
             with forward, _tallied(layers, forward), torch.no_grad():
                 _run(decoder, forward, tokens)
     except UnsupportedModel:
@@ -229,8 +229,8 @@ def _head_bytes(
 
 def head_softmax(capabilities: Capabilities, device: torch.device, dtype: torch.dtype) -> type[Any]:
     """The softmax class for a head that is a plain matrix."""
-    like, bias = torch.empty(0, dtype=dtype, device=device), getattr(capabilities.head, "bias", None)
-    return chunk_type(like, bias, Scaling(capabilities.logit_map))
+    bias = getattr(capabilities.head, "bias", None)
+    return chunk_type(dtype, device, bias, Scaling(capabilities.logit_map))
 
 
 class _Meter(CountStorages):
@@ -238,12 +238,13 @@ class _Meter(CountStorages):
 
     Args:
         shapes: the weights' shapes; tensors of these shapes are counted separately.
+        flash: whether attention is a GPU's flash attention.
     """
 
-    def __init__(self, shapes: set[tuple[int, ...]]):
+    def __init__(self, shapes: set[tuple[int, ...]], *, flash: bool):
         self.bytes = AllocatedBytes()
         super().__init__(self.bytes)
-        self.shapes = shapes | {shape[::-1] for shape in shapes}
+        self.shapes, self.flash = shapes | {shape[::-1] for shape in shapes}, flash
         self.tally: Counter[Any] = Counter()
         """Sums over layers and attention: FLOPs, bytes, FLOPs by range."""
         self.flops = 0
@@ -301,28 +302,36 @@ class _Attention:
         cached = tokens * key.shape[1] * (size + value.shape[2]) * (b + max(WIDE, b))
         meter.tally["cache"] += cached
         meter.most_cached = max(meter.most_cached, cached)
-        return _Held.apply(query, key, value)  # type: ignore[no-any-return]
+        return _Held.apply(query, key, value, meter.flash)  # type: ignore[no-any-return]
 
 
 class _Held(torch.autograd.Function):
     """Allocates an attention call's tensors: float32 sums, the piece added to them, and what is saved for backward."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, flash: bool) -> Tensor:  # type: ignore[override]
         wide = torch.promote_types(query.dtype, torch.float32)
         total, piece = (query.new_empty(*query.shape[:2], value.shape[2], dtype=wide) for _ in range(2))
         del piece
         out = total.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:2], dtype=wide))
+        ctx.flash = flash
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         wide = torch.promote_types(grad.dtype, torch.float32)
-        totals = [torch.empty_like(x, dtype=wide) for x in ctx.saved_tensors[:3]]
+        query, key, value, out, _ = ctx.saved_tensors
+        totals = [torch.empty_like(x, dtype=wide) for x in (query, key, value)]
         pieces = [torch.empty_like(x) for x in totals]
+        if ctx.flash:  # a varlen call: see softmax_attention/varlen.py, which bounds the first
+            tokens, heads, size = query.shape
+            pieces = [query.new_empty(2 * tokens, heads, -(-size // 32) * 32, dtype=wide)]
+            pieces += [torch.empty_like(x) for x in (query, key, value, grad, out)]  # gathered
+            if heads != key.shape[1]:  # the gradients of keys and values before heads of a group are added
+                pieces += [torch.empty_like(query), torch.empty_like(query)]
         del pieces
-        return tuple(x.to(grad.dtype) for x in totals)
+        return *(x.to(grad.dtype) for x in totals), None
 
 
 class _NotedPaths(Paths):

@@ -259,7 +259,9 @@ class Executor:
             need_statistics=table is not None and table.statistics is not None,
             keep_logits=keep_logits,
         )
-        scores = runtime.run_type(runtime.model, runtime.capabilities, piece.layout, **options).scores(request)
+        run = runtime.run_type(runtime.model, runtime.capabilities, piece.layout, **options)
+        scores = run.scores(request)
+        self._counts.attention.update(run.attention_calls)
         if self._lockstep is not None:
             self._lockstep.after(kind, scores.live)
         if with_graph:

@@ -6,9 +6,10 @@ beforehand, so the head's gradients are made together with its log-probabilities
 Otherwise the logits of a chunk are computed again in backward, or kept until then if there is memory for them. Logits
 are scaled or capped as the model does it (`LogitMap`), then divided by the temperature.
 
-PyTorch computes the softmax of a chunk, or Triton kernels with ``TREETRAIN_HEAD=triton``. PyTorch widens the logits,
-and every operation reads and writes all of them. The Triton kernels keep the dtype of the matrix product (16 bits for a
-16-bit model), read the logits once for log-sum-exps and entropies, and once more to overwrite them with the gradient.
+On a GPU Triton kernels compute the softmax of a chunk. They keep the dtype of the matrix product (16 bits for a 16-bit
+model), read the logits once for log-sum-exps and entropies, and once more to overwrite them with the gradient. On a CPU,
+with ``TREETRAIN_HEAD=torch``, and for heads that the kernels lack, PyTorch does: it widens the logits, and every
+operation reads and writes all of them.
 
 Shape letters: R rows, E edges (sorted by row), r rows and e edges of a chunk, D hidden size, V vocabulary.
 """
@@ -36,7 +37,7 @@ from treetrain.softmax_attention.backends import why_not
 
 ENVIRONMENT = "TREETRAIN_HEAD"
 KERNELS = ("torch", "triton")
-"""The values of the environment variable; the first is the default."""
+"""The values of the environment variable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -423,24 +424,22 @@ def _statistics(logits: Tensor, lse: Tensor, edges: EdgesOfChunk) -> tuple[Tenso
     return top[edges.row] == edges.target, logits.mean(-1), (2 * logits).logsumexp(-1) - 2 * lse
 
 
-def chunk_type(logits: Tensor, bias: Tensor | None, scaling: Scaling) -> type[PlainChunk]:
-    """The softmax class that the environment variable names; PyTorch's if the kernels do not support the case.
-
-    Args:
-        logits: any tensor with the dtype and device of the logits, such as hidden states.
+def chunk_type(dtype: torch.dtype, device: torch.device, bias: Tensor | None, scaling: Scaling) -> type[PlainChunk]:
+    """The softmax class for logits of a dtype on a device: Triton's on a GPU unless the environment variable says
+    otherwise; PyTorch's where the kernels do not support the case.
 
     Raises:
-        ValueError: an unknown name, or kernels that cannot run here.
+        ValueError: an unknown name, or kernels that are named and cannot run here.
     """
-    named = os.environ.get(ENVIRONMENT, "") or KERNELS[0]
-    if named not in KERNELS:
+    named = os.environ.get(ENVIRONMENT, "")
+    if named not in ("", *KERNELS):
         raise ValueError(f"{ENVIRONMENT}={named}: no kernels have that name; there are {', '.join(KERNELS)}")
-    if named == "torch":
-        return PlainChunk
-    hindrance = why_not("triton", logits.device)
-    if hindrance is not None:
+    hindrance = why_not("triton", device)
+    if named == "triton" and hindrance is not None:
         raise ValueError(f"{ENVIRONMENT}={named} cannot run here: Triton kernels: {hindrance}; unset it, or name torch")
-    suits = logits.dtype in (torch.bfloat16, torch.float16, torch.float32) and scaling.factor > 0
+    if hindrance is not None or named == "torch" or (not named and device.type != "cuda"):
+        return PlainChunk
+    suits = dtype in (torch.bfloat16, torch.float16, torch.float32) and scaling.factor > 0
     return TritonChunk if suits and bias is None and scaling.logit_map.cap is None else PlainChunk
 
 
@@ -488,7 +487,7 @@ class _LinearHead:
         wide = torch.promote_types(compute, torch.float32)
         self._rows, self._given, self._settings, self._backward = rows, (rows, weight, bias), settings, backward
         self._weight, self._bias = weight.to(compute), None if bias is None else bias.to(compute)
-        self._type = chunk_type(self._weight, bias, settings.scaling)
+        self._type = chunk_type(compute, rows.device, bias, settings.scaling)
         self._by_rows = self._by_weight = self._by_bias = None
         if any(needs):
             self._by_rows = torch.empty_like(rows, dtype=compute) if needs[0] else None
@@ -511,10 +510,7 @@ class _LinearHead:
             torch.matmul(narrow, self._weight, out=self._by_rows[chunk.rows])
         if self._by_weight is not None:
             x = self._rows[chunk.rows].to(narrow.dtype)
-            if narrow.dtype == self._by_weight.dtype:
-                self._by_weight.addmm_(narrow.t(), x)
-            else:
-                self._by_weight.add_(narrow.t() @ x)
+            _add_product(self._by_weight, narrow.t(), x)
         if self._by_bias is not None:
             self._by_bias += grad_logits.sum(0)
 
@@ -523,6 +519,16 @@ class _LinearHead:
         by_weight = self._by_weight if self._settings.buffer is None else None
         found = zip((self._by_rows, by_weight, self._by_bias), self._given)
         return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in found)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, without rounding a 16-bit product before it is added to a float32 total on a GPU."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif total.device.type == "cuda":
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:  # PyTorch has this operation on a GPU only
+        total.add_(left @ right)
 
 
 class _LinearScores(torch.autograd.Function):

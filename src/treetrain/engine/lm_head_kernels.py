@@ -10,6 +10,8 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from treetrain.device_arrays import launch
+
 BLOCK = 4096
 """Logits that a program loads at once."""
 WARPS = 8
@@ -75,7 +77,10 @@ def statistics(logits: Tensor, factor: float, *, entropy: bool) -> tuple[Tensor,
     count, vocabulary = logits.shape
     lse = logits.new_empty(count, dtype=torch.float32)
     entropies = torch.empty_like(lse) if entropy else None
-    statistics_kernel[(count,)](  # pyright: ignore[reportIndexIssue]
+    launch(
+        statistics_kernel,
+        (count,),
+        logits,
         logits,
         lse,
         lse if entropies is None else entropies,
@@ -111,7 +116,10 @@ def to_gradient_(
     entropy, by_entropy = (lse, lse) if entropies is None else entropies
     first = torch.searchsorted(row, torch.arange(count + 1, device=logits.device))
     block = _block(vocabulary)
-    gradient_kernel[(count, triton.cdiv(vocabulary, block))](  # pyright: ignore[reportIndexIssue]
+    launch(
+        gradient_kernel,
+        (count, triton.cdiv(vocabulary, block)),
+        logits,
         logits,
         lse.contiguous(),
         by_row.contiguous(),

@@ -6,6 +6,7 @@ losses of `treetrain.losses` implement `PackedLoss`, so that one call evaluates 
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -74,6 +75,8 @@ class StepResult:
     """Tokens of the passes without graph: prefills, and whole passes before the first backward."""
     parts: int
     """Forward-backward passes it took."""
+    attention: Mapping[str, int] = field(default_factory=dict)
+    """Attention calls of its forwards, by the backend that ran."""
 
     @cached_property
     def loss(self) -> float:
@@ -109,6 +112,7 @@ def summed(results: Sequence[StepResult], *, over: int = 1) -> StepResult:
         computed_tokens=sum(result.computed_tokens for result in results),
         recomputed_tokens=sum(result.recomputed_tokens for result in results),
         parts=sum(result.parts for result in results),
+        attention=sum((Counter(result.attention) for result in results), Counter()),
     )
 
 

@@ -5,6 +5,7 @@ import re
 import sys
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -205,6 +206,8 @@ class PassCounts:
         self.parts = 0
         """Parts that ran forward with graph."""
         self.tokens_without_graph = 0
+        self.attention: Counter[str] = Counter()
+        """Attention calls of forwards, by backend."""
 
 
 def within_memory(

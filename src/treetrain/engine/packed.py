@@ -1,5 +1,6 @@
 """One forward of a model over a part: hidden states at its tokens, scores at its edges."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -63,6 +64,9 @@ class PackedRun:
             segment_parent=layout.segment_parent,
         )
         self.paths = Paths(layout, device, states) if capabilities.recurrent_layers else None
+        # transformers would look on the host whether positions without a mask are those of packed rows. With a mask it
+        # does not; tree attention ignores it. Recurrent layers would look at the mask itself.
+        self._mask = None if capabilities.recurrent_layers else torch.ones_like(self.input_ids, dtype=torch.bool)
         self.attention = make_attention(forest, device, capabilities.heads_times_size, cache)
 
     @staticmethod
@@ -71,6 +75,11 @@ class PackedRun:
         """Tree mode. Keep it open during backward too: activation checkpointing runs layers again there."""
         with tree_attention(model), tree_recurrence(model):
             yield
+
+    @property
+    def attention_calls(self) -> Counter[str]:
+        """Attention calls of its forward, by backend."""
+        return self.attention.calls
 
     def scores(self, request: ScoreRequest) -> Scores:
         """Run the model's own top-level forward with its head scoring edges. Call inside `mode`.
@@ -104,7 +113,7 @@ class PackedRun:
                 outputs = self.model(
                     input_ids=self.input_ids,
                     position_ids=self.positions,
-                    attention_mask=None,
+                    attention_mask=self._mask,
                     use_cache=False,
                     **{RUN_KEYWORD: run},
                     **({} if self.routers is None else self.routers.begin()),

@@ -8,6 +8,7 @@ backward has filled their ``.grad``, `Scored.backward` runs these gradients thro
 are kept until backward, and nothing runs twice. Else the parts are scored without graph, and run again in backward.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -81,7 +82,7 @@ class Scoring:
             if runtime.in_lockstep:  # all ranks keep them, or none does
                 keeps = all(runtime.ranks.agree("planning a score", lambda: (None, keeps))[1])
             self.plan = plan.with_all_kept() if keeps else replace(plan, scores_first="recomputed")
-        self.tokens_without_graph = 0
+        self.tokens_without_graph, self.attention = 0, Counter[str]()
         self.table = runtime.table(plan.layout, entropy=entropy, statistics=statistics)
         self._kept: Executor | None = None
         # Backward usually runs outside the caller's autocast, which parts that run again need.
@@ -159,6 +160,7 @@ class Scoring:
     def _within_memory(self, run: Callable[[Plan, PassCounts], None]) -> None:
         _, self.plan, counts = self.runtime.within_memory(self.plan, run)
         self.tokens_without_graph += counts.tokens_without_graph
+        self.attention.update(counts.attention)
 
 
 class States(NamedTuple):

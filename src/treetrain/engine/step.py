@@ -271,7 +271,7 @@ def run_step(
     if step.loss.scope == "batch":
         scoring = Scoring(runtime, plan, routing, entropy="entropies" in step.loss.needs)
         total, sums = rollback.attempt(lambda: _compare(runtime, step, scoring, reduces, scale, rollback))
-        parts, without_graph = scoring.plan.num_parts, scoring.tokens_without_graph
+        parts, without_graph, attention = scoring.plan.num_parts, scoring.tokens_without_graph, scoring.attention
     else:
 
         def run(plan: Plan, counts: PassCounts) -> tuple[Any, Metrics]:
@@ -280,7 +280,7 @@ def run_step(
             return rollback.attempt(lambda: _stream(runtime, step, plan, counts, routing, reduces))
 
         (total, sums), _, counts = runtime.within_memory(plan, run)
-        parts, without_graph = counts.parts, counts.tokens_without_graph
+        parts, without_graph, attention = counts.parts, counts.tokens_without_graph, counts.attention
     if routing is not None:
         total, sums = routing.added_to(total, sums)
     return StepResult(
@@ -291,6 +291,7 @@ def run_step(
         computed_tokens=step.batch.layout.num_tokens,
         recomputed_tokens=without_graph,
         parts=parts,
+        attention=attention,
     )
 
 

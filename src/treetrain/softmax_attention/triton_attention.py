@@ -9,14 +9,14 @@ D size of query and key heads, V size of value heads.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treetrain.device_arrays import to_device
+from treetrain.device_arrays import launch, to_device
 from treetrain.softmax_attention.kv_cache import KVCacheView, with_path
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.softmax_attention.tile_lists import TILE, Lists, TileLists, keys_of, make_tile_lists
@@ -212,7 +212,7 @@ def _forward(query, key, value, sinks, tables: _Tables, tile: int, scale: float,
     grid = (len(lists.order) * (tile // cut["BLOCK_M"]), heads)
     if count:
         sink = lse if sinks is None else sinks.contiguous()
-        _launch(
+        launch(
             forward_kernel, grid, query,
             query, key, value, sink, out, lse, tables.ends, tables.depth, tables.lowest, *lists,
             count, len(key), tables.path, scale, 1.0 if softcap is None else softcap,
@@ -228,7 +228,7 @@ def _delta(out: Tensor, grad_out: Tensor) -> Tensor:
     block = max(16, 1 << (size - 1).bit_length())
     if count:
         sizes = {"HEADS": heads, "VALUE_SIZE": size, "BLOCK_V": block, "BLOCK_M": 64}
-        _launch(delta_kernel, (-(-count // 64), heads), out, out, grad_out, delta, count, **sizes)
+        launch(delta_kernel, (-(-count // 64), heads), out, out, grad_out, delta, count, **sizes)
     return delta
 
 
@@ -238,7 +238,7 @@ def _query_gradient(given: tuple[Tensor, ...], tables: _Tables, tile: int, scale
     cut, lists = _cut(_shapes(query, value).query_gradient, tile), tables.by_query
     grid = (len(lists.order) * (tile // cut["BLOCK_M"]), query.shape[1])
     if len(query):
-        _launch(
+        launch(
             query_gradient_kernel, grid, query,
             query, key, value, grad_out, lse, delta, grad_query, tables.ends, tables.depth, tables.lowest, *lists,
             len(query), len(key), tables.path, scale, 1.0 if softcap is None else softcap,
@@ -253,7 +253,7 @@ def _key_gradient(given: tuple[Tensor, ...], tables: _Tables, tile: int, scale: 
     cut, lists = _cut(_shapes(query, value).key_gradient, tile), tables.by_key
     grid = (len(lists.order) * (tile // cut["BLOCK_N"]), key.shape[1])
     if len(key):
-        _launch(
+        launch(
             key_gradient_kernel, grid, query,
             query, key, value, grad_out, lse, delta, grad_key, grad_value,
             tables.ends, tables.depth, tables.lowest, *lists,
@@ -261,12 +261,3 @@ def _key_gradient(given: tuple[Tensor, ...], tables: _Tables, tile: int, scale: 
             **_sizes(query, key, value, tables, tile, softcap), **cut,
         )  # fmt: skip
     return grad_key, grad_value
-
-
-def _launch(kernel: Any, grid: tuple[int, int], like: Tensor, *arguments: Any, **options: Any) -> None:
-    """Launch a kernel on the device of `like`, which need not be the current one."""
-    if like.device.type == "cuda":
-        with torch.cuda.device(like.device):
-            kernel[grid](*arguments, **options)
-    else:
-        kernel[grid](*arguments, **options)
