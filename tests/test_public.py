@@ -71,7 +71,7 @@ SIGNATURES = {
         "processing_class=None, callbacks=None, optimizers=(None, None), optimizer_cls_and_kwargs=None)"
     ),
     "StepResult": "(*, loss_tensor, metric_sums, flat_tokens, unique_tokens, computed_tokens, recomputed_tokens, "
-    "parts)",
+    "parts, attention=<factory>)",
 }
 METHODS = {
     "TreeEngine.forward_backward": "(self, trajectories, loss, normaliser=None, balance=None, *, sync=True, mask=None)",

@@ -309,7 +309,7 @@ def test_graphs_are_kept_where_they_fit_into_the_budget(model, monkeypatch):
     assert scores_first(tokens) == scores_first(None) == scores_first("1GiB") == "kept"
     assert scores_first(tokens // 2) == "recomputed"
     # Without a budget parts may be made for speed alone: then all of them are kept.
-    monkeypatch.setattr("treetrain.planning.make.PART_TOKENS", 8)
+    monkeypatch.setattr("treetrain.planning.make.PART_TOKENS", {"cpu": 8})
     engine = tt.TreeEngine(model)
     scored = engine.score(rows)
     assert scored.parts > 1 and scored.plan.scores_first == "kept"

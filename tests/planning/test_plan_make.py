@@ -91,7 +91,7 @@ def test_without_a_budget_parts_are_large_and_nothing_is_recomputed():
     layout = layout_of([[7, number, *rng.integers(0, 99, 998).tolist()] for number in range(40)])
     plan = make_plan(layout, LinearPrices())
     assert plan.sizes[plan.kept].tolist() == [1] and plan.num_parts == 6
-    assert plan.recomputed_tokens == 0 and plan.peak_tokens <= PART_TOKENS + 1
+    assert plan.recomputed_tokens == 0 and plan.peak_tokens <= PART_TOKENS["cpu"] + 1
     assert plan.explanation()["budget_tokens"] is None
 
 

@@ -7,8 +7,8 @@ Otherwise the logits of a chunk are computed again in backward, or kept until th
 are scaled or capped as the model does it (`LogitMap`), then divided by the temperature.
 
 On a GPU Triton kernels compute the softmax of a chunk. They keep the dtype of the matrix product (16 bits for a 16-bit
-model), read the logits once for log-sum-exps and entropies, and once more to overwrite them with the gradient. On a CPU,
-with ``TREETRAIN_HEAD=torch``, and for heads that the kernels lack, PyTorch does: it widens the logits, and every
+model), read the logits once for log-sum-exps and entropies, and once more to overwrite them with the gradient. PyTorch
+does it on a CPU, with ``TREETRAIN_HEAD=torch``, and for heads that the kernels lack: it widens the logits, and every
 operation reads and writes all of them.
 
 Shape letters: R rows, E edges (sorted by row), r rows and e edges of a chunk, D hidden size, V vocabulary.

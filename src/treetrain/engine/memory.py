@@ -1,6 +1,7 @@
 """Memory of a device: the bytes that are free, the bytes that a block of code allocates, and what malloc keeps."""
 
 import ctypes
+import os
 import re
 import sys
 import warnings
@@ -128,6 +129,15 @@ class CountStorages(TorchDispatchMode):
 
 def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def expandable_segments() -> None:
+    """Let the CUDA allocator grow its segments from now on, unless the user's environment configures the allocator.
+
+    Parts differ in size, so blocks of fixed segments would rarely fit the next part.
+    """
+    if torch.cuda.is_available() and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4

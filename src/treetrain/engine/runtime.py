@@ -54,7 +54,8 @@ def plan_within(layout: PackedLayout, budget: int | Bytes | None, model: nn.Modu
     cost = cost_if_countable(model)
     if cost is None:
         # Its memory is unknown too, so take parts of a size that runs well.
-        tokens, target = (max(layout.num_tokens, 1), PART_TOKENS) if budget is None else (budget, None)
+        size = PART_TOKENS["cuda" if model_device(model).type == "cuda" else "cpu"]
+        tokens, target = (max(layout.num_tokens, 1), size) if budget is None else (budget, None)
         return partition(layout, tokens, _seconds_of_any_model, part_tokens=target)
     try:
         return make_plan(layout, cost, budget=budget, free_bytes=free)

@@ -5,6 +5,7 @@ of ranks, so they get the same loss constants and the same normaliser.
 """
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -226,7 +227,7 @@ def rows_instead(runtime: Runtime, tree: TokenTree, plan: Plan) -> tuple[TokenTr
     layout = _laid_out(rows, weighted=True)
     if budget is not None and int(layout.positions.max(initial=0)) >= budget:
         return None
-    alone = whole_trees(layout, min(PART_TOKENS, budget or PART_TOKENS))
+    alone = whole_trees(layout, min(PART_TOKENS[cost.device], budget or sys.maxsize))
     return (rows, alone) if cost.seconds(alone) < cost.seconds(plan) else None
 
 

@@ -16,8 +16,9 @@ from treetrain.tree.build import Row, as_tree, build_tree
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree
 
-PART_TOKENS = 8192
-"""Size that parts need not exceed if no budget binds."""
+PART_TOKENS = {"cpu": 8192, "cuda": 32_768}
+"""Size that parts need not exceed if no budget binds, by kind of device: measured on a CPU, an estimate for a GPU.
+Where memory is short, parts are smaller."""
 
 
 def make_plan(
@@ -50,7 +51,7 @@ def make_plan(
     elif budget is not None:
         plan, tokens = partition(layout, budget, cost.seconds), budget
     else:
-        plan, tokens = partition(layout, None, cost.seconds, part_tokens=PART_TOKENS), None
+        plan, tokens = partition(layout, None, cost.seconds, part_tokens=PART_TOKENS[cost.device]), None
         if free_bytes is not None and cost.peak_bytes(plan) > free_bytes:
             plan, tokens = within_bytes(layout, cost, Bytes(free_bytes))
     return replace(plan, made_for=Purpose(cost=cost, budget=budget, tokens=tokens))

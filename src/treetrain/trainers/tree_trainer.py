@@ -22,6 +22,7 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.engine.distributed import is_sharded
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.loss import Metrics, StepResult, add_metrics, mean_metrics, summed
+from treetrain.engine.memory import expandable_segments
 from treetrain.engine.routing import RouterBalance
 from treetrain.errors import DataError
 from treetrain.trainers.arguments import MUON, TreeArguments
@@ -97,6 +98,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             raise ValueError(
                 f"args is a {type(args).__name__}; give TreeArguments, which has the same arguments and more"
             )
+        expandable_segments()
         self.loss = checked_loss(args, loss)
         self._compute: frozenset[str] = frozenset()
         self._batch, self._log = RunningBatch(), StepLog()

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -186,6 +187,7 @@ class PaddedRun:
                 "padded batches have neither an auxiliary loss of routers, which would count the padding, nor recorded "
                 "experts: set config.output_router_logits=False and leave `experts` out to compare with them"
             )
+        self.attention_calls: Counter[str] = Counter()
         device = model_device(model)
         self.model, self.capabilities = model, capabilities
         row = np.cumsum(layout.positions == 0) - 1
