@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except (ModuleNotFoundError, ValueError, OSError, FloatingPointError, RanksDisagree) as error:
         missing = isinstance(error, ModuleNotFoundError)
-        if os.environ.get("TREETRAIN_TRACEBACK", "0") not in ("", "0") or (missing and _is_ours(error.name)):
+        ours = missing and (error.name or "").startswith("treetrain")
+        if os.environ.get("TREETRAIN_TRACEBACK", "0") not in ("", "0") or ours:
             raise
         cure = "; install what is missing, e.g. pip install 'treetrain[train]'" if missing else ""
         return _fail(f"error: {error}{cure}", BAD_INPUT)
@@ -64,10 +65,6 @@ def _run(argv: list[str]) -> int:
     if command not in COMMANDS:
         raise ValueError(f"unknown command {command!r}; there are {', '.join(COMMANDS)}")
     return importlib.import_module(f"treetrain.cli.{command}").run(argv[1:])
-
-
-def _is_ours(module: str | None) -> bool:
-    return (module or "").startswith("treetrain")
 
 
 def _fail(message: str, code: int) -> int:

@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _print(report: "BenchReport") -> None:
-    from treetrain.cli.output import console, pairs, table
+    from treetrain.cli.output import console, pairs, table, tree_facts
 
     out = console()
     rows = [("tree", f"{report.tree_seconds:.3f}", "")]
@@ -61,14 +61,7 @@ def _print(report: "BenchReport") -> None:
         rows.append((name, f"{seconds:.3f}", f"{seconds / report.tree_seconds:.2f}x"))
     out.print(table(("forward + backward", "seconds", "over the tree"), rows))
     low, high = report.speedup_spread
-    tokens = f"{report.flat_tokens:,} flat, {report.unique_tokens:,} unique tokens, overlap {report.overlap:.3f}"
     known = report.ideal is not None and report.efficiency is not None
     ideal = f"{report.ideal:.2f}x, so an efficiency of {report.efficiency:.2f}" if known else "not known for this model"
-    facts = [
-        ("rows", f"{report.trajectories:,}: {tokens}"),
-        ("attention", report.attention),
-        ("parts", f"{report.parts:,}, {report.recomputed_tokens:,} tokens run forward twice"),
-        ("speed-up", f"{report.speedup:.2f}x ({low:.2f} to {high:.2f}) over the best baseline, {report.baseline}"),
-        ("FLOP-ideal", ideal),
-    ]
-    out.print(pairs(facts))
+    speedup = f"{report.speedup:.2f}x ({low:.2f} to {high:.2f}) over the best baseline, {report.baseline}"
+    out.print(pairs([*tree_facts(report), ("speed-up", speedup), ("FLOP-ideal", ideal)]))

@@ -38,6 +38,17 @@ def pairs(rows: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
+def tree_facts(report: Any) -> list[tuple[str, str]]:
+    """Names and values about the tree in a report of `verify` or `bench`."""
+    overlap = 1 - report.unique_tokens / max(report.flat_tokens, 1)
+    tokens = f"{report.flat_tokens:,} flat, {report.unique_tokens:,} unique tokens, overlap {overlap:.3f}"
+    return [
+        ("rows", f"{report.trajectories:,}: {tokens}"),
+        ("attention", report.attention),
+        ("parts", f"{report.parts:,}, {report.recomputed_tokens:,} tokens run forward twice"),
+    ]
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> Table:
     """A table whose first column is text and all others numbers."""
     made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)

@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _print(report: "VerifyReport", count: int) -> None:
-    from treetrain.cli.output import console, pairs, table
+    from treetrain.cli.output import console, pairs, table, tree_facts
 
     out = console()
     worst = sorted(report.parameters, key=lambda parameter: -parameter.error)[:count]
@@ -62,16 +62,8 @@ def _print(report: "VerifyReport", count: int) -> None:
         rows = [(parameter.name, f"{parameter.norm:.3e}", f"{parameter.error:.2e}") for parameter in worst]
         title = f"worst {len(rows)} of {len(report.parameters)} parameters"
         out.print(table(("parameter", "gradient norm", "relative error"), rows, title=title))
-    overlap = 1 - report.unique_tokens / report.flat_tokens if report.flat_tokens else 0.0
-    tokens = f"{report.flat_tokens:,} flat, {report.unique_tokens:,} unique tokens, overlap {overlap:.3f}"
     own = "" if report.linear_error is None else f" (the linear run itself: {report.linear_error:.2e})"
     error = f"relative error {report.gradient_error:.2e}, allowed {report.tolerance:.2e} in {report.dtype}{own}"
-    facts = [
-        ("rows", f"{report.trajectories:,}: {tokens}"),
-        ("attention", report.attention),
-        ("parts", f"{report.parts:,}, {report.recomputed_tokens:,} tokens run forward twice"),
-        ("loss", f"tree {report.loss_tree:.9g}, linear {report.loss_linear:.9g}"),
-        ("gradient", error),
-    ]
-    out.print(pairs(facts))
+    loss = f"tree {report.loss_tree:.9g}, linear {report.loss_linear:.9g}"
+    out.print(pairs([*tree_facts(report), ("loss", loss), ("gradient", error)]))
     out.print(report.verdict, style="green" if report.passed else "red", markup=False, soft_wrap=True)

@@ -439,10 +439,6 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         place, best = folder / temporary.name, state.best_global_step
         callbacks = {name: callback.state_dict() for name, callback in self._callbacks().items()}
 
-        def prepare() -> None:
-            shutil.rmtree(temporary.parent, ignore_errors=True)
-            temporary.mkdir(parents=True)
-
         def write() -> float:
             # transformers would look for the best checkpoint beside the temporary folder.
             with replaced(state, best_global_step=None), replaced(self, _writing=True):
@@ -461,7 +457,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             return float(self._tr_loss)
 
         try:
-            self._on_first(prepare)
+            self._on_first(lambda: shutil.rmtree(temporary.parent, ignore_errors=True))
+            self._on_first(lambda: temporary.mkdir(parents=True))
             if self._is_sharded:  # before anything that can fail on one rank alone: this is a collective call
                 distributed_save(callbacks, checkpoint_id=temporary / CALLBACKS)
             losses = self._on_all_ranks(write)
