@@ -1,0 +1,231 @@
+"""The report as one self-contained HTML page: figures, the tree, histograms, the plan, the diagnosis."""
+
+import json
+import os
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+from numpy.typing import NDArray
+
+import treetrain
+from treetrain.inspection.picture import BLOCKS, KINDS, PART_KINDS, Picture, draw
+from treetrain.inspection.report import Inspection
+from treetrain.tree.token_tree import TokenTree
+
+STYLE = files("treetrain.inspection").joinpath("page.css").read_text(encoding="utf-8")
+"""The style sheet of all pages."""
+PAGE_BYTES = 2_000_000
+LISTED = 20
+WIDTH, HEIGHT = 340, 112
+"""Size of a chart, without its labels."""
+
+
+def render(template: str, **values: Any) -> str:
+    """Render a template's text with the style sheet."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(template).render(style=Markup(STYLE), **values)
+
+
+def write_page(inspection: Inspection, out: str | os.PathLike[str]) -> Path:
+    """Write the page of an inspection and return its path. The page needs no network.
+
+    Large trees are folded (see `inspection.picture`), so that the page stays below PAGE_BYTES.
+    """
+    blocks = BLOCKS
+    while len(text := _page(inspection, blocks).encode(errors="replace")) > PAGE_BYTES and blocks > 1:
+        blocks //= 2
+    path = Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text)
+    return path
+
+
+def _page(inspection: Inspection, most: int) -> str:
+    tree, plan = inspection.tree, inspection.plan
+    picture = draw(tree, plan=plan, blocks=most)
+    texts = picture.texts(inspection.tokenizer)
+    groups, ids = picture.labels()
+    blocks: dict[str, Any] = {"text": texts, "group": groups, "id": ids}
+    shown = ["x", "y", "height", "parent", "kind", "unique", "branches"]
+    modes = ["context and trained"]
+    for name, values in (("reward", _rewards(tree)), ("advantage", _advantages(tree))):
+        if np.isfinite(values).any():
+            modes.append(name)
+            blocks[name] = picture.means(values)
+    if plan is not None:
+        modes.append("plan")
+        shown += ["part", "part_kind", "part_tokens"]
+    blocks |= {name: getattr(picture, name).tolist() for name in shown}
+    blocks |= {name: np.round(getattr(picture, name), 2).tolist() for name in ("width", "trained")}
+    data = {
+        "blocks": blocks,
+        "longest": max(picture.longest, 1),
+        "rows": max(picture.rows, 1),
+        "modes": modes,
+        "kinds": KINDS,
+        "part_kinds": PART_KINDS,
+        "parts": 0 if plan is None else plan.num_parts,
+    }
+    written = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return render(
+        files("treetrain.inspection").joinpath("page.html.jinja").read_text(encoding="utf-8"),
+        title=", ".join(Path(file).name for file in inspection.files) or "rows",
+        subtitle=_subtitle(inspection),
+        tiles=_tiles(inspection),
+        headline=picture.headline(),
+        folded=picture.folded(),
+        view=data,
+        svg=Markup(picture.svg(data["longest"], data["rows"])),
+        # Escaped, no text can end the script element.
+        data=Markup(written.replace("<", "\\u003c")),
+        largest=_largest(picture, texts),
+        findings=_findings(inspection),
+        charts=charts(tree),
+        plan=None if plan is None else plan.explain(),
+        notes=inspection.notes,
+        version=treetrain.__version__,
+    )
+
+
+def _subtitle(inspection: Inspection) -> str:
+    view = {"calls": ", one row per LLM call", "transcript": ", one row per conversation"}.get(
+        inspection.view or "", ""
+    )
+    return f"{inspection.format}{view}; FLOPs for the shape {inspection.shape.words}"
+
+
+def _tiles(inspection: Inspection) -> list[tuple[str, str, str]]:
+    stats, groups = inspection.stats, inspection.within_groups()
+    repeats = f", {stats.duplicates:,} exact repeats" if stats.duplicates else ""
+    tiles = [
+        ("ideal speed-up", f"{stats.flop_speedup:.2f}×", "by FLOPs, all rows as one batch"),
+        ("tokens computed", _short(stats.unique), f"of {stats.flat:,} in rows: {stats.token_speedup:.2f}× fewer"),
+        ("overlap", f"{stats.overlap:.1%}", "of the tokens in rows are there already"),
+        ("trajectories", f"{stats.trajectories:,}", f"in {stats.trees:,} tree{'s' * (stats.trees != 1)}{repeats}"),
+        ("longest path", f"{stats.longest_path:,}", f"tokens; {stats.max_forks_on_path:,} forks on one path at most"),
+        ("trained tokens", _short(stats.trained_flat), f"in rows, {stats.trained_unique:,} in the tree"),
+    ]
+    if groups:
+        tiles.insert(3, ("within groups", f"{groups['overlap']:.1%}", f"overlap, over {groups['count']:,} groups"))
+    return tiles
+
+
+def _short(count: int) -> str:
+    """1,234,567 as 1.23M."""
+    for unit, size in (("B", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:,}"
+
+
+def _findings(inspection: Inspection) -> list[dict[str, str]]:
+    return [{"title": "", "text": inspection.prefixes.explain()}] if inspection.prefixes else []
+
+
+def _largest(picture: Picture, texts: Sequence[str]) -> list[dict[str, Any]]:
+    saved = (picture.width * (picture.height - 1) * (picture.branches == 0)).astype(np.int64)
+    order = [block for block in np.argsort(-saved, kind="stable")[:LISTED].tolist() if saved[block]]
+    return [
+        {
+            "saved": int(saved[block]),
+            "tokens": int(picture.width[block]),
+            "height": int(picture.height[block]),
+            "x": int(picture.x[block]),
+            "kind": KINDS[picture.kind[block]],
+            "text": texts[block] if len(texts[block]) < 90 else texts[block][:88] + " …",
+        }
+        for block in order
+    ]
+
+
+def _rewards(tree: TokenTree) -> NDArray[np.float64]:
+    return np.array([np.nan if row.reward is None else row.reward for row in tree.trajectories], np.float64)
+
+
+def _advantages(tree: TokenTree) -> NDArray[np.float64]:
+    """[K]: the mean over each row's trained tokens; NaN for none."""
+    means = np.full(tree.num_trajectories, np.nan)
+    for number, row in enumerate(tree.trajectories):
+        if row.advantages is not None and (trained := row.weights != 0).any():
+            means[number] = row.advantages[trained].mean()
+    return means
+
+
+def charts(tree: TokenTree) -> list[dict[str, Any]]:
+    """Histograms of path length, fork depth and fan-out, and sharing by depth."""
+    lengths = tree.trajectory_length[tree.trajectory_length > 0]
+    children = np.bincount(tree.parent[tree.parent >= 0], minlength=tree.num_tokens)
+    forks = np.flatnonzero(children > 1)
+    fans, counts = np.unique(children[forks], return_counts=True)
+    found = [
+        _histogram("Path length", lengths, "tokens", "trajectories"),
+        _histogram("Depth of forks", tree.depth[forks], "tokens from the start", "forks"),
+    ]
+    most = counts.max(initial=1)
+    shown = [(int(fan), int(count)) for fan, count in zip(fans, counts)]
+    if len(shown) > 24:
+        found.append(_histogram("Fan-out", children[forks], "branches", "forks"))
+    else:
+        words = f"median {int(np.median(children[forks]))}, at most {shown[-1][0]:,}" if shown else "there are no forks"
+        bars = [(count / most, count / most, f"{count:,} forks with {fan:,} branches") for fan, count in shown]
+        slot = WIDTH / max(len(bars), 8)
+        ticks = [(slot * (n + 0.45), "middle", f"{fan:,}") for n, (fan, _) in enumerate(shown)]
+        found.append(
+            {"title": "Fan-out: branches of a fork", "words": words, "bars": _bars(bars, 8)} | {"ticks": ticks}
+        )
+    return [*found, _by_depth(tree, lengths)]
+
+
+def _histogram(title: str, values: NDArray[Any], unit: str, counted: str) -> dict[str, Any]:
+    if not len(values):
+        return {"title": title, "words": f"there are no {counted}", "bars": [], "ticks": []}
+    low, high = int(values.min()), int(values.max())
+    edges = _edges(low, high + 1, 28)
+    counts, _ = np.histogram(values, edges)
+    bars = [
+        (count / counts.max(), count / counts.max(), f"{count:,} {counted} of {a:,} to {b - 1:,} {unit}")
+        for count, a, b in zip(counts.tolist(), edges.tolist(), edges[1:].tolist())
+    ]
+    middle, late = np.percentile(values, (50, 95))
+    words = f"median {middle:,.0f} {unit}, 95% up to {late:,.0f}, at most {high:,}"
+    ticks = [(0, "start", f"{low:,}"), (WIDTH, "end", f"{high:,} {unit}")] if high > low else [(0, "start", f"{low:,}")]
+    return {"title": title, "words": words, "bars": _bars(bars), "ticks": ticks}
+
+
+def _edges(low: int, stop: int, most: int) -> NDArray[np.int64]:
+    """Edges of at most `most` bins of one whole width that cover [low, stop); the last may end after it."""
+    step = max(-(-(stop - low) // most), 1)
+    return np.arange(low, stop + step, step)
+
+
+def _by_depth(tree: TokenTree, lengths: NDArray[np.int64]) -> dict[str, Any]:
+    """Tokens in rows and in the tree by depth."""
+    longest = int(lengths.max(initial=0))
+    edges = _edges(0, longest, 56)
+    through = len(lengths) - np.cumsum(np.bincount(lengths, minlength=longest + 1))[:longest]
+    flat = np.add.reduceat(through, edges[:-1]) if longest else through
+    unique, _ = np.histogram(tree.depth, edges) if longest else (flat, edges)
+    most = flat.max(initial=1)
+    bars = [
+        (own / most, all_ / most, f"tokens {a:,} to {b:,}: {all_:,} in rows, {own:,} in the tree, {all_ / own:.1f}×")
+        for own, all_, a, b in zip(unique.tolist(), flat.tolist(), edges.tolist(), edges[1:].tolist())
+    ]
+    ticks = [(0, "start", "0"), (WIDTH, "end", f"{longest:,} tokens from the start")]
+    words = "pale: tokens in rows at this depth; strong: those that the tree computes"
+    return {"title": "Sharing by depth", "words": words, "bars": _bars(bars), "ticks": ticks}
+
+
+def _bars(bars: Sequence[tuple[float, float, str]], least: int = 1) -> list[dict[str, Any]]:
+    """(height, height of the pale bar behind it, words): heights from 0 to 1."""
+    slot = WIDTH / max(len(bars), least)
+    found = []
+    for number, (own, all_, words) in enumerate(bars):
+        high, behind = (round(max(value * (HEIGHT - 6), 1.5 * (value > 0)), 1) for value in (own, all_))
+        place = {"x": round(number * slot, 2), "width": round(slot, 2), "inner": round(slot * 0.9, 2), "words": words}
+        found.append(place | {"height": high, "y": HEIGHT - high, "whole": behind, "whole_y": HEIGHT - behind})
+    return found

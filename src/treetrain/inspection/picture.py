@@ -1,0 +1,295 @@
+"""A token tree as an icicle: blocks whose width is their tokens and whose height is the trajectories through them.
+
+So the area of a block is the tokens that separate rows compute for it, and its width is what the tree computes. A block
+is a run of tokens without a fork, of one kind (context or trained), on the same trajectories and, with a plan, in one
+part. Pre-order gives both coordinates: a block begins at the depth of its first token, and above it lie the
+trajectories that end earlier in pre-order.
+
+Large trees are folded. The blocks with most flat tokens at and below them stay, so a block's parent stays if it does.
+What hangs below becomes one block for each run of siblings, with the same flat tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treetrain.data.columns import codes_of
+from treetrain.planning.plan import Plan
+from treetrain.tree.assemble import Int64s
+from treetrain.tree.stats import trajectories_through
+from treetrain.tree.token_tree import TokenTree
+
+BLOCKS = 4000
+"""Blocks that are drawn before the rest is folded."""
+TEXT_BYTES = 700_000
+"""Text of all blocks together."""
+KINDS = ("context", "trained", "folded")
+PART_KINDS = ("not computed", "leaf", "kept", "recomputed")
+LABEL = 80
+"""Characters of a group or an id."""
+EDGED = 5
+"""Smaller blocks, in pixels, have no edge, which would cover them."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Picture:
+    """B blocks in pre-order; below them, folded ones."""
+
+    tree: TokenTree
+    x: Int64s
+    """int64 [B]: tokens above the block on its path."""
+    width: NDArray[np.float64]
+    """[B]: tokens of the block; of a folded one the mean over its trajectories of the tokens that follow."""
+    y: Int64s
+    """int64 [B]: trajectories above the block in the picture."""
+    height: Int64s
+    """int64 [B]: trajectories through the block."""
+    parent: Int64s
+    """int64 [B]: the block that it continues; -1 at roots."""
+    kind: NDArray[np.int8]
+    """[B]: index into KINDS."""
+    start: Int64s
+    """int64 [B]: tree index of the block's first token."""
+    unique: Int64s
+    """int64 [B]: tree tokens of the block, or of all that is folded into it."""
+    branches: Int64s
+    """int64 [B]: siblings that are folded into it; 0 for other blocks."""
+    hidden: Int64s
+    """int64 [B]: blocks that are folded into it."""
+    trained: NDArray[np.float64]
+    """[B]: share of its flat tokens that are trained."""
+    part: Int64s
+    """int64 [B]: part of the plan; -1 for none."""
+    part_kind: NDArray[np.int8]
+    """[B]: index into PART_KINDS."""
+    part_tokens: Int64s
+    """int64 [B]: tokens of that part."""
+
+    @property
+    def rows(self) -> int:
+        """Trajectories that are drawn: all but empty ones."""
+        return int((self.tree.trajectory_last >= 0).sum())
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest path."""
+        return int(self.tree.trajectory_length.max(initial=0))
+
+    @cached_property
+    def row_at(self) -> Int64s:
+        """int64 [rows]: the trajectory at each place from the top."""
+        last = self.tree.trajectory_last
+        return np.argsort(last, kind="stable")[int((last < 0).sum()) :]
+
+    def headline(self) -> str:
+        """The picture in one sentence."""
+        return (
+            f"{self.rows:,} trajectories with {self.tree.num_flat_tokens:,} tokens, as one tree of "
+            f"{self.tree.num_tokens:,}, up to {self.longest:,} deep"
+        )
+
+    def folded(self) -> str:
+        """What is folded, in words; empty if nothing is."""
+        hidden, shown = int(self.hidden.sum()), int((self.hidden == 0).sum())
+        if not hidden:
+            return ""
+        flat = float((self.width * self.height)[self.hidden > 0].sum())
+        return (
+            f"The {shown:,} blocks with most tokens at and below them are drawn; {hidden:,} smaller ones, with "
+            f"{flat / self.tree.num_flat_tokens:.1%} of the flat tokens, are folded into grey blocks of the same area."
+        )
+
+    def means(self, values: NDArray[np.float64]) -> list[float | None]:
+        """The mean of a number per trajectory, float64 [K] with NaN for none, over each block's trajectories."""
+        values = values[self.row_at]
+        given = np.isfinite(values)
+        sums, counts = (np.append(0, np.cumsum(each)) for each in (np.where(given, values, 0.0), given))
+        stop = self.y + self.height
+        count = counts[stop] - counts[self.y]
+        mean = (sums[stop] - sums[self.y]) / np.maximum(count, 1)
+        return [float(f"{value:.4g}") if some else None for value, some in zip(mean.tolist(), count.tolist())]
+
+    def texts(self, tokenizer: Any = None, total: int = TEXT_BYTES) -> list[str]:
+        """Each block's text, its middle left out where it is long; token ids if there is no tokenizer."""
+        most = min(max(total // max(int((self.branches == 0).sum()), 1), 80), 2400)
+        return [
+            "" if branches else _shortened(self.tree.tokens[start : start + count], tokenizer, most)
+            for start, count, branches in zip(self.start.tolist(), self.unique.tolist(), self.branches.tolist())
+        ]
+
+    def labels(self) -> tuple[list[str], list[str]]:
+        """For each block, the group that all its trajectories have ("" for several), and the first one's id."""
+        rows = self.tree.trajectories
+        groups = [rows[number].group for number in self.row_at.tolist()]
+        changes = np.cumsum(np.diff(codes_of(groups), prepend=-2) != 0)
+        alone = changes[self.y] == changes[self.y + self.height - 1]
+        names = [groups[y] if one else None for y, one in zip(self.y.tolist(), alone.tolist())]
+        ids = [rows[number].id for number in self.row_at[self.y].tolist()]
+        groups, ids = (["" if name is None else str(name)[:LABEL] for name in each] for each in (names, ids))
+        return groups, ids
+
+    def opacity(self) -> NDArray[np.float64]:
+        """[B]: 0.6 for one trajectory to 1 for all."""
+        return 0.6 + 0.4 * np.log(self.height) / max(np.log(max(self.rows, 2)), 1e-9)
+
+    def svg(self, width: float, height: float, *, colours: Sequence[str] = (), rows: bool = False) -> str:
+        """The blocks as SVG elements, in `width` x `height` pixels.
+
+        Args:
+            colours: fills by kind; not given: the classes `k0`, `k1` and `k2` are for a style sheet.
+            rows: draw every trajectory by itself, as separate rows compute it.
+        """
+        across, down = width / max(self.longest, 1), height / max(self.rows, 1)
+        place = zip(self.x * across, self.y * down, self.width * across, self.height * down)
+        drawn = []
+        for (x, y, w, h), count, kind, shade in zip(place, self.height, self.kind, self.opacity()):
+            fill = f'fill="{colours[kind]}" stroke="#fff"' if colours else f'class="k{kind}"'
+            tall = down if rows else h
+            edge = "" if w >= EDGED and tall >= EDGED or not colours else ' stroke="none"'
+            for top in y + down * np.arange(count if rows else 1):
+                box = f'x="{x:.5g}" y="{top:.7g}" width="{w:.5g}" height="{tall:.5g}"'
+                drawn.append(f'<rect {box} {fill} fill-opacity="{shade:.2f}"{edge}/>')
+        return "\n".join(drawn)
+
+    def lines(self, columns: int, lines: int) -> list[list[tuple[str, str]]]:
+        """The picture as lines of (characters, kind) for a terminal."""
+        lines = min(lines, self.rows)
+        first = np.round(self.x * columns / max(self.longest, 1)).astype(int)
+        last = np.round((self.x + self.width) * columns / max(self.longest, 1)).astype(int)
+        found = []
+        for line in range(lines):
+            row = int((line + 0.5) * self.rows / lines)
+            cells = [" "] * columns
+            for block in np.flatnonzero((self.y <= row) & (row < self.y + self.height)).tolist():
+                mark = MARKS[KINDS[self.kind[block]]][int(self.height[block] > 1)]
+                cells[first[block] : last[block]] = mark * (last[block] - first[block])
+            text = "".join(cells).rstrip()
+            kinds = [next((kind for kind, marks in MARKS.items() if mark in marks), "") for mark in text]
+            cuts = [0, *(n for n in range(1, len(text)) if kinds[n] != kinds[n - 1]), len(text)]
+            found.append([(text[a:b], kinds[a]) for a, b in zip(cuts, cuts[1:]) if b > a])
+        return found
+
+
+MARKS = {"context": "░▒", "trained": "▓█", "folded": "··"}
+"""Characters of a terminal by kind: on one trajectory, on several."""
+
+
+def draw(tree: TokenTree, *, plan: Plan | None = None, blocks: int = BLOCKS) -> Picture:
+    """Lay out a tree, folded to the `blocks` blocks with most tokens.
+
+    Args:
+        tree: the batch.
+        plan: a plan of this tree; its parts are blocks of their own.
+        blocks: how many to draw before the rest is folded.
+    """
+    whole = _all_blocks(tree, plan)
+    if len(whole.x) <= blocks:
+        return whole
+    through = trajectories_through(tree)
+    flat = np.append(0, np.cumsum(through))
+    end = tree.end[whole.start]
+    area = flat[end] - flat[whole.start]
+    trained = np.append(0, np.cumsum(through * (tree.trained_edges()[0] > 0)))
+    kept = np.zeros(len(area), bool)
+    kept[np.argsort(-area, kind="stable")[:blocks]] = True
+    # The topmost folded blocks, in pre-order; those of one parent that touch become one.
+    top = np.flatnonzero(~kept & ((whole.parent < 0) | kept[whole.parent]))
+    touches = (np.diff(whole.parent[top], prepend=-2) == 0) & (
+        np.append(-1, (whole.y + whole.height)[top][:-1]) == whole.y[top]
+    )
+    first = np.flatnonzero(~touches)
+    lead = top[first]
+    counted = np.searchsorted(whole.start, end[top]) - top
+
+    def sums(values: Int64s) -> Int64s:
+        return np.add.reduceat(values, first)
+
+    height = sums(whole.height[top])
+    number = np.cumsum(kept) - 1
+    at = np.flatnonzero(kept)
+    joined: dict[str, Any] = {
+        "x": whole.x[lead],
+        "width": sums(area[top]) / height,
+        "y": whole.y[lead],
+        "height": height,
+        "parent": whole.parent[lead],
+        "kind": np.full(len(lead), KINDS.index("folded"), np.int8),
+        "start": whole.start[lead],
+        "unique": sums(end[top] - whole.start[top]),
+        "branches": np.diff(np.append(first, len(top))),
+        "hidden": sums(counted),
+        "trained": sums((trained[end] - trained[whole.start])[top]) / np.maximum(sums(area[top]), 1),
+        "part": np.full(len(lead), -1),
+        "part_kind": np.zeros(len(lead), np.int8),
+        "part_tokens": np.zeros(len(lead), np.int64),
+    }
+    order = np.argsort(np.append(whole.start[at], joined["start"]), kind="stable")
+    merged = {name: np.append(getattr(whole, name)[at], values)[order] for name, values in joined.items()}
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    above = merged["parent"]
+    merged["parent"] = np.where(above >= 0, place[number[above]], -1)
+    return replace(whole, **merged)
+
+
+def _all_blocks(tree: TokenTree, plan: Plan | None) -> Picture:
+    trained = tree.trained_edges()[0] > 0
+    # Nothing predicts the first token of a row: it is drawn like the one after it.
+    roots = tree.segment_start[:-1][tree.segment_parent < 0]
+    longer = roots[tree.end[roots] > roots + 1]
+    trained[longer] = trained[longer + 1]
+    through = trajectories_through(tree)
+    part = np.full(tree.num_tokens, -1)
+    if plan is not None:
+        part[plan.layout.tree_index] = plan.part_of
+    opens = np.zeros(tree.num_tokens, bool)
+    opens[tree.segment_start[:-1]] = True
+    for values in (trained, through, part):
+        opens[1:] |= values[1:] != values[:-1]
+    start = np.flatnonzero(opens)
+    above = tree.parent[start]
+    ends = np.bincount(tree.trajectory_last[tree.trajectory_last >= 0] + 1, minlength=tree.num_tokens + 1)
+    length = np.diff(np.append(start, tree.num_tokens))
+    own = part[start]
+    if plan is None:
+        part_kind, part_tokens = np.zeros(len(start), np.int8), np.zeros(len(start), np.int64)
+    else:
+        kinds = np.where(plan.kept, 2, np.where(plan.prefill >= 0, 3, 1)).astype(np.int8)
+        part_kind = np.append(kinds, np.int8(0))[own]
+        part_tokens = np.append(plan.sizes, 0)[own]
+    return Picture(
+        tree=tree,
+        x=tree.depth[start].astype(np.int64),
+        width=length.astype(np.float64),
+        y=np.cumsum(ends)[start],
+        height=through[start],
+        parent=np.where(above >= 0, np.searchsorted(start, above, side="right") - 1, -1),
+        kind=trained[start].astype(np.int8),
+        start=start,
+        unique=length,
+        branches=np.zeros(len(start), np.int64),
+        hidden=np.zeros(len(start), np.int64),
+        trained=trained[start].astype(np.float64),
+        part=own,
+        part_kind=part_kind,
+        part_tokens=part_tokens,
+    )
+
+
+def _shortened(ids: NDArray[np.int32], tokenizer: Any, most: int) -> str:
+    """The text of these tokens in about `most` bytes: two thirds from the start, one third from the end."""
+    # No token is decoded that cannot be shown: a token is at least a byte of text.
+    head, tail = 2 * most // 3, most // 3
+
+    def written(part: NDArray[np.int32]) -> bytes:
+        words = part.tolist()
+        return (" ".join(map(str, words)) if tokenizer is None else tokenizer.decode(words)).encode()
+
+    if len(ids) <= most and len(whole := written(ids)) <= most:
+        return whole.decode()
+    ends = written(ids[:head])[:head], written(ids[-tail:])[-tail:]
+    return " … ".join(each.decode(errors="ignore") for each in ends)
