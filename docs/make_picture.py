@@ -1,57 +1,49 @@
-"""Draws the README's picture: recorded games as rows, and the same games as one tree.
+"""Writes the README's picture: recorded games as rows, and the same games as the tree that `treetrain inspect` draws.
 
-Run: python docs/make_picture.py. It needs matplotlib and writes docs/images/tree.svg.
+Run: python docs/make_picture.py. It writes docs/images/tree.svg.
 """
 
 from pathlib import Path
 
-import matplotlib
-import matplotlib.pyplot as plt
-import numpy as np
-from matplotlib.patches import Rectangle
-
 import treetrain as tt
+from treetrain.inspection.picture import draw
 
 ROOT = Path(__file__).parents[1]
 GAMES = 8
-SHARED, OWN, INK = "#4c78a8", "#f2a65a", "#57606a"
+COLOURS = ("#7fb2dd", "#f0a35e")
+WIDTH, HEIGHT, GAP, TOP = 430, 190, 40, 30
 
 
 def main() -> None:
     """Draw both panels and write the file."""
-    matplotlib.rcParams.update({"svg.hashsalt": "treetrain", "font.size": 9, "text.color": INK, "axes.labelcolor": INK})
     loaded = tt.load(ROOT / "examples/countdown/train.jsonl.gz", tokenizer=tt.load_tokenizer("tiny"), limit=GAMES)
     tree = tt.build_tree(loaded.trajectories)
-    paths = sorted(tree.path(row).tolist() for row in range(tree.num_trajectories))
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 2.3), sharex=True, sharey=True, layout="constrained")
-    left.set_title(f"{GAMES} rows: {tree.num_flat_tokens:,} tokens computed", loc="left")
-    right.set_title(f"one tree: {tree.num_tokens:,} tokens computed, every block once", loc="left")
-    segment_of = tree.segment_of(np.arange(tree.num_tokens))
-    segments: dict[int, list[int]] = {}
-    for place, path in enumerate(paths):
-        for segment in dict.fromkeys(tree.segment_of(np.array(path)).tolist()):
-            segments.setdefault(segment, []).append(place)
-    for segment, places in segments.items():
-        start = int(tree.segment_start[segment])
-        depth, length = int(tree.depth[start]), int((segment_of == segment).sum())
-        colour = SHARED if len(places) > 1 else OWN
-        for place in places:
-            left.add_patch(Rectangle((depth, place + 0.08), length, 0.84, color=colour, lw=0))
-        height = places[-1] - places[0] + 0.84
-        right.add_patch(Rectangle((depth, places[0] + 0.08), length, height, fc=colour, ec="white", lw=0.8))
-    for axes in (left, right):
-        axes.set(xlim=(0, max(map(len, paths))), ylim=(GAMES, 0), yticks=[], xlabel="tokens from the start of the row")
-        axes.spines[:].set_visible(False)
-        axes.tick_params(colors=INK)
-    figure.legend(
-        [Rectangle((0, 0), 1, 1, color=SHARED), Rectangle((0, 0), 1, 1, color=OWN)],
-        ["shared by several rows", "of one row"],
-        loc="outside lower center",
-        ncols=2,
-        frameon=False,
+    picture = draw(tree)
+    titles = (
+        f"{GAMES} rows: {tree.num_flat_tokens:,} tokens computed",
+        f"one tree: {tree.num_tokens:,} tokens computed, every block once",
     )
-    figure.patch.set_facecolor("white")
-    figure.savefig(ROOT / "docs" / "images" / "tree.svg", metadata={"Date": None})
+    panels = []
+    for number, title in enumerate(titles):
+        blocks = picture.svg(WIDTH, HEIGHT, colours=COLOURS, rows=number == 0)
+        axis = f'<text y="{HEIGHT + 16}">0 tokens</text>'
+        end = f'<text x="{WIDTH}" y="{HEIGHT + 16}" text-anchor="end">{picture.longest}</text>'
+        panels.append(
+            f'<g transform="translate({number * (WIDTH + GAP) + 10} {TOP})"><text y="-10" class="title">{title}</text>\n'
+            f"{blocks}\n{axis}{end}</g>"
+        )
+    keys = "".join(
+        f'<rect x="{300 + 150 * n}" y="246" width="12" height="12" fill="{colour}"/>'
+        f'<text x="{318 + 150 * n}" y="256">{name}</text>'
+        for n, (colour, name) in enumerate(zip(COLOURS, ("context", "trained: the answers")))
+    )
+    (ROOT / "docs" / "images" / "tree.svg").write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH + GAP + 20} 268" font-family="sans-serif" '
+        f'font-size="12.5" fill="#57606a">\n<title>{"; ".join(titles)}</title>\n'
+        '<style>.title{font-size:15px;fill:#24292f}</style>\n<rect width="100%" height="100%" fill="#fff"/>\n'
+        + "\n".join([*panels, keys, "</svg>", ""]),
+        encoding="utf-8",
+    )
 
 
 if __name__ == "__main__":

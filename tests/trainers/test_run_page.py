@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,11 +11,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from support.browser import look, needs_browser
 from treetrain.errors import DataError
 from treetrain.trainers.run_page import COLOURS, RunPageCallback, compare_runs, read_run, write_page
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
 
 def write_state(folder: Path, *, linear: bool = False, steps: int = 8, **changes) -> Path:
     """The state of a Trainer that has logged plausible numbers."""
@@ -140,35 +137,25 @@ def test_figures_take_their_colours_and_letters_from_the_page(tmp_path):
         assert not any(colour in figure for colour in COLOURS.values())
 
 
-LOOK = """<script>
-var shown = [...document.querySelectorAll("svg")].filter(function (s) { return s.getBoundingClientRect().width > 0; });
-parent.postMessage(JSON.stringify({
+LOOK = """
+const shown = [...document.querySelectorAll("svg")].filter(s => s.getBoundingClientRect().width > 0)
+return {
   width: document.documentElement.scrollWidth,
   back: getComputedStyle(document.body).backgroundColor,
   stroke: getComputedStyle(shown[0].querySelector('path[style*="--c0"]')).stroke,
-  letters: Math.min(...shown.map(function (s) { return s.querySelector("text").getBoundingClientRect().height; }))
-}), "*");
-</script></body>"""
-FRAME = """<!DOCTYPE html><iframe src="page.html" width="WIDTH" height="900"></iframe><script>
-addEventListener("message", function (said) { document.body.setAttribute("data-found", said.data); });
-</script>"""
+  letters: Math.min(...shown.map(s => s.querySelector("text").getBoundingClientRect().height)),
+}
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on this machine")
+@needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1240])
 def test_a_browser_shows_it_on_a_phone_and_on_a_desk_in_light_and_dark(tmp_path, width, scheme):
     tree, linear = write_state(tmp_path / "a"), write_state(tmp_path / "b", linear=True)
     page = write_page(tree, linear, tmp_path / "page.html")
-    page.write_text(page.read_text().replace("</body>", LOOK))
-    (tmp_path / "frame.html").write_text(FRAME.replace("WIDTH", str(width)))
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=3000"]
-    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,1000"]
-    flags += ["--blink-settings=preferredColorScheme=0"] * (scheme == "dark")
-    command = [str(BROWSER), *flags, "--dump-dom", (tmp_path / "frame.html").as_uri()]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-    found = json.loads(re.search(r'data-found="([^"]*)"', done.stdout)[1].replace("&quot;", '"'))
+    found = look(page, LOOK, width=width, dark=scheme == "dark")
     assert found["width"] <= width, "nothing is wider than the window"
     assert found["letters"] >= 9, "pixels; the letters of figures can be read"
     light = scheme == "light"

@@ -44,7 +44,7 @@ class ReadRows:
     notes: tuple[str, ...]
     format: str
     tokenizer: Any
-    """None for token rows."""
+    """None for token rows if --tokenizer names none."""
 
 
 def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) -> ReadRows:
@@ -60,11 +60,12 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
     name = options.tokenizer or options.model
     kind, _ = detect_format(files[0], options.format, options.map)
     config = tokenizer = None
-    if name is not None and (options.model is not None or not kind.tokens):
+    wanted = options.tokenizer or (None if kind.tokens else name)
+    if options.model is not None or wanted is not None:
         from treetrain.models.loading import load_config, load_tokenizer
 
         config = None if options.model is None else load_config(options.model).get_text_config()
-        tokenizer = None if kind.tokens else load_tokenizer(name)
+        tokenizer = None if wanted is None else load_tokenizer(wanted)
     given = ("format", "view", "train", "tools", "chat_template", "map", "on_error")
     loaded = load(
         files,

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from treetrain.cli.options import Parser, at_least
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from treetrain.inspection.report import Inspection
     from treetrain.planning.plan import Plan
 
@@ -18,6 +20,7 @@ EXAMPLES = (
     "chats.jsonl --model ./my-model --groups 20 --json",
     "rollouts.jsonl --model Qwen/Qwen3-0.6B --budget 8GiB --device cuda",
     "rollouts.jsonl --model small --budget 4096 --calibrate",
+    "chats.jsonl --model Qwen/Qwen3-0.6B --budget 16384 --html tree.html",
 )
 
 
@@ -34,6 +37,7 @@ def make_parser() -> Parser:
     parser.option("device", text, "cpu", choices=["cpu", "cuda"])
     text = "Load the model and measure, in a few seconds, what its passes cost here; needs --model and torch."
     parser.flag("calibrate", text)
+    parser.option("html", "Write a page to this file: the figures, the tree to look into, histograms, the plan.")
     parser.json_option()
     return parser
 
@@ -64,6 +68,10 @@ def run(argv: Sequence[str]) -> int:
     )
     if options.calibrate or options.budget is not None:
         inspection = dataclasses.replace(inspection, plan=_plan(options, inspection))
+    if options.html is not None:
+        from treetrain.inspection.page import write_page
+
+        print_notes([f"the page is {write_page(inspection, options.html)}"])
     if options.json:
         print_json(inspection.as_dict(options.groups))
     else:
@@ -130,8 +138,25 @@ def _print(inspection: "Inspection", listed: int) -> None:
             for one in inspection.groups[:listed]
         ]
         out.print(table(list(forms), cells, title=f"largest {len(cells)} of {groups['count']} groups"))
+    if inspection.stats.unique:
+        out.print(_picture(inspection))
     if inspection.prefixes:
         out.print("\n" + inspection.prefixes.explain(), markup=False)
     if inspection.plan is not None:
         told = f"\nthe file as one batch, on the shape {inspection.shape.words}:\n\n{inspection.plan.explain()}"
         out.print(told, markup=False, soft_wrap=True)
+
+
+def _picture(inspection: "Inspection") -> "Text":
+    """The tree in a few lines; see `inspection.picture`."""
+    from rich.text import Text
+
+    from treetrain.inspection.picture import MARKS, draw
+
+    picture = draw(inspection.tree, blocks=inspection.tree.num_tokens)
+    colours = {"context": "blue", "trained": "dark_orange", "": ""}
+    own, shared = (f"{MARKS['context'][many]} context, {MARKS['trained'][many]} trained" for many in (0, 1))
+    found = Text(f"\n{picture.headline()}\n", no_wrap=True)
+    for line in picture.lines(72, 14):
+        found.append("  ").append_text(Text.assemble(*((mark, colours[kind]) for mark, kind in line))).append("\n")
+    return found.append(f"  {shared} of several trajectories; {own} of one")

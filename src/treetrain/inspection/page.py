@@ -12,7 +12,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-import treetrain
+from treetrain import __version__
 from treetrain.inspection.picture import BLOCKS, KINDS, PART_KINDS, Picture, draw
 from treetrain.inspection.report import Inspection
 from treetrain.tree.token_tree import TokenTree
@@ -88,7 +88,7 @@ def _page(inspection: Inspection, most: int) -> str:
         charts=charts(tree),
         plan=None if plan is None else plan.explain(),
         notes=inspection.notes,
-        version=treetrain.__version__,
+        version=__version__,
     )
 
 

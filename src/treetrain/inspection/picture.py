@@ -12,6 +12,7 @@ What hangs below becomes one block for each run of siblings, with the same flat 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -147,16 +148,16 @@ class Picture:
         place = zip(self.x * across, self.y * down, self.width * across, self.height * down)
         drawn = []
         for (x, y, w, h), count, kind, shade in zip(place, self.height, self.kind, self.opacity()):
-            fill = f'fill="{colours[kind]}" stroke="#fff"' if colours else f'class="k{kind}"'
             tall = down if rows else h
-            edge = "" if w >= EDGED and tall >= EDGED or not colours else ' stroke="none"'
+            edge = ' stroke="#fff"' if min(w, tall) >= EDGED else ""
+            fill = f'fill="{colours[kind]}"{edge}' if colours else f'class="k{kind}"'
             for top in y + down * np.arange(count if rows else 1):
                 box = f'x="{x:.5g}" y="{top:.7g}" width="{w:.5g}" height="{tall:.5g}"'
-                drawn.append(f'<rect {box} {fill} fill-opacity="{shade:.2f}"{edge}/>')
+                drawn.append(f'<rect {box} {fill} fill-opacity="{shade:.2f}"/>')
         return "\n".join(drawn)
 
     def lines(self, columns: int, lines: int) -> list[list[tuple[str, str]]]:
-        """The picture as lines of (characters, kind) for a terminal."""
+        """The picture as lines of (characters, kind) for a terminal; nothing may be folded."""
         lines = min(lines, self.rows)
         first = np.round(self.x * columns / max(self.longest, 1)).astype(int)
         last = np.round((self.x + self.width) * columns / max(self.longest, 1)).astype(int)
@@ -170,11 +171,11 @@ class Picture:
             text = "".join(cells).rstrip()
             kinds = [next((kind for kind, marks in MARKS.items() if mark in marks), "") for mark in text]
             cuts = [0, *(n for n in range(1, len(text)) if kinds[n] != kinds[n - 1]), len(text)]
-            found.append([(text[a:b], kinds[a]) for a, b in zip(cuts, cuts[1:]) if b > a])
+            found.append([(text[a:b], kinds[a]) for a, b in pairwise(cuts) if b > a])
         return found
 
 
-MARKS = {"context": "░▒", "trained": "▓█", "folded": "··"}
+MARKS = {"context": "░▒", "trained": "▓█"}
 """Characters of a terminal by kind: on one trajectory, on several."""
 
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator
 from transformers import TrainerCallback
 
 from treetrain.errors import DataError
+from treetrain.inspection.page import render
 
 PAGE, STATE = "report.html", "trainer_state.json"
 PACKAGES = ("treetrain", "torch", "transformers", "trl", "peft")
@@ -104,8 +104,8 @@ def write_page(run_folder: str | Path, linear: str | Path | None = None, out: st
     run, other = read_run(run_folder), None if linear is None else read_run(linear)
     installed = {package.name: package.version for package in distributions()}
     template = files("treetrain.trainers").joinpath("run_page.html.jinja").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    text = environment.from_string(template).render(
+    text = render(
+        template,
         title=Path(run_folder).resolve().name if other is None else "The same training, every shared prefix once",
         versions=[f"{name} {installed[name]}" for name in PACKAGES if name in installed],
         run=run,
