@@ -28,10 +28,8 @@ def main() -> None:
         blocks = picture.svg(WIDTH, HEIGHT, colours=COLOURS, rows=number == 0)
         axis = f'<text y="{HEIGHT + 16}">0 tokens</text>'
         end = f'<text x="{WIDTH}" y="{HEIGHT + 16}" text-anchor="end">{picture.longest}</text>'
-        panels.append(
-            f'<g transform="translate({number * (WIDTH + GAP) + 10} {TOP})"><text y="-10" class="title">{title}</text>\n'
-            f"{blocks}\n{axis}{end}</g>"
-        )
+        place = f'<g transform="translate({number * (WIDTH + GAP) + 10} {TOP})">'
+        panels.append(f'{place}<text y="-10" class="title">{title}</text>\n{blocks}\n{axis}{end}</g>')
     keys = "".join(
         f'<rect x="{300 + 150 * n}" y="246" width="12" height="12" fill="{colour}"/>'
         f'<text x="{318 + 150 * n}" y="256">{name}</text>'

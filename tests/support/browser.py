@@ -28,7 +28,12 @@ def look(page: Path, script: str, *, width: int = 1240, dark: bool = False) -> d
     (folder / "looked_at.html").write_text(page.read_text(encoding="utf-8").replace("</body>", added), encoding="utf-8")
     (folder / "frame.html").write_text(FRAME.replace("WIDTH", str(width)))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=6000"]
-    flags += ["--disable-background-networking", f"--user-data-dir={folder / 'profile'}", "--window-size=1400,1000"]
+    flags += [
+        "--disable-background-networking",
+        "--force-prefers-reduced-motion",
+        f"--user-data-dir={folder / 'profile'}",
+    ]
+    flags += ["--window-size=1400,1000"]
     flags += ["--blink-settings=preferredColorScheme=0"] * dark
     command = [str(BROWSER), *flags, "--dump-dom", (folder / "frame.html").as_uri()]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)

@@ -15,6 +15,7 @@ from support.browser import look, needs_browser
 from treetrain.errors import DataError
 from treetrain.trainers.run_page import COLOURS, RunPageCallback, compare_runs, read_run, write_page
 
+
 def write_state(folder: Path, *, linear: bool = False, steps: int = 8, **changes) -> Path:
     """The state of a Trainer that has logged plausible numbers."""
     logs: list[dict] = [{"step": 0, "epoch": 0, "eval_loss": 3.0, "eval_runtime": 1.0}]

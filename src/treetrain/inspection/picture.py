@@ -190,11 +190,10 @@ def draw(tree: TokenTree, *, plan: Plan | None = None, blocks: int = BLOCKS) -> 
     whole = _all_blocks(tree, plan)
     if len(whole.x) <= blocks:
         return whole
-    through = trajectories_through(tree)
-    flat = np.append(0, np.cumsum(through))
     end = tree.end[whole.start]
-    area = flat[end] - flat[whole.start]
-    trained = np.append(0, np.cumsum(through * (tree.trained_edges()[0] > 0)))
+    last = np.searchsorted(whole.start, end)
+    flat, trained = (np.append(0, np.cumsum(whole.unique * whole.height * many)) for many in (1, whole.kind))
+    area, trained = flat[last] - flat[:-1], trained[last] - trained[:-1]
     kept = np.zeros(len(area), bool)
     kept[np.argsort(-area, kind="stable")[:blocks]] = True
     # The topmost folded blocks, in pre-order; those of one parent that touch become one.
@@ -204,7 +203,6 @@ def draw(tree: TokenTree, *, plan: Plan | None = None, blocks: int = BLOCKS) -> 
     )
     first = np.flatnonzero(~touches)
     lead = top[first]
-    counted = np.searchsorted(whole.start, end[top]) - top
 
     def sums(values: Int64s) -> Int64s:
         return np.add.reduceat(values, first)
@@ -222,8 +220,8 @@ def draw(tree: TokenTree, *, plan: Plan | None = None, blocks: int = BLOCKS) -> 
         "start": whole.start[lead],
         "unique": sums(end[top] - whole.start[top]),
         "branches": np.diff(np.append(first, len(top))),
-        "hidden": sums(counted),
-        "trained": sums((trained[end] - trained[whole.start])[top]) / np.maximum(sums(area[top]), 1),
+        "hidden": sums((last - np.arange(len(last)))[top]),
+        "trained": sums(trained[top]) / sums(area[top]),
         "part": np.full(len(lead), -1),
         "part_kind": np.zeros(len(lead), np.int8),
         "part_tokens": np.zeros(len(lead), np.int64),
