@@ -98,7 +98,7 @@ def test_a_step_is_that_of_one_row_for_each_node(name, budget):
 
 def test_a_critic_learns_from_every_state_once():
     model, head = make_model("qwen3", dtype=torch.float64), torch.nn.Linear(24, 1, dtype=torch.float64)
-    for loss in (tt.losses.value(), tt.losses.actor_critic(tt.losses.ppo())):
+    for loss in (tt.losses.value(), tt.losses.ppo(value_coefficient=0.5)):
         nodes, ends = prepared(4)
         tree = tt.TokenTree.from_nodes(nodes, ends, count="once")
         whole, expected = step(model, node_rows(nodes, ends), loss, value_head=head)
@@ -153,8 +153,8 @@ REFUSED = {
     "dpo": tt.losses.dpo(),
     "kto": tt.losses.kto(),
     "reinforce": tt.losses.reinforce(importance_cap=2.0, importance_mode="sequence_mask"),
-    "actor_critic": tt.losses.actor_critic(tt.losses.grpo()),
-    "Mixture": tt.losses.mix({"a": tt.losses.ppo(), "b": tt.losses.sft()}, select="facts"),
+    "actor_critic": tt.losses.grpo(value_coefficient=0.5),
+    "Mixture": tt.losses.mix({"a": tt.losses.ppo(), "b": tt.losses.sft()}, select=lambda row: "a"),
     "OwnLoss": OwnLoss(),
 }
 

@@ -513,11 +513,9 @@ def test_a_head_that_the_model_does_something_with_afterwards_is_refused():
         tt.rewards(build(Pooled, config), [[1, 2]])
 
 
-def test_a_mixture_and_other_losses_are_refused_where_values_cannot_be_handed_on():
+def test_a_mixture_is_refused_where_values_cannot_be_handed_on():
     with pytest.raises(ValueError, match="'critic' needs values"):
         tt.losses.mix({"critic": tt.losses.value(), "sft": tt.losses.sft()})
-    with pytest.raises(ValueError, match="actor_critic was given"):
-        tt.losses.actor_critic(tt.losses.dpo())
     with pytest.raises(tt.DataError, match="has no returns"):
         tt.TreeEngine(critic(torch.float32)).forward_backward([tt.Trajectory([1, 2])], tt.losses.value())
 

@@ -82,9 +82,9 @@ PREDICTED = [1.1, 0.5, 3.0]
 
 
 def test_the_value_loss_takes_the_larger_of_the_clipped_and_the_plain_error():
-    facts = losses.PackedFacts.pack([VALUES], dtype=torch.float64)
+    facts = losses.Facts.pack([VALUES], dtype=torch.float64)
     predicted = torch.tensor(PREDICTED, dtype=torch.float64, requires_grad=True)
-    total, metrics = losses.value_loss(predicted, facts, clip=0.2)
+    total, metrics = losses.value(clip=0.2).packed(torch.zeros_like(predicted), None, facts, predicted)
     assert total.item() == pytest.approx((0.9**2 + 2 * 0.8**2 + 3.0**2) / 2, rel=1e-14)
     assert torch.autograd.grad(total, predicted)[0].tolist() == pytest.approx([-0.9, 0, 3.0], rel=1e-14)
     assert losses.mean_metrics(metrics) == {
@@ -98,29 +98,31 @@ def test_the_value_loss_takes_the_larger_of_the_clipped_and_the_plain_error():
 
 
 def test_without_a_clip_it_is_half_the_squared_error_and_old_values_are_not_read():
-    facts = losses.PackedFacts.pack([VALUES.replace(values=None)], dtype=torch.float64)
+    facts = losses.Facts.pack([VALUES.replace(values=None)], dtype=torch.float64)
     predicted = torch.tensor(PREDICTED, dtype=torch.float64, requires_grad=True)
-    total, _ = losses.value_loss(predicted, facts, clip=None, reduction="trajectory")
+    total, _ = losses.value(clip=None, reduction="trajectory").packed(
+        torch.zeros_like(predicted), None, facts, predicted
+    )
     assert total.item() == pytest.approx((0.9**2 + 2 * 0.5**2 + 3.0**2) / 2 / 4, rel=1e-14)
     gradient = torch.autograd.grad(total, predicted)[0].tolist()
     assert gradient == pytest.approx([-0.9 / 4, -2 * 0.5 / 4, 3.0 / 4], rel=1e-14)
     with pytest.raises(DataError, match="has no values, which the loss needs"):
-        losses.value_loss(predicted, facts)
+        losses.value().packed(torch.zeros_like(predicted), None, facts, predicted)
 
 
 def test_values_of_untrained_tokens_do_not_matter():
     row = VALUES.replace(loss_weights=[9, 1, 0, 1])
-    facts = losses.PackedFacts.pack([row], dtype=torch.float64)
+    facts = losses.Facts.pack([row], dtype=torch.float64)
     predicted = torch.tensor([1.1, math.inf, 3.0], dtype=torch.float64, requires_grad=True)
-    total, metrics = losses.value_loss(predicted, facts)
+    total, metrics = losses.value().packed(torch.zeros_like(predicted), None, facts, predicted)
     assert total.item() == pytest.approx((0.9**2 + 3.0**2) / 2, rel=1e-14)
     assert torch.autograd.grad(total, predicted)[0].tolist() == pytest.approx([-0.9, 0, 3.0])
     assert all(math.isfinite(value) for value in losses.mean_metrics(metrics).values())
 
 
 def test_bad_arguments_of_the_value_loss_are_named():
-    facts = losses.PackedFacts.pack([VALUES])
-    with pytest.raises(ValueError, match=r"predicted values have shape \(2,\), the facts 3 predictions"):
-        losses.value_loss(torch.zeros(2), facts)
+    facts = losses.Facts.pack([VALUES])
+    with pytest.raises(ValueError, match=r"values have shape \(2,\), predictions \(3,\)"):
+        losses.value().packed(torch.zeros(3), None, facts, torch.zeros(2))
     with pytest.raises(ValueError, match=r"clip is -0\.2; allowed are numbers from 0 to inf"):
-        losses.value_loss(torch.zeros(3), facts, clip=-0.2)
+        losses.value(clip=-0.2)

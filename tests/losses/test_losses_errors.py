@@ -102,7 +102,7 @@ def test_a_mean_over_signed_weights_is_refused(reduction):
 def test_shapes_that_disagree_are_named():
     with pytest.raises(ValueError, match=r"trajectory 'a' has 3 tokens, so 2 predictions, but logprobs .*\(3,\)"):
         losses.sft()(torch.zeros(3), None, ROW)
-    facts = losses.PackedFacts.pack([ROW])
+    facts = losses.Facts.pack([ROW])
     with pytest.raises(ValueError, match=r"SFTLoss: logprobs have shape \(1,\), the facts 2 predictions"):
         losses.sft().packed(torch.zeros(1), None, facts)
     with pytest.raises(ValueError, match=r"entropies have shape \(2, 1\), logprobs \(2,\)"):
@@ -128,16 +128,17 @@ def test_an_unknown_name_or_option_lists_what_exists():
 def test_the_signatures_are_those_people_use():
     penalties = {"kl": 0.0, "kl_estimator": "k3", "entropy": 0.0}
     correction = {"importance_cap": None, "importance_mode": "token_truncate"}
+    policy = penalties | correction | {"value_coefficient": 0.0, "value_clip": 0.2}
     bounds = {"clip": 0.2, "clip_low": None, "clip_high": None}
-    clipped = bounds | penalties | correction | {"reduction": "token", "on_policy": False}
+    clipped = bounds | policy | {"on_policy": False}
     expected = {
         "sft": {"reduction": "token"},
-        "reinforce": penalties | correction | {"reduction": "token"},
-        "ppo": clipped | {"value_coefficient": 0.0, "value_clip": 0.2},
+        "reinforce": policy | {"reduction": "token"},
+        "ppo": clipped | {"reduction": "token"},
         "grpo": clipped | {"reduction": "trajectory"},
-        "dapo": {"clip_low": 0.2, "clip_high": 0.28, "on_policy": False} | penalties | correction,
-        "dr_grpo": bounds | penalties | correction | {"length": losses.REQUIRED, "on_policy": False},
-        "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "on_policy": False, "level": "sequence"} | penalties,
+        "dapo": {"clip_low": 0.2, "clip_high": 0.28, "on_policy": False} | policy,
+        "dr_grpo": clipped | {"length": losses.REQUIRED},
+        "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "on_policy": False, "level": "sequence"} | policy,
         "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "reference_point": "rows"},
         "distill": {"estimator": "k3", "reduction": "token"} | correction,
         "dpo": {"beta": 0.1, "label_smoothing": 0.0, "reference_free": False},

@@ -1,4 +1,4 @@
-"""PackedFacts: which number belongs to which prediction."""
+"""Facts: which number belongs to which prediction."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
 from treetrain.errors import DataError
-from treetrain.losses import PackedFacts
+from treetrain.losses import Facts
 
 ROWS = [
     Trajectory([5, 6, 7], loss_weights=[9, 0, 2], advantages=[9, 1, 2], values=[9, 3, 4]),
@@ -17,7 +17,7 @@ ROWS = [
 
 
 def test_facts_are_concatenated_without_entry_0_and_zero_where_the_weight_is():
-    facts = PackedFacts.pack(ROWS, dtype=torch.float64)
+    facts = Facts.pack(ROWS, dtype=torch.float64)
     assert len(facts) == 4
     assert facts.rows.tolist() == [0, 0, 3, 3]
     assert facts.weights.tolist() == [0, 2, 0.5, 0.5]
@@ -27,7 +27,7 @@ def test_facts_are_concatenated_without_entry_0_and_zero_where_the_weight_is():
 
 
 def test_a_mask_of_used_predictions_shortens_all():
-    facts = PackedFacts.pack(ROWS, used=np.array([False, True, False, True]))
+    facts = Facts.pack(ROWS, used=np.array([False, True, False, True]))
     assert len(facts) == 2
     assert facts.rows.tolist() == [0, 3]
     assert facts.weights.tolist() == [2, 0.5]
@@ -35,8 +35,8 @@ def test_a_mask_of_used_predictions_shortens_all():
 
 
 def test_a_share_of_a_trajectory_is_of_all_its_weights_even_if_only_some_are_passed():
-    assert PackedFacts.pack(ROWS).shares("trajectory").tolist() == [0, 1, 0.5, 0.5]
-    part = PackedFacts.pack(ROWS, used=np.array([False, True, False, True]))
+    assert Facts.pack(ROWS).shares("trajectory").tolist() == [0, 1, 0.5, 0.5]
+    part = Facts.pack(ROWS, used=np.array([False, True, False, True]))
     assert part.shares("trajectory").tolist() == [1, 0.5]
     assert part.shares("token").tolist() == [2, 0.5]
 
@@ -44,12 +44,12 @@ def test_a_share_of_a_trajectory_is_of_all_its_weights_even_if_only_some_are_pas
 def test_all_facts_are_there_by_their_names():
     names = [name for name in PER_TOKEN_FACTS if name != "loss_weights"]
     row = Trajectory([5, 6], **{name: [9, number] for number, name in enumerate(names, start=1)})
-    facts = PackedFacts.pack([row])
+    facts = Facts.pack([row])
     assert [getattr(facts, name).tolist() for name in names] == [[number] for number in range(1, 8)]
 
 
 def test_sums_by_row_give_0_to_rows_without_predictions_and_pass_gradients():
-    facts = PackedFacts.pack(ROWS)
+    facts = Facts.pack(ROWS)
     numbers = torch.tensor([1.0, 2.0, 4.0, 8.0], requires_grad=True)
     sums = facts.sum_by_row(numbers)
     assert sums.tolist() == [3, 0, 0, 12]
@@ -58,33 +58,33 @@ def test_sums_by_row_give_0_to_rows_without_predictions_and_pass_gradients():
 
 
 def test_a_fact_that_one_trained_row_lacks_is_an_error_only_when_asked_for():
-    facts = PackedFacts.pack(ROWS)
+    facts = Facts.pack(ROWS)
     assert facts.advantages.shape == (4,)
     with pytest.raises(DataError, match=r"trajectory 'b' has no values, .*give values="):
         _ = facts.values
-    nameless = PackedFacts.pack([ROWS[3], ROWS[0].replace(advantages=None)])
+    nameless = Facts.pack([ROWS[3], ROWS[0].replace(advantages=None)])
     with pytest.raises(DataError, match=r"trajectory number 1 \(from 0\) has no advantages, .*give advantages="):
         _ = nameless.advantages
 
 
 def test_a_row_that_trains_nothing_needs_no_facts():
     context = Trajectory([5, 6], loss_weights=0.0)
-    assert PackedFacts.pack([context, ROWS[0]]).values.tolist() == [0, 0, 4]
+    assert Facts.pack([context, ROWS[0]]).values.tolist() == [0, 0, 4]
 
 
 def test_a_mask_of_the_wrong_length_is_refused_with_both_numbers():
     with pytest.raises(ValueError, match=r"used is bool \(3,\), but the 4 trajectories have 4 predictions"):
-        PackedFacts.pack(ROWS, used=np.ones(3, bool))
+        Facts.pack(ROWS, used=np.ones(3, bool))
     with pytest.raises(ValueError, match="used is int64"):
-        PackedFacts.pack(ROWS, used=np.arange(4))
+        Facts.pack(ROWS, used=np.arange(4))
 
 
 def test_facts_of_no_trajectory_are_empty():
-    facts = PackedFacts.pack([])
+    facts = Facts.pack([])
     assert (len(facts), facts.rows.tolist(), facts.advantages.tolist()) == (0, [], [])
 
 
 def test_facts_keep_the_digits_of_float64():
     third = 1 / 3
-    facts = PackedFacts.pack([Trajectory([5, 6], advantages=third, loss_weights=third)], dtype=torch.float64)
+    facts = Facts.pack([Trajectory([5, 6], advantages=third, loss_weights=third)], dtype=torch.float64)
     assert facts.advantages.item() == facts.weights.item() == third

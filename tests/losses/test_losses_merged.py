@@ -11,7 +11,7 @@ from torch import Tensor
 from support.node_trees import random_node_tree
 from treetrain import losses
 from treetrain.errors import DataError
-from treetrain.losses import PackedFacts
+from treetrain.losses import Facts
 from treetrain.losses.sft import SFTLoss
 from treetrain.tree import Node, NodeTrajectory, TokenTree
 
@@ -72,7 +72,7 @@ def test_value_gradients_and_metrics_are_those_of_the_rows(name, reduction, adva
         used, index = predictions(tree)
         logprobs, entropies = numbers(tree, seed)
         spread = entropies if "entropies" in loss.needs or seed % 2 else None
-        facts = PackedFacts.pack(list(tree.trajectories), dtype=torch.float64, used=used)
+        facts = Facts.pack(list(tree.trajectories), dtype=torch.float64, used=used)
         total, metrics = loss.packed(logprobs[index], None if spread is None else spread[index], facts)
 
         merged = tree.merged(reduction)
@@ -101,7 +101,7 @@ def test_coefficients_sum_to_those_of_the_rows_on_every_token(name, reduction, a
         tree = random_node_tree(seed, advantages)
         used, index = predictions(tree)
         merged = tree.merged(reduction)
-        rows = loss.coefficients(PackedFacts.pack(list(tree.trajectories), dtype=torch.float64, used=used))
+        rows = loss.coefficients(Facts.pack(list(tree.trajectories), dtype=torch.float64, used=used))
         ours = loss.coefficients(loss.pack(merged, dtype=torch.float64))
         per_token = torch.zeros(2, tree.num_tokens, dtype=torch.float64)
         per_token[0].index_add_(0, torch.from_numpy(index), rows)

@@ -34,7 +34,7 @@ def packed(loss, rows, entropies=None):
     used = np.concatenate([row.weights[1:] for row in rows]) != 0
     flat = torch.cat(given(rows)).detach()[torch.from_numpy(used)].requires_grad_()
     spread = None if entropies is None else torch.full_like(flat, entropies)
-    facts = losses.PackedFacts.pack(rows, dtype=torch.float64, used=used)
+    facts = losses.Facts.pack(rows, dtype=torch.float64, used=used)
     total, metrics = loss.packed(flat, spread, facts)
     return total, torch.autograd.grad(total, flat, materialize_grads=True)[0], losses.mean_metrics(metrics), facts
 
@@ -64,9 +64,12 @@ LOSSES = {"policy": losses.grpo(), "preference": losses.dpo(), "sft": losses.sft
 BY_NAME = {"p": "policy", "q": "policy", "s": "sft", "t": "sft", "pair 0": "preference", "pair 1": "preference"}
 
 
-@pytest.mark.parametrize("select", ["facts", lambda row: BY_NAME[row.id]])
-def test_every_row_goes_to_its_own_loss(select):
-    mixed = losses.mix(LOSSES, weights={"preference": 2.0, "sft": 0.5}, select=select).for_step(ROWS)
+def by_name(row: Trajectory) -> str:
+    return BY_NAME[row.id]
+
+
+def test_every_row_goes_to_its_own_loss():
+    mixed = losses.mix(LOSSES, weights={"preference": 2.0, "sft": 0.5}, select=by_name).for_step(ROWS)
     assert mixed.scope == "batch"
     total, gradient, metrics, facts = packed(mixed, ROWS)
     parts = {"policy": alone(LOSSES["policy"], POLICY), "preference": alone(LOSSES["preference"], PAIR)}
@@ -87,7 +90,7 @@ def test_rows_that_a_function_gives_to_no_loss_are_not_trained():
 
 
 def test_parts_of_a_step_add_up_to_the_whole():
-    mixed = losses.mix({"policy": losses.ppo(), "sft": losses.sft()}, weights={"sft": 0.3}, select="facts")
+    mixed = losses.mix({"policy": losses.ppo(), "sft": losses.sft()}, weights={"sft": 0.3}, select=by_name)
     rows = [*POLICY, *PLAIN]
     bound = mixed.for_step(rows)
     whole, gradient, metrics, _ = packed(bound, rows)
@@ -102,7 +105,7 @@ def test_parts_of_a_step_add_up_to_the_whole():
 
 
 def test_a_loss_of_which_the_step_has_no_row_counts_nothing():
-    mixed = losses.mix({"policy": losses.ppo(), "sft": losses.sft()}, select="facts").for_step(PLAIN)
+    mixed = losses.mix({"policy": losses.ppo(), "sft": losses.sft()}, select=by_name).for_step(PLAIN)
     total, _, metrics, _ = packed(mixed, PLAIN)
     assert total.item() == pytest.approx(alone(losses.sft(), PLAIN)[0], rel=1e-14)
     assert set(metrics) == {"sft/nll", "sft/loss"}
@@ -110,14 +113,14 @@ def test_a_loss_of_which_the_step_has_no_row_counts_nothing():
 
 def test_coefficients_are_the_gradient_where_every_loss_is_linear():
     linear = {"policy": losses.grpo(on_policy=True), "sft": losses.sft()}
-    for select, rows in (("facts", [*POLICY, *PLAIN]), ("all", POLICY)):
+    for select, rows in ((by_name, [*POLICY, *PLAIN]), (None, POLICY)):
         mixed = losses.mix(linear, weights={"sft": 0.25}, select=select).for_step(rows)
         _, gradient, _, facts = packed(mixed, rows)
         found = mixed.coefficients(facts)
         assert found is not None
         torch.testing.assert_close(found, gradient, rtol=1e-13, atol=0)
     curved = losses.mix({"policy": losses.grpo(), "sft": losses.sft()}).for_step(POLICY)
-    assert curved.coefficients(losses.PackedFacts.pack(POLICY)) is None
+    assert curved.coefficients(losses.Facts.pack(POLICY)) is None
 
 
 def test_needs_of_the_losses_are_those_of_the_mixture():
@@ -155,11 +158,7 @@ def test_a_reference_point_of_the_whole_step_stays_one_in_a_mixture():
             "loss 'policy' of the mixture: .*'s' has no advantages",
         ),
         (
-            losses.mix({"policy": losses.grpo(), "pairs": losses.dpo()}, select="facts"), PLAIN,
-            "'s' has the facts of none .*; it lacks policy: advantages, old_logprobs; pairs: pair, chosen",
-        ),
-        (
-            losses.mix(LOSSES, select="facts"), [*POLICY, PAIR[0]],
+            losses.mix(LOSSES, select=by_name), [*POLICY, PAIR[0]],
             "loss 'preference' of the mixture: pair 'x' has 0 chosen and 1 rejected .*counted among its own 1",
         ),
         (losses.mix({"sft": losses.sft()}, select=lambda row: None), PLAIN, "nothing to train: none of the 2 traj"),
@@ -172,12 +171,6 @@ def test_rows_that_do_not_fit_are_refused_before_the_step(mixed, rows, message):
             call(rows)
 
 
-def test_a_context_row_needs_no_loss():
-    rows = [*POLICY, PLAIN[0].replace(loss_weights=0.0)]
-    mixed = losses.mix({"policy": losses.grpo()}, select="facts").for_step(rows)
-    assert packed(mixed, rows)[0].item() == pytest.approx(alone(losses.grpo(), POLICY)[0], rel=1e-14)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -186,7 +179,7 @@ def test_a_context_row_needs_no_loss():
         (lambda: losses.mix({"a": losses.sft()}, weights={"a": -1.0}), "the weight of 'a' is -1.0; allowed"),
         (lambda: losses.mix({"a": "sft"}), "'a' is no treetrain.losses.Loss but str"),
         (lambda: losses.mix({"a": losses.mix({"b": losses.sft()})}), "'a' is a mixture: put its losses in this one"),
-        (lambda: losses.mix({"a": losses.sft()}, select="rows"), "select is 'rows'; allowed are 'all', 'facts' and"),
+        (lambda: losses.mix({"a": losses.sft()}, select="rows"), "select is 'rows'; give a function of a trajectory"),
         (
             lambda: losses.mix({"a": losses.sft()}, select=lambda row: "b").for_step(PLAIN),
             "select gave 'b' for trajectory 's'; the mixed losses are a, and",
@@ -200,6 +193,6 @@ def test_a_mixture_that_makes_no_sense_says_why(make, message):
 
 def test_a_loss_whose_rows_are_all_untrained_counts_nothing():
     rows = [POLICY[0].replace(loss_weights=0.0), *PLAIN]
-    mixed = losses.mix({"policy": losses.ppo(), "sft": losses.sft()}, select=lambda row: BY_NAME[row.id]).for_step(rows)
+    mixed = losses.mix({"policy": losses.ppo(), "sft": losses.sft()}, select=by_name).for_step(rows)
     assert mixed.totals == (0.0, 3.0)
     assert packed(mixed, rows)[0].item() == pytest.approx(alone(losses.sft(), PLAIN)[0], rel=1e-14)

@@ -152,7 +152,7 @@ def test_on_policy_the_present_policy_is_the_one_that_is_compared_with_the_sampl
         _, gradients, metrics = step(loss, rows, NOW[:1])
         assert gradients == [pytest.approx([-3 / 4, -3 * 0.25 / 4], rel=1e-13)]
         assert metrics["importance"] == pytest.approx((3 + 3 * 0.25) / 4)
-        assert loss.coefficients(losses.PackedFacts.pack(rows)) is None
+        assert loss.coefficients(losses.Facts.pack(rows)) is None
 
 
 def test_a_correction_that_would_overflow_is_capped():

@@ -105,7 +105,7 @@ def test_a_row_without_weights_scores_0_in_its_pair():
 def test_what_is_packed_together_is_what_lists_give():
     loss = losses.dpo()
     used = np.concatenate([row.weights[1:] for row in ROWS]) != 0
-    facts = losses.PackedFacts.pack(ROWS, dtype=torch.float64, used=used)
+    facts = losses.Facts.pack(ROWS, dtype=torch.float64, used=used)
     flat = torch.tensor(np.concatenate(NOW)[used], dtype=torch.float64)
     total, metrics = loss.packed(flat, None, facts)
     lists, list_metrics = loss([torch.tensor(row, dtype=torch.float64) for row in NOW], None, ROWS)

@@ -6,7 +6,7 @@ import torch
 
 from treetrain import losses
 from treetrain.data.trajectory import Trajectory
-from treetrain.losses import PackedFacts
+from treetrain.losses import Facts
 
 LOSSES = {
     "sft": losses.sft(),
@@ -75,7 +75,7 @@ def gradients(total, *inputs):
 def test_packed_over_many_trajectories_is_the_sum_over_single_calls(loss):
     rows = make_rows()
     logprobs, entropies = make_logprobs(predictions(rows))
-    total, metrics = loss.packed(logprobs, entropies, PackedFacts.pack(rows, dtype=torch.float64))
+    total, metrics = loss.packed(logprobs, entropies, Facts.pack(rows, dtype=torch.float64))
     single, single_metrics, start = torch.zeros((), dtype=torch.float64), {}, 0
     for row in rows:
         end = start + max(len(row) - 1, 0)
@@ -94,7 +94,7 @@ def test_predictions_of_weight_0_do_not_matter_whatever_they_hold(loss):
     used = np.concatenate([row.weights[1:] for row in rows]) != 0
     logprobs, entropies = make_logprobs(predictions(rows))
     keep = torch.from_numpy(used)
-    few = PackedFacts.pack(rows, dtype=torch.float64, used=used)
+    few = Facts.pack(rows, dtype=torch.float64, used=used)
     expected, expected_metrics = loss.packed(logprobs[keep], entropies[keep], few)
     expected_gradients = gradients(expected, logprobs, entropies)
 
@@ -106,7 +106,7 @@ def test_predictions_of_weight_0_do_not_matter_whatever_they_hold(loss):
         row.replace(**{name: np.where(row.weights == 0, -1e300, getattr(row, name)) for name in garbled})
         for row in rows
     ]
-    facts = PackedFacts.pack(worse, dtype=torch.float64)
+    facts = Facts.pack(worse, dtype=torch.float64)
     total, metrics = loss.packed(logprobs_and_garbage, entropies_and_garbage, facts)
     torch.testing.assert_close(total, expected, rtol=1e-14, atol=0)
     assert losses.mean_metrics(metrics) == pytest.approx(losses.mean_metrics(expected_metrics), rel=1e-14)
@@ -128,7 +128,7 @@ def test_coefficients_are_the_gradient_and_given_just_where_it_is_constant(name)
     rows = make_rows()
     used = np.concatenate([row.weights[1:] for row in rows]) != 0
     logprobs, _ = make_logprobs(int(used.sum()))
-    facts = PackedFacts.pack(rows, dtype=torch.float64, used=used)
+    facts = Facts.pack(rows, dtype=torch.float64, used=used)
     coefficients = LOSSES[name].coefficients(facts)
     assert (coefficients is not None) == (name in CONSTANT_GRADIENT)
     if coefficients is not None:
@@ -139,7 +139,7 @@ def test_coefficients_are_the_gradient_and_given_just_where_it_is_constant(name)
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
 def test_the_autograd_gradient_is_that_of_finite_differences(kl):
     rows = make_rows()
-    facts = PackedFacts.pack(rows, dtype=torch.float64)
+    facts = Facts.pack(rows, dtype=torch.float64)
     logprobs, entropies = make_logprobs(predictions(rows))
     for make in (losses.reinforce, losses.ppo, losses.grpo):
         loss = make(kl=0.3, kl_estimator=kl, entropy=0.1)
@@ -155,8 +155,8 @@ def test_computing_is_in_the_dtype_of_the_logprobs(loss, dtype):
     used = np.concatenate([row.weights[1:] for row in rows]) != 0
     logprobs, entropies = (x.to(dtype) for x in make_logprobs(int(used.sum())))
     another = torch.float32 if dtype == torch.float64 else torch.float64
-    total, metrics = loss.packed(logprobs, entropies, PackedFacts.pack(rows, dtype=another, used=used))
-    expected, _ = loss.packed(logprobs, entropies, PackedFacts.pack(rows, dtype=dtype, used=used))
+    total, metrics = loss.packed(logprobs, entropies, Facts.pack(rows, dtype=another, used=used))
+    expected, _ = loss.packed(logprobs, entropies, Facts.pack(rows, dtype=dtype, used=used))
     assert total.dtype == dtype
     assert total.item() == expected.item()
     assert {x.dtype for pair in metrics.values() for x in pair} == {dtype}
@@ -167,7 +167,7 @@ def test_value_and_metrics_need_no_copy_from_the_device(loss):
     # Numbers cannot be read from the meta device: an .item() or a boolean index would raise.
     rows = make_rows()
     logprobs, entropies = (x.detach().to("meta").requires_grad_() for x in make_logprobs(predictions(rows)))
-    facts = PackedFacts.pack(rows, device="meta", dtype=torch.float64)
+    facts = Facts.pack(rows, device="meta", dtype=torch.float64)
     total, metrics = loss.packed(logprobs, entropies, facts)
     total.backward()
     assert all(x.is_meta and not x.requires_grad for pair in metrics.values() for x in pair)

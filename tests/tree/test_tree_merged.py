@@ -141,7 +141,9 @@ def test_one_hundred_thousand_nested_forks_are_merged_in_seconds(nested, reducti
     at = np.searchsorted(merged.tokens, spine)
     depth = nested.depth[spine]
     np.testing.assert_allclose(merged.shares[at], below(row_share)[depth], rtol=1e-11)
-    np.testing.assert_allclose(merged.advantages[at], (below(row_share * own) / below(row_share))[depth], rtol=1e-11)
+    np.testing.assert_allclose(
+        merged.facts["advantages"][at], (below(row_share * own) / below(row_share))[depth], rtol=1e-11
+    )
     assert merged.shares.sum() == pytest.approx(totals.sum() if reduction == "token" else count, rel=1e-11)
     assert merged.normaliser == pytest.approx(merged.shares.sum(), rel=1e-11)
 
@@ -156,14 +158,14 @@ def test_no_nodes_give_no_predictions(reduction):
     for tree in (TokenTree.from_nodes([], []), TokenTree.from_nodes([Node(None, [1]), Node(0, [])], [1, 0])):
         merged = tree.merged(reduction)
         assert (len(merged), merged.normaliser, merged.lacking, merged.negative) == (0, 0.0, {}, None)
-        assert merged.advantages.shape == merged.returns.shape == merged.shares.shape == (0,)
+        assert merged.facts["advantages"].shape == merged.facts["returns"].shape == merged.shares.shape == (0,)
 
 
 def test_nodes_on_no_row_do_not_count():
     nodes = [Node(None, [1, 2], advantages=1.0), Node(0, [3], loss_weights=-5.0), Node(0, [4], advantages=2.0)]
     merged = TokenTree.from_nodes(nodes, [2], unused="drop").merged("trajectory")
     assert merged.shares.tolist() == [0.5, 0.5]
-    assert merged.advantages.tolist() == [1.0, 2.0]
+    assert merged.facts["advantages"].tolist() == [1.0, 2.0]
     assert "advantages" not in merged.lacking
     assert merged.negative is None
 
@@ -203,7 +205,7 @@ def test_the_first_trained_node_that_lacks_a_fact_is_named():
         "values": "node 2",
         "returns": "node 1",
     }
-    assert merged.values is None
+    assert "values" not in merged.facts
 
 
 def test_a_row_without_advantages_among_rows_with_their_own_is_named_with_its_node():

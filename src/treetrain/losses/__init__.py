@@ -7,12 +7,12 @@ from typing import Any, get_args, get_type_hints
 
 from treetrain.engine.loss import Metrics, add_metrics, mean_metrics
 from treetrain.losses.kl import IMPORTANCE_MODES, KL_ESTIMATORS, ImportanceMode, KLEstimator
-from treetrain.losses.loss import Loss, PackedFacts, Reduction
+from treetrain.losses.loss import Facts, Loss, Reduction
 from treetrain.losses.mix import Mixture, mix
-from treetrain.losses.policy import PolicyLoss, actor_critic, dapo, dr_grpo, grpo, gspo, ppo, reinforce
+from treetrain.losses.policy import PolicyLoss, dapo, dr_grpo, grpo, gspo, ppo, reinforce
 from treetrain.losses.preference import dpo, ipo, kto, simpo
 from treetrain.losses.sft import distill, sft
-from treetrain.losses.value import value, value_loss
+from treetrain.losses.value import value
 
 LOSSES: dict[str, Callable[..., Loss]] = {
     "sft": sft,
@@ -34,15 +34,14 @@ __all__ = [
     "IMPORTANCE_MODES",
     "KL_ESTIMATORS",
     "LOSSES",
+    "Facts",
     "ImportanceMode",
     "KLEstimator",
     "Loss",
     "Metrics",
     "Mixture",
-    "PackedFacts",
     "PolicyLoss",
     "Reduction",
-    "actor_critic",
     "add_metrics",
     "by_name",
     "dapo",
@@ -60,7 +59,6 @@ __all__ = [
     "sft",
     "simpo",
     "value",
-    "value_loss",
 ]
 
 
@@ -87,13 +85,12 @@ REQUIRED = inspect.Parameter.empty
 
 def options_of(name: str) -> dict[str, Any]:
     """The options of a loss with their defaults; `REQUIRED` stands for no default."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    defaults = {field.name: field.default for field in dataclasses.fields(PolicyLoss)}
     for parameter in inspect.signature(LOSSES[name]).parameters.values():
-        if parameter.kind is not parameter.VAR_KEYWORD:
-            found[parameter.name] = parameter.default
-            continue
-        (shared,) = get_args(parameter.annotation)  # Unpack[a TypedDict]
-        defaults = {"clip": 0.2, "clip_low": None, "clip_high": None}
-        defaults = {field.name: field.default for field in dataclasses.fields(PolicyLoss)} | defaults
-        found |= {option: defaults[option] for option in get_type_hints(shared)}
-    return found
+        if parameter.kind is parameter.VAR_KEYWORD:
+            (shared,) = get_args(parameter.annotation)  # Unpack[a TypedDict]
+            options |= {option: defaults[option] for option in get_type_hints(shared)}
+        else:
+            options[parameter.name] = parameter.default
+    return options

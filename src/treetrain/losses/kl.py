@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from treetrain.losses.loss import Facts, PackedFacts
+from treetrain.losses.loss import Facts
 
 KLEstimator = Literal["k1", "k2", "k3"]
 ImportanceMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -49,7 +49,6 @@ def sampler_log_ratio(old: Tensor, facts: Facts, mode: ImportanceMode) -> Tensor
     log_ratio = old - facts.rollout_logprobs
     if mode.startswith("token"):
         return log_ratio
-    assert isinstance(facts, PackedFacts)
     # Both are 0 at untrained predictions, so only trained ones count.
     return facts.sum_by_row(log_ratio)[facts.rows]
 

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from treetrain.data.columns import GIVEN
 from treetrain.data.trajectory import Trajectory
 from treetrain.device_arrays import on_device
 from treetrain.engine.loss import FACTS, Metrics, Rows, Scope, describe, require_facts
@@ -110,16 +111,7 @@ class Loss(abc.ABC):
                     f"{type(self).__name__}: rows merged for reduction {rows.reduction!r}, the loss has "
                     f"{self.reduction!r}; merge them for that"
                 )
-        require_facts(rows, self.needed_facts)
-
-    @property
-    def needed_facts(self) -> tuple[str, ...]:
-        """The names in `needs` that are facts of trajectories."""
-        return tuple(name for name in self.needs if name in FACTS)
-
-    def lacking(self, trajectory: Trajectory) -> list[str]:
-        """Names of the facts that a trained row lacks for this loss."""
-        return [name for name in self.needed_facts if getattr(trajectory, name) is None and trajectory.weights.any()]
+        require_facts(rows, [name for name in self.needs if name in FACTS])
 
     def normaliser(self, rows: Rows) -> float:
         """The divisor (> 0) of the sum over all rows of a step, computed before the step with numpy only.
@@ -149,11 +141,10 @@ class Loss(abc.ABC):
         dtype: torch.dtype = torch.float32,
         used: NDArray | None = None,
     ) -> "Facts":
-        """The facts that `packed` and `coefficients` take; see `PackedFacts.pack` and `MergedFacts`."""
-        if not isinstance(rows, MergedPredictions):
-            return PackedFacts.pack(rows, device=device, dtype=dtype, used=used)
-        self.check(rows)
-        return MergedFacts(merged=rows, dtype=dtype, device=torch.device(device), index=used)
+        """The facts that `packed` and `coefficients` take; see `Facts.pack`."""
+        if isinstance(rows, MergedPredictions):
+            self.check(rows)
+        return Facts.pack(rows, device=device, dtype=dtype, used=used)
 
     def packed(
         self, logprobs: Tensor, entropies: Tensor | None, facts: "Facts", values: Tensor | None = None
@@ -174,9 +165,9 @@ class Loss(abc.ABC):
         if "predicted_values" not in self.needs:
             values = None
         facts = facts.like(logprobs)
-        if isinstance(facts, MergedFacts):
+        if isinstance(facts.source, MergedPredictions):
             self._check_mergeable()
-        elif isinstance(facts, PackedFacts) and not facts.all_weighted:
+        elif not facts.all_weighted:
             # Not a product with 0, which would be NaN where the value at an untrained token is infinite.
             trained = facts.weights != 0
             logprobs = torch.where(trained, logprobs, 0)
@@ -211,7 +202,7 @@ class Loss(abc.ABC):
             return None if rows is None else torch.cat(list(rows)) if len(rows) else torch.zeros(0)
 
         flat = joined(logprobs)
-        facts = PackedFacts.pack(trajectory, device=flat.device, dtype=flat.dtype)
+        facts = Facts.pack(trajectory, device=flat.device, dtype=flat.dtype)
         return self.packed(flat, joined(entropies), facts, joined(values))
 
     def _check_mergeable(self) -> None:
@@ -263,99 +254,26 @@ def require_nonnegative_weights(rows: Rows) -> None:
         )
 
 
-class Facts(abc.ABC):
-    """The facts of T predictions that a loss may read: `PackedFacts` of rows, or `MergedFacts`.
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Facts:
+    """The facts of T predictions that a loss may read, made by `pack`.
 
-    A fact is copied to the device on first access, so one that no loss reads costs nothing and may be missing.
-    Accessing one that a trained row lacks raises DataError.
-    """
-
-    __slots__ = ()
-    dtype: torch.dtype
-    device: torch.device
-    _cache: dict[str, Tensor]
-
-    @abc.abstractmethod
-    def __len__(self) -> int:
-        """The number of predictions, T."""
-
-    @abc.abstractmethod
-    def like(self, logprobs: Tensor) -> Self:
-        """These facts in the dtype and on the device of `logprobs`."""
-
-    @abc.abstractmethod
-    def _array(self, name: str) -> NDArray[np.float64]:
-        """[T]: the fact of this name, or the shares by a reduction."""
-
-    def _tensor(self, name: str) -> Tensor:
-        if name not in self._cache:
-            self._cache[name] = on_device(self._array(name), self.device, self.dtype)
-        return self._cache[name]
-
-    def shares(self, reduction: Reduction) -> Tensor:
-        """[T]: the factor of each prediction in the sum: its weight, or its weight over the sum of its row's.
-
-        Raises:
-            DataError: reduction "trajectory" and a negative weight.
-            ValueError: rows that were merged for the other reduction.
-        """
-        return self._tensor(f"shares by {reduction}")
-
-    @property
-    def advantages(self) -> Tensor:
-        """[T]."""
-        return self._tensor("advantages")
-
-    @property
-    def old_logprobs(self) -> Tensor:
-        """[T], in nats: under the policy that sampled the rows."""
-        return self._tensor("old_logprobs")
-
-    @property
-    def ref_logprobs(self) -> Tensor:
-        """[T], in nats: under the reference policy."""
-        return self._tensor("ref_logprobs")
-
-    @property
-    def rollout_logprobs(self) -> Tensor:
-        """[T], in nats: as the sampler itself recorded them."""
-        return self._tensor("rollout_logprobs")
-
-    @property
-    def teacher_logprobs(self) -> Tensor:
-        """[T], in nats: under the teacher."""
-        return self._tensor("teacher_logprobs")
-
-    @property
-    def values(self) -> Tensor:
-        """[T]: value estimates at sampling time."""
-        return self._tensor("values")
-
-    @property
-    def returns(self) -> Tensor:
-        """[T]."""
-        return self._tensor("returns")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class PackedFacts(Facts):
-    """The facts of K trajectories, concatenated over their predictions; made by `pack`.
-
-    Row k has max(L_k - 1, 0) predictions: entry 0 of every per-token fact is dropped. Every fact is 0
+    A fact is an attribute of its name, [T]: `advantages`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`,
+    `teacher_logprobs` (in nats), `values` and `returns`. It is copied to the device when it is first read, so one that
+    no loss reads costs nothing and may be missing; reading one that a trained row lacks raises DataError. A fact is 0
     where the weight is 0, so that a placeholder there cannot cause NaN.
     """
 
-    trajectories: Sequence[Trajectory]
-    rows: Tensor
-    """int64 [T]: the trajectory (0..K-1) of each prediction."""
-    weights: Tensor
-    """[T]: loss weights."""
+    source: Rows
+    """K trajectories, whose predictions are concatenated: max(L_k - 1, 0) of each, since entry 0 of every per-token
+    fact is unused. Or merged predictions, which have no rows."""
     dtype: torch.dtype
     """The dtype of all facts; losses convert to the dtype of the log-probabilities."""
     device: torch.device
+    used: NDArray | None = dataclasses.field(repr=False)
+    """Which predictions these are; see `pack`."""
     all_weighted: bool
     """Whether no prediction has weight 0; known without a device synchronisation."""
-    _used: NDArray[np.bool_] | None = dataclasses.field(repr=False)
     _weights: NDArray[np.float64] = dataclasses.field(repr=False)
     _rows: NDArray[np.int64] = dataclasses.field(repr=False)
     _cache: dict[str, Tensor] = dataclasses.field(default_factory=dict, repr=False)
@@ -363,53 +281,60 @@ class PackedFacts(Facts):
     @classmethod
     def pack(
         cls,
-        trajectories: Sequence[Trajectory],
+        source: Rows,
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        used: NDArray[np.bool_] | None = None,
+        used: NDArray | None = None,
     ) -> Self:
-        """Concatenate trajectories.
+        """Concatenate the facts of trajectories, or take those of merged predictions.
 
         Args:
-            trajectories: K of them; empty and one-token rows are fine, they have no predictions.
+            source: K trajectories; empty and one-token rows are fine, they have no predictions. Or merged predictions.
             device: where the tensors live.
             dtype: of the facts and of the log-probabilities, float32 or float64.
             used: bool [sum of max(L_k - 1, 0)]: which of all predictions the caller passes to the loss, e.g.
-                those with a weight; None means all. T is then their number.
+                those with a weight. Of merged predictions: int64 [T], their numbers. None means all.
 
         Raises:
             ValueError: `used` has the wrong length or dtype.
         """
-        lengths = [max(len(trajectory) - 1, 0) for trajectory in trajectories]
-        rows = np.repeat(np.arange(len(lengths)), lengths)
-        if used is not None and (used.shape != rows.shape or used.dtype != np.bool_):
-            raise ValueError(
-                f"used is {used.dtype} {used.shape}, but the {len(lengths)} trajectories have {rows.size} "
-                "predictions; give one bool for each"
-            )
-        weights = _concatenate([trajectory.weights for trajectory in trajectories])
-        rows, weights = (rows, weights) if used is None else (rows[used], weights[used])
-        device = torch.device(device)
+        if isinstance(source, MergedPredictions):
+            weights = source.shares if used is None else source.shares[used]
+            rows = np.zeros(0, np.int64)
+        else:
+            lengths = [max(len(trajectory) - 1, 0) for trajectory in source]
+            rows = np.repeat(np.arange(len(lengths)), lengths)
+            if used is not None and (used.shape != rows.shape or used.dtype != np.bool_):
+                raise ValueError(
+                    f"used is {used.dtype} {used.shape}, but the {len(lengths)} trajectories have {rows.size} "
+                    "predictions; give one bool for each"
+                )
+            weights = _concatenate([trajectory.weights for trajectory in source])
+            rows, weights = (rows, weights) if used is None else (rows[used], weights[used])
         return cls(
-            trajectories=trajectories,
-            rows=on_device(rows, device),
-            weights=on_device(weights, device, dtype),
+            source=source,
             dtype=dtype,
-            device=device,
+            device=torch.device(device),
+            used=used,
             all_weighted=bool(weights.all()),
-            _used=used,
             _weights=weights,
             _rows=rows,
         )
 
     def __len__(self) -> int:
-        return self._rows.size
+        return self._weights.size
 
-    def like(self, logprobs: Tensor) -> Self:
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in GIVEN:
+            raise AttributeError(f"predictions have no fact {name!r}; there are {', '.join(GIVEN)}")
+        return self._tensor(name)
+
+    def like(self, logprobs: Tensor) -> "Facts":
+        """These facts in the dtype and on the device of `logprobs`."""
         if (logprobs.dtype, logprobs.device) == (self.dtype, self.device):
             return self
-        return self.pack(self.trajectories, device=logprobs.device, dtype=logprobs.dtype, used=self._used)
+        return dataclasses.replace(self, device=logprobs.device, dtype=logprobs.dtype, _cache={})
 
     def of_rows(self, numbers: NDArray[np.int64]) -> tuple[Self, NDArray[np.int64]]:
         """The facts of some trajectories.
@@ -423,61 +348,69 @@ class PackedFacts(Facts):
         wanted = np.zeros(len(self.trajectories), np.bool_)
         wanted[numbers] = True
         lengths = [max(len(trajectory) - 1, 0) for trajectory in self.trajectories]
-        used = None if self._used is None else self._used[np.repeat(wanted, lengths)]
+        used = None if self.used is None else self.used[np.repeat(wanted, lengths)]
         rows = [self.trajectories[number] for number in numbers.tolist()]
         return self.pack(rows, device=self.device, dtype=self.dtype, used=used), np.flatnonzero(wanted[self._rows])
+
+    @property
+    def trajectories(self) -> Sequence[Trajectory]:
+        """The K trajectories; a loss that compares rows is never given merged predictions."""
+        assert not isinstance(self.source, MergedPredictions)
+        return self.source
+
+    @property
+    def rows(self) -> Tensor:
+        """int64 [T]: the trajectory (0..K-1) of each prediction."""
+        if "rows" not in self._cache:
+            self._cache["rows"] = on_device(self._rows, self.device)
+        return self._cache["rows"]
+
+    @property
+    def weights(self) -> Tensor:
+        """[T]: loss weights; of merged predictions, their shares."""
+        return self._tensor("weights")
+
+    def shares(self, reduction: Reduction) -> Tensor:
+        """[T]: the factor of each prediction in the sum: its weight, or its weight over the sum of its row's.
+
+        Raises:
+            DataError: reduction "trajectory" and a negative weight.
+            ValueError: rows that were merged for the other reduction.
+        """
+        if not isinstance(self.source, MergedPredictions):
+            return self._tensor("weights" if reduction == "token" else "shares of rows")
+        if reduction != self.source.reduction:
+            raise ValueError(
+                f"rows merged for reduction {self.source.reduction!r}, asked for {reduction!r}; merge again"
+            )
+        return self.weights
 
     def sum_by_row(self, per_prediction: Tensor) -> Tensor:
         """Sum [T] over each trajectory: [K], differentiable, 0 for rows without predictions."""
         return per_prediction.new_zeros(len(self.trajectories)).index_add(0, self.rows, per_prediction)
 
-    def shares(self, reduction: Reduction) -> Tensor:
-        return self.weights if reduction == "token" else self._tensor("shares by trajectory")
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._cache:
+            self._cache[name] = on_device(self._array(name), self.device, self.dtype)
+        return self._cache[name]
 
     def _array(self, name: str) -> NDArray[np.float64]:
-        if name == "shares by trajectory":
+        """[T]: the weights, the shares of rows, or a fact."""
+        if name == "weights":
+            return self._weights
+        if name == "shares of rows":
             require_nonnegative_weights(self.trajectories)
             totals = np.array([trajectory.weights.sum() for trajectory in self.trajectories], np.float64)
             totals[totals == 0] = 1.0  # such a row has no weight to divide
             return self._weights / totals[self._rows]
-        require_facts(self.trajectories, (name,))
-        given = [(getattr(trajectory, name), len(trajectory)) for trajectory in self.trajectories]
+        require_facts(self.source, (name,))
+        if isinstance(self.source, MergedPredictions):
+            values = self.source.facts[name]
+            return values if self.used is None else values[self.used]
+        given = [(getattr(trajectory, name), len(trajectory)) for trajectory in self.source]
         flat = _concatenate([np.zeros(length) if fact is None else fact for fact, length in given])
-        flat = flat if self._used is None else flat[self._used]
+        flat = flat if self.used is None else flat[self.used]
         return np.where(self._weights == 0, 0.0, flat)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class MergedFacts(Facts):
-    """The facts of merged predictions, for `mergeable` losses. They have no rows, and no weights but the shares."""
-
-    merged: MergedPredictions
-    dtype: torch.dtype
-    device: torch.device
-    index: NDArray[np.int64] | None = None
-    """[T]: which of the merged predictions these are, in which order; None means all."""
-    _cache: dict[str, Tensor] = dataclasses.field(default_factory=dict, repr=False)
-
-    def __len__(self) -> int:
-        return len(self.merged if self.index is None else self.index)
-
-    def like(self, logprobs: Tensor) -> Self:
-        if (logprobs.dtype, logprobs.device) == (self.dtype, self.device):
-            return self
-        return dataclasses.replace(self, device=logprobs.device, dtype=logprobs.dtype, _cache={})
-
-    def _array(self, name: str) -> NDArray[np.float64]:
-        if name.startswith("shares by "):
-            reduction = name.removeprefix("shares by ")
-            if reduction != self.merged.reduction:
-                raise ValueError(
-                    f"rows merged for reduction {self.merged.reduction!r}, asked for {reduction!r}; merge again"
-                )
-            name = "shares"
-        else:
-            require_facts(self.merged, (name,))
-        array = getattr(self.merged, name)
-        return array if self.index is None else array[self.index]
 
 
 def _concatenate(facts: list[NDArray[np.float64]]) -> NDArray[np.float64]:
@@ -490,18 +423,18 @@ def weighted_means(watched: dict[str, Tensor], shares: Tensor) -> Metrics:
     return {name: ((shares * x.detach()).sum(), weight) for name, x in watched.items()}
 
 
-def is_number(value: object) -> bool:
-    """Whether it is an int or a float, and not a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}; allowed are {', '.join(repr(choice) for choice in allowed)}")
 
 
-def check_number(name: str, value: object, low: float, high: float) -> None:
+def is_number(value: object) -> bool:
+    """Whether it is an int or a float, and not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_number(name: str, value: object, low: float, high: float = LARGEST) -> None:
     """Raise ValueError unless `value` is a number with low <= value <= high."""
     if not (is_number(value) and low <= cast(float, value) <= high):
         upper = "to any finite one" if high == LARGEST else f"to {high:g}"

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
 import numpy as np
 import torch
@@ -13,10 +12,10 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.device_arrays import on_device
 from treetrain.engine.loss import Scope, describe
 from treetrain.errors import DataError
-from treetrain.losses.loss import LARGEST, Facts, Loss, LossSum, PackedFacts, Reduction, check_number
+from treetrain.losses.loss import Facts, Loss, LossSum, Reduction, check_number
 
 Int64s = NDArray[np.int64]
-Select = Literal["all", "facts"] | Callable[[Trajectory], str | None]
+Select = Callable[[Trajectory], str | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +31,8 @@ class Mixture(Loss):
     names: tuple[str, ...]
     losses: tuple[Loss, ...]
     weights: tuple[float, ...]
-    select: Select
+    select: Select | None
+    """The name of a row's loss, or None; without a function every loss sees every row."""
     totals: tuple[float, ...] | None = None
     """Normaliser of every loss over the whole step, 0 if it has no row; None before `for_step`."""
 
@@ -42,7 +42,7 @@ class Mixture(Loss):
 
     @property
     def sums_tokens(self) -> bool:
-        return self.select == "all" and all(loss.sums_tokens for loss in self.losses)
+        return self.select is None and all(loss.sums_tokens for loss in self.losses)
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ class Mixture(Loss):
     @property
     def identity(self) -> str:
         """See `Loss.identity`. A function is named, since its repr differs between processes."""
-        select = self.select if isinstance(self.select, str) else getattr(self.select, "__qualname__", "")
+        select = getattr(self.select, "__qualname__", type(self.select).__qualname__)
         losses = ", ".join(f"{name}: {loss.identity}" for name, loss in zip(self.names, self.losses))
         return f"Mixture({losses}, weights={self.weights}, select={select}, totals={self.totals})"
 
@@ -118,10 +118,9 @@ class Mixture(Loss):
             total = total + scale * known if places is None else total.index_add(0, places, scale * known)
         return total
 
-    def _parts(self, facts: Facts) -> list[tuple[str, Loss, float, PackedFacts, Tensor | None]]:
+    def _parts(self, facts: Facts) -> list[tuple[str, Loss, float, Facts, Tensor | None]]:
         """For every loss with rows among these: name, loss, factor, facts of its rows, and int64 [t] the indices of
         their predictions (None: all)."""
-        assert isinstance(facts, PackedFacts)
         totals, parts = self._known_totals(), []
         for name, loss, weight, whole, numbers in zip(
             self.names, self.losses, self.weights, totals, self._assign(facts.trajectories)
@@ -148,34 +147,24 @@ class Mixture(Loss):
 
     def _assign(self, trajectories: Sequence[Trajectory]) -> list[Int64s]:
         """Numbers of the rows of every loss, ascending."""
-        if self.select == "all":
+        if self.select is None:
             return [np.arange(len(trajectories))] * len(self.losses)
-        rows: list[list[int]] = [[] for _ in self.losses]
+        rows: dict[str, list[int]] = {name: [] for name in self.names}
         for number, row in enumerate(trajectories):
-            owner = self._by_facts(row, number) if self.select == "facts" else self._by_name(row, number)
-            if owner is not None:
-                rows[owner].append(number)
-        return [np.array(own, np.int64) for own in rows]
-
-    def _by_facts(self, row: Trajectory, number: int) -> int | None:
-        lacking = [loss.lacking(row) for loss in self.losses]
-        if [] in lacking:
-            return lacking.index([])
-        needs = "; ".join(f"{name}: {', '.join(names)}" for name, names in zip(self.names, lacking))
-        raise DataError(f"{describe(row, number)} has the facts of none of the mixed losses; it lacks {needs}")
-
-    def _by_name(self, row: Trajectory, number: int) -> int | None:
-        assert callable(self.select)
-        name = self.select(row)
-        if name is not None and name not in self.names:
-            raise ValueError(
-                f"select gave {name!r} for {describe(row, number)}; the mixed losses are {', '.join(self.names)}, and "
-                "None leaves the row to none of them"
-            )
-        return None if name is None else self.names.index(name)
+            name = self.select(row)
+            if name is not None and name not in rows:
+                raise ValueError(
+                    f"select gave {name!r} for {describe(row, number)}; the mixed losses are {', '.join(self.names)}, "
+                    "and None leaves the row to none of them"
+                )
+            if name is not None:
+                rows[name].append(number)
+        return [np.array(own, np.int64) for own in rows.values()]
 
 
-def mix(losses: Mapping[str, Loss], *, weights: Mapping[str, float] | None = None, select: Select = "all") -> Mixture:
+def mix(
+    losses: Mapping[str, Loss], *, weights: Mapping[str, float] | None = None, select: Select | None = None
+) -> Mixture:
     """Several losses in one step: the sum of weight times each one's mean over its rows of the step.
 
     The mean is the loss by itself: its sum over its rows, divided by its own normaliser. A loss without rows in a step
@@ -185,9 +174,8 @@ def mix(losses: Mapping[str, Loss], *, weights: Mapping[str, float] | None = Non
     Args:
         losses: name -> loss, such as {"policy": grpo(), "sft": sft()}. Names appear in messages and metrics.
         weights: name -> weight, 0 or more; 1 where not given.
-        select: "all": every loss sees every row. "facts": a row goes to the first loss whose facts it has (pair
-            losses also need pair and chosen, kto needs chosen), so put sft, which needs none, last. A function of a
-            trajectory returns the name of its loss, or None for none.
+        select: a function of a trajectory that returns the name of its loss, or None for none. Without it every loss
+            sees every row.
 
     Metrics: those of every loss as "name/metric", and "name/loss".
 
@@ -205,13 +193,10 @@ def mix(losses: Mapping[str, Loss], *, weights: Mapping[str, float] | None = Non
             kind = "a mixture: put its losses in this one" if isinstance(loss, Mixture) else "no treetrain.losses.Loss"
             raise ValueError(f"{name!r} is {kind}" + ("" if isinstance(loss, Loss) else f" but {type(loss).__name__}"))
         if "predicted_values" in loss.needs:
-            raise ValueError(
-                f"{name!r} needs values, which a mixture does not hand on; make the mixture's policy part an "
-                "actor_critic by itself, in a step of its own"
-            )
-        check_number(f"the weight of {name!r}", given.get(name, 1.0), 0.0, LARGEST)
-    if select not in ("all", "facts") and not callable(select):
-        raise ValueError(f"select is {select!r}; allowed are 'all', 'facts' and a function of a trajectory")
+            raise ValueError(f"{name!r} needs values, which a mixture does not hand on; give it a step of its own")
+        check_number(f"the weight of {name!r}", given.get(name, 1.0), 0.0)
+    if select is not None and not callable(select):
+        raise ValueError(f"select is {select!r}; give a function of a trajectory, or None")
     return Mixture(
         names=tuple(losses),
         losses=tuple(losses.values()),

@@ -14,11 +14,9 @@ from torch import Tensor
 from treetrain.engine.loss import Rows
 from treetrain.losses.kl import IMPORTANCE_MODES, KL_ESTIMATORS, ImportanceMode, KLEstimator, importance, k3
 from treetrain.losses.loss import (
-    LARGEST,
     Facts,
     Loss,
     LossSum,
-    PackedFacts,
     Reduction,
     check_choice,
     check_flag,
@@ -26,34 +24,36 @@ from treetrain.losses.loss import (
     check_positive,
     weighted_means,
 )
-from treetrain.losses.value import check_clip, value_facts, value_loss
+from treetrain.losses.value import clipped_value_loss, value_facts
 from treetrain.tree.merged import MergedPredictions
 
 Level = Literal["sequence", "token"]
 
 
-class Penalties(TypedDict, total=False):
-    """Options of the terms that any policy loss may add to the policy term; see `ppo`."""
+class PolicyOptions(TypedDict, total=False):
+    """Options of every policy loss; see `ppo`."""
 
     kl: float
     kl_estimator: KLEstimator
     entropy: float
-
-
-class PolicyOptions(Penalties, total=False):
-    """`Penalties`, and the correction for a sampler with other numerics than training."""
-
     importance_cap: float | None
     importance_mode: ImportanceMode
+    value_coefficient: float
+    value_clip: float | None
 
 
-class ClippedOptions(PolicyOptions, total=False):
-    """`PolicyOptions`, and the options of the clipped surrogate."""
+class RatioOptions(PolicyOptions, total=False):
+    """Those of losses with a ratio to the policy that sampled the rows."""
+
+    on_policy: bool
+
+
+class ClippedOptions(RatioOptions, total=False):
+    """Those of losses that clip the ratio of each token."""
 
     clip: float
     clip_low: float | None
     clip_high: float | None
-    on_policy: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +63,9 @@ class PolicyLoss(Loss):
 
     surrogate: Literal["logprob", "clipped", "clipped sequence"] = "clipped"
     """-A l; -min(r A, clip(r) A); or the latter with the row's ratio, exp(mean of l - old over its tokens)."""
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip: float = 0.2
+    clip_low: float | None = None
+    clip_high: float | None = None
     level: Level = "sequence"
     """Whether the gradient flows through the row's ratio, or through each token's own l, scaled by that ratio."""
     length: float | None = None
@@ -80,20 +81,20 @@ class PolicyLoss(Loss):
 
     def __post_init__(self) -> None:
         Loss.__post_init__(self)
-        check_number("clip_low", self.clip_low, 0.0, 1.0)
-        check_number("clip_high", self.clip_high, 0.0, math.inf)
+        check_number("clip", self.clip, 0.0, 1.0)
+        for name, most in (("clip_low", 1.0), ("clip_high", math.inf), ("value_clip", math.inf)):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), 0.0, most)
         check_choice("level", self.level, get_args(Level))
         if self.length is not None:
             check_positive("length", self.length)
-        check_number("kl", self.kl, 0.0, LARGEST)
+        for name in ("kl", "entropy", "value_coefficient"):
+            check_number(name, getattr(self, name), 0.0)
         check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        check_number("entropy", self.entropy, 0.0, LARGEST)
         if self.importance_cap is not None:
             check_positive("importance_cap", self.importance_cap)
         check_choice("importance_mode", self.importance_mode, IMPORTANCE_MODES)
         check_flag("on_policy", self.on_policy)
-        check_number("value_coefficient", self.value_coefficient, 0.0, LARGEST)
-        check_clip(self.value_clip, "value_clip")
 
     @property
     def clipped(self) -> bool:
@@ -141,7 +142,6 @@ class PolicyLoss(Loss):
 
     def _mean_of_row(self, per_prediction: Tensor, facts: Facts) -> Tensor:
         """[T]: the weighted mean over the row that each prediction is in."""
-        assert isinstance(facts, PackedFacts)
         return facts.sum_by_row(facts.shares("trajectory") * per_prediction)[facts.rows]
 
     def _policy_term(self, logprobs: Tensor, facts: Facts) -> tuple[Tensor, dict[str, Tensor]]:
@@ -150,22 +150,23 @@ class PolicyLoss(Loss):
         if not self.clipped:
             return -advantages * logprobs, {}
         log_ratio = self.log_ratio(logprobs, facts)
-        log_low = math.log1p(-self.clip_low) if self.clip_low < 1 else -math.inf
-        log_high = math.log1p(self.clip_high)
+        low = self.clip if self.clip_low is None else self.clip_low
+        log_low = math.log1p(-low) if low < 1 else -math.inf
+        log_high = math.log1p(self.clip if self.clip_high is None else self.clip_high)
         # The minimum clips r only from above where A >= 0, and only from below where A < 0. Clipping log r
         # instead of r makes the gradient 0, not 0 * infinity, where exp would overflow.
         followed = torch.where(advantages < 0, log_ratio.clamp(min=log_low), log_ratio.clamp(max=log_high))
         loss = -advantages * followed.exp()
         with torch.no_grad():
-            low = ((advantages < 0) & (log_ratio < log_low)).to(loss.dtype)
-            high = ((advantages > 0) & (log_ratio > log_high)).to(loss.dtype)
+            below = ((advantages < 0) & (log_ratio < log_low)).to(loss.dtype)
+            above = ((advantages > 0) & (log_ratio > log_high)).to(loss.dtype)
             return loss, {
                 "ratio": log_ratio.exp(),
                 # Sampled from the old policy, so k3 of (old, now) estimates KL(old || now).
                 "approx_kl": k3(self.sampling_logprobs(logprobs, facts), logprobs),
-                "clip_fraction": low + high,
-                "clip_fraction_low": low,
-                "clip_fraction_high": high,
+                "clip_fraction": below + above,
+                "clip_fraction_low": below,
+                "clip_fraction_high": above,
             }
 
     def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
@@ -185,7 +186,7 @@ class PolicyLoss(Loss):
         total, metrics = (shares * loss).sum(), weighted_means(watched, shares)
         if values is None:
             return total, metrics
-        of_values, value_metrics = value_loss(values, facts, clip=self.value_clip, reduction=self.reduction)
+        of_values, value_metrics = clipped_value_loss(values, facts, clip=self.value_clip, reduction=self.reduction)
         return total + self.value_coefficient * of_values, metrics | value_metrics
 
     def coefficients(self, facts: Facts) -> Tensor | None:
@@ -201,38 +202,28 @@ class PolicyLoss(Loss):
 
 
 def reinforce(*, reduction: Reduction = "token", **options: Unpack[PolicyOptions]) -> PolicyLoss:
-    """The score-function loss -A l (Williams 1992), plus kl * KL(policy || reference) - entropy * entropy.
+    """The score-function loss -A l (Williams 1992).
 
     Args:
         reduction: "token" (default) is the policy gradient, a sum over tokens, up to one factor for the
             whole step; "trajectory" divides each trajectory's sum by its length.
-        options: kl, kl_estimator, entropy, importance_cap, importance_mode: as `ppo`; the policy that sampled is taken
-            to be the present one.
+        options: kl, kl_estimator, entropy, importance_cap, importance_mode, value_coefficient (advantage actor-critic),
+            value_clip: as `ppo`; the policy that sampled is taken to be the present one.
 
-    Metrics: policy_loss, advantage; kl and entropy where computed; those of the correction, see `ppo`.
-
-    Raises:
-        ValueError: an argument out of its range.
+    Metrics: as `ppo`, without those of the ratio.
     """
     return PolicyLoss(surrogate="logprob", reduction=reduction, **options)
 
 
-def ppo(
-    *,
-    reduction: Reduction = "token",
-    value_coefficient: float = 0.0,
-    value_clip: float | None = 0.2,
-    **options: Unpack[ClippedOptions],
-) -> PolicyLoss:
+def ppo(*, reduction: Reduction = "token", **options: Unpack[ClippedOptions]) -> PolicyLoss:
     """The clipped surrogate -min(r A, clip(r) A) of PPO (arXiv 1707.06347, eq. 7), with a value loss if asked for.
 
     Args:
         reduction: "token" (default), the mean over time steps of the paper; or "trajectory".
-        value_coefficient: factor of the value loss (see `value`), 0 (default) or more; 0.5 is common. Above 0 the
-            model needs a value head, and trained rows need returns (and values, for the clip).
-        value_clip: the clip of the value loss.
         clip: r is clipped to 1 - clip and 1 + clip; 0 to 1, 0.2 by default.
         clip_low, clip_high: set one bound in place of `clip`.
+        on_policy: the model of this step sampled the rows: r = 1 with the gradient of l, and old_logprobs are
+            not read. False (default): every trained row needs them.
         kl: coefficient of the KL to the reference policy, 0 (default) or more; above 0 rows need ref_logprobs.
         kl_estimator: "k1", "k2" or "k3" (default; see treetrain.losses.kl). k1 has no useful gradient.
         entropy: coefficient of the entropy bonus, 0 (default) or more.
@@ -241,20 +232,21 @@ def ppo(
             is common. None (default): no correction.
         importance_mode: "token_truncate" (default; larger factors become the cap) or "token_mask" (they become 0), for
             each token; "sequence_truncate" or "sequence_mask": one factor per row, from the sum over its tokens.
-        on_policy: the model of this step sampled the rows: r = 1 with the gradient of l, and old_logprobs are
-            not read. False (default): every trained row needs them.
+        value_coefficient: factor of the value loss (see `value`), 0 (default) or more; 0.5 is common. Above 0 the
+            model needs a value head, and trained rows need returns (and values, for the clip). The value loss has the
+            weights and the normaliser of the policy term.
+        value_clip: the clip of the value loss, 0.2 by default.
         options: all arguments from `clip` on.
 
     Metrics: policy_loss, advantage, ratio, clip_fraction (and _low, _high), approx_kl = KL(old || now);
-    kl and entropy where computed. With a correction: importance (the mean factor; importance_square that of its
-    square, so 1 / (importance_square / importance^2) is the effective share of the tokens), importance_capped (the
-    share above the cap) and rollout_kl = KL(rollout || old).
+    kl and entropy where computed; those of `value`. With a correction: importance (the mean factor; importance_square
+    that of its square, so 1 / (importance_square / importance^2) is the effective share of the tokens),
+    importance_capped (the share above the cap) and rollout_kl = KL(rollout || old).
 
     Raises:
         ValueError: an argument out of its range.
     """
-    policy = _clipped(reduction=reduction, **options)
-    return dataclasses.replace(policy, value_coefficient=value_coefficient, value_clip=value_clip)
+    return PolicyLoss(reduction=reduction, **options)
 
 
 def grpo(*, reduction: Reduction = "trajectory", **options: Unpack[ClippedOptions]) -> PolicyLoss:
@@ -266,20 +258,12 @@ def grpo(*, reduction: Reduction = "trajectory", **options: Unpack[ClippedOption
     Args:
         reduction: "trajectory" (default), as in the paper: the mean over an answer's tokens, then over answers; or
             "token".
-        options: clip, clip_low, clip_high, kl, kl_estimator, entropy, importance_cap, importance_mode, on_policy: as
-            `ppo`.
-
-    Metrics: as `ppo`.
-
-    Raises:
-        ValueError: an argument out of its range.
+        options: from `clip` on, and the metrics: as `ppo`.
     """
-    return _clipped(reduction=reduction, **options)
+    return PolicyLoss(reduction=reduction, **options)
 
 
-def dapo(
-    *, clip_low: float = 0.2, clip_high: float = 0.28, on_policy: bool = False, **options: Unpack[PolicyOptions]
-) -> PolicyLoss:
+def dapo(*, clip_low: float = 0.2, clip_high: float = 0.28, **options: Unpack[RatioOptions]) -> PolicyLoss:
     """DAPO (arXiv 2503.14476, eq. 8): the clipped surrogate on group advantages, with a higher upper bound.
 
     It is the mean over all tokens of the step, so long answers count by their length. The rest of the method concerns
@@ -287,17 +271,10 @@ def dapo(
     loss_weights=0 or a lower reward.
 
     Args:
-        clip_low: the lower bound of the ratio is 1 - clip_low; 0 to 1.
-        clip_high: the upper bound is 1 + clip_high.
-        on_policy: as `ppo`.
-        options: kl, kl_estimator, entropy, importance_cap, importance_mode: as `ppo`.
-
-    Metrics: as `ppo`.
-
-    Raises:
-        ValueError: an argument out of its range.
+        clip_low, clip_high: the ratio is clipped to 1 - clip_low and 1 + clip_high.
+        options: from `on_policy` on, and the metrics: as `ppo`.
     """
-    return PolicyLoss(reduction="token", clip_low=clip_low, clip_high=clip_high, on_policy=on_policy, **options)
+    return PolicyLoss(reduction="token", clip_low=clip_low, clip_high=clip_high, **options)
 
 
 def dr_grpo(*, length: float, **options: Unpack[ClippedOptions]) -> PolicyLoss:
@@ -309,24 +286,13 @@ def dr_grpo(*, length: float, **options: Unpack[ClippedOptions]) -> PolicyLoss:
 
     Args:
         length: the most tokens that an answer may have, the same number in every step of a run.
-        options: clip, clip_low, clip_high, kl, kl_estimator, entropy, importance_cap, importance_mode, on_policy: as
-            `ppo`.
-
-    Metrics: as `ppo`, means over tokens.
-
-    Raises:
-        ValueError: an argument out of its range.
+        options: from `clip` on, and the metrics (means over tokens): as `ppo`.
     """
-    return dataclasses.replace(_clipped(reduction="token", **options), length=length)
+    return PolicyLoss(reduction="token", length=length, **options)
 
 
 def gspo(
-    *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-    level: Level = "sequence",
-    on_policy: bool = False,
-    **options: Unpack[Penalties],
+    *, clip_low: float = 3e-4, clip_high: float = 4e-4, level: Level = "sequence", **options: Unpack[RatioOptions]
 ) -> PolicyLoss:
     """Group sequence policy optimisation (arXiv 2507.18071, eq. 5 to 7): -min(s A, clip(s) A), the mean over rows.
 
@@ -338,13 +304,7 @@ def gspo(
             token's, since s is a mean. The defaults are the paper's (section 5.1).
         level: "sequence", or "token" (GSPO-token, eq. 13 to 17): s has the same value, but each token's gradient is
             weighted by its own advantage. Both are equal if all tokens of a row have the same advantage.
-        on_policy: as `ppo`.
-        options: kl, kl_estimator, entropy: as `ppo`.
-
-    Metrics: as `ppo`; ratio and clip_fraction are those of rows.
-
-    Raises:
-        ValueError: an argument out of its range.
+        options: from `on_policy` on, and the metrics (ratio and clip_fraction are those of rows): as `ppo`.
     """
     return PolicyLoss(
         surrogate="clipped sequence",
@@ -352,43 +312,5 @@ def gspo(
         clip_low=clip_low,
         clip_high=clip_high,
         level=level,
-        on_policy=on_policy,
         **options,
     )
-
-
-def actor_critic(policy: Loss, *, value_coefficient: float = 0.5, value_clip: float | None = 0.2) -> PolicyLoss:
-    """A policy loss plus a value loss, both from one pass through a shared trunk.
-
-    Args:
-        policy: such as `ppo()`, `reinforce()` (advantage actor-critic), `grpo()`. The value loss has the
-            same weights and normaliser.
-        value_coefficient: what the value loss is multiplied by, above 0.
-        value_clip: see `value`.
-
-    Metrics: those of the policy's loss and of `value_loss`.
-
-    Raises:
-        ValueError: an argument out of its range, or a loss that needs values already or is no policy loss.
-    """
-    if not isinstance(policy, PolicyLoss) or policy.value_coefficient:
-        raise ValueError(
-            f"actor_critic was given {type(policy).__name__}; give a policy loss such as ppo() or reinforce()"
-        )
-    check_positive("value_coefficient", value_coefficient)
-    return dataclasses.replace(policy, value_coefficient=value_coefficient, value_clip=value_clip)
-
-
-def _clipped(
-    *,
-    reduction: Reduction,
-    clip: float = 0.2,
-    clip_low: float | None = None,
-    clip_high: float | None = None,
-    **options: Unpack[PolicyOptions],
-) -> PolicyLoss:
-    """The clipped surrogate. Each bound may be given separately."""
-    if clip_low is None or clip_high is None:
-        check_number("clip", clip, 0.0, 1.0)
-    low, high = clip if clip_low is None else clip_low, clip if clip_high is None else clip_high
-    return PolicyLoss(reduction=reduction, clip_low=low, clip_high=high, **options)

@@ -20,11 +20,9 @@ from treetrain.device_arrays import on_device
 from treetrain.engine.loss import Metrics, Scope, describe
 from treetrain.errors import DataError
 from treetrain.losses.loss import (
-    LARGEST,
     Facts,
     Loss,
     LossSum,
-    PackedFacts,
     Reduction,
     check_flag,
     check_number,
@@ -52,7 +50,7 @@ class RowComparison(Loss):
         check_positive("beta", self.beta)
 
 
-def row_scores(logprobs: Tensor, facts: PackedFacts, *, average: bool, reference: bool) -> tuple[Tensor, Tensor]:
+def row_scores(logprobs: Tensor, facts: Facts, *, average: bool, reference: bool) -> tuple[Tensor, Tensor]:
     """The log-likelihood of every row, and its score: that minus the one under the reference.
 
     Args:
@@ -140,7 +138,7 @@ class PairLoss(RowComparison):
         RowComparison.__post_init__(self)
         check_number("label_smoothing", self.label_smoothing, 0.0, 0.5)
         check_flag("reference_free", self.reference_free)
-        check_number("margin", self.margin, 0.0, LARGEST)
+        check_number("margin", self.margin, 0.0)
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -157,7 +155,6 @@ class PairLoss(RowComparison):
         return float(len(find_pairs(trajectories).chosen))
 
     def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
-        assert isinstance(facts, PackedFacts)
         pairs = find_pairs(facts.trajectories)
         chosen, rejected = (on_device(rows, logprobs.device) for rows in pairs)
         likelihood, score = row_scores(logprobs, facts, average=self.average, reference=not self.reference_free)
@@ -256,8 +253,8 @@ class KTOLoss(RowComparison):
 
     def __post_init__(self) -> None:
         RowComparison.__post_init__(self)
-        check_number("desirable_weight", self.desirable_weight, 0.0, LARGEST)
-        check_number("undesirable_weight", self.undesirable_weight, 0.0, LARGEST)
+        check_number("desirable_weight", self.desirable_weight, 0.0)
+        check_number("undesirable_weight", self.undesirable_weight, 0.0)
         point = self.reference_point
         if point not in get_args(Reference) and not (is_number(point) and 0 <= cast(float, point) < math.inf):
             raise ValueError(
@@ -303,7 +300,6 @@ class KTOLoss(RowComparison):
         return float(len(desirable) + len(undesirable))
 
     def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
-        assert isinstance(facts, PackedFacts)
         kinds = self._kinds(facts.trajectories)
         desirable, undesirable, mismatched = (on_device(rows, logprobs.device) for rows in kinds)
         likelihood, score = row_scores(logprobs, facts, average=False, reference=True)

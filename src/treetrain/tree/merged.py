@@ -14,9 +14,10 @@ from typing import Literal
 
 import numpy as np
 
+from treetrain.data.columns import GIVEN
 from treetrain.errors import DataError
 from treetrain.tree.assemble import Int64s, ranges
-from treetrain.tree.nodes import NEEDED_FACTS, Float64s, NodeRows
+from treetrain.tree.nodes import Float64s, NodeRows
 
 Reduction = Literal["token", "trajectory"]
 
@@ -31,20 +32,8 @@ class MergedPredictions:
     """int64 [T], ascending: tree index of the predicted token. A token may occur several times."""
     shares: Float64s
     """[T]: total weight of the rows in the loss's sum; never 0."""
-    advantages: Float64s | None
-    """[T]: share-weighted mean over the rows. A fact, here and below, is None if a trained row lacks it."""
-    old_logprobs: Float64s | None
-    """[T], nats."""
-    ref_logprobs: Float64s | None
-    """[T], nats."""
-    rollout_logprobs: Float64s | None
-    """[T], nats."""
-    teacher_logprobs: Float64s | None
-    """[T], nats."""
-    values: Float64s | None
-    """[T]."""
-    returns: Float64s | None
-    """[T]."""
+    facts: Mapping[str, Float64s]
+    """[T] each, by name; advantages are share-weighted means over the rows. Without those that a trained row lacks."""
     normaliser: float
     """The sum of the shares ("token"), or the number of rows with a weight above 0 ("trajectory")."""
     num_trained: int
@@ -91,7 +80,7 @@ def merge(rows: NodeRows, reduction: Reduction) -> MergedPredictions:
         per_row = np.divide(1.0, totals, out=np.zeros(len(totals)), where=totals > 0)
     own = np.array([np.nan if row.advantages is None else row.advantages for row in rows.rows], np.float64)
     lacking = _lacking(rows, own)
-    facts = {name: None if name in lacking else _on_tokens(rows, name) for name in NEEDED_FACTS}
+    facts = {name: _on_tokens(rows, name) for name in GIVEN if name not in lacking}
 
     trained = np.flatnonzero(rows.weights)
     node = rows.place[trained]
@@ -103,21 +92,21 @@ def merge(rows: NodeRows, reduction: Reduction) -> MergedPredictions:
         share = rows.sum_over_rows(np.where(members, per_row, 0.0))
         at, here = trained[share[node] > 0], node[share[node] > 0]
         if np.isnan(own[members][0]):
-            advantage = none if facts["advantages"] is None else facts["advantages"][at]
+            advantage = facts["advantages"][at] if "advantages" in facts else none
         else:
             advantage = rows.sum_over_rows(np.where(members, per_row * own, 0.0))[here] / share[here]
         parts.append((at, rows.weights[at] * share[here], advantage))
     at, shares, advantages = (np.concatenate(column) for column in zip(*parts))
     order = np.argsort(rows.tree_index[at], kind="stable")
     at, shares = at[order], shares[order]
-    taken = {name: None if values is None else values[at] for name, values in facts.items()}
+    facts = {name: values[at] for name, values in facts.items()}
     if "advantages" not in lacking:
-        taken["advantages"] = advantages[order]
+        facts["advantages"] = advantages[order]
     return MergedPredictions(
         reduction=reduction,
         tokens=rows.tree_index[at],
         shares=shares,
-        **taken,
+        facts=facts,
         normaliser=float(shares.sum() if reduction == "token" else (totals > 0).sum()),
         num_trained=int((totals > 0).sum()),
         lacking=lacking,
@@ -148,15 +137,15 @@ def _lacking(rows: NodeRows, own: Float64s) -> dict[str, str]:
         own: [K], the rows' own advantages, NaN for rows that use the nodes'.
     """
     trained = np.bincount(rows.place, rows.weights != 0, minlength=len(rows.contents)) > 0
-    found = {}
-    for name in NEEDED_FACTS:
+    lacking = {}
+    for name in GIVEN:
         misses = trained & np.array([getattr(part, name) is None for part in rows.contents], bool)
         if name == "advantages":
             misses &= rows.sum_over_rows(np.isnan(own)) > 0
         if misses.any():
             node = int(misses.argmax())
-            found[name] = f"node {rows.numbers[node]}"
+            lacking[name] = f"node {rows.numbers[node]}"
             if name == "advantages" and not np.isnan(own).all():
                 row = next(k for k in np.flatnonzero(np.isnan(own)).tolist() if node in rows.path(k))
-                found[name] += f" (of trajectory number {row}, counted from 0)"
-    return found
+                lacking[name] += f" (of trajectory number {row}, counted from 0)"
+    return lacking

@@ -12,15 +12,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from treetrain.data.columns import GIVEN
 from treetrain.data.trajectory import PER_TOKEN_FACTS, LazyTrajectories, Trajectory, common_prefix
 from treetrain.errors import DataError
 from treetrain.tree.assemble import Int32s, Int64s, TreeArrays, assemble
 
 Float64s = NDArray[np.float64]
 Count = Literal["per trajectory", "once"]
-
-NEEDED_FACTS = tuple(name for name in PER_TOKEN_FACTS if name != "loss_weights")
-"""Facts without a default: if one node of a trajectory has them, its other trained nodes must too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -345,7 +343,7 @@ def _insert(contents: Sequence[Int32s], parents: list[int], keys: list[Hashable]
 def _check_facts(found: NodeRows) -> None:
     """Check that a fact given on one node of a trajectory is given on all its trained nodes."""
     trained = (np.bincount(found.place, found.weights != 0, minlength=len(found.contents)) > 0).tolist()
-    for name in NEEDED_FACTS:
+    for name in GIVEN:
         has = [getattr(part, name) is not None for part in found.contents]
         if all(has) or not any(has):
             continue
