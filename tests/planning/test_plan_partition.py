@@ -235,16 +235,17 @@ def test_less_than_a_token_is_refused(given):
         partition(layout_of([[1, 2]]), seconds=LinearPrices().seconds, **given)
 
 
-@pytest.mark.parametrize("budget", [None, 20_000, 8_192, 1_000])
-def test_a_hundred_thousand_nested_forks_are_planned_in_seconds(budget):
-    layout = nested_forks(100_000)
+@pytest.mark.parametrize("forks", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [None, 0.2, 0.08, 0.01])
+def test_many_nested_forks_are_planned_in_seconds(share, forks):
+    layout, budget = nested_forks(forks), share and int(share * forks)
     start = time.process_time()
     plan = partition(layout, budget, LinearPrices().seconds, part_tokens=None if budget else 8_192)
-    assert time.process_time() - start < 20
+    assert time.process_time() - start < forks / 5_000
     assert plan.peak_tokens <= (budget or layout.num_tokens)
     if budget:
         assert plan.num_parts <= 1.1 * layout.num_tokens / budget + 1
-        assert plan.recomputed_tokens <= 100_000
+        assert plan.recomputed_tokens <= forks
 
 
 @pytest.mark.parametrize("size", [1, 20])

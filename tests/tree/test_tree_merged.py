@@ -50,9 +50,9 @@ def test_merged_rows_sum_to_what_the_rows_sum_to_on_every_token(advantages, redu
     for seed in SEEDS:
         tree = random_node_tree(seed, advantages)
         merged = tree.merged(reduction)
-        facts = {name: getattr(merged, name) for name in ("advantages", *OTHER_FACTS)}
+        facts = dict(merged.facts)
         if advantages == "none":
-            assert facts["advantages"] is None or not len(merged)
+            assert "advantages" not in facts or not len(merged)
             facts["advantages"] = np.zeros(len(merged))
         expected, normaliser = by_rows(tree, reduction)
         found = moments(merged.tokens, merged.shares, facts, tree.num_tokens)
@@ -96,26 +96,29 @@ def test_no_row_is_put_together(monkeypatch):
     assert len(tree.merged("token")) and len(tree.merged("trajectory"))
 
 
+FORKS = 20_000
+
+
 @pytest.fixture(scope="module")
 def nested() -> TokenTree:
     """Row k: k + 1 tokens of a spine, all but the first trained, and two of its own with weight 1/2 each."""
     nodes, rows, started = [], [], time.process_time()
-    for i in range(100_000):
+    for i in range(FORKS):
         nodes.append(Node(2 * i - 2 if i else None, [1]))
         nodes.append(Node(2 * i, [2, 3], loss_weights=0.5))
         rows.append(NodeTrajectory(node=2 * i + 1, advantages=1.0 + i % 2))
     tree = TokenTree.from_nodes(nodes, rows)
-    assert time.process_time() - started < 20
+    assert time.process_time() - started < 5
     return tree
 
 
-def test_one_hundred_thousand_nested_forks_are_checked_and_counted_in_seconds(nested):
+def test_twenty_thousand_nested_forks_are_checked_and_counted_in_seconds(nested):
     started = time.process_time()
     check_tree(nested)
     stats = tree_stats(nested)
     uses, deepest = nested.trained_edges()
     assert time.process_time() - started < 5
-    count = 100_000
+    count = FORKS
     assert stats.flat == nested.num_flat_tokens == count * (count + 1) // 2 + 2 * count
     assert stats.forks == count - 1
     assert uses.sum() == stats.trained_flat == stats.flat - count
@@ -126,11 +129,11 @@ def test_one_hundred_thousand_nested_forks_are_checked_and_counted_in_seconds(ne
 
 
 @both_reductions
-def test_one_hundred_thousand_nested_forks_are_merged_in_seconds(nested, reduction):
+def test_twenty_thousand_nested_forks_are_merged_in_seconds(nested, reduction):
     started = time.process_time()
     merged = nested.merged(reduction)
     assert time.process_time() - started < 5
-    count = 100_000
+    count = FORKS
     assert len(merged) == count - 1 + 2 * count
     numbers = np.arange(count)
     totals = numbers + 1.0
