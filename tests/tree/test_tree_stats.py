@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.tree import build_tree
+from treetrain.tree.attention_range import FULL
 from treetrain.tree.stats import linear_work, tree_stats, tree_work
 
 
@@ -18,6 +19,8 @@ def weighted_rows(draw) -> list[Trajectory]:
 
 class Count:
     """A model whose tokens, pairs and head rows cost so much each."""
+
+    attention_ranges = (FULL,)
 
     def __init__(self, *prices: float) -> None:
         self.prices = prices
