@@ -221,6 +221,7 @@ def test_nothing_that_a_template_drops_is_dropped_in_silence(read, bytes_tokeniz
         read({"messages": MESSAGES, "system": "x"})
     found = from_messages([{"messages": [*MESSAGES[:-1], ANSWER | {"colour": 1}]}], tokenizer=bytes_tokenizer)
     assert found.notes == (
+        "tools are called but no tool schemas are given, so the prompt lacks them (--tools FILE adds them) (row 0)",
         "message key 'colour' is not used (row 0)",
         "the template drops the thinking of an assistant message, so it is not trained (row 0 message 2)",
     )
@@ -228,7 +229,7 @@ def test_nothing_that_a_template_drops_is_dropped_in_silence(read, bytes_tokeniz
 
 def test_records_that_extend_each_other_are_noted_unless_only_the_last_answer_is_trained(read, bytes_tokenizer):
     rows = [MESSAGES[:3], [*MESSAGES[:5], ANSWER], [*MESSAGES[:2], ANSWER]]
-    options = {"tokenizer": bytes_tokenizer, "chat_template": "chatml"}
+    options = {"tokenizer": bytes_tokenizer, "chat_template": "chatml", "tools": TOOLS}
     (note,) = from_messages(rows, **options).notes
     assert note.startswith("a conversation extends an earlier one") and "--train last" in note and "(row 1)" in note
     assert from_messages(rows, **options, train="last").notes == ()

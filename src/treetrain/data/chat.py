@@ -23,7 +23,7 @@ from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.errors import DataError, quoted, shortened
 
 CHAT_KEYS = frozenset(("messages", "system", "tools", "functions", "parallel_tool_calls", "train", "trial", *ROW_KEYS))
-TEXT_KEYS = frozenset(("prompt", "completion", *ROW_KEYS))
+TEXT_KEYS = frozenset(("prompt", "completion", "decoded", *ROW_KEYS))
 CHATML_END = "<|im_end|>"
 CACHED_CHARACTERS = 1 << 24
 """Characters of text pieces whose tokens are cached; about 100 MB at most."""
@@ -69,6 +69,10 @@ def chat_reader(settings: ReadSettings) -> Reader:
             notes.add("images are not part of the rows; rows with different images are kept apart, to inspect them")
         tools = clean_tools(record.get("tools") or record.get("functions")) or settings.tools
         renderer.check_tools(messages, tools)
+        if not tools and any("tool_calls" in message for message in messages):
+            notes.add(
+                "tools are called but no tool schemas are given, so the prompt lacks them (--tools FILE adds them)"
+            )
         for message in messages:
             renderer.note_unused_keys(message, notes)
         if not any(message["role"] == "assistant" for message in messages):
@@ -110,9 +114,12 @@ def _system(record: Record, messages: list[Message]) -> list[Message]:
 
 
 def _text_row(renderer: "Renderer", record: Record) -> Trajectory:
-    """Prompt and completion as plain text, tokenised as one; the completion is trained, and ends with the EOS token."""
+    """Prompt and completion as plain text, tokenised as one; the completion is trained, and ends with the EOS token.
+
+    `decoded` text has its special tokens already: none is added.
+    """
     prompt, completion = field(record, "prompt", str), field(record, "completion", str)
-    end = getattr(renderer.tokenizer, "eos_token", None) or ""
+    end = "" if record.get("decoded") else getattr(renderer.tokenizer, "eos_token", None) or ""
     completion = completion if completion.endswith(end) else completion + end
     if renderer.is_fast:
         ids, _, ends = renderer.encode(prompt + completion)
@@ -123,7 +130,7 @@ def _text_row(renderer: "Renderer", record: Record) -> Trajectory:
         weights = np.arange(ids.size) >= pieces[0].size
     # A tokenizer that begins every text with a BOS token does so here too.
     with_special = renderer.tokenizer("a", verbose=False)["input_ids"]
-    begin = with_special[: with_special.index(int(renderer.encode_ids("a")[0]))]
+    begin = [] if record.get("decoded") else with_special[: with_special.index(int(renderer.encode_ids("a")[0]))]
     return Trajectory([*begin, *ids], loss_weights=[*(0.0 for _ in begin), *weights])
 
 

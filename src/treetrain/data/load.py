@@ -141,7 +141,9 @@ def from_messages(
 
     def records() -> Iterator[tuple[str, Record | DataError]]:
         for number, row in enumerate(rows):
-            record = {"messages": row} if isinstance(row, list) else row
+            record: Any = {"messages": row} if isinstance(row, list) else row
+            if hasattr(record, "non_tensor_batch"):  # verl's DataProto
+                record = {"batch": dict(record.batch.items()), "non_tensor_batch": record.non_tensor_batch}
             bad = DataError(f"the row is {quoted(row)}, expected a list of messages or an object")
             yield f"row {number}", record if isinstance(record, Mapping) else bad
 

@@ -21,8 +21,9 @@ ROLES = ("system", "user", "assistant", "tool")
 ROLE_ALIASES = {"developer": "system", "human": "user", "gpt": "assistant", "ai": "assistant", "model": "assistant"}
 ROLE_ALIASES |= dict.fromkeys(("function", "observation", "tool_response"), "tool")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+TRAIN_KEYS = ("train", "trainable")
 MESSAGE_KEYS = frozenset(
-    ("role", "content", "tool_calls", "tool_call_id", "name", "weight", "train", "advantage", "reward", *REASONING_KEYS)
+    ("role", "content", "tool_calls", "tool_call_id", "name", "weight", "advantage", "reward", *REASONING_KEYS)
 )
 """Keys that are used whatever the template."""
 IGNORED_KEYS = ("content", "parts", "tool_calls", "function_call", "refusal", "audio", "annotations")
@@ -98,10 +99,13 @@ def _clean(message: Any, where: str, notes: Notes, images: list[str] | None) -> 
         if name in cleaned and not _is_number(cleaned[name]):
             cure = " (0 leaves the message out)" if name == "weight" else ""
             raise DataError(f"{where} has the {name} {quoted(cleaned[name])}, expected a finite number{cure}")
-    if "train" in cleaned:
-        if not isinstance(cleaned["train"], bool):
-            raise DataError(f"{where}: `train` is {quoted(cleaned['train'])}, expected true or false")
-        cleaned["weight"] = cleaned.get("weight", 1.0) * cleaned.pop("train")
+    for name in [name for name in TRAIN_KEYS if name in cleaned]:
+        trained = cleaned.pop(name)
+        if not isinstance(trained, bool):
+            raise DataError(f"{where}: `{name}` is {quoted(trained)}, expected true or false")
+        if trained and role != "assistant":
+            notes.add(f"a {role} message is marked to be trained; only assistant messages are", where)
+        cleaned["weight"] = cleaned.get("weight", 1.0) * trained
     if texts or not results or calls:
         yield cleaned | {"content": "".join(texts)}
 
@@ -158,9 +162,11 @@ def _given_calls(message: Record, where: str) -> list[Any]:
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
+    if isinstance(function, str):  # Inspect AI
+        function = {"name": function, "arguments": call.get("arguments")}
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"{where} is {quoted(call)}, expected `function` with a `name`")
-    cleaned = {"type": "function"} | {name: call[name] for name in ("id", "type") if isinstance(call.get(name), str)}
+    cleaned = {"type": "function"} | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
     arguments = _arguments(_first(function, "arguments", "args"))
     return cleaned | {"function": {"name": function["name"], "arguments": arguments}}
 
@@ -198,7 +204,7 @@ def clean_tools(tools: Any) -> Tools:
 
 def _clean_tool(tool: Record) -> dict[str, Any]:
     schema = _first(tool, "input_schema", "inputSchema")
-    if schema is None and not (tool.get("type") == "function" and "name" in tool and "function" not in tool):
+    if "name" not in tool or "function" in tool or (schema is None and "parameters" not in tool):
         return dict(tool)
     function = {name: tool[name] for name in ("name", "description") if tool.get(name) is not None}
     return {"type": "function", "function": function | {"parameters": schema or tool.get("parameters") or {}}}

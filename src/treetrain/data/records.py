@@ -11,11 +11,14 @@ import gzip
 import io
 import json
 import os
+import pickle
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Literal, overload
+from typing import IO, Any, ClassVar, Literal, overload
+
+import numpy as np
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, quoted, shortened
@@ -27,6 +30,7 @@ Record = Mapping[str, Any]
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # The first bytes of a file say more than its name.
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet", b"ARROW1": "arrow", b"PK\x03\x04": "zip"}
+MAGIC |= {bytes((0x80, protocol)): "pickle" for protocol in range(2, 6)}
 SUFFIXES = {".gz": "gzip", ".zst": "zstd", ".parquet": "parquet", ".arrow": "arrow", ".eval": "zip", ".zip": "zip"}
 IN_FOLDERS = (".jsonl", ".json", ".traj", ".ndjson", *SUFFIXES)
 """Files with these endings are read where a folder is given."""
@@ -397,10 +401,61 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
+class _DataProto:
+    """The state of a pickled `verl.protocol.DataProto`."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads the arrays of a pickled DataProto. Nothing else is imported or called, so a pickle cannot run code."""
+
+    known: ClassVar = {
+        ("verl.protocol", "DataProto"): _DataProto,
+        ("torch", "Size"): tuple,
+        ("numpy", "ndarray"): np.ndarray,
+        ("numpy", "dtype"): np.dtype,
+        **{
+            (f"numpy.{core}.{module}", function.__name__): function
+            for core in ("core", "_core")
+            for module, function in (
+                ("multiarray", np.zeros(0).__reduce__()[0]),
+                ("multiarray", np.float64(0).__reduce__()[0]),
+                ("numeric", np.zeros(1).__reduce_ex__(5)[0]),
+            )
+        },
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self.known:
+            raise DataError(f"the pickle holds {module}.{name}, which is not read: pickles can run code; write JSONL")
+        return self.known[module, name]
+
+
+def _read_dataproto(path: Path) -> Iterator[tuple[str, Record | DataError]]:
+    """`DataProto.save_to_disk` of verl, one record with the batch as arrays."""
+    try:
+        with open(path, "rb") as file:
+            batch, others, _ = _Unpickler(file).load().state
+        if isinstance(batch, bytes):
+            raise DataError(
+                "the batch is stored by torch.save, which is not read: save it with VERL_DATAPROTO_SERIALIZATION_METHOD"
+                "=numpy, or pass DataProto.load_from_disk(...) to tt.from_messages([...])"
+            )
+        arrays = {name: np.frombuffer(data, dtype).reshape(shape) for name, (dtype, shape, data) in batch[2].items()}
+    except (DataError, OSError) as error:
+        raise DataError(f"{path}: {error}") from error
+    except Exception as error:  # a damaged pickle may raise anything
+        raise DataError(f"{path}: is no DataProto of verl ({type(error).__name__}: {shortened(error)})") from error
+    yield str(path), {"batch": arrays, "non_tensor_batch": others}
+
+
 _READERS: dict[str, Callable[[Path], Iterator[tuple[str, Record | DataError]]]] = {
     "gzip": lambda path: _read_text(path, "gzip"),
     "zstd": lambda path: _read_text(path, "zstd"),
     "parquet": _read_table,
     "arrow": _read_table,
     "zip": _read_zip,
+    "pickle": _read_dataproto,
 }

@@ -1,0 +1,187 @@
+"""Logs of agents and benchmarks: SWE-agent, tau-bench and tau2-bench, Inspect AI, and the search trees of ToolBench and
+Tree of Thoughts."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from treetrain.data.formats.conversations import facts
+from treetrain.data.records import Format, Notes, Record, field, look_up, objects
+from treetrain.errors import DataError, quoted
+
+INSPECT_SCORES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
+SWE_KEYS = ("role", "content", "tool_calls")
+
+
+def read_swe_agent(record: Record, notes: Notes) -> list[Record]:
+    """A `.traj`: every step is a call with the messages of its `query`; without those the history is one conversation.
+
+    History processors shorten earlier observations, so that a step's `query` may differ from the history before it. The
+    answers are in the history, which has their tool calls.
+    """
+    history = [_swe_message(entry) for entry in objects(record, "history")]
+    answers = [
+        message
+        for message, entry in zip(history, objects(record, "history"))
+        if message["role"] == "assistant" and not entry.get("is_demo")
+    ]
+    queries = [step.get("query") for step in objects(record, "trajectory")]
+    known = {"episode": notes.place} | facts(record)
+    if len(answers) != len(queries) or not all(isinstance(query, list) and len(query) > 1 for query in queries):
+        return [known | {"messages": history}]
+    calls = [[_swe_message(entry) for entry in objects({"query": query}, "query")] for query in queries]
+    return [known | {"messages": [*call, answer], "train": "last"} for call, answer in zip(calls, answers)]
+
+
+def _swe_message(entry: Record) -> dict[str, Any]:
+    message = {name: entry[name] for name in SWE_KEYS if entry.get(name) is not None}
+    if thinking := entry.get("thinking_blocks"):
+        text = message.get("content") or ""
+        message["content"] = [*thinking, *([{"type": "text", "text": text}] if isinstance(text, str) else text)]
+    if look_up(entry, "tool_call_ids.0") is not None:
+        message["tool_call_id"] = entry["tool_call_ids"][0]
+    return message | ({"weight": 0} if entry.get("is_demo") else {}) | {"role": entry.get("role")}
+
+
+def read_tau(record: Record, notes: Notes) -> list[Record]:
+    """A result of tau-bench (`traj`), or the file of a run of tau2-bench (`simulations`)."""
+    if "traj" in record:
+        return [facts(record) | {"messages": field(record, "traj", list)}]
+    notes.add("tau2-bench does not log the agent's system prompt; the policy is given in its place")
+    policy = look_up(record, "info.environment_info.policy")
+    return [
+        {name: run[name] for name in ("id", "task_id", "trial") if run.get(name) is not None}
+        | {"reward": look_up(run, "reward_info.reward"), "messages": _tau2_messages(run)}
+        | ({"system": policy} if isinstance(policy, str) else {})
+        for run in objects(record, "simulations")
+    ]
+
+
+def _tau2_messages(run: Record) -> list[dict[str, Any]]:
+    """What the agent saw: not the calls of the user's own tools, nor their results."""
+    messages = []
+    for message in objects(run, "messages"):
+        of_user = message.get("requestor") == "user" or (message.get("role") == "user" and message.get("tool_calls"))
+        if message.get("role") == "tool" and "tool_messages" in message:
+            results = objects(message, "tool_messages")
+        else:
+            results = [] if of_user else [message]
+        for one in results:
+            if one.get("requestor") != "user":
+                kept = {name: one[name] for name in ("role", "content", "tool_calls") if one.get(name) is not None}
+                messages.append(kept | ({"tool_call_id": one.get("id")} if one.get("role") == "tool" else {}))
+    return messages
+
+
+def read_inspect(record: Record, notes: Notes) -> list[Record]:
+    """The samples of an Inspect AI log, each its conversation; the tools are those of its first model event."""
+    samples = objects(record, "samples") if "samples" in record else [record]
+    rows = []
+    for number, sample in enumerate(samples):
+        attachments = look_up(sample, "attachments") or {}
+        events = [event for event in objects(sample, "events") if event.get("event") == "model"]
+        name, trial = sample.get("id", number), sample.get("epoch")
+        row = {"task_id": name, "trial": trial, "messages": _attached(field(sample, "messages", list), attachments)}
+        for score in list((look_up(sample, "scores") or {}).values())[:1]:
+            value = look_up(score, "value")
+            row["reward"] = INSPECT_SCORES.get(value, value) if isinstance(value, str) else value
+            if not isinstance(row["reward"], int | float | None):
+                raise DataError(f"`scores` has the value {quoted(value)}, expected a number or C, I, P, N")
+        if len(look_up(sample, "scores") or {}) > 1:
+            notes.add("the first of several scores is the reward")
+        rows.append(row | ({"tools": events[0]["tools"]} if events and events[0].get("tools") else {}))
+    return rows
+
+
+def _attached(value: Any, attachments: Mapping[str, Any]) -> Any:
+    """Long texts of a log lie in its `attachments`."""
+    if isinstance(value, list):
+        return [_attached(entry, attachments) for entry in value]
+    if isinstance(value, dict):
+        return {
+            name: _attached(entry, attachments)
+            for name, entry in value.items()
+            if name not in ("source", "model", "id")
+        }
+    if isinstance(value, str) and value.startswith("attachment://"):
+        if (found := attachments.get(value.removeprefix("attachment://"))) is None:
+            raise DataError(f"{quoted(value)} is not in `attachments`")
+        return found
+    return value
+
+
+def read_toolbench(record: Record, notes: Notes) -> list[Record]:
+    """A search tree of ToolBench: every leaf is a conversation; what its branches share is shared."""
+    messages = look_up(record, "answer_generation.train_messages.0")
+    if not isinstance(messages, list):
+        raise DataError("`answer_generation.train_messages.0` is missing, so the prompt of the tree is not in the log")
+    prompt = []
+    for message in messages:
+        if look_up(message, "role") == "assistant":
+            break
+        prompt.append(message)
+    notes.add("ToolBench's prompts for another action at a fork are not in the log")
+    known = {"group": notes.place, "functions": look_up(record, "answer_generation.function")} | facts(record)
+    return [
+        known | {"id": f"{notes.place}/{number}", "messages": prompt + path}
+        for number, path in enumerate(_toolbench_paths(field(record, "tree.tree", dict)))
+    ]
+
+
+def _toolbench_paths(root: Record) -> Iterator[list[dict[str, Any]]]:
+    """The messages from the root to every leaf. A thought, an action and its input are one answer."""
+    pending: list[tuple[Record, list[dict[str, Any]], dict[str, Any]]] = [(root, [], {})]
+    while pending:
+        node, path, answer = pending.pop()
+        kind, text = node.get("node_type"), node.get("description") or ""
+        if kind == "Thought" and text:
+            path, answer = ([*path, answer] if "content" in answer else path), {"role": "assistant", "content": text}
+        elif kind == "Action" and text:
+            answer = (
+                {"role": "assistant", "content": None} | answer | {"function_call": {"name": text, "arguments": "{}"}}
+            )
+        elif kind == "Action Input" and "function_call" in answer:
+            name = answer["function_call"]["name"]
+            answer = answer | {"function_call": {"name": name, "arguments": text}}
+            path = [*path, answer, {"role": "function", "name": name, "content": node.get("observation") or ""}]
+            answer = {}
+        children = objects(node, "children")
+        if not children and (path or answer):
+            yield [*path, answer] if answer else path
+        pending += [(child, path, answer) for child in reversed(children)]
+
+
+def read_thoughts(record: Record, notes: Notes) -> list[Record]:
+    """A task of Tree of Thoughts: every candidate that was never expanded is a row, its value the reward."""
+    steps = objects(record, "steps")
+    rows = []
+    for step, following in zip(steps, [*steps[1:], {}]):
+        expanded = set(look_up(following, "ys") or ())
+        candidates, values = field(step, "new_ys", list), look_up(step, "values") or []
+        for candidate, value in zip(candidates, [*values, *[None] * (len(candidates) - len(values))]):
+            if candidate not in expanded:
+                said = [{"role": "user", "content": step.get("x")}, {"role": "assistant", "content": candidate}]
+                rows.append({"messages": said, "reward": value, "group": record.get("idx", notes.place)})
+    return rows
+
+
+SWE_AGENT = Format(
+    "swe-agent",
+    "`history` and `trajectory`",
+    lambda record: isinstance(record.get("history"), list) and isinstance(record.get("trajectory"), list),
+    read_swe_agent,
+)
+TAU = Format(
+    "tau-bench", "`traj` or `simulations`", lambda record: "traj" in record or "simulations" in record, read_tau
+)
+INSPECT = Format(
+    "inspect",
+    "a log or a sample of Inspect AI",
+    lambda record: {"eval", "samples"} <= record.keys() or {"messages", "epoch", "scores"} <= record.keys(),
+    read_inspect,
+)
+TOOLBENCH = Format(
+    "toolbench", "`answer_generation` and `tree`", lambda r: {"answer_generation", "tree"} <= r.keys(), read_toolbench
+)
+THOUGHTS = Format(
+    "tree-of-thoughts", "`steps` with `new_ys`", lambda r: look_up(r, "steps.0.new_ys") is not None, read_thoughts
+)

@@ -1,0 +1,183 @@
+"""Trees given as trees: our own `nodes`, and the message graphs of verifiers, which prime-rl writes.
+
+`forests_of` gives the nodes as they are, for `tt.load_tree`, which flattens nothing. As a format of `tt.load` every
+trajectory is a row by itself.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from treetrain.data.formats.conversations import FACT_KEYS, facts
+from treetrain.data.records import Format, Notes, Record, field, look_up, objects
+from treetrain.data.token_rows import FACT_KEYS as TOKEN_FACTS
+from treetrain.errors import DataError, quoted
+
+NODE_FACTS = ("loss_weights", *TOKEN_FACTS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Forest:
+    """Nodes and the trajectories that end in them."""
+
+    nodes: list[dict[str, Any]]
+    """Each with `parent` (an index or None), `ids` or `messages`, per-token facts (lists or one number), and `key`."""
+    ends: list[dict[str, Any]]
+    """Each with `node`, the index of its last node, and the facts of the row."""
+    shared: dict[str, Any]
+    """`system` and `tools`."""
+
+    def path(self, end: int) -> list[int]:
+        """The nodes from the root to `end`."""
+        path, node = [], end
+        while node is not None:
+            path.append(node)
+            if len(path) > len(self.nodes):
+                raise DataError(f"node {end}: its parents form a cycle; set one parent to null")
+            node = self.nodes[node]["parent"]
+        return path[::-1]
+
+
+def forests_of(record: Record) -> list[Forest]:
+    """The forest of a record; of a recorded episode, one for each of its traces."""
+    if "traces" in record:
+        return [_trace(trace, facts(record)) for trace in objects(record, "traces")]
+    return [_trace(record, {}) if "sampled" in (look_up(record, "nodes.0") or {}) else _own(record)]
+
+
+def _own(record: Record) -> Forest:
+    given = objects(record, "nodes")
+    index: dict[Any, int] = {}
+    for number, node in enumerate(given):
+        name = node.get("id", number)
+        if isinstance(name, dict | list) or index.setdefault(name, number) != number:
+            raise DataError(f"`nodes.{number}.id` is {quoted(name)}, expected a name that no other node has")
+
+    def find(name: Any, where: str) -> int:
+        if isinstance(name, dict | list) or name not in index:
+            raise DataError(f"`{where}` is {quoted(name)}, which is the id of no node")
+        return index[name]
+
+    nodes: list[dict[str, Any]] = []
+    for number, node in enumerate(given):
+        parent = node.get("parent")
+        made: dict[str, Any] = {"parent": None if parent in (None, -1) else find(parent, f"nodes.{number}.parent")}
+        made |= {
+            fact: node[name] for fact, names in TOKEN_FACTS.items() for name in names if node.get(name) is not None
+        }
+        made |= {name: node[name] for name in ("loss_weights", "key") if node.get(name) is not None}
+        if node.get("loss_mask") is not None:
+            made["loss_weights"] = node["loss_mask"]
+        if "messages" in node or "message" in node:
+            made["messages"] = [node["message"]] if "message" in node else field(node, "messages", list)
+        else:
+            ids = next((name for name in ("tokens", "input_ids", "token_ids") if name in node), "tokens")
+            made["ids"] = field(node, ids, list)
+        nodes.append(made)
+    ends: list[dict[str, Any]] = []
+    shared = facts(record)
+    if record.get("trajectories") is not None:
+        for number, one in enumerate(field(record, "trajectories", list)):
+            name = one.get("node") if isinstance(one, Mapping) else one
+            own = facts(one) if isinstance(one, Mapping) else {}
+            ends.append(shared | own | {"node": find(name, f"trajectories.{number}.node")})
+    else:
+        inner = {node["parent"] for node in nodes}
+        ends = [shared | facts(node) | {"node": at} for at, node in enumerate(given) if at not in inner]
+        for end in ends:
+            end.pop("key", None)  # a node's own
+    return Forest(nodes, ends, {name: record[name] for name in ("system", "tools") if record.get(name)})
+
+
+def _trace(trace: Record, known: dict[str, Any]) -> Forest:
+    """A trace of verifiers: a node holds one message, its tokens, and log-probabilities of the sampled ones alone."""
+    nodes: list[dict[str, Any]] = []
+    given = objects(trace, "nodes")
+    for number, node in enumerate(given):
+        parent = node.get("parent")
+        if parent is not None and not (isinstance(parent, int) and 0 <= parent < len(given)):
+            raise DataError(f"`nodes.{number}.parent` is {quoted(parent)}, which is no node of {len(given)}")
+        made: dict[str, Any] = {"parent": parent}
+        if ids := look_up(node, "token_ids"):
+            mask = field(node, "mask", list)
+            made |= {"ids": ids, "loss_weights": [int(one) for one in mask]}
+            for name, ours in (
+                ("logprobs", "rollout_logprobs"),
+                ("advantages", "advantages"),
+                ("reference_logprobs", "ref_logprobs"),
+            ):
+                if values := node.get(name):
+                    if len(values) != sum(map(int, mask)):
+                        raise DataError(
+                            f"`nodes.{number}.{name}` has {len(values)} entries, `mask` trains {sum(map(int, mask))}"
+                        )
+                    rest = iter(values)
+                    made[ours] = [next(rest) if one else 0.0 for one in mask]
+        else:
+            made["messages"] = [field(node, "message", dict) | ({} if node.get("sampled") else {"weight": 0})]
+        nodes.append(made)
+    rewards = [reward for reward in (look_up(trace, "rewards") or {}).values() if isinstance(reward, Mapping)]
+    known = known | {
+        "id": trace.get("id"),
+        "group": look_up(trace, "task.key") or look_up(trace, "task.hash"),
+        "episode": trace.get("id"),
+    }
+    if rewards:
+        known["reward"] = sum(reward.get("score", 0) * reward.get("weight", 1) for reward in rewards)
+    inner = {node["parent"] for node in nodes}
+    ends = [known | {"node": number} for number in range(len(nodes)) if number not in inner]
+    return Forest(nodes, ends, {"tools": trace["tools"]} if trace.get("tools") else {})
+
+
+def read_nodes(record: Record, notes: Notes) -> list[Record]:
+    """Every trajectory as a row of its own: the tokens or messages from the root to its last node."""
+    rows = []
+    for forest in forests_of(record):
+        for number, end in enumerate(forest.ends):
+            path = [forest.nodes[node] for node in forest.path(end["node"])]
+            row = {name: value for name, value in end.items() if name in FACT_KEYS and value is not None}
+            row.setdefault("id", f"{notes.place}/{number}")
+            row["id"] = f"{row['id']}/{number}" if len(forest.ends) > 1 and "id" in end else row["id"]
+            row |= next(({"key": node["key"]} for node in path[::-1] if "key" in node), {})
+            if any("messages" in node for node in path):
+                if not all("messages" in node for node in path):
+                    raise DataError(
+                        f"the path to node {end['node']} mixes nodes of tokens and of messages; give one of them"
+                    )
+                rows.append(row | forest.shared | {"messages": [one for node in path for one in _weighted(node)]})
+                continue
+            row["input_ids"] = [token for node in path for token in node["ids"]]
+            for name in NODE_FACTS:
+                if any(name in node for node in path):
+                    default = 1 if name == "loss_weights" else None
+                    row[name] = [one for node in path for one in _per_token(node, name, default)]
+            rows.append(row)
+    return rows
+
+
+def _weighted(node: Record) -> list[Any]:
+    """The node's messages with the node's weight."""
+    weight = node.get("loss_weights")
+    return [
+        one if weight is None or not isinstance(one, dict) else one | {"weight": weight} for one in node["messages"]
+    ]
+
+
+def _per_token(node: Record, name: str, default: Any) -> list[Any]:
+    value = node.get(name, default)
+    if isinstance(value, list) and len(value) != len(node["ids"]):
+        raise DataError(
+            f"a node has {len(value)} {name} for {len(node['ids'])} tokens; give one for each, or one number"
+        )
+    return value if isinstance(value, list) else [value] * len(node["ids"])
+
+
+def is_nodes(record: Record) -> bool:
+    """Whether a record holds nodes with parents."""
+    node = look_up(record, "nodes.0") or look_up(record, "traces.0.nodes.0")
+    return isinstance(node, Mapping) and bool(
+        {"parent", "tokens", "input_ids", "token_ids", "messages", "message"} & node.keys()
+    )
+
+
+NODES = Format("nodes", "`nodes`", is_nodes, read_nodes)

@@ -1,0 +1,216 @@
+"""Logs as tools write them, rebuilt from the sources that docs/data.md names: one small dialogue in all of them."""
+
+import json
+import pickle
+import sys
+import types
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from treetrain.data import from_messages, load
+from treetrain.errors import DataError
+
+SAMPLES = Path(__file__).parent / "samples"
+# The ids of the two calls in every sample of token ids: prompt, answer, log-probabilities.
+CALLS = [([5, 6, 7], [8, 9], [-0.5, -0.25]), ([5, 6, 7, 8, 9, 4], [3], [-1.0])]
+TOKEN_SAMPLES = {
+    "server-vllm.jsonl": ("server", 1),
+    "server-vllm-tokens-as-ids.jsonl": ("server", 1),
+    "server-sglang.jsonl": ("server", 1),
+    "steps.jsonl": ("steps", 2),
+    "steps-skyrl.json": ("steps", 2),
+    "steps-agent-lightning.jsonl": ("steps", 2),
+    "steps-verifiers.jsonl": ("steps", 2),
+    "areal-tensors.json": ("areal", 1),
+}
+# The format, and what of the dialogue's rows it holds: whole transcripts, all calls, or the last call.
+CONVERSATIONS = {
+    "chat.jsonl": ("chat", "transcript"),
+    "spans-otlp.jsonl": ("spans", "calls"),
+    "spans-openinference.jsonl": ("spans", "calls"),
+    "langsmith.jsonl": ("langsmith", "calls"),
+    "langsmith-openai.jsonl": ("langsmith", "calls"),
+    "langfuse.jsonl": ("langfuse", "calls"),
+    "langfuse-observations.jsonl": ("langfuse", "calls"),
+    "swe-agent.traj": ("swe-agent", "calls"),
+    "tau-bench.json": ("tau-bench", "transcript"),
+    "tau2-bench.json": ("tau-bench", "transcript"),
+    "inspect.json": ("inspect", "transcript"),
+    "art-parquet-rows.jsonl": ("art", "transcript"),
+    "areal-interactions.json": ("areal", "calls"),
+}
+WITHOUT_TOOLS = ("swe-agent.traj", "tau-bench.json", "tau2-bench.json", "areal-interactions.json")
+
+
+@pytest.fixture
+def read(bytes_tokenizer):
+    def read(name, **options):
+        return load(SAMPLES / name, tokenizer=bytes_tokenizer, chat_template="chatml", **options)
+
+    return read
+
+
+@pytest.fixture
+def dialogue():
+    return json.loads((SAMPLES / "chat.jsonl").read_text())
+
+
+@pytest.mark.parametrize("name", TOKEN_SAMPLES)
+def test_token_logs_are_prompts_and_sampled_answers_with_log_probabilities(name):
+    format, calls = TOKEN_SAMPLES[name]
+    found = load(SAMPLES / name)
+    assert found.format == format and len(found.trajectories) == calls
+    for row, (prompt, answer, logprobs) in zip(found.trajectories, CALLS):
+        assert row.ids.tolist() == prompt + answer and row.reward == 1.0
+        assert row.weights.tolist() == [0.0] * len(prompt) + [1.0] * len(answer)
+        np.testing.assert_allclose(row.rollout_logprobs[len(prompt) :], logprobs)
+    if calls == 2:
+        assert len({row.episode for row in found.trajectories}) == 1 and found.trajectories[0].episode is not None
+    assert found.notes[-1].startswith(f"read as {format}: the first record has ")
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_every_log_of_the_dialogue_gives_the_tokens_of_its_messages(read, dialogue, name, bytes_tokenizer):
+    format, view = CONVERSATIONS[name]
+    tools = dialogue["tools"] if name in WITHOUT_TOOLS else None
+    found = read(name, tools=tools)
+    expected = from_messages([dialogue], tokenizer=bytes_tokenizer, chat_template="chatml", view=view).trajectories
+    assert found.format == format
+    assert len(found.trajectories) == len(expected) == {"calls": 2, "transcript": 1}[view]
+    for row, other in zip(found.trajectories, expected):
+        assert bytes_tokenizer.decode(row.ids) == bytes_tokenizer.decode(other.ids)
+        np.testing.assert_array_equal(row.ids, other.ids)
+        np.testing.assert_array_equal(row.weights, other.weights)
+
+
+def test_traces_name_their_episode_and_note_what_is_no_call(read):
+    for name, episode in [
+        ("spans-otlp.jsonl", "5b8e"),
+        ("spans-openinference.jsonl", "0xab"),
+        ("langsmith.jsonl", "t"),
+    ]:
+        found = read(name)
+        assert {row.episode for row in found.trajectories} == {episode}
+        assert any(note.startswith("spans and runs that are no LLM call are not rows") for note in found.notes)
+    assert [row.reward for row in read("langfuse.jsonl").trajectories] == [1.0, 1.0]
+
+
+def test_rewards_groups_and_trials_of_benchmarks_are_read(read):
+    for name, group in [("tau-bench.json", 0), ("tau2-bench.json", "g"), ("inspect.json", "g")]:
+        (row,) = read(name).trajectories
+        assert (row.reward, row.group) == (1.0, group)
+    assert any("no tool schemas are given" in note for note in read("tau-bench.json").notes)
+
+
+def test_an_inspect_archive_is_its_samples(read, tmp_path):
+    log = json.loads((SAMPLES / "inspect.json").read_text())
+    sample = log.pop("samples")[0]
+    with zipfile.ZipFile(tmp_path / "log.eval", "w") as archive:
+        archive.writestr("header.json", json.dumps(log))
+        archive.writestr("samples/g_epoch_1.json", json.dumps(sample))
+        archive.writestr("summaries.json", "[]")
+    np.testing.assert_array_equal(
+        read(tmp_path / "log.eval").trajectories[0].ids, read("inspect.json").trajectories[0].ids
+    )
+
+
+def texts(tokenizer, rows):
+    return [tokenizer.decode(row.ids[row.weights > 0]) for row in rows]
+
+
+def test_demonstrations_of_swe_agent_are_not_trained(read, bytes_tokenizer):
+    (row,) = read("swe-agent-history.traj").trajectories
+    assert texts(bytes_tokenizer, [row]) == ["the answer is 4<|im_end|>"] and "demonstration" in bytes_tokenizer.decode(
+        row.ids
+    )
+
+
+def test_search_trees_are_the_paths_to_their_leaves(read, bytes_tokenizer):
+    answered, failed = read("toolbench.json").trajectories
+    assert texts(bytes_tokenizer, [failed]) == [
+        '\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call><|im_end|>'.lstrip()
+    ]
+    text = bytes_tokenizer.decode(answered.ids)
+    assert "hm\n<tool_call>" in text and '"name": "Finish"' in text and answered.group == failed.group
+    failed, solved = read("tree-of-thoughts.json").trajectories
+    assert texts(bytes_tokenizer, [failed, solved]) == ["no\n<|im_end|>", "hm\nthe answer is 4\n<|im_end|>"]
+    assert [failed.reward, solved.reward, solved.group] == [0.1, 20.0, 900]
+
+
+def test_rollouts_of_frameworks_train_what_the_model_wrote(read, bytes_tokenizer):
+    first, history = read("art.jsonl").trajectories
+    assert first.episode == history.episode and first.group == history.group == "g"
+    assert texts(bytes_tokenizer, [history]) == ["the answer is 4<|im_end|>"]
+    rows = read("verl-responses.jsonl").trajectories
+    assert texts(bytes_tokenizer, rows) == ["the answer is 4<|im_end|>", "hm<|im_end|>"] and rows[0].group == 3
+    found = read("verl-rollouts.jsonl")
+    assert texts(bytes_tokenizer, found.trajectories) == ["the answer is 4</s>"]
+    assert any("without special tokens" in note for note in found.notes)
+    (row,) = read("areal-rollouts.jsonl").trajectories
+    assert texts(bytes_tokenizer, [row]) == ["the answer is 4<|im_end|>"] and row.group == 3
+
+
+BATCH = {
+    "input_ids": np.array([[0, 5, 6, 7, 8, 9, 0], [4, 5, 6, 7, 3, 0, 0]]),
+    "attention_mask": np.array([[0, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0, 0]]),
+    "responses": np.array([[8, 9, 0], [3, 0, 0]]),
+    "response_mask": np.array([[1, 1, 0], [1, 0, 0]]),
+    "rollout_log_probs": np.array([[-0.5, -0.25, 0], [-1.0, 0, 0]], np.float32),
+    "token_level_scores": np.array([[0, 1.0, 0], [0.0, 0, 0]], np.float32),
+}
+
+
+def check_batch(rows):
+    assert [row.ids.tolist() for row in rows] == [[5, 6, 7, 8, 9], [4, 5, 6, 7, 3]]
+    assert [row.weights.tolist() for row in rows] == [[0, 0, 0, 1, 1], [0, 0, 0, 0, 1]]
+    assert rows[0].rollout_logprobs.tolist() == [0, 0, 0, -0.5, -0.25] and [row.reward for row in rows] == [1.0, 0.0]
+    assert [row.group for row in rows] == ["u", "u"]
+
+
+class DataProto:
+    """verl's protocol.py as it pickles itself with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy."""
+
+    def __init__(self, batch):
+        self.batch, self.non_tensor_batch = batch, {"uid": np.array(["u", "u"], dtype=object)}
+
+    def __getstate__(self):
+        if not isinstance(self.batch, dict):
+            return self.batch, self.non_tensor_batch, {}
+        items = {k: (str(v.dtype), tuple(v.shape), v.reshape(-1).view(np.uint8)) for k, v in self.batch.items()}
+        return ((2,), None, items), self.non_tensor_batch, {}
+
+
+def test_a_dataproto_is_read_in_memory_and_from_its_dump_without_running_its_code(tmp_path, monkeypatch):
+    check_batch(from_messages([DataProto(BATCH)]).trajectories)
+    module = types.ModuleType("verl.protocol")
+    module.DataProto = DataProto
+    monkeypatch.setitem(sys.modules, "verl", types.ModuleType("verl"))
+    monkeypatch.setitem(sys.modules, "verl.protocol", module)
+    monkeypatch.setattr(DataProto, "__module__", "verl.protocol")
+    path = tmp_path / "batch.pkl"
+    path.write_bytes(pickle.dumps(DataProto(BATCH)))
+    check_batch(load(path).trajectories)
+    path.write_bytes(pickle.dumps(DataProto(b"torch.save")))
+    with pytest.raises(DataError, match="VERL_DATAPROTO_SERIALIZATION_METHOD=numpy"):
+        load(path)
+    path.write_bytes(pickle.dumps(DataProto(print)))
+    with pytest.raises(DataError, match=r"the pickle holds builtins\.print, which is not read"):
+        load(path)
+
+
+def test_nodes_are_rows_whose_shared_tokens_are_equal(read, bytes_tokenizer, dialogue):
+    for name in ("nodes.jsonl", "nodes-verifiers.jsonl"):
+        found = load(SAMPLES / name)
+        assert found.format == "nodes"
+        first, second = found.trajectories
+        assert first.ids.tolist() == [5, 6, 7, 8, 9, 4, 3] and second.ids.tolist() == [5, 6, 7, 2]
+        assert first.weights.tolist() == [0, 0, 0, 1, 1, 0, 1] and first.group == "g" and first.reward == 1.0
+        logprobs = first.rollout_logprobs if first.old_logprobs is None else first.old_logprobs
+        assert logprobs.tolist() == [0, 0, 0, -0.5, -0.25, 0, -1.0]
+    first, second = read("nodes-messages.jsonl").trajectories
+    (expected,) = from_messages([dialogue], tokenizer=bytes_tokenizer, chat_template="chatml").trajectories
+    np.testing.assert_array_equal(first.ids, expected.ids)
+    assert (first.reward, second.reward) == (1.0, 0.0)
