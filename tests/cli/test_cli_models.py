@@ -35,7 +35,6 @@ def test_the_table_lists_what_was_found(treetrain, show):
     [
         ("llama", {"unnamed": 2}, 10104),
         ("gemma2", {"sliding_attention": 1, "full_attention": 1}, 10320),
-        ("deepseek_v3", {"unnamed": 2}, 15608),
         ("qwen3_next", {"linear_attention": 1, "full_attention": 1}, 25164),
         ("afmoe", {}, 1_470_777_920),
     ],

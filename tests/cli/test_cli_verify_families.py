@@ -40,7 +40,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
 
 
 # Fast for the kinds of layers that differ; every family is held exact by tests/models.
-FAST = {"qwen3", "qwen3_moe", "gemma2", "gpt_oss", "deepseek_v3", "llama4_text", "qwen3_5_text", "gpt2"}
+FAST = {"qwen3", "gpt_oss", "qwen3_5_text"}
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in EXACT])
@@ -53,7 +53,7 @@ def test_a_family_is_verified_from_its_folder(treetrain, rows_file, folder_of, n
     assert (report["parts"] > 3) == (budget is not None)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3", "llama4_text", "qwen3_5_text", "cohere2"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_a_family_is_verified_in_bfloat16(treetrain, rows_file, folder_of, name):
     report = treetrain("verify", rows_file, "--model", folder_of(name), "--dtype", "bfloat16", "--json").json
     # One forest of 30 tokens is no pool: its error may by chance be above that of the linear run.

@@ -45,7 +45,7 @@ row_lists = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(row_lists, st.integers(1, 60), st.integers(0, 3), st.integers(0, 3))
 def test_every_row_is_in_exactly_one_step_of_every_epoch(rows, target, seed, epoch) -> None:
     trajectories = [Trajectory(ids, group=group) for ids, group in rows]
@@ -53,7 +53,7 @@ def test_every_row_is_in_exactly_one_step_of_every_epoch(rows, target, seed, epo
     assert Counter(np.concatenate(steps).tolist()) == Counter(range(len(rows)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(row_lists, st.integers(1, 60))
 def test_a_group_is_never_torn_apart(rows, target) -> None:
     trajectories = [Trajectory(ids, group=group) for ids, group in rows]
@@ -111,7 +111,7 @@ pair_lists = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(pair_lists, st.integers(1, 60))
 def test_a_pair_is_never_torn_apart_nor_any_row_lost(rows, target) -> None:
     trajectories = [Trajectory(ids, group=group, pair=pair) for ids, group, pair in rows]
@@ -146,7 +146,7 @@ def test_a_sample_takes_whole_groups_and_cuts_only_the_first() -> None:
     assert [row.group for row in taken] == [0, 0] and cut
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(row_lists, st.integers(1, 60), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2))
 def test_every_update_of_a_batch_has_each_of_its_groups_once_in_minibatches_and_calls(
     rows, target, updates, minibatches, calls, epoch

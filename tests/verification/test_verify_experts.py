@@ -13,9 +13,16 @@ IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9
 ROWS = dress(IDS, 3)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize(
+    ("family", "dtype", "recorded"),
+    [
+        ("qwen3_moe", torch.float32, True),
+        ("qwen3_moe", torch.bfloat16, False),
+        ("glm4_moe", torch.float32, False),
+        ("glm4_moe", torch.bfloat16, True),
+        ("gpt_oss", torch.bfloat16, False),
+    ],
+)
 def test_a_mixture_of_experts_passes(family, dtype, recorded):
     model = make_family(family, dtype, **moe.AUXILIARY)
     rows = moe.at_random(ROWS, len(moe.routers_of(model))) if recorded else ROWS

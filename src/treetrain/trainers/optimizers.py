@@ -39,7 +39,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         ]
         shared: Any = {"lr": lr, "weight_decay": weight_decay}
         muon = torch.optim.Muon(hidden, momentum=momentum, adjust_lr_fn="match_rms_adamw", **shared)
-        self.members = [muon]
+        self.members: list[torch.optim.Optimizer] = [muon]
         if groups := [group for group in groups if group["params"]]:
             self.members.append(torch.optim.AdamW(groups, betas=betas, eps=eps, **shared))
         super().__init__([group for member in self.members for group in member.param_groups], {})
