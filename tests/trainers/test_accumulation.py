@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from treetrain.trainers.accumulation import StepScores
 from treetrain.trainers.batches import model_inputs
+from treetrain.trainers.share_prefixes import StepScores
 
 
 class Rows(NamedTuple):

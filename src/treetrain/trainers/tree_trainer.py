@@ -25,14 +25,13 @@ from treetrain.engine.loss import Metrics, StepResult, add_metrics, mean_metrics
 from treetrain.engine.memory import expandable_segments
 from treetrain.engine.routing import RouterBalance
 from treetrain.errors import DataError
-from treetrain.trainers.arguments import MUON, TreeArguments
+from treetrain.trainers.arguments import MUON, TreeArguments, muon_and_options
 from treetrain.trainers.callbacks import EXECUTION, StepLog, peak_memory_bytes
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin
-from treetrain.trainers.optimizers import muon_and_options
-from treetrain.trainers.policy_log import LoggedPolicyLoss, step_metrics
 from treetrain.trainers.rollouts import (
     OLD,
     REFERENCE,
+    LoggedPolicyLoss,
     RunningBatch,
     checked_loss,
     engine_of,
@@ -41,6 +40,7 @@ from treetrain.trainers.rollouts import (
     missing_facts,
     needed_facts,
     on_policy,
+    step_metrics,
     with_advantages,
     with_fact,
 )
