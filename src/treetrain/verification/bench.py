@@ -105,19 +105,18 @@ def bench(
         raise ValueError(f"repeats={repeats}, warmup={warmup}: both must be at least 1")
     loss = sft() if loss is None else loss
     as_loss(loss)
-    kinds: dict[str, tuple[type[TreeEngine], dict[str, Any]]] = {}
-    for size in PACK_TOKENS:
-        kinds |= {f"packed {size}": (LinearEngine, {"pack_tokens": size})}
-        kinds |= {f"padded {size}": (PaddedEngine, {"pack_tokens": size})}
-    wanted = list(kinds) if baselines is None else list(baselines)
-    if not wanted or not set(wanted) <= set(kinds):
-        raise ValueError(f"baselines={wanted}: give one or more of {', '.join(kinds)}")
+    kinds = {"packed": LinearEngine, "padded": PaddedEngine}
+    known = [f"{kind} {size}" for size in PACK_TOKENS for kind in kinds]
+    wanted = known if baselines is None else list(baselines)
+    if not wanted or not set(wanted) <= set(known):
+        raise ValueError(f"baselines={wanted}: give one or more of {', '.join(known)}")
     if model_device(model).type == "cpu":
         keep_memory()
     rows = list(as_tree(trajectories, merge=True).trajectories)
     tree = build_tree(rows)
-    kinds = {"tree": (TreeEngine, {"budget": budget})} | {name: kinds[name] for name in wanted}
-    engines = {name: kind(model, temperature=temperature, **options) for name, (kind, options) in kinds.items()}
+    engines = {"tree": TreeEngine(model, budget=budget, temperature=temperature)}
+    for kind, _, size in (name.partition(" ") for name in wanted):
+        engines[f"{kind} {size}"] = kinds[kind](model, pack_tokens=int(size), temperature=temperature)
 
     def take_turns(runs: dict[str, TreeEngine], rounds: int, label: str) -> Seconds:
         seconds: Seconds = {name: [] for name in runs}
