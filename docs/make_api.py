@@ -25,6 +25,7 @@ SECTIONS = {
     "Trees": ["build_tree", "TokenTree", "Node", "NodeTrajectory", "stats"],
     "Models": ["load_model", "load_tokenizer"],
     "Gradients": ["logprobs", "values", "rewards", "TreeEngine", "StepResult", "Scored"],
+    "A model of your own": ["pack", "attention", "prediction_logprobs", "Packed", "PackedPart"],
     "Inside the trainers people use": [
         "share_prefixes",
         "SharePrefixesMixin",
@@ -54,7 +55,7 @@ USED = {
     "losses.Loss": "sums_tokens for_step normaliser total_weight check evaluate coefficients",
 }
 """Members that users of a class call; of a class that is not named here, all that are public. Fields are as well."""
-MADE_FOR_YOU = {"Scored", "Plan", "StepResult"}
+MADE_FOR_YOU = {"Scored", "Plan", "StepResult", "Packed", "PackedPart"}
 """Classes whose constructor no user calls."""
 NOT_SHOWN = {"losses", "__version__"}
 HEADINGS = "Args", "Arguments", "Returns", "Raises", "Metrics"

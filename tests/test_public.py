@@ -20,6 +20,12 @@ SIGNATURES = {
     "load_model": "(name_or_path, *, dtype='float32', seed=0, **options)",
     "load_tokenizer": "(name_or_path, **options)",
     "stats": "(rows, shape=None)",
+    "attention": (
+        "(query, key, value, tree, *, scale=None, window=None, chunk=None, softcap=None, sinks=None, layer=None, "
+        "backend=None)"
+    ),
+    "pack": "(rows, *, mask=None, device='cpu')",
+    "prediction_logprobs": "(hidden, head, packed, *, temperature=1.0, return_entropy=False)",
     "build_tree": "(sequences, *, merge=True, apart=None)",
     "from_packed": "(input_ids, position_ids, **facts)",
     "from_padded": "(input_ids, attention_mask, **facts)",
@@ -74,6 +80,8 @@ SIGNATURES = {
     "parts, attention=<factory>)",
 }
 METHODS = {
+    "Packed.split": "(self, per_prediction)",
+    "Packed.forward_backward": "(self, loss_of, budget=None)",
     "TreeEngine.forward_backward": "(self, trajectories, loss, normaliser=None, balance=None, *, sync=True, mask=None)",
     "TreeEngine.score": ("(self, rows, *, entropies=False, values=False, rewards=False, statistics=False, mask=None)"),
     "Scored.backward": "(self, *, sync=True)",
@@ -106,6 +114,8 @@ METHODS = {
     "losses.value": "(*, clip=0.2, reduction='token')",
 }
 OTHERS = {
+    "Packed",
+    "PackedPart",
     "Scored",
     "TreeArguments",
     "DataError",

@@ -37,6 +37,11 @@ _PUBLIC = {
     "from_packed": "treetrain.trainers.batches",
     "to_padded": "treetrain.trainers.batches",
     "to_packed": "treetrain.trainers.batches",
+    "attention": "treetrain.softmax_attention.attention",
+    "Packed": "treetrain.engine.own_model",
+    "PackedPart": "treetrain.engine.own_model",
+    "pack": "treetrain.engine.own_model",
+    "prediction_logprobs": "treetrain.engine.own_model",
     "share_prefixes": "treetrain.trainers.share_prefixes",
     "SharePrefixesMixin": "treetrain.trainers.share_prefixes",
     "PrefixGroupSampler": "treetrain.trainers.groups",
@@ -54,6 +59,8 @@ __all__ = [
     "ModelShape",
     "Node",
     "NodeTrajectory",
+    "Packed",
+    "PackedPart",
     "Plan",
     "PrefixGroupSampler",
     "RanksDisagree",
@@ -68,6 +75,7 @@ __all__ = [
     "TreeTrainer",
     "UnsupportedModel",
     "__version__",
+    "attention",
     "build_tree",
     "dispatch",
     "from_messages",
@@ -82,6 +90,8 @@ __all__ = [
     "logprobs",
     "losses",
     "make_plan",
+    "pack",
+    "prediction_logprobs",
     "rewards",
     "share_prefixes",
     "stats",
@@ -103,6 +113,10 @@ if TYPE_CHECKING:
     from treetrain.engine.engine import rewards as rewards
     from treetrain.engine.engine import values as values
     from treetrain.engine.loss import StepResult as StepResult
+    from treetrain.engine.own_model import Packed as Packed
+    from treetrain.engine.own_model import PackedPart as PackedPart
+    from treetrain.engine.own_model import pack as pack
+    from treetrain.engine.own_model import prediction_logprobs as prediction_logprobs
     from treetrain.engine.score import Scored as Scored
     from treetrain.errors import DataError as DataError
     from treetrain.errors import RanksDisagree as RanksDisagree
@@ -115,6 +129,7 @@ if TYPE_CHECKING:
     from treetrain.planning.make import make_plan as make_plan
     from treetrain.planning.plan import Plan as Plan
     from treetrain.planning.price import CostModel as CostModel
+    from treetrain.softmax_attention.attention import attention as attention
     from treetrain.trainers.arguments import TreeArguments as TreeArguments
     from treetrain.trainers.batches import from_packed as from_packed
     from treetrain.trainers.batches import from_padded as from_padded

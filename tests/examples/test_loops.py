@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 from random import Random
 
 import pytest
@@ -13,7 +14,7 @@ from examples.countdown.chat import begin
 from examples.countdown.environment import Puzzle
 from examples.countdown.policies import expert, random_walk
 
-from examples import dpo, grpo, own_loss, sft, tree_objective
+from examples import dpo, grpo, own_loss, own_model, sft, tree_objective
 from treetrain.models.loading import load_model, load_tokenizer
 
 
@@ -93,6 +94,13 @@ def test_an_own_loss_falls_and_autocast_gives_nearly_the_same():
     assert losses[-1] < 0.8 * losses[0]
     (rounded,) = own_loss.main(steps=1, games=2, bfloat16=True)
     assert rounded == pytest.approx(losses[0], rel=0.05) and rounded != losses[0]
+
+
+def test_a_model_of_ones_own_has_the_gradients_of_its_rows_and_learns_in_parts_as_in_one(capsys):
+    whole = own_model.main(steps=3, rows=12)
+    printed = capsys.readouterr().out
+    assert float(re.search(r"differ by (\S+)", printed)[1]) < 1e-6 and whole[-1] < whole[0] - 0.2
+    assert own_model.main(steps=3, rows=12, budget=300) == pytest.approx(whole, rel=1e-5)
 
 
 def test_the_ranking_loss_is_zero_where_scores_are_ordered_as_the_rewards_are():

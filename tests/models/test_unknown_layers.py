@@ -110,7 +110,7 @@ def test_what_a_configuration_says_is_what_the_model_says(name):
 
     alone, whole = check_config(make_config(name)), check_model(make_family(name))
     assert alone is not None
-    for field in ("layers", "heads_times_size", "vocab_size", "max_positions", "recurrent_layers"):
+    for field in ("layers", "vocab_size", "max_positions", "recurrent_layers"):
         assert getattr(alone, field) == getattr(whole, field), field
 
 

@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from treetrain.engine import packed, runtime
+from treetrain.engine import runtime
+from treetrain.softmax_attention import attention
 from treetrain.softmax_attention.backends import Choice
 from treetrain.softmax_attention.kv_cache import cached_keys
 
@@ -85,7 +86,7 @@ def on_meta() -> Iterator[None]:
 
         # What meta has not: a backend, free memory, autocast.
         replace(runtime, "choose_backend", lambda device: Choice("stand-in", "meta"))
-        replace(packed, "make_attention", lambda forest, device, size, cache=None: StandIn(cache))
+        replace(attention, "make_attention", lambda forest, device, size, cache=None: StandIn(cache))
         replace(runtime, "free_bytes", lambda device: None)
         replace(torch, "autocast", lambda *args, **options: contextlib.nullcontext())
         replace(torch, "is_autocast_enabled", lambda kind=None: False)

@@ -31,7 +31,7 @@ from treetrain.engine.routing import Routing, switched
 from treetrain.engine.runtime import Runtime
 from treetrain.linear_attention.state_cache import StateCache
 from treetrain.planning.plan import Plan
-from treetrain.softmax_attention.kv_cache import KVCache
+from treetrain.softmax_attention.kv_cache import CacheRows, KVCache
 from treetrain.tree.layout import Piece, cut
 
 
@@ -78,8 +78,7 @@ class Executor:
             Lockstep(runtime, plan, routing, gradients=gradients, reduces=reduces) if runtime.in_lockstep else None
         )
         self._cache = KVCache(plan.cached_tokens, self._device, gradients=gradients)
-        self._row_of = np.full(plan.layout.num_tokens, -1, np.int64)
-        self._rows_in_use = 0
+        self._rows = CacheRows(self._cache, plan.layout.num_tokens)
         self._states = StateCache(plan.layout.num_tokens, plan.cached_states, gradients=gradients)
         self._states.attach_at(plan.attach)
         self._held: dict[int, _Held] = {}
@@ -239,13 +238,10 @@ class Executor:
         self._alive += len(tokens)
         if self._lockstep is not None:
             self._lockstep.before(kind)
-        piece, own = cut(self._plan.layout, tokens), self._row_of[tokens]
-        options: dict[str, Any] = {}
-        if attach >= 0 or (own >= 0).any():
-            path = self._row_of[self._plan.path(attach)] if attach >= 0 else np.zeros(0, np.int64)
-            options["cache"] = self._cache.view(path, own)
-            if runtime.capabilities.recurrent_layers:
-                options["states"] = self._states.view(tokens, attach)
+        piece = cut(self._plan.layout, tokens)
+        options: dict[str, Any] = {"cache": self._rows.view(self._plan.path(attach), tokens)}
+        if options["cache"] is not None and runtime.capabilities.recurrent_layers:
+            options["states"] = self._states.view(tokens, attach)
         if table is None:
             options["score"] = False
         if self._routing is not None and self._routing.needed:
@@ -296,19 +292,14 @@ class Executor:
 
     def _allocate(self, part: int, tokens: np.ndarray) -> None:
         """Allocate places in the caches for tokens, above those in use, until `part` is released."""
-        rows = slice(self._rows_in_use, self._rows_in_use + len(tokens))
-        self._cache.reserve(rows.stop)
-        self._cache.clear_gradients(rows)
-        self._row_of[tokens] = np.arange(rows.start, rows.stop)
-        self._rows_in_use = rows.stop
+        self._rows.allocate(tokens)
         self._held[part] = _Held(tokens, self._states.allocate(tokens))
 
     def _release(self, part: int) -> None:
         """Free a part's places in the caches, the last ones allocated, if it has any."""
         held = self._held.pop(part, None)
         if held is not None:
-            self._row_of[held.rows] = -1
-            self._rows_in_use -= len(held.rows)
+            self._rows.release(held.rows)
             self._states.release(held.states)
 
 

@@ -20,12 +20,31 @@ from treetrain.linear_attention.state_cache import StateView
 from treetrain.models.capability import Capabilities
 from treetrain.models.recurrent_layers import tree_recurrence
 from treetrain.models.tree_mode import RUN_KEYWORD, TreeRun, missing_window, replaced_forward, tree_attention
-from treetrain.softmax_attention.backends import make_attention
+from treetrain.softmax_attention.attention import AttentionTree
 from treetrain.softmax_attention.kv_cache import KVCacheView
-from treetrain.softmax_attention.schedule import Forest
 from treetrain.tree.layout import PackedLayout
 
 _NONE = np.zeros(0, np.int64)
+
+
+class DeviceLayout:
+    """The tensors of a layout that a model reads.
+
+    Args:
+        cache: the path that the layout continues and the rows that it fills; None for whole trees.
+        score: False leaves the edges out.
+    """
+
+    def __init__(
+        self, layout: PackedLayout, device: torch.device, cache: KVCacheView | None = None, *, score: bool = True
+    ):
+        scored = (layout.rows, layout.edge_row_index, layout.edge_targets) if score else (_NONE, _NONE, _NONE)
+        arrays = [x.astype(np.int64, copy=False) for x in (layout.input_ids, layout.positions, *scored)]
+        # One copy, so that the host need not wait for a GPU at each part.
+        ids, positions, rows, edge_row, targets = to_device(arrays, device)
+        self.input_ids, self.positions = ids, positions
+        self.tree = AttentionTree(layout, cache)
+        self.edges = Edges(rows=rows, edge_row=edge_row, targets=targets, host_edge_row=scored[1])
 
 
 class PackedRun:
@@ -51,23 +70,13 @@ class PackedRun:
     ):
         device = model_device(model)
         self.model, self.capabilities, self.routers = model, capabilities, routers
-        scored = (layout.rows, layout.edge_row_index, layout.edge_targets) if score else (_NONE, _NONE, _NONE)
-        arrays = [x.astype(np.int64, copy=False) for x in (layout.input_ids, layout.positions, *scored)]
-        # One copy, so that the host need not wait for a GPU at each part.
-        ids, positions, rows, edge_row, targets = to_device(arrays, device)
-        self.input_ids, self.positions = ids.unsqueeze(0), positions.unsqueeze(0)
-        self.edges = Edges(rows=rows, edge_row=edge_row, targets=targets, host_edge_row=scored[1])
-        forest = Forest(
-            ends=layout.ends,
-            depth=layout.positions,
-            segment_start=layout.segment_start,
-            segment_parent=layout.segment_parent,
-        )
+        there = DeviceLayout(layout, device, cache, score=score)
+        self.input_ids, self.positions = there.input_ids.unsqueeze(0), there.positions.unsqueeze(0)
+        self.edges, self.attention = there.edges, there.tree
         self.paths = Paths(layout, device, states) if capabilities.recurrent_layers else None
         # transformers would look on the host whether positions without a mask are those of packed rows. With a mask it
         # does not; tree attention ignores it. Recurrent layers would look at the mask itself.
         self._mask = None if capabilities.recurrent_layers else torch.ones_like(self.input_ids, dtype=torch.bool)
-        self.attention = make_attention(forest, device, capabilities.heads_times_size, cache)
 
     @staticmethod
     @contextmanager

@@ -44,8 +44,6 @@ class Capabilities:
 
     layers: int
     """Number of layers that every forward must run through tree attention or recurrence."""
-    heads_times_size: int
-    """Query heads times head size: the cost of one query-key pair."""
     vocab_size: int
     max_positions: int | None
     head: nn.Module
@@ -154,11 +152,11 @@ def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Modul
         )
     if value_head is not None:
         _check_noise(value_head)
-    # Layers may differ in head size; transformers then raises when asked for a single size.
-    layer_configs = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+    # Layers may differ in their heads; transformers then raises when asked for a single number.
+    if not getattr(text, "is_heterogeneous", False) and not getattr(text, "num_attention_heads", None):
+        raise UnsupportedModel(f"{type(lm).__name__} has no attention heads; only attention layers are supported.")
     return Capabilities(
         layers=text.num_hidden_layers,
-        heads_times_size=max(_heads_times_size(lm, layer) for layer in layer_configs),
         vocab_size=text.vocab_size,
         max_positions=getattr(text, "max_position_embeddings", None),
         head=head,
@@ -195,13 +193,6 @@ def with_softcap(model: Any) -> Any:
 
 def _text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _heads_times_size(lm: nn.Module, config: Any) -> int:
-    heads = getattr(config, "num_attention_heads", None)
-    if not heads:
-        raise UnsupportedModel(f"{type(lm).__name__} has no attention heads; only attention layers are supported.")
-    return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 def _check_class(lm: nn.Module, config: Any) -> None:

@@ -168,10 +168,6 @@ def _tree_attention(
             f"{run.tokens}: something adds tokens or keys of its own (a prompt adapter, a cache)."
         )
     query = _scaled_by_position(module, query, run.positions)
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        # A normalised query may be float32 while the value is bfloat16: cast as stock attention would.
-        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     layer = getattr(module, "layer_idx", id(module))
     (run.layers_twice if layer in run.layers_seen else run.layers_seen).add(layer)

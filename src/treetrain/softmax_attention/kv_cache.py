@@ -99,6 +99,37 @@ class KVCache:
         return on_device(rows, self._device)
 
 
+class CacheRows:
+    """Gives rows of a cache to the tokens of a plan, like a stack: on the way down a path, and back on the way up.
+
+    Args:
+        cache: holds the rows.
+        tokens: M, the number of tokens of the plan.
+    """
+
+    def __init__(self, cache: KVCache, tokens: int):
+        self._cache, self._in_use = cache, 0
+        self._row_of = np.full(tokens, -1, np.int64)
+
+    def allocate(self, tokens: np.ndarray) -> None:
+        """Give the next free rows to these tokens; the gradients of the rows start at 0."""
+        rows = slice(self._in_use, self._in_use + len(tokens))
+        self._cache.reserve(rows.stop)
+        self._cache.clear_gradients(rows)
+        self._row_of[tokens] = np.arange(rows.start, rows.stop)
+        self._in_use = rows.stop
+
+    def release(self, tokens: np.ndarray) -> None:
+        """Free the rows of these tokens, the last ones that were allocated."""
+        self._row_of[tokens] = -1
+        self._in_use -= len(tokens)
+
+    def view(self, path: np.ndarray, tokens: np.ndarray) -> "KVCacheView | None":
+        """A view for one pass over tokens that continue a path; None if the pass neither reads nor writes."""
+        own = self._row_of[tokens]
+        return self._cache.view(self._row_of[path], own) if len(path) or (own >= 0).any() else None
+
+
 class KVCacheView:
     """One pass's view of the cache. Made by `KVCache.view`."""
 
