@@ -7,11 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treetrain.engine.batch import Batch, predictions_of
 from treetrain.engine.lm_head import ScoreRequest, score_edges
+from treetrain.engine.loss_gradients import Batch, predictions_of
 from treetrain.engine.packed import DeviceLayout
-from treetrain.engine.planning import plan_of_any_model
+from treetrain.engine.runtime import plan_of_any_model
 from treetrain.errors import DataError
+from treetrain.softmax_attention.attention import AttentionTree
 from treetrain.softmax_attention.kv_cache import CacheRows, KVCache, KVCacheView
 from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import PackedLayout, cut
@@ -30,6 +31,8 @@ class PackedPart(DeviceLayout):
     """int64 [N]: token ids."""
     positions: Tensor
     """int64 [N]: the position of every token in its rows, for rotary or learned embeddings."""
+    tree: AttentionTree
+    """The tree, for `tt.attention`."""
     predictions: Tensor
     """int64 [T]: the place of each prediction among those of all rows, row after row: [sum of L_k - 1]. Facts of the
     predictions, such as advantages, are indexed by it: ``torch.cat(advantages)[part.predictions]``."""

@@ -53,10 +53,7 @@ def plan_within(layout: PackedLayout, budget: int | Bytes | None, model: nn.Modu
         return make_plan(layout, cost_of(model), budget=budget)
     cost = cost_if_countable(model)
     if cost is None:
-        # Its memory is unknown too, so take parts of a size that runs well.
-        size = PART_TOKENS["cuda" if model_device(model).type == "cuda" else "cpu"]
-        tokens, target = (max(layout.num_tokens, 1), size) if budget is None else (budget, None)
-        return partition(layout, tokens, _seconds_of_any_model, part_tokens=target)
+        return plan_of_any_model(layout, budget, model_device(model))
     try:
         return make_plan(layout, cost, budget=budget, free_bytes=free)
     except ValueError as error:
@@ -67,9 +64,16 @@ def plan_within(layout: PackedLayout, budget: int | Bytes | None, model: nn.Modu
         return make_plan(layout, cost, budget=LAST_RESORT_TOKENS)
 
 
-def _seconds_of_any_model(plan: Plan) -> float:
-    passes = plan.num_parts + FORWARD_SHARE * plan.num_prefills
-    return PASS_TOKENS * passes + plan.layout.num_tokens + FORWARD_SHARE * plan.recomputed_tokens
+def plan_of_any_model(layout: PackedLayout, budget: int | None, device: torch.device) -> Plan:
+    """The plan of a model that cannot be counted; without a budget in tokens, parts are of a size that runs well."""
+
+    def seconds(plan: Plan) -> float:
+        passes = plan.num_parts + FORWARD_SHARE * plan.num_prefills
+        return PASS_TOKENS * passes + plan.layout.num_tokens + FORWARD_SHARE * plan.recomputed_tokens
+
+    size = PART_TOKENS["cuda" if device.type == "cuda" else "cpu"]
+    tokens, target = (max(layout.num_tokens, 1), size) if budget is None else (budget, None)
+    return partition(layout, tokens, seconds, part_tokens=target)
 
 
 T = TypeVar("T")
