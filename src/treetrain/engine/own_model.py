@@ -62,7 +62,7 @@ class Packed(PackedPart):
     """A batch of rows packed for one forward of a model: every shared prefix once. Made by `pack`."""
 
     def __init__(self, batch: Batch, device: torch.device):
-        super().__init__(batch.layout, device, batch.reads.edges, batch.reads.index)
+        super().__init__(batch.layout, device, batch.edges, np.flatnonzero(batch.used))
         self._batch, self._device = batch, device
 
     def split(self, per_prediction: Tensor) -> list[Tensor]:
@@ -70,7 +70,7 @@ class Packed(PackedPart):
 
         Predictions that the mask leaves out hold 0. Differentiable.
         """
-        return self._batch.everything().per_trajectory(per_prediction)
+        return self._batch.per_trajectory(per_prediction)
 
     def forward_backward(self, loss_of: Callable[[PackedPart], Tensor], budget: int | None = None) -> Tensor:
         """Run forward and backward in parts, so that few tokens are alive at once; adds to the parameters' ``.grad``.
@@ -93,18 +93,19 @@ class Packed(PackedPart):
             ValueError: a budget below 1; a loss that is no scalar with a graph; a layer that was called twice. As after
                 any error, gradients of earlier parts are in ``.grad``.
         """
-        layout, reads = self._batch.layout, self._batch.reads
+        layout, read_edges = self._batch.layout, self._batch.edges
+        predictions = np.flatnonzero(self._batch.used)
         plan = plan_of_any_model(layout, budget)
         cache = CacheRows(KVCache(plan.cached_tokens, self._device, gradients=True), layout.num_tokens)
-        part_of_read = plan.part_of[layout.edge_rows[reads.edges]]
+        part_of_read = plan.part_of[layout.edge_rows[read_edges]]
         by_part = np.argsort(part_of_read, kind="stable")
         bounds = np.searchsorted(part_of_read[by_part], np.arange(plan.num_parts + 1))
 
         def run(tokens: np.ndarray, continued: int, read: np.ndarray) -> Tensor:
             piece = cut(layout, tokens)
-            edges = np.searchsorted(piece.edges, reads.edges[read])
+            edges = np.searchsorted(piece.edges, read_edges[read])
             view = cache.view(plan.path(continued), tokens)
-            part = PackedPart(piece.layout, self._device, edges, reads.index[read], view)
+            part = PackedPart(piece.layout, self._device, edges, predictions[read], view)
             loss = loss_of(part)
             if twice := [layer for layer, calls in part.tree.layer_calls.items() if calls > 1]:
                 raise ValueError(f"layer={twice[0]!r} was given by several calls of attention in one forward of a part")
@@ -187,25 +188,27 @@ def prediction_logprobs(
 
     Raises:
         DataError: a predicted id that the head has no logit for.
-        ValueError: hidden states of another shape, a head that does not fit them, or a temperature not above 0.
+        ValueError: hidden states of another shape, or a temperature not above 0.
     """
     if hidden.dim() != 2 or len(hidden) != packed.num_tokens:
         raise ValueError(f"hidden has shape {list(hidden.shape)}; expected [{packed.num_tokens}, hidden size]")
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature={temperature!r}: it divides the logits, so it must be above 0 and finite")
     # Hooks see a head that is called; they would not see its weight being read.
-    fused = type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head))
+    plain = head if isinstance(head, nn.Linear) and type(head) is nn.Linear else None
+    if plain is not None and (plain._forward_hooks or plain._forward_pre_hooks or "forward" in vars(plain)):
+        plain = None
     with torch.no_grad():
-        logits = len(head.weight) if fused else head(hidden[:1]).shape[-1]
+        logits = head(hidden[:1]).shape[-1] if plain is None else plain.out_features
     if packed._largest_target >= logits:
         raise DataError(f"token id {packed._largest_target} is predicted, but the head gives {logits} logits")
     scores = score_edges(
         hidden,
-        head,
+        nn.Identity() if plain is None else plain,
         head,
         packed.edges,
         ScoreRequest(temperature=temperature, need_entropy=return_entropy),
-        fused=fused,
+        fused=plain is not None,
         vocab_size=logits,
     )
     logprobs = scores.logprobs.index_select(0, packed._of_edge)

@@ -47,8 +47,6 @@ _NEUTRAL = {
 class AttentionBackend(Protocol):
     """Tree attention over one packed run."""
 
-    name: str
-
     def __call__(
         self,
         query: Tensor,

@@ -135,5 +135,6 @@ def attention(
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap={softcap}: give a number above 0, or None for no cap")
     spec = AttentionSpec(AttentionRange(window=window, chunk=chunk), softcap)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return tree(query, key, value, scale, layer, spec, sinks, backend)
+    return tree(
+        query, key, value, float(query.shape[-1]) ** -0.5 if scale is None else scale, layer, spec, sinks, backend
+    )
