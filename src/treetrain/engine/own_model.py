@@ -95,7 +95,7 @@ class Packed(PackedPart):
         """
         layout, read_edges = self._batch.layout, self._batch.edges
         predictions = np.flatnonzero(self._batch.used)
-        plan = plan_of_any_model(layout, budget)
+        plan = plan_of_any_model(layout, budget, self._device)
         cache = CacheRows(KVCache(plan.cached_tokens, self._device, gradients=True), layout.num_tokens)
         part_of_read = plan.part_of[layout.edge_rows[read_edges]]
         by_part = np.argsort(part_of_read, kind="stable")
