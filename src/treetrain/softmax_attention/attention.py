@@ -35,6 +35,11 @@ class AttentionTree:
         )
         self._backends: dict[tuple[str | None, torch.device], Any] = {}
 
+    @property
+    def calls(self) -> Counter[str]:
+        """Forward calls by the backend that ran."""
+        return sum((backend.calls for backend in self._backends.values()), Counter())
+
     def __call__(
         self,
         query: Tensor,
