@@ -16,7 +16,7 @@ import treetrain as tt
 ROOT = Path(__file__).parents[1]
 
 SIGNATURES = {
-    "dispatch": "(rows, cost, ranks, *, together=None, whole_rows=False)",
+    "dispatch": "(rows, cost, ranks, *, whole_rows=False)",
     "load_model": "(name_or_path, *, dtype='float32', seed=0, **options)",
     "load_tokenizer": "(name_or_path, **options)",
     "stats": "(rows, shape=None)",

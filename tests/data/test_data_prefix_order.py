@@ -24,6 +24,10 @@ rows_of_files = st.lists(
 )
 
 
+def test_no_rows_have_an_order():
+    assert list(module.sorted_by_prefix([], [].__getitem__)) == []
+
+
 def as_lists(order) -> list[list[int]]:
     return [array.tolist() for array in order]
 

@@ -139,20 +139,6 @@ def test_ranks_above_the_number_of_trajectories_are_idle_and_untrained_rows_cost
     assert [len(numbers) for numbers in dispatch(build_tree([]), PRICES, 3)] == [0, 0, 0]
 
 
-@given(trajectories(max_rows=9), st.integers(1, 4), st.integers(0, 1000))
-@settings(max_examples=100, deadline=None)
-def test_rows_of_one_name_stay_together(rows, ranks, seed):
-    rng = np.random.default_rng(seed)
-    names = [None if rng.random() < 0.3 else int(rng.integers(4)) for _ in rows]
-    found = balance(build_tree(rows), PRICES, ranks, together=names)
-    rank_of = found.rank_of
-    for name in {*names} - {None}:
-        assert len({int(rank_of[k]) for k in range(len(rows)) if names[k] == name}) == 1
-    assert sorted(np.concatenate(found.trajectories).tolist()) == list(range(len(rows)))
-    for tokens, numbers in zip(found.tokens, found.trajectories):
-        assert tokens >= layout_of_rank(rows, numbers).num_tokens
-
-
 def test_no_rank_is_idle_while_another_has_rows_to_spare():
     found = balance(build_tree([[k, 1, 2] for k in range(12)]), None, 8)
     assert found.tokens.min() > 0 and sorted(map(len, found.trajectories)) == [1, 1, 1, 1, 2, 2, 2, 2]
@@ -185,8 +171,3 @@ def test_a_tree_from_nodes_is_cut_like_that_of_its_rows():
 def test_a_number_of_ranks_that_is_none_is_refused(ranks):
     with pytest.raises(ValueError, match="ranks="):
         dispatch(build_tree([[1, 2]]), PRICES, ranks)
-
-
-def test_another_number_of_names_is_refused():
-    with pytest.raises(ValueError, match="together has 1 names, the batch 2"):
-        dispatch(build_tree([[1, 2], [3, 4]]), PRICES, 2, together=["a"])

@@ -132,16 +132,19 @@ def test_nodes_that_split_the_same_tokens_differently_are_merged():
         ([Node(None, [1])], [1], "trajectory 0: 1 is no node"),
         ([Node(None, [-1])], [0], r"node 0: ids\[0\] = -1 is negative"),
         ([Node(None, [1, 2], values=[1.0])], [0], "node 0: values have 1 entries, ids have 2"),
-        (
-            [Node(None, [1, 2], values=[1.0, 2.0]), Node(0, [3])],
-            [1],
-            r"trajectory 0 \(last node 1\): some of its nodes have values",
-        ),
     ],
 )
 def test_bad_nodes_are_refused_by_number(nodes, ends, says):
     with pytest.raises(DataError, match=says):
         TokenTree.from_nodes(nodes, ends)
+
+
+def test_a_trajectory_has_no_fact_that_one_of_its_trained_nodes_lacks():
+    nodes = [Node(None, [1, 2], values=[1.0, 2.0]), Node(0, [3]), Node(0, [4], loss_weights=0)]
+    lacks, has = TokenTree.from_nodes(nodes, [1, 2]).trajectories
+    assert lacks.values is None and has.values.tolist() == [1.0, 2.0, 0.0]
+    once = TokenTree.from_nodes([*nodes, Node(1, [5], values=[3.0])], [1, 2, 3], count="once").trajectories
+    assert once[0].values is None and once[2].values.tolist() == [1.0, 2.0, 0.0, 3.0]
 
 
 def test_unused_nodes_are_dropped_when_asked():

@@ -48,7 +48,7 @@ def sorted_by_prefix(numbers: list[int], ids: Callable[[int], NDArray[Any]]) -> 
         ids: the token ids of a row, [L].
     """
     # (rows equal up to a depth, the depth, tokens the first shares with the row before it, whether the rows end there)
-    stack = [(numbers, 0, 0, False)]
+    stack = [(numbers, 0, 0, False)] if numbers else []
     while stack:
         members, depth, before, ended = stack.pop()
         if ended or len(members) == 1:

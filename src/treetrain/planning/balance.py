@@ -16,7 +16,7 @@ seconds of tokens computed on both sides. Among the bounds allowed by the limit,
 taken. Seconds are rounded to integer multiples of one unit, so sums are exact and every rank finds the same cut.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -57,7 +57,6 @@ def dispatch(
     cost: CostModel | ModelShape | str | None,
     ranks: int,
     *,
-    together: Sequence[Hashable] | None = None,
     whole_rows: bool = False,
 ) -> list[Int64s]:
     """Divide a batch over processes so that the slowest one's predicted time is as small as possible.
@@ -69,47 +68,35 @@ def dispatch(
         rows: the batch, K rows (trajectories, or lists or arrays of token ids) or their tree.
         cost: a cost model, a model's shape, or the name of one ("qwen3-8b"). None counts unique tokens alone.
         ranks: number of processes, from 1; more than rows leaves some idle.
-        together: K names: rows of one name stay on one rank (such as a preference pair); None is no name.
         whole_rows: count all predictions (log-probabilities of whole rows) instead of those with a loss weight.
 
     Returns:
         For each rank an int64 array of its row numbers, ascending; it may be empty.
 
     Raises:
-        ValueError: fewer than 1 rank, a number of names that differs from the rows, or an unknown shape name.
+        ValueError: fewer than 1 rank, or an unknown shape name.
         DataError: invalid rows.
     """
-    return Balancer(as_tree(rows), cost, together=together, whole_rows=whole_rows).over(ranks).trajectories
+    return Balancer(as_tree(rows), cost, whole_rows=whole_rows).over(ranks).trajectories
 
 
 class Balancer:
     """Divides one batch over different numbers of ranks, computing costs once; arguments and errors as for `dispatch`.
 
-    By the cost model, no other contiguous cut has a faster slowest rank. A token needed by rows of one name is counted
-    as if all rows between them needed it too.
+    By the cost model, no other contiguous cut has a faster slowest rank.
     """
 
-    def __init__(
-        self,
-        tree: TokenTree,
-        cost: CostModel | ModelShape | str | None,
-        *,
-        together: Sequence[Hashable] | None = None,
-        whole_rows: bool = False,
-    ):
-        if together is not None and len(together) != tree.num_trajectories:
-            raise ValueError(
-                f"together has {len(together)} names, the batch {tree.num_trajectories} trajectories; give one each"
-            )
-        self._tree, self._together = tree, together
+    def __init__(self, tree: TokenTree, cost: CostModel | ModelShape | str | None, *, whole_rows: bool = False):
+        self._tree = tree
         lengths = np.maximum(tree.trajectory_length - 1, 0) if whole_rows else tree.trained_edges()[1]
         self._ends = _last_computed(tree, lengths)
         rows = np.argsort(self._ends, kind="stable")
         self._rows = rows = rows[np.searchsorted(self._ends[rows], 0) :]
         """int64 [C]: the rows with tokens to compute, in pre-order."""
-        self._place = _places(rows, tree.num_trajectories, together)
-        """int64 [K]: the place of each row in the sequence that is cut; -1 for rows that compute nothing."""
-        count = int(self._place.max(initial=-1)) + 1
+        count = len(rows)
+        self._place = np.full(tree.num_trajectories, -1, np.int64)
+        """int64 [K]: the place of each row in `_rows`; -1 for rows that compute nothing."""
+        self._place[rows] = np.arange(count)
         tokens = _tokens_needed(tree, self._ends[rows], self._place[rows])
         heads = _states_needed(tree, self._place, whole_rows=whole_rows)
         token_seconds, row_seconds = np.ones(len(tokens.tokens)), 0.0  # without a cost model
@@ -147,7 +134,7 @@ class Balancer:
         )
 
     def _rank_of(self, bounds: Int64s) -> Int64s:
-        """int64 [K]: every row's rank; rows with nothing to compute join their neighbours, or rows of the same name."""
+        """int64 [K]: every row's rank; rows with nothing to compute join their neighbours."""
         rows, ranks = self._rows, len(bounds) - 1
         rank_of = np.searchsorted(bounds, self._place, side="right") - 1
         rest = np.flatnonzero(self._place < 0)
@@ -156,11 +143,6 @@ class Balancer:
         else:
             at = np.searchsorted(self._ends[rows], self._tree.trajectory_last[rest])
             rank_of[rest] = rank_of[rows[np.minimum(at, len(rows) - 1)]]
-        if self._together is not None and len(rest):
-            home = {self._together[row]: int(rank_of[row]) for row in rows.tolist()}
-            for row in rest.tolist():
-                if self._together[row] is not None:
-                    rank_of[row] = home.setdefault(self._together[row], int(rank_of[row]))
         return rank_of
 
 
@@ -207,19 +189,6 @@ def range_costs(opened: Int64s, closed: Int64s, bounds: Int64s) -> Int64s:
 
 def _sums(values: NDArray[np.int64]) -> Int64s:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])
-
-
-def _places(rows: Int64s, count: int, together: Sequence[Hashable] | None) -> Int64s:
-    """int64 [K]: the place in pre-order of each of `rows`; rows of one name share the first's; -1 for other rows."""
-    places = np.full(count, -1, np.int64)
-    if together is None:
-        places[rows] = np.arange(len(rows))
-        return places
-    place_of: dict[Hashable, int] = {}
-    for row in rows.tolist():  # a row without a name is alone
-        name = ("row", row) if together[row] is None else ("name", together[row])
-        places[row] = place_of.setdefault(name, len(place_of))
-    return places
 
 
 def _last_computed(tree: TokenTree, lengths: Int64s) -> Int64s:

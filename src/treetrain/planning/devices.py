@@ -4,9 +4,8 @@ import dataclasses
 import json
 import math
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal
 
 HEAD_CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits that the head computes at once, within the bounds of `HEAD_CHUNK_ROWS`. On a CPU, a chunk suits the cache. On
@@ -77,18 +76,6 @@ class Device:
             )
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], name: str = "device") -> Self:
-        """Create a device from plain data. Raises ValueError for unknown or missing keys."""
-        known = {field.name: field for field in dataclasses.fields(cls)}
-        wrong = sorted(set(data) - set(known))
-        missing = [key for key, field in known.items() if field.default is dataclasses.MISSING and key not in data]
-        missing = [key for key in missing if key != "name"]
-        if wrong or missing:
-            unlike = [f"unknown {', '.join(wrong)}"] * bool(wrong) + [f"missing {', '.join(missing)}"] * bool(missing)
-            raise ValueError(f"device {name}: {'; '.join(unlike)}; keys are {', '.join(known)}")
-        return cls(**{"name": name, **data})
-
-    @classmethod
     def of_kind(cls, kind: str, dtype_bytes: int) -> "Device":
         """The preset for a kind of device (a small CPU, or an H100), at the speed of a dtype.
 
@@ -129,13 +116,12 @@ def find_device(name_or_file: str) -> Device:
     try:
         text = path.read_text(encoding="utf-8")
         data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (OSError, ValueError) as error:
+        return Device(**{"name": path.stem} | data)
+    except (OSError, ValueError, TypeError) as error:
+        keys = ", ".join(field.name for field in dataclasses.fields(Device))
         raise ValueError(
-            f"{path} cannot be read as a device's description ({error}); give JSON, or TOML as .toml"
+            f"{path} is no device's description ({error}); give JSON, or TOML as .toml, with the keys {keys}"
         ) from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} holds no table of a device's figures")
-    return Device.from_dict(data, path.stem)
 
 
 def _gpu(name: str, teraflops: float, gigabytes: float, terabytes: float, link: float, network: float) -> Device:

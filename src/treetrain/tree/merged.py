@@ -136,10 +136,9 @@ def _lacking(rows: NodeRows, own: Float64s) -> dict[str, str]:
     Args:
         own: [K], the rows' own advantages, NaN for rows that use the nodes'.
     """
-    trained = np.bincount(rows.place, rows.weights != 0, minlength=len(rows.contents)) > 0
     lacking = {}
     for name in GIVEN:
-        misses = trained & np.array([getattr(part, name) is None for part in rows.contents], bool)
+        misses = rows.is_trained & np.array([getattr(part, name) is None for part in rows.contents], bool)
         if name == "advantages":
             misses &= rows.sum_over_rows(np.isnan(own)) > 0
         if misses.any():

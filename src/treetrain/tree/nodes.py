@@ -103,7 +103,7 @@ class NodeRows(LazyTrajectories):
         return len(self.rows)
 
     def row(self, number: int) -> Trajectory:
-        """Trajectory 0 to K - 1, joined from the nodes on its path."""
+        """Trajectory 0 to K - 1, joined from the nodes on its path, without facts that a trained node of it lacks."""
         row = self.rows[number]
         nodes = [node for node in self.path(number) if len(self.contents[node])]
         parts = [self.contents[node] for node in nodes]
@@ -112,9 +112,12 @@ class NodeRows(LazyTrajectories):
             given = [getattr(part, name) for part in parts]
             if name == "loss_weights" and self.owner:
                 given = [one if self.owner[node] == number else 0.0 for node, one in zip(nodes, given)]
-            if any(one is not None for one in given):
-                # Tokens that are not trained may lack a fact.
-                neutral = 1.0 if name == "loss_weights" else 0.0
+            neutral = 1.0 if name == "loss_weights" else 0.0
+            lacks = name in GIVEN and any(
+                one is None and self.is_trained[node] and (not self.owner or self.owner[node] == number)
+                for node, one in zip(nodes, given)
+            )
+            if any(one is not None for one in given) and not lacks:
                 filled = [neutral if one is None else one for one in given]
                 facts[name] = np.concatenate([np.broadcast_to(one, len(part)) for one, part in zip(filled, parts)])
         if row.advantages is not None:
@@ -142,6 +145,11 @@ class NodeRows(LazyTrajectories):
         given = [np.ones(len(part)) if part.loss_weights is None else part.loss_weights for part in self.contents]
         return np.where(self.depth > 0, np.concatenate([np.zeros(0), *given]), 0.0)
 
+    @cached_property
+    def is_trained(self) -> NDArray[np.bool_]:
+        """bool [n]: nodes with a loss weight."""
+        return np.bincount(self.place, self.weights != 0, minlength=len(self.contents)) > 0
+
     def trained_edges(self, rows: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
         """`TokenTree.trained_edges`, computed from the nodes' weights."""
         trained = np.flatnonzero(self.weights)
@@ -163,13 +171,13 @@ class NodeRows(LazyTrajectories):
 
     def along_rows(self, per_node: NDArray[Any], join: Callable[[Any, Any], Any]) -> Float64s:
         """[K]: for each trajectory, `per_node` joined over the nodes whose tokens it counts; 0 if it counts none."""
-        found = per_node.tolist()
+        joined = per_node.tolist()
         for node, above in enumerate(self.parents):
             # The nodes that a trajectory owns form the end of its path.
             if above >= 0 and (not self.owner or self.owner[above] == self.owner[node]):
-                found[node] = join(found[above], found[node])
+                joined[node] = join(joined[above], joined[node])
         counts = [not self.owner or self.owner[end] == number for number, end in enumerate(self.ends)]
-        return np.array([found[end] if own else 0 for end, own in zip(self.ends, counts)], np.float64)
+        return np.array([joined[end] if own else 0 for end, own in zip(self.ends, counts)], np.float64)
 
 
 def grow(
@@ -213,7 +221,7 @@ def grow(
     last = np.array(runs.last, np.int64)[np.array(ends, np.int64)]
     arrays, moved = assemble(runs.buffer, runs.start, runs.length, runs.attach, last)
     last, tree_index = moved(last), moved(runs.position)
-    found = NodeRows(
+    node_rows = NodeRows(
         numbers=used,
         parents=parents,
         contents=contents,
@@ -224,10 +232,9 @@ def grow(
         depth=arrays.depth[tree_index].astype(np.int64),
         tree_tokens=len(arrays.tokens),
     )
-    _check_facts(found)
     length = np.zeros(len(rows), np.int64)
     length[last >= 0] = arrays.depth[last[last >= 0]] + 1
-    return arrays, last, length, found
+    return arrays, last, length, node_rows
 
 
 def _parents_first(nodes: Sequence[Node]) -> tuple[list[int], list[int]]:
@@ -338,24 +345,3 @@ def _insert(contents: Sequence[Int32s], parents: list[int], keys: list[Hashable]
     return _Runs(
         buffer, begins, np.array(stop, np.int64) - begins, np.array(attach, np.int64), last, np.concatenate(position)
     )
-
-
-def _check_facts(found: NodeRows) -> None:
-    """Check that a fact given on one node of a trajectory is given on all its trained nodes."""
-    trained = (np.bincount(found.place, found.weights != 0, minlength=len(found.contents)) > 0).tolist()
-    for name in GIVEN:
-        has = [getattr(part, name) is not None for part in found.contents]
-        if all(has) or not any(has):
-            continue
-        missing = [needs and not own for needs, own in zip(trained, has)]
-        given = [own and len(part) > 0 for part, own in zip(found.contents, has)]
-        for node, above in enumerate(found.parents):
-            if above >= 0:
-                given[node] |= given[above]
-                missing[node] |= missing[above]
-        for number, (row, end) in enumerate(zip(found.rows, found.ends)):
-            if given[end] and missing[end] and not (name == "advantages" and row.advantages is not None):
-                raise DataError(
-                    f"trajectory {number} (last node {row.node}): some of its nodes have {name}, others that are "
-                    f"trained have none; give {name} on all of them, or loss_weights=0 on the ones without"
-                )

@@ -71,12 +71,12 @@ class TokenTree:
                 and 0 in the others. The engine rejects losses that are not sums over tokens (`Loss.sums_tokens`).
 
         Siblings that start with the same tokens are merged as far as they agree, unless their keys differ;
-        each trajectory keeps its own nodes' facts. Runs without a fork are joined. Nothing is flattened.
+        each trajectory keeps its own nodes' facts. It has no fact that one of its trained nodes lacks, so a loss that
+        needs the fact is refused. Runs without a fork are joined. Nothing is flattened.
 
         Raises:
             DataError: a parent or last node that does not exist, a cycle, nodes on no trajectory, ids or
-                facts that `Trajectory` rejects, a fact that some trained nodes of a trajectory lack,
-                `advantages` of a trajectory with count="once".
+                facts that `Trajectory` rejects, `advantages` of a trajectory with count="once".
             ValueError: an unknown value of `unused` or `count`.
         """
         arrays, last, length, rows = grow(nodes, trajectories, unused, count)
