@@ -30,7 +30,7 @@ def test_the_figures_of_a_file_are_those_of_its_rows(treetrain, token_file) -> N
     assert file["overlap"] == 1 - file["unique"] / 180 and file["token_speedup"] == 180 / file["unique"]
     assert (file["trajectories"], file["trees"], file["longest_path"], file["duplicates"]) == (12, 4, 15, 0)
     assert file["trained_flat"] == 60 and file["saved_trained"] + file["saved_context"] == 180 - file["unique"]
-    assert report["format"] == "tokens" and report["view"] is None and report["prefixes"] is None
+    assert report["format"] == "tokens" and report["view"] is None and report["views"] == []
 
 
 def test_groups_are_measured_each_by_itself_and_the_largest_are_listed(treetrain, token_file) -> None:
@@ -91,7 +91,7 @@ def test_a_chat_file_in_the_calls_view_is_told_whether_its_template_keeps_prefix
     treetrain, chat_file, model_folder, tmp_path
 ) -> None:
     kept = treetrain("inspect", chat_file, "--model", model_folder, "--view", "calls", "--json").json
-    assert kept["prefixes"]["successive"] == 4 and kept["prefixes"]["broken"] == 0
+    assert kept["diagnosis"]["successive"] == 4 and kept["diagnosis"]["broken"] == 0
     assert kept["file"]["trajectories"] == 8 and kept["view"] == "calls"
     breaking = tmp_path / "breaking.jinja"
     breaking.write_text(
@@ -99,8 +99,15 @@ def test_a_chat_file_in_the_calls_view_is_told_whether_its_template_keeps_prefix
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     argv = ("inspect", chat_file, "--tokenizer", "tiny", "--view", "calls", "--chat-template", str(breaking))
-    assert treetrain(*argv, "--json").json["prefixes"]["broken"] == 4
-    assert "4 of 4 successive calls do not extend" in treetrain(*argv).out
+    report = treetrain(*argv, "--json").json
+    (lost,) = report["diagnosis"]["causes"]
+    assert report["diagnosis"]["broken"] == lost["rows"] == 4 and lost["cause"] == "front"
+    out = treetrain(*argv).out
+    assert "0 of 4 later calls extend" in out and lost["title"] in out and lost["change"] in out
+    assert lost["example"]["row_text"] in out and out.rstrip().endswith(report["verdict"])
+    views = {(one["view"], one["template"]): one for one in report["views"]}
+    assert len(views) == 4 and {one["trained"] for one in views.values()} == {report["file"]["trained_flat"]}
+    assert views["calls", "chatml"]["tree_flops"] < views["calls", "own"]["tree_flops"]
 
 
 def test_conversations_without_any_tokenizer_are_refused_with_the_cure(treetrain, chat_file) -> None:
@@ -198,7 +205,7 @@ def test_real_conversations_share_most_of_their_tokens_in_the_calls_view(
     path.write_text("\n".join(lines))
     argv = ("inspect", str(path), "--tokenizer", "tiny", "--chat-template", "chatml", "--view", "calls", "--json")
     report = treetrain(*argv).json
-    assert report["prefixes"]["broken"] == 0 and report["file"]["overlap"] > 0.7
+    assert report["diagnosis"]["broken"] == 0 and report["file"]["overlap"] > 0.7
     rows = load(path, tokenizer=preset_tokenizer("tiny"), view="calls", chat_template="chatml").trajectories
     assert report["file"]["unique"] == build_tree(rows).num_tokens
 

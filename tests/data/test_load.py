@@ -6,9 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from treetrain.data import Trajectory, chat_template_text, group_advantages, load
+from treetrain.data import chat_template_text, group_advantages, load
 from treetrain.errors import DataError
-from treetrain.inspection.diagnosis import diagnose_prefixes
 
 TALK = {
     "messages": [
@@ -112,35 +111,6 @@ def test_a_template_can_be_a_file_text_or_the_built_in_one(write_rows, tmp_path,
     assert chat_template_text(None) is None
 
 
-def test_diagnosis_counts_broken_calls_and_shows_the_first_difference(write_rows, templates, bytes_tokenizer):
-    path = write_rows(TALK, TALK)
-
-    def report(template):
-        rows = load(path, tokenizer=bytes_tokenizer, view="calls", chat_template=template).trajectories
-        return diagnose_prefixes(rows, bytes_tokenizer)
-
-    kept = report("chatml")
-    assert (kept.calls, kept.successive, kept.broken, kept.example) == (4, 2, 0, None)
-    assert "All 2 successive calls" in kept.explain()
-    broken = report(templates["think_dropping"])
-    assert (broken.successive, broken.broken) == (2, 2)
-    assert broken.example is not None
-    assert "<think>" in broken.example.previous_text and "<think>" not in broken.example.call_text
-    assert "2 of 2 successive calls do not extend" in broken.explain() and "chatml" in broken.explain()
-    assert "nothing to say" in diagnose_prefixes(load(path, tokenizer=bytes_tokenizer).trajectories).explain()
-
-
-def test_diagnosis_sees_a_difference_in_the_last_token_and_keeps_conversations_apart():
-    def call(ids, episode):
-        return Trajectory(ids, group="g", episode=episode, id=tuple(ids))
-
-    rows = [call([1, 2, 3], "a"), call([7], "b"), call([1, 2, 4, 5], "a"), call([7, 8], "b"), call([7], "b")]
-    report = diagnose_prefixes(rows)
-    assert (report.calls, report.successive, report.broken) == (5, 3, 2)
-    assert report.example is not None and report.example.position == 2
-    assert (report.example.previous_text, report.example.call_text) == ("1 2 3", "1 2 4 5")
-
-
 def test_the_built_in_template_writes_tools_reasoning_and_several_calls(write_rows, bytes_tokenizer):
     calls = [
         {"function": {"name": "add", "arguments": '{"a": 1}'}},
@@ -171,14 +141,6 @@ def qwen(shared_data):
 def airline(shared_data, qwen, **options):
     folder = shared_data / "tau_airline"
     return load(folder / "trajectories.jsonl", tokenizer=qwen, tools=folder / "tools.json", **options)
-
-
-@pytest.mark.parametrize(("template", "broken"), [(None, True), ("chatml", False)])
-def test_qwen3s_own_template_breaks_every_prefix_of_tau_airline_and_chatml_none(shared_data, qwen, template, broken):
-    rows = airline(shared_data, qwen, view="calls", chat_template=template, limit=20).trajectories
-    report = diagnose_prefixes(rows, qwen)
-    assert report.successive == report.calls - 20 > 200
-    assert report.broken == (report.successive if broken else 0)
 
 
 def test_tau_airline_transcripts_train_exactly_what_its_calls_train(shared_data, qwen):

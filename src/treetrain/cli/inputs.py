@@ -43,6 +43,8 @@ class ReadRows:
     rows: "Sequence[Trajectory]"
     notes: tuple[str, ...]
     format: str
+    view: str | None
+    """"calls" or "transcript"; None for token rows."""
     tokenizer: Any
     """None for token rows if --tokenizer names none."""
 
@@ -79,7 +81,13 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
     if loaded.skipped:
         Path(SKIPPED).write_text("".join(line + "\n" for line in loaded.skipped), encoding="utf-8")
         loaded = dataclasses.replace(loaded, notes=(*loaded.notes, f"the skipped records are listed in {SKIPPED}"))
-    return ReadRows(rows=loaded.trajectories, notes=loaded.notes, format=loaded.format, tokenizer=tokenizer)
+    return ReadRows(
+        rows=loaded.trajectories,
+        notes=loaded.notes,
+        format=loaded.format,
+        view=None if kind.tokens else options.view,
+        tokenizer=tokenizer,
+    )
 
 
 def sample_rows(options: Namespace) -> "list[Trajectory]":

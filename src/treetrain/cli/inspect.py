@@ -10,7 +10,10 @@ from treetrain.cli.options import Parser, at_least
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from treetrain.inspection.report import Inspection
+    from treetrain.cli.inputs import ReadRows
+    from treetrain.data.trajectory import Trajectory
+    from treetrain.inspection.comparisons import ViewCost
+    from treetrain.inspection.report import Inspection, Shape
     from treetrain.planning.plan import Plan
 
 SUMMARY = "How much the rows of a file share, where, and what computing every shared prefix once is worth."
@@ -22,6 +25,8 @@ EXAMPLES = (
     "rollouts.jsonl --model small --budget 4096 --calibrate",
     "chats.jsonl --model Qwen/Qwen3-0.6B --budget 16384 --html tree.html",
 )
+COMPARED = 50
+"""Conversations that are read again to compare views."""
 
 
 def make_parser() -> Parser:
@@ -38,6 +43,8 @@ def make_parser() -> Parser:
     text = "Load the model and measure, in a few seconds, what its passes cost here; needs --model and torch."
     parser.flag("calibrate", text)
     parser.option("html", "Write a page to this file: the figures, the tree to look into, histograms, the plan.")
+    text = "Rows of your batches (all accumulation steps of one process): how much sharing is left within them."
+    parser.option("batch_size", text, 8, type=at_least(1))
     parser.json_option()
     return parser
 
@@ -62,9 +69,11 @@ def run(argv: Sequence[str]) -> int:
         shape,
         files=options.files,
         format=found.format,
-        view=None if found.tokenizer is None else options.view,
+        view=found.view,
         notes=found.notes,
         tokenizer=found.tokenizer,
+        batch_size=options.batch_size,
+        views=_views(options, found, shape),
     )
     if options.calibrate or options.budget is not None:
         inspection = dataclasses.replace(inspection, plan=_plan(options, inspection))
@@ -77,6 +86,21 @@ def run(argv: Sequence[str]) -> int:
     else:
         _print(inspection, options.groups)
     return 0
+
+
+def _views(options: Namespace, found: "ReadRows", shape: "Shape") -> "tuple[ViewCost, ...]":
+    """The first conversations as calls and as transcripts, with their own template and with chatml."""
+    if found.view is None:
+        return ()
+    from treetrain.cli.inputs import read
+    from treetrain.inspection.comparisons import compare_views
+
+    def again(view: str, template: str) -> "Sequence[Trajectory]":
+        changes = {"view": view, "on_error": "stop"} | ({"chat_template": "chatml"} if template == "chatml" else {})
+        return read(Namespace(**vars(options) | changes), limit=COMPARED).rows
+
+    templates = ("chatml",) if options.chat_template == "chatml" else ("own", "chatml")
+    return compare_views(again, templates, shape.counts)
 
 
 def _plan(options: Namespace, inspection: "Inspection") -> "Plan":
@@ -108,6 +132,15 @@ def _print(inspection: "Inspection", listed: int) -> None:
         ("token-ideal speed-up", f"{file.token_speedup:.2f}x"),
         ("FLOP-ideal speed-up", f"{file.flop_speedup:.2f}x on the shape {inspection.shape.words}"),
     ]
+    if inspection.transcripts_speedup is not None:
+        text = "against whole conversations (the rows that no other row extends), row by row"
+        rows.append(("", f"{inspection.transcripts_speedup:.2f}x {text}"))
+    if inspection.batches:
+        names = {"grouped": "grouped by prefix", "file": "in file order", "shuffled": "shuffled"}
+        orders = ", ".join(f"{one.flop_speedup:.2f}x {names[one.order]}" for one in inspection.batches)
+        first = inspection.batches[0]
+        sampled = "" if first.measured == first.batches else f" (a sample of {first.measured:,} of {first.batches:,})"
+        rows.append((f"in batches of {first.size}", orders + sampled))
     if file.duplicates:
         rows.append(("  without repeats", f"{file.flop_speedup_dedup:.2f}x against rows without exact repeats"))
     rows += [
@@ -140,11 +173,37 @@ def _print(inspection: "Inspection", listed: int) -> None:
         out.print(table(list(forms), cells, title=f"largest {len(cells)} of {groups['count']} groups"))
     if inspection.stats.unique:
         out.print(_picture(inspection))
-    if inspection.prefixes:
-        out.print("\n" + inspection.prefixes.explain(), markup=False)
+    if inspection.views:
+        cheapest = min(one.linear_flops for one in inspection.views)
+        columns = [
+            "view",
+            "template",
+            "rows",
+            "flat",
+            "unique",
+            "trained",
+            "TFLOPs alone",
+            "as tree",
+            "",
+            "vs cheapest",
+        ]
+        cells = [
+            [
+                one.view,
+                one.template,
+                *(f"{count:,}" for count in (one.rows, one.flat, one.unique, one.trained)),
+                *(f"{flops / 1e12:,.0f}" for flops in (one.linear_flops, one.tree_flops)),
+                *(f"{flops / one.tree_flops:.2f}x" if flops else "" for flops in (one.linear_flops, cheapest)),
+            ]
+            for one in inspection.views
+        ]
+        title = f"the same conversations, in both views (at most the first {COMPARED})"
+        out.print(table(columns, cells, title=title))
+    out.print("\nwhy not more: " + inspection.diagnosis.explain(), markup=False, soft_wrap=True)
     if inspection.plan is not None:
         told = f"\nthe file as one batch, on the shape {inspection.shape.words}:\n\n{inspection.plan.explain()}"
         out.print(told, markup=False, soft_wrap=True)
+    out.print(f"\n{inspection.verdict()}", markup=False, soft_wrap=True)
 
 
 def _picture(inspection: "Inspection") -> "Text":

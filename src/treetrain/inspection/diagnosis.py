@@ -1,89 +1,692 @@
-"""Does a chat template keep prefixes, so that the calls of a conversation can share them?"""
+"""Why rows do not share more: the causes, what each costs, and what to change.
+
+Every row is compared with the one earlier row that it should share with:
+
+- a later call of a conversation with the call that it continues;
+- the prompt of any other row with a prompt of the same group, with the same end, or with the longest common beginning.
+
+Sampled tokens are the policy's own choice, so two rows that part at a sampled token have nothing to repair. A
+difference in the context is lost sharing if the rows agree again behind it (`alignment`). Its cause is read from the
+tokens and the text of the difference.
+
+What a cause costs is measured, not estimated: the rows are rewritten without the differences of this cause, each as
+its partner has them, and the tree is built again. Rows are rewritten after their partners, so that a row which
+continues a rewritten row continues it still. Causes are repaired one after the other, those nearest to the beginning of
+rows first, because a difference hides those behind it; so the costs add up to all that is lost.
+"""
 
 import dataclasses
-from collections.abc import Hashable, Iterable
-from typing import Any
+import re
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.errors import quoted
+from treetrain.inspection.alignment import RUN, Alignment, Gap, Ids, align, earlier_partners
+from treetrain.planning.cost import ModelCounts
+from treetrain.tree.build import build_tree
+from treetrain.tree.stats import linear_work, tree_work
 
-CONTEXT = 4  # tokens shown before the first difference
-SHOWN = 12  # tokens shown from that difference on
+SHOWN = 24
+"""Tokens of a difference that are shown, and decoded to find its cause, at either end."""
+AROUND = 6
+"""Tokens shown before and after a difference."""
+LEAST = 0.001
+"""Share of the unique tokens that a cause must cost to be reported."""
+
+CAUSES: dict[str, tuple[str, str]] = {
+    "padding": (
+        "padding inside the rows",
+        "give an attention_mask with the rows, or cut the padding off; it is no part of a trajectory",
+    ),
+    "front": (
+        "one token at the front",
+        "begin every row alike: add the token (often BOS) to all rows or to none",
+    ),
+    "truncation": (
+        "older tokens cut off on the left",
+        "raise the context length of the rollouts, or drop whole conversations that are too long instead of their "
+        "beginnings",
+    ),
+    "think": (
+        "think blocks of earlier turns dropped or added by the chat template",
+        "use a template that keeps every turn as it was sampled (--chat-template chatml), in the rollouts too; if the "
+        "policy really saw these prompts, train on them as they are",
+    ),
+    "rewritten": (
+        "earlier turns written differently by the chat template",
+        "use a template that writes a message the same way whatever follows it (--chat-template chatml), in the "
+        "rollouts too; if the policy really saw these prompts, train on them as they are",
+    ),
+    "retokenised": (
+        "the same text tokenised differently",
+        "pass token ids on from call to call; do not decode a completion and tokenise it again with the next prompt",
+    ),
+    "whitespace": (
+        "stripped or added white space",
+        "pass messages on unchanged: no strip() between sampling, logging and the next prompt",
+    ),
+    "order": (
+        "the same tools, or other parts of the prompt, in another order",
+        "sort the tools, and the keys of their schemas, before the prompt is rendered",
+    ),
+    "tool list": (
+        "different lists of tools",
+        "offer all rows the same tools, or put the tools that vary last",
+    ),
+    "values": (
+        "dates, ids or other values that differ inside the prompt",
+        "fix the value for all rows of a batch, or move it behind the text that all rows share",
+    ),
+    "changed": (
+        "earlier tokens changed",
+        "give --tokenizer: the text tells a chat template from tokens that were decoded and tokenised again",
+    ),
+}
+"""Every cause: its name in reports, and what to change."""
+
+_THINK = re.compile(r"</?(?:think|thinking|reasoning|thought)>|\[/?THINK\]|<\|channel\|>|<\|(?:START|END)_THINKING\|>")
+_TOOL = re.compile(r'"name":\s*"([^"]+)"')
+_TOOL_SCHEMA = re.compile(r'"(?:parameters|properties|description|function|input_schema)"')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PrefixBreak:
-    """The first call that does not extend the call before it."""
+class Example:
+    """One difference in text that a person reads."""
 
-    previous: Hashable
-    """id of the earlier row."""
-    call: Hashable
-    """id of the later row."""
+    row: Hashable
+    """id of the row that loses sharing; its number if it has no id."""
+    partner: Hashable
+    """id of the row that it should share with."""
     position: int
-    """First token (from 0) in which they differ."""
-    previous_text: str
-    """The earlier row around that token; token ids if no tokenizer was given."""
-    call_text: str
-    """The later row around that token."""
+    """Token of the row, from 0, where they differ."""
+    row_text: str
+    """The row around the difference, which stands between ⟦ and ⟧; token ids if no tokenizer was given."""
+    partner_text: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PrefixReport:
-    """How often a call extends the call before it in the same conversation."""
+class LostSharing:
+    """One cause of lost sharing."""
 
+    cause: str
+    """A key of `CAUSES`."""
+    rows: int
+    """Rows that differ from their partner for this cause."""
+    tokens: int
+    """Unique tokens that repairing it saves, once the causes listed before it are repaired."""
+    flops: float
+    """FLOPs of a step that this saves."""
+    flop_speedup: float
+    """Of the rows with this cause and those before it repaired: FLOPs of rows as they are / of the repaired tree."""
+    example: Example
+
+    @property
+    def title(self) -> str:
+        """The cause in words."""
+        return CAUSES[self.cause][0]
+
+    @property
+    def change(self) -> str:
+        """What to do about it."""
+        return CAUSES[self.cause][1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    """The causes of lost sharing of a set of rows."""
+
+    causes: tuple[LostSharing, ...]
+    """In the order in which they are repaired; empty if nothing is lost."""
     calls: int
-    """Rows that are calls of a conversation."""
+    """Rows that are calls of a conversation, by their `episode` or because they continue an earlier row."""
     successive: int
-    """Pairs of a call and the next call of the same conversation."""
+    """Calls with an earlier call of the same conversation."""
     broken: int
-    """Pairs in which the later row does not begin with all tokens of the earlier one."""
-    example: PrefixBreak | None
-    """The first broken pair."""
+    """Those that neither extend an earlier call nor answer its prompt again."""
+    unrelated: int
+    """Broken calls that agree with no earlier call behind the difference: a new context, such as a sub-agent's."""
+    unique: int
+    """Tokens of the tree as the rows are."""
+    repaired_unique: int
+    """The same with all causes repaired."""
+    flop_speedup: float
+    """FLOPs of every row by itself / FLOPs of the tree, as the rows are."""
+    repaired_flop_speedup: float
+    """FLOPs of every row as it is by itself / FLOPs of the tree with all causes repaired."""
+
+    def sections(self) -> list[tuple[str, str]]:
+        """(title, text) of a summary, which has no title, and of each cause."""
+        lines = []
+        if self.successive:
+            kept = self.successive - self.broken
+            lines.append(f"{kept:,} of {self.successive:,} later calls extend an earlier call of their conversation.")
+        if self.unrelated:
+            lines.append(f"{self.unrelated:,} start a new context (a sub-agent, a summary): nothing to repair.")
+        lines.append(
+            f"{self.unique - self.repaired_unique:,} of {self.unique:,} unique tokens are lost sharing."
+            if self.causes
+            else "No sharing is lost."
+        )
+        sections = [("", " ".join(lines))]
+        before = self.flop_speedup
+        for number, lost in enumerate(self.causes, 1):
+            example = lost.example
+            where = f"{quoted(example.row)} differs from {quoted(example.partner)} at token {example.position:,}"
+            text = [
+                f"Rows: {lost.rows:,}. Lost: {lost.tokens:,} tokens, {lost.flops:.3g} FLOPs.",
+                f"First: {where}:",
+                f"  {example.partner_text}",
+                f"  {example.row_text}",
+                f"Change: {lost.change}.",
+                f"Gain: {lost.flop_speedup:.2f}x by FLOPs in place of {before:.2f}x, all rows at once"
+                + (", with the changes above." if number > 1 else "."),
+            ]
+            sections.append((f"{number}. {lost.title}", "\n".join(text)))
+            before = lost.flop_speedup
+        return sections
 
     def explain(self) -> str:
-        """The result in words, with what to do about it."""
-        if self.successive == 0:
-            return "No conversation has two calls: nothing to say about prefixes."
-        if self.example is None:
-            return f"All {self.successive:,} successive calls extend the call before them: prefixes are kept."
-        first = self.example
-        return (
-            f"{self.broken:,} of {self.successive:,} successive calls do not extend the call before them.\n"
-            f"First: {quoted(first.call)} differs from {quoted(first.previous)} at token {first.position}:\n"
-            f"  earlier call: {first.previous_text!r}\n"
-            f"  later call:   {first.call_text!r}\n"
-            "If the policy really saw these prompts, train on them as they are. Otherwise use a template "
-            "that writes a message the same way whatever follows it: --chat-template chatml."
-        )
+        """The diagnosis in words."""
+        (_, summary), *causes = self.sections()
+        indented = (f"{title}\n   {text}".replace("\n", "\n   ").replace("   " * 2, "   ") for title, text in causes)
+        return "\n\n".join([summary, *indented])
 
 
-def diagnose_prefixes(trajectories: Iterable[Trajectory], tokenizer: Any = None) -> PrefixReport:
-    """Compare every call with the call before it in the same conversation, token by token.
+class _Edit(NamedTuple):
+    """A gap to the partner, and its cause."""
+
+    gap: Gap
+    cause: str
+
+
+class _Link(NamedTuple):
+    """A row, the partner it should share with, and how."""
+
+    row: int
+    partner: int
+    edits: list[_Edit]
+    partner_end: int
+    """Where the two rows part for good."""
+    row_end: int
+
+
+def diagnose(rows: Sequence[Trajectory], counts: ModelCounts, tokenizer: Any = None) -> Diagnosis:
+    """Find why rows do not share more.
 
     Args:
-        trajectories: rows in the calls view, each conversation's calls in order; rows without an `episode` are ignored.
-        tokenizer: anything with `decode`; the example then shows text instead of ids.
+        rows: K rows; each conversation's calls in order.
+        counts: the model that FLOPs are counted for.
+        tokenizer: anything with `decode`. Without one, the same text in other tokens, white space and think blocks
+            cannot be told apart, and examples show token ids.
+
+    Returns:
+        The causes, with counts, cost, gain and an example of each.
     """
-    last: dict[Hashable, Trajectory] = {}
-    calls = successive = broken = 0
-    example = None
-    for call in trajectories:
-        if call.episode is None:
+    search = _Search(rows, tokenizer)
+    search.run()
+    first = dict(search.examples())
+    found = Counter(cause for link in search.links for cause in {edit.cause for edit in link.edits})
+    found.update({"padding": search.padded} if search.padded else {})
+    places = {cause: search.mean_position(cause) for cause in found}
+    # Recorded experts keep equal tokens apart; without them, both sides of the comparison are the same.
+    tree = build_tree(search.repaired(()))
+    rows_flops = counts.flops(*linear_work(tree, counts.attention_ranges))
+    flops = start = counts.flops(*tree_work(tree, counts.attention_ranges))
+    unique = as_is = tree.num_tokens
+    causes: list[LostSharing] = []
+    repaired: list[str] = []
+    for cause in sorted(found, key=places.__getitem__):
+        repaired.append(cause)
+        tree = build_tree(search.repaired(repaired))
+        less = counts.flops(*tree_work(tree, counts.attention_ranges))
+        if less > 1.01 * flops:  # a repair that costs is none
+            repaired.pop()
             continue
-        calls += 1
-        previous = last.get((call.group, call.episode))
-        last[(call.group, call.episode)] = call
-        if previous is None:
-            continue
-        successive += 1
-        position = common_prefix(previous.ids, call.ids)
-        if position == len(previous):
-            continue
-        broken += 1
-        if example is None:
-            shown = [row.ids[max(0, position - CONTEXT) : position + SHOWN].tolist() for row in (previous, call)]
-            texts = [" ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids) for ids in shown]
-            example = PrefixBreak(
-                previous=previous.id, call=call.id, position=position, previous_text=texts[0], call_text=texts[1]
+        if unique - tree.num_tokens > LEAST * as_is:
+            causes.append(
+                LostSharing(
+                    cause=cause,
+                    rows=found[cause],
+                    tokens=unique - tree.num_tokens,
+                    flops=max(flops - less, 0.0),
+                    flop_speedup=rows_flops / less if less else 1.0,
+                    example=first[cause],
+                )
             )
-    return PrefixReport(calls=calls, successive=successive, broken=broken, example=example)
+        unique, flops = tree.num_tokens, less
+    return Diagnosis(
+        causes=tuple(causes),
+        calls=search.calls,
+        successive=search.successive,
+        broken=search.broken,
+        unrelated=search.unrelated,
+        unique=as_is,
+        repaired_unique=unique,
+        flop_speedup=rows_flops / start if start else 1.0,
+        repaired_flop_speedup=rows_flops / flops if flops else 1.0,
+    )
+
+
+class _Search:
+    """The rows without padding, and the links found so far."""
+
+    def __init__(self, rows: Sequence[Trajectory], tokenizer: Any) -> None:
+        self.rows, self.tokenizer = rows, tokenizer
+        self.padded, self.ids, self.start = _without_padding(rows, getattr(tokenizer, "pad_token_id", None))
+        weights = [row.weights != 0 for row in rows]
+        self.trained = [
+            marks[start : start + ids.size] for marks, start, ids in zip(weights, self.start, self.ids, strict=True)
+        ]
+        # Tokens before the first trained one; a row that trains (almost) all its tokens does not say what is context.
+        first = [int(marks.argmax()) if marks.any() else marks.size for marks in self.trained]
+        self.masked = [count > 1 for count in first]
+        self.context = [count if masked else ids.size for count, masked, ids in zip(first, self.masked, self.ids)]
+        lasts = Counter(int(ids[marks][-1]) for ids, marks in zip(self.ids, self.trained) if marks.any())
+        self.turn_ends = {token for token, count in lasts.items() if count >= 0.1 * len(rows)}
+        self.links: list[_Link] = []
+        self.calls = self.successive = self.broken = self.unrelated = 0
+        self.known: dict[Hashable, str | None] = {}
+
+    # Partners
+
+    def run(self) -> None:
+        """Compare every row with its partner; links come after those of their partners."""
+        episodes: dict[Hashable, list[int]] = {}
+        loose: dict[Hashable, list[int]] = {}
+        for number, row in enumerate(self.rows):
+            if row.episode is None:
+                loose.setdefault((row.key, row.group), []).append(number)
+            else:
+                episodes.setdefault((row.key, row.group, row.episode), []).append(number)
+        heads: list[int] = []
+        later: list[_Link] = []
+        for calls in episodes.values():
+            self.calls += len(calls)
+            self.successive += len(calls) - 1
+            heads.append(calls[0])
+            later += self._later_calls(calls, certain=True)
+        for members in loose.values():
+            links = self._later_calls(members, certain=False)
+            continuing = {link.row for link in links}
+            heads += [number for number in members if number not in continuing]
+            later += links
+        by_key: dict[Hashable, list[int]] = {}
+        for number in sorted(heads):
+            by_key.setdefault(self.rows[number].key, []).append(number)
+        for members in by_key.values():
+            self._prompts(members)
+        self.links += sorted(later)
+
+    def _later_calls(self, calls: list[int], *, certain: bool) -> list[_Link]:
+        """Links from calls to the calls that they continue, the unbroken ones too.
+
+        Args:
+            calls: row numbers in order.
+            certain: whether the rows are known to be calls of one conversation; otherwise only rows that contain
+                an earlier row with its answer are taken for later calls.
+        """
+        if len(calls) < 2:
+            return []
+        partners = earlier_partners(calls, self.ids.__getitem__)
+        found = []
+        for before, row in pairwise(calls):
+            shared = common_prefix(self.ids[before], self.ids[row])
+            partner, most = partners[row]
+            if most < shared + RUN:
+                partner, most = before, shared
+            link = self._later_call(row, partner, most, certain=certain)
+            if link is None and not certain and partner != before:
+                link = self._later_call(row, before, shared, certain=False)
+            if link is not None:
+                found.append(link)
+        if not certain:
+            chained = {link.row for link in found} | {link.partner for link in found}
+            self.calls += len(chained)
+            self.successive += len(found)
+        return found
+
+    def _later_call(self, row: int, partner: int, shared: int, *, certain: bool) -> _Link | None:
+        first, second = self.ids[partner], self.ids[row][: self.context[row]]
+        if not certain and not (self.masked[row] and self.trained[partner].any()):
+            return None
+        if shared >= first.size:
+            # Duplicates and rows that are prefixes of others are no calls.
+            grown = self.context[row] >= first.size
+            return _Link(row, partner, [], first.size, first.size) if certain or grown else None
+        if shared >= second.size:
+            # Another answer to the same prompt.
+            return _Link(row, partner, [], second.size, second.size) if certain else None
+        found = align(first, second, to_end=True)
+        edits = self._classified(row, partner, found, later=True)
+        if not certain:
+            whole = found.first_end == first.size and found.agreed >= max(self.context[partner] // 2, RUN)
+            # Two answers to prompts that differ are no calls of one conversation: the answer must be there too.
+            answer = self.trained[partner].sum()
+            for gap in found.gaps:
+                answer -= self.trained[partner][gap.first_start : gap.first_stop].sum()
+            begins = found.gaps[0].first_start >= self.context[partner] - 2
+            if not (whole and len(edits) == len(found.gaps) and (begins or answer >= RUN // 2)):
+                return None
+        self.broken += 1
+        if not edits:
+            self.unrelated += 1
+            return None
+        return _linked(row, partner, found, edits)
+
+    def _prompts(self, members: list[int]) -> None:
+        """Link the prompts of rows that continue no other row, each distinct prompt once."""
+        prompts: dict[Hashable, list[int]] = {}
+        for number in members:
+            prompt = self.ids[number][: self.context[number]]
+            name = (self.rows[number].group, self.masked[number], prompt.tobytes())
+            prompts.setdefault(name, []).append(number)
+        fronts = Counter(int(self.ids[number][0]) for number in members if self.ids[number].size)
+        # The most common form is the one that others are compared with, and the longest if some are cut.
+        order = sorted(
+            (same[0] for same in prompts.values() if self.context[same[0]]),
+            key=lambda number: (-fronts[int(self.ids[number][0])], -self.context[number], number),
+        )
+        same_as = {same[0]: same for same in prompts.values()}
+        context = {number: self.ids[number][: self.context[number]] for number in order}
+        nearest = earlier_partners(order, context.__getitem__) if len(order) > 1 else {}
+        of_group: dict[Hashable, int] = {}
+        of_ending: dict[Hashable, int] = {}
+        for number in order:
+            group, ending = self.rows[number].group, context[number][-2 * RUN :].tobytes()
+            partner, shared = nearest.get(number, (-1, 0))
+            candidates = {partner, of_ending.setdefault(ending, number), order[0] if shared < RUN else partner}
+            if group is not None:
+                candidates.add(of_group.setdefault(group, number))
+            best: _Link | None = None
+            most = 0
+            for candidate in sorted(candidates - {-1, number}):
+                found = align(context[candidate], context[number])
+                if found.gaps and found.agreed > max(most, shared):
+                    edits = self._classified(number, candidate, found, later=False)
+                    if edits:
+                        best, most = _linked(number, candidate, found, edits), found.agreed
+            if best is not None:
+                self.links += [best._replace(row=row) for row in same_as[number]]
+
+    # Causes
+
+    def _classified(self, row: int, partner: int, found: Alignment, *, later: bool) -> list[_Edit]:
+        """The gaps with their causes, up to the first that is no lost sharing."""
+        edits = self._tools(row, partner, found, later=later)
+        done = edits[-1].gap.second_stop if edits else 0
+        for number, gap in enumerate(found.gaps):
+            if gap.second_stop <= done:
+                continue
+            cause = self._cause(row, partner, gap, later=later)
+            run = found.run_after(number)
+            if not later:
+                # Different questions in the same words agree by chance: ask for much more agreement than difference.
+                size = max(gap.first_stop - gap.first_start, gap.second_stop - gap.second_start)
+                least = max(2 * RUN, 4 * size) if cause == "values" or not self.masked[row] else RUN
+                if run < least or (not self.masked[row] and cause not in ("front", "truncation")):
+                    break
+            edits.append(_Edit(gap, cause))
+        return edits
+
+    def _cause(self, row: int, partner: int, gap: Gap, *, later: bool) -> str:
+        ours = self.ids[row][gap.second_start : gap.second_stop]
+        theirs = self.ids[partner][gap.first_start : gap.first_stop]
+        at_front = gap.first_start == gap.second_start == 0
+        if at_front and max(ours.size, theirs.size) == 1:
+            return "front"
+        kind = None if self.tokenizer is None else self._textual(row, partner, gap)
+        if kind in ("retokenised", "whitespace"):
+            return kind
+        if ours.size == 0 and (at_front or (later and not self.turn_ends.isdisjoint(theirs.tolist()))):
+            return "truncation"
+        if kind is not None:
+            return kind
+        if ours.size == theirs.size > 1 and np.array_equal(np.sort(ours), np.sort(theirs)):
+            return "order"
+        if not later or gap.second_start < self._system_end(partner):
+            return "values"
+        return "changed" if self.tokenizer is None else "rewritten"
+
+    def _system_end(self, row: int) -> int:
+        """Tokens before the first end of a turn: the system prompt, if there is one."""
+        ends = np.flatnonzero(np.isin(self.ids[row][: self.context[row]], list(self.turn_ends)))
+        return int(ends[0]) if ends.size else 0
+
+    def _textual(self, row: int, partner: int, gap: Gap) -> str | None:
+        """The cause that the text of a difference shows, if any; equal differences are decoded once."""
+        # The same tokens on either side, so that characters of several tokens are whole in both.
+        before = min(gap.first_start, gap.second_start, 2)
+        after = min(self.ids[partner].size - gap.first_stop, self.ids[row].size - gap.second_stop, 2)
+        ours = self._ends(self.ids[row], gap.second_start - before, gap.second_stop + after)
+        theirs = self._ends(self.ids[partner], gap.first_start - before, gap.first_stop + after)
+        name = (ours.tobytes(), theirs.tobytes())
+        if name not in self.known:
+            one, other = self.tokenizer.decode(ours), self.tokenizer.decode(theirs)
+            self.known[name] = None
+            if one == other:
+                self.known[name] = "retokenised"
+            elif "".join(one.split()) == "".join(other.split()):
+                self.known[name] = "whitespace"
+            elif len(_THINK.findall(one)) != len(_THINK.findall(other)):
+                self.known[name] = "think"
+        return self.known[name]
+
+    def _ends(self, ids: Ids, start: int, stop: int) -> Ids:
+        """Some tokens of a row; of many only those at both ends."""
+        if stop - start <= 4 * SHOWN:
+            return ids[start:stop]
+        return np.concatenate([ids[start : start + 2 * SHOWN], ids[stop - 2 * SHOWN : stop]])
+
+    def _tools(self, row: int, partner: int, found: Alignment, *, later: bool) -> list[_Edit]:
+        """The gaps in the tools of a prompt as one difference; empty if the tools are the same."""
+        if self.tokenizer is None or not found.gaps:
+            return []
+        end = self._system_end(partner) if later else self.context[partner]
+        gaps = [gap for gap in found.gaps if gap.first_start < end]
+        if not gaps or found.run_after(len(gaps) - 1) < RUN:
+            return []
+        gap = Gap(gaps[0].first_start, gaps[-1].first_stop, gaps[0].second_start, gaps[-1].second_stop)
+        lists = []
+        for ids, start, stop in (
+            (self.ids[partner], gap.first_start, gap.first_stop),
+            (self.ids[row], gap.second_start, gap.second_stop),
+        ):
+            near = self._ends(ids, max(start - AROUND, 0), min(stop + AROUND, ids.size))
+            if not _TOOL_SCHEMA.search(self.tokenizer.decode(near)):
+                return []
+            lists.append(_TOOL.findall(self.tokenizer.decode(ids[: stop + AROUND])))
+        if lists[0] == lists[1]:
+            return []
+        return [_Edit(gap, "order" if sorted(lists[0]) == sorted(lists[1]) else "tool list")]
+
+    # Repairs
+
+    def repaired(self, causes: Collection[str]) -> list[Trajectory]:
+        """The rows without the differences of these causes; without any cause, as they are.
+
+        Every difference lies behind the padding, so other causes can be repaired only together with it.
+        """
+        if not causes:
+            return [
+                Trajectory(row.ids, loss_weights=row.loss_weights, key=row.key) if row.experts is not None else row
+                for row in self.rows
+            ]
+        ids, trained = list(self.ids), list(self.trained)
+        rewritten: dict[int, _Rewritten] = {}
+        for link in self.links:
+            row, partner, edits = link.row, link.partner, link.edits
+            fixed = [edit.gap for edit in edits if edit.cause in causes]
+            if not fixed and partner not in rewritten:
+                continue
+            # Up to the first difference that stays, the row gets its partner's rewritten tokens.
+            stays = next((edit.gap for edit in edits if edit.cause not in causes), None)
+            stop, at = (link.partner_end, link.row_end) if stays is None else (stays.first_start, stays.second_start)
+            new, back = _moved(partner, stop, rewritten)
+            at -= back
+            pieces, shifts = [ids[partner][:new]], [(at, new - at)]
+            start = at
+            for gap in fixed:
+                if gap.second_start >= start:
+                    pieces.append(self.ids[row][start : gap.second_start])
+                    pieces.append(self.ids[partner][gap.first_start : gap.first_stop])
+                    start = gap.second_stop
+                    shifts.append((start, sum(piece.size for piece in pieces) - start))
+            head = sum(piece.size for piece in pieces)
+            rewritten[row] = _Rewritten(link, at, shifts)
+            ids[row] = np.concatenate([*pieces, self.ids[row][start:]])
+            # Context, unless the row does not say what is.
+            trained[row] = np.concatenate([np.full(head, not self.masked[row]), self.trained[row][start:]])
+        return [
+            Trajectory(ids[number], loss_weights=trained[number].astype(np.float64), key=row.key)
+            if number in rewritten or ids[number].size < len(row) or row.experts is not None
+            else row
+            for number, row in enumerate(self.rows)
+        ]
+
+    def mean_position(self, cause: str) -> float:
+        """Where in a row the differences of a cause lie."""
+        at = [edit.gap.second_start for link in self.links for edit in link.edits if edit.cause == cause]
+        return float(np.mean(at)) if at else -1.0  # padding
+
+    # Examples
+
+    def examples(self) -> Iterator[tuple[str, Example]]:
+        """(cause, example) of the first row with each cause."""
+        if self.padded:
+            removed = [len(row) - ids.size for row, ids in zip(self.rows, self.ids, strict=True)]
+            row, partner = next(number for number, count in enumerate(removed) if count), int(np.argmin(removed))
+            ids, start = self.rows[row].ids, self.start[row]
+            low, high = (0, start) if start else (self.ids[row].size, ids.size)
+            yield "padding", self._example(row, partner, ids, (low, high), (low, low))
+        seen: set[str] = set()
+        for link in sorted(self.links):
+            for gap, cause in link.edits:
+                if cause not in seen:
+                    seen.add(cause)
+                    ours, theirs = (gap.second_start, gap.second_stop), (gap.first_start, gap.first_stop)
+                    split = cause == "retokenised"
+                    yield cause, self._example(link.row, link.partner, self.ids[link.row], ours, theirs, split)
+
+    def _example(
+        self, row: int, partner: int, ids: Ids, ours: tuple[int, int], theirs: tuple[int, int], split: bool = False
+    ) -> Example:
+        names = (number if self.rows[number].id is None else self.rows[number].id for number in (row, partner))
+        return Example(
+            row=next(names),
+            partner=next(names),
+            position=ours[0],
+            row_text=self._marked(ids, *ours, split),
+            partner_text=self._marked(self.ids[partner], *theirs, split),
+        )
+
+    def _marked(self, ids: Ids, start: int, stop: int, split: bool) -> str:
+        """The tokens around a difference on one line, the difference between ⟦ and ⟧ and shortened if long.
+
+        `split` puts ¦ between the tokens of the difference.
+        """
+        inside = [ids[start:stop]]
+        if stop - start > 2 * SHOWN:
+            inside = [ids[start : start + SHOWN], ids[stop - SHOWN : stop]]
+        left = f" …{stop - start - 2 * SHOWN:,} more tokens… "
+        return (
+            ("…" if start > AROUND else "")
+            + self._text(ids[max(start - AROUND, 0) : start])
+            + f"⟦{left.join(self._text(piece, split) for piece in inside)}⟧"
+            + self._text(ids[stop : stop + 2 * AROUND])
+            + ("…" if stop + 2 * AROUND < ids.size else "")
+        )
+
+    def _text(self, ids: Ids, split: bool = False) -> str:
+        if split:
+            return "¦".join(self._text(ids[at : at + 1]) for at in range(ids.size))
+        if self.tokenizer is None:
+            return " ".join(map(str, ids.tolist())).join("  " if ids.size else ["", ""])
+        return self.tokenizer.decode(ids).replace("\n", "\\n")
+
+
+def _without_padding(rows: Sequence[Trajectory], known: int | None) -> tuple[int, list[Ids], list[int]]:
+    """Rows that had padding, the ids of all rows without it, and the number of tokens taken away on the left.
+
+    A token that begins or ends many rows, repeated different numbers of times, is padding. It is cut off where it has
+    no loss weight, or where rows do not have weights.
+
+    Args:
+        rows: K rows.
+        known: the tokenizer's padding token.
+    """
+    ids = [row.ids for row in rows]
+    start = [0] * len(ids)
+    padded: set[int] = set()
+    for left in (True, False):
+        facing = [row if left else row[::-1] for row in ids]
+        doubled = Counter(int(row[0]) for row in facing if row.size > 1 and row[0] == row[1])
+        pad = known if known in doubled else doubled.most_common(1)[0][0] if doubled else None
+        if pad is None or doubled[pad] < 2:
+            continue
+        count = [_repeats(row, pad) for row in facing]
+        for number, row in enumerate(rows):
+            if not left and row.loss_weights is not None:
+                trained = np.flatnonzero(row.weights)
+                free = len(row) - 1 - int(trained[-1]) if trained.size else len(row)
+                count[number] = min(count[number], free)
+        if len(set(count)) < 2:
+            continue
+        for number, cut in enumerate(count):
+            if 0 < cut < ids[number].size:
+                padded.add(number)
+                ids[number] = ids[number][cut:] if left else ids[number][: ids[number].size - cut]
+                start[number] += cut if left else 0
+    return len(padded), ids, start
+
+
+def _repeats(ids: Ids, token: int) -> int:
+    """How often a token is repeated at the beginning."""
+    other = ids != token
+    return int(other.argmax()) if other.any() else ids.size
+
+
+class _Rewritten(NamedTuple):
+    """Where the tokens of a rewritten row are now."""
+
+    link: _Link
+    cut: int
+    """Tokens of the row that were replaced by its partner's."""
+    shifts: list[tuple[int, int]]
+    """(token, how far it and those behind it have moved), from `cut` on."""
+
+
+def _moved(row: int, position: int, rewritten: dict[int, _Rewritten]) -> tuple[int, int]:
+    """Where the tokens before `position` of a row end now.
+
+    If the position lies inside a repaired difference, this is the place before it: then the second number says how
+    many tokens lie between.
+    """
+    back = 0
+    while row in rewritten:
+        link, cut, shifts = rewritten[row]
+        if position >= cut:
+            return position + next(shift for start, shift in reversed(shifts) if start <= position), back
+        for gap, _ in reversed(link.edits):
+            if gap.second_stop <= position:
+                position += gap.first_stop - gap.second_stop
+                break
+            if gap.second_start < position:
+                back += position - gap.second_start
+                position = gap.first_start
+                break
+        row = link.partner
+    return position, back
+
+
+def _linked(row: int, partner: int, found: Alignment, edits: list[_Edit]) -> _Link:
+    """A link up to the first gap that is no lost sharing."""
+    later = [gap for gap in found.gaps if gap.second_start > edits[-1].gap.second_start]
+    later = [gap for gap in later if gap.second_start >= edits[-1].gap.second_stop]
+    if later:
+        return _Link(row, partner, edits, later[0].first_start, later[0].second_start)
+    return _Link(row, partner, edits, found.first_end, found.second_end)

@@ -124,7 +124,7 @@ def _short(count: int) -> str:
 
 
 def _findings(inspection: Inspection) -> list[dict[str, str]]:
-    return [{"title": "", "text": inspection.prefixes.explain()}] if inspection.prefixes else []
+    return [{"title": title, "text": text} for title, text in inspection.diagnosis.sections()]
 
 
 def _largest(picture: Picture, texts: Sequence[str]) -> list[dict[str, Any]]:

@@ -5,12 +5,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.inspection.diagnosis import PrefixReport, diagnose_prefixes
+from treetrain.inspection.comparisons import BatchSharing, ViewCost, sharing_in_batches, transcripts_speedup
+from treetrain.inspection.diagnosis import Diagnosis, diagnose
 from treetrain.planning.cost import ModelCounts
 from treetrain.planning.plan import Plan
 from treetrain.tree.build import build_tree
 from treetrain.tree.stats import TreeStats, tree_stats
 from treetrain.tree.token_tree import TokenTree
+
+WORTH = 1.1
+"""Ratio of FLOPs from which a change is worth making."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +59,14 @@ class Inspection:
     """Those of `tree`."""
     groups: tuple[GroupStats, ...]
     """Every group of rows, most flat tokens first."""
-    prefixes: PrefixReport | None
-    """For the calls view."""
+    transcripts_speedup: float | None
+    """FLOPs of training only the rows that no other row extends / FLOPs of the tree; None if no row extends another."""
+    batches: tuple[BatchSharing, ...]
+    """What is shared in batches: grouped, in file order, shuffled; empty if all rows are one batch."""
+    views: tuple[ViewCost, ...]
+    """Conversations as calls and as transcripts, with their own template and one that keeps prefixes; else empty."""
+    diagnosis: Diagnosis
+    """Why the rows do not share more."""
     plan: Plan | None = None
     """The plan of `tree`, if one was asked for."""
 
@@ -74,6 +84,43 @@ class Inspection:
             "token_speedup": flat / unique if unique else 1.0,
         }
 
+    def verdict(self) -> str:
+        """One line: whether to train these rows as a tree, what that gains, and what to change first."""
+        whole = self.stats.flop_speedup or 1.0
+        by_order = {one.order: one.flop_speedup for one in self.batches}
+        here = by_order.get("grouped", whole)
+        causes, repaired = self.diagnosis.causes, self.diagnosis.repaired_flop_speedup
+        fix = ""
+        if causes and repaired >= WORTH * whole:
+            worst = max(causes, key=lambda lost: lost.flops)
+            others = f" and {len(causes) - 1} more" if len(causes) > 1 else ""
+            fix = f"; fix first: {worst.title}{others} ({repaired:.2f}x in place of {whole:.2f}x for all rows at once)"
+        if here < WORTH:
+            return f"Train as a tree: {'not yet' if fix else 'no'}, {here:.2f}x on {self.shape.name}{fix}."
+        said = f"Train as a tree: yes, {here:.2f}x expected on {self.shape.name} by FLOPs"
+        if self.batches:
+            said += f" in batches of {self.batches[0].size} rows grouped by prefix"
+            if by_order["shuffled"] * WORTH < here:
+                said += f" (shuffled {by_order['shuffled']:.2f}x)"
+        transcripts = self.over_transcripts()
+        if transcripts is not None and transcripts * WORTH < whole:
+            said += f"; all rows at once {whole:.2f}x, but {transcripts:.2f}x against training whole conversations"
+        return f"{said}{fix}."
+
+    def over_transcripts(self) -> float | None:
+        """FLOPs of training the same conversations as transcripts, each by itself / FLOPs of the tree.
+
+        None if the rows are no calls. It is exact if calls extend each other; else it is taken from `views`.
+        """
+        if self.transcripts_speedup is not None or self.view != "calls":
+            return self.transcripts_speedup
+        costs = {(one.view, one.template): one for one in self.views}
+        for template in ("own", "chatml"):
+            calls, transcripts = costs.get(("calls", template)), costs.get(("transcript", template))
+            if calls is not None and transcripts is not None and calls.tree_flops:
+                return transcripts.linear_flops / calls.tree_flops
+        return None
+
     def as_dict(self, groups: int | None = None) -> dict[str, Any]:
         """Plain JSON data.
 
@@ -84,7 +131,9 @@ class Inspection:
         if summary is not None:
             listed = self.groups[:groups]
             summary["largest"] = [{"group": one.group, **dataclasses.asdict(one.stats)} for one in listed]
-        prefixes = self.prefixes
+        diagnosis = dataclasses.asdict(self.diagnosis)
+        for found, lost in zip(diagnosis["causes"], self.diagnosis.causes, strict=True):
+            found |= {"title": lost.title, "change": lost.change}
         return {
             "files": list(self.files),
             "format": self.format,
@@ -92,9 +141,11 @@ class Inspection:
             "shape": {"name": self.shape.name, "assumed": self.shape.assumed},
             "file": dataclasses.asdict(self.stats),
             "groups": summary,
-            "prefixes": prefixes
-            and {name: getattr(prefixes, name) for name in ("calls", "successive", "broken")}
-            | {"explanation": prefixes.explain()},
+            "transcripts_speedup": self.transcripts_speedup,
+            "batches": [dataclasses.asdict(one) for one in self.batches],
+            "views": [dataclasses.asdict(one) | {"flop_speedup": one.flop_speedup} for one in self.views],
+            "diagnosis": diagnosis | {"explanation": self.diagnosis.explain()},
+            "verdict": self.verdict(),
             "notes": list(self.notes),
             "plan": None if self.plan is None else self.plan.explanation(),
         }
@@ -109,6 +160,8 @@ def inspect_rows(
     view: str | None = None,
     notes: Sequence[str] = (),
     tokenizer: Any = None,
+    batch_size: int = 8,
+    views: Sequence[ViewCost] = (),
 ) -> Inspection:
     """Measure what rows share.
 
@@ -120,6 +173,8 @@ def inspect_rows(
         view: "calls" or "transcript"; None for token rows.
         notes: remarks on the rows.
         tokenizer: anything with `decode`; examples then show text instead of ids.
+        batch_size: rows of a batch, for the sharing that is left in batches.
+        views: the cost of the same conversations in other views; see `compare_views`.
     """
     tree = build_tree(rows)
     members: dict[Any, list[Trajectory]] = {}
@@ -140,5 +195,8 @@ def inspect_rows(
         tree=tree,
         stats=tree_stats(tree, shape.counts),
         groups=tuple(sorted(groups, key=lambda one: -one.stats.flat)),
-        prefixes=diagnose_prefixes(rows, tokenizer) if view == "calls" else None,
+        transcripts_speedup=transcripts_speedup(tree, shape.counts),
+        batches=sharing_in_batches(rows, tree, shape.counts, batch_size),
+        views=tuple(views),
+        diagnosis=diagnose(rows, shape.counts, tokenizer),
     )
