@@ -14,10 +14,10 @@ import torch
 
 import rows
 import treetrain as tt
-from treetrain.engine.memory import keep_memory
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.schedule import Forest
 from treetrain.tree.layout import PackedLayout, pack
+from treetrain.verification.measure import keep_memory
 from workloads import load_workload
 
 HEADS, KV_HEADS, SIZE, REPEATS = 6, 2, 64, 15

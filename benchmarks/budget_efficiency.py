@@ -27,9 +27,9 @@ def measure(name: str, repeats: int, baselines: list[str]) -> None:
 
     import treetrain as tt
     from treetrain.engine.engine import LinearEngine
-    from treetrain.engine.memory import keep_memory
     from treetrain.planning.plan import least_recomputed
     from treetrain.verification.bench import PaddedEngine
+    from treetrain.verification.measure import keep_memory
 
     keep_memory()
     torch.set_num_threads(len(os.sched_getaffinity(0)))

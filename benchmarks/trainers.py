@@ -194,9 +194,9 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
 
     import treetrain as tt
     from treetrain.engine.costs import count
-    from treetrain.engine.memory import keep_memory
     from treetrain.planning.price import budget_share
     from treetrain.tree.stats import ideal_speedup
+    from treetrain.verification.measure import keep_memory
 
     keep_memory()
     torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -132,7 +132,7 @@ def train(budget, steps: int, dtype=torch.float64, autocast: bool = False) -> tu
     return losses, torch.cat([p.detach().double().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("budget", [9, 3, 1])
+@pytest.mark.parametrize("budget", [3, *(pytest.param(budget, marks=pytest.mark.slow) for budget in (9, 1))])
 def test_a_loop_with_an_optimiser_makes_the_same_steps_under_a_budget(budget):
     with PureFloat64():
         losses, weights = train(None, 5)

@@ -1,4 +1,4 @@
-"""What an executor runs and holds of a plan: every token once, exported ones of late parts twice, one path of carry."""
+"""What an executor runs and holds of a plan: every token once, exported ones of late parts twice, one path of cache."""
 
 import itertools
 from collections import Counter
@@ -11,7 +11,7 @@ import treetrain as tt
 from support.layouts import check_plan
 from support.models import make_model
 from support.pairwise import pairwise
-from support.passes import WatchedCarry, unique_ids, watched
+from support.passes import WatchedCache, unique_ids, watched
 from support.plans import KEEPS, planned
 from treetrain.engine import executor
 from treetrain.testing import linear
@@ -65,11 +65,11 @@ def no_gradients(model):
 
 
 @pytest.fixture
-def carries(monkeypatch):
-    """The carries of all executors of a test."""
-    monkeypatch.setattr(WatchedCarry, "made", [])
-    monkeypatch.setattr(executor, "KVCache", WatchedCarry)
-    return WatchedCarry.made
+def caches(monkeypatch):
+    """The caches of all executors of a test."""
+    monkeypatch.setattr(WatchedCache, "made", [])
+    monkeypatch.setattr(executor, "KVCache", WatchedCache)
+    return WatchedCache.made
 
 
 def counted(passes: list[list[int]]) -> Counter:
@@ -109,10 +109,10 @@ def test_parts_run_in_the_order_of_the_plans_events(model, shape, keep):
 
 @every_case
 @every_plan
-def test_the_carry_is_made_once_and_holds_what_the_plan_says(model, carries, shape, keep, tree, loss):
+def test_the_cache_is_made_once_and_holds_what_the_plan_says(model, caches, shape, keep, tree, loss):
     engine = planned(shape, keep)(model)
     engine.forward_backward(dress(IDS[tree], 1), LOSSES[loss])
-    (cache,), plan = carries, engine.plans[-1]
+    (cache,), plan = caches, engine.plans[-1]
     assert max(cache.reserved) == cache.first_rows == plan.cached_tokens, "rows held at once"
     assert len(cache.buffers) == (2 if (plan.parent >= 0).any() else 0), "one buffer per layer"
     for number, layer in cache._layers.items():
@@ -150,14 +150,14 @@ def test_the_same_plan_gives_the_same_bits_and_gradients_add_up(model, shape, ke
 
 @pytest.mark.parametrize("tree", IDS)
 @every_plan
-def test_scores_of_parts_are_those_of_the_rows_in_one_pass_without_graph(model, carries, shape, keep, tree):
+def test_scores_of_parts_are_those_of_the_rows_in_one_pass_without_graph(model, caches, shape, keep, tree):
     engine = planned(shape, keep)(model)
     with watched(model) as seen, PureFloat64():
         logps, entropies = engine.logprobs(IDS[tree], return_entropy=True)
         plan = engine.plans[-1]
     assert not seen.graph and counted(seen.plain) == Counter(plan.layout.input_ids.tolist())
     assert [len(p) for p in seen.plain] == plan.sizes.tolist()
-    (cache,) = carries
+    (cache,) = caches
     assert max(cache.reserved) <= cache.first_rows == plan.cached_tokens
     assert all(layer.key_grad is None for layer in cache._layers.values())
     with PureFloat64():
@@ -168,10 +168,10 @@ def test_scores_of_parts_are_those_of_the_rows_in_one_pass_without_graph(model, 
 
 
 @pytest.mark.parametrize("keep", KEEPS)
-def test_scores_of_a_long_path_in_small_parts_hold_one_path(model, carries, keep):
+def test_scores_of_a_long_path_in_small_parts_hold_one_path(model, caches, keep):
     rows = unique_ids([[*range(60), 61], [*range(60), 62], [*range(30), 63, 64]])
     planned("chunks of 7", keep)(model).logprobs(rows)
-    (cache,) = carries
+    (cache,) = caches
     longest = max(map(len, rows))
     assert longest - 10 < max(cache.reserved) <= longest + 7
 

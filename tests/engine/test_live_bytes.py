@@ -3,20 +3,19 @@
 import torch
 
 from treetrain.engine import memory
-from treetrain.engine.memory import AllocatedBytes, CountStorages
+from treetrain.engine.memory import CountStorages
 
 CPU = torch.device("cpu")
 
 
 def test_live_bytes_are_those_of_tensors_that_live():
-    meter = AllocatedBytes()
-    with CountStorages(meter):
+    with CountStorages() as meter:
         kept = torch.zeros(1000)
         view = kept[10:].add_(1.0)
         assert meter.now == 4000
         torch.ones(500).sum()
         assert meter.now < 4100 and 6000 <= meter.peak < 6100
-        meter.restart_peak()
+        meter.peak = meter.now
         assert meter.peak == meter.now
         del kept
         assert meter.now >= 4000  # the view still holds it
@@ -26,8 +25,7 @@ def test_live_bytes_are_those_of_tensors_that_live():
 
 def test_live_bytes_are_counted_in_backward_too():
     weight = torch.ones(1000, requires_grad=True)
-    meter = AllocatedBytes()
-    with CountStorages(meter):
+    with CountStorages() as meter:
         weight.exp().sum().backward()
         assert weight.grad is not None and meter.now >= 4000
     assert meter.peak >= 8000

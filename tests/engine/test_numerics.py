@@ -11,7 +11,7 @@ from treetrain.testing.float64 import PureFloat64, RoundsToFloat32
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "qwen2"))]
+    "family", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "mistral", "qwen2"))]
 )
 def test_gradients_of_sft_and_ppo_are_those_of_the_rows(family, record_property):
     worst = check_contract(make_model(family), [SFT, PPO], 85)
@@ -19,16 +19,16 @@ def test_gradients_of_sft_and_ppo_are_those_of_the_rows(family, record_property)
     assert worst["distinct forests"] >= 50
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("llama", "mistral", "qwen2", "qwen3")])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "qwen3"])
 def test_gradients_hold_for_every_family_of_plain_attention(family, record_property):
     record_property("errors", check_contract(make_model(family), [SFT, PPO], 4))
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_gradients_of_every_other_loss_are_those_of_the_rows(name, record_property):
-    worst = check_contract(make_model("qwen3"), [OTHERS[name]], 20)
+    worst = check_contract(make_model("qwen3"), [OTHERS[name]], 8)
     record_property("errors", worst)
-    assert worst["distinct forests"] >= 10
+    assert worst["distinct forests"] >= 4
 
 
 @pytest.mark.parametrize("case", [SFT, PPO], ids=["sft", "ppo"])

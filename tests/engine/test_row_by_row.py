@@ -42,7 +42,7 @@ def test_rows_run_one_by_one_if_a_shared_prefix_costs_more_than_it_saves(monkeyp
     found = rows_instead(tt.TreeEngine(make_model("qwen3"), budget=budget), tree, plan)
     assert (found is not None) == is_faster
     if found is not None:
-        rows, alone = found
+        rows, alone = found.tree, found.plan
         assert rows.num_tokens == rows.num_flat_tokens and alone.num_parts == 2 and alone.peak_tokens <= 60
 
 

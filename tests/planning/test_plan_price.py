@@ -95,13 +95,13 @@ def test_peak_bytes_are_the_most_alive_at_any_event(plan, largest):
     cost = distinct(**({} if largest == "none" else {largest: 5000.0}))
     c = dataclasses.replace(cost.counts, hidden=5000) if largest == "hidden" else cost.counts
     cost = dataclasses.replace(cost, counts=c)
-    alive, most, carry, most_carry, states, most_states = {}, 0.0, {}, 0, {}, 0
+    alive, most, cached, most_cached, states, most_states = {}, 0.0, {}, 0, {}, 0
     attached = np.unique(plan.attach[plan.attach >= 0])
     for event in plan.events():
         number, held = event.number, sum(alive.values())
         if event.kind == "prefill":
             first, tokens = plan.prefill_parts(number)[0], plan.prefill_tokens(number)
-            carry[first], states[first] = len(tokens), int(np.isin(attached, tokens).sum())
+            cached[first], states[first] = len(tokens), int(np.isin(attached, tokens).sum())
             rows = int(np.isin(plan.layout.rows, tokens).sum())
             working = c.forward_token * len(tokens) + c.cache_layer * above(plan, first)
             working += c.logit * c.vocab * min(rows, 3)
@@ -110,7 +110,7 @@ def test_peak_bytes_are_the_most_alive_at_any_event(plan, largest):
             tokens = plan.tokens(number)
             rows = int(np.isin(plan.layout.rows, tokens).sum())
             if plan.kept[number]:
-                carry[number] = len(plan.exported_tokens(number))
+                cached[number] = len(plan.exported_tokens(number))
                 states[number] = int(np.isin(attached, plan.tokens(number)).sum())
             graph = c.saved_pass + (c.saved_layers + c.saved_outside) * len(tokens) + (4 * c.hidden + 16) * rows
             head = c.head_pass + 4 * c.hidden * rows + c.logit * c.vocab * min(rows, 3) if rows else 0.0
@@ -119,12 +119,12 @@ def test_peak_bytes_are_the_most_alive_at_any_event(plan, largest):
             alive[number] = graph
         else:
             del alive[number]
-            carry.pop(number, None)
+            cached.pop(number, None)
             states.pop(number, None)
-        most_carry, most_states = max(most_carry, sum(carry.values())), max(most_states, sum(states.values()))
-    assert not alive and not carry
+        most_cached, most_states = max(most_cached, sum(cached.values())), max(most_states, sum(states.values()))
+    assert not alive and not cached
     step = c.step + 200 * plan.layout.num_tokens if plan.num_parts else 0.0
-    held = c.cache_token * most_carry + c.cache_state * most_states
+    held = c.cache_token * most_cached + c.cache_state * most_states
     with mock.patch("treetrain.planning.price.head_chunk_rows", lambda vocab, device: 3):
         found = cost.bytes_by(plan)
     assert sum(found.values()) - found["allocator"] == pytest.approx(most + held + step, rel=1e-9)
@@ -156,7 +156,7 @@ def test_keeping_takes_memory_and_recomputing_takes_time():
     assert cost.bytes_by(late)["kept graphs"] == 0 < cost.bytes_by(kept)["kept graphs"]
     whole = Plan.of_parts(layout, np.zeros(layout.num_tokens, np.int64))
     assert cost.seconds(whole) < cost.seconds(kept)
-    assert cost.bytes_by(whole)["carry"] == 0 < cost.bytes_by(kept)["carry"]
+    assert cost.bytes_by(whole)["KV cache"] == 0 < cost.bytes_by(kept)["KV cache"]
 
 
 def test_a_batch_of_nothing_costs_nothing():

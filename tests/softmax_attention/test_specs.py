@@ -1,4 +1,4 @@
-"""Windows, chunks, caps, sinks and unequal head sizes against the reference: whole trees, and parts with a carry."""
+"""Windows, chunks, caps, sinks and unequal head sizes against the reference: whole trees, and parts with a cache."""
 
 import dataclasses
 
@@ -210,7 +210,7 @@ def test_parts_equal_the_whole_tree(name):
         layout = layout_of(rows)
         if not layout.num_tokens:
             return
-        # Two layers that ask different things of one carry.
+        # Two layers that ask different things of one cache.
         specs = [SPECS[name], SPECS["window of 3"]]
         tensors = [inputs(layout.num_tokens, value_size=5, sinks=layer == 0, seed=seed + layer) for layer in range(2)]
         for plan in (uniform(layout, chunk, keep), one_segment_per_part(layout, keep)):

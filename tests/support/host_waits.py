@@ -60,7 +60,7 @@ def noticed() -> Iterator[None]:
 
 
 class StandIn:
-    """In place of tree attention: the right shapes, and all of the carry."""
+    """In place of tree attention: the right shapes, and all of the cache."""
 
     name = "stand-in"
 

@@ -109,7 +109,7 @@ class LinearPrices:
         return float(sum(self.bytes_by(plan).values()))
 
     def bytes_by(self, plan: Plan) -> dict[str, float]:
-        return {"graphs": self.token_bytes * plan.peak_tokens, "carry": 50.0 * plan.cached_tokens}
+        return {"graphs": self.token_bytes * plan.peak_tokens, "KV cache": 50.0 * plan.cached_tokens}
 
 
 def check_plan(plan: Plan) -> None:

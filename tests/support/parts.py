@@ -18,7 +18,7 @@ class PartsByHand:
 
     Args:
         tensors: query, key, value, the output's gradient, and perhaps sinks, of every layer.
-        backend: makes an attention from a layout and a view of the carry.
+        backend: makes an attention from a layout and a view of the cache.
         order: of rows 0 to C - 1; each exported token takes the next one.
         asks: what each layer asks of attention besides; None for nothing.
     """

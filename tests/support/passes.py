@@ -49,10 +49,10 @@ def watched(model: nn.Module) -> Iterator[Passes]:
         handle.remove()
 
 
-class WatchedCarry(executor.KVCache):
-    """A carry that notes what is asked of it; `made` lists all of them."""
+class WatchedCache(executor.KVCache):
+    """A cache that notes what is asked of it; `made` lists all of them."""
 
-    made: list["WatchedCarry"] = []  # noqa: RUF012 - executors make them out of sight
+    made: list["WatchedCache"] = []  # noqa: RUF012 - executors make them out of sight
 
     def __init__(self, rows: int, device: torch.device, *, gradients: bool):
         super().__init__(rows, device, gradients=gradients)

@@ -111,7 +111,7 @@ def _plan(options: Namespace, inspection: "Inspection") -> "Plan":
 
     if options.calibrate:
         from treetrain.cli.inputs import best_device_model
-        from treetrain.engine.costs import measured_cost
+        from treetrain.verification.measure import measured_cost
 
         assert options.model is not None
         cost = measured_cost(best_device_model(options.model))

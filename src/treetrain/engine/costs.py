@@ -13,11 +13,9 @@ weight (gradients; autocast's copies) belong to a pass, not to its tokens. Layer
 """
 
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,10 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import flop_registry
 
 from treetrain.engine import lm_head
-from treetrain.engine.gradients import gradient_buffers
-from treetrain.engine.lm_head import Scaling, ScoreRequest, TritonChunk, chunk_type
-from treetrain.engine.memory import AllocatedBytes, CountStorages, is_out_of_memory
-from treetrain.engine.packed import PackedRun, model_device
+from treetrain.engine.lm_head import Scaling, TritonChunk, chunk_type
+from treetrain.engine.memory import CountStorages
+from treetrain.engine.packed import model_device
 from treetrain.errors import UnsupportedModel
 from treetrain.linear_attention.paths import Paths
 from treetrain.models.capability import Capabilities, causal_lm, check_model
@@ -39,19 +36,17 @@ from treetrain.models.recurrent_layers import tree_recurrence
 from treetrain.models.tree_mode import RUN_KEYWORD, RangeMask, TreeRun, replaced_forward, tree_attention
 from treetrain.planning.cost import WIDE, ModelCounts
 from treetrain.planning.devices import Device
-from treetrain.planning.plan import Plan
 from treetrain.planning.price import CostModel
 from treetrain.softmax_attention.schedule import AttentionSpec
 from treetrain.tree.attention_range import FULL
 from treetrain.tree.build import build_tree
-from treetrain.tree.layout import PackedLayout, pack
+from treetrain.tree.layout import pack
 
 TOKENS = 512
 """Tokens of the counted pass; more if a weight has a dimension of that size."""
 CPU = torch.device("cpu")
 _COUNTED: dict[Any, ModelCounts | UnsupportedModel] = {}
 _MOST_COUNTED = 64
-"""The number of models whose counts are cached."""
 
 
 def cost_of(model: nn.Module) -> CostModel:
@@ -69,17 +64,17 @@ def cost_of(model: nn.Module) -> CostModel:
     config = lm.config.to_json_string()  # type: ignore[operator, union-attr]
     key = type(lm), config, weights, dtype, device.type, os.environ.get(lm_head.ENVIRONMENT)
     if key not in _COUNTED:
-        while len(_COUNTED) >= _MOST_COUNTED:
-            del _COUNTED[next(iter(_COUNTED))]
+        if len(_COUNTED) >= _MOST_COUNTED:
+            _COUNTED.clear()
         try:
             _COUNTED[key] = count(model, device)
         except UnsupportedModel as error:
             _COUNTED[key] = error
-    found = _COUNTED[key]
-    if isinstance(found, UnsupportedModel):
-        raise found
+    counts = _COUNTED[key]
+    if isinstance(counts, UnsupportedModel):
+        raise counts
     kind = "cuda" if device.type == "cuda" else "cpu"
-    return CostModel.on(Device.of_kind(kind, dtype.itemsize), found.checkpointed(is_checkpointed(model)))
+    return CostModel.on(Device.of_kind(kind, dtype.itemsize), counts.checkpointed(is_checkpointed(model)))
 
 
 def cost_if_countable(model: nn.Module) -> CostModel | None:
@@ -130,10 +125,10 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
             layers = _layers_of(decoder, lm.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr]
             with meter, _tallied(layers, meter), torch.enable_grad():
                 output = _run(decoder, meter, tokens)
-                saved, copies = meter.bytes.now, meter.weights_now
-                meter.bytes.restart_peak()
+                saved, copies = meter.now, meter.weights_now
+                meter.peak = meter.now
                 output.sum().backward()
-                working = meter.bytes.peak - saved
+                working = meter.peak - saved
                 del output
             forward = _Meter(meter.shapes, flash=meter.flash)
             with forward, _tallied(layers, forward), torch.no_grad():
@@ -174,7 +169,7 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
         saved_pass=copies + meter.tally["copies"] - meter.run_copies,
         backward_token=max(working, 0) / tokens,
         weight_gradient=max(trained, default=0) * b,
-        forward_token=forward.bytes.peak / tokens,
+        forward_token=forward.peak / tokens,
         cache_token=meter.tally["cache"] / tokens,
         cache_layer=meter.most_cached / tokens,
         cache_state=meter.tally["state"],
@@ -242,8 +237,7 @@ class _Meter(CountStorages):
     """
 
     def __init__(self, shapes: set[tuple[int, ...]], *, flash: bool):
-        self.bytes = AllocatedBytes()
-        super().__init__(self.bytes)
+        super().__init__()
         self.shapes, self.flash = shapes | {shape[::-1] for shape in shapes}, flash
         self.tally: Counter[Any] = Counter()
         """Sums over layers and attention: FLOPs, bytes, FLOPs by range."""
@@ -435,13 +429,13 @@ def _tallied(layers: list[nn.Module], meter: _Meter) -> Iterator[None]:
             masks = tuple(str(x.range) for x in (*args, *kwargs.values()) if isinstance(x, RangeMask))
             kind = type(layer), weights, masks
             if kind not in seen:
-                before, flops, now, copies = meter.tally.copy(), meter.flops, meter.bytes.now, meter.weights_now
+                before, flops, now, copies = meter.tally.copy(), meter.flops, meter.now, meter.weights_now
                 out = forward(*args, **kwargs)
                 meter.tally["flops"] += meter.flops - flops
-                meter.tally["saved"] += meter.bytes.now - now
+                meter.tally["saved"] += meter.now - now
                 meter.tally["copies"] += meter.weights_now - copies
-                meter.most_saved = max(meter.most_saved, meter.bytes.now - now)
-                meter.run_saved += meter.bytes.now - now
+                meter.most_saved = max(meter.most_saved, meter.now - now)
+                meter.run_saved += meter.now - now
                 meter.run_copies += meter.weights_now - copies
                 own = meter.tally.copy()
                 own.subtract(before)
@@ -458,115 +452,3 @@ def _tallied(layers: list[nn.Module], meter: _Meter) -> Iterator[None]:
         for layer in layers:
             stack.enter_context(replaced_forward(layer, counted(layer, layer.forward)))
         yield
-
-
-MEASURED_TOKENS = {"cpu": (64, 256), "cuda": (1024, 4096)}
-"""Tokens of the short and of the long pass, with a prediction at every token."""
-REPEATS = 5
-"""The fastest of this many passes counts, after one to warm up: other load only adds time."""
-
-
-def measured_cost(model: nn.Module) -> CostModel:
-    """The cost model of a model on its device, with measured speeds.
-
-    Gradients are set aside meanwhile; weights, mode and random state are not touched. Published speeds are kept if
-    nothing is trained, if parameters have hooks (a backward would run them) or if memory is too small for the long
-    pass; `speeds.source` says so.
-
-    Raises:
-        UnsupportedModel: a model that is not exact on a tree or cannot be counted.
-    """
-    cost, device = cost_of(model), model_device(model)
-    if not any(p.requires_grad for p in model.parameters()):
-        return _unmeasured(cost, "nothing is trained")
-    if any(p._post_accumulate_grad_hooks or p._backward_hooks for p in model.parameters()):
-        return _unmeasured(cost, "parameters have hooks")
-    capabilities = check_model(model)
-    short, long = (min(n, capabilities.max_positions or n) for n in MEASURED_TOKENS[device.type])
-    layouts = [_chain(n, capabilities.vocab_size) for n in (min(short, long // 2), long)]
-    try:
-        with _gradients_aside(model):
-            times = [_seconds(model, capabilities, layout) for layout in layouts]
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return _unmeasured(cost, "too little memory")
-    plans = [Plan.of_parts(layout, np.zeros(layout.num_tokens, np.int64)) for layout in layouts]
-    told = [cost.seconds(plan) - cost.speeds.graph_pass for plan in plans]
-    # Noise may not make a device look more than five times as fast as the long pass alone shows.
-    slope = max((times[1] - times[0]) / (told[1] - told[0]), 0.2 * times[1] / told[1])
-    fixed = max(times[0] - slope * told[0], 0.0)
-    speeds, tokens = cost.speeds, " and ".join(str(layout.num_tokens) for layout in layouts)
-    measured = replace(
-        speeds,
-        layers=speeds.layers / slope,
-        attention=speeds.attention / slope,
-        head=speeds.head / slope,
-        graph_pass=fixed,
-        forward_pass=fixed * speeds.forward_pass / speeds.graph_pass,
-        source=f"measured on {_device_name(device)} with passes of {tokens} tokens",
-    )
-    return replace(cost, speeds=measured)
-
-
-def _unmeasured(cost: CostModel, reason: str) -> CostModel:
-    return replace(cost, speeds=replace(cost.speeds, source=f"{cost.speeds.source} ({reason}: not measured here)"))
-
-
-def _chain(tokens: int, vocabulary: int) -> PackedLayout:
-    """A layout of random tokens, all but the first predicted."""
-    ids = np.random.default_rng(0).integers(0, vocabulary, tokens + 1)
-    return pack(build_tree([ids.astype(np.int32)]), np.arange(tokens + 1) > 0)
-
-
-def _seconds(model: nn.Module, capabilities: Capabilities, layout: PackedLayout) -> float:
-    """The least time of a forward and backward over a layout."""
-    device, times = model_device(model), []
-    for _ in range(REPEATS + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        run = PackedRun(model, capabilities, layout)
-        with gradient_buffers(model) as buffers, run.mode(model), torch.enable_grad():
-            torch.stack([x.sum() for x in run.scores(ScoreRequest(buffers=buffers)).live]).sum().backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return min(times[1:])  # kernels are compiled in the first
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else "cpu"
-
-
-@contextmanager
-def _gradients_aside(model: nn.Module) -> Iterator[None]:
-    """Backwards in the block add each gradient to one scratch buffer, at the usual cost; `.grad` is left as it was."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    before = [p.grad for p in trained]
-    scratch = torch.zeros_like(max(trained, key=lambda p: p.numel())).view(-1)
-
-    def drop(parameter: Tensor) -> None:
-        if parameter.grad is None:  # its gradient goes to a buffer
-            return
-        scratch[: parameter.numel()].add_(parameter.grad.view(-1))
-        parameter.grad = None
-
-    handles = []
-    try:
-        for parameter in trained:
-            parameter.grad = None
-            handles.append(parameter.register_post_accumulate_grad_hook(drop))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for parameter, grad in zip(trained, before):
-            parameter.grad = grad

@@ -60,9 +60,9 @@ class Ranks:
                 "an earlier step failed in the middle of a pass of this rank, so the ranks are no longer in step; "
                 "start all processes again (from their last checkpoint)"
             )
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._control)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._control)
+        return values
 
     def agree(self, what: str, make: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
         """Call `make` on every rank, and exchange what the others must know; a collective call.
@@ -78,25 +78,22 @@ class Ranks:
             RanksDisagree: `make` failed on another rank.
             Exception: `make` failed here. The others raise too.
         """
-        if self.alone:
-            made, told = make()
-            return made, [told]
         try:
-            made, told = make()
+            made, sent = make()
         except RanksDisagree:
             raise  # all ranks raise it
         except Exception as error:
             if not self.lost:
                 self.gather((what, f"{type(error).__name__}: {error}", None))
             raise
-        found = self.gather((what, None, told))
-        failed = [(rank, error) for rank, (_, error, _) in enumerate(found) if error is not None]
+        answers = self.gather((what, None, sent))
+        failed = [(rank, error) for rank, (_, error, _) in enumerate(answers) if error is not None]
         if failed:
             rank, error = failed[0]
             others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
             raise RanksDisagree(f"{what} stopped on all ranks, because of rank {rank} of {self.size}{others}: {error}")
-        check_same("the call", [call for call, _, _ in found])
-        return made, [told for _, _, told in found]
+        check_same("the call", [call for call, _, _ in answers])
+        return made, [sent for _, _, sent in answers]
 
     def average_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Replace every gradient by its mean over the ranks; one that no rank has stays None.
@@ -129,8 +126,10 @@ def check_same(name: str, values: list[Any]) -> None:
 
 def was_left_by_others(error: BaseException) -> bool:
     """Whether a collective failed because of another rank, by the messages of torch's backends."""
-    told = ("closed by peer", "reset by peer", "Timed out waiting", "NCCL", "Broken pipe")
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in told))
+    words = ("closed by peer", "reset by peer", "Timed out waiting", "NCCL", "Broken pipe")
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(w in str(error) for w in words)
+    )
 
 
 def _made_once(key: Any, members: list[int], **options: Any) -> Any:
@@ -239,7 +238,6 @@ def ranks_of(model: nn.Module, group: "dist.ProcessGroup | None", value_head: nn
     Raises:
         UnsupportedModel: weights sharded over another group or over several, or tensor parallel.
     """
-    name = type(model).__name__
     # Some models that transformers shards by a tp_plan hold plain tensors, with hooks that communicate.
     cut = next((module for module in model.modules() if (getattr(module, "_tp_size", None) or 1) > 1), None)
     if cut is not None:
@@ -251,17 +249,15 @@ def ranks_of(model: nn.Module, group: "dist.ProcessGroup | None", value_head: nn
         return Ranks()
     if group is not None and dist.get_rank(group) < 0:
         raise UnsupportedModel(f"rank {dist.get_rank()} is not in the group given; give it one that it belongs to.")
-    shards = sharded_modules(model, value_head)
     if value_head is not None and is_sharded(value_head) and not is_sharded(model):
         raise UnsupportedModel(
             "the value head is sharded (fully_shard), the model is not; shard the model too, or leave the value head "
             "whole."
         )
-    parameters: list[Any] = [p for module in (model, value_head) if module is not None for p in module.parameters()]
-    meshes: list[Any] = []
-    for mesh in (p.device_mesh for p in parameters if is_shard(p)):
-        if mesh not in meshes:
-            meshes.append(mesh)
+    name, shards, meshes = type(model).__name__, sharded_modules(model, value_head), []
+    for parameter in [*model.parameters(), *([] if value_head is None else value_head.parameters())]:
+        if is_shard(parameter) and parameter.device_mesh not in meshes:
+            meshes.append(parameter.device_mesh)
     if not shards:
         if meshes:
             raise UnsupportedModel(
@@ -281,19 +277,15 @@ def ranks_of(model: nn.Module, group: "dist.ProcessGroup | None", value_head: nn
             "set_gradient_divide_factor was called on the model: its gradients would not be those of the step, which "
             "is scaled for FSDP2's own average over ranks; leave it as it is."
         )
-    whole = _group_of(meshes[0])
+    mesh: Any = meshes[0]
+    if mesh.ndim == 1:
+        whole = mesh.get_group()
+    elif mesh.size() == dist.get_world_size():  # shards within replicas
+        whole = dist.group.WORLD
+    else:
+        whole = _made_once(tuple(mesh.get_all_groups()), mesh.mesh.flatten().tolist())
     if group is not None and set(dist.get_process_group_ranks(group)) != set(dist.get_process_group_ranks(whole)):
         raise UnsupportedModel(
             "the group given is not that of the model's shards; leave it out, and the ranks of the mesh share a step."
         )
     return Ranks(whole)
-
-
-def _group_of(mesh: Any) -> "dist.ProcessGroup":
-    """All ranks of a mesh of one dimension (FSDP), or of two (shards within replicas)."""
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    if mesh.size() == dist.get_world_size():
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-    return _made_once(tuple(mesh.get_all_groups()), mesh.mesh.flatten().tolist())

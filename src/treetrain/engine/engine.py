@@ -58,7 +58,8 @@ class TreeEngine(Runtime):
         """The plan of a training step on these trajectories under the engine's budget."""
         tree = self.tree_of(trajectories)
         plan = self.plan_of(pack(tree, tree.trained_edges()[0] > 0, trim=not self.balanced))
-        return (rows_instead(self, tree, plan) or (tree, plan))[1]
+        instead = rows_instead(self, tree, plan)
+        return plan if instead is None else instead.plan
 
     def forward_backward(
         self,
@@ -360,13 +361,13 @@ def logprobs(
         entropies=return_entropy,
         mask=mask,
     )
-    rest, found = _within_autograd(scored), []
+    rest, results = _within_autograd(scored), []
     for leaves in (scored.logprobs, scored.entropies, scored.values):
         if leaves is not None:
-            found.append(rest[: len(leaves)])
+            results.append(rest[: len(leaves)])
             rest = rest[len(leaves) :]
-    found += rest  # the auxiliary loss
-    return found[0] if len(found) == 1 else tuple(found)
+    results += rest  # the auxiliary loss
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def values(
@@ -444,12 +445,12 @@ def _check_alone(engine: TreeEngine, what: str) -> None:
     """Raise UnsupportedModel if a backward by autograd would not synchronise gradients, or would break the common order
     of passes."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if not engine.live or not (several or engine.in_lockstep):
+    if not engine.live or not (several or engine.collective):
         return
     why = (
         "the model is sharded (fully_shard), whose passes must come in one order, and autograd does not wait for those "
         "of other ranks"
-        if engine.in_lockstep
+        if engine.collective
         else "DistributedDataParallel would not synchronise the gradients that its backward gives"
     )
     raise UnsupportedModel(

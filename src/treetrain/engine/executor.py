@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from treetrain.engine.collective_passes import CollectivePasses, Reduces, completed
 from treetrain.engine.gradients import GradientBuffers, gradient_buffers, hooks_once
 from treetrain.engine.lm_head import ScoreRequest, Scores
-from treetrain.engine.lockstep import Lockstep, Reduces, in_step
 from treetrain.engine.loss_gradients import KnownGradients, ScoreGradients, ScoreTable
 from treetrain.engine.memory import PassCounts, StepOutOfMemory, out_of_memory_in
 from treetrain.engine.packed import model_device
@@ -74,9 +74,9 @@ class Executor:
     ):
         self._runtime, self._plan, self._counts, self._routing = runtime, plan, counts, routing
         self._gradients, self._device = gradients, model_device(runtime.model)
-        self._lockstep = (
-            Lockstep(runtime, plan, routing, gradients=gradients, reduces=reduces) if runtime.in_lockstep else None
-        )
+        self._collective: CollectivePasses | None = None
+        if runtime.collective:
+            self._collective = CollectivePasses(runtime, plan, routing, gradients=gradients, reduces=reduces)
         self._cache = KVCache(plan.cached_tokens, self._device, gradients=gradients)
         self._rows = CacheRows(self._cache, plan.layout.num_tokens)
         self._states = StateCache(plan.layout.num_tokens, plan.cached_states, gradients=gradients)
@@ -98,7 +98,7 @@ class Executor:
             StepOutOfMemory: a part does not fit.
         """
         plan = self._plan
-        with self._running(graph=False), in_step(self._lockstep):
+        with self._running(graph=False), completed(self._collective):
             for kind, part in plan.traverse():
                 if kind == "leave":
                     self._release(part)
@@ -124,7 +124,7 @@ class Executor:
             with (
                 self._running(graph=True),
                 self._gradient_buffers() as self._buffers,
-                in_step(self._lockstep, forwards=True),
+                completed(self._collective, forwards=True),
             ):
                 # Parts are numbered depth first, so what a part continues has run. Nothing of the cache is released.
                 for part in range(plan.num_parts):
@@ -142,13 +142,13 @@ class Executor:
         Raises:
             StepOutOfMemory: gradients so far are incomplete.
         """
-        if self._lockstep is not None:
-            self._lockstep.begin_backwards(reduces)
+        if self._collective is not None:
+            self._collective.begin_backwards(reduces)
         try:
             with (
                 self._running(graph=True),
                 hooks_once(*self._modules()),
-                in_step(self._lockstep),
+                completed(self._collective),
             ):
                 while self._graphs:
                     self._backward(self._graphs.popitem()[1], gradients)
@@ -170,7 +170,7 @@ class Executor:
             self._running(graph=True),
             hooks_once(*self._modules()),
             self._gradient_buffers() as self._buffers,
-            in_step(self._lockstep),
+            completed(self._collective),
         ):
             for kind, number in plan.events():
                 if kind == "prefill":
@@ -202,8 +202,8 @@ class Executor:
 
     def _backward(self, done: _Forward, gradients: KnownGradients) -> None:
         scores, self._backward_begun = done.scores, True
-        if self._lockstep is not None:
-            self._lockstep.before("backward")
+        if self._collective is not None:
+            self._collective.before("backward")
         # Under the caller's autocast, backward would use 16-bit products where forward used float32.
         with torch.autocast(self._device.type, enabled=False):
             if scores.linear_loss is not None and scores.values is None and scores.carrier is None:
@@ -212,8 +212,8 @@ class Executor:
                 live = _outputs_with_gradients(scores, gradients.gradients_of(done.piece))
                 if live:
                     torch.autograd.backward([out for out, _ in live], [grad for _, grad in live])
-        if self._lockstep is not None:
-            self._lockstep.after("backward")
+        if self._collective is not None:
+            self._collective.after("backward")
         self._alive -= done.piece.layout.num_tokens
 
     # ---- both
@@ -236,8 +236,8 @@ class Executor:
         with_graph, runtime = torch.is_grad_enabled(), self._runtime
         kind = "forward" if with_graph else "prefill"
         self._alive += len(tokens)
-        if self._lockstep is not None:
-            self._lockstep.before(kind)
+        if self._collective is not None:
+            self._collective.before(kind)
         piece = cut(self._plan.layout, tokens)
         options: dict[str, Any] = {"cache": self._rows.view(self._plan.path(attach), tokens)}
         if options["cache"] is not None and runtime.capabilities.recurrent_layers:
@@ -251,15 +251,15 @@ class Executor:
             need_entropy=table is not None and table.entropies is not None,
             coefficients=None if coefficients is None else coefficients(piece),
             buffers=self._buffers,
-            meets_all=self._lockstep is not None,
+            meets_all=self._collective is not None,
             need_statistics=table is not None and table.statistics is not None,
             keep_logits=keep_logits,
         )
         run = runtime.run_type(runtime.model, runtime.capabilities, piece.layout, **options)
         scores = run.scores(request)
         self._counts.attention.update(run.attention_calls)
-        if self._lockstep is not None:
-            self._lockstep.after(kind, scores.live)
+        if self._collective is not None:
+            self._collective.after(kind, scores.live)
         if with_graph:
             self._counts.parts += 1
         else:
@@ -283,7 +283,7 @@ class Executor:
 
     def _gradient_buffers(self) -> AbstractContextManager[GradientBuffers | None]:
         """The buffers; None under FSDP2, where weights are unsharded only during a pass."""
-        return gradient_buffers(self._runtime.model) if self._lockstep is None else nullcontext()
+        return gradient_buffers(self._runtime.model) if self._collective is None else nullcontext()
 
     def _modules(self) -> list[nn.Module]:
         """Everything with parameters: the model, and a value head that is not its own."""

@@ -43,15 +43,15 @@ def deliver(parameter: nn.Parameter, gradient: Tensor) -> None:
 @contextmanager
 def hooks_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """No hook of these parameters runs in the block."""
-    found: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    set_aside: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     for hooks in (hooks for p in parameters for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)):
         if hooks:
-            found.append((hooks, dict(hooks)))
+            set_aside.append((hooks, dict(hooks)))
             hooks.clear()  # in place: autograd holds on to the dictionary itself
     try:
         yield
     finally:
-        for hooks, before in found:
+        for hooks, before in set_aside:
             hooks.update(before)
 
 

@@ -129,7 +129,7 @@ class ScoreRequest:
     buffers: GradientBuffers | None = None
     """They accumulate the gradient of a fused head's matrix; with None, autograd does."""
     meets_all: bool = False
-    """Whether every backward must reach the same weights, with zeros if no row is scored (see `Lockstep`)."""
+    """Whether every backward must reach the same weights, with zeros if no row is scored (see `CollectivePasses`)."""
     need_statistics: bool = False
     """Whether to compute `Statistics` too; not together with `coefficients`."""
     keep_logits: bool = False

@@ -5,6 +5,7 @@ losses of `treetrain.losses` implement `PackedLoss`, so that one call evaluates 
 `RowLoss`, which calls it row by row. The engine then works with `PackedLoss` alone.
 """
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -101,18 +102,12 @@ def summed(results: Sequence[StepResult], *, over: int = 1) -> StepResult:
     """
     if len(results) == 1 and over == 1:
         return results[0]
-    sums: Metrics = {}
-    for result in results:
-        sums = add_metrics(sums, result.metric_sums)
+    counts = ("flat_tokens", "unique_tokens", "computed_tokens", "recomputed_tokens", "parts")
     return StepResult(
         loss_tensor=sum(result.loss_tensor for result in results) / over,
-        metric_sums=sums,
-        flat_tokens=sum(result.flat_tokens for result in results),
-        unique_tokens=sum(result.unique_tokens for result in results),
-        computed_tokens=sum(result.computed_tokens for result in results),
-        recomputed_tokens=sum(result.recomputed_tokens for result in results),
-        parts=sum(result.parts for result in results),
+        metric_sums=functools.reduce(add_metrics, (result.metric_sums for result in results), {}),
         attention=sum((Counter(result.attention) for result in results), Counter()),
+        **{name: sum(getattr(result, name) for result in results) for name in counts},
     )
 
 

@@ -108,9 +108,9 @@ class Batch(Selection):
     def of_merged(cls, tree: TokenTree, merged: MergedPredictions, *, every_token: bool = False) -> "Batch":
         """A tree of nodes with its merged predictions in place of rows; each is complete when it is scored."""
         layout = pack(tree, tree.trained_edges()[0] > 0, trim=not every_token)
-        found, index = merged.reads(layout.edge_tokens)
+        of_index, index = merged.reads(layout.edge_tokens)
         edges = np.empty(len(merged), np.int64)
-        edges[index] = found
+        edges[index] = of_index
         numbers = np.arange(len(merged) + 1)
         return cls(
             rows=merged,
@@ -383,29 +383,29 @@ class StreamedGradients(KnownGradients):
         if not len(numbers):
             return
         rows, table = self._batch.select(np.sort(numbers)), self.table
-        total, sums, found = evaluate_gradients(
+        total, sums, gradients = evaluate_gradients(
             self._loss, self._normaliser, rows, table.logprobs, table.entropies, table.values
         )
         self.total, self.sums = self.total + total, add_metrics(self.sums, sums)
-        if found.values is not None and table.values is not None and self._values is None:
+        if gradients.values is not None and table.values is not None and self._values is None:
             self._values = torch.zeros_like(table.values, dtype=torch.float64)
         sums_of = (self._edges, self._rows, self._values)
-        for sum_of, places, gradient in zip(sums_of, (rows.edges, rows.edge_rows, rows.edge_rows), found):
+        for sum_of, places, gradient in zip(sums_of, (rows.edges, rows.edge_rows, rows.edge_rows), gradients):
             if sum_of is not None and gradient is not None:
                 sum_of.index_add_(0, on_device(places, table.device), gradient.double())
 
 
-def added_up(like: Tensor, places: np.ndarray, found: Tensor | None) -> Tensor:
+def added_up(like: Tensor, places: np.ndarray, gradients: Tensor | None) -> Tensor:
     """Gradients, summed at the places that their scores came from, in the shape and dtype of `like`.
 
     Args:
         places: int64 [T]: indices into `like`.
-        found: [T] or [T, c]; None: zeros.
+        gradients: [T] or [T, c]; None: zeros.
     """
     # Summed in float64: thousands of rows may add to a place.
     total = torch.zeros_like(like, dtype=torch.float64)
-    if found is not None:
-        total.index_add_(0, on_device(places, like.device), found.double())
+    if gradients is not None:
+        total.index_add_(0, on_device(places, like.device), gradients.double())
     return total.to(like.dtype)
 
 
@@ -435,7 +435,7 @@ def evaluate_gradients(
         grads: list[Tensor | None] = [None] * 3
         if total.requires_grad:
             present = [(number, x) for number, x in enumerate((given, entropies, values)) if x is not None]
-            found = torch.autograd.grad(total / normaliser, [x for _, x in present], allow_unused=True)
-            for (number, _), grad in zip(present, found):
+            slopes = torch.autograd.grad(total / normaliser, [x for _, x in present], allow_unused=True)
+            for (number, _), grad in zip(present, slopes):
                 grads[number] = grad
     return total.detach() / normaliser, sums, ScoreGradients(*grads)

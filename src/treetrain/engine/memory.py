@@ -1,22 +1,18 @@
-"""Memory of a device: the bytes that are free, the bytes that a block of code allocates, and what malloc keeps."""
+"""Memory: the bytes that are free, those that a block of code allocates, and smaller plans if it runs out."""
 
-import ctypes
 import os
 import re
 import sys
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from treetrain.planning.plan import Plan
 
 CPU_SHARE, CUDA_SHARE = 0.8, 0.9
 """How much of the free memory a plan may use: predictions err by up to a tenth, and a CPU's memory is shared."""
@@ -42,10 +38,10 @@ def free_bytes(device: torch.device) -> int | None:
 
 def _available() -> int | None:
     try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     except OSError:
         return None
-    return int(found.group(1)) * 1024 if found else None
+    return int(match.group(1)) * 1024 if match else None
 
 
 def _control_groups() -> list[Path]:
@@ -81,25 +77,15 @@ def _left(group: Path) -> int | None:
     return None
 
 
-class AllocatedBytes:
-    """Bytes allocated since the block began."""
-
-    now = 0
-    """Alive at this moment."""
-    peak = 0
-    """Most that were alive at once since the block began, or since `restart_peak`."""
-
-    def restart_peak(self) -> None:
-        """Forget the peak so far."""
-        self.peak = self.now
-
-
 class CountStorages(TorchDispatchMode):
-    """Counts every storage that an operator makes, while it lives."""
+    """Counts every storage that an operator makes in the block, while it lives."""
 
-    def __init__(self, meter: AllocatedBytes) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._meter = meter
+        self.now = 0
+        """Bytes alive at this moment."""
+        self.peak = 0
+        """Most bytes that were alive at once; set it to `now` to start again."""
         self._alive: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -116,15 +102,15 @@ class CountStorages(TorchDispatchMode):
 
     def add(self, tensor: torch.Tensor) -> None:
         """Count a tensor's storage until it is freed."""
-        storage, meter, key = tensor.untyped_storage(), self._meter, _key(tensor)
+        storage, key = tensor.untyped_storage(), _key(tensor)
         if key not in self._alive:
             self._alive[key] = storage.nbytes()
-            meter.now += storage.nbytes()
-            meter.peak = max(meter.peak, meter.now)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
             weakref.finalize(storage, self._freed, key)
 
     def _freed(self, key: int) -> None:
-        self._meter.now -= self._alive.pop(key, 0)
+        self.now -= self._alive.pop(key, 0)
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -138,28 +124,6 @@ def expandable_segments() -> None:
     """
     if torch.cuda.is_available() and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # pyright: ignore[reportAttributeAccessIssue]
-
-
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
-
-
-def keep_memory() -> bool:
-    """Tell glibc to serve large blocks from its heap and to keep them. Returns whether that worked.
-
-    Memory that is returned between steps costs page faults at every step on a CPU. This equals setting
-    MALLOC_MMAP_MAX_=0, MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_ before the start; it is a no-op without glibc.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 256 * 2**20))
-    return all(mallopt(which, value) == 1 for which, value in settings)
-
-
-T = TypeVar("T")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -209,55 +173,18 @@ class out_of_memory_in:
             raise self._make() from error
 
 
+@dataclass
 class PassCounts:
     """Counts the passes of one try of a step."""
 
-    def __init__(self) -> None:
-        self.parts = 0
-        """Parts that ran forward with graph."""
-        self.tokens_without_graph = 0
-        self.attention: Counter[str] = Counter()
-        """Attention calls of forwards, by backend."""
+    parts: int = 0
+    """Parts that ran forward with graph."""
+    tokens_without_graph: int = 0
+    attention: Counter[str] = field(default_factory=Counter)
+    """Attention calls of forwards, by backend."""
 
 
-def within_memory(
-    model: nn.Module, plan: Plan, run: Callable[[Plan, PassCounts], T], replan: Callable[[int], Plan]
-) -> tuple[T, Plan, PassCounts]:
-    """Run a plan; while memory runs out, retry with half as many tokens alive. Warns once.
-
-    Args:
-        run: raises StepOutOfMemory, with everything restored, if it must start over.
-        replan: makes the plan under a budget of tokens.
-
-    Returns:
-        what `run` returned, the plan that it was given, and its passes.
-    """
-    counts, restarts, most, budget = PassCounts(), 0, 0, sys.maxsize
-    while True:
-        try:
-            result = run(plan, counts)
-            break
-        except StepOutOfMemory as error:
-            restarts, most, budget = restarts + 1, max(most, error.tokens), min(error.tokens, budget) // 2
-            cause = None if budget else error.__cause__
-        # Outside the handler, so that nothing keeps the tensors of the failed try alive.
-        if cause is not None:
-            raise cause
-        if next(model.parameters()).device.type == "cuda":
-            torch.cuda.empty_cache()
-        counts, plan = PassCounts(), replan(budget)
-    if restarts:
-        times = "once" if restarts == 1 else f"{restarts} times"
-        warnings.warn(
-            f"out of memory with {most} tokens alive; the step started over in smaller parts {times}. The result is "
-            f"exact, but took longer; budget={budget} would have avoided this",
-            RuntimeWarning,
-            stacklevel=_callers_level(),
-        )
-    return result, plan, counts
-
-
-def _callers_level() -> int:
+def callers_level() -> int:
     """The stack level, seen from the caller, of the first frame that is neither ours nor torch's."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("treetrain", "torch"):

@@ -402,12 +402,12 @@ class _RecordedTopK(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
+        top = func(*args, **kwargs)
         if func not in (torch.topk, torch.Tensor.topk):
-            return found
+            return top
         source = args[0] if args else kwargs["input"]
-        if found.indices.shape != self._recorded.shape or source.shape[-1] != self._experts:
-            return found
+        if top.indices.shape != self._recorded.shape or source.shape[-1] != self._experts:
+            return top
         self.times += 1
-        chosen = torch.where(self._recorded < 0, found.indices, self._recorded)
+        chosen = torch.where(self._recorded < 0, top.indices, self._recorded)
         return torch.return_types.topk((source.gather(-1, chosen), chosen))

@@ -1,6 +1,7 @@
 """A model with its budget and its ranks: all that a call of the engine needs to plan a batch and run the plan."""
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from treetrain.engine.costs import cost_if_countable, cost_of
 from treetrain.engine.distributed import is_shard, is_sharded, own_part, ranks_of, unwrapped
 from treetrain.engine.gradients import Rollback
 from treetrain.engine.loss_gradients import ScoreTable
-from treetrain.engine.memory import PassCounts, free_bytes, within_memory
+from treetrain.engine.memory import PassCounts, StepOutOfMemory, callers_level, free_bytes
 from treetrain.engine.packed import PackedRun, model_device, wide_dtype
 from treetrain.engine.routing import Routing
 from treetrain.errors import UnsupportedModel
@@ -102,7 +103,7 @@ class Runtime:
         if value_head is not None:
             value_head, group = unwrapped(value_head, group)
         self.ranks, self.reduce = ranks_of(model, group, value_head), reduce
-        self.in_lockstep = is_sharded(model)
+        self.collective = is_sharded(model)
         if not 0 < temperature < float("inf"):
             raise ValueError(f"temperature={temperature!r}: it divides the logits, so it must be above 0 and finite")
         self.model, self.budget, self.temperature = model, parse_budget(budget), float(temperature)
@@ -230,17 +231,44 @@ class Runtime:
         return Routing(experts, tree, model_device(self.model), balanced=balanced, **options)
 
     def within_memory(self, plan: Plan, run: Callable[[Plan, PassCounts], T]) -> tuple[T, Plan, PassCounts]:
-        """Run a plan; retry smaller ones if memory runs out (not under FSDP2, where other ranks wait in a pass)."""
-        if self.in_lockstep:
+        """Run a plan; while memory runs out, start over with half as many tokens alive. Warns once.
+
+        Under FSDP2 it runs once, since other ranks wait in a pass.
+
+        Args:
+            run: raises StepOutOfMemory, with everything restored, if it must start over.
+
+        Returns:
+            what `run` returned, the plan that it was given, and its passes.
+        """
+        restarts, most, budget = 0, 0, sys.maxsize
+        scores_first: Any = "no" if plan.scores_first == "no" else "recomputed"
+        while True:
             counts = PassCounts()
-            return run(plan, counts), plan, counts
-
-        def smaller(tokens: int) -> Plan:
-            first = "no" if plan.scores_first == "no" else "recomputed"
-            return replace(plan_within(plan.layout, tokens, self.model), scores_first=first)
-
-        return within_memory(self.model, plan, run, smaller)
+            try:
+                result = run(plan, counts)
+                break
+            except StepOutOfMemory as error:
+                if self.collective:
+                    raise
+                restarts, most, budget = restarts + 1, max(most, error.tokens), min(error.tokens, budget) // 2
+                cause = None if budget else error.__cause__
+            # Outside the handler, so that nothing keeps the tensors of the failed try alive.
+            if cause is not None:
+                raise cause
+            if model_device(self.model).type == "cuda":
+                torch.cuda.empty_cache()
+            plan = replace(plan_within(plan.layout, budget, self.model), scores_first=scores_first)
+        if restarts:
+            times = "once" if restarts == 1 else f"{restarts} times"
+            warnings.warn(
+                f"out of memory with {most} tokens alive; the step started over in smaller parts {times}. The result "
+                f"is exact, but took longer; budget={budget} would have avoided this",
+                RuntimeWarning,
+                stacklevel=callers_level(),
+            )
+        return result, plan, counts
 
     def together(self, what: str, make: Callable[[], T]) -> T:
         """Prepare a call, on every rank if its passes are collectives; see `Ranks.agree`."""
-        return self.ranks.agree(what, lambda: (make(), None))[0] if self.in_lockstep else make()
+        return self.ranks.agree(what, lambda: (make(), None))[0] if self.collective else make()

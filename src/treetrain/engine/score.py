@@ -13,16 +13,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from treetrain.device_arrays import on_device
+from treetrain.engine.collective_passes import Reduces
 from treetrain.engine.distributed import check_same, own_part
 from treetrain.engine.executor import Executor
-from treetrain.engine.lockstep import Reduces
 from treetrain.engine.loss_gradients import Batch, KnownGradients, ScoreTable, added_up
 from treetrain.engine.memory import PassCounts
 from treetrain.engine.packed import model_device
@@ -36,31 +36,17 @@ _FIELDS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """Fields of peft's layers; `scaling` is set by adapter, at any time."""
 
 
-class _Trained(Protocol):
-    model: nn.Module
-
-    @property
-    def parameters(self) -> list[nn.Parameter]: ...
-
-
-def switches_of(engine: _Trained) -> dict[str, Any]:
+def switches_of(runtime: Runtime) -> dict[str, str]:
     """The active adapters and the trained parameters, by name: they can change while all weights stay the same."""
-    found: dict[str, Any] = {}
-    for name, module in engine.model.named_modules():
+    switches = {}
+    for name, module in runtime.model.named_modules():
         if "_active_adapter" in vars(module):
-            found |= {f"{field.lstrip('_')} of {name}": _copy(vars(module).get(field)) for field in _FIELDS}
-    names = {id(p): name for name, p in engine.model.named_parameters()}
-    for number, parameter in enumerate(engine.parameters):
+            switches |= {f"{field.lstrip('_')} of {name}": repr(vars(module).get(field)) for field in _FIELDS}
+    names = {id(p): name for name, p in runtime.model.named_parameters()}
+    for number, parameter in enumerate(runtime.parameters):
         name = names.get(id(parameter), f"value head, parameter {number}")
-        found[f"requires_grad of {name}"] = parameter.requires_grad
-    return found
-
-
-def _copy(value: Any) -> Any:
-    """A copy that later changes do not reach."""
-    if isinstance(value, dict):
-        return tuple((key, _copy(entry)) for key, entry in value.items())
-    return tuple(value) if isinstance(value, list) else value
+        switches[f"requires_grad of {name}"] = str(parameter.requires_grad)
+    return switches
 
 
 class Scoring:
@@ -79,7 +65,7 @@ class Scoring:
         self.plan, self.layout = plan, plan.layout
         if self.live:
             keeps = runtime.keeps_graphs(plan)
-            if runtime.in_lockstep:  # all ranks keep them, or none does
+            if runtime.collective:  # all ranks keep them, or none does
                 keeps = all(runtime.ranks.agree("planning a score", lambda: (None, keeps))[1])
             self.plan = plan.with_all_kept() if keeps else replace(plan, scores_first="recomputed")
         self.tokens_without_graph, self.attention = 0, Counter[str]()
@@ -103,7 +89,7 @@ class Scoring:
 
     def forward(self) -> ScoreTable:
         """Score everything; returns the table, whose tensors are in no graph."""
-        if self.layout.num_tokens or self.runtime.in_lockstep:
+        if self.layout.num_tokens or self.runtime.collective:
             self._within_memory(self._forward)
         if self.routing is not None:
             self.routing.settle()
@@ -142,7 +128,7 @@ class Scoring:
         """
         if self.routing is not None:
             self.routing.scale = torch.as_tensor(aux).double()
-        if not self.layout.num_tokens and not self.runtime.in_lockstep:
+        if not self.layout.num_tokens and not self.runtime.collective:
             return
 
         def passes(plan: Plan, counts: PassCounts) -> None:
@@ -221,16 +207,16 @@ class Scored:
         self.flat_tokens, self.unique_tokens = tree.num_flat_tokens, tree.num_tokens
         self.computed_tokens = scoring.layout.num_tokens
 
-        def leaf(found: Tensor) -> Tensor:
-            return found.detach().clone().requires_grad_(self.live)
+        def leaf(scores: Tensor) -> Tensor:
+            return scores.detach().clone().requires_grad_(self.live)
 
         self.aux_loss = leaf(scoring.aux) if aux else None
         if isinstance(reads, States):
-            found = table.values_or_zeros[on_device(reads.rows, table.device)]
+            of_states = table.values_or_zeros[on_device(reads.rows, table.device)]
             if reads.lengths is None:
-                self.rewards = leaf(found)
+                self.rewards = leaf(of_states)
             else:
-                self.values = [leaf(x) for x in found.split(reads.lengths)]
+                self.values = [leaf(x) for x in of_states.split(reads.lengths)]
             return
 
         def rows(per_prediction: Tensor) -> list[Tensor]:
@@ -292,7 +278,7 @@ class Scored:
             edges, rows, values, aux = gradients
             self._scoring.backward(edges, rows, values, aux, "each" if sync else "never", rollback.attempt)
 
-        if not (sync or runtime.in_lockstep):
+        if not (sync or runtime.collective):
             passes(self._gradients())
             return
         try:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from treetrain import __version__
 from treetrain.data.trajectory import Trajectory
+from treetrain.engine.collective_passes import Reduces
 from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import check_same
 from treetrain.engine.executor import Executor
 from treetrain.engine.gradients import Rollback
-from treetrain.engine.lockstep import Reduces
 from treetrain.engine.loss import Metrics, PackedLoss, StepResult, as_loss, name_of, needs_logprobs
 from treetrain.engine.loss_gradients import (
     Batch,
@@ -186,34 +186,48 @@ def plan_step(runtime: Runtime, step: Step, *, sync: bool, balance: RouterBalanc
     def offered() -> tuple[list[Candidate], Any]:
         batch, plan = step.batch, runtime.plan_of(step.batch.layout)
         own = [Candidate(plan, batch.tree, "")]
-        if isinstance(batch.rows, list) and batch.weighted and not step.masked:
-            found = rows_instead(runtime, step.tree, plan)
-            own = own if found is None else [Candidate(found[1], found[0], "")]
-        if runtime.in_lockstep:
-            own = _aligned_candidates(runtime, step, own[0])
+        free_to_choose = isinstance(batch.rows, list) and not step.masked  # a tree of nodes is never flattened
+        if free_to_choose and batch.weighted:
+            own = [rows_instead(runtime, step.tree, plan) or own[0]]
+        if runtime.collective:
+            free = runtime.free_bytes() if runtime.budget is None else None
+            own = candidates(
+                own[0].tree,
+                own[0].plan,
+                partial(_laid_out, weighted=batch.weighted),
+                whole_rows=not batch.weighted,
+                # Runs that share nothing compute some tokens twice, which an auxiliary loss would count twice.
+                apart=free_to_choose and runtime.merge and not runtime.balanced,
+                free_bytes=None if free is None else free / AMPLE,
+            )
+        # Whether unsharded gradients fit into memory until the last backward.
+        room = [runtime.reduce == "step"] * len(own)
+        if runtime.collective and runtime.reduce == "auto":
+            whole = sum(p.numel() for p in runtime.parameters if p.requires_grad) * wide_dtype(runtime.model).itemsize
+            room = [runtime.has_room(way.plan, extra=whole) for way in own]
+        routers = None
+        if balance is not None and not ranks.alone:  # alone, a GPU would be waited for
+            routers = balance.tokens, balance.choices.tolist()
         same = {
             "sync": sync,
             "the normaliser that the loss gives": step.normaliser * ranks.size,
-            "the balance of the routers": None if balance is None else (balance.tokens, balance.choices.tolist()),
+            "the balance of the routers": routers,
         }
-        offers = offers_of(own) if runtime.in_lockstep else []
-        return own, None if ranks.alone and not runtime.in_lockstep else (same, _have_room(runtime, own), offers)
+        return own, (same, room, offers_of(own) if runtime.collective else [])
 
     own, answers = ranks.agree("planning", offered)
-    chosen, at_last = 0, False
-    if answers[0] is not None:
-        same, room, offers = zip(*answers)
-        for name in same[0]:
-            check_same(name, [settings[name] for settings in same])
-        numbers = choose(offers) if runtime.in_lockstep else [0] * ranks.size
-        chosen, at_last = numbers[ranks.rank], all(has[number] for has, number in zip(room, numbers))
+    same, room, offers = zip(*answers)
+    for name in same[0]:
+        check_same(name, [settings[name] for settings in same])
+    numbers = choose(offers) if runtime.collective else [0] * ranks.size
+    chosen, at_last = numbers[ranks.rank], all(has[number] for has, number in zip(room, numbers))
     way, batch = own[chosen], step.batch
     if way.tree is not batch.tree:
         step = step._replace(batch=Batch.of(way.tree, weighted=batch.weighted))
     return step, way.plan, "never" if not sync else "last" if at_last else "each"
 
 
-def rows_instead(runtime: Runtime, tree: TokenTree, plan: Plan) -> tuple[TokenTree, Plan] | None:
+def rows_instead(runtime: Runtime, tree: TokenTree, plan: Plan) -> Candidate | None:
     """The rows with nothing shared and their plan, if that is predicted to be faster; else None.
 
     A shared prefix of a token or two may need a pass of its own, which costs more than computing it in every row.
@@ -228,36 +242,12 @@ def rows_instead(runtime: Runtime, tree: TokenTree, plan: Plan) -> tuple[TokenTr
     if budget is not None and int(layout.positions.max(initial=0)) >= budget:
         return None
     alone = whole_trees(layout, min(PART_TOKENS[cost.device], budget or sys.maxsize))
-    return (rows, alone) if cost.seconds(alone) < cost.seconds(plan) else None
-
-
-def _aligned_candidates(runtime: Runtime, step: Step, own: Candidate) -> list[Candidate]:
-    """The candidate plans of this rank's rows; the given one is the first."""
-    batch = step.batch
-    free = runtime.free_bytes() if runtime.budget is None else None
-    return candidates(
-        own.tree,
-        own.plan,
-        partial(_laid_out, weighted=batch.weighted),
-        whole_rows=not batch.weighted,
-        # Runs that share nothing compute some tokens twice, which an auxiliary loss would count twice. A tree of nodes
-        # is never flattened into rows.
-        apart=runtime.merge and not runtime.balanced and not step.masked and isinstance(batch.rows, list),
-        free_bytes=None if free is None else free / AMPLE,
-    )
+    return Candidate(alone, rows, "") if cost.seconds(alone) < cost.seconds(plan) else None
 
 
 def _laid_out(tree: TokenTree, *, weighted: bool) -> PackedLayout:
     """The layout, as `Batch.of` makes it."""
     return pack(tree, tree.trained_edges()[0] > 0) if weighted else pack(tree)
-
-
-def _have_room(runtime: Runtime, ways: Sequence[Candidate]) -> list[bool]:
-    """For each candidate, whether unsharded gradients fit into memory until the last backward."""
-    if not runtime.in_lockstep or runtime.reduce != "auto":
-        return [runtime.reduce == "step"] * len(ways)
-    whole = sum(p.numel() for p in runtime.parameters if p.requires_grad) * wide_dtype(runtime.model).itemsize
-    return [runtime.has_room(way.plan, extra=whole) for way in ways]
 
 
 # ---- its passes
@@ -303,7 +293,7 @@ def _stream(
     batch, loss, normaliser = step.batch, step.loss, step.normaliser
     table = runtime.table(batch.layout, entropy="entropies" in loss.needs)
     streamed = StreamedGradients(table, batch, loss, normaliser)
-    if plan.num_parts or runtime.in_lockstep:
+    if plan.num_parts or runtime.collective:
         several = plan.num_parts > 1 or not runtime.ranks.alone
         if routing is not None and several and not routing.in_parts:
             Executor(runtime, plan, counts, routing, gradients=False, reduces=reduces).score(None)
@@ -338,14 +328,16 @@ def _compare(
         on_host = [x.cpu() if isinstance(x, Tensor) else x for x in own]
         of_ranks = ranks.agree("comparing rows", lambda: (None, on_host))[1]
     used, *columns = zip(*of_ranks)
-    logprobs, entropies, values = (_joined(column, table.device) for column in columns)
+    # A rank without rows may have no values.
+    present = [[x for x in column if x is not None] for column in columns]
+    logprobs, entropies, values = (torch.cat(x).to(table.device) if x else None for x in present)
     assert logprobs is not None
     everything = np.arange(len(logprobs))
     rows = batch.rows if ranks.alone else step.rows
     selection = Selection(rows=rows, used=np.concatenate(used), edges=everything, edge_rows=everything)
-    total, sums, found = evaluate_gradients(step.loss, step.normaliser, selection, logprobs, entropies, values)
+    total, sums, gradients = evaluate_gradients(step.loss, step.normaliser, selection, logprobs, entropies, values)
     before = sum(len(one[1]) for one in of_ranks[: ranks.rank])
-    edges, entropy, value = (None if x is None else x[before : before + len(batch.edges)] for x in found)
+    edges, entropy, value = (None if x is None else x[before : before + len(batch.edges)] for x in gradients)
     scoring.backward(
         added_up(table.logprobs, batch.edges, edges),
         None if table.entropies is None or entropy is None else added_up(table.entropies, batch.edge_rows, entropy),
@@ -355,9 +347,3 @@ def _compare(
         rollback.attempt,
     )
     return (total, sums) if ranks.rank == 0 else (0.0, {})
-
-
-def _joined(column: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
-    """The scores of all ranks' predictions, one rank after the other; None if no rank has any."""
-    present = [x for x in column if x is not None]
-    return torch.cat(present).to(device) if present else None

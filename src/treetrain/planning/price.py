@@ -170,14 +170,14 @@ class CostModel:
         kept graphs: tensors saved for backward by the kept ancestors of the running part.
         running graph: tensors saved by the running part; 0 for a pass without graph.
         working: other memory of the pass, in its worst phase (head, layers, end).
-        carry: the KV cache: keys, values and gradients of exported tokens, and recurrent states where parts attach.
+        KV cache: keys, values and gradients of exported tokens, and recurrent states where parts attach.
             Its buffers are allocated for the most held at once.
         step: memory held for the whole step: the layout, and summed gradients of embedding and head.
         allocator: the allocator's overhead on all of these.
         """
         model = self.counts
         if plan.num_parts == 0:
-            return dict.fromkeys(("kept graphs", "running graph", "working", "carry", "step", "allocator"), 0.0)
+            return dict.fromkeys(("kept graphs", "running graph", "working", "KV cache", "step", "allocator"), 0.0)
         layout = plan.layout
         rows = np.bincount(plan.part_of[layout.rows], minlength=plan.num_parts)
         path = np.where(plan.attach >= 0, layout.positions[plan.attach] + 1, 0)
@@ -194,10 +194,10 @@ class CostModel:
             if prefills[first] + prefills_above[first] > sum(peak.values()):
                 peak = {"kept graphs": prefills_above[first], "running graph": 0.0, "working": prefills[first]}
         step = model.step + STEP_TOKEN * layout.num_tokens
-        carry = model.cache_token * plan.cached_tokens
+        cache = model.cache_token * plan.cached_tokens
         if model.cache_state:
-            carry += model.cache_state * plan.cached_states
-        peak |= {"carry": carry, "step": step}
+            cache += model.cache_state * plan.cached_states
+        peak |= {"KV cache": cache, "step": step}
         factor, fixed = SLACK[self.device]
         peak["allocator"] = (factor - 1) * sum(peak.values()) + fixed
         return {name: float(value) for name, value in peak.items()}

@@ -268,7 +268,7 @@ def logprobs(engine: TreeEngine, rows: Sequence[Trajectory], *, entropies: bool 
 
     def own_scores() -> list[list[NDArray[np.floating]]]:
         own = [rows[number] for number in shares[ranks.rank].tolist()]
-        found = scores(own) if own or engine.in_lockstep else ([],) * (1 + entropies)
+        found = scores(own) if own or engine.collective else ([],) * (1 + entropies)
         return [[one.cpu().numpy() for one in each] for each in found]
 
     if ranks.alone:
@@ -276,7 +276,7 @@ def logprobs(engine: TreeEngine, rows: Sequence[Trajectory], *, entropies: bool 
     else:
         tree = as_tree(rows, merge=engine.merge)
         shares = dispatch(tree, cost_if_countable(engine.model), ranks.size, whole_rows=every)
-        if engine.in_lockstep:
+        if engine.collective:
             everywhere = ranks.gather(own_scores())  # passes are collective: no rank waits here for one that failed
         else:
             _, everywhere = ranks.agree("scoring", lambda: (None, own_scores()))

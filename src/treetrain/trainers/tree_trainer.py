@@ -414,7 +414,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
     def _precision(self, engine: TreeEngine) -> contextlib.AbstractContextManager[Any]:
         # FSDP2 casts by itself.
-        return contextlib.nullcontext() if engine.in_lockstep else self.accelerator.autocast()
+        return contextlib.nullcontext() if engine.collective else self.accelerator.autocast()
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:

@@ -20,7 +20,6 @@ from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.engine import LinearEngine, TreeEngine
 from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, scoring_head
 from treetrain.engine.loss import as_loss
-from treetrain.engine.memory import keep_memory
 from treetrain.engine.packed import model_device
 from treetrain.errors import UnsupportedModel
 from treetrain.losses.sft import sft
@@ -32,6 +31,7 @@ from treetrain.tree.build import Row, as_tree, build_tree
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.stats import ideal_speedup
 from treetrain.tree.token_tree import TokenTree
+from treetrain.verification.measure import keep_memory
 
 PACK_TOKENS = (4096, 8192)
 """Batch sizes, in tokens, of the linear runs to try; the fastest run is the baseline."""

@@ -29,7 +29,7 @@ Reduces = Literal["each", "last", "never"]
 """Which backwards of a run reduce gradients over ranks."""
 
 
-class Lockstep:
+class CollectivePasses:
     """Takes one rank through the common order; making it is a collective call.
 
     Args:
@@ -145,20 +145,20 @@ class Lockstep:
 
 
 @contextmanager
-def in_step(lockstep: Lockstep | None, *, forwards: bool = False) -> Iterator[None]:
+def completed(passes: CollectivePasses | None, *, forwards: bool = False) -> Iterator[None]:
     """Complete the common order after the block, also if this rank fails.
 
     Args:
         forwards: stop before the backwards, which come later.
     """
-    if lockstep is None:
+    if passes is None:
         yield
         return
     try:
         yield
-        lockstep.finish(forwards=forwards)
+        passes.finish(forwards=forwards)
     except BaseException as error:
-        lockstep.abandon(error, forwards=forwards)
+        passes.abandon(error, forwards=forwards)
         raise
     finally:
-        lockstep.close()
+        passes.close()

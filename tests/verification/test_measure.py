@@ -7,15 +7,16 @@ import torch
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.engine import costs as calibration
-from treetrain.engine.costs import cost_of, measured_cost
+from treetrain.engine.costs import cost_of
 from treetrain.models.loading import load_model
+from treetrain.verification import measure
+from treetrain.verification.measure import measured_cost
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(calibration, "MEASURED_TOKENS", {"cpu": (16, 64)})
-    monkeypatch.setattr(calibration, "REPEATS", 2)
+    monkeypatch.setattr(measure, "TOKENS", {"cpu": (16, 64)})
+    monkeypatch.setattr(measure, "REPEATS", 2)
 
 
 def test_two_passes_give_seconds_of_a_flop_and_of_a_pass(monkeypatch):
@@ -23,7 +24,7 @@ def test_two_passes_give_seconds_of_a_flop_and_of_a_pass(monkeypatch):
     model = load_model("tiny")
     cost = cost_of(model)
     described = cost.speeds.graph_pass
-    monkeypatch.setattr(calibration, "_seconds", lambda _model, _found, layout: 3 * seconds_of(layout) + 2 * described)
+    monkeypatch.setattr(measure, "_seconds", lambda _model, _found, layout: 3 * seconds_of(layout) + 2 * described)
 
     def seconds_of(layout) -> float:
         return cost.seconds(tt.make_plan(layout, cost)) - described
@@ -39,8 +40,8 @@ def test_two_passes_give_seconds_of_a_flop_and_of_a_pass(monkeypatch):
 def test_what_is_measured_predicts_another_pass():
     model = load_model("tiny")
     cost = measured_cost(model)
-    layout = calibration._chain(40, 2048)
-    measured = calibration._seconds(model, tt.TreeEngine(model).capabilities, layout)
+    layout = measure._chain(40, 2048)
+    measured = measure._seconds(model, tt.TreeEngine(model).capabilities, layout)
     predicted = cost.seconds(tt.make_plan(layout, cost))
     assert measured / 4 < predicted < 4 * measured  # other work on the machine takes its share
 
@@ -64,7 +65,7 @@ def test_gradients_come_back_when_measuring_fails(monkeypatch):
     model = make_model("qwen3")
     first = next(model.parameters())
     first.grad = torch.ones_like(first)
-    monkeypatch.setattr(calibration, "_seconds", lambda *_: 1 / 0)
+    monkeypatch.setattr(measure, "_seconds", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         measured_cost(model)
     assert first.grad is not None and not first._post_accumulate_grad_hooks
@@ -81,7 +82,7 @@ def test_a_model_that_cannot_be_measured_keeps_described_speeds_and_says_why(mon
     def out_of_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(calibration, "_seconds", out_of_memory)
+    monkeypatch.setattr(measure, "_seconds", out_of_memory)
     full = measured_cost(model)
     assert not calls and all(p.grad is None for p in model.parameters())
     for found, why in ((hooked, "hooks"), (frozen, "nothing is trained"), (full, "too little memory")):
