@@ -34,7 +34,7 @@ def rows_sharing(prefix: int, *, rows: int = 4, length: int = 30) -> list[tt.Tra
 )
 def test_rows_run_one_by_one_if_a_shared_prefix_costs_more_than_it_saves(monkeypatch, prefix, budget, is_faster):
     class Cost:
-        seconds = staticmethod(seconds)
+        device, seconds = "cpu", staticmethod(seconds)
 
     monkeypatch.setattr(step_module, "cost_if_countable", lambda model: Cost)
     tree = tt.build_tree(rows_sharing(prefix))
