@@ -1,5 +1,6 @@
 """`treetrain simulate`: figures of the library's own prediction, refusals, and no torch."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from treetrain.tree.build import build_tree
 def test_the_figures_are_those_of_the_function_for_every_number_of_ranks(treetrain, token_file) -> None:
     said = treetrain("simulate", token_file, "--shape", "qwen3-0.6b", "--ranks", "4", "2", "2", "--json").json
     tree = build_tree(load(token_file).trajectories)
-    own = [simulate(tree, ModelShape.named("qwen3-0.6b"), ranks, DEVICES["h100"]).as_dict() for ranks in (2, 4)]
+    shape = ModelShape.named("qwen3-0.6b")
+    own = [dataclasses.asdict(simulate(tree, shape, ranks, DEVICES["h100"])) for ranks in (2, 4)]
     assert said["ranks"] == own
     assert said["batch"] == {"trajectories": 12, "flat_tokens": 180, "unique_tokens": tree.num_tokens}
     assert said["shape"]["name"] == "qwen3-0.6b" and said["device"]["name"] == "h100"

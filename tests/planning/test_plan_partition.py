@@ -116,7 +116,7 @@ def test_recomputation_reaches_the_least_possible_where_it_is_expensive(seed, sh
 def test_a_plan_is_no_slower_than_all_parts_recomputed_but_for_what_less_recomputation_may_cost(seed, share, prices):
     layout = layout_of(larger_forest(seed))
     budget = max(1, int(share * layout.num_tokens))
-    found = partition(layout, budget, prices.seconds, prefill_limit=0)
+    found = partition(layout, budget, prices.seconds)
     assert prices.seconds(found) <= (1 + _NEAR) * prices.seconds(uniform(layout, budget)) + 1e-9
 
 

@@ -77,9 +77,6 @@ def test_stats_agree_with_counts_over_the_rows(rows):
     assert stats.duplicates == len([r for r in ids if r]) - len({r for r in ids if r})
     assert stats.trained_flat == sum(int((row.weights != 0).sum()) for row in rows)
     assert stats.trained_unique == len(trained)
-    shared = {p for p in unique if prefixes.count(p) > 1}
-    assert stats.shared_trained == len(shared & trained)
-    assert stats.shared_context == len(shared - trained)
     assert stats.saved_trained == sum(prefixes.count(p) - 1 for p in trained)
     assert stats.saved_trained + stats.saved_context == stats.flat - stats.unique
     assert stats.trees == len({r[0] for r in ids if r})

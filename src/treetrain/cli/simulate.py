@@ -77,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
                 "batch": batch,
                 "shape": {"name": shape.name, "assumed": shape.assumed, "parameters": shape.counts.parameters},
                 "device": dataclasses.asdict(device),
-                "ranks": [row if isinstance(row, dict) else row.as_dict() for row in found],
+                "ranks": [row if isinstance(row, dict) else dataclasses.asdict(row) for row in found],
                 "notes": list(found_rows.notes),
             }
         )

@@ -129,8 +129,8 @@ class Mixture(Loss):
                 continue
             own, places = facts, None
             if len(numbers) < len(facts.trajectories):
-                own, found = facts.of_rows(numbers)
-                places = on_device(found, facts.device)
+                own, at = facts.of_rows(numbers)
+                places = on_device(at, facts.device)
             parts.append((name, loss, weight / whole, own, places))
         return parts
 

@@ -285,11 +285,11 @@ class KTOLoss(RowComparison):
         Raises:
             ValueError: these are only a part of the step that `for_step` was given.
         """
-        found = sum(map(len, self._kinds(trajectories)))
+        rows = sum(map(len, self._kinds(trajectories)))
         Loss.check(self, trajectories)
-        if self.compares_with_the_step and self.step_rows is not None and found != self.step_rows:
+        if self.compares_with_the_step and self.step_rows is not None and rows != self.step_rows:
             raise ValueError(
-                f"KTO's reference point is a mean over {self.step_rows} rows of the step, this call has {found} of "
+                f"KTO's reference point is a mean over {self.step_rows} rows of the step, this call has {rows} of "
                 "them: give the whole step in one call (a budget bounds its memory), or a number as reference_point"
             )
 

@@ -60,7 +60,6 @@ def partition(
     seconds: Seconds,
     *,
     part_tokens: int | None = None,
-    prefill_limit: int | None = None,
 ) -> Plan:
     """Find a fast plan in which at most `budget_tokens` are alive at once.
 
@@ -69,7 +68,6 @@ def partition(
         budget_tokens: most tokens whose graph is alive at once, kept ancestors included; None for no bound.
         seconds: returns the predicted time of a step under a plan.
         part_tokens: target size of parts, used only if it needs no recomputation; paths stay whole.
-        prefill_limit: most tokens of a prefill shared by recomputed parts; None: PREFILL_BUDGETS times the budget.
 
     Raises:
         ValueError: a number of tokens below 1.
@@ -78,7 +76,7 @@ def partition(
         if value is not None and value < 1:
             raise ValueError(f"{name} of {value} tokens: give 1 or more")
     budget = max(layout.num_tokens, 1) if budget_tokens is None else int(budget_tokens)
-    limit = PREFILL_BUDGETS * budget if prefill_limit is None else prefill_limit
+    limit = PREFILL_BUDGETS * budget
     if part_tokens is not None and part_tokens < budget:
         cutter = _Cutter(layout, budget, part_tokens, limit)
         plan = cutter.plan(cutter.largest_small())
@@ -339,12 +337,12 @@ def _how_many(owned: Sequence[int], largest: Sequence[int], room: int, must: int
     rest = np.maximum.accumulate(np.array([0, *largest[::-1]], np.int64))[::-1]
     fits = np.maximum(rest, must) <= left
     last = int(np.flatnonzero(fits)[-1])
-    found = []
+    choices = []
     for taken in sorted({0, last, *(2**k for k in range(count.bit_length()) if 2**k <= last)}):
         if fits[taken]:
             parts = -(-tokens[taken:] // max(1, min(target, int(left[taken]))))
-            found.append((int(parts.sum()), taken))
-    return min(found)[1]
+            choices.append((int(parts.sum()), taken))
+    return min(choices)[1]
 
 
 class _Pieces:

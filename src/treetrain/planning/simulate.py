@@ -4,7 +4,7 @@ No process is started. docs/distributed.md has the formulas, with P parameters, 
 float64) and b bytes per number in the compute dtype.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -67,10 +67,6 @@ class Simulation:
     """Peak of the fullest rank, state included."""
     fits: bool
     """True if that is within the device's memory."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
-        return asdict(self)
 
 
 def simulate(

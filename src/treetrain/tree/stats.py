@@ -40,7 +40,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TreeStats:
-    """Statistics of a batch. "Shared" tokens are on two or more trajectories; "context" tokens are not trained."""
+    """Statistics of a batch. "Context" tokens are not trained."""
 
     trajectories: int
     trees: int
@@ -71,10 +71,6 @@ class TreeStats:
     """Trained predictions, summed over the trajectories."""
     trained_unique: int
     """Tree tokens whose prediction is trained by some trajectory."""
-    shared_trained: int
-    """Shared tree tokens whose prediction is trained."""
-    shared_context: int
-    """Shared tree tokens that are never trained."""
     saved_trained: int
     """Flat tokens that sharing saves, at trained tokens; saved_trained + saved_context = flat - unique."""
     saved_context: int
@@ -112,8 +108,6 @@ def tree_stats(tree: TokenTree, shape: FlopCounter | None = None) -> TreeStats:
         duplicates=int((tree.trajectory_last >= 0).sum() - distinct_rows(tree).sum()),
         trained_flat=int(uses.sum()),
         trained_unique=int(trained.sum()),
-        shared_trained=int(((saved > 0) & trained).sum()),
-        shared_context=int(((saved > 0) & ~trained).sum()),
         saved_trained=int(saved[trained].sum()),
         saved_context=int(saved[~trained].sum()),
     )

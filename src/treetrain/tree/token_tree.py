@@ -183,13 +183,8 @@ class TokenTree:
             deepest: int64 [K], the depth of each trajectory's last trained token, which is also the number of its
                 tokens to compute (0 if none is trained).
         """
-        return self._all_trained_edges if rows is None else self._trained_edges(rows)
-
-    @cached_property
-    def _all_trained_edges(self) -> tuple[Int64s, Int64s]:
-        return self._trained_edges(np.ones(self.num_trajectories, bool))
-
-    def _trained_edges(self, rows: Bools) -> tuple[Int64s, Int64s]:
+        if rows is None:
+            return self._all_trained_edges
         if isinstance(self.rows, NodeRows):
             return self.rows.trained_edges(rows)
         offsets, index = self.paths()
@@ -198,6 +193,10 @@ class TokenTree:
         deepest = np.zeros(self.num_trajectories, np.int64)
         deepest[owner] = at - offsets[owner]  # the last write wins, so the deepest is kept
         return np.bincount(index[at], minlength=self.num_tokens), deepest
+
+    @cached_property
+    def _all_trained_edges(self) -> tuple[Int64s, Int64s]:
+        return self.trained_edges(np.ones(self.num_trajectories, bool))
 
     def merged(self, reduction: Reduction) -> MergedPredictions | None:
         """The trained predictions with the rows through each node merged; None for a tree made from rows. Cached.
