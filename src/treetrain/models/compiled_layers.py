@@ -1,0 +1,50 @@
+"""Compiles a model's decoder layers for tree mode.
+
+A layer's norms, rotary embedding, residuals and MLP read and write the hidden states a dozen times; compiled, a few
+times. They do not depend on the tree. Tree attention does, and its arguments are new objects for every part, so it runs
+outside of the compiled graphs (`tree_mode` disables the compiler around it). Lengths are dynamic: one compilation of
+each kind of layer serves all parts.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+COMPILATIONS = 64
+"""Recompilation limit; PyTorch counts kinds of layers, dtypes and passes with and without gradients together."""
+_compiled: "WeakKeyDictionary[nn.Module, Callable[..., Any]]" = WeakKeyDictionary()
+
+
+@contextmanager
+def compiled_layers(model: nn.Module) -> Iterator[None]:
+    """Run decoder layers compiled within the block. Enter it last, when all hooks of the pass are in place.
+
+    A hook or a replaced forward (a router that records its choices, a recurrent layer, FSDP2) may run other code in
+    every pass. A layer with one inside is not compiled as a whole; those of its children that have none are.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch._dynamo.config.patch(recompile_limit=COMPILATIONS))
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                for module in [layer] if _is_plain(layer) else filter(_is_plain, layer.children()):
+                    if module not in _compiled:
+                        _compiled[module] = torch.compile(module._call_impl, dynamic=True)
+                    stack.callback(setattr, module, "_compiled_call_impl", None)
+                    module._compiled_call_impl = _compiled[module]
+        yield
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return not any(
+        "forward" in vars(inner)
+        or inner._forward_hooks
+        or inner._forward_pre_hooks
+        or inner._backward_hooks
+        or inner._backward_pre_hooks
+        for inner in module.modules()
+    )
