@@ -22,7 +22,7 @@ PY = $(abspath $(VENV))/bin/python
 READY = $(VENV)/.installed
 endif
 
-.PHONY: help demo test test-full test-verl bench bench-gpu lint clean-venv active-environment
+.PHONY: help demo test test-full test-verl bench lint clean-venv active-environment
 .DEFAULT_GOAL := help
 
 help:
@@ -31,7 +31,6 @@ help:
 	@echo "make test-full  lint, types and all tests"
 	@echo "make test-verl  verl's engine with and without trees, in an environment of its own"
 	@echo "make bench      run all benchmarks, write their rows to benchmarks/results, write BENCHMARKS.md"
-	@echo "make bench-gpu  on a machine with an NVIDIA GPU: correctness and the whole benchmark in under 9 minutes"
 	@echo "make lint       ruff and pyright alone"
 	@echo "variables: VENV=folder, ACTIVE=1 (the active environment), PYTHON=python3.12, TORCH=torch==2.13.0, PYTEST_ARGS=..."
 
@@ -53,12 +52,6 @@ test-verl:
 
 bench: $(READY)
 	$(PY) benchmarks/run_all.py
-
-# Installs nothing: a machine with a GPU has its own torch, and may reach no registry. GPU_SMOKE=1 tries it anywhere.
-GPU_PY ?= $(if $(wildcard $(VENV)/bin/python),$(abspath $(VENV))/bin/python,$(PYTHON))
-bench-gpu:
-	PYTHONPATH=src $(GPU_PY) benchmarks/gpu.py $(if $(GPU_OUT),--out $(GPU_OUT)) $(if $(GPU_STAGES),--stages $(GPU_STAGES)) \
-	  $(if $(GPU_MINUTES),--minutes $(GPU_MINUTES)) $(if $(GPU_SMOKE),--smoke)
 
 lint: $(READY)
 	$(PY) -m ruff check .

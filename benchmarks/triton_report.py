@@ -110,9 +110,8 @@ def report_attention(sizes: list[int], dtypes: list[str], *, every: bool) -> int
 
     too_large = 0
     for name, size in itertools.product(dtypes, sizes):
-        listed = candidates(size, getattr(torch, name))
-        for shapes in listed if every else listed[:1]:
-            for kernel_name, shape in zip(shapes._fields, shapes):
+        for kernel_name, listed in candidates(size, getattr(torch, name)).items():
+            for shape in listed if every else listed[:1]:
                 kernel = getattr(triton_kernels, f"{kernel_name}_kernel")
                 binary = compiled(kernel, SHORT[name], size, shape)
                 too_large += say(f"{name} {size} {kernel_name} {shape}", binary)

@@ -71,7 +71,8 @@ SIGNATURES = {
     "ModelShape": "(*, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied)",
     "CostModel": "(*, counts, speeds, device='cpu')",
     "Plan": "(*, layout, part_of, parent, attach, kept, exported, prefill, scores_first='no', made_for=None)",
-    "TreeEngine": "(model, *, budget=None, temperature=1.0, value_head=None, group=None, reduce='auto')",
+    "TreeEngine": "(model, *, budget=None, temperature=1.0, value_head=None, group=None, reduce='auto', "
+    "compile_layers=None)",
     "TreeTrainer": (
         "(model, args, train_dataset=None, eval_dataset=None, *, loss=None, ref_model=None, peft_config=None, "
         "processing_class=None, callbacks=None, optimizers=(None, None), optimizer_cls_and_kwargs=None)"

@@ -325,24 +325,3 @@ def test_the_models_own_forward_works_between_logprobs_and_backward():
             model(input_ids=torch.tensor([[1, 2, 3]]))
         linear.batch_loss(scores, ROWS, LOSSES["sft"][1]).backward()
     assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
-
-
-@both_losses
-def test_compiled_norms_and_mlps_are_exact_and_compiled_once_for_all_lengths(loss):
-    model = make_model("qwen3")
-    truth = expected(model, loss)
-    torch._dynamo.reset()
-    seen = []
-
-    def backend(graph, inputs):
-        seen.append(graph)
-        return graph.forward
-
-    for layer in model.model.layers:
-        for block in (layer.mlp, layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn.q_norm):
-            block.compile(backend=backend, dynamic=True)
-    for plan in (None, ("chunks of 2", "none"), ("chunks of 7", "all"), ("one segment per part", "none")):
-        assert linear.relative_error(by_engine(model, loss, plan), truth) <= 1e-5
-    # MLP, norm over hidden states and norm over heads, with and without graph.
-    assert 0 < len(seen) <= 2 * 3 * 2
-    torch._dynamo.reset()

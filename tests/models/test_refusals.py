@@ -329,7 +329,7 @@ def test_a_compiled_model_is_refused_by_that_name_with_what_to_do(where):
         message = r"the model is a Qwen3ForCausalLM after .compile\(\)"
     else:
         model.model.layers[0] = torch.compile(model.model.layers[0])
-        message = r"model.layers.0 is an OptimizedModule.*layer.mlp.compile\(dynamic=True\)"
+        message = r"model.layers.0 is an OptimizedModule.*compile_layers=True"
     for call in (
         lambda: tt.TreeEngine(model),
         lambda: tt.logprobs(model, ROWS),

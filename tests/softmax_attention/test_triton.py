@@ -167,7 +167,7 @@ def test_blocks_smaller_than_a_tile_equal_the_reference(monkeypatch):
 @pytest.mark.parametrize("size", [16, 64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_setting_cuts_a_tile_into_whole_blocks(size, dtype):
-    for shapes in candidates(size, dtype):
+    for shapes in candidates(size, dtype).values():
         assert all(128 % s.queries == 0 and 128 % s.keys == 0 and s.warps in (4, 8) for s in shapes)
 
 

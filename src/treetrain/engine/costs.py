@@ -211,9 +211,10 @@ def _head_bytes(
     b, wide = dtype.itemsize, max(WIDE, dtype.itemsize)
     matrix = capabilities.vocab_size * getattr(capabilities.head, "in_features", 0)
     trained = any(p.requires_grad for p in capabilities.head.parameters())
-    head_pass = matrix * b if b < wide and trained else 0
-    if head_pass and model.dtype == torch.float32:  # autocast: a 16-bit copy of the head's matrix
-        head_pass *= 2
+    head_pass = 0
+    if b < wide and trained:
+        copies = (device.type != "cuda") + (model.dtype == torch.float32)  # a rounded gradient; autocast's matrix
+        head_pass = copies * matrix * b
     if not capabilities.head_is_linear:
         # Every chunk goes through autograd: logits, the same in float32, log-softmax, its exp, their product.
         return 5 * wide + b, head_pass

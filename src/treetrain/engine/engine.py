@@ -48,6 +48,8 @@ class TreeEngine(Runtime):
             (`fully_shard`) or `DistributedDataParallel`; with a plain model, this process alone.
         reduce: when FSDP2 reduces gradients. "part": after every part. "step": once per step; they are unsharded until
             then. "auto": once per step if there is ample memory for that.
+        compile_layers: run decoder layers compiled (`torch.compile`), except attention, routers and recurrences. This
+            takes a minute in the first step. None: on a GPU, unless the model is in FSDP2.
 
     Raises:
         UnsupportedModel: the model, its value head or a setting would not be exact on a tree.

@@ -30,6 +30,7 @@ from treetrain.engine.packed import model_device
 from treetrain.engine.routing import Routing, switched
 from treetrain.engine.runtime import Runtime
 from treetrain.linear_attention.state_cache import StateCache
+from treetrain.models.compiled_layers import compiled_layers
 from treetrain.planning.plan import Plan
 from treetrain.softmax_attention.kv_cache import CacheRows, KVCache
 from treetrain.tree.layout import Piece, cut
@@ -278,6 +279,7 @@ class Executor:
             torch.set_grad_enabled(graph),
             runtime.run_type.mode(runtime.model),
             switched(runtime.model, runtime.capabilities.experts, self._routing),
+            compiled_layers(runtime.model) if runtime.compiles else nullcontext(),
         ):
             yield
 

@@ -96,6 +96,7 @@ class Runtime:
         value_head: nn.Module | None = None,
         group: "dist.ProcessGroup | None" = None,
         reduce: Literal["auto", "part", "step"] = "auto",
+        compile_layers: bool | None = None,
     ):
         if reduce not in ("auto", "part", "step"):
             raise ValueError(f"reduce={reduce!r}: known are auto, part and step")
@@ -104,6 +105,12 @@ class Runtime:
             value_head, group = unwrapped(value_head, group)
         self.ranks, self.reduce = ranks_of(model, group, value_head), reduce
         self.collective = is_sharded(model)
+        if compile_layers and self.collective:
+            raise UnsupportedModel(
+                "compile_layers=True with a model in FSDP2, which gathers weights by hooks of the layers, has not been "
+                "verified: leave it out"
+            )
+        self.compile_layers = compile_layers
         if not 0 < temperature < float("inf"):
             raise ValueError(f"temperature={temperature!r}: it divides the logits, so it must be above 0 and finite")
         self.model, self.budget, self.temperature = model, parse_budget(budget), float(temperature)
@@ -121,6 +128,12 @@ class Runtime:
         """The parameters of the model and the value head, each once."""
         modules = [self.model] if self.value_head is None else [self.model, self.value_head]
         return list({p: None for module in modules for p in module.parameters()})
+
+    @property
+    def compiles(self) -> bool:
+        """Whether decoder layers run compiled."""
+        default = model_device(self.model).type == "cuda" and not self.collective
+        return default if self.compile_layers is None else self.compile_layers
 
     @property
     def attention(self) -> Choice:

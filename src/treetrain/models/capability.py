@@ -251,7 +251,7 @@ def _check_compiled(model: nn.Module) -> None:
             plain = "the model without it" if name or not wrapped else "the model within, model._orig_mod"
             raise UnsupportedModel(
                 f"{name or 'the model'} is {how}; a graph that was traced once does not follow a tree. Pass {plain}; "
-                "norms and MLPs may be compiled by themselves: layer.mlp.compile(dynamic=True)."
+                "TreeEngine(..., compile_layers=True) compiles layers around tree attention."
             )
 
 

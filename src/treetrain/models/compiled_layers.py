@@ -24,14 +24,17 @@ _compiled: "WeakKeyDictionary[nn.Module, Callable[..., Any]]" = WeakKeyDictionar
 def compiled_layers(model: nn.Module) -> Iterator[None]:
     """Run decoder layers compiled within the block. Enter it last, when all hooks of the pass are in place.
 
-    A hook or a replaced forward (a router that records its choices, a recurrent layer, FSDP2) may run other code in
-    every pass. A layer with one inside is not compiled as a whole; those of its children that have none are.
+    A hook or a replaced forward (a router that records its choices, a recurrent layer) may run other code in every
+    pass. A layer with one inside, or with a module that the user has compiled, is not compiled as a whole; those of its
+    children that have none are. So are the children of a checkpointed layer: in recent releases of transformers its
+    forward calls the checkpointing function, and PyTorch compiles nothing that breaks the graph inside of that.
     """
     with ExitStack() as stack:
         stack.enter_context(torch._dynamo.config.patch(recompile_limit=COMPILATIONS))
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):
-                for module in [layer] if _is_plain(layer) else filter(_is_plain, layer.children()):
+                whole = _is_plain(layer) and not (layer.gradient_checkpointing and layer.training)
+                for module in [layer] if whole else filter(_is_plain, layer.children()):
                     if module not in _compiled:
                         _compiled[module] = torch.compile(module._call_impl, dynamic=True)
                     stack.callback(setattr, module, "_compiled_call_impl", None)
@@ -42,6 +45,7 @@ def compiled_layers(model: nn.Module) -> Iterator[None]:
 def _is_plain(module: nn.Module) -> bool:
     return not any(
         "forward" in vars(inner)
+        or inner._compiled_call_impl is not None
         or inner._forward_hooks
         or inner._forward_pre_hooks
         or inner._backward_hooks

@@ -124,6 +124,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 # ---- attention
 
 
+@torch.compiler.disable  # its arguments are new objects for every part: see `compiled_layers`
 def _tree_attention(
     module: nn.Module,
     query: Tensor,

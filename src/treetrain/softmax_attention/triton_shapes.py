@@ -1,7 +1,7 @@
 """Block sizes of the Triton kernels: one fixed setting for each head size and dtype, for reproducible runs.
 
 Autotuned kernels may sum in another order in the next process. Here the setting is a table lookup. `candidates` lists
-the settings worth measuring on a new device, and `use` sets one for the process.
+the settings of each kernel worth measuring on a new device, and `use` sets them for the process.
 """
 
 import dataclasses
@@ -35,7 +35,8 @@ _chosen: dict[tuple[int, int], Shapes] = {}
 
 def shapes_for(size: int, dtype: torch.dtype) -> Shapes:
     """The setting for a dtype and head size (the larger of query's and value's)."""
-    return _chosen.get((_bucket(size), dtype.itemsize)) or candidates(size, dtype)[0]
+    listed = candidates(size, dtype)
+    return _chosen.get((_bucket(size), dtype.itemsize)) or Shapes(*(shapes[0] for shapes in listed.values()))
 
 
 def use(size: int, dtype: torch.dtype, shapes: Shapes) -> None:
@@ -43,9 +44,10 @@ def use(size: int, dtype: torch.dtype, shapes: Shapes) -> None:
     _chosen[_bucket(size), dtype.itemsize] = shapes
 
 
-def candidates(size: int, dtype: torch.dtype) -> list[Shapes]:
-    """Settings that fit a Hopper multiprocessor (228 KB of shared memory), the default first."""
-    return _WIDE[_bucket(size)] if dtype.itemsize == 4 else _NARROW[_bucket(size)]
+def candidates(size: int, dtype: torch.dtype) -> dict[str, list[Shape]]:
+    """By field of `Shapes`: settings that fit a Hopper multiprocessor (228 KB of shared memory), the default first."""
+    table = (_WIDE if dtype.itemsize == 4 else _NARROW)[_bucket(size)]
+    return {name: [Shape(*each) for each in listed] for name, listed in zip(Shapes._fields, table)}
 
 
 def tf32_is_allowed() -> bool:
@@ -63,35 +65,38 @@ def _bucket(size: int) -> int:
 # the first setting of every list spills at most 52 bytes and uses Hopper's wgmma. Its three stages load the data of a
 # step while the step before is computed; with two stages the load would only start at the end of that step.
 _NARROW = {
-    64: [
-        Shapes(Shape(128, 128, 8, 3), Shape(128, 64, 8, 3), Shape(64, 128, 8, 3)),
-        Shapes(Shape(128, 64, 4, 3), Shape(64, 64, 4, 3), Shape(32, 64, 4, 3)),
-        Shapes(Shape(128, 64, 8, 3), Shape(128, 128, 8, 3), Shape(32, 128, 8, 3)),
-    ],
-    128: [
-        Shapes(Shape(128, 64, 8, 3), Shape(128, 64, 8, 3), Shape(32, 128, 8, 3)),
-        Shapes(Shape(128, 128, 8, 2), Shape(128, 32, 8, 3), Shape(64, 128, 8, 3)),
-        Shapes(Shape(64, 64, 4, 3), Shape(64, 64, 4, 3), Shape(64, 128, 8, 2)),
-    ],
-    256: [
-        Shapes(Shape(128, 32, 8, 3), Shape(64, 32, 8, 3), Shape(32, 64, 8, 3)),
-        Shapes(Shape(128, 64, 8, 2), Shape(64, 64, 8, 2), Shape(64, 64, 8, 2)),
-        Shapes(Shape(64, 32, 4, 3), Shape(128, 32, 8, 2), Shape(32, 64, 8, 2)),
-    ],
+    64: (
+        [(128, 128, 8, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3)],
+        [(128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 3), (64, 128, 4, 3)],
+        [(64, 128, 8, 3), (32, 64, 4, 3), (32, 128, 8, 3), (64, 64, 4, 3)],
+    ),
+    128: (
+        [(128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 128, 4, 2)],
+        [(128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 3), (64, 32, 4, 3)],
+        [(32, 128, 8, 3), (64, 128, 8, 3), (64, 128, 8, 2), (32, 64, 4, 3), (64, 64, 4, 2)],
+    ),
+    256: (
+        [(128, 32, 8, 3), (128, 64, 8, 2), (64, 32, 4, 3)],
+        [(64, 32, 8, 3), (64, 64, 8, 2), (128, 32, 8, 2)],
+        [(32, 64, 8, 3), (64, 64, 8, 2), (32, 64, 8, 2)],
+    ),
 }
-"""16-bit inputs."""
+"""16-bit inputs: the settings of each kernel, (queries, keys, warps, stages)."""
 _WIDE = {
-    64: [
-        Shapes(Shape(64, 32, 8, 2), Shape(64, 32, 8, 2), Shape(32, 32, 8, 2)),
-        Shapes(Shape(32, 32, 4, 2), Shape(64, 32, 4, 2), Shape(32, 64, 8, 2)),
-    ],
-    128: [
-        Shapes(Shape(32, 16, 8, 2), Shape(32, 16, 8, 2), Shape(16, 32, 8, 2)),
-        Shapes(Shape(32, 16, 4, 2), Shape(32, 32, 8, 1), Shape(32, 32, 8, 1)),
-    ],
-    256: [
-        Shapes(Shape(32, 16, 8, 1), Shape(32, 16, 8, 1), Shape(16, 32, 8, 1)),
-        Shapes(Shape(16, 32, 8, 1), Shape(32, 16, 4, 1), Shape(16, 32, 4, 1)),
-    ],
+    64: (
+        [(64, 32, 8, 2), (32, 32, 4, 2)],
+        [(64, 32, 8, 2), (64, 32, 4, 2)],
+        [(32, 32, 8, 2), (32, 64, 8, 2)],
+    ),
+    128: (
+        [(32, 16, 8, 2), (32, 16, 4, 2)],
+        [(32, 16, 8, 2), (32, 32, 8, 1)],
+        [(16, 32, 8, 2), (32, 32, 8, 1)],
+    ),
+    256: (
+        [(32, 16, 8, 1), (16, 32, 8, 1)],
+        [(32, 16, 8, 1), (32, 16, 4, 1)],
+        [(16, 32, 8, 1), (16, 32, 4, 1)],
+    ),
 }
 """Float32 inputs; tensor cores are used only where TF32 is allowed."""

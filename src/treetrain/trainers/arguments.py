@@ -23,7 +23,7 @@ REFUSED: dict[str, str] = {
     "fp16_full_eval": "evaluation runs as training does: set bf16",
     "bf16_full_eval": "evaluation runs as training does: set bf16",
     "deepspeed": "gradients are reduced by DDP or FSDP2: set fsdp",
-    "torch_compile": "a compiled model cannot be switched into tree mode",
+    "torch_compile": "a compiled model cannot be switched into tree mode: set compile_layers",
     "use_liger_kernel": "its fused loss takes the place of the head that trees are scored by",
 }
 """Arguments of transformers that would be ignored or would not be exact, and what to do instead."""
@@ -52,6 +52,10 @@ class TreeArguments(TrainingArguments):
             "help": "Tokens whose graph is alive at once (4096), or bytes above model, gradients and optimiser state "
             "(8GiB). Not given: what the device has free."
         },
+    )
+    compile_layers: bool | None = field(
+        default=None,
+        metadata={"help": "Run decoder layers compiled, around tree attention. Not given: on a GPU, without FSDP2."},
     )
     tokens_per_step: int = field(
         default=32_768,

@@ -132,7 +132,7 @@ def step_metrics(rows: Sequence[Trajectory]) -> dict[str, float]:
 def engine_of(model: nn.Module, args: TreeArguments) -> TreeEngine:
     """The engine of a run, on its model or on the reference policy."""
     group = dist.group.WORLD if args.world_size > 1 and not is_sharded(model) else None
-    options: dict[str, Any] = {"temperature": args.temperature, "group": group}
+    options: dict[str, Any] = {"temperature": args.temperature, "group": group, "compile_layers": args.compile_layers}
     if args.execution == "tree":
         return TreeEngine(model, budget=args.budget, **options)
     pack_tokens = LINEAR_PACK_TOKENS if args.budget is None else int(args.budget)
