@@ -294,7 +294,7 @@ def test_rows_longer_than_the_models_positions_are_refused():
     model = make_model("gpt2", n_positions=8, max_position_embeddings=8)
     rows = [[1, 2], [3] * 9]
     started = watch(model)
-    with pytest.raises(DataError, match=r"trajectory number 1 has 9 tokens, the model 8 positions"):
+    with pytest.raises(DataError, match=r"trajectory number 1 \(from 0\) has 9 tokens, the model 8 positions"):
         tt.logprobs(model, rows)
     assert started == []
     tt.logprobs(model, [[1, 2], [3] * 8])
