@@ -99,13 +99,16 @@ class Out:
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
         return [row for row in map(json.loads, lines) if row["kind"] == kind]
 
+    def need(self, seconds: float) -> None:
+        """Raise TimeoutError if less time is left than this."""
+        if not self.smoke and seconds > self.left:
+            raise TimeoutError(f"skipped: it takes about {seconds:.0f} s, and {self.left:.0f} s are left")
+
     @contextlib.contextmanager
-    def case(self, kind: str, seconds: float = 5.0, **row: Any) -> Iterator[dict[str, Any]]:
-        """A case, which fills in the rest of its row; an error, or too little time left, becomes its note."""
+    def case(self, kind: str, **row: Any) -> Iterator[dict[str, Any]]:
+        """A case, which fills in the rest of its row; an error, too little time among them, becomes its note."""
         start = time.time()
         try:
-            if not self.smoke and seconds > self.left:
-                raise TimeoutError(f"skipped: it takes about {seconds:.0f} s, and {self.left:.0f} s are left")
             yield row
         except Exception as error:
             row["note"] = f"{type(error).__name__}: {error}"[:300]
@@ -162,7 +165,8 @@ def gpu_tests(out: Out) -> None:
     """The tests of the kernels, which take the GPU where there is one."""
     files = ["softmax_attention/test_triton.py", "softmax_attention/test_varlen.py", "engine/test_head_kernels.py"]
     for file in files[1:2] if out.smoke else files:
-        with out.case("tests", 20.0, file=file) as row:
+        with out.case("tests", file=file) as row:
+            out.need(20.0)
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests" / file)]
             environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])}
             limit = 300 if out.smoke else min(60.0, out.left)
@@ -199,6 +203,7 @@ def attention_correctness(out: Out) -> None:
         head = 16 if out.smoke else head
         layout = pack(build_tree(trees[tree]), trim=False)
         with out.case("attention", backend=backend, spec=spec, head=head, dtype=str(dtype), tree=tree) as row:
+            out.need(5.0)
             window, cap, sinks = SPECS[spec]
             tensors = [torch.randn(s, device=DEVICE).to(dtype) for s in shapes_of(layout.num_tokens, (4, 2, head))]
             tensors += [torch.randn(4, device=DEVICE).to(dtype)] if sinks else []
@@ -273,6 +278,7 @@ def head_correctness(out: Out) -> None:
     for kernels, entropy in itertools.product(("torch", "triton"), (False, True)):
         if kernels == "torch" or "triton" in runnable(DEVICE):
             with out.case("head", kernels=kernels, entropy=entropy) as row, variable(HEAD, "torch"):
+                out.need(5.0)
                 truth = gradients(torch.float64, entropy)
                 with variable(HEAD, kernels):
                     got = gradients(torch.bfloat16 if CUDA else torch.float32, entropy)
@@ -302,6 +308,7 @@ def step_correctness(out: Out) -> None:
     truth = row_gradients(model.double(), rows)
     for dtype, budget, compiled in itertools.product((torch.bfloat16, torch.float32), (None, 800), (False, True)):
         with out.case("step", dtype=str(dtype), budget=budget, compiled=compiled) as row:
+            out.need(5.0)
             model.to(dtype)
             bound = 1e-5 + 1.5 * relative(row_gradients(model, rows), truth)
             model.zero_grad()
@@ -454,7 +461,8 @@ def step_case(
     options.setdefault("compile_layers", not out.smoke)
     shown = {"model": model_name, "rows": rows_name, "loss": loss_name, "engine": engine_name}
     shown |= {"checkpointed": checkpointed, "compiled": options["compile_layers"]}
-    with out.case(kind, 8.0, **shown) as row, using(backend):
+    with out.case(kind, **shown) as row, using(backend):
+        out.need(8.0)
         model, rows = model_of(model_name, out.smoke), batch(rows_name, loss_name, out.smoke)
         loss = tt.losses.grpo() if loss_name == "grpo" else tt.losses.sft()
         checkpointing(model, checkpointed)
@@ -485,7 +493,7 @@ def step_case(
             wait()
             times.append(time.perf_counter() - start)
         if not times:
-            raise TimeoutError(f"skipped: a step takes about {expected:.1f} s, and {out.left:.0f} s are left")
+            out.need(2 + expected)
         seconds = statistics.median(times)
         row |= {"seconds": seconds, "least": min(times), "most": max(times), "expected": expected}
         row |= {"flat_tokens_per_second": whole.num_flat_tokens / seconds, "mfu": flops / seconds / PEAK_FLOPS}
@@ -516,7 +524,8 @@ def count_waits(step: Callable[[], Any]) -> int:
 def profile(out: Out) -> None:
     """Seconds of one tree and one linear step by purpose."""
     for name, make in (("tree", tt.TreeEngine), ("linear", linear_engine)):
-        with out.case("profile", 20.0, model="0.6b", rows="tau_airline 21", engine=name) as row:
+        with out.case("profile", model="0.6b", rows="tau_airline 21", engine=name) as row:
+            out.need(20.0)
             model, rows = model_of("0.6b", out.smoke), batch("tau_airline 21", "sft", out.smoke)
             checkpointing(model, False)
             options = {"compile_layers": not out.smoke}
@@ -652,11 +661,13 @@ def attention_sweep(out: Out) -> None:
         shown = {"tree": tree, "heads": heads_name, "tokens": layout.num_tokens}
         for name, kernel in PLAIN.items() if CUDA else [("math", SDPBackend.MATH)]:
             with out.case("sweep", kernel=f"plain {name}", **shown) as row, sdpa_kernel([kernel]):
+                out.need(5.0)
                 attend = functools.partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
                 tensors = [x.transpose(0, 1)[None] for x in inputs(length, heads)]
                 row |= rates(attend, tensors, length * (length + 1) / 2, heads)
         for backend in gate(out):
             with out.case("sweep", kernel=backend, **shown) as row:
+                out.need(5.0)
                 with using(backend):
                     attention = make_attention(forest_of(layout), DEVICE, heads[0] * heads[2])
                 attend = functools.partial(attention, scale=heads[2] ** -0.5)
@@ -706,6 +717,7 @@ def kernel_sweep(out: Out) -> None:
         for kernel, listed in triton_shapes.candidates(heads[2], torch.bfloat16).items():
             for shape in listed[: 1 if out.smoke else None]:
                 with out.case("kernel", kernel=kernel, heads=heads_name, shape=dataclasses.astuple(shape)) as row:
+                    out.need(5.0)
                     triton_shapes.use(heads[2], torch.bfloat16, default._replace(**{kernel: shape}))
                     with using("triton"):
                         attention = make_attention(forest_of(layout), DEVICE, heads[0] * heads[2])
