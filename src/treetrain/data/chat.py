@@ -68,7 +68,7 @@ def chat_reader(settings: ReadSettings) -> Reader:
             facts["key"] = repr((facts["key"], images))
             notes.add("images are not part of the rows; rows with different images are kept apart, to inspect them")
         tools = clean_tools(record.get("tools") or record.get("functions")) or settings.tools
-        renderer.check_tools(messages, tools)
+        renderer.check_tools(messages, tools, notes)
         if not tools and any("tool_calls" in message for message in messages):
             notes.add(
                 "tools are called but no tool schemas are given, so the prompt lacks them (--tools FILE adds them)"
@@ -388,7 +388,7 @@ class Renderer:
         if self.template is None and not own:
             raise DataError("the tokenizer has no chat template; pass one, e.g. --chat-template chatml")
         self._source = str(self.template or own)
-        self._renders_tools = False
+        self._tools_checked = False
         added = list(getattr(tokenizer, "added_tokens_decoder", {}).values())
         markers = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         if CHATML_END in self._source:
@@ -418,15 +418,18 @@ class Renderer:
                 "change the messages or pass another template, e.g. --chat-template chatml"
             ) from error
 
-    def check_tools(self, messages: Sequence[Message], tools: Tools) -> None:
-        """Raise DataError if the template renders these messages without the tools."""
-        if tools and not self._renders_tools:
-            self._renders_tools = self.render(messages, tools) != self.render(messages, None)
-        if tools and not self._renders_tools:
-            raise DataError(
-                "the chat template does not render `tools`; pass one that does, e.g. --chat-template chatml, or take "
-                "them out"
-            )
+    def check_tools(self, messages: Sequence[Message], tools: Tools, notes: Notes) -> None:
+        """Raise DataError if the tokenizer's template leaves the tools out; remark on a given template that does."""
+        if not tools or self._tools_checked:
+            return
+        if self.render(messages, tools) == self.render(messages, None):
+            if self.template is None:
+                raise DataError(
+                    "the chat template does not render `tools`; pass one that does, e.g. --chat-template chatml, or "
+                    "take them out"
+                )
+            notes.add("the given chat template does not render `tools`")
+        self._tools_checked = True
 
     def note_unused_keys(self, message: Message, notes: Notes) -> None:
         """Remark on a message's keys that neither we nor the template reads."""
