@@ -58,22 +58,31 @@ def run(argv: Sequence[str]) -> int:
     if options.calibrate and options.shape is not None:
         parser.error(f"--calibrate measures {options.model}; --shape {options.shape} names another; give one")
     from treetrain.cli.inputs import find_shape, read
-    from treetrain.cli.output import print_json, print_notes
+    from treetrain.cli.output import console, print_json, print_notes
     from treetrain.inspection.report import inspect_rows
+    from treetrain.inspection.sample import Sampler
 
     shape = find_shape(options.model, options.shape)
-    found = read(options)
-    print_notes(found.notes)
+    with console(stderr=True).status("reading") as status:
+
+        def progress(doing: str, done: int, total: int) -> None:
+            status.update(f"{doing}: {done:,}" + (f" of {total:,}" if total else "") + " rows")
+
+        sampler = Sampler(shape.counts, progress=progress)
+        found = read(options, collect=sampler)
+    notes = (*found.notes, sampler.note) if sampler.note else found.notes
+    print_notes(notes)
     inspection = inspect_rows(
         found.rows,
         shape,
         files=options.files,
         format=found.format,
         view=found.view,
-        notes=found.notes,
+        notes=notes,
         tokenizer=found.tokenizer,
         batch_size=options.batch_size,
         views=_views(options, found, shape),
+        stats=sampler.stats,
     )
     if options.calibrate or options.budget is not None:
         inspection = dataclasses.replace(inspection, plan=_plan(options, inspection))

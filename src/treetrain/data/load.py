@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
@@ -51,6 +51,7 @@ def load(
     max_positions: int | None = None,
     limit: int | None = None,
     memory_map: str | os.PathLike[str] | None = None,
+    collect: Callable[[Iterator[Trajectory]], Sequence[Trajectory]] = list,
 ) -> LoadedFile:
     """Read logs of any of the formats in docs/data.md. No record is dropped in silence: a bad one raises an error.
 
@@ -75,6 +76,8 @@ def load(
             and again only when a file, the tokenizer, its template or a setting has changed. The trajectories are then
             read from the mapped file one by one (`MappedTrajectories`). Needs pyarrow. With several processes, one
             must call this first (`with args.main_process_first()` in transformers).
+        collect: receives the rows one by one as they are read, and returns those to keep; `list` keeps all. Without
+            `memory_map` only.
 
     Raises:
         DataError: a file or record that cannot be used; the message names file, line and field, and what to do.
@@ -92,7 +95,7 @@ def load(
     if why:
         reading.notes.add(why, None)
     if memory_map is None:
-        return reading.finished(list(reading.rows(records)))
+        return reading.finished(collect(reading.rows(records)))
     from treetrain.data.arrow import MappedTrajectories, files_key, read_about, write_trajectories
 
     key = files_key(

@@ -54,9 +54,9 @@ class Inspection:
     """None if the rows are shown as token ids."""
     shape: Shape
     tree: TokenTree
-    """All rows as one batch."""
+    """`rows` as one batch."""
     stats: TreeStats
-    """Those of `tree`."""
+    """Those of all rows in the files, of which `rows` may be a sample."""
     groups: tuple[GroupStats, ...]
     """Every group of rows, most flat tokens first."""
     transcripts_speedup: float | None
@@ -162,6 +162,7 @@ def inspect_rows(
     tokenizer: Any = None,
     batch_size: int = 8,
     views: Sequence[ViewCost] = (),
+    stats: TreeStats | None = None,
 ) -> Inspection:
     """Measure what rows share.
 
@@ -175,6 +176,7 @@ def inspect_rows(
         tokenizer: anything with `decode`; examples then show text instead of ids.
         batch_size: rows of a batch, for the sharing that is left in batches.
         views: the cost of the same conversations in other views; see `compare_views`.
+        stats: statistics of all rows, where `rows` are a sample (`inspection.sample`).
     """
     tree = build_tree(rows)
     members: dict[Any, list[Trajectory]] = {}
@@ -193,7 +195,7 @@ def inspect_rows(
         tokenizer=tokenizer,
         shape=shape,
         tree=tree,
-        stats=tree_stats(tree, shape.counts),
+        stats=stats or tree_stats(tree, shape.counts),
         groups=tuple(sorted(groups, key=lambda one: -one.stats.flat)),
         transcripts_speedup=transcripts_speedup(tree, shape.counts),
         batches=sharing_in_batches(rows, tree, shape.counts, batch_size),
