@@ -40,7 +40,8 @@ SIGNATURES = {
     "gae": "(rewards, values, gamma=1.0, lam=0.95, *, actions=None, last_value=0.0)",
     "load": (
         "(path, *, tokenizer=None, format='auto', view='transcript', train='all', tools=None, chat_template=None, "
-        "map=None, images='refuse', on_error='stop', vocab_size=None, max_positions=None, limit=None, memory_map=None)"
+        "map=None, images='refuse', on_error='stop', vocab_size=None, max_positions=None, limit=None, memory_map=None, "
+        "collect=<class 'list'>)"
     ),
     "logprobs": (
         "(model, sequences, budget=None, temperature=1.0, *, return_entropy=False, return_aux=False, "

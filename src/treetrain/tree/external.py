@@ -27,7 +27,7 @@ RUN_TOKENS = 1 << 25
 """Tokens that are sorted at once; a run takes about 12 bytes for each."""
 BUFFER = 1 << 17
 """Numbers of a run that are read at once."""
-_HEAD = 4  # numbers before a row's spans and new tokens: shared, length, spans, key
+_HEAD = 3  # numbers before a row's spans and new tokens: tokens shared with the row before it, tokens, spans
 
 Bools = NDArray[np.bool_]
 
@@ -109,7 +109,7 @@ class ExternalTree:
         start = np.cumsum(lengths) - lengths
         pieces: list[NDArray[Any]] = []
         for row, first, length, common in zip(rows, start.tolist(), lengths.tolist(), shared.tolist()):
-            pieces.append(np.array([common, length, len(row.spans), 0], np.int32))
+            pieces.append(np.array([common, length, len(row.spans)], np.int32))
             pieces += [row.spans, flat[first + common : first + length]]
         path = os.path.join(self._folder.name, f"{len(self._runs)}")
         try:
@@ -136,7 +136,7 @@ def _read(path: str) -> Iterator[_Row]:
             return len(buffer) - at >= count
 
         while fill(_HEAD):
-            common, length, spans, _ = buffer[at : at + _HEAD].tolist()
+            common, length, spans = buffer[at : at + _HEAD].tolist()
             fill(_HEAD + spans + length - common)
             at += _HEAD
             ids = ids[: 4 * common] + buffer[at + spans : at + spans + length - common].tobytes()
@@ -156,7 +156,7 @@ class _Path:
         self.needed_at = np.zeros(0, np.int64)
         # Tokens of the path where a row continues another: [depth, children, most forks on a path below it].
         self.branches: list[list[int]] = []
-        self.counts = dict.fromkeys(("unique", "trained", "shared", "shared_trained", "saved", "saved_trained"), 0)
+        self.counts = dict.fromkeys(("unique", "trained", "saved", "saved_trained"), 0)
         self.trees = self.forks = self.fork_children = self.most_children = self.most_forks = 0
         self.leaves = self.duplicates = self.head_rows = self.longest = self.trained_flat = 0
         self.deepest: list[int] = []
@@ -218,12 +218,9 @@ class _Path:
         here = slice(depth, self.length)
         if self.length > depth:
             self.leaves += 1
-            through, trained = self.through[here] - 1, self.trained[here]
-            own, shared = self.counts, through > 0
+            own, through, trained = self.counts, self.through[here] - 1, self.trained[here]
             own["unique"] += self.length - depth
             own["trained"] += int(np.count_nonzero(trained))
-            own["shared"] += int(np.count_nonzero(shared))
-            own["shared_trained"] += int(np.count_nonzero(shared & trained))
             own["saved"] += int(through.sum())
             own["saved_trained"] += int(through @ trained)
             self.head_rows += int(np.count_nonzero(self.predicts[here]))
@@ -289,8 +286,6 @@ class _Path:
             duplicates=self.duplicates,
             trained_flat=self.trained_flat,
             trained_unique=counts["trained"],
-            shared_trained=counts["shared_trained"],
-            shared_context=counts["shared"] - counts["shared_trained"],
             saved_trained=counts["saved_trained"],
             saved_context=counts["saved"] - counts["saved_trained"],
         )
