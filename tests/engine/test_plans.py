@@ -7,7 +7,9 @@ from support.plans import KEEPS, SHAPES, planned
 from treetrain.testing.contract import OTHERS, PPO, SFT, check_contract
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(shape, marks=pytest.mark.slow if shape in ("N/2", "N/16") else ()) for shape in SHAPES]
+)
 def test_gradients_of_every_plan_are_those_of_the_rows(shape, record_property):
     engines = [planned(shape, keep) for keep in KEEPS]
     record_property("errors", check_contract(make_model("qwen3"), [SFT, PPO], 7, engines=engines))

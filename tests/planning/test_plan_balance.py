@@ -35,7 +35,7 @@ def balance(tree: TokenTree, cost: CostModel | None, ranks: int, **options) -> D
 
 
 @given(trajectories(max_rows=9), st.integers(1, 7))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_row_has_one_rank_and_the_ranks_tokens_are_those_of_trees_of_their_rows(rows, ranks):
     found = balance(build_tree(rows), PRICES, ranks)
     assert len(found.trajectories) == ranks
@@ -50,7 +50,7 @@ def test_every_row_has_one_rank_and_the_ranks_tokens_are_those_of_trees_of_their
 
 
 @given(trajectories(max_rows=9), st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_where_all_rows_train_all_tokens_the_seconds_are_exact(rows, ranks):
     rows = [row.replace(loss_weights=None) for row in rows]
     found = balance(build_tree(rows), PRICES, ranks)
@@ -78,7 +78,7 @@ def test_no_cut_of_the_pre_order_has_a_faster_slowest_rank(rows, ranks):
 
 
 @given(st.integers(0, 10**6), st.integers(1, 8), st.integers(1, 4))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_the_costliest_range_is_as_cheap_as_it_can_be(seed, units, ranges):
     rng = np.random.default_rng(seed)
     first, length = rng.integers(0, units, 20), rng.integers(0, 3, 20)

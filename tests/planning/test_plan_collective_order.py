@@ -61,7 +61,7 @@ def waiting(plans: list[Plan]) -> tuple[float, float]:
 
 
 @given(trajectories(max_rows=9), st.integers(2, 30))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_every_way_computes_all_that_is_trained_within_the_budget(rows, budget):
     tree = build_tree(rows)
     plan = make_plan(tree, PRICES, budget=budget)
@@ -79,7 +79,7 @@ def test_every_way_computes_all_that_is_trained_within_the_budget(rows, budget):
 
 
 @given(trajectories(max_rows=9), st.integers(1, 12), st.sampled_from(["none", "all", "mixed"]), st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_siblings_in_another_order_are_the_same_parts_and_cost_the_same(rows, chunk, keep, joint):
     layout = trained(build_tree(rows))
     plan = uniform(layout, chunk, keep)
@@ -159,7 +159,7 @@ def test_a_rank_takes_the_way_that_fits_the_others_even_where_its_own_is_faster(
 
 
 @given(trajectories(max_rows=9), st.integers(1, 12), st.sampled_from(["none", "all", "mixed"]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_seconds_of_a_plans_passes_add_up_to_those_of_the_cost_model(rows, chunk, keep):
     tree = build_tree(rows)
     plan = uniform(pack(tree, tree.trained_edges()[0] > 0), chunk, keep)
@@ -169,7 +169,7 @@ def test_the_seconds_of_a_plans_passes_add_up_to_those_of_the_cost_model(rows, c
 
 
 @given(st.lists(st.text("PFB", max_size=8), min_size=1, max_size=5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_common_order_holds_every_ranks_own_and_a_turn_takes_as_long_as_its_slowest(kinds):
     ranks = [Passes(own, [1.0 + rank + place for place in range(len(own))]) for rank, own in enumerate(kinds)]
     order = timed_order(ranks)

@@ -47,7 +47,7 @@ def test_a_budget_in_tokens_is_the_partition_at_that_budget():
 
 
 @given(st.integers(0, 10**6), st.floats(0.01, 1.2))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_budget_in_bytes_is_held_and_nearly_used(seed, share):
     layout, prices = layout_of(deep_rows(seed)), LinearPrices()
     whole = prices.peak_bytes(partition(layout, layout.num_tokens, prices.seconds))

@@ -10,7 +10,7 @@ from treetrain.planning.partition import _NEAR, _Cutter, _how_many, pack_bins, p
 from treetrain.planning.plan import heights, least_recomputed
 from treetrain.testing.forests import forests
 
-RUNS = settings(max_examples=300, deadline=None)
+RUNS = settings(max_examples=100, deadline=None)
 PRICES = st.builds(
     LinearPrices,
     part=st.sampled_from([0.0, 1.0, 10.0, 44.0]),
@@ -40,7 +40,7 @@ def test_every_plan_is_a_partition_within_its_budget(rows, budget, prices):
 
 
 @given(st.integers(0, 10**6), st.floats(0.3, 1.0))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_largest_small_subtrees_that_let_all_be_kept_are_the_largest(seed, share):
     layout = layout_of(larger_forest(seed, rows=15))
     height = heights(layout)
@@ -62,7 +62,7 @@ def test_the_largest_small_subtrees_that_let_all_be_kept_are_the_largest(seed, s
 
 
 @given(st.integers(0, 10**6), st.floats(0.05, 1.0))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_way_of_cutting_is_a_partition_within_the_budget(seed, share):
     layout = layout_of(larger_forest(seed, rows=20))
     budget = max(1, int(share * layout.num_tokens))
@@ -82,7 +82,7 @@ def test_a_tree_within_the_budget_is_one_part(rows, more):
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_what_is_recomputed_is_never_more_than_what_has_more_below_than_the_budget(seed):
     # Recomputed parts export inner tokens alone, whatever they take in.
     layout = layout_of(larger_forest(seed))
@@ -93,7 +93,7 @@ def test_what_is_recomputed_is_never_more_than_what_has_more_below_than_the_budg
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_nothing_is_recomputed_where_a_path_and_a_small_subtree_fit_together_and_that_is_expensive(seed):
     layout = layout_of(larger_forest(seed))
     longest = int(heights(layout).max())
@@ -103,7 +103,7 @@ def test_nothing_is_recomputed_where_a_path_and_a_small_subtree_fit_together_and
 
 
 @given(st.integers(0, 10**6), st.floats(0.1, 1.0))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_recomputation_reaches_the_least_possible_where_it_is_expensive(seed, share):
     layout = layout_of(larger_forest(seed))
     budget = max(1, int(share * heights(layout).max()))
@@ -112,7 +112,7 @@ def test_recomputation_reaches_the_least_possible_where_it_is_expensive(seed, sh
 
 
 @given(st.integers(0, 10**6), st.floats(0.05, 0.9), PRICES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_plan_is_no_slower_than_all_parts_recomputed_but_for_what_less_recomputation_may_cost(seed, share, prices):
     layout = layout_of(larger_forest(seed))
     budget = max(1, int(share * layout.num_tokens))

@@ -9,7 +9,7 @@ from support.layouts import check_plan, layout_of, layout_of_parents, nested_for
 from treetrain.planning.plan import Plan, heights, least_recomputed
 from treetrain.testing.forests import forests
 
-RUNS = settings(max_examples=150, deadline=None)
+RUNS = settings(max_examples=80, deadline=None)
 KEEP = st.sampled_from(["none", "all", "mixed"])
 
 

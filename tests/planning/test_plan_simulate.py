@@ -79,9 +79,9 @@ def test_a_device_without_room_for_the_state_and_unknown_ways_are_refused():
         simulate(tree, SHAPE, 2, CPU, parallel="zero")  # type: ignore[arg-type]
 
 
-def test_a_thousand_ranks_are_simulated_and_idle_ones_counted():
-    found = simulate(build_tree(bushy()), SHAPE, 1024, CPU)
-    assert found.idle_ranks >= 960 and math.isfinite(found.step_seconds)
+def test_hundreds_of_ranks_are_simulated_and_idle_ones_counted():
+    found = simulate(build_tree(bushy()), SHAPE, 512, CPU)
+    assert found.idle_ranks >= 448 and math.isfinite(found.step_seconds)
     assert found.speedup > 1 or found.communication_seconds > found.slowest_rank_seconds
 
 

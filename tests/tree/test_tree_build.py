@@ -20,7 +20,7 @@ def rows_back(tree: TokenTree) -> list[list[int]]:
     return [tree.tokens[tree.path(k)].tolist() for k in range(tree.num_trajectories)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ROWS)
 def test_the_tree_is_the_trie_of_dicts_array_for_array(rows):
     tree, expected = build_tree(rows), trie_of_dicts.arrays(rows)
@@ -32,7 +32,7 @@ def test_the_tree_is_the_trie_of_dicts_array_for_array(rows):
     assert np.diff(offsets).tolist() == [len(row) for row in rows]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=5), KEYS), max_size=9))
 def test_rows_of_different_key_share_nothing(pairs):
     rows, keys = [row for row, _ in pairs], [key for _, key in pairs]
@@ -56,7 +56,7 @@ def test_leaves_peeled_in_layers_give_the_same_tree_as_one_piece_at_a_time(thin,
         assert getattr(tree, name).tolist() == getattr(one_by_one, name).tolist() == expected[name].tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(ROWS, st.booleans())
 def test_every_trajectory_comes_back_bit_for_bit(rows, merge):
     tree = build_tree(rows, merge=merge)
@@ -67,7 +67,7 @@ def test_every_trajectory_comes_back_bit_for_bit(rows, merge):
     assert [t.ids.tolist() for t in tree.trajectories] == rows
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(ROWS)
 def test_without_merging_every_row_is_a_tree_of_its_own(rows):
     tree = build_tree(rows, merge=False)
@@ -76,7 +76,7 @@ def test_without_merging_every_row_is_a_tree_of_its_own(rows):
     assert (tree.parent == -1).sum() == sum(1 for row in rows if row) == tree.num_segments
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(ROWS)
 def test_the_interval_rule_is_the_ancestor_relation(rows):
     tree = build_tree(rows)
@@ -88,7 +88,7 @@ def test_the_interval_rule_is_the_ancestor_relation(rows):
         assert ancestors == {j for j in range(tree.num_tokens) if j <= i < tree.end[j]}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), max_size=9), min_size=1, max_size=40))
 def test_a_token_meets_at_most_log2_of_the_leaves_light_edges(rows):
     tree = build_tree(rows)

@@ -40,7 +40,7 @@ def brute_force(rows: list[list[int]], used: np.ndarray):
     return needed, edges, reads, prediction
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(used_rows(), st.booleans())
 def test_the_layout_is_what_a_brute_force_over_prefixes_says(case, trim):
     rows, used = case
@@ -65,7 +65,7 @@ def test_the_layout_is_what_a_brute_force_over_prefixes_says(case, trim):
     assert layout.pairs == sum(map(len, prefixes))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(used_rows())
 def test_segments_are_the_maximal_runs_without_a_fork(case):
     rows, used = case
@@ -79,7 +79,7 @@ def test_segments_are_the_maximal_runs_without_a_fork(case):
         assert parent[start[s]] == (start[p + 1] - 1 if p >= 0 else -1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(ROWS)
 def test_an_untrimmed_layout_is_the_tree_itself(rows):
     tree = build_tree(rows)
@@ -120,7 +120,7 @@ def test_masks_of_another_length_are_refused_and_the_one_given_is_not_changed():
         flat_reads(tree, pack(tree), np.ones(2, bool))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(used_rows(), st.data())
 def test_a_piece_is_the_layout_seen_from_its_tokens(case, data):
     layout, _ = lay_out(*case)

@@ -44,7 +44,7 @@ def node_trees(draw) -> tuple[list[Node], list[int]]:
     return nodes, draw(st.permutations(ends + draw(st.lists(st.integers(0, count - 1), max_size=3))))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(node_trees())
 def test_nodes_and_rows_of_the_same_rollouts_give_the_same_tree(case):
     nodes, ends = case
@@ -63,7 +63,7 @@ def test_nodes_and_rows_of_the_same_rollouts_give_the_same_tree(case):
         assert row.weights[1:].tolist() == weights[1:]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(node_trees())
 def test_trained_edges_counted_on_nodes_are_those_of_the_flat_rows(case):
     tree = TokenTree.from_nodes(*case)

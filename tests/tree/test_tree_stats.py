@@ -41,7 +41,7 @@ def brute_force_work(rows: list[Trajectory]):
     return (len(needed), sum(map(len, needed)), len(heads)), tuple(linear)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(weighted_rows())
 def test_tree_and_linear_work_are_counted_over_sets_of_prefixes(rows):
     tree = build_tree(rows)
@@ -58,7 +58,7 @@ def test_tree_and_linear_work_are_counted_over_sets_of_prefixes(rows):
     assert linear_work(tree, dedup=True) == brute_force_work(list(best.values()))[1]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(weighted_rows())
 def test_stats_agree_with_counts_over_the_rows(rows):
     stats = tree_stats(build_tree(rows))

@@ -5,7 +5,7 @@ import json
 import math
 import tomllib
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 HEAD_CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits that the head computes at once, within the bounds of `HEAD_CHUNK_ROWS`. On a CPU, a chunk suits the cache. On
@@ -115,8 +115,8 @@ def find_device(name_or_file: str) -> Device:
         raise ValueError(f"no device is named {name_or_file!r} and no such file is there; names: {', '.join(DEVICES)}")
     try:
         text = path.read_text(encoding="utf-8")
-        data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-        return Device(**{"name": path.stem} | data)
+        figures: dict[str, Any] = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        return Device(**{"name": path.stem} | figures)
     except (OSError, ValueError, TypeError) as error:
         keys = ", ".join(field.name for field in dataclasses.fields(Device))
         raise ValueError(
