@@ -115,8 +115,9 @@ def find_device(name_or_file: str) -> Device:
         raise ValueError(f"no device is named {name_or_file!r} and no such file is there; names: {', '.join(DEVICES)}")
     try:
         text = path.read_text(encoding="utf-8")
-        figures: dict[str, Any] = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-        return Device(**{"name": path.stem} | figures)
+        data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        figures: dict[str, Any] = {"name": path.stem} | data
+        return Device(**figures)
     except (OSError, ValueError, TypeError) as error:
         keys = ", ".join(field.name for field in dataclasses.fields(Device))
         raise ValueError(
