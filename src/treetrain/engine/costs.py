@@ -291,6 +291,8 @@ class _Attention:
         spec: AttentionSpec,
         sinks: Tensor | None,
     ) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):  # as tree attention casts
+            query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
         tokens, heads, size = query.shape
         meter, b = self._meter, key.element_size()
         meter.tally["pairs", spec.visible_range] += 2 * heads * (size + value.shape[2])
