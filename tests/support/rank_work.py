@@ -22,7 +22,7 @@ from treetrain.testing.contract import OTHERS
 from treetrain.testing.float64 import PureFloat64
 from treetrain.testing.forests import VOCAB, dress
 
-Parallel = Literal["ddp", "fsdp"]
+Parallel = Literal["ddp", "fsdp", "context"]
 Rows = list[Trajectory]
 
 
@@ -165,12 +165,14 @@ def step(group: Any, job: Job) -> dict[str, Any]:
     sharing: dict[str, Any] = {"group": group}
     if job.parallel == "fsdp":
         model, sharing = sharded(model, group, head=job.head_shard), {"reduce": job.reduce}
+    elif job.parallel == "context":  # every rank has all rows
+        sharing = {"context": group}
     kind = planned(*job.shapes[rank]) if job.shapes else tt.TreeEngine
     options = {"temperature": job.temperature, "value_head": heads[0]}
     engine = kind(model, budget=job.budget, **options, **sharing)
     reference = tt.TreeEngine(alone, temperature=job.temperature, value_head=heads[1])
     with PureFloat64() if job.dtype == torch.float64 else torch.enable_grad():
-        own = split_of(rows, rank, size, job.split)
+        own = rows if job.parallel == "context" else split_of(rows, rank, size, job.split)
         results = _accumulated(engine, own, rows, loss, job.calls)
         truth = reference.forward_backward(rows, loss)
         scores = engine.logprobs(own) if job.loss != "value" else []

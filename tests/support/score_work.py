@@ -24,6 +24,8 @@ def own_loss(logprobs: list[Tensor], entropies: list[Tensor]) -> Tensor:
 
 
 def _parallel(model: nn.Module, how: str, group: Any) -> nn.Module:
+    if how == "context":
+        return model
     return sharded(model, group) if how == "fsdp" else DistributedDataParallel(model, process_group=group)
 
 
@@ -31,7 +33,7 @@ def scored_step(group: Any, how: str, shapes: Any, keeps: Any, calls: int, split
     """How far the gradients of a score on several ranks are from the mean of every rank's own.
 
     Args:
-        how: ddp or fsdp.
+        how: ddp, fsdp or context.
         shapes: (shape, keep) of each rank's plans.
         keeps: of each rank, whether its graphs fit.
         calls: that the step is accumulated over.
@@ -48,9 +50,10 @@ def scored_step(group: Any, how: str, shapes: Any, keeps: Any, calls: int, split
             return keeps[rank % len(keeps)]
 
     wrapped = _parallel(model, how, group)
-    engine = Forced(wrapped, temperature=1.3)
+    context = group if how == "context" else None
+    engine = Forced(wrapped, temperature=1.3, context=context)
     reference = tt.TreeEngine(alone, temperature=1.3)
-    own = split_of(rows, rank, size, split)
+    own, copies = (rows, 1) if context else (split_of(rows, rank, size, split), size)
     told = []
     with PureFloat64():
         for call in range(calls):
@@ -60,7 +63,7 @@ def scored_step(group: Any, how: str, shapes: Any, keeps: Any, calls: int, split
             told.append(scored.plan.scores_first)
             scored.backward(sync=call == calls - 1)
         whole = reference.score(rows, entropies=True)
-        (own_loss(whole.logprobs, whole.entropies) / size).backward()  # type: ignore[arg-type]
+        (own_loss(whole.logprobs, whole.entropies) / copies).backward()  # type: ignore[arg-type]
         whole.backward()
     return {"error": relative_error(gradients(model), gradients(alone)), "scores_first": told}
 

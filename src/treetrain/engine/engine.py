@@ -46,6 +46,8 @@ class TreeEngine(Runtime):
         group: a torch.distributed group whose processes share each step, with the same model and their own rows (or
             none). Loss, metrics and gradients are those of all rows together. None: the ranks of a model in FSDP2
             (`fully_shard`) or `DistributedDataParallel`; with a plain model, this process alone.
+        context: a group whose processes all pass the same rows, and divide the tokens of every part among them (context
+            parallel; see docs/distributed.md). ``budget`` is that of each process.
         reduce: when FSDP2 reduces gradients. "part": after every part. "step": once per step; they are unsharded until
             then. "auto": once per step if there is ample memory for that.
         compile_layers: run decoder layers compiled (`torch.compile`), except attention, routers and recurrences. This
@@ -104,7 +106,9 @@ class TreeEngine(Runtime):
             UnsupportedModel: see the class.
             RuntimeError: memory ran out in a backward while gradients of earlier calls lay in ``.grad``.
         """
-        step = prepare_step(self, trajectories, loss, normaliser, mask)
+        step = self.context.agree(
+            "forward_backward", lambda: (prepare_step(self, trajectories, loss, normaliser, mask), None)
+        )[0]
         if self.balanced and balance is None and not self.ranks.alone:
             balance = self.router_balance(step.tree)
         step, plan, reduces = plan_step(self, step, sync=sync, balance=balance)
@@ -120,7 +124,7 @@ class TreeEngine(Runtime):
             rollback.undo(error)
             raise
         if sync:
-            self.ranks.average_gradients(self.whole_parameters)
+            self.average_gradients()
         return summed(results, over=len(results))
 
     def router_balance(self, trajectories: Sequence[Trajectory] | TokenTree) -> RouterBalance:

@@ -245,6 +245,8 @@ class Executor:
             options["states"] = self._states.view(tokens, attach)
         if table is None:
             options["score"] = False
+        if not runtime.context.alone:
+            options["context"] = runtime.context
         if self._routing is not None and self._routing.needed:
             options["routers"] = self._routing.run(piece.layout.tree_index, final=with_graph or not self._gradients)
         request = ScoreRequest(

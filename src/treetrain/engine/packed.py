@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from treetrain.device_arrays import to_device
-from treetrain.engine.distributed import output_dtype
+from treetrain.engine.context_parallel import HeadExchange, Share
+from treetrain.engine.distributed import Ranks, output_dtype
 from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, scoring_head
 from treetrain.engine.routing import RouterPass
 from treetrain.errors import UnsupportedModel
@@ -33,18 +34,26 @@ class DeviceLayout:
     Args:
         cache: the path that the layout continues and the rows that it fills; None for whole trees.
         score: False leaves the edges out.
+        share: the tokens and edges of this rank, where several ranks divide the layout.
     """
 
     def __init__(
-        self, layout: PackedLayout, device: torch.device, cache: KVCacheView | None = None, *, score: bool = True
+        self,
+        layout: PackedLayout,
+        device: torch.device,
+        cache: KVCacheView | None = None,
+        *,
+        score: bool = True,
+        share: Share | None = None,
     ):
         scored = (layout.rows, layout.edge_row_index, layout.edge_targets) if score else (_NONE, _NONE, _NONE)
-        arrays = [x.astype(np.int64, copy=False) for x in (layout.input_ids, layout.positions, *scored)]
+        own = (layout.input_ids, layout.positions, *scored) if share is None else share.arrays()
+        arrays = [x.astype(np.int64, copy=False) for x in own]
         # One copy, so that the host need not wait for a GPU at each part.
         ids, positions, rows, edge_row, targets = to_device(arrays, device)
         self.input_ids, self.positions = ids, positions
         self.tree = AttentionTree(layout, cache)
-        self.edges = Edges(rows=rows, edge_row=edge_row, targets=targets, host_edge_row=scored[1])
+        self.edges = Edges(rows=rows, edge_row=edge_row, targets=targets, host_edge_row=arrays[3])
 
 
 class PackedRun:
@@ -55,6 +64,7 @@ class PackedRun:
         states: the same for recurrent layers.
         score: False runs the layers alone, for their keys and values.
         routers: what the step does with the routers of experts; None leaves them as they are.
+        context: the ranks that divide the layout's tokens among them.
     """
 
     def __init__(
@@ -67,12 +77,17 @@ class PackedRun:
         states: StateView | None = None,
         score: bool = True,
         routers: RouterPass | None = None,
+        context: Ranks | None = None,
     ):
         device = model_device(model)
         self.model, self.capabilities, self.routers = model, capabilities, routers
-        there = DeviceLayout(layout, device, cache, score=score)
+        self._share = None if context is None or context.alone else Share(context, layout, score=score)
+        if self._share is not None and routers is not None:
+            raise UnsupportedModel("recorded experts are not divided over context-parallel ranks yet")
+        there = DeviceLayout(layout, device, cache, score=score, share=self._share)
         self.input_ids, self.positions = there.input_ids.unsqueeze(0), there.positions.unsqueeze(0)
-        self.edges, self.attention = there.edges, there.tree
+        self.edges = there.edges
+        self.attention = there.tree if self._share is None else HeadExchange(there.tree, self._share)
         self.paths = Paths(layout, device, states) if capabilities.recurrent_layers else None
         # transformers would look on the host whether positions without a mask are those of packed rows. With a mask it
         # does not; tree attention ignores it. Recurrent layers would look at the mask itself.
@@ -98,6 +113,8 @@ class PackedRun:
         """
         run = TreeRun(self.attention, self.input_ids.shape[1], self.positions[0])
         run.routers, run.paths = self.routers, self.paths
+        if self._share is not None:
+            request = replace(request, coefficients=self._share.coefficients(request.coefficients))
         dtype = output_dtype(self.model) if request.meets_all else None
         with scoring_head(self.capabilities, self.edges, request, handed_on_as=dtype) as calls:
             outputs = self._forward(run)
@@ -113,6 +130,8 @@ class PackedRun:
                 f"its configuration says): it was called {len(calls)} times, or its logits are scaled, capped, cut or "
                 "cast otherwise afterwards; such a head is not supported."
             )
+        if self._share is not None:
+            return self._share.whole(calls[0].scores)
         return replace(calls[0].scores, carrier=outputs.logits) if request.meets_all else calls[0].scores
 
     def _forward(self, run: TreeRun) -> Any:

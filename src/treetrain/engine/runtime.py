@@ -5,14 +5,16 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from treetrain.engine.context_parallel import check_context
 from treetrain.engine.costs import cost_if_countable, cost_of
-from treetrain.engine.distributed import is_shard, is_sharded, own_part, ranks_of, unwrapped
+from treetrain.engine.distributed import Ranks, check_same, is_shard, is_sharded, own_part, ranks_of, unwrapped
 from treetrain.engine.gradients import Rollback
 from treetrain.engine.loss_gradients import ScoreTable
 from treetrain.engine.memory import PassCounts, StepOutOfMemory, callers_level, free_bytes
@@ -95,6 +97,7 @@ class Runtime:
         temperature: float = 1.0,
         value_head: nn.Module | None = None,
         group: "dist.ProcessGroup | None" = None,
+        context: "dist.ProcessGroup | None" = None,
         reduce: Literal["auto", "part", "step"] = "auto",
         compile_layers: bool | None = None,
     ):
@@ -104,6 +107,7 @@ class Runtime:
         if value_head is not None:
             value_head, group = unwrapped(value_head, group)
         self.ranks, self.reduce = ranks_of(model, group, value_head), reduce
+        self.context = Ranks(context)
         self.collective = is_sharded(model)
         if compile_layers and self.collective:
             raise UnsupportedModel(
@@ -116,6 +120,12 @@ class Runtime:
         self.model, self.budget, self.temperature = model, parse_budget(budget), float(temperature)
         self.value_head = value_head
         self.capabilities = self.checked()
+        check_context(self.context, model, self.capabilities, alone=self.ranks.alone and not self.collective)
+        # Each rank holds its share of a part, so together they have room for as many times more.
+        if isinstance(self.budget, Bytes):
+            self.budget = Bytes(self.budget.count * self.context.size)
+        elif self.budget is not None:
+            self.budget *= self.context.size
 
     # ---- the model
 
@@ -152,7 +162,9 @@ class Runtime:
 
     def check_hooks(self) -> None:
         """Raise UnsupportedModel if hooks would see a rank's own gradients, before these are averaged."""
-        if not self.ranks.alone and any(p._post_accumulate_grad_hooks for p in self.whole_parameters):
+        if not (self.ranks.alone and self.context.alone) and any(
+            p._post_accumulate_grad_hooks for p in self.whole_parameters
+        ):
             raise UnsupportedModel(
                 "weights that every rank holds as a whole have hooks that run after their gradients are accumulated "
                 "(an optimiser step within backward?): they would see this rank's gradients before those are averaged. "
@@ -185,20 +197,39 @@ class Runtime:
 
     def plan_of(self, layout: PackedLayout) -> Plan:
         """The plan of a layout under the engine's budget."""
+        self._check_same_layout(layout)
         free = self.free_bytes() if self.budget is None else None
         return plan_within(layout, self.budget, self.model, free=free)
+
+    def _check_same_layout(self, layout: PackedLayout) -> None:
+        """Raise RanksDisagree unless all ranks that divide a layout have the same one."""
+        if not self.context.alone:
+            arrays = (layout.input_ids, layout.parent, layout.edge_rows, layout.edge_targets)
+            check_same(
+                "their rows (as hashes)", self.context.gather([sha256(x.tobytes()).hexdigest()[:16] for x in arrays])
+            )
+
+    def average_gradients(self) -> None:
+        """Average the gradients of weights that several ranks hold as a whole, over these ranks."""
+        (self.ranks if self.context.alone else self.context).average_gradients(self.whole_parameters)
 
     def free_bytes(self) -> int | None:
         """Bytes that plans may use now, less gradients to come (``zero_grad`` sets them to None); None if unknown.
 
-        Processes on one host share its memory.
+        Processes on one host share its memory. Ranks that divide every part have as much as the fullest, times their
+        number.
         """
+        every = self.context.gather(self._own_free_bytes())
+        return None if None in every else min(x for x in every if x is not None) * len(every)
+
+    def _own_free_bytes(self) -> int | None:
         device = model_device(self.model)
         free = free_bytes(device)
         if free is None:
             return None
-        if not self.ranks.alone and device.type == "cpu":
-            free //= int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.size))
+        processes = max(self.ranks.size, self.context.size)
+        if processes > 1 and device.type == "cpu":
+            free //= int(os.environ.get("LOCAL_WORLD_SIZE", processes))
         absent = (p for p in self.parameters if p.requires_grad and p.grad is None)
         return max(free - sum(x.numel() * x.element_size() for x in map(own_part, absent)), 0)
 
@@ -246,7 +277,7 @@ class Runtime:
     def within_memory(self, plan: Plan, run: Callable[[Plan, PassCounts], T]) -> tuple[T, Plan, PassCounts]:
         """Run a plan; while memory runs out, start over with half as many tokens alive. Warns once.
 
-        Under FSDP2 it runs once, since other ranks wait in a pass.
+        Where other ranks wait in a pass it runs once.
 
         Args:
             run: raises StepOutOfMemory, with everything restored, if it must start over.
@@ -262,7 +293,7 @@ class Runtime:
                 result = run(plan, counts)
                 break
             except StepOutOfMemory as error:
-                if self.collective:
+                if self.collective or not self.context.alone:
                     raise
                 restarts, most, budget = restarts + 1, max(most, error.tokens), min(error.tokens, budget) // 2
                 cause = None if budget else error.__cause__
@@ -284,4 +315,5 @@ class Runtime:
 
     def together(self, what: str, make: Callable[[], T]) -> T:
         """Prepare a call, on every rank if its passes are collectives; see `Ranks.agree`."""
-        return self.ranks.agree(what, lambda: (make(), None))[0] if self.collective else make()
+        ranks = self.ranks if self.collective else self.context
+        return ranks.agree(what, lambda: (make(), None))[0]

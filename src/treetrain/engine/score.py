@@ -290,7 +290,7 @@ class Scored:
             rollback.undo(error)
             raise
         if sync:
-            runtime.ranks.average_gradients(runtime.whole_parameters)
+            runtime.average_gradients()
 
     def _weight_sums(self) -> Tensor:
         """[P] sums of the weights, frozen ones too (a part that runs again would see their new values).
