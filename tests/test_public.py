@@ -72,7 +72,7 @@ SIGNATURES = {
     "ModelShape": "(*, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied)",
     "CostModel": "(*, counts, speeds, device='cpu')",
     "Plan": "(*, layout, part_of, parent, attach, kept, exported, prefill, scores_first='no', made_for=None)",
-    "TreeEngine": "(model, *, budget=None, temperature=1.0, value_head=None, group=None, reduce='auto', "
+    "TreeEngine": "(model, *, budget=None, temperature=1.0, value_head=None, group=None, context=None, reduce='auto', "
     "compile_layers=None)",
     "TreeTrainer": (
         "(model, args, train_dataset=None, eval_dataset=None, *, loss=None, ref_model=None, peft_config=None, "
