@@ -248,6 +248,11 @@ def test_images_are_refused_or_keep_rows_apart(write_rows, bytes_tokenizer):
     found = load(path, tokenizer=bytes_tokenizer, images="key")
     keys = [row.key for row in found.trajectories]
     assert keys[0] == keys[2] != keys[1] and "(3 times" in found.notes[0]
+    tokens = write_rows(
+        {"input_ids": [1], "images": ["a"], "key": "lora"}, {"input_ids": [1], "images": ["b"]}, name="t"
+    )
+    one, other = load(tokens, images="key").trajectories
+    assert one.key.startswith("lora ") and one.key.split()[1] != other.key
 
 
 def test_keys_are_mapped_by_path(write_rows):
@@ -326,3 +331,12 @@ def test_a_reader_of_ones_own_is_a_function_and_an_entry_point(write_rows, monke
 
 def read_mine(record):
     return [{"input_ids": record["mine"]}]
+
+
+def test_images_beside_tokens_or_messages_are_refused_or_keys(read):
+    image = {"type": "image_url", "image_url": {"url": "a"}}
+    request = {"messages": [{"role": "user", "content": [image]}]}
+    response = {"prompt_token_ids": [1, 2], "choices": [{"token_ids": [3], "message": ANSWER}]}
+    for record in ({"input_ids": [1, 2], "images": ["a"]}, {"request": request, "response": response}):
+        with pytest.raises(DataError, match=r"the record has images, .*--images key"):
+            read(record)

@@ -65,7 +65,7 @@ def chat_reader(settings: ReadSettings) -> Reader:
         messages = clean_messages(record["messages"], notes, images if settings.images == "key" else None)
         messages = [*_system(record, messages), *messages]
         if images:
-            facts["key"] = repr((facts["key"], images))
+            facts["key"] = " ".join(str(one) for one in (facts["key"], *images) if one is not None)
             notes.add("images are not part of the rows; rows with different images are kept apart, to inspect them")
         tools = clean_tools(record.get("tools") or record.get("functions")) or settings.tools
         renderer.check_tools(messages, tools, notes)

@@ -1,6 +1,7 @@
 """Read logs into trajectories: detect the format, convert records to rows, and check that rows fit the model."""
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
@@ -19,6 +20,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Records = Iterable[tuple[str, Record | DataError]]
 OWN_FORMATS = "treetrain.formats"
 """The group of entry points that name readers of a user's own."""
+IMAGE_KEYS = ("images", "image", "multi_modal_data")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,7 +277,7 @@ class _Reading:
 
     def _trajectories(self, record: Record) -> list[Trajectory]:
         made: list[Trajectory] = []
-        for row in self.convert(_mapped(record, self.map, self.notes)):
+        for row in map(self._with_image_key, self.convert(_mapped(record, self.map, self.notes))):
             if self.kind.tokens or row.get("input_ids") is not None:
                 made.append(trajectory_from_token_row(row, self.notes))
                 continue
@@ -285,6 +287,20 @@ class _Reading:
         for trajectory in made:
             _check_fits(trajectory, *self.limits)
         return made
+
+    def _with_image_key(self, row: Record) -> Record:
+        """Images beside the tokens or messages of a row become its key. Raises DataError where images are refused."""
+        images = [row[name] for name in IMAGE_KEYS if row.get(name)]
+        if not images:
+            return row
+        if self.settings.images == "refuse":
+            raise DataError(
+                "the record has images, which do not enter the model; --images key keeps rows with different images "
+                "apart, to inspect them"
+            )
+        digest = hashlib.sha256(repr(images).encode("utf-8", "replace")).hexdigest()[:16]
+        rest = {name: value for name, value in row.items() if name not in IMAGE_KEYS}
+        return rest | {"key": digest if row.get("key") is None else f"{row['key']} {digest}"}
 
     def convert(self, record: Record) -> list[Record]:
         """The rows of a record, which holds whatever it likes: every error of a reader becomes one that says so."""

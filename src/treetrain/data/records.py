@@ -411,21 +411,16 @@ class _DataProto:
 class _Unpickler(pickle.Unpickler):
     """Reads the arrays of a pickled DataProto. Nothing else is imported or called, so a pickle cannot run code."""
 
-    known: ClassVar = {
+    known: ClassVar[dict[tuple[str, str], Any]] = {
         ("verl.protocol", "DataProto"): _DataProto,
         ("torch", "Size"): tuple,
         ("numpy", "ndarray"): np.ndarray,
         ("numpy", "dtype"): np.dtype,
-        **{
-            (f"numpy.{core}.{module}", function.__name__): function
-            for core in ("core", "_core")
-            for module, function in (
-                ("multiarray", np.zeros(0).__reduce__()[0]),
-                ("multiarray", np.float64(0).__reduce__()[0]),
-                ("numeric", np.zeros(1).__reduce_ex__(5)[0]),
-            )
-        },
     }
+    for core in ("core", "_core"):  # numpy's functions that make arrays, under their names in numpy 1 and 2
+        known[f"numpy.{core}.multiarray", "_reconstruct"] = np.zeros(0).__reduce__()[0]
+        known[f"numpy.{core}.multiarray", "scalar"] = np.float64(0).__reduce__()[0]
+        known[f"numpy.{core}.numeric", "_frombuffer"] = np.zeros(1).__reduce_ex__(5)[0]
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.known:

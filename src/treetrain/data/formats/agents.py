@@ -34,11 +34,11 @@ def read_swe_agent(record: Record, notes: Notes) -> list[Record]:
 
 def _swe_message(entry: Record) -> dict[str, Any]:
     message = {name: entry[name] for name in SWE_KEYS if entry.get(name) is not None}
-    if thinking := entry.get("thinking_blocks"):
+    if thinking := objects(entry, "thinking_blocks"):
         text = message.get("content") or ""
         message["content"] = [*thinking, *([{"type": "text", "text": text}] if isinstance(text, str) else text)]
-    if look_up(entry, "tool_call_ids.0") is not None:
-        message["tool_call_id"] = entry["tool_call_ids"][0]
+    if (name := look_up(entry, "tool_call_ids.0")) is not None:
+        message["tool_call_id"] = name
     return message | ({"weight": 0} if entry.get("is_demo") else {}) | {"role": entry.get("role")}
 
 
@@ -77,16 +77,16 @@ def read_inspect(record: Record, notes: Notes) -> list[Record]:
     samples = objects(record, "samples") if "samples" in record else [record]
     rows = []
     for number, sample in enumerate(samples):
-        attachments = look_up(sample, "attachments") or {}
+        attachments, scores = (field({name: sample.get(name) or {}}, name, dict) for name in ("attachments", "scores"))
         events = [event for event in objects(sample, "events") if event.get("event") == "model"]
         name, trial = sample.get("id", number), sample.get("epoch")
         row = {"task_id": name, "trial": trial, "messages": _attached(field(sample, "messages", list), attachments)}
-        for score in list((look_up(sample, "scores") or {}).values())[:1]:
+        for score in list(scores.values())[:1]:
             value = look_up(score, "value")
             row["reward"] = INSPECT_SCORES.get(value, value) if isinstance(value, str) else value
             if not isinstance(row["reward"], int | float | None):
                 raise DataError(f"`scores` has the value {quoted(value)}, expected a number or C, I, P, N")
-        if len(look_up(sample, "scores") or {}) > 1:
+        if len(scores) > 1:
             notes.add("the first of several scores is the reward")
         rows.append(row | ({"tools": events[0]["tools"]} if events and events[0].get("tools") else {}))
     return rows
@@ -155,8 +155,9 @@ def read_thoughts(record: Record, notes: Notes) -> list[Record]:
     steps = objects(record, "steps")
     rows = []
     for step, following in zip(steps, [*steps[1:], {}]):
-        expanded = set(look_up(following, "ys") or ())
-        candidates, values = field(step, "new_ys", list), look_up(step, "values") or []
+        expanded = field(following, "ys", list) if following.get("ys") is not None else []
+        candidates = field(step, "new_ys", list)
+        values = field(step, "values", list) if step.get("values") is not None else []
         for candidate, value in zip(candidates, [*values, *[None] * (len(candidates) - len(values))]):
             if candidate not in expanded:
                 said = [{"role": "user", "content": step.get("x")}, {"role": "assistant", "content": candidate}]

@@ -14,7 +14,7 @@ NOT_TRAINED = {"weight": 0}
 
 def facts(record: Record, *also: Record) -> dict[str, Any]:
     """The facts of a row that a record has under our names; those of the first record that has them."""
-    return {name: one[name] for one in (*also[::-1], record) for name in FACT_KEYS if one.get(name) is not None}
+    return {name: one[name] for one in (*also[::-1], record) for name in FACT_KEYS if look_up(one, name) is not None}
 
 
 def untrained(messages: Any) -> list[Any]:
@@ -119,7 +119,7 @@ def is_request(record: Record) -> bool:
 
 def read_chat(record: Record, notes: Notes) -> list[Record]:
     """Our own form: `messages`, OpenAI's or Anthropic's, with `system` and `tools` beside them."""
-    return [dict(record) | {"messages": parsed(record["messages"])}]
+    return [dict(record) | {"messages": field(record, "messages", list)}]
 
 
 def read_sharegpt(record: Record, notes: Notes) -> list[Record]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from treetrain.data.formats.conversations import facts, untrained
 from treetrain.data.records import Format, Notes, Record, field, look_up, objects, parsed
-from treetrain.errors import DataError, quoted
+from treetrain.errors import DataError, quoted, shortened
 
 # verl's names of per-token columns of a batch [rows, response length], and ours
 VERL_COLUMNS = {
@@ -35,7 +35,7 @@ def read_verl(record: Record, notes: Notes) -> list[Record]:
     notes.add("verl writes this text without special tokens, so its tokens are not those that were sampled")
     known = {"prompt": field(record, "input", str), "completion": field(record, "output", str)}
     group = hashlib.sha256(record["input"].encode("utf-8", "replace")).hexdigest()[:16]  # of answers to one prompt
-    return [known | {"reward": record["score"], "group": group} | facts(record)]
+    return [known | {"reward": record.get("score"), "group": group} | facts(record)]
 
 
 def _dataproto(record: Record) -> list[Record]:
@@ -145,7 +145,7 @@ def _array(tensors: Record, name: str) -> list[Any]:
     try:
         return np.frombuffer(base64.b64decode(data), dtype).tolist()
     except (TypeError, ValueError) as error:
-        raise DataError(f"`tensor_dict.{name}` cannot be decoded ({error})") from error
+        raise DataError(f"`tensor_dict.{name}` cannot be decoded ({shortened(error)})") from error
 
 
 def is_areal(record: Record) -> bool:

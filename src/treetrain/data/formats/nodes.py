@@ -42,7 +42,7 @@ def forests_of(record: Record) -> list[Forest]:
     """The forest of a record; of a recorded episode, one for each of its traces."""
     if "traces" in record:
         return [_trace(trace, facts(record)) for trace in objects(record, "traces")]
-    return [_trace(record, {}) if "sampled" in (look_up(record, "nodes.0") or {}) else _own(record)]
+    return [_trace(record, {}) if look_up(record, "nodes.0.sampled") is not None else _own(record)]
 
 
 def _own(record: Record) -> Forest:
@@ -100,30 +100,35 @@ def _trace(trace: Record, known: dict[str, Any]) -> Forest:
         made: dict[str, Any] = {"parent": parent}
         if ids := look_up(node, "token_ids"):
             mask = field(node, "mask", list)
-            made |= {"ids": ids, "loss_weights": [int(one) for one in mask]}
+            trained = [one == 1 for one in mask]
+            made |= {"ids": field({"token_ids": ids}, "token_ids", list), "loss_weights": mask}
             for name, ours in (
                 ("logprobs", "rollout_logprobs"),
                 ("advantages", "advantages"),
                 ("reference_logprobs", "ref_logprobs"),
             ):
-                if values := node.get(name):
-                    if len(values) != sum(map(int, mask)):
+                if node.get(name):
+                    values = field(node, name, list)
+                    if len(values) != sum(trained):
                         raise DataError(
-                            f"`nodes.{number}.{name}` has {len(values)} entries, `mask` trains {sum(map(int, mask))}"
+                            f"`nodes.{number}.{name}` has {len(values)} entries, `mask` trains {sum(trained)}"
                         )
                     rest = iter(values)
-                    made[ours] = [next(rest) if one else 0.0 for one in mask]
+                    made[ours] = [next(rest) if one else 0.0 for one in trained]
         else:
             made["messages"] = [field(node, "message", dict) | ({} if node.get("sampled") else {"weight": 0})]
         nodes.append(made)
-    rewards = [reward for reward in (look_up(trace, "rewards") or {}).values() if isinstance(reward, Mapping)]
+    rewards = [reward for reward in field({"rewards": trace.get("rewards") or {}}, "rewards", dict).values() if reward]
     known = known | {
         "id": trace.get("id"),
         "group": look_up(trace, "task.key") or look_up(trace, "task.hash"),
         "episode": trace.get("id"),
     }
     if rewards:
-        known["reward"] = sum(reward.get("score", 0) * reward.get("weight", 1) for reward in rewards)
+        scores = [(look_up(reward, "score"), (look_up(reward, "weight"))) for reward in rewards]
+        if not all(isinstance(one, int | float) for pair in scores for one in pair):
+            raise DataError(f"`rewards` is {quoted(trace['rewards'])}, expected a `score` and a `weight` for each")
+        known["reward"] = sum(score * weight for score, weight in scores)
     inner = {node["parent"] for node in nodes}
     ends = [known | {"node": number} for number in range(len(nodes)) if number not in inner]
     return Forest(nodes, ends, {"tools": trace["tools"]} if trace.get("tools") else {})

@@ -1,9 +1,11 @@
 """Token ids as samplers and RL frameworks log them: responses of vLLM and SGLang, and records of an agent's calls."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from treetrain.data.formats.conversations import facts
+from treetrain.data.messages import IMAGE_PARTS
 from treetrain.data.records import Format, Notes, Record, field, look_up, objects, parsed
 from treetrain.errors import DataError, quoted
 
@@ -53,7 +55,7 @@ def sampled_row(record: Record, prompt: Any, answer: Any, logprobs: Any, mask: A
             raise DataError(f"there are {len(value)} {name} for {len(answer)} answer ids; give one for each")
     row = {
         "input_ids": prompt + answer,
-        "loss_mask": [0] * len(prompt) + [int(one) for one in mask or [1] * len(answer)],
+        "loss_mask": [0] * len(prompt) + (mask or [1] * len(answer)),
     }
     if given["logprobs"] is not None:
         row["rollout_logprobs"] = [0.0] * len(prompt) + logprobs
@@ -67,7 +69,8 @@ def read_server(record: Record, notes: Notes) -> list[Record]:
     """A response of vLLM (`return_token_ids`) or SGLang, with or without its request; every choice is a row."""
     response = parsed(look_up(record, "response.body") or record.get("response") or record)
     request = look_up(record, "request.body") or record.get("request") or record
-    rows = []
+    rows, found_images = [], _images(look_up(request, "messages"))
+    images = {"images": found_images} if found_images else {}
     for place in objects(response, "choices") or [response]:
         _, prompt = found(place, PROMPT_IDS)
         prompt = found(response, PROMPT_IDS)[1] if prompt is None else prompt
@@ -77,11 +80,22 @@ def read_server(record: Record, notes: Notes) -> list[Record]:
         pairs = look_up(place, "meta_info.output_token_logprobs")
         if pairs is not None:  # SGLang: [log-probability, id, text]
             pairs = field(place, "meta_info.output_token_logprobs", list)
-            answer, logprobs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
+            answer, logprobs = ([look_up({"pair": pair}, f"pair.{at}") for pair in pairs] for at in (1, 0))
         else:
             answer, logprobs = _choice_tokens(place)
-        rows.append(facts(record, response) | sampled_row(record, prompt, answer, logprobs))
+        rows.append(facts(record, response) | sampled_row(record, prompt, answer, logprobs) | images)
     return rows
+
+
+def _images(messages: Any) -> list[Any]:
+    """The image parts of messages in OpenAI's form."""
+    contents = [
+        message.get("content")
+        for message in (messages if isinstance(messages, list) else [])
+        if isinstance(message, Mapping)
+    ]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]
+    return [part for part in parts if part.get("type") in IMAGE_PARTS]
 
 
 def _choice_tokens(choice: Record) -> tuple[Any, Any]:
@@ -94,7 +108,10 @@ def _choice_tokens(choice: Record) -> tuple[Any, Any]:
         tokens, logprobs = (look_up(choice, f"logprobs.{name}") for name in ("tokens", "token_logprobs"))
     ids = found(choice, ("token_ids", *ANSWER_IDS))[1]
     if ids is None and tokens:
-        ids = [int(str(token).removeprefix(TOKEN_ID)) for token in tokens]
+        ids = [str(token).removeprefix(TOKEN_ID) for token in field({"tokens": tokens}, "tokens", list)]
+        if not all(one.isdecimal() for one in ids):
+            raise DataError(f"the tokens are {quoted(tokens)}, expected ids; log them with return_token_ids")
+        ids = [int(one) for one in ids]
     return ids, logprobs
 
 
@@ -128,15 +145,20 @@ def _step(record: Record) -> dict[str, Any]:
     row = sampled_row(record, *values)
     reward = next((record[name] for name in ("reward", "rewards", "score") if record.get(name) is not None), None)
     if isinstance(reward, list):  # SkyRL's rewards per token
-        reward = sum(reward)
+        if not all(isinstance(one, int | float) for one in reward):
+            raise DataError(f"the reward is {quoted(reward)}, expected a number or one for each token")
+        reward = math.fsum(reward)
     trajectory = found(record, EPISODE)[1]
     group = found(record, GROUP)[1]
     if isinstance(trajectory, Mapping):  # SkyRL's `TrajectoryID`
         group = trajectory.get("instance_id") if group is None else group
         trajectory = f"{trajectory.get('instance_id')}_{trajectory.get('repetition_id')}"
+    if not isinstance(trajectory, str | int | None):
+        raise DataError(f"the trajectory id is {quoted(trajectory)}, expected text or a number")
     known = {"reward": reward, "group": group, "episode": trajectory, "advantage": record.get("advantage")}
     experts = record.get("routed_experts", record.get("rollout_expert_indices"))
     known["experts"] = experts if isinstance(experts, list) else None
+    known |= {name: record.get(name) for name in ("images", "multi_modal_data")}
     return row | {name: value for name, value in known.items() if value is not None}
 
 
@@ -148,7 +170,13 @@ def _rollout(record: Record, steps: list[dict[str, Any]], place: str) -> list[Re
         tokens = step.get("tokens")
         if tokens is None and "triplets" not in record:
             raise DataError(f"`trajectory.{number}.tokens` is missing; the rollout was logged without token ids")
-        row = _step({**step, **(tokens or {}), "reward": step.get("reward") if reward is None else reward})
+        row = _step(
+            {
+                **step,
+                **((tokens and field(step, "tokens", dict)) or {}),
+                "reward": step.get("reward") if reward is None else reward,
+            }
+        )
         episode = found(record, EPISODE)[1] or row.get("episode") or place
         rows.append(row | {"episode": episode, "group": found(record, GROUP)[1], "id": f"{episode}/{number}"})
     return rows
@@ -167,7 +195,7 @@ def _batch(record: Record, name: str, rows: int) -> list[Record]:
     made = [_step(call) for call in calls]
     # In step-wise training the last step has the trajectory's reward.
     last = {row.get("episode"): row.get("reward") for row, call in zip(made, calls) if call.get("is_last_step")}
-    return [row | ({"reward": last[row["episode"]]} if row.get("episode") in last else {}) for row in made]
+    return [row | {"reward": last.get(row.get("episode"), row.get("reward"))} for row in made]
 
 
 def is_steps(record: Record) -> bool:

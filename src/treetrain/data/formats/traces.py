@@ -12,7 +12,14 @@ from treetrain.data.records import Format, Notes, Record, field, look_up, object
 from treetrain.errors import DataError, quoted
 
 OTHER = "spans and runs that are no LLM call are not rows"
-LANGCHAIN_ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool", "function": "tool"}
+LANGCHAIN_ROLES = {
+    "human": "user",
+    "ai": "assistant",
+    "AIMessageChunk": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function": "tool",
+}
 
 
 # OpenTelemetry: GenAI and OpenInference
@@ -204,7 +211,7 @@ def _langchain(message: Any) -> Any:
     if not isinstance(content, Mapping):
         raise DataError(f"a message is {quoted(message)}, expected an object")
     kind = content.get("type") or look_up(message, "type")
-    if "role" in content or kind not in LANGCHAIN_ROLES:
+    if "role" in content or not isinstance(kind, str) or kind not in LANGCHAIN_ROLES:
         return dict(content)
     made = {"role": LANGCHAIN_ROLES[kind], "content": content.get("content")}
     made |= {name: content[name] for name in ("tool_call_id", "name") if content.get(name)}
