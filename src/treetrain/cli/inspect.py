@@ -42,6 +42,8 @@ def make_parser() -> Parser:
     parser.option("device", text, "cpu", choices=["cpu", "cuda"])
     text = "Load the model and measure, in a few seconds, what its passes cost here; needs --model and torch."
     parser.flag("calibrate", text)
+    parser.option("cache", "Folder for tokenised rows: records that are there already are not tokenised again.")
+    parser.option("processes", "Processes that read records and tokenise them.", 1, type=at_least(1))
     parser.option("html", "Write a page to this file: the figures, the tree to look into, histograms, the plan.")
     text = "Rows of your batches (all accumulation steps of one process): how much sharing is left within them."
     parser.option("batch_size", text, 8, type=at_least(1))
@@ -69,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
             status.update(f"{doing}: {done:,}" + (f" of {total:,}" if total else "") + " rows")
 
         sampler = Sampler(shape.counts, progress=progress)
-        found = read(options, collect=sampler)
+        found = read(options, collect=sampler, cache=options.cache, processes=options.processes)
     notes = (*found.notes, sampler.note) if sampler.note else found.notes
     print_notes(notes)
     inspection = inspect_rows(

@@ -54,6 +54,8 @@ def load(
     limit: int | None = None,
     memory_map: str | os.PathLike[str] | None = None,
     collect: Callable[[Iterator[Trajectory]], Sequence[Trajectory]] = list,
+    cache: str | os.PathLike[str] | None = None,
+    processes: int = 1,
 ) -> LoadedFile:
     """Read logs of any of the formats in docs/data.md. No record is dropped in silence: a bad one raises an error.
 
@@ -80,6 +82,9 @@ def load(
             must call this first (`with args.main_process_first()` in transformers).
         collect: receives the rows one by one as they are read, and returns those to keep; `list` keeps all. Without
             `memory_map` only.
+        cache: a folder for the rows in Arrow files, one for every 256 records, named by their content and by all
+            settings. Records that are there already are not tokenised again. Needs pyarrow.
+        processes: how many convert and tokenise records. Needs pyarrow.
 
     Raises:
         DataError: a file or record that cannot be used; the message names file, line and field, and what to do.
@@ -96,18 +101,20 @@ def load(
     reading = _Reading(kind, settings, map or {}, on_error, (vocab_size, max_positions), limit)
     if why:
         reading.notes.add(why, None)
+    if memory_map is not None or cache is not None or processes > 1:
+        depends_on = {
+            "limits": [vocab_size, max_positions],
+            "format": kind.name,
+            "reading": [view, train, images, on_error, map, schemas],
+            "tokenizer": None if tokenizer is None else tokenizer_settings(tokenizer, chat_template),
+        }
+        if cache is not None or processes > 1:
+            reading.cached = (depends_on, cache, processes)
     if memory_map is None:
         return reading.finished(collect(reading.rows(records)))
     from treetrain.data.arrow import MappedTrajectories, files_key, read_about, write_trajectories
 
-    key = files_key(
-        paths,
-        limit=limit,
-        limits=[vocab_size, max_positions],
-        format=kind.name,
-        reading=[view, train, images, on_error, map, schemas],
-        tokenizer=None if tokenizer is None else tokenizer_settings(tokenizer, chat_template),
-    )
+    key = files_key(paths, limit=limit, **depends_on)
     if (read_about(memory_map) or {}).get("key") != key:
 
         def about() -> dict[str, Any]:
@@ -241,6 +248,12 @@ class _Reading:
         self.skipped: list[str] = []
         self.repeats = _Repeats()
         self.chat: Reader | None = None
+        self.cached: tuple[Any, Any, int] | None = None
+        """What the rows depend on, the folder of the cache and the number of processes; None reads here."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy starts anew. It is pickled by the format's name, since formats are functions."""
+        return _reading_of, (self.kind.name, self.settings, dict(self.map), self.on_error, self.limits)
 
     def finished(self, rows: Sequence[Trajectory]) -> LoadedFile:
         """The rows with all remarks on them."""
@@ -249,12 +262,29 @@ class _Reading:
 
     def rows(self, records: Records) -> Iterator[Trajectory]:
         """The trajectories of all records, in order."""
-        notes, count, tokens = self.notes, 0, self.kind.tokens
-        for notes.place, record in records:
-            if self.limit is not None and count >= self.limit:
-                notes.add(f"only the first {self.limit} records are read; there are more", None)
-                break
-            count += 1
+        notes, count, more = self.notes, 0, False
+
+        def limited() -> Records:
+            nonlocal count, more
+            for found in records:
+                if more := self.limit is not None and count >= self.limit:
+                    return
+                count += 1
+                yield found
+
+        yield from self._made(limited()) if self.cached is None else self._from_cache(limited(), *self.cached)
+        if more:
+            notes.add(f"only the first {self.limit} records are read; there are more", None)
+        if count == 0:
+            raise DataError(f"no rows were read (limit {self.limit}); give a limit of at least 1 or none")
+        if self.skipped:
+            notes.add(f"{len(self.skipped)} of {count} records are skipped; the first: {self.skipped[0]}", None)
+        given = (self.settings.view, self.settings.train, self.settings.chat_template, self.settings.tools)
+        if self.kind.tokens and given != ("transcript", "all", None, None):
+            notes.add("the rows are token ids already: view, train, chat template and tools have no effect", None)
+
+    def _made(self, records: Records) -> Iterator[Trajectory]:
+        for self.notes.place, record in records:
             try:
                 if isinstance(record, DataError):
                     raise record
@@ -263,17 +293,24 @@ class _Reading:
                 if isinstance(error, RecursionError):
                     error = DataError("the record is nested too deeply to be read")
                 if self.on_error == "stop":
-                    raise DataError(f"{notes.place}: {error}") from error
-                self.skipped.append(f"{notes.place}: {error}")
+                    raise DataError(f"{self.notes.place}: {error}") from error
+                self.skipped.append(f"{self.notes.place}: {error}")
             else:
                 yield from made
-        if count == 0:
-            raise DataError(f"no rows were read (limit {self.limit}); give a limit of at least 1 or none")
-        if self.skipped:
-            notes.add(f"{len(self.skipped)} of {count} records are skipped; the first: {self.skipped[0]}", None)
-        given = (self.settings.view, self.settings.train, self.settings.chat_template, self.settings.tools)
-        if tokens and given != ("transcript", "all", None, None):
-            notes.add("the rows are token ids already: view, train, chat template and tools have no effect", None)
+
+    def _from_cache(self, records: Records, depends_on: Any, folder: Any, processes: int) -> Iterator[Trajectory]:
+        from treetrain.data.token_cache import converted
+
+        for rows in converted(records, self, depends_on, folder, processes):
+            self.notes.merge(rows.about["notes"])
+            self.skipped += rows.about["skipped"]
+            yield from rows
+
+    def __call__(self, records: list[tuple[str, Record | DataError]]) -> tuple[list[Trajectory], dict[str, Any]]:
+        """The rows of some records, and the remarks on them alone."""
+        self.notes, self.skipped = Notes(), []
+        rows = list(self._made(records))
+        return rows, {"notes": self.notes.counted(), "skipped": self.skipped}
 
     def _trajectories(self, record: Record) -> list[Trajectory]:
         made: list[Trajectory] = []
@@ -316,6 +353,10 @@ class _Reading:
             if not isinstance(row, Mapping) or not any(name in row for name in ("input_ids", "messages", "completion")):
                 raise DataError(f"no `input_ids` or `messages` in the row {quoted(row)} of format {self.kind.name}")
         return rows
+
+
+def _reading_of(name: str, *rest: Any) -> _Reading:
+    return _Reading(_named(name), *rest, None)
 
 
 class _Repeats:

@@ -14,7 +14,7 @@ import os
 import pickle
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, overload
 
@@ -56,6 +56,16 @@ class Notes:
         for name in record:
             if name not in known:
                 self.add(f"key {quoted(name)} is not used")
+
+    def counted(self) -> list[tuple[str, int, str]]:
+        """Each remark with its count and first place, as `merge` takes them."""
+        return [(text, count, self._first[text]) for text, count in self._count.items()]
+
+    def merge(self, counted: Iterable[Sequence[Any]]) -> None:
+        """Add the remarks on later records."""
+        for text, count, first in counted:
+            self._first.setdefault(text, first)
+            self._count[text] = self._count.get(text, 0) + count
 
     def lines(self) -> tuple[str, ...]:
         """One line per remark, with its count and the first place."""
