@@ -7,6 +7,18 @@ so there are no atomics and the same input gives the same bits.
 Every step loads the tile number of the next step. If it loaded its own, the compiler would prefetch that number instead
 of the keys and values, and every step would wait for these. So a list has one extra entry at its end.
 
+Why this prefetch is no race, as read in the code that Triton 3.6 makes for sm_90 with three stages:
+
+- Nothing that is read ahead is written by a kernel. Lists and keys are complete before the launch, on the same stream.
+- Tile numbers are carried in registers. Step i reads that of step i + 3 only if there is a step i + 2, so it reads the
+  extra entry at most.
+- Step i copies the tiles of step i + 2 into the third buffer, which step i - 1 read. The last product of step i - 1 may
+  still have read it when step i began, but step i waits for all products before its own softmax (wgmma wait 0), and all
+  warps meet (bar.sync) between that wait and the copy.
+- Log-sum-exps and deltas have two buffers, so step i copies those of step i + 2 into the buffer of its own. It has read
+  them into registers before the same barrier.
+- A step begins by waiting until the copies of its own tiles have arrived (cp.async wait), followed by another barrier.
+
 Keys are numbered from the path above; query i is key ``path + i``. Lengths are not specialized: one compilation serves
 all of them. Log-sum-exps are to base 2 inside.
 
