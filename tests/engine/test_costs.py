@@ -283,3 +283,12 @@ def test_a_model_that_computes_with_values_is_refused_and_planned_by_tokens(monk
 def test_a_model_is_counted_by_its_name_without_weights():
     assert count_named("tiny") == count(load_model("tiny"))
     assert count_named("tiny", 2).dtype_bytes == 2
+
+
+def test_a_gpu_needs_the_scratch_of_flash_attention_and_no_rounded_gradient_of_the_head():
+    model = make_model("qwen3", dtype=torch.bfloat16)
+    cpu, gpu = count(model, torch.device("cpu")), count(model, torch.device("cuda"))
+    heads, padded = model.config.num_attention_heads, -(-model.config.head_dim // 32) * 32
+    assert gpu.backward_token >= 2 * heads * padded * 4
+    assert gpu.backward_token > cpu.backward_token and gpu.saved_layers == cpu.saved_layers
+    assert gpu.head_pass == 0 < cpu.head_pass

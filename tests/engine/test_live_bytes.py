@@ -3,7 +3,7 @@
 import torch
 
 from treetrain.engine import memory
-from treetrain.engine.memory import CountStorages
+from treetrain.engine.memory import CountStorages, expandable_segments
 
 CPU = torch.device("cpu")
 
@@ -45,3 +45,16 @@ def test_free_bytes_are_what_the_tightest_control_group_leaves(monkeypatch, tmp_
     assert memory.free_bytes(CPU) == 8000
     (group / "memory.max").write_text("5000\n")
     assert memory.free_bytes(CPU) == 800  # 5000 - 4500, and the cache that can go
+
+
+def test_the_cuda_allocator_grows_its_segments_unless_the_environment_configures_it(monkeypatch):
+    said = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    expandable_segments()
+    assert said == []
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    expandable_segments()
+    assert said == ["expandable_segments:True"]

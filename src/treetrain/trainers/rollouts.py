@@ -20,16 +20,17 @@ from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import Ranks, is_sharded
 from treetrain.engine.engine import LinearEngine, TreeEngine
 from treetrain.engine.loss import Metrics, Rows, as_loss, describe
+from treetrain.engine.packed import model_device
 from treetrain.errors import DataError
 from treetrain.losses.kl import KL_ESTIMATORS, sampler_log_ratio
 from treetrain.losses.loss import Facts, Loss
 from treetrain.losses.policy import PolicyLoss
 from treetrain.losses.preference import KTOLoss
 from treetrain.planning.balance import dispatch
+from treetrain.planning.make import PART_TOKENS
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.tree.build import as_tree
 
-LINEAR_PACK_TOKENS = 8_192  # beyond this, larger packs cost memory and gain no speed
 OLD, REFERENCE = "old_logprobs", "ref_logprobs"
 
 
@@ -135,7 +136,8 @@ def engine_of(model: nn.Module, args: TreeArguments) -> TreeEngine:
     options: dict[str, Any] = {"temperature": args.temperature, "group": group, "compile_layers": args.compile_layers}
     if args.execution == "tree":
         return TreeEngine(model, budget=args.budget, **options)
-    pack_tokens = LINEAR_PACK_TOKENS if args.budget is None else int(args.budget)
+    size = PART_TOKENS["cuda" if model_device(model).type == "cuda" else "cpu"]
+    pack_tokens = size if args.budget is None else int(args.budget)
     return LinearEngine(model, pack_tokens=pack_tokens, **options)
 
 

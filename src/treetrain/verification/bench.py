@@ -33,8 +33,8 @@ from treetrain.tree.stats import ideal_speedup
 from treetrain.tree.token_tree import TokenTree
 from treetrain.verification.measure import keep_memory
 
-PACK_TOKENS = (4096, 8192)
-"""Batch sizes, in tokens, of the linear runs to try; the fastest run is the baseline."""
+PACK_TOKENS = {"cpu": (4096, 8192), "cuda": (8192, 32_768)}
+"""Batch sizes, in tokens, of the linear runs to try, by kind of device; the fastest run is the baseline."""
 Seconds = dict[str, list[float]]
 """The time of every round, by engine name."""
 
@@ -106,7 +106,8 @@ def bench(
     loss = sft() if loss is None else loss
     as_loss(loss)
     kinds = {"packed": LinearEngine, "padded": PaddedEngine}
-    known = [f"{kind} {size}" for size in PACK_TOKENS for kind in kinds]
+    sizes = PACK_TOKENS["cuda" if model_device(model).type == "cuda" else "cpu"]
+    known = [f"{kind} {size}" for size in sizes for kind in kinds]
     wanted = known if baselines is None else list(baselines)
     if not wanted or not set(wanted) <= set(known):
         raise ValueError(f"baselines={wanted}: give one or more of {', '.join(known)}")
