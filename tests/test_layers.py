@@ -105,6 +105,12 @@ def test_inspection_planning_trees_and_data_never_import_torch(path):
     assert not names & {"torch", "transformers", "peft"}
 
 
+def test_attention_knows_no_plans():
+    for path in FILES:
+        if layer(module_name(path)) in ("linear_attention", "softmax_attention"):
+            assert "planning" not in map(layer, imports(path)), path
+
+
 def test_the_fast_paths_never_import_the_specification():
     for path in FILES:
         if path.name != "reference.py":

@@ -17,7 +17,7 @@ from support.plans import planned
 from treetrain.device_arrays import on_device
 from treetrain.engine.engine import LinearEngine
 from treetrain.engine.lm_head import HeadCall
-from treetrain.linear_attention.scans import Scans, make_segments
+from treetrain.linear_attention.scans import Scans
 from treetrain.losses import dpo, gspo, kto, mix, ppo, reinforce, sft
 from treetrain.softmax_attention.flex import FlexTreeAttention
 from treetrain.softmax_attention.schedule import Forest
@@ -136,7 +136,7 @@ def test_tables_of_the_backends_of_a_gpu_make_no_wait(path):
             assert attention.mask(visible_range)[0].kv_indices.device == META
         if not path:
             VarlenAttention(pieces_of(forest), META)
-        Scans(make_segments(layout, np.array([3, 60])), META)
+        Scans(layout, np.array([3, 60]), META)
 
 
 # The tools themselves

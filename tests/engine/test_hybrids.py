@@ -177,7 +177,7 @@ def test_states_are_held_only_where_parts_attach_and_room_is_made_once(keep, mon
 def test_by_kernels_that_scan_sequences_every_plan_is_exact(family, monkeypatch):
     kernel = StandIn()
     monkeypatch.setattr(paths, "choose_rule", lambda *_: Choice(KERNELS, "a stand-in"))
-    monkeypatch.setattr(paths, "choose_for", lambda segments, rule: rule)
+    monkeypatch.setattr(paths, "choose_for", lambda scans, rule: rule)
     monkeypatch.setattr(paths, "load_kernel", lambda: kernel)
     with PureFloat64():
         truth, found = measure(

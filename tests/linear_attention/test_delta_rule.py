@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from support.rules import SHAPES, inputs, layout_of
 from treetrain.linear_attention.convolution import convolve, make_taps
-from treetrain.linear_attention.delta_rule import TILE, DeltaTiles, gated_delta, make_tiles
+from treetrain.linear_attention.delta_rule import TILE, DeltaTiles, gated_delta
 from treetrain.linear_attention.reference import reference_convolution, reference_gated_delta
 from treetrain.testing.forests import forests, runs
 from treetrain.tree.layout import PackedLayout
@@ -21,7 +21,7 @@ def check(layout: PackedLayout, *, tile: int, with_state: bool, seed: int = 0, e
     leaves = inputs(layout.num_tokens, seed)
     state = leaves[5] if with_state else torch.zeros_like(leaves[5])
     expected, states = reference_gated_delta(*leaves[:5], layout.parent, state)
-    forest = DeltaTiles(make_tiles(layout, exported, tile=tile), torch.from_numpy(layout.ends))
+    forest = DeltaTiles(layout, exported, torch.device("cpu"), tile=tile)
     got, handed_on = gated_delta(*leaves[:5], forest, leaves[5] if with_state else None)
     pairs = [(got, expected)]
     if exports:
@@ -84,3 +84,12 @@ def test_the_convolution_reads_the_last_inputs_of_every_path(rows, width, contin
         while len(path) < width - 1:
             path.append(parent[path[-1]] if path[-1] > 0 else 0)
         torch.testing.assert_close(tail, extended[path[: width - 1][::-1]])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_tiles_are_few_and_nearly_full(name):
+    layout = layout_of(SHAPES[name])
+    forest = DeltaTiles(layout, np.zeros(0, np.int64), torch.device("cpu"))
+    tiles = sum(tiles.shape[0] for tiles in forest.classes)
+    assert all(tiles.shape[1] <= TILE for tiles in forest.classes)
+    assert tiles <= 1.5 * layout.num_tokens / TILE + 1

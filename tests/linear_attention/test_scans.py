@@ -15,7 +15,7 @@ from support.stand_in import StandIn
 from treetrain.linear_attention import backends
 from treetrain.linear_attention.backends import KERNELS, TILES, choose_for, choose_rule
 from treetrain.linear_attention.reference import reference_gated_delta
-from treetrain.linear_attention.scans import Scans, make_segments, scanned_gated_delta
+from treetrain.linear_attention.scans import Scans, scanned_gated_delta
 from treetrain.testing.forests import forests, runs
 from treetrain.testing.linear import relative_error, rms
 
@@ -30,7 +30,7 @@ def check(layout, *, with_state: bool, seed: int = 0, exports: int = 3, kernel=N
     leaves = inputs(layout.num_tokens, seed, torch.float64)
     state = leaves[5] if with_state else torch.zeros_like(leaves[5])
     expected, states = reference_gated_delta(*leaves[:5], layout.parent, state)
-    scans = Scans(make_segments(layout, exported), CPU)
+    scans = Scans(layout, exported, CPU)
     got, handed_on = scanned_gated_delta(*leaves[:5], scans, leaves[5] if with_state else None, kernel)
     pairs = [(got, expected)]
     if exports:
@@ -72,25 +72,26 @@ def test_every_token_is_scanned_once_behind_the_one_before_it(rows, seed, export
         return
     layout = layout_of(rows)
     exported = np.sort(np.random.default_rng(seed).choice(layout.num_tokens, min(exports, layout.num_tokens), False))
-    segments = make_segments(layout, exported)
-    assert sorted(segments.order.tolist()) == list(range(layout.num_tokens))
+    scans = Scans(layout, exported, CPU)
+    order = scans.order.tolist()
+    assert sorted(order) == list(range(layout.num_tokens))
     ends, place = [-1], 0  # the last token of every run that goes on, behind the state before the roots
     above = ends
-    for call in (*segments.levels, *([segments.last] if segments.last else [])):
-        above = ends if call is segments.last else above
+    for call in (*scans.levels, *([scans.last] if scans.last else [])):
+        above = ends if call is scans.last else above
         here = []
-        for entry, first, stop in zip(call.entry, call.offsets[:-1], call.offsets[1:]):
-            run = segments.order[place + first : place + stop]
+        for entry, first, stop in zip(call.entry.tolist(), call.offsets[:-1].tolist(), call.offsets[1:].tolist()):
+            run = np.array(order[place + first : place + stop])
             assert layout.parent[run[0]] == above[entry] and (layout.parent[run[1:]] == run[:-1]).all()
             here.append(int(run[-1]))
         place += int(call.offsets[-1])
-        if call is not segments.last:
+        if call is not scans.last:
             ends, above = [*ends, *here], here
-    assert [ends[1 + end] for end in segments.exported] == exported.tolist()
+    assert [ends[1 + end] for end in scans.exported.tolist()] == exported.tolist()
     # As few levels as there can be: one for every place on a path where a run must end.
     cut = np.bincount(layout.parent[layout.parent >= 0], minlength=layout.num_tokens) > 1
     cut[exported] = True
-    assert len(segments.levels) == max(int(cut[path].sum()) for path in paths_of(layout))
+    assert len(scans.levels) == max(int(cut[path].sum()) for path in paths_of(layout))
 
 
 def paths_of(layout) -> list[list[int]]:
@@ -120,11 +121,11 @@ def test_rows_that_share_nothing_are_one_call():
 # Which rule runs where.
 
 
-def segments_of(rows):
-    return make_segments(layout_of(rows), np.zeros(0, np.int64))
+def scans_of(rows):
+    return Scans(layout_of(rows), np.zeros(0, np.int64), CPU)
 
 
-LONG_RUNS = segments_of([[*range(2000), 5000 + i, *range(1000)] for i in range(4)])
+LONG_RUNS = scans_of([[*range(2000), 5000 + i, *range(1000)] for i in range(4)])
 
 
 @pytest.fixture
@@ -154,10 +155,10 @@ def test_kernels_run_on_long_runs_and_tiles_on_trees_that_fork_often(kernels_the
     rule = choose_rule(CUDA, torch.bfloat16, 128, 256)
     assert rule.name == KERNELS
     assert str(choose_for(LONG_RUNS, rule)) == "flash-linear-attention (CUDA: 5 runs of 1201 tokens in 2 calls)"
-    bushy = choose_for(segments_of([[1, 2, 3, i, 100 + j] for i in range(20) for j in range(20)]), rule)
+    bushy = choose_for(scans_of([[1, 2, 3, i, 100 + j] for i in range(20) for j in range(20)]), rule)
     assert bushy.name == TILES and "421 runs of 1 tokens would leave chunks of 64 empty" in bushy.reason
     # Every run fills its chunks, but there are only as many tokens a level as a chunk has.
-    deep = choose_for(segments_of([[*range(64 * n), *range(9000, 9064)] for n in range(1, 30)]), rule)
+    deep = choose_for(scans_of([[*range(64 * n), *range(9000, 9064)] for n in range(1, 30)]), rule)
     assert deep.name == TILES and "too few for" in deep.reason
 
 
@@ -202,14 +203,14 @@ def errors_of(kernel, device: torch.device, dtype: torch.dtype, rows: list, seed
         return torch.cat([x.flatten().double().cpu() / (x.double().norm().cpu() + 1e-9) for x in found])
 
     def by_tree(own):
-        scans = Scans(make_segments(layout, np.zeros(0, np.int64)), device)
+        scans = Scans(layout, np.zeros(0, np.int64), device)
         out, _ = scanned_gated_delta(*own[:5], scans, own[5], kernel)
         return [out[torch.from_numpy(path).to(device)] for path in paths]
 
     def by_rows(own):
         outs = []
         for path in paths:
-            chain = Scans(make_segments(layout_of([range(len(path))]), np.zeros(0, np.int64)), device)
+            chain = Scans(layout_of([range(len(path))]), np.zeros(0, np.int64), device)
             at = torch.from_numpy(path).to(device)
             pieces = [x[at] for x in own[:5]]
             outs.append(scanned_gated_delta(*pieces, chain, own[5], kernel)[0])

@@ -23,7 +23,7 @@ from support.schedules import (
 )
 from treetrain.softmax_attention import forks as forks_module
 from treetrain.softmax_attention import schedule as schedule_module
-from treetrain.softmax_attention.forks import ForkBlocks, fork_blocks, path_tops
+from treetrain.softmax_attention.fork_blocks import ForkBlocks, fork_blocks, path_tops
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.reference import reference_attention
 from treetrain.softmax_attention.schedule import Forest, Schedule, make_schedule

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from treetrain.linear_attention.scans import Kernel, Segments
+from treetrain.linear_attention.scans import Kernel, Scans
 from treetrain.softmax_attention.backends import Choice
 
 TILES, KERNELS = "tiles", "flash-linear-attention"
@@ -53,20 +53,18 @@ def choose_rule(device: torch.device, dtype: torch.dtype, key_size: int, value_s
     return Choice(KERNELS, "CUDA: one call per level of the tree")
 
 
-def choose_for(segments: Segments, rule: Choice) -> Choice:
+def choose_for(scans: Scans, rule: Choice) -> Choice:
     """The implementation for one forest; `rule` is the result of `choose_rule`."""
     if rule.name == TILES:
         return rule
-    tokens, slots = len(segments.order), segments.slots(CHUNK)
+    tokens, slots = len(scans.order), scans.slots(CHUNK)
     if slots > FILLED * tokens:
         return Choice(
-            TILES, f"{segments.runs} runs of {tokens / segments.runs:.0f} tokens would leave chunks of {CHUNK} empty"
+            TILES, f"{scans.runs} runs of {tokens / scans.runs:.0f} tokens would leave chunks of {CHUNK} empty"
         )
-    if tokens < TOKENS_PER_CALL * segments.calls:
-        return Choice(TILES, f"{tokens} tokens are too few for {segments.calls} calls, one after the other")
-    return Choice(
-        KERNELS, f"CUDA: {segments.runs} runs of {tokens / segments.runs:.0f} tokens in {segments.calls} calls"
-    )
+    if tokens < TOKENS_PER_CALL * scans.calls:
+        return Choice(TILES, f"{tokens} tokens are too few for {scans.calls} calls, one after the other")
+    return Choice(KERNELS, f"CUDA: {scans.runs} runs of {tokens / scans.runs:.0f} tokens in {scans.calls} calls")
 
 
 def load_kernel() -> Kernel:

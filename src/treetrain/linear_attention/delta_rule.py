@@ -15,6 +15,7 @@ Shape letters: N tokens, J key heads, H value heads (a multiple of J), K and V s
 slots, E exits.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +24,6 @@ import torch
 from torch import Tensor
 
 from treetrain.device_arrays import on_device
-from treetrain.planning.partition import uniform
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.layout import PackedLayout
 
@@ -35,106 +35,164 @@ CLASS_PAIRS = 12_000
 """Cost of one more tile class (a few dozen small calls), in pairs of slots."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class TileClass:
-    """Tiles padded to one size: n tiles of C slots. Padding repeats token 0."""
+    """Tiles padded to one size, on the device: n tiles of C slots, x exits. Padding repeats token 0."""
 
-    index: Int64s
-    """int64 [n, C]: the token in every slot."""
-    length: Int64s
-    """int64 [n]: number of filled slots."""
-    entry: Int64s
-    """int64 [n]: the state each tile starts from; 0 is the state before the roots, 1 + e that of exit e."""
-    exit_tile: Int64s
-    """int64 [x]: the tile of every exit in this class."""
-    exit_slot: Int64s
-    """int64 [x]: the slot of every exit in this class."""
+    index: Tensor  # int64 [n * C]: the token in every slot
+    shape: tuple[int, int]  # (n, C)
+    hidden: Tensor  # bool [n, C, C]: slot j is neither slot i nor an ancestor of it
+    entry: Tensor  # int64 [n]: the state a tile starts from; 0 is the one before the roots, 1 + e that of exit e
+    exit_tile: Tensor  # int64 [x]: the tile of every exit
+    exit_slot: Tensor  # int64 [x]: its slot
+    exit_hidden: Tensor  # bool [x, C]: the row of `hidden` at each exit
+    one_each: bool  # every tile has one exit, in order
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tiles:
-    """All tiles of a forest of N tokens, and its E exits, numbered by level."""
-
-    classes: list[TileClass]
-    slot: Int64s
-    """int64 [N]: index of each token among the concatenated slots of all classes."""
-    exit_order: Int64s
-    """int64 [E]: index of each exit among the concatenated exits of all classes."""
-    levels: list[tuple[int, int]]
-    """(first exit, end) of every level that has exits; the tiles of the next level start from these."""
-    exit_entry: Int64s
-    """int64 [E]: the exit of the level before from which each exit's tile starts (0 in the first level)."""
-    exported: Int64s
-    """int64 [x]: the number of the exit at every exported token."""
-    tokens: int
-    """N."""
-
-    @property
-    def from_states(self) -> bool:
-        """Whether any tile starts from the exit of another tile."""
-        return any((tiles.entry > 0).any() for tiles in self.classes)
-
-
-def make_tiles(layout: PackedLayout, exported: Int64s, *, tile: int = TILE) -> Tiles:
-    """Cut a forest.
+class DeltaTiles:
+    """The tiles of a forest on a device, and its E exits, numbered by level. Shared by all layers of a run.
 
     Args:
         layout: N tokens, N > 0.
         exported: int64 [x]: tokens whose state is exported.
         tile: most tokens in a tile.
     """
-    plan = uniform(layout, tile)
-    level = levels_of(plan.parent)
-    exits = np.unique(np.concatenate([plan.attach[plan.attach >= 0], exported]))
-    exit_level = level[plan.part_of[exits]]
-    exits = exits[np.argsort(exit_level, kind="stable")]
-    number = np.full(layout.num_tokens, -1, np.int64)
-    number[exits] = np.arange(len(exits))
-    entry = np.where(plan.attach >= 0, 1 + number[plan.attach], 0)
 
-    order = np.argsort(plan.part_of, kind="stable")
-    offset = np.cumsum(plan.sizes) - plan.sizes
-    place = np.empty(layout.num_tokens, np.int64)  # index of a token within its tile
-    place[order] = np.arange(layout.num_tokens) - np.repeat(offset, plan.sizes)
+    def __init__(self, layout: PackedLayout, exported: Int64s, device: torch.device, *, tile: int = TILE):
+        tile_of = _tile_of(layout, tile)
+        sizes = np.bincount(tile_of)
+        order = np.argsort(tile_of, kind="stable")
+        offset = np.cumsum(sizes) - sizes
+        place = np.empty(layout.num_tokens, np.int64)  # index of a token within its tile
+        place[order] = np.arange(layout.num_tokens) - np.repeat(offset, sizes)
+        attach = layout.parent[order[offset]]  # the token that a tile continues
+        level = levels_of(np.where(attach >= 0, tile_of[attach], -1))
+        exits = np.unique(np.concatenate([attach[attach >= 0], exported]))
+        exits = exits[np.argsort(level[tile_of[exits]], kind="stable")]
+        number = np.full(layout.num_tokens, -1, np.int64)
+        number[exits] = np.arange(len(exits))
+        entry = np.where(attach >= 0, 1 + number[attach], 0)
 
-    slot = np.empty(layout.num_tokens, np.int64)
-    classes, exit_order, before = [], [], 0
-    size_of = _padded_sizes(plan.sizes)
-    for size in np.unique(size_of).tolist():
-        members = np.flatnonzero(size_of == size)
-        within = np.full(plan.num_parts, -1, np.int64)
-        within[members] = np.arange(len(members))
-        tokens = np.flatnonzero(within[plan.part_of] >= 0)
-        at = within[plan.part_of[tokens]] * size + place[tokens]
-        index = np.zeros(len(members) * size, np.int64)
-        index[at] = tokens
-        slot[tokens] = before + at
-        before += len(index)
-        own = np.flatnonzero(within[plan.part_of[exits]] >= 0)
-        exit_order.append(own)
-        classes.append(
-            TileClass(
-                index=index.reshape(-1, size),
-                length=plan.sizes[members],
-                entry=entry[members],
-                exit_tile=within[plan.part_of[exits[own]]],
-                exit_slot=place[exits[own]],
+        self.classes: list[TileClass] = []
+        self.starts_from_exits = bool((entry > 0).any())
+        """Whether any tile starts from the exit of another tile."""
+        slot = np.empty(layout.num_tokens, np.int64)  # of each token among the slots of all classes
+        ends, before = on_device(layout.ends, device), 0
+        exit_order = [np.zeros(0, np.int64)]
+        size_of = _padded_sizes(sizes)
+        for size in np.unique(size_of).tolist():
+            members = np.flatnonzero(size_of == size)
+            within = np.full(len(sizes), -1, np.int64)
+            within[members] = np.arange(len(members))
+            tokens = np.flatnonzero(within[tile_of] >= 0)
+            at = within[tile_of[tokens]] * size + place[tokens]
+            index = np.zeros(len(members) * size, np.int64)
+            index[at] = tokens
+            slot[tokens] = before + at
+            before += len(index)
+            own = np.flatnonzero(within[tile_of[exits]] >= 0)
+            exit_order.append(own)
+            exit_tile, exit_slot = within[tile_of[exits[own]]], place[exits[own]]
+            self.classes.append(
+                _tile_class(index.reshape(-1, size), sizes[members], entry[members], exit_tile, exit_slot, ends)
             )
-        )
-    counts = np.bincount(exit_level, minlength=0)
-    stops = np.cumsum(counts)
-    levels = list(zip((stops - counts).tolist(), stops.tolist()))
-    first = np.concatenate([np.zeros(1, np.int64), stops - counts])[level[plan.part_of[exits]]]  # of the level before
-    exit_entry = entry[plan.part_of[exits]]
-    return Tiles(
-        classes=classes,
-        slot=slot,
-        exit_order=np.argsort(np.concatenate([np.zeros(0, np.int64), *exit_order]), kind="stable"),
-        levels=levels,
-        exit_entry=np.where(exit_entry > 0, exit_entry - 1 - first, 0),
-        exported=number[exported],
-        tokens=layout.num_tokens,
+        self.counts = np.bincount(level[tile_of[exits]]).tolist()
+        """Number of exits of every level that has exits; the tiles of the next level start from these."""
+        first = np.cumsum([0, 0, *self.counts])[level[tile_of[exits]]]  # first exit of the level before
+        entry = entry[tile_of[exits]]
+        exit_entry = np.where(entry > 0, entry - 1 - first, 0)
+        self.straight = _straight(exit_entry, self.counts)
+        self.slot = on_device(slot, device)
+        self.exit_order = on_device(np.argsort(np.concatenate(exit_order), kind="stable"), device)
+        """int64 [E]: index of each exit among the concatenated exits of all classes."""
+        self.exit_entry = on_device(exit_entry, device)
+        """int64 [E]: the exit of the level before from which each exit's tile starts (0 in the first level)."""
+        self.exported = on_device(number[exported], device)
+        """int64 [x]: the number of the exit at every exported token."""
+
+
+def _tile_class(
+    index: Int64s, length: Int64s, entry: Int64s, exit_tile: Int64s, exit_slot: Int64s, ends: Tensor
+) -> TileClass:
+    """A class from the token in every slot, [n, C], the number of filled slots, [n], and the fields of that name."""
+    device, (count, size) = ends.device, index.shape
+    tokens, tile, slot = on_device(index, device), on_device(exit_tile, device), on_device(exit_slot, device)
+    filled = torch.arange(size, device=device) < on_device(length, device)[:, None]
+    seen = (tokens[:, None, :] <= tokens[:, :, None]) & (tokens[:, :, None] < ends[tokens][:, None, :])
+    seen &= filled[:, None, :] & filled[:, :, None]
+    return TileClass(
+        index=tokens.flatten(),
+        shape=(count, size),
+        hidden=~seen,
+        entry=on_device(entry, device),
+        exit_tile=tile,
+        exit_slot=slot,
+        exit_hidden=~seen[tile, slot],
+        one_each=np.array_equal(exit_tile, np.arange(count)),
     )
+
+
+def _straight(exit_entry: Int64s, counts: list[int]) -> list[bool]:
+    """[levels]: whether exit i starts from exit i of the level before, for all i, as along a chain."""
+    own = np.split(exit_entry, np.cumsum(counts)[:-1])
+    return [np.array_equal(entries, np.arange(above)) for entries, above in zip(own, [1, *counts])]
+
+
+def _tile_of(layout: PackedLayout, tile: int) -> Int64s:
+    """int64 [N]: the tile of every token, by tiles in the order of their first tokens.
+
+    Tiles are cut from the leaves up, so that all but the topmost are nearly full. A subtree of at most `tile` tokens is
+    never cut. Siblings are packed into few tiles; the emptiest goes on with the tokens above them.
+    """
+    above, starts = layout.segment_parent, layout.segment_start[:-1]
+    length, size = np.diff(layout.segment_start), layout.ends[starts] - starts
+    inner = np.clip(size - tile, 0, length)  # first tokens of each segment that have more than `tile` tokens below
+    is_inner = np.append(inner == length, True)  # -1, the segment above the roots, reads the appended entry
+    whole = np.flatnonzero((inner == 0) & is_inner[above])
+    cut = np.flatnonzero((inner > 0) & (inner < length))
+    first = np.concatenate([starts[whole], (starts + inner)[cut]])
+    owner = np.concatenate([above[whole], cut])
+    # A piece is its tokens and the starts of its runs of consecutive tokens; each run ends where the next one starts.
+    below: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
+    for segment, start, tokens in zip(owner.tolist(), first.tolist(), (layout.ends[first] - first).tolist()):
+        below[segment].append((tokens, [start]))
+    tiles: list[list[int]] = []
+    segments = np.flatnonzero(inner)[::-1]
+    for segment, start, count, parent in zip(
+        *(x.tolist() for x in (segments, starts[segments], inner[segments], above[segments]))
+    ):
+        tokens, runs = _packed(below.pop(segment, []), tile, tiles)
+        stop = start + count
+        while tokens + stop - start > tile:
+            if tokens < tile:
+                stop -= tile - tokens
+                runs.append(stop)
+            tiles.append(runs)
+            tokens, runs = 0, []
+        below[parent].append((tokens + stop - start, [*runs, start]))
+    tiles.append(_packed(below[-1], tile, tiles)[1])
+    tiles.sort(key=min)
+    run_starts = np.array([start for runs in tiles for start in runs], np.int64)
+    tile_of_run = np.repeat(np.arange(len(tiles)), [len(runs) for runs in tiles])
+    order = np.argsort(run_starts)
+    return np.repeat(tile_of_run[order], np.diff(run_starts[order], append=layout.num_tokens))
+
+
+def _packed(pieces: list[tuple[int, list[int]]], tile: int, tiles: list[list[int]]) -> tuple[int, list[int]]:
+    """Pack siblings into few tiles, the largest with as many of the smallest as fit; appends all but the emptiest."""
+    pieces.sort(key=lambda piece: piece[0])
+    found, small = [], 0
+    while small < len(pieces):
+        tokens, runs = pieces.pop()
+        while small < len(pieces) and tokens + pieces[small][0] <= tile:
+            tokens, runs = tokens + pieces[small][0], runs + pieces[small][1]
+            small += 1
+        found.append((tokens, runs))
+    if not found:
+        return 0, []
+    emptiest = found.pop(min(range(len(found)), key=lambda number: found[number][0]))
+    tiles += [runs for _, runs in found]
+    return emptiest
 
 
 def levels_of(parent: Int64s) -> Int64s:
@@ -167,67 +225,6 @@ KEY_EPSILON = 1e-6
 """Added to the squared norm of queries and keys before they are normalised, as in the stock implementations."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Class:
-    """A tile class on the device."""
-
-    index: Tensor  # int64 [n * C]
-    shape: tuple[int, int]  # (n, C)
-    hidden: Tensor  # bool [n, C, C]: slot j is neither slot i nor an ancestor of it
-    entry: Tensor  # int64 [n]
-    exit_tile: Tensor  # int64 [x]
-    exit_slot: Tensor  # int64 [x]
-    exit_hidden: Tensor  # bool [x, C]: the row of `hidden` at each exit
-    one_each: bool  # every tile has one exit, in order
-
-
-class DeltaTiles:
-    """The tiles of a forest on a device, shared by all layers of a run.
-
-    Args:
-        ends: int64 [N]: subtree ends.
-    """
-
-    def __init__(self, tiles: Tiles, ends: Tensor):
-        self.tiles = tiles
-        device = ends.device
-        self.classes = [_on_device(c, ends) for c in tiles.classes]
-        self.slot = on_device(tiles.slot, device)
-        self.exit_order = on_device(tiles.exit_order, device)
-        self.exit_entry = on_device(tiles.exit_entry, device)
-        self.exported = on_device(tiles.exported, device)
-        self.straight = _straight(tiles)
-
-
-def _straight(tiles: Tiles) -> list[bool]:
-    """[levels]: whether exit i starts from exit i of the level before, for all i, as along a chain."""
-    found, before = [], 1
-    for first, stop in tiles.levels:
-        found.append(np.array_equal(tiles.exit_entry[first:stop], np.arange(before)))
-        before = stop - first
-    return found
-
-
-def _on_device(tiles: TileClass, ends: Tensor) -> _Class:
-    device = ends.device
-    count, size = tiles.index.shape
-    index = on_device(tiles.index, device)
-    filled = torch.arange(size, device=device) < on_device(tiles.length, device)[:, None]
-    seen = (index[:, None, :] <= index[:, :, None]) & (index[:, :, None] < ends[index][:, None, :])
-    seen &= filled[:, None, :] & filled[:, :, None]
-    tile, slot = on_device(tiles.exit_tile, device), on_device(tiles.exit_slot, device)
-    return _Class(
-        index=index.flatten(),
-        shape=(count, size),
-        hidden=~seen,
-        entry=on_device(tiles.entry, device),
-        exit_tile=tile,
-        exit_slot=slot,
-        exit_hidden=~seen[tile, slot],
-        one_each=np.array_equal(tiles.exit_tile, np.arange(count)),
-    )
-
-
 class _Linear(NamedTuple):
     """The linear maps of one class, from the state that a tile starts from to its outputs and exit states."""
 
@@ -257,7 +254,7 @@ def gated_delta(
     with torch.autocast(query.device.type, enabled=False):
         query, key, value, decay, beta = (x.to(wide) for x in (query, key, value, decay, beta))
         query, key = _unit(query) * query.shape[-1] ** -0.5, _unit(key)
-        stateless = state is None and not forest.tiles.from_states
+        stateless = state is None and not forest.starts_from_exits
         made = [_tile(query, key, value, decay, beta, tiles, stateless=stateless) for tiles in forest.classes]
         states = None
         if len(forest.exit_order):
@@ -281,7 +278,7 @@ def gated_delta(
 
 
 def _tile(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, tiles: _Class, *, stateless: bool
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, tiles: TileClass, *, stateless: bool
 ) -> _Linear:
     """The linear maps of the tiles of one class."""
     n, size = tiles.shape
@@ -328,9 +325,8 @@ def _states(made: list[_Linear], forest: DeltaTiles, before: Tensor, *, stateles
         return torch.cat([*found, exit_out])
     exit_of_state = torch.cat([x.exit_of_state for x in made if x.exit_of_state is not None])
     exit_of_state = exit_of_state.index_select(0, forest.exit_order)
-    counts = [stop - first for first, stop in forest.tiles.levels]
     for number, (out, of_state, entry) in enumerate(
-        zip(exit_out.split(counts), exit_of_state.split(counts), forest.exit_entry.split(counts))
+        zip(*(x.split(forest.counts) for x in (exit_out, exit_of_state, forest.exit_entry)))
     ):
         above = found[-1] if forest.straight[number] else found[-1].index_select(0, entry)
         found.append(_product_plus(out, of_state, above))

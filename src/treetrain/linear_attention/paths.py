@@ -1,16 +1,16 @@
 """Recurrence along the paths of one packed run, as the recurrent layers of a forward call it."""
 
 from collections.abc import Hashable
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from treetrain.device_arrays import on_device
 from treetrain.linear_attention.backends import KERNELS, choose_for, choose_rule, load_kernel
 from treetrain.linear_attention.convolution import Taps, convolve, make_taps
-from treetrain.linear_attention.delta_rule import DeltaTiles, gated_delta, make_tiles
-from treetrain.linear_attention.scans import Scans, make_segments, scanned_gated_delta
+from treetrain.linear_attention.delta_rule import DeltaTiles, gated_delta
+from treetrain.linear_attention.scans import Scans, scanned_gated_delta
 from treetrain.linear_attention.state_cache import StateView
 from treetrain.softmax_attention.backends import Choice
 from treetrain.tree.layout import PackedLayout
@@ -29,8 +29,6 @@ class Paths:
         self._layout, self._device, self._states = layout, device, states
         self._exported = _NONE if states is None else states.exported
         self._taps: dict[int, Taps] = {}
-        self._tiles: DeltaTiles | None = None
-        self._scans: Scans | None = None
         self.rule: Choice | None = None
         """The implementation of the gated delta rule that ran last, and why; None before the first."""
 
@@ -69,12 +67,13 @@ class Paths:
         state = None
         if self._states is not None and self._states.continues:
             state = self._states.enter((layer, "state"), key, value, decay, beta)
-        self.rule = self._choose(choose_rule(query.device, query.dtype, query.shape[-1], value.shape[-1]))
+        rule = choose_rule(query.device, query.dtype, query.shape[-1], value.shape[-1])
+        self.rule = choose_for(self._scans, rule) if rule.name == KERNELS else rule
+        given = query, key, value, decay, beta
         if self.rule.name == KERNELS:
-            made = scanned_gated_delta(query, key, value, decay, beta, self._delta_scans(), state, load_kernel())
+            out, handed_on = scanned_gated_delta(*given, self._scans, state, load_kernel())
         else:
-            made = gated_delta(query, key, value, decay, beta, self._delta_tiles(), state)
-        out, handed_on = made
+            out, handed_on = gated_delta(*given, self._tiles, state)
         if self._states is None or handed_on is None:
             return out
         return self._states.export((layer, "state"), out, handed_on)
@@ -84,16 +83,10 @@ class Paths:
             self._taps[width] = make_taps(self._layout.parent, self._exported, width, self._device)
         return self._taps[width]
 
-    def _choose(self, rule: Choice) -> Choice:
-        return choose_for(self._delta_scans().segments, rule) if rule.name == KERNELS else rule
+    @cached_property
+    def _scans(self) -> Scans:
+        return Scans(self._layout, self._exported, self._device)
 
-    def _delta_scans(self) -> Scans:
-        if self._scans is None:
-            self._scans = Scans(make_segments(self._layout, self._exported), self._device)
-        return self._scans
-
-    def _delta_tiles(self) -> DeltaTiles:
-        if self._tiles is None:
-            ends = on_device(self._layout.ends, self._device)
-            self._tiles = DeltaTiles(make_tiles(self._layout, self._exported), ends)
-        return self._tiles
+    @cached_property
+    def _tiles(self) -> DeltaTiles:
+        return DeltaTiles(self._layout, self._exported, self._device)

@@ -10,7 +10,6 @@ tokens in a call.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,105 +18,22 @@ from torch import Tensor
 
 from treetrain.device_arrays import on_device
 from treetrain.linear_attention.delta_rule import levels_of
-from treetrain.tree.assemble import Int64s
+from treetrain.tree.assemble import Int64s, ranges
 from treetrain.tree.layout import PackedLayout
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """Runs that one call scans: n runs, t tokens in total."""
+class Call(NamedTuple):
+    """Runs that one call scans, on the device: n runs, t tokens in total."""
 
-    offsets: Int64s
+    tokens: int
+    """t."""
+    offsets: Tensor
     """int64 [n + 1]: where each run starts among the call's tokens."""
-    entry: Int64s
+    offsets_cpu: Tensor
+    entry: Tensor
     """int64 [n]: index of the state that each run starts from. In a level it counts the final states of the level
     before (0 in the first level: the state before the roots). In the last call it counts all states: 0 is the state
     before the roots, 1 + e that of end e."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Segments:
-    """The runs of a forest of N tokens by call, and the E ends of runs whose final state is needed."""
-
-    order: Int64s
-    """int64 [N]: the tokens in the order of the calls."""
-    levels: tuple[Call, ...]
-    """Runs whose final state is needed. Ends are numbered in this order, from 0."""
-    last: Call | None
-    """Runs whose final state is not needed."""
-    exported: Int64s
-    """int64 [x]: the number of the end at every exported token."""
-
-    @property
-    def calls(self) -> int:
-        """Number of kernel calls in a forward."""
-        return len(self.levels) + (self.last is not None)
-
-    @property
-    def runs(self) -> int:
-        """Number of runs in all calls."""
-        return sum(len(call.entry) for call in self._calls)
-
-    def slots(self, chunk: int) -> int:
-        """Number of tokens with every run padded to whole chunks, as the kernels compute them."""
-        return sum(int((-(-np.diff(call.offsets) // chunk)).sum()) * chunk for call in self._calls)
-
-    @property
-    def _calls(self) -> tuple[Call, ...]:
-        return self.levels if self.last is None else (*self.levels, self.last)
-
-
-def make_segments(layout: PackedLayout, exported: Int64s) -> Segments:
-    """Cut a forest.
-
-    Args:
-        layout: N tokens, N > 0.
-        exported: int64 [x]: tokens whose state is exported.
-    """
-    tokens = np.arange(layout.num_tokens)
-    children = np.bincount(layout.parent[layout.parent >= 0], minlength=len(tokens))
-    wanted = np.zeros(len(tokens), bool)
-    wanted[exported] = True
-    begins = (layout.parent != tokens - 1) | np.append(True, (children[:-1] != 1) | wanted[:-1])
-    start = np.flatnonzero(begins)
-    length = np.diff(start, append=len(tokens))
-    run_of = np.cumsum(begins) - 1
-    above = np.where(layout.parent[start] >= 0, run_of[layout.parent[start]], -1)
-    end = start + length - 1
-    level = levels_of(above)
-    goes_on = (children[end] > 0) | wanted[end]
-
-    inner = np.flatnonzero(goes_on)[np.argsort(level[goes_on], kind="stable")]
-    number = np.full(len(start), -1, np.int64)  # number of each run's end
-    number[inner] = np.arange(len(inner))
-    counts = np.bincount(level[inner])
-    first = np.cumsum(counts) - counts
-    levels = []
-    for depth, (begin, count) in enumerate(zip(first.tolist(), counts.tolist())):
-        runs = inner[begin : begin + count]
-        entry = number[above[runs]] - first[depth - 1] if depth else np.zeros(count, np.int64)
-        levels.append(Call(offsets=_offsets(length[runs]), entry=entry))
-    rest = np.flatnonzero(~goes_on)
-    last = None
-    if len(rest):
-        entry = np.where(above[rest] >= 0, 1 + number[above[rest]], 0)
-        last = Call(offsets=_offsets(length[rest]), entry=entry)
-    return Segments(
-        order=_tokens_of(np.concatenate([inner, rest]), start, length),
-        levels=tuple(levels),
-        last=last,
-        exported=number[run_of[exported]],
-    )
-
-
-def _tokens_of(runs: Int64s, start: Int64s, length: Int64s) -> Int64s:
-    """The tokens of these runs, concatenated."""
-    before = np.cumsum(length[runs]) - length[runs]
-    return np.arange(int(length[runs].sum())) + np.repeat(start[runs] - before, length[runs])
-
-
-def _offsets(length: Int64s) -> Int64s:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(length)])
 
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
@@ -127,30 +43,69 @@ cu_seqlens_cpu [n + 1], use_qk_l2norm_in_kernel -> out [1, t, H, V] in the dtype
 [n, H, K, V] in that of the initial ones."""
 
 
-class _Call(NamedTuple):
-    """A call on the device."""
-
-    tokens: int
-    offsets: Tensor
-    offsets_cpu: Tensor
-    entry: Tensor
-
-
 class Scans:
-    """The calls of a forest on a device, shared by all layers of a run."""
+    """The calls of a forest on a device, shared by all layers of a run, and the E ends whose final state is needed.
 
-    def __init__(self, segments: Segments, device: torch.device):
-        self.segments = segments
-        self.levels = [_on_device(call, device) for call in segments.levels]
-        self.last = None if segments.last is None else _on_device(segments.last, device)
-        self.order = on_device(segments.order, device)
-        self.place = on_device(np.argsort(segments.order, kind="stable"), device)
-        self.exported = on_device(segments.exported, device)
+    Args:
+        layout: N tokens, N > 0.
+        exported: int64 [x]: tokens whose state is exported.
+    """
+
+    def __init__(self, layout: PackedLayout, exported: Int64s, device: torch.device):
+        tokens = np.arange(layout.num_tokens)
+        children = np.bincount(layout.parent[layout.parent >= 0], minlength=len(tokens))
+        wanted = np.zeros(len(tokens), bool)
+        wanted[exported] = True
+        begins = (layout.parent != tokens - 1) | np.append(True, (children[:-1] != 1) | wanted[:-1])
+        start = np.flatnonzero(begins)
+        self._length = length = np.diff(start, append=len(tokens))
+        run_of = np.cumsum(begins) - 1
+        above = np.where(layout.parent[start] >= 0, run_of[layout.parent[start]], -1)
+        end = start + length - 1
+        level = levels_of(above)
+        goes_on = (children[end] > 0) | wanted[end]
+
+        inner = np.flatnonzero(goes_on)[np.argsort(level[goes_on], kind="stable")]
+        number = np.full(len(start), -1, np.int64)  # number of each run's end
+        number[inner] = np.arange(len(inner))
+        counts = np.bincount(level[inner])
+        first = np.cumsum(counts) - counts
+        self.levels: list[Call] = []
+        """Runs whose final state is needed. Ends are numbered in this order, from 0."""
+        for depth, (begin, count) in enumerate(zip(first.tolist(), counts.tolist())):
+            runs = inner[begin : begin + count]
+            entry = number[above[runs]] - first[depth - 1] if depth else np.zeros(count, np.int64)
+            self.levels.append(_call(length[runs], entry, device))
+        rest = np.flatnonzero(~goes_on)
+        entry = np.where(above[rest] >= 0, 1 + number[above[rest]], 0)
+        self.last = _call(length[rest], entry, device) if len(rest) else None
+        """Runs whose final state is not needed."""
+        runs = np.concatenate([inner, rest])
+        order = ranges(start[runs], length[runs])
+        self.order = on_device(order, device)
+        """int64 [N]: the tokens in the order of the calls."""
+        self.place = on_device(np.argsort(order, kind="stable"), device)
+        self.exported = on_device(number[run_of[exported]], device)
+        """int64 [x]: the number of the end at every exported token."""
+
+    @property
+    def calls(self) -> int:
+        """Number of kernel calls in a forward."""
+        return len(self.levels) + (self.last is not None)
+
+    @property
+    def runs(self) -> int:
+        """Number of runs in all calls."""
+        return len(self._length)
+
+    def slots(self, chunk: int) -> int:
+        """Number of tokens with every run padded to whole chunks, as the kernels compute them."""
+        return int((-(-self._length // chunk)).sum()) * chunk
 
 
-def _on_device(call: Call, device: torch.device) -> _Call:
-    offsets = torch.from_numpy(call.offsets)
-    return _Call(int(call.offsets[-1]), on_device(call.offsets, device), offsets, on_device(call.entry, device))
+def _call(length: Int64s, entry: Int64s, device: torch.device) -> Call:
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(length)])
+    return Call(int(offsets[-1]), on_device(offsets, device), torch.from_numpy(offsets), on_device(entry, device))
 
 
 def scanned_gated_delta(
@@ -187,7 +142,7 @@ def scanned_gated_delta(
     return out, found.index_select(0, scans.exported + 1) if len(scans.exported) else None
 
 
-def _scan(kernel: Kernel, piece: Any, call: _Call, entry: Tensor, *, final: bool) -> tuple[Tensor, Any]:
+def _scan(kernel: Kernel, piece: Any, call: Call, entry: Tensor, *, final: bool) -> tuple[Tensor, Any]:
     query, key, value, decay, beta = (x.unsqueeze(0) for x in piece)
     out, after = kernel(
         query,

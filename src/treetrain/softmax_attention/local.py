@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treetrain.softmax_attention.forks import Ancestors, tokens_in
+from treetrain.softmax_attention.fork_blocks import Ancestors, tokens_in
 from treetrain.softmax_attention.schedule import (
     KEY_PAIRS,
     QUERY_PAIRS,

@@ -9,7 +9,7 @@ Every visible pair is in exactly one call. The kinds of calls are (docs/design.m
   that is an ancestor of any token of the run is an ancestor of the first one too). Tiles of similar size are padded and
   computed by one masked call. Short rows without a fork are batched in the same way, causally.
 - a *block*: one rectangle for the light subtrees of consecutive forks of a chain, and tiles that also gather the chain
-  below the first of these forks (forks.py). It serves many small subtrees along a chain.
+  below the first of these forks (fork_blocks.py). It serves many small subtrees along a chain.
 
 The kind is chosen for each subtree, bottom-up, by predicted cost in query-key pairs; a call costs ``call_pairs`` pairs
 on top of its own.
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from treetrain.softmax_attention.forks import Ancestors, fork_blocks, path_tops, tokens_in
+from treetrain.softmax_attention.fork_blocks import Ancestors, fork_blocks, path_tops, tokens_in
 from treetrain.tree.attention_range import FULL, AttentionRange
 
 TILE = 64

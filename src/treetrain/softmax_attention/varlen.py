@@ -28,7 +28,7 @@ from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import pad
 
 from treetrain.device_arrays import to_device
-from treetrain.softmax_attention.forks import path_tops
+from treetrain.softmax_attention.fork_blocks import path_tops
 from treetrain.softmax_attention.kernels import sink_gradient
 from treetrain.softmax_attention.kv_cache import KVCacheView
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
