@@ -132,6 +132,7 @@ def test_the_page_is_one_small_file_that_no_text_breaks_out_of(tmp_path) -> None
         inspect_rows(rows, SHAPE, tokenizer=tokenizer, files=[evil], notes=[evil]), tmp_path / "a" / "b.html"
     )
     text = page.read_text(encoding="utf-8")
+    assert "Train as a tree: " in text and "Why there is not more sharing" in text
     assert page.stat().st_size < PAGE_BYTES and "alert(1)</script>" not in text and "folded into" in text
     assert not re.findall(r'(?:src|href)="(?!data:,)', text) and "http" not in text.replace("www.w3.org", "")
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])

@@ -21,7 +21,7 @@ STYLE = files("treetrain.inspection").joinpath("page.css").read_text(encoding="u
 """The style sheet of all pages."""
 PAGE_BYTES = 2_000_000
 LISTED = 20
-WIDTH, HEIGHT = 340, 112
+WIDTH, HEIGHT = 270, 112
 """Size of a chart, without its labels."""
 
 
@@ -84,7 +84,9 @@ def _page(inspection: Inspection, most: int) -> str:
         # Escaped, no text can end the script element.
         data=Markup(written.replace("<", "\\u003c")),
         largest=_largest(picture, texts),
-        findings=_findings(inspection),
+        verdict=inspection.verdict(),
+        findings=inspection.diagnosis.sections(),
+        views=inspection.views,
         charts=charts(tree),
         plan=None if plan is None else plan.explain(),
         notes=inspection.notes,
@@ -107,11 +109,14 @@ def _tiles(inspection: Inspection) -> list[tuple[str, str, str]]:
         ("tokens computed", _short(stats.unique), f"of {stats.flat:,} in rows: {stats.token_speedup:.2f}× fewer"),
         ("overlap", f"{stats.overlap:.1%}", "of the tokens in rows are there already"),
         ("trajectories", f"{stats.trajectories:,}", f"in {stats.trees:,} tree{'s' * (stats.trees != 1)}{repeats}"),
-        ("longest path", f"{stats.longest_path:,}", f"tokens; {stats.max_forks_on_path:,} forks on one path at most"),
         ("trained tokens", _short(stats.trained_flat), f"in rows, {stats.trained_unique:,} in the tree"),
     ]
+    speeds = {one.order: f"{one.flop_speedup:.2f}×" for one in inspection.batches}
+    if speeds:
+        others = f"grouped by prefix; {speeds['file']} in file order, {speeds['shuffled']} shuffled"
+        tiles.insert(1, (f"in batches of {inspection.batches[0].size}", speeds["grouped"], others))
     if groups:
-        tiles.insert(3, ("within groups", f"{groups['overlap']:.1%}", f"overlap, over {groups['count']:,} groups"))
+        tiles.insert(-2, ("within groups", f"{groups['overlap']:.1%}", f"overlap, over {groups['count']:,} groups"))
     return tiles
 
 
@@ -121,10 +126,6 @@ def _short(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g}{unit}"
     return f"{count:,}"
-
-
-def _findings(inspection: Inspection) -> list[dict[str, str]]:
-    return [{"title": title, "text": text} for title, text in inspection.diagnosis.sections()]
 
 
 def _largest(picture: Picture, texts: Sequence[str]) -> list[dict[str, Any]]:
