@@ -255,7 +255,7 @@ class _Path:
         counts, unique = self.counts, self.counts["unique"]
         speedup = dedup = None
         if shape is not None:
-            ranges = getattr(shape, "attention_ranges", (FULL,))
+            ranges = shape.attention_ranges
             depths = np.arange(len(self.needed_at))
             pairs: Pairs = {one: int(one.seen(depths) @ self.needed_at) for one in ranges}
             pairs = pairs[FULL] if tuple(ranges) == (FULL,) else pairs

@@ -139,9 +139,10 @@ def tree_work(tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,)) -> Wo
     uses, _ = tree.trained_edges()
     edges = np.flatnonzero(uses)
     kept = needed_tokens(tree, edges)
-    return Work(
-        int(kept.sum()), pairs_at(tree.depth[kept].astype(np.int64), ranges), len(np.unique(tree.parent[edges]))
-    )
+    predicts = np.zeros(tree.num_tokens, bool)  # much faster than np.unique
+    predicts[tree.parent[edges]] = True
+    pairs = pairs_at(tree.depth[kept].astype(np.int64), ranges)
+    return Work(int(kept.sum()), pairs, int(predicts.sum()))
 
 
 def linear_work(tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,), *, dedup: bool = False) -> Work:
