@@ -83,7 +83,8 @@ def padded(row, width):
 
 CLEAN = conversations()
 LONGEST = max(map(len, CLEAN))
-LATER, HEADS = 60, 20
+LATER = 60
+EVERY = 80
 
 
 def shuffled(group, trial):
@@ -92,7 +93,7 @@ def shuffled(group, trial):
 
 PLANTED = {
     "padding": ([padded(row, LONGEST) for row in CLEAN], sum(len(row) < LONGEST for row in CLEAN)),
-    "front": ([bos(row) if row.episode == 1 else row for row in CLEAN], 5),
+    "front": ([bos(row) if row.episode == 1 else row for row in CLEAN], 20),
     "truncation": (conversations(turns=6, window=lambda call: min(call, 2)), 3 * 20),
     "think": (conversations(history=lambda think, answer: answer), LATER),
     "rewritten": (
@@ -101,11 +102,11 @@ PLANTED = {
     ),
     "retokenised": (conversations(history=lambda think, answer: [*think, JOINED, *answer[2:]]), LATER),
     "whitespace": (conversations(history=lambda think, answer: think + answer[:-2] + answer[-1:]), LATER),
-    "order": (conversations(tools=shuffled), HEADS - 1),
-    "tool list": (conversations(tools=lambda group, trial: TOOLS if trial else TOOLS[:2] + TOOLS[3:]), 5),
+    "order": (conversations(tools=shuffled), EVERY - 4),
+    "tool list": (conversations(tools=lambda group, trial: TOOLS if trial else TOOLS[:2] + TOOLS[3:]), 20),
     "values": (
         conversations(system=lambda group, trial: words((1,), 40)[:30] + words((group, trial, 11), 3)),
-        HEADS - 1,
+        EVERY - 4,
     ),
 }  # fmt: skip
 CLEAN_OF = {
@@ -192,17 +193,24 @@ def test_sampled_answers_that_differ_are_no_loss_however_much_they_agree_later()
     assert diagnose(rows, COUNTS).causes == ()
 
 
-def test_calls_of_sub_agents_start_new_contexts_and_are_compared_with_the_call_that_they_continue():
-    main, sub = ([row for row in conversations(1, 1, 3, system=lambda *_, s=s: words((30, s), 50))] for s in (0, 1))
-    inner = [row.replace(ids=row.ids[-90:], loss_weights=row.loss_weights[-90:]) for row in sub[:1]]
-    order = [main[0], inner[0], main[1], main[2]]
-    found = diagnose(order, COUNTS, Words())
+def test_a_sub_agent_starts_a_new_context_and_its_caller_goes_on_from_its_own_last_call():
+    calls = conversations(1, 1, 3)
+    agent = calls[0].replace(ids=words((30,), 200), loss_weights=[0] * 150 + [1] * 50)
+    found = diagnose([calls[0], agent, *calls[1:]], COUNTS, Words())
     assert (found.successive, found.broken, found.unrelated) == (3, 1, 1) and found.causes == ()
+
+
+def test_a_call_with_a_token_in_front_is_compared_with_the_call_before_it_not_with_an_older_one_that_has_it_too():
+    rows = [bos(row) if number % 2 else row for number, row in enumerate(CLEAN)]
+    (lost,) = diagnose(rows, COUNTS).causes
+    assert lost.cause == "front" and build_tree(rows).num_tokens - lost.tokens == build_tree(CLEAN).num_tokens
 
 
 def test_rows_of_different_keys_are_never_compared():
     rows = [row.replace(key=row.episode) for row in PLANTED["values"][0]]
-    assert {lost.rows for lost in diagnose(rows, COUNTS, Words()).causes} == {16}  # four prompts less for four keys
+    assert {lost.rows for lost in diagnose(rows, COUNTS, Words()).causes} == {
+        64
+    }  # the four calls of one conversation less for each of four keys
 
 
 def test_every_cause_has_a_name_and_a_change():

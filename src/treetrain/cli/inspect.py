@@ -184,33 +184,23 @@ def _print(inspection: "Inspection", listed: int) -> None:
         out.print(table(list(forms), cells, title=f"largest {len(cells)} of {groups['count']} groups"))
     if inspection.stats.unique:
         out.print(_picture(inspection))
-    if inspection.views:
+    if len({one.flat for one in inspection.views if one.template == "chatml"}) > 1:  # several calls in a conversation
         cheapest = min(one.linear_flops for one in inspection.views)
-        columns = [
-            "view",
-            "template",
-            "rows",
-            "flat",
-            "unique",
-            "trained",
-            "TFLOPs alone",
-            "as tree",
-            "",
-            "vs cheapest",
-        ]
+        counted = ["rows", "flat", "unique", "trained"]
+        columns = ["view", "template", *counted, "TFLOPs by rows", "as a tree", "speed-up", "over cheapest rows"]
         cells = [
             [
                 one.view,
                 one.template,
-                *(f"{count:,}" for count in (one.rows, one.flat, one.unique, one.trained)),
+                *(f"{getattr(one, name):,}" for name in counted),
                 *(f"{flops / 1e12:,.0f}" for flops in (one.linear_flops, one.tree_flops)),
                 *(f"{flops / one.tree_flops:.2f}x" if flops else "" for flops in (one.linear_flops, cheapest)),
             ]
             for one in inspection.views
         ]
-        title = f"the same conversations, in both views (at most the first {COMPARED})"
+        title = f"\nthe same conversations in both views (at most the first {COMPARED})"
         out.print(table(columns, cells, title=title))
-    out.print("\nwhy not more: " + inspection.diagnosis.explain(), markup=False, soft_wrap=True)
+    out.print(f"\nwhy not more: {inspection.diagnosis.explain()}", markup=False, soft_wrap=True)
     if inspection.plan is not None:
         told = f"\nthe file as one batch, on the shape {inspection.shape.words}:\n\n{inspection.plan.explain()}"
         out.print(told, markup=False, soft_wrap=True)

@@ -104,21 +104,30 @@ def _hashes(ids: Ids) -> NDArray[np.uint64]:
 
 
 def _agreement(first: Ids, second: Ids) -> tuple[int, int] | None:
-    """The least numbers of tokens to skip in both, so that the next `RUN` tokens are equal."""
+    """Where both agree again: how many tokens to skip in each.
+
+    This is the place that skips fewest tokens, unless it may be a phrase that is repeated: if fewer tokens agree there
+    than are skipped, or a quarter of those that agree where tokens are only missing in one of the two.
+    """
+    one, other = (_run_hashes(ids[: WINDOWS[-1]]) for ids in (first, second))
+    if not one.size or not other.size:
+        return None
+    missing = [(int(i), 0) for i in np.flatnonzero(one == other[0])[:4]]
+    missing += [(0, int(j)) for j in np.flatnonzero(other == one[0])[:4]]
+    best = max(((common_prefix(first[i:], second[j:]), i, j) for i, j in missing), default=(0, 0, 0))
     for window in WINDOWS:
-        one, other = (_run_hashes(ids[:window]) for ids in (first, second))
-        if one.size and other.size:
-            values, at = np.unique(one, return_index=True)  # the first position of each run
-            place = np.minimum(np.searchsorted(values, other), values.size - 1)
-            hits = np.flatnonzero(values[place] == other)
-            skipped = hits + at[place[hits]]
-            for best in np.argsort(skipped, kind="stable")[:4].tolist():
-                i, j = int(at[place[hits[best]]]), int(hits[best])
-                if np.array_equal(first[i : i + RUN], second[j : j + RUN]):
-                    return i, j
-        if max(first.size, second.size) <= window:
+        values, at = np.unique(one[:window], return_index=True)  # the first position of each run
+        place = np.minimum(np.searchsorted(values, other[:window]), values.size - 1)
+        hits = np.flatnonzero(values[place] == other[:window])
+        near = hits[np.argsort(hits + at[place[hits]], kind="stable")[:4]].tolist()
+        found = [(common_prefix(first[at[place[j]] :], second[j:]), int(at[place[j]]), j) for j in near]
+        for run, i, j in found:
+            if run >= max(RUN, i, j) and 4 * run >= best[0]:
+                return i, j
+        best = max([best, *found])
+        if max(one.size, other.size) <= window:
             break
-    return None
+    return best[1:] if best[0] >= RUN else None
 
 
 def _run_hashes(ids: Ids) -> NDArray[np.uint64]:

@@ -75,7 +75,7 @@ CAUSES: dict[str, tuple[str, str]] = {
         "sort the tools, and the keys of their schemas, before the prompt is rendered",
     ),
     "tool list": (
-        "different lists of tools",
+        "different tools, or different schemas of the same tools",
         "offer all rows the same tools, or put the tools that vary last",
     ),
     "values": (
@@ -90,7 +90,6 @@ CAUSES: dict[str, tuple[str, str]] = {
 """Every cause: its name in reports, and what to change."""
 
 _THINK = re.compile(r"</?(?:think|thinking|reasoning|thought)>|\[/?THINK\]|<\|channel\|>|<\|(?:START|END)_THINKING\|>")
-_TOOL = re.compile(r'"name":\s*"([^"]+)"')
 _TOOL_SCHEMA = re.compile(r'"(?:parameters|properties|description|function|input_schema)"')
 
 
@@ -116,7 +115,7 @@ class LostSharing:
     cause: str
     """A key of `CAUSES`."""
     rows: int
-    """Rows that differ from their partner for this cause."""
+    """Rows that differ from their partner for this cause, and those that share the difference with them."""
     tokens: int
     """Unique tokens that repairing it saves, once the causes listed before it are repaired."""
     flops: float
@@ -230,8 +229,7 @@ def diagnose(rows: Sequence[Trajectory], counts: ModelCounts, tokenizer: Any = N
     search = _Search(rows, tokenizer)
     search.run()
     first = dict(search.examples())
-    found = Counter(cause for link in search.links for cause in {edit.cause for edit in link.edits})
-    found.update({"padding": search.padded} if search.padded else {})
+    found = search.affected()
     places = {cause: search.mean_position(cause) for cause in found}
     # Recorded experts keep equal tokens apart; without them, both sides of the comparison are the same.
     tree = build_tree(search.repaired(()))
@@ -339,9 +337,12 @@ class _Search:
             partner, most = partners[row]
             if most < shared + RUN:
                 partner, most = before, shared
-            link = self._later_call(row, partner, most, certain=certain)
-            if link is None and not certain and partner != before:
-                link = self._later_call(row, before, shared, certain=False)
+            link = None
+            if partner != before and shared < self.ids[before].size:
+                # A row may continue the call before it and still share more with an older one.
+                link = self._later_call(row, before, shared, certain=False, least=most)
+            if link is None:
+                link = self._later_call(row, partner, most, certain=certain)
             if link is not None:
                 found.append(link)
         if not certain:
@@ -350,7 +351,14 @@ class _Search:
             self.successive += len(found)
         return found
 
-    def _later_call(self, row: int, partner: int, shared: int, *, certain: bool) -> _Link | None:
+    def _later_call(self, row: int, partner: int, shared: int, *, certain: bool, least: int = 0) -> _Link | None:
+        """The link from a call to the call that it continues; None if it does not.
+
+        Args:
+            shared: leading tokens that both share.
+            certain: as in `_later_calls`.
+            least: tokens in which they must agree at least, if it is not certain.
+        """
         first, second = self.ids[partner], self.ids[row][: self.context[row]]
         if not certain and not (self.masked[row] and self.trained[partner].any()):
             return None
@@ -364,7 +372,9 @@ class _Search:
         found = align(first, second, to_end=True)
         edits = self._classified(row, partner, found, later=True)
         if not certain:
-            whole = found.first_end == first.size and found.agreed >= max(self.context[partner] // 2, RUN)
+            if not found.gaps:
+                return None
+            whole = found.first_end == first.size and found.agreed >= max(self.context[partner] // 2, RUN, least)
             # Two answers to prompts that differ are no calls of one conversation: the answer must be there too.
             answer = self.trained[partner].sum()
             for gap in found.gaps:
@@ -410,6 +420,8 @@ class _Search:
                     edits = self._classified(number, candidate, found, later=False)
                     if edits:
                         best, most = _linked(number, candidate, found, edits), found.agreed
+            if best is None and shared:
+                best = _Link(number, partner, [], shared, shared)
             if best is not None:
                 self.links += [best._replace(row=row) for row in same_as[number]]
 
@@ -418,7 +430,7 @@ class _Search:
     def _classified(self, row: int, partner: int, found: Alignment, *, later: bool) -> list[_Edit]:
         """The gaps with their causes, up to the first that is no lost sharing."""
         edits = self._tools(row, partner, found, later=later)
-        done = edits[-1].gap.second_stop if edits else 0
+        done = edits[-1].gap.second_stop if edits else -1
         for number, gap in enumerate(found.gaps):
             if gap.second_stop <= done:
                 continue
@@ -442,7 +454,7 @@ class _Search:
         kind = None if self.tokenizer is None else self._textual(row, partner, gap)
         if kind in ("retokenised", "whitespace"):
             return kind
-        if ours.size == 0 and (at_front or (later and not self.turn_ends.isdisjoint(theirs.tolist()))):
+        if self._is_cut(gap) or (ours.size == 0 and (later and not self.turn_ends.isdisjoint(theirs.tolist()))):
             return "truncation"
         if kind is not None:
             return kind
@@ -451,6 +463,10 @@ class _Search:
         if not later or gap.second_start < self._system_end(partner):
             return "values"
         return "changed" if self.tokenizer is None else "rewritten"
+
+    def _is_cut(self, gap: Gap) -> bool:
+        """Whether a row lacks the beginning of its partner, but for a token or two that are alike."""
+        return gap.second_start == gap.second_stop < 4 and gap.first_stop - gap.first_start > 1
 
     def _system_end(self, row: int) -> int:
         """Tokens before the first end of a turn: the system prompt, if there is one."""
@@ -484,25 +500,25 @@ class _Search:
 
     def _tools(self, row: int, partner: int, found: Alignment, *, later: bool) -> list[_Edit]:
         """The gaps in the tools of a prompt as one difference; empty if the tools are the same."""
-        if self.tokenizer is None or not found.gaps:
+        if self.tokenizer is None or not found.gaps or self._is_cut(found.gaps[0]):
             return []
         end = self._system_end(partner) if later else self.context[partner]
         gaps = [gap for gap in found.gaps if gap.first_start < end]
         if not gaps or found.run_after(len(gaps) - 1) < RUN:
             return []
         gap = Gap(gaps[0].first_start, gaps[-1].first_stop, gaps[0].second_start, gaps[-1].second_stop)
-        lists = []
-        for ids, start, stop in (
-            (self.ids[partner], gap.first_start, gap.first_stop),
-            (self.ids[row], gap.second_start, gap.second_stop),
+        decode, ours, theirs = self.tokenizer.decode, self.ids[row], self.ids[partner]
+        spans = ((theirs, gap.first_start, gap.first_stop), (ours, gap.second_start, gap.second_stop))
+        around = (ours[max(gap.second_start - SHOWN, 0) : gap.second_start], ours[gap.second_stop :][:SHOWN])
+        if not any(_TOOL_SCHEMA.search(decode(self._ends(*span))) for span in spans) and not all(
+            _TOOL_SCHEMA.search(decode(ids)) for ids in around
         ):
-            near = self._ends(ids, max(start - AROUND, 0), min(stop + AROUND, ids.size))
-            if not _TOOL_SCHEMA.search(self.tokenizer.decode(near)):
-                return []
-            lists.append(_TOOL.findall(self.tokenizer.decode(ids[: stop + AROUND])))
-        if lists[0] == lists[1]:
             return []
-        return [_Edit(gap, "order" if sorted(lists[0]) == sorted(lists[1]) else "tool list")]
+        texts = [decode(ids[start : stop + AROUND]) for ids, start, stop in spans]
+        one, other = texts
+        if "".join(one.split()) == "".join(other.split()):
+            return []
+        return [_Edit(gap, "order" if Counter(one) == Counter(other) else "tool list")]
 
     # Repairs
 
@@ -547,6 +563,17 @@ class _Search:
             else row
             for number, row in enumerate(self.rows)
         ]
+
+    def affected(self) -> Counter[str]:
+        """For each cause, the rows that differ from their partner or share such a difference with it."""
+        places: dict[int, dict[str, int]] = {}  # where the differences of a row end, in its own tokens, about
+        for link in self.links:
+            shared = {cause: end for cause, end in places.get(link.partner, {}).items() if end <= link.partner_end}
+            own = {edit.cause: edit.gap.second_stop for edit in link.edits}
+            if shared or own:
+                places[link.row] = shared | own
+        found = Counter(cause for causes in places.values() for cause in causes)
+        return found + Counter({"padding": self.padded})
 
     def mean_position(self, cause: str) -> float:
         """Where in a row the differences of a cause lie."""

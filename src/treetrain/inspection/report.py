@@ -92,19 +92,21 @@ class Inspection:
         causes, repaired = self.diagnosis.causes, self.diagnosis.repaired_flop_speedup
         fix = ""
         if causes and repaired >= WORTH * whole:
-            worst = max(causes, key=lambda lost: lost.flops)
+            worst = max(causes, key=lambda lost: lost.tokens)
             others = f" and {len(causes) - 1} more" if len(causes) > 1 else ""
-            fix = f"; fix first: {worst.title}{others} ({repaired:.2f}x in place of {whole:.2f}x for all rows at once)"
+            fix = (
+                f"; fix first: {worst.title}{others} (then {repaired:.2f}x in place of {whole:.2f}x, all rows at once)"
+            )
+        model = f"on {self.shape.name} by FLOPs"
         if here < WORTH:
-            return f"Train as a tree: {'not yet' if fix else 'no'}, {here:.2f}x on {self.shape.name}{fix}."
-        said = f"Train as a tree: yes, {here:.2f}x expected on {self.shape.name} by FLOPs"
+            return f"Train as a tree: {'not yet' if fix else 'no'}, {here:.2f}x {model}{fix}."
+        said = f"Train as a tree: yes, {here:.2f}x {model}"
         if self.batches:
-            said += f" in batches of {self.batches[0].size} rows grouped by prefix"
-            if by_order["shuffled"] * WORTH < here:
-                said += f" (shuffled {by_order['shuffled']:.2f}x)"
+            shuffled = f", {by_order['shuffled']:.2f}x shuffled" if by_order["shuffled"] * WORTH < here else ""
+            said += f" in batches of {self.batches[0].size} grouped by prefix{shuffled}"
         transcripts = self.over_transcripts()
         if transcripts is not None and transcripts * WORTH < whole:
-            said += f"; all rows at once {whole:.2f}x, but {transcripts:.2f}x against training whole conversations"
+            said += f" ({whole:.2f}x all rows at once; {transcripts:.2f}x against training whole conversations instead)"
         return f"{said}{fix}."
 
     def over_transcripts(self) -> float | None:

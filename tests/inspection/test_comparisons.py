@@ -1,0 +1,89 @@
+"""Batches, views and transcripts: figures against sums over batches and rows built one by one."""
+
+import numpy as np
+import pytest
+
+from treetrain.data.trajectory import Trajectory
+from treetrain.errors import DataError
+from treetrain.inspection.comparisons import compare_views, sharing_in_batches, transcripts_speedup
+from treetrain.inspection.report import Shape, inspect_rows
+from treetrain.planning.cost import ModelShape
+from treetrain.tree.build import build_tree
+from treetrain.tree.stats import linear_work, tree_work
+
+COUNTS = ModelShape.named("qwen3-0.6b").counts()
+SHAPE = Shape(counts=COUNTS, name="qwen3-0.6b", assumed=False)
+
+
+def answers(groups, samples):
+    """Rows with a prompt of 100 tokens for each group, its samples far apart in the file."""
+    drawn = np.random.default_rng(0)
+    prompts = drawn.integers(0, 1000, (groups, 100))
+    rows = [np.append(prompts[k % groups], drawn.integers(0, 1000, 20)) for k in range(groups * samples)]
+    return [Trajectory(ids, loss_weights=[0] * 100 + [1] * 20, group=k % groups) for k, ids in enumerate(rows)]
+
+
+def calls():
+    """Three calls of each of two conversations, the prompt of each call the call before it and 10 tokens."""
+    drawn = np.random.default_rng(0)
+    rows = []
+    for episode in range(2):
+        ids = np.arange(50)
+        for _ in range(3):
+            ids = np.append(ids, drawn.integers(0, 1000, 20))
+            weights = np.r_[np.zeros(len(ids) - 10), np.ones(10)]
+            rows.append(Trajectory(ids, loss_weights=weights, episode=episode))
+    return rows
+
+
+def test_sharing_in_batches_is_that_of_a_tree_for_each_batch():
+    rows = answers(8, 4)
+    found = {one.order: one for one in sharing_in_batches(rows, build_tree(rows), COUNTS, 4)}
+    assert set(found) == {"grouped", "file", "shuffled"} and {one.measured for one in found.values()} == {8}
+    batches = [build_tree(rows[first : first + 4]) for first in range(0, 32, 4)]
+    flat, unique = (sum(getattr(tree, name) for tree in batches) for name in ("num_flat_tokens", "num_tokens"))
+    assert found["file"].token_speedup == flat / unique == 1
+    linear, ours = (sum(COUNTS.flops(*work(tree)) for tree in batches) for work in (linear_work, tree_work))
+    assert found["file"].flop_speedup == pytest.approx(linear / ours)
+    assert found["grouped"].token_speedup == build_tree(rows).num_flat_tokens / build_tree(rows).num_tokens
+    assert 1 <= found["shuffled"].token_speedup < 1.5 < found["grouped"].token_speedup
+    assert sharing_in_batches(rows, build_tree(rows), COUNTS, 32) == ()
+
+
+def test_calls_are_compared_with_their_transcripts_that_train_the_same_tokens():
+    rows = calls()
+    tree = build_tree(rows)
+    longest = [row.replace(loss_weights=sum(np.r_[r.weights, np.zeros(60)][: len(row)] for r in rows[k - 2 : k + 1]))
+               for k, row in enumerate(rows) if k % 3 == 2]  # fmt: skip
+    linear = COUNTS.flops(*linear_work(build_tree(longest)))
+    assert transcripts_speedup(tree, COUNTS) == pytest.approx(linear / COUNTS.flops(*tree_work(tree)))
+    assert transcripts_speedup(build_tree(answers(2, 2)), COUNTS) is None  # no row extends another
+    report = inspect_rows(rows, SHAPE, view="calls")
+    assert report.over_transcripts() == report.transcripts_speedup < report.stats.flop_speedup
+    assert "against training whole conversations" in report.verdict()
+
+
+def test_views_cost_what_their_rows_cost_and_a_view_that_cannot_be_read_is_left_out():
+    def read(view, template):
+        if template == "own":
+            raise DataError("no such template")
+        return calls() if view == "calls" else calls()[2::3]
+
+    views = compare_views(read, ("own", "chatml"), COUNTS)
+    assert [(one.view, one.template, one.rows, one.trained) for one in views] == [
+        ("calls", "chatml", 6, 60), ("transcript", "chatml", 2, 20)
+    ]  # fmt: skip
+    assert views[0].flop_speedup == inspect_rows(calls(), SHAPE).stats.flop_speedup
+
+
+def test_the_verdict_says_yes_no_or_what_to_fix_first():
+    rows = answers(4, 8)
+    assert inspect_rows(rows, SHAPE).verdict().startswith("Train as a tree: yes, ")
+    alone = [rows[0], *(row.replace(ids=row.ids[::-1] + 1000 * k) for k, row in enumerate(rows[1:6]))]
+    assert inspect_rows(alone, SHAPE).verdict().startswith("Train as a tree: no, 1.00x")
+    dated = [
+        row.replace(ids=np.r_[2000 + k, 3000 + k, row.ids], loss_weights=np.r_[0, 0, row.loss_weights])
+        for k, row in enumerate(rows[::4])
+    ]
+    report = inspect_rows(dated, SHAPE)
+    assert report.verdict().startswith("Train as a tree: not yet") and "fix first: dates" in report.verdict()
