@@ -30,6 +30,7 @@ from treetrain.inspection.alignment import RUN, Alignment, Gap, Ids, align, earl
 from treetrain.planning.cost import ModelCounts
 from treetrain.tree.build import build_tree
 from treetrain.tree.stats import linear_work, tree_work
+from treetrain.tree.token_tree import TokenTree
 
 SHOWN = 24
 """Tokens of a difference that are shown, and decoded to find its cause, at either end."""
@@ -214,7 +215,9 @@ class _Link(NamedTuple):
     row_end: int
 
 
-def diagnose(rows: Sequence[Trajectory], counts: ModelCounts, tokenizer: Any = None) -> Diagnosis:
+def diagnose(
+    rows: Sequence[Trajectory], counts: ModelCounts, tokenizer: Any = None, *, tree: TokenTree | None = None
+) -> Diagnosis:
     """Find why rows do not share more.
 
     Args:
@@ -222,6 +225,7 @@ def diagnose(rows: Sequence[Trajectory], counts: ModelCounts, tokenizer: Any = N
         counts: the model that FLOPs are counted for.
         tokenizer: anything with `decode`. Without one, the same text in other tokens, white space and think blocks
             cannot be told apart, and examples show token ids.
+        tree: the rows as one batch, if it is there already.
 
     Returns:
         The causes, with counts, cost, gain and an example of each.
@@ -232,7 +236,8 @@ def diagnose(rows: Sequence[Trajectory], counts: ModelCounts, tokenizer: Any = N
     found = search.affected()
     places = {cause: search.mean_position(cause) for cause in found}
     # Recorded experts keep equal tokens apart; without them, both sides of the comparison are the same.
-    tree = build_tree(search.repaired(()))
+    if tree is None or tree.experts is not None:
+        tree = build_tree(search.repaired(()))
     rows_flops = counts.flops(*linear_work(tree, counts.attention_ranges))
     flops = start = counts.flops(*tree_work(tree, counts.attention_ranges))
     unique = as_is = tree.num_tokens

@@ -202,5 +202,5 @@ def inspect_rows(
         transcripts_speedup=transcripts_speedup(tree, shape.counts),
         batches=sharing_in_batches(rows, tree, shape.counts, batch_size),
         views=tuple(views),
-        diagnosis=diagnose(rows, shape.counts, tokenizer),
+        diagnosis=diagnose(rows, shape.counts, tokenizer, tree=tree),
     )
