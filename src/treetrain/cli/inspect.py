@@ -143,17 +143,17 @@ def _print(inspection: "Inspection", listed: int) -> None:
         ("token-ideal speed-up", f"{file.token_speedup:.2f}x"),
         ("FLOP-ideal speed-up", f"{file.flop_speedup:.2f}x on the shape {inspection.shape.words}"),
     ]
+    if file.duplicates:
+        rows.append(("  without repeats", f"{file.flop_speedup_dedup:.2f}x against rows without exact repeats"))
     if inspection.transcripts_speedup is not None:
         text = "against whole conversations (the rows that no other row extends), row by row"
-        rows.append(("", f"{inspection.transcripts_speedup:.2f}x {text}"))
+        rows.append(("  over transcripts", f"{inspection.transcripts_speedup:.2f}x {text}"))
     if inspection.batches:
         names = {"grouped": "grouped by prefix", "file": "in file order", "shuffled": "shuffled"}
         orders = ", ".join(f"{one.flop_speedup:.2f}x {names[one.order]}" for one in inspection.batches)
         first = inspection.batches[0]
         sampled = "" if first.measured == first.batches else f" (a sample of {first.measured:,} of {first.batches:,})"
-        rows.append((f"in batches of {first.size}", orders + sampled))
-    if file.duplicates:
-        rows.append(("  without repeats", f"{file.flop_speedup_dedup:.2f}x against rows without exact repeats"))
+        rows.append((f"  in batches of {first.size}", orders + sampled))
     rows += [
         ("longest path", f"{file.longest_path:,} tokens"),
         ("forks", f"{file.forks:,}, up to {file.max_out_degree} ways, {file.max_forks_on_path} on a path"),
@@ -165,7 +165,7 @@ def _print(inspection: "Inspection", listed: int) -> None:
         within = f"{groups['overlap']:.3f} ({groups['token_speedup']:.2f}x tokens) over {groups['count']:,} groups"
         rows.append(("overlap within groups", within))
     out.print(pairs(rows))
-    if groups:
+    if groups and listed:
         forms = {
             "group": ("group", "{}"),
             "rows": ("trajectories", "{:,}"),
