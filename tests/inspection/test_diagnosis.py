@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from treetrain.data.trajectory import Trajectory
+from treetrain.inspection.alignment import RUN
 from treetrain.inspection.diagnosis import CAUSES, diagnose
 from treetrain.planning.cost import ModelShape
 from treetrain.tree.build import build_tree
@@ -201,9 +202,19 @@ def test_a_sub_agent_starts_a_new_context_and_its_caller_goes_on_from_its_own_la
 
 
 def test_a_call_with_a_token_in_front_is_compared_with_the_call_before_it_not_with_an_older_one_that_has_it_too():
-    rows = [bos(row) if number % 2 else row for number, row in enumerate(CLEAN)]
-    (lost,) = diagnose(rows, COUNTS).causes
-    assert lost.cause == "front" and build_tree(rows).num_tokens - lost.tokens == build_tree(CLEAN).num_tokens
+    rows = [bos(row) if number % 3 else row for number, row in enumerate(PLANTED["think"][0])]
+    found = diagnose(rows, COUNTS, Words())
+    assert [lost.cause for lost in found.causes] == ["front", "think"]
+    assert found.repaired_unique == build_tree(CLEAN).num_tokens + 1  # now all begin with the token
+
+
+def test_different_questions_that_agree_in_some_words_are_no_loss():
+    phrase = words((40,), 2 * RUN)
+    rows = []
+    for group in range(8):
+        prompt = [*words((1,), 40), *words((41, group), 30), *phrase, *words((42, group), 10)]
+        rows.append(Trajectory(prompt + words((43, group), 20), loss_weights=[0] * len(prompt) + [1] * 20))
+    assert diagnose(rows, COUNTS, Words()).causes == diagnose(rows, COUNTS).causes == ()
 
 
 def test_rows_of_different_keys_are_never_compared():

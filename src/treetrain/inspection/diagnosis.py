@@ -530,7 +530,8 @@ class _Search:
     def repaired(self, causes: Collection[str]) -> list[Trajectory]:
         """The rows without the differences of these causes; without any cause, as they are.
 
-        Every difference lies behind the padding, so other causes can be repaired only together with it.
+        Every difference lies behind the padding, so other causes can be repaired only together with it. In a row with
+        several differences, those behind the first one that stays are not repaired.
         """
         if not causes:
             return [
@@ -541,27 +542,17 @@ class _Search:
         rewritten: dict[int, _Rewritten] = {}
         for link in self.links:
             row, partner, edits = link.row, link.partner, link.edits
-            fixed = [edit.gap for edit in edits if edit.cause in causes]
-            if not fixed and partner not in rewritten:
+            if partner not in rewritten and not any(edit.cause in causes for edit in edits):
                 continue
             # Up to the first difference that stays, the row gets its partner's rewritten tokens.
             stays = next((edit.gap for edit in edits if edit.cause not in causes), None)
             stop, at = (link.partner_end, link.row_end) if stays is None else (stays.first_start, stays.second_start)
-            new, back = _moved(partner, stop, rewritten)
+            head, back = _moved(partner, stop, rewritten)
             at -= back
-            pieces, shifts = [ids[partner][:new]], [(at, new - at)]
-            start = at
-            for gap in fixed:
-                if gap.second_start >= start:
-                    pieces.append(self.ids[row][start : gap.second_start])
-                    pieces.append(self.ids[partner][gap.first_start : gap.first_stop])
-                    start = gap.second_stop
-                    shifts.append((start, sum(piece.size for piece in pieces) - start))
-            head = sum(piece.size for piece in pieces)
-            rewritten[row] = _Rewritten(link, at, shifts)
-            ids[row] = np.concatenate([*pieces, self.ids[row][start:]])
+            rewritten[row] = _Rewritten(link, at, head - at)
+            ids[row] = np.concatenate([ids[partner][:head], self.ids[row][at:]])
             # Context, unless the row does not say what is.
-            trained[row] = np.concatenate([np.full(head, not self.masked[row]), self.trained[row][start:]])
+            trained[row] = np.concatenate([np.full(head, not self.masked[row]), self.trained[row][at:]])
         return [
             Trajectory(ids[number], loss_weights=trained[number].astype(np.float64), key=row.key)
             if number in rewritten or ids[number].size < len(row) or row.experts is not None
@@ -688,8 +679,8 @@ class _Rewritten(NamedTuple):
     link: _Link
     cut: int
     """Tokens of the row that were replaced by its partner's."""
-    shifts: list[tuple[int, int]]
-    """(token, how far it and those behind it have moved), from `cut` on."""
+    shift: int
+    """How far the tokens behind them have moved."""
 
 
 def _moved(row: int, position: int, rewritten: dict[int, _Rewritten]) -> tuple[int, int]:
@@ -700,9 +691,9 @@ def _moved(row: int, position: int, rewritten: dict[int, _Rewritten]) -> tuple[i
     """
     back = 0
     while row in rewritten:
-        link, cut, shifts = rewritten[row]
+        link, cut, shift = rewritten[row]
         if position >= cut:
-            return position + next(shift for start, shift in reversed(shifts) if start <= position), back
+            return position + shift, back
         for gap, _ in reversed(link.edits):
             if gap.second_stop <= position:
                 position += gap.first_stop - gap.second_stop
