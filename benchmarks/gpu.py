@@ -105,6 +105,16 @@ class Out:
             raise TimeoutError(f"skipped: it takes about {seconds:.0f} s, and {self.left:.0f} s are left")
 
     @contextlib.contextmanager
+    def share(self, part: float) -> Iterator[None]:
+        """Leave the block only this part of the time that is left."""
+        end = self.end
+        self.end = time.time() + part * self.left
+        try:
+            yield
+        finally:
+            self.end = end
+
+    @contextlib.contextmanager
     def case(self, kind: str, **row: Any) -> Iterator[dict[str, Any]]:
         """A case, which fills in the rest of its row; an error, too little time among them, becomes its note."""
         start = time.time()
@@ -364,10 +374,21 @@ CASES = [
 """Model, rows, loss, with and without activation checkpointing; the most telling first."""
 
 
-@functools.lru_cache(1)
+_made: dict[str, Any] = {}
+"""The last model."""
+
+
 def model_of(name: str, smoke: bool) -> Any:
-    """A Qwen3 with random weights in bfloat16, in training mode; the last one is kept."""
-    forget()
+    """A Qwen3 with random weights in bfloat16 and its optimiser, in training mode; the last one is kept."""
+    if name not in _made:
+        _made.clear()
+        forget()
+        _made[name] = make_model(name, smoke)
+    return _made[name]
+
+
+def make_model(name: str, smoke: bool) -> Any:
+    """See `model_of`."""
     torch.manual_seed(0)
     common = {"head_dim": 128, "vocab_size": VOCABULARY, "max_position_embeddings": 65_536}
     if name == MOE:
@@ -609,19 +630,18 @@ def by_purpose(events: Any) -> collections.Counter[str]:
 
 def tree_steps(out: Out) -> None:
     """The tree on all models: compiled layers, the default attention, the Triton head; the first case without each."""
-    for number, (model, rows, loss, modes) in enumerate(CASES[:2] if out.smoke else CASES):
+    for model, rows, loss, modes in CASES[:2] if out.smoke else CASES:
         given = out, model, rows, loss
         for checkpointed in modes:
             step_case(*given, "tree", tt.TreeEngine, checkpointed=checkpointed, waits=not checkpointed)
         if True in modes:
             backend = "flex" if "flex" in runnable(DEVICE) else None
             step_case(*given, "rival", Checkpointed, checkpointed=True, backend=backend, compile_layers=False)
-        if number == 0:
-            ablations(out, *given[1:])
 
 
-def ablations(out: Out, *given: Any) -> None:
+def ablations(out: Out) -> None:
     """The tree of the first case with one feature changed at a time."""
+    given = CASES[0][:3]
     step_case(out, *given, "tree, eager", tt.TreeEngine, compile_layers=False)
     for backend in gate(out):
         if backend not in ("varlen", "rectangles"):
@@ -762,11 +782,12 @@ def speedups(out: Out) -> None:
             out.write("speedup", **shown, efficiency=speedup / row["ideal"], mfu=row["mfu"])
 
 
-RUNS: dict[str, list[Callable[[Out], None]]] = {
-    "A": [environment, attention_correctness, head_correctness, step_correctness, gpu_tests],
-    "B": [environment, profile, tree_steps, attention_sweep, kernel_sweep],
-    "C": [environment, linear_steps, memory, speedups],
+RUNS: dict[str, dict[Callable[[Out], None], float]] = {
+    "A": {environment: 1, attention_correctness: 0.5, head_correctness: 0.5, step_correctness: 0.6, gpu_tests: 1},
+    "B": {environment: 1, profile: 0.2, tree_steps: 0.6, attention_sweep: 0.5, kernel_sweep: 0.6, ablations: 1},
+    "C": {environment: 1, linear_steps: 0.8, memory: 1, speedups: 1},
 }
+"""The parts of every run, and the share that each may take of the time that those before it leave."""
 
 
 def main() -> int:
@@ -786,11 +807,12 @@ def main() -> int:
     minutes = options.minutes or MINUTES[options.run]
     out = Out(options.out, minutes, smoke=options.smoke, **provenance(options.run))
     before = len(out.path.read_text().splitlines()) if out.path.exists() else 0
-    for part in RUNS[options.run]:
+    for part, share in RUNS[options.run].items():
         if part is not kernel_sweep or "triton" in runnable(DEVICE):
-            out.say(f"== {part.__name__}: {out.left:.0f} s left")
+            out.say(f"== {part.__name__}: {share:.0%} of {out.left:.0f} s")
             try:
-                part(out)
+                with out.share(share):
+                    part(out)
             except Exception:
                 out.say(f"{part.__name__} failed:\n{traceback.format_exc()}")
     rows = [json.loads(line) for line in out.path.read_text().splitlines()[before:]]

@@ -11,7 +11,6 @@ them run on a CPU too (--steps 2: does it run?).
 
 # ruff: noqa: E402
 import argparse
-import copy
 import json
 import os
 import sys
@@ -84,11 +83,12 @@ def trl(steps: int) -> dict[str, list[dict[str, float]]]:
     """TRL's GRPO with shared prefixes and alone, from one warm start; two steps per round of games."""
     from examples import trl_grpo, trl_sft
 
-    warm = trl_sft.main().model
     found = {}
-    for name in ("shared", "alone"):
-        trainer = trl_grpo.main(rounds=-(-steps // 2), model=copy.deepcopy(warm), share=name == "shared")
-        found[name] = [record for record in trainer.state.log_history if "loss" in record]
+    with tempfile.TemporaryDirectory() as folder:  # a trainer wraps its model, so each gets one of its own
+        trl_sft.main(steps=min(110, 5 * steps)).save_model(folder)
+        for name in ("shared", "alone"):
+            trainer = trl_grpo.main(rounds=-(-steps // 2), model=folder, share=name == "shared")
+            found[name] = [record for record in trainer.state.log_history if "loss" in record]
     return found
 
 

@@ -87,7 +87,7 @@ def test_layers_are_compiled_on_a_gpu_by_default_and_never_under_a_users_hook(mo
     assert tt.TreeEngine(model).compiles and not tt.TreeEngine(model, compile_layers=False).compiles
     layer = model.model.layers[0]
     handle = layer.mlp.register_forward_hook(lambda *_: None)
-    with compiled_layers.compiled_layers(model):
+    with compiled_layers.compiled_layers(model, {}):
         assert layer._compiled_call_impl is None and layer.mlp._compiled_call_impl is None
         assert layer.self_attn._compiled_call_impl is not None
         assert model.model.layers[1]._compiled_call_impl is not None

@@ -281,7 +281,7 @@ class Executor:
             torch.set_grad_enabled(graph),
             runtime.run_type.mode(runtime.model),
             switched(runtime.model, runtime.capabilities.experts, self._routing),
-            compiled_layers(runtime.model) if runtime.compiles else nullcontext(),
+            compiled_layers(runtime.model, runtime.compiled) if runtime.compiles else nullcontext(),
         ):
             yield
 

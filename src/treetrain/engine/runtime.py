@@ -115,6 +115,8 @@ class Runtime:
                 "verified: leave it out"
             )
         self.compile_layers = compile_layers
+        self.compiled: dict[nn.Module, Callable[..., Any]] = {}
+        """See `compiled_layers`."""
         if not 0 < temperature < float("inf"):
             raise ValueError(f"temperature={temperature!r}: it divides the logits, so it must be above 0 and finite")
         self.model, self.budget, self.temperature = model, parse_budget(budget), float(temperature)

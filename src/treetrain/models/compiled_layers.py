@@ -9,7 +9,6 @@ each kind of layer serves all parts.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -17,12 +16,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 COMPILATIONS = 64
 """Recompilation limit; PyTorch counts kinds of layers, dtypes and passes with and without gradients together."""
-_compiled: "WeakKeyDictionary[nn.Module, Callable[..., Any]]" = WeakKeyDictionary()
 
 
 @contextmanager
-def compiled_layers(model: nn.Module) -> Iterator[None]:
+def compiled_layers(model: nn.Module, compiled: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Run decoder layers compiled within the block. Enter it last, when all hooks of the pass are in place.
+
+    Args:
+        compiled: the caller's cache of compiled modules; it keeps the model alive.
 
     A hook or a replaced forward (a router that records its choices, a recurrent layer) may run other code in every
     pass. A layer with one inside, or with a module that the user has compiled, is not compiled as a whole; those of its
@@ -35,10 +36,10 @@ def compiled_layers(model: nn.Module) -> Iterator[None]:
             if isinstance(layer, GradientCheckpointingLayer):
                 whole = _is_plain(layer) and not (layer.gradient_checkpointing and layer.training)
                 for module in [layer] if whole else filter(_is_plain, layer.children()):
-                    if module not in _compiled:
-                        _compiled[module] = torch.compile(module._call_impl, dynamic=True)
+                    if module not in compiled:
+                        compiled[module] = torch.compile(module._call_impl, dynamic=True)
                     stack.callback(setattr, module, "_compiled_call_impl", None)
-                    module._compiled_call_impl = _compiled[module]
+                    module._compiled_call_impl = compiled[module]
         yield
 
 

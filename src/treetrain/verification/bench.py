@@ -119,6 +119,8 @@ def bench(
     for kind, _, size in (name.partition(" ") for name in wanted):
         engines[f"{kind} {size}"] = kinds[kind](model, pack_tokens=int(size), temperature=temperature)
 
+    attention: dict[str, str] = {}
+
     def take_turns(runs: dict[str, TreeEngine], rounds: int, label: str) -> Seconds:
         seconds: Seconds = {name: [] for name in runs}
         for number in range(rounds):
@@ -128,7 +130,7 @@ def bench(
                 model.zero_grad(set_to_none=False)
                 _synchronise(model)
                 start = time.perf_counter()
-                engine.forward_backward(rows, loss)
+                attention[name] = ", ".join(engine.forward_backward(rows, loss).attention) or "none"
                 _synchronise(model)
                 seconds[name].append(time.perf_counter() - start)
         return seconds
@@ -151,7 +153,7 @@ def bench(
         flat_tokens=tree.num_flat_tokens,
         unique_tokens=tree.num_tokens,
         overlap=1 - tree.num_tokens / max(tree.num_flat_tokens, 1),
-        attention=str(engines["tree"].attention),
+        attention=f"{attention['tree']} ({engines['tree'].attention.reason})",
         parts=plan.num_parts,
         recomputed_tokens=plan.recomputed_tokens,
         tree_seconds=medians["tree"],

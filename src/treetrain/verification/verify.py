@@ -149,7 +149,7 @@ def verify(
         linear_error=linear_error,
         tolerance=limit,
         dtype=str(dtype).removeprefix("torch."),
-        attention=str(engine.attention),
+        attention=f"{', '.join(result.attention) or 'none'} ({engine.attention.reason})",
         trajectories=len(rows),
         flat_tokens=result.flat_tokens,
         unique_tokens=result.unique_tokens,
