@@ -3,7 +3,7 @@
 Writes a JSONL file of tool-agent-like rows of 2,000 tokens (one system prompt of 400 tokens, groups of 8 rows with a
 prompt of 900 more; masks, rewards), inspects it in a process of its own with all defaults, and appends time, speed and
 peak memory to results/inspect_scale.csv. A million rows are 2 billion tokens and a file of 19 GB; the default is a
-hundredth. The file is removed afterwards.
+fiftieth. The file is removed afterwards.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def write_rows(path: Path, count: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=10_000, help="rows of 2,000 tokens")
+    parser.add_argument("--rows", type=int, default=20_000, help="rows of 2,000 tokens")
     parser.add_argument("--folder", help="where the file is written; not given: the system's temporary folder")
     parser.add_argument("--dry-run", **result_rows.DRY_RUN)
     arguments = parser.parse_args()

@@ -206,6 +206,22 @@ SECTIONS = (
         },
     ),
     Section(
+        "Inspecting",
+        "`treetrain inspect --html` on a JSONL file of token rows in one process on a busy machine: figures of all rows "
+        "by an external merge, the rest of a sample.",
+        "inspect_scale.csv",
+        ("rows",),
+        {
+            "rows": lambda row: number(row["rows"]),
+            "tokens": lambda row: number(row["flat_tokens"]),
+            "file, GB": lambda row: f"{int(row['file_bytes']) / 1e9:.1f}",
+            "seconds": "seconds",
+            "CPU seconds": "cpu_seconds",
+            "MB a second of CPU": lambda row: f"{int(row['file_bytes']) / 1e6 / float(row['cpu_seconds']):.0f}",
+            "peak memory, MB": "peak_rss_mb",
+        },
+    ),
+    Section(
         "Planning",
         "CPU seconds from rows to a plan.",
         "planning.csv",

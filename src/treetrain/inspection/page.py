@@ -36,16 +36,16 @@ def write_page(inspection: Inspection, out: str | os.PathLike[str]) -> Path:
 
     Large trees are folded (see `inspection.picture`), so that the page stays below PAGE_BYTES.
     """
-    blocks = BLOCKS
-    while len(text := _page(inspection, blocks).encode(errors="replace")) > PAGE_BYTES and blocks > 1:
-        blocks //= 2
+    blocks, plan = BLOCKS, None if inspection.plan is None else inspection.plan.explain()
+    while len(text := _page(inspection, blocks, plan).encode(errors="replace")) > PAGE_BYTES and blocks > 1:
+        blocks = blocks * 3 // 4
     path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(text)
     return path
 
 
-def _page(inspection: Inspection, most: int) -> str:
+def _page(inspection: Inspection, most: int, explained: str | None) -> str:
     tree, plan = inspection.tree, inspection.plan
     picture = draw(tree, plan=plan, blocks=most)
     texts = picture.texts(inspection.tokenizer)
@@ -88,7 +88,7 @@ def _page(inspection: Inspection, most: int) -> str:
         findings=inspection.diagnosis.sections(),
         views=inspection.views,
         charts=charts(tree),
-        plan=None if plan is None else plan.explain(),
+        plan=explained,
         notes=inspection.notes,
         version=__version__,
     )
