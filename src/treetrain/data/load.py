@@ -253,7 +253,7 @@ class _Reading:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy starts anew. It is pickled by the format's name, since formats are functions."""
-        return _reading_of, (self.kind.name, self.settings, dict(self.map), self.on_error, self.limits)
+        return _reading_of, (self.kind.name, self.settings, dict(self.map), self.on_error, self.limits, None)
 
     def finished(self, rows: Sequence[Trajectory]) -> LoadedFile:
         """The rows with all remarks on them."""
@@ -355,8 +355,8 @@ class _Reading:
         return rows
 
 
-def _reading_of(name: str, *rest: Any) -> _Reading:
-    return _Reading(_named(name), *rest, None)
+def _reading_of(name: str, *settings: Any) -> _Reading:
+    return _Reading(_named(name), *settings)
 
 
 class _Repeats:

@@ -128,7 +128,7 @@ def _short(count: int) -> str:
     return f"{count:,}"
 
 
-def _largest(picture: Picture, texts: Sequence[str]) -> list[dict[str, Any]]:
+def _largest(picture: Picture, texts: list[str]) -> list[dict[str, Any]]:
     saved = (picture.width * (picture.height - 1) * (picture.branches == 0)).astype(np.int64)
     order = [block for block in np.argsort(-saved, kind="stable")[:LISTED].tolist() if saved[block]]
     return [
