@@ -207,8 +207,8 @@ SECTIONS = (
     ),
     Section(
         "Inspecting",
-        "`treetrain inspect --html` on a JSONL file of token rows in one process on a busy machine: figures of all rows "
-        "by an external merge, the rest of a sample.",
+        "`treetrain inspect --html` on a JSONL file of token rows, in one process on a busy machine: figures of all "
+        "rows by an external merge, the rest of a sample.",
         "inspect_scale.csv",
         ("rows",),
         {
