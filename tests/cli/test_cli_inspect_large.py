@@ -16,3 +16,5 @@ def test_inspect_says_what_is_exact_and_what_is_sampled(treetrain, monkeypatch, 
     answer = treetrain("inspect", path, "--json", "--html", tmp_path / "page.html")
     assert answer.json["file"] == whole["file"] and "exact (an external merge)" in answer.err
     assert "exact (an external merge)" in (tmp_path / "page.html").read_text()
+    assert "This is a sample of whole groups: " in (tmp_path / "page.html").read_text()
+    assert "a sample: " in treetrain("inspect", path).out

@@ -216,7 +216,8 @@ def _picture(inspection: "Inspection") -> "Text":
     picture = draw(inspection.tree, blocks=inspection.tree.num_tokens)
     colours = {"context": "blue", "trained": "dark_orange", "": ""}
     own, shared = (f"{MARKS['context'][many]} context, {MARKS['trained'][many]} trained" for many in (0, 1))
-    found = Text(f"\n{picture.headline()}\n", no_wrap=True)
+    sampled = "a sample: " if inspection.tree.num_trajectories < inspection.stats.trajectories else ""
+    found = Text(f"\n{sampled}{picture.headline()}\n", no_wrap=True)
     for line in picture.lines(72, 14):
         found.append("  ").append_text(Text.assemble(*((mark, colours[kind]) for mark, kind in line))).append("\n")
     return found.append(f"  {shared} of several trajectories; {own} of one")

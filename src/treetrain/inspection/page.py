@@ -79,6 +79,7 @@ def _page(inspection: Inspection, most: int, explained: str | None) -> str:
         tiles=_tiles(inspection),
         headline=picture.headline(),
         folded=picture.folded(),
+        sampled=_sampled(inspection),
         view=data,
         svg=Markup(picture.svg(data["longest"], data["rows"])),
         # Escaped, no text can end the script element.
@@ -92,6 +93,11 @@ def _page(inspection: Inspection, most: int, explained: str | None) -> str:
         notes=inspection.notes,
         version=__version__,
     )
+
+
+def _sampled(inspection: Inspection) -> str:
+    shown, rows = inspection.tree.num_trajectories, inspection.stats.trajectories
+    return "" if shown == rows else f"This is a sample of whole groups: {shown:,} of {rows:,} trajectories (see Notes)."
 
 
 def _subtitle(inspection: Inspection) -> str:
