@@ -13,12 +13,12 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescrip
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises errors as a `ValueError` of one line.
+    """A parser that reports errors as a one-line `ValueError`.
 
     Args:
         command: name of the command.
         summary: what it does.
-        examples: its arguments, without `treetrain COMMAND`.
+        examples: the arguments of example calls, without `treetrain COMMAND`.
     """
 
     def __init__(self, command: str, summary: str, examples: Sequence[str], **more: Any) -> None:
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         self.option(name, help, default=False, action="store_true")
 
     def row_options(self, *, nargs: str = "+") -> None:
-        """Add the files and how they are read."""
+        """Add the files, and the options for reading them."""
         text = "Logs: JSONL, JSON, Parquet or Arrow, plain, gzip or zstd, or folders of them."
         self.add_argument("files", metavar="FILE", nargs=nargs, help=text)
         text = (
@@ -86,7 +86,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def sample_options(self) -> None:
-        """Add the files, the model, and how many rows to run on it."""
+        """Add the options of commands that run a model on a sample of rows."""
         self.row_options()
         self.budget_option()
         self.option("model", "Hub id, local folder, or a built-in random preset: tiny, small.", required=True)
@@ -116,7 +116,7 @@ class _Map(argparse.Action):
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option that takes a whole number from `least`."""
+    """An argparse type: an integer of `least` or more."""
 
     def number(text: str) -> int:
         if (value := int(text)) < least:

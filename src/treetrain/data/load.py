@@ -19,7 +19,7 @@ from treetrain.errors import DataError, quoted, shortened
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Records = Iterable[tuple[str, Record | DataError]]
 OWN_FORMATS = "treetrain.formats"
-"""The group of entry points that name readers of a user's own."""
+"""The entry-point group of user-defined readers."""
 IMAGE_KEYS = ("images", "image", "multi_modal_data")
 
 
@@ -57,7 +57,7 @@ def load(
     cache: str | os.PathLike[str] | None = None,
     processes: int = 1,
 ) -> LoadedFile:
-    """Read logs of any of the formats in docs/data.md. No record is dropped in silence: a bad one raises an error.
+    """Read logs of any of the formats in docs/data.md. A bad record raises an error unless `on_error` is "skip".
 
     Args:
         path: one file or folder, or several of one format: JSONL, JSON, Parquet or Arrow, plain, gzip or zstd.
@@ -65,26 +65,26 @@ def load(
         format: a name in docs/data.md, an entry point of the group `treetrain.formats`, or "auto": detected from the
             first record.
         view: one row per conversation ("transcript") or one row per LLM call ("calls").
-        train: "last" trains the last assistant message only, as one call; for logs with one record per LLM call whose
-            format does not say so.
+        train: "last" trains only the last assistant message, as one call. Use it for logs with one LLM call per record,
+            if their format does not say so.
         tools: tool schemas, or a JSON file of them, for conversations without their own.
         chat_template: replaces the tokenizer's own: "chatml" (built in), a file, or the template's text.
-        map: which value of a record to use as which key, e.g. `{"reward": "result.score"}`.
-        images: "key" reads `<image>` where a conversation has an image, and keeps rows with different images apart.
-            This is for inspecting such logs, since images do not enter the model.
-        on_error: "skip" leaves records out that cannot be used, and lists them in `LoadedFile.skipped`.
+        map: keys, and the path of the value of each in a record, e.g. `{"reward": "result.score"}`.
+        images: "key" replaces each image in a conversation by the text `<image>`, and keeps rows with different images
+            apart. This is for inspecting such logs, since images do not enter the model.
+        on_error: "skip" leaves out records that cannot be used, and lists them in `LoadedFile.skipped`.
         vocab_size: reject token ids at or above this.
         max_positions: reject rows with more tokens than this.
         limit: read at most this many records over all files.
         memory_map: an Arrow file to keep the rows in, for more rows than fit in memory. The rows are converted once,
             and again only when a file, the tokenizer, its template or a setting has changed. The trajectories are then
             read from the mapped file one by one (`MappedTrajectories`). Needs pyarrow. With several processes, one
-            must call this first (`with args.main_process_first()` in transformers).
-        collect: receives the rows one by one as they are read, and returns those to keep; `list` keeps all. Without
-            `memory_map` only.
+            must call `load` first (`with args.main_process_first()` in transformers).
+        collect: receives an iterator over the rows and returns those to keep; `list` keeps all. Ignored with
+            `memory_map`.
         cache: a folder for the rows in Arrow files, one for every 256 records, named by their content and by all
             settings. Records that are there already are not tokenised again. Needs pyarrow.
-        processes: how many convert and tokenise records. Needs pyarrow.
+        processes: number of processes that convert and tokenise records. Needs pyarrow.
 
     Raises:
         DataError: a file or record that cannot be used; the message names file, line and field, and what to do.
@@ -170,7 +170,7 @@ def from_messages(
 def detect_format(
     path: str | os.PathLike[str], format: str = "auto", map: Mapping[str, str] | None = None
 ) -> tuple[Format, str]:
-    """The format of a file, and why in words; the words are empty where the format is given or is our own.
+    """Detect the format of a file; also returns the reason, empty for a given format and for treetrain's own.
 
     Raises:
         DataError: the file cannot be read, or its first record is of no known format.
@@ -249,10 +249,10 @@ class _Reading:
         self.repeats = _Repeats()
         self.chat: Reader | None = None
         self.cached: tuple[Any, Any, int] | None = None
-        """What the rows depend on, the folder of the cache and the number of processes; None reads here."""
+        """(settings that the rows depend on, cache folder, processes); None: no cache, and only this process."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy starts anew. It is pickled by the format's name, since formats are functions."""
+        """Pickle the settings and the format's name, since a format holds functions; notes are left out."""
         return _reading_of, (self.kind.name, self.settings, dict(self.map), self.on_error, self.limits, None)
 
     def finished(self, rows: Sequence[Trajectory]) -> LoadedFile:
@@ -307,7 +307,7 @@ class _Reading:
             yield from rows
 
     def __call__(self, records: list[tuple[str, Record | DataError]]) -> tuple[list[Trajectory], dict[str, Any]]:
-        """The rows of some records, and the remarks on them alone."""
+        """The rows of some records, with remarks on these records only."""
         self.notes, self.skipped = Notes(), []
         rows = list(self._made(records))
         return rows, {"notes": self.notes.counted(), "skipped": self.skipped}
@@ -326,7 +326,7 @@ class _Reading:
         return made
 
     def _with_image_key(self, row: Record) -> Record:
-        """Images beside the tokens or messages of a row become its key. Raises DataError where images are refused."""
+        """Add a digest of a row's images to its key, or raise DataError if images are refused."""
         images = [row[name] for name in IMAGE_KEYS if row.get(name)]
         if not images:
             return row
@@ -340,7 +340,7 @@ class _Reading:
         return rest | {"key": digest if row.get("key") is None else f"{row['key']} {digest}"}
 
     def convert(self, record: Record) -> list[Record]:
-        """The rows of a record, which holds whatever it likes: every error of a reader becomes one that says so."""
+        """The rows of a record. A record can hold anything, so every error of a reader becomes a DataError."""
         try:
             rows = list(self.kind.convert(record, self.notes))
         except DataError:
@@ -366,7 +366,7 @@ class _Repeats:
         self.seen: set[int] = set()
 
     def note(self, row: Record, settings: ReadSettings, notes: Notes) -> None:
-        """Remark on a conversation that begins with all of an earlier one."""
+        """Add a remark if a conversation starts with a whole earlier one."""
         messages = row.get("messages")
         if not isinstance(messages, list) or "last" in (row.get("train"), settings.train):
             return

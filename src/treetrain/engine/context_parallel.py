@@ -1,20 +1,20 @@
 """Context parallel: the ranks of a group hold the same rows and divide the tokens of every part among them.
 
 Each rank runs the model on an even share of a part's packed tokens. Only attention needs other tokens, and it treats
-every head by itself. So one all-to-all gives each rank all tokens of its share of the heads, any attention backend runs
-unchanged on the whole forest, and a second all-to-all gives the results back (DeepSpeed-Ulysses, arXiv 2309.14509):
+every head by itself. So one all-to-all gives each rank its share of the heads for all tokens. Any attention backend
+runs unchanged on the whole forest. A second all-to-all returns the results (DeepSpeed-Ulysses, arXiv 2309.14509):
 
     outside of attention                  inside
     rank 0: tokens 0 1 2, heads A B       rank 0: tokens 0 1 2 3 4 5, head A
     rank 1: tokens 3 4 5, heads A B       rank 1: tokens 0 1 2 3 4 5, head B
 
-Shares are equal whatever the shape of the tree, and the KV cache of the path stays where its heads are. The last shares
-are padded with tokens that nothing sees.
+Shares are equal for any shape of the tree, and each rank keeps the KV cache of its heads. The last shares are padded
+with tokens that no token attends to.
 
 Why the gradients are right: the scores of all shares are put together on every rank, so every rank evaluates the same
-loss and gets the same gradients of scores. Each goes backward from the scores of its own tokens, times the number of
-ranks. The exchange's backward is the reverse exchange. So the mean of the ranks' gradients, the same that data parallel
-ranks take, is the sum over all tokens.
+loss and gets the same gradients of scores. Each runs backward from the scores of its own tokens, times the number of
+ranks. The exchange's backward is the reverse exchange. So the mean over ranks, as data parallel takes it, is the sum
+over all tokens.
 """
 
 from typing import Any
@@ -79,7 +79,7 @@ class Share:
         self._edges = slice(int(first), int(last))
 
     def arrays(self) -> list[np.ndarray]:
-        """int64: ids and positions of the share's tokens; of the edges: rows, row of each, targets (see `Edges`)."""
+        """int64 arrays: ids and positions of the tokens; rows, row of each edge and targets, as in `Edges`."""
         layout, none = self.layout, slice(0, 0)
         rows, edges = (self._rows, self._edges) if self._scored else (none, none)
         tokens = [np.zeros(self.size, np.int64) for _ in range(2)]
@@ -97,7 +97,7 @@ class Share:
         return None if whole is None else whole[self._edges] * self.ranks.size
 
     def whole(self, scores: Scores) -> Scores:
-        """Put the scores of all shares together; a collective call, whose backward goes to the own scores alone."""
+        """Gather the scores of all shares; a collective call. Backward reaches only this rank's scores."""
         if not self._scored:
             return scores
         edges, rows = (self._edges, self.layout.num_edges), (self._rows, len(self.layout.rows))
@@ -121,7 +121,7 @@ class Share:
 
 
 class _Join(torch.autograd.Function):
-    """The entries of all ranks, each at its place."""
+    """Gather the entries of all ranks by an all-reduce."""
 
     @staticmethod
     def forward(ctx, own: Tensor, place: slice, count: int, ranks: Ranks):
@@ -139,7 +139,7 @@ class _Join(torch.autograd.Function):
 
 
 class HeadExchange:
-    """Tree attention whose tokens are divided over ranks: its caller has the share's tokens with all heads.
+    """Tree attention over tokens divided among ranks; the caller passes its share of them with all heads.
 
     Args:
         attention: the backend of the whole forest, for this rank's share of the heads.

@@ -36,8 +36,8 @@ class TreeEngine(Runtime):
     """Runs batches of trajectories on a Hugging Face causal LM as prefix trees.
 
     Args:
-        model: a causal LM, plain or wrapped by peft; no call changes anything of it but ``.grad``.
-        budget: an int bounds the tokens whose graph is alive at once; any tree fits any int. A string such as "8GiB"
+        model: a causal LM, plain or wrapped by peft; calls change only its ``.grad``.
+        budget: an int bounds the tokens whose graph is alive at once; any tree fits every int. A string such as "8GiB"
             bounds the peak memory above model, gradients and optimiser state. None takes what the device has free.
         temperature: divides the logits before the softmax.
         value_head: maps the inputs of a causal LM's head, [n, hidden], to values [n] (or [n, c]),
@@ -90,7 +90,7 @@ class TreeEngine(Runtime):
             sync: with several ranks, False leaves gradients local (sharded ones unreduced); pass it in all calls of a
                 step but the last.
             mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; a loss of your own
-                sees 0 there. None: those with a loss weight for losses of this library, else all.
+                sees 0 there. None computes those with a loss weight for losses of this library, and all for your own.
 
         Returns:
             loss, metrics and counts of the rows of all ranks. A single process on a GPU returns when the work is
@@ -104,7 +104,7 @@ class TreeEngine(Runtime):
                 plan fits into.
             TypeError: the loss cannot be called as one, or does not return a scalar and metrics.
             UnsupportedModel: see the class.
-            RuntimeError: memory ran out in a backward while gradients of earlier calls lay in ``.grad``.
+            RuntimeError: memory ran out in a backward while ``.grad`` held gradients of earlier calls.
         """
         step = self.context.agree(
             "forward_backward", lambda: (prepare_step(self, trajectories, loss, normaliser, mask), None)
@@ -213,9 +213,9 @@ class TreeEngine(Runtime):
 
         Args:
             name: the call, for messages.
-            logprobs: whether to score tokens; None: if the model has a head for it.
+            logprobs: whether to score tokens; None: if the model has an LM head.
             values: the values of predictions, of every token's state, or of every row.
-            check: raises if the call cannot have gradients; otherwise hooks are checked.
+            check: raises if the call cannot have gradients; None checks hooks instead.
             balanced: whether to add up the routers' auxiliary loss; None: if the model's configuration asks for it.
         """
 
@@ -270,12 +270,12 @@ class TreeEngine(Runtime):
 class LinearEngine(TreeEngine):
     """The linear baseline: a `TreeEngine` that shares no prefix.
 
-    It is the reference for speed and results, so it is as fast as we can make it: rows are packed without padding in
-    the projections, short rows share batched attention calls, long ones get one causal call each, and tokens after the
+    It is the reference for speed and results, so it is as fast as we can make it. Rows are packed without padding in
+    the projections. Short rows share batched attention calls; long ones get one causal call each. Tokens after the
     last trained one are left out, as in a tree.
 
     Args:
-        pack_tokens: most tokens of a packed part (a longer row runs by itself); None packs the whole batch.
+        pack_tokens: maximum tokens of a packed part (a longer row runs alone); None packs the whole batch.
         sharing: ``group`` and ``reduce``, as for `TreeEngine`.
     """
 
@@ -323,14 +323,14 @@ def logprobs(
         sequences: K lists or arrays of token ids (or trajectories, or a tree).
         budget: tokens whose graph is alive at once, or bytes ("8GiB") of peak memory; None takes the free memory. A
             batch that fits runs as a whole, a larger one in parts. If the graphs of all parts do not fit, the forward
-            keeps none and backward runs each part again. Backward sets existing ``.grad`` aside, which bytes do not
-            count.
+            keeps none and backward runs each part again. Existing ``.grad`` stays allocated in backward; a budget in
+            bytes does not count it.
         temperature: divides the logits before the softmax.
         return_entropy: also give the entropy of the distribution each token was drawn from.
-        return_aux: also give the auxiliary loss of a mixture of experts' routers over all tokens of all sequences,
-            before its coefficient.
-        return_values: also give the value of the state before each of these tokens, by `value_head`, from the same
-            pass: policy and critic on one trunk. `tt.values` gives values alone.
+        return_aux: also give the auxiliary loss of a mixture-of-experts router over all tokens of all sequences,
+            without its coefficient.
+        return_values: also give the value of the state before each of these tokens, by `value_head` on the same
+            forward. `tt.values` gives values only.
         value_head: maps the inputs of the model's LM head, [n, hidden], to values [n] or [n, c].
         mask: K rows [L_k - 1], bools or weights: predictions whose entry is 0 are not computed; they hold 0 and get no
             gradient. None computes all.
@@ -344,7 +344,7 @@ def logprobs(
     Raises:
         DataError: an id outside the vocabulary or a row longer than the model's positions.
         UnsupportedModel: the model, or a setting of it, would not be exact on a tree; or gradients are wanted and
-            several processes train together, which autograd would leave unsynchronised (use `TreeEngine.score`).
+            several processes train together: autograd would not synchronise them (use `TreeEngine.score`).
         ValueError: a budget that is neither tokens nor bytes, or bytes that no plan fits into; a model whose
             configuration asks for an auxiliary loss without ``return_aux``, or ``return_aux`` for a model without
             experts.
@@ -421,7 +421,7 @@ def rewards(
         model, sequences, budget, head: as `values`.
 
     Returns:
-        [K], or [K, c] for a head of several labels; differentiable as those of `values`.
+        [K], or [K, c] for a head of several labels; differentiable like `values`.
 
     Raises:
         DataError: a sequence without tokens; otherwise as `values`.
@@ -448,8 +448,7 @@ def _scored_values(
 
 
 def _check_alone(engine: TreeEngine, what: str) -> None:
-    """Raise UnsupportedModel if a backward by autograd would not synchronise gradients, or would break the common order
-    of passes."""
+    """Raise UnsupportedModel if autograd would not synchronise gradients, or would break the order of passes."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if not engine.live or not (several or engine.collective):
         return
@@ -477,8 +476,8 @@ def _within_autograd(scored: Scored) -> list[Tensor]:
 class _TreeScores(torch.autograd.Function):
     """A whole batch as one autograd node whose inputs are the parameters.
 
-    The outer graph does not see the graph inside, so that activation checkpointing finds the model in tree mode when
-    it runs layers again in backward.
+    The outer graph does not contain the inner graph, whose backward runs in tree mode. Activation checkpointing needs
+    this when it recomputes layers.
     """
 
     @staticmethod

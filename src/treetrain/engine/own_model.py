@@ -1,4 +1,4 @@
-"""Tree training for a model of your own: its rows packed for one forward or several, and its predictions scored."""
+"""Tree training for your own model: pack rows for one or several forwards, and score the predictions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,8 +34,8 @@ class PackedPart(DeviceLayout):
     tree: AttentionTree
     """The tree, for `tt.attention`."""
     predictions: Tensor
-    """int64 [T]: the place of each prediction among those of all rows, row after row: [sum of L_k - 1]. Facts of the
-    predictions, such as advantages, are indexed by it: ``torch.cat(advantages)[part.predictions]``."""
+    """int64 [T]: index of each prediction into the concatenated predictions of all rows, [sum of L_k - 1]. It selects
+    data of the predictions, such as advantages: ``torch.cat(advantages)[part.predictions]``."""
 
     def __init__(
         self,
@@ -77,14 +77,13 @@ class Packed(PackedPart):
 
         `loss_of` is called for every part with the tokens of the part. Keys and values of the path above it come from
         a cache, and their gradients go back through it, so the sum of all parts' gradients is that of the whole tree.
-        Some parts are called twice, the first time without graph and without predictions, to fill the cache.
+        For some parts it is called twice, first without graph and predictions, to fill the cache.
 
         Args:
             loss_of: maps a part to a scalar loss. The losses of all parts must add up to the loss of the batch: a sum
                 over predictions, divided by a number that is the same for all parts. It must call every attention
-                layer once, with a ``layer`` of its own.
-            budget: tokens whose graph is alive at once; None takes parts of a size that runs well, without calling any
-                part twice.
+                layer once, each with its own ``layer``.
+            budget: tokens whose graph is alive at once; None takes parts of a size that runs well, each called once.
 
         Returns:
             The sum of the losses, a scalar without graph.
@@ -194,7 +193,7 @@ def prediction_logprobs(
         raise ValueError(f"hidden has shape {list(hidden.shape)}; expected [{packed.num_tokens}, hidden size]")
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature={temperature!r}: it divides the logits, so it must be above 0 and finite")
-    # Hooks see a head that is called; they would not see its weight being read.
+    # Hooks run if the head is called, but not if its weight is read.
     plain = head if isinstance(head, nn.Linear) and type(head) is nn.Linear else None
     if plain is not None and (plain._forward_hooks or plain._forward_pre_hooks or "forward" in vars(plain)):
         plain = None

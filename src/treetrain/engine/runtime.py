@@ -33,7 +33,7 @@ from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
 
 AMPLE = 2
-"""If this many times a predicted peak is free, the peak fits whatever the prediction's error."""
+"""If this many times a predicted peak is free, the peak fits in spite of prediction errors."""
 LAST_RESORT_TOKENS = 256
 """The token budget that is tried if no plan is predicted to fit into free memory."""
 PASS_TOKENS, FORWARD_SHARE = 40.0, 0.35
@@ -62,7 +62,7 @@ def plan_within(layout: PackedLayout, budget: int | Bytes | None, model: nn.Modu
     except ValueError as error:
         if budget is not None:
             raise
-        # The user set no bound and predictions err, so it is tried; out of memory is handled.
+        # The user set no bound and predictions can be wrong, so small parts are tried; out of memory is handled.
         warnings.warn(f"more memory is predicted than is free ({error}); small parts are tried", stacklevel=2)
         return make_plan(layout, cost, budget=LAST_RESORT_TOKENS)
 
@@ -123,7 +123,7 @@ class Runtime:
         self.value_head = value_head
         self.capabilities = self.checked()
         check_context(self.context, model, self.capabilities, alone=self.ranks.alone and not self.collective)
-        # Each rank holds its share of a part, so together they have room for as many times more.
+        # Each rank holds only its share of a part, so the ranks' budgets add up.
         if isinstance(self.budget, Bytes):
             self.budget = Bytes(self.budget.count * self.context.size)
         elif self.budget is not None:
@@ -216,10 +216,10 @@ class Runtime:
         (self.ranks if self.context.alone else self.context).average_gradients(self.whole_parameters)
 
     def free_bytes(self) -> int | None:
-        """Bytes that plans may use now, less gradients to come (``zero_grad`` sets them to None); None if unknown.
+        """Bytes that plans may use now, minus gradients not yet allocated (``.grad`` is None); None if unknown.
 
-        Processes on one host share its memory. Ranks that divide every part have as much as the fullest, times their
-        number.
+        Processes on one host share its memory. Context-parallel ranks have the least of their free
+        bytes, times their number.
         """
         every = self.context.gather(self._own_free_bytes())
         return None if None in every else min(x for x in every if x is not None) * len(every)
@@ -236,10 +236,10 @@ class Runtime:
         return max(free - sum(x.numel() * x.element_size() for x in map(own_part, absent)), 0)
 
     def has_room(self, plan: Plan, extra: float | None = None) -> bool:
-        """Whether the predicted peak of a plan fits into the budget or free memory; False if it cannot be predicted.
+        """Whether a plan's predicted peak fits the budget or free memory; False if the model cannot be counted.
 
         Args:
-            extra: bytes that are optional; with them, `AMPLE` times the peak must be known to be free.
+            extra: further bytes that are optional; `AMPLE` times peak and extra must be known to be free.
         """
         cost = cost_if_countable(self.model)
         room = self.budget.count if isinstance(self.budget, Bytes) else self.free_bytes()
@@ -279,7 +279,7 @@ class Runtime:
     def within_memory(self, plan: Plan, run: Callable[[Plan, PassCounts], T]) -> tuple[T, Plan, PassCounts]:
         """Run a plan; while memory runs out, start over with half as many tokens alive. Warns once.
 
-        Where other ranks wait in a pass it runs once.
+        With FSDP2 or context parallel it runs only once, since other ranks wait in its passes.
 
         Args:
             run: raises StepOutOfMemory, with everything restored, if it must start over.
@@ -316,6 +316,6 @@ class Runtime:
         return result, plan, counts
 
     def together(self, what: str, make: Callable[[], T]) -> T:
-        """Prepare a call, on every rank if its passes are collectives; see `Ranks.agree`."""
+        """Prepare a call, together with all ranks that share its passes; see `Ranks.agree`."""
         ranks = self.ranks if self.collective else self.context
         return ranks.agree(what, lambda: (make(), None))[0]

@@ -1,7 +1,7 @@
 """One training step: what is checked before it, how the ranks agree on it, and the passes that make its gradients.
 
-Ranks share one step. Each sends the others what they must know of its rows. All combine the same answers in the order
-of ranks, so they get the same loss constants and the same normaliser.
+Ranks share one step. Each sends the others what they need to know about its rows. All combine the answers in rank
+order, so they get the same loss constants and the same normaliser.
 """
 
 import hashlib
@@ -49,8 +49,7 @@ from treetrain.tree.stats import linear_work
 from treetrain.tree.token_tree import TokenTree
 
 WORTH_A_LOOK = 1.05
-"""Rows with more than this many times the tree's tokens are not planned unshared: sharing saves more than a pass
-costs."""
+"""If rows have more than this many times the tree's tokens, sharing wins, and no plan without sharing is tried."""
 
 
 class Step(NamedTuple):
@@ -60,7 +59,7 @@ class Step(NamedTuple):
     batch: Batch
     loss: PackedLoss
     normaliser: float
-    """The whole step's, divided by the number of ranks, since gradients are averaged over them."""
+    """The step's normaliser, divided by the number of ranks, since gradients are averaged over them."""
     rows: Sequence[Trajectory]
     """The rows of all ranks, if the loss must see them."""
     masked: bool
@@ -77,7 +76,7 @@ def prepare_step(
     normaliser: float | None,
     mask: Sequence[Any] | None,
 ) -> Step:
-    """Check a step on all ranks before any starts it; a collective call.
+    """Check a step on all ranks before any rank runs it; a collective call.
 
     Raises:
         DataError, TypeError, ValueError, UnsupportedModel: something is wrong on this rank.
@@ -147,8 +146,8 @@ def prepare_step(
 def _announcement(
     runtime: Runtime, tree: TokenTree, merged: Any, loss: PackedLoss, normaliser: float | None
 ) -> tuple[dict[str, Any], list[Trajectory] | None, float]:
-    """Collect what the other ranks must know: settings that must be the same, and all rows if the loss must see those
-    of the whole step, else what this rank's rows add to the normaliser."""
+    """Collect what the other ranks need: settings that must be the same, and all rows if the loss needs those of the
+    whole step, else this rank's part of the normaliser."""
     weights = [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in runtime.parameters]
     settings = {
         "treetrain": __version__,
@@ -174,9 +173,9 @@ def _announcement(
 
 
 def plan_step(runtime: Runtime, step: Step, *, sync: bool, balance: RouterBalance | None) -> tuple[Step, Plan, Reduces]:
-    """Plan this rank's passes and the backwards that reduce sharded gradients; a collective call.
+    """Plan this rank's passes, and which backwards reduce sharded gradients; a collective call.
 
-    Under FSDP2 every rank offers several plans, and all take those whose common order is fastest.
+    Under FSDP2 every rank offers several plans, and the combination with the fastest common order is run.
 
     Raises:
         RanksDisagree: another rank has another `sync`, normaliser or balance of the routers.
@@ -206,7 +205,7 @@ def plan_step(runtime: Runtime, step: Step, *, sync: bool, balance: RouterBalanc
             whole = sum(p.numel() for p in runtime.parameters if p.requires_grad) * wide_dtype(runtime.model).itemsize
             room = [runtime.has_room(way.plan, extra=whole) for way in own]
         routers = None
-        if balance is not None and not ranks.alone:  # alone, a GPU would be waited for
+        if balance is not None and not ranks.alone:  # alone, no need to wait for the GPU
             routers = balance.tokens, balance.choices.tolist()
         same = {
             "sync": sync,
@@ -228,7 +227,7 @@ def plan_step(runtime: Runtime, step: Step, *, sync: bool, balance: RouterBalanc
 
 
 def rows_instead(runtime: Runtime, tree: TokenTree, plan: Plan) -> Candidate | None:
-    """The rows with nothing shared and their plan, if that is predicted to be faster; else None.
+    """The rows without sharing and their plan, if predicted to be faster than `plan`; else None.
 
     A shared prefix of a token or two may need a pass of its own, which costs more than computing it in every row.
     """
@@ -289,7 +288,7 @@ def run_step(
 def _stream(
     runtime: Runtime, step: Step, plan: Plan, counts: PassCounts, routing: Routing | None, reduces: Reduces
 ) -> tuple[Any, Metrics]:
-    """Run the plan once for a loss that is a sum over trajectories; each is evaluated when it ends."""
+    """Run the plan once for a loss that sums over trajectories; each is evaluated when its last edge is scored."""
     batch, loss, normaliser = step.batch, step.loss, step.normaliser
     table = runtime.table(batch.layout, entropy="entropies" in loss.needs)
     streamed = StreamedGradients(table, batch, loss, normaliser)
@@ -299,7 +298,7 @@ def _stream(
             Executor(runtime, plan, counts, routing, gradients=False, reduces=reduces).score(None)
             routing.settle()
         coefficients, logprobs = None, table.logprobs
-        if table.entropies is None:  # a mixture may need them for other rows, and be linear in these
+        if table.entropies is None:  # a mixture may have coefficients here and still need entropies
             coefficients = loss.coefficients(batch.facts(loss, logprobs.device, logprobs.dtype))
         executor = Executor(runtime, plan, counts, routing, gradients=True, reduces=reduces)
         if coefficients is not None:
@@ -318,7 +317,7 @@ def _compare(
 ) -> tuple[Any, Metrics]:
     """Run a batch-scope loss: all trajectories are scored, on every rank, before the first backward.
 
-    Every rank evaluates the loss on the rows of all, and runs backward with its own predictions' gradients.
+    Every rank evaluates the loss on the rows of all ranks, and runs backward from its own predictions.
     """
     ranks, batch, table = runtime.ranks, step.batch, scoring.forward()
     own: list[Any] = [batch.used, batch.at_edges(table.logprobs)]

@@ -1,4 +1,4 @@
-"""What the speed-up of a file depends on: the size and order of batches, the view, the chat template."""
+"""How the speed-up of a file changes with batch size, row order, view and chat template."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ from treetrain.tree.stats import ideal_speedup, linear_work, needed_tokens, tree
 from treetrain.tree.token_tree import TokenTree
 
 SAMPLED = 4_000_000
-"""Flat tokens from which sharing in batches is estimated by a sample of the batches."""
+"""From this many flat tokens on, sharing in batches is estimated from a sample of batches."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSharing:
-    """What is shared if the rows are trained in batches."""
+    """Sharing within batches, for one batch size and order of rows."""
 
     order: str
     """"file": as in the file; "shuffled": at random; "grouped": rows that share a prefix together."""
@@ -43,7 +43,7 @@ def sharing_in_batches(
         rows: K rows.
         tree: all of them as one batch.
         counts: the model that FLOPs are counted for.
-        size: rows of a batch, those of all gradient accumulation steps on one process.
+        size: rows of a batch: those of an optimizer step on one process, gradient accumulation included.
 
     Returns:
         One entry for each order; none if all rows fit one batch.
@@ -100,7 +100,7 @@ class ViewCost:
 
     @property
     def flop_speedup(self) -> float:
-        """Rows by themselves over the tree."""
+        """`linear_flops` / `tree_flops`."""
         return self.linear_flops / self.tree_flops if self.tree_flops else 1.0
 
 
@@ -128,7 +128,7 @@ def compare_views(
     A view that a template cannot render is left out.
 
     Args:
-        read: the rows of a view ("calls", "transcript") with a template.
+        read: returns the rows for a view ("calls", "transcript") and a template.
         templates: "own", "chatml".
         counts: the model that FLOPs are counted for.
     """
@@ -145,9 +145,9 @@ def compare_views(
 def transcripts_speedup(tree: TokenTree, counts: ModelCounts) -> float | None:
     """FLOPs of training only the rows that no other row extends / FLOPs of the tree; None if no row extends another.
 
-    A call that a later call extends is a part of the later call's row. One row for each leaf of the tree, with the
-    trained tokens of all rows on its path, trains the same tokens: these are the transcripts, so that the speed-up
-    over them is what a tree gains for those who train transcripts already.
+    A call that a later call extends is a prefix of the later call's row. So one row per leaf of the tree, with the
+    trained tokens of all rows on its path, trains the same tokens: these rows are the transcripts. The result is
+    the speed-up for users who train transcripts already.
     """
     last = np.unique(tree.trajectory_last[tree.trajectory_last >= 0])
     leaves = last[tree.end[last] == last + 1]

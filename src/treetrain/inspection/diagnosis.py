@@ -3,16 +3,17 @@
 Every row is compared with the one earlier row that it should share with:
 
 - a later call of a conversation with the call that it continues;
-- the prompt of any other row with a prompt of the same group, with the same end, or with the longest common beginning.
+- the prompt of any other row with a prompt of its group, one with the same end, or the one with the longest common
+  prefix.
 
-Sampled tokens are the policy's own choice, so two rows that part at a sampled token have nothing to repair. A
-difference in the context is lost sharing if the rows agree again behind it (`alignment`). Its cause is read from the
+Sampled tokens are the policy's own choice, so two rows that diverge at a sampled token have nothing to repair. A
+difference in the context is lost sharing if the rows agree again after it (`alignment`). Its cause is read from the
 tokens and the text of the difference.
 
-What a cause costs is measured, not estimated: the rows are rewritten without the differences of this cause, each as
-its partner has them, and the tree is built again. Rows are rewritten after their partners, so that a row which
-continues a rewritten row continues it still. Causes are repaired one after the other, those nearest to the beginning of
-rows first, because a difference hides those behind it; so the costs add up to all that is lost.
+The cost of a cause is measured, not estimated: its differences are replaced by the tokens of the partners, and the tree
+is built again. Partners are rewritten first, so a row that continues its partner still does so afterwards. Causes are
+repaired one after the other, those nearest to the start of rows first, because a difference hides those behind it. So
+the costs add up to the total loss.
 """
 
 import dataclasses
@@ -33,9 +34,9 @@ from treetrain.tree.stats import linear_work, tree_work
 from treetrain.tree.token_tree import TokenTree
 
 SHOWN = 24
-"""Tokens of a difference that are shown, and decoded to find its cause, at either end."""
+"""Tokens shown at either end of a long difference; twice as many are decoded to find its cause."""
 AROUND = 6
-"""Tokens shown before and after a difference."""
+"""Tokens shown before a difference; after it, twice as many."""
 LEAST = 0.001
 """Share of the unique tokens that a cause must cost to be reported."""
 
@@ -96,7 +97,7 @@ _TOOL_SCHEMA = re.compile(r'"(?:parameters|properties|description|function|input
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """One difference in text that a person reads."""
+    """One difference as readable text."""
 
     row: Hashable
     """id of the row that loses sharing; its number if it has no id."""
@@ -116,13 +117,13 @@ class LostSharing:
     cause: str
     """A key of `CAUSES`."""
     rows: int
-    """Rows that differ from their partner for this cause, and those that share the difference with them."""
+    """Rows with this difference from their partner, or that share it with their partner."""
     tokens: int
     """Unique tokens that repairing it saves, once the causes listed before it are repaired."""
     flops: float
     """FLOPs of a step that this saves."""
     flop_speedup: float
-    """Of the rows with this cause and those before it repaired: FLOPs of rows as they are / of the repaired tree."""
+    """FLOPs of every row by itself, as is / FLOPs of the tree with this cause and those before it repaired."""
     example: Example
 
     @property
@@ -132,7 +133,7 @@ class LostSharing:
 
     @property
     def change(self) -> str:
-        """What to do about it."""
+        """The advice to the user."""
         return CAUSES[self.cause][1]
 
 
@@ -149,7 +150,7 @@ class Diagnosis:
     broken: int
     """Those that neither extend an earlier call nor answer its prompt again."""
     unrelated: int
-    """Broken calls that agree with no earlier call behind the difference: a new context, such as a sub-agent's."""
+    """Broken calls that match no earlier call after the difference: a new context, such as a sub-agent's."""
     unique: int
     """Tokens of the tree as the rows are."""
     repaired_unique: int
@@ -157,7 +158,7 @@ class Diagnosis:
     flop_speedup: float
     """FLOPs of every row by itself / FLOPs of the tree, as the rows are."""
     repaired_flop_speedup: float
-    """FLOPs of every row as it is by itself / FLOPs of the tree with all causes repaired."""
+    """FLOPs of every row by itself, as is / FLOPs of the tree with all causes repaired."""
 
     def sections(self) -> list[tuple[str, str]]:
         """(title, text) of a summary, which has no title, and of each cause."""
@@ -211,7 +212,7 @@ class _Link(NamedTuple):
     partner: int
     edits: list[_Edit]
     partner_end: int
-    """Where the two rows part for good."""
+    """Position from which the two rows differ for good."""
     row_end: int
 
 
@@ -225,7 +226,7 @@ def diagnose(
         counts: the model that FLOPs are counted for.
         tokenizer: anything with `decode`. Without one, the same text in other tokens, white space and think blocks
             cannot be told apart, and examples show token ids.
-        tree: the rows as one batch, if it is there already.
+        tree: the tree of all rows, if already built.
 
     Returns:
         The causes, with counts, cost, gain and an example of each.
@@ -235,7 +236,7 @@ def diagnose(
     first = dict(search.examples())
     found = search.affected()
     places = {cause: search.mean_position(cause) for cause in found}
-    # Recorded experts keep equal tokens apart; without them, both sides of the comparison are the same.
+    # Recorded experts keep equal tokens apart; repaired rows have none, so the tree is compared without them too.
     if tree is None or tree.experts is not None:
         tree = build_tree(search.repaired(()))
     rows_flops = counts.flops(*linear_work(tree, counts.attention_ranges))
@@ -247,7 +248,7 @@ def diagnose(
         repaired.append(cause)
         tree = build_tree(search.repaired(repaired))
         less = counts.flops(*tree_work(tree, counts.attention_ranges))
-        if less > 1.01 * flops:  # a repair that costs is none
+        if less > 1.01 * flops:  # a repair that adds cost is undone
             repaired.pop()
             continue
         if unique - tree.num_tokens > LEAST * as_is:
@@ -285,7 +286,7 @@ class _Search:
         self.trained = [
             marks[start : start + ids.size] for marks, start, ids in zip(weights, self.start, self.ids, strict=True)
         ]
-        # Tokens before the first trained one; a row that trains (almost) all its tokens does not say what is context.
+        # Tokens before the first trained one; if a row trains (almost) all its tokens, its context is unknown.
         first = [int(marks.argmax()) if marks.any() else marks.size for marks in self.trained]
         self.masked = [count > 1 for count in first]
         self.context = [count if masked else ids.size for count, masked, ids in zip(first, self.masked, self.ids)]
@@ -298,7 +299,7 @@ class _Search:
     # Partners
 
     def run(self) -> None:
-        """Compare every row with its partner; links come after those of their partners."""
+        """Compare every row with its partner. `links` lists partners before the rows that refer to them."""
         episodes: dict[Hashable, list[int]] = {}
         loose: dict[Hashable, list[int]] = {}
         for number, row in enumerate(self.rows):
@@ -326,7 +327,7 @@ class _Search:
         self.links += sorted(later)
 
     def _later_calls(self, calls: list[int], *, certain: bool) -> list[_Link]:
-        """Links from calls to the calls that they continue, the unbroken ones too.
+        """Links from calls to the calls that they continue, including unbroken ones.
 
         Args:
             calls: row numbers in order.
@@ -362,7 +363,7 @@ class _Search:
         Args:
             shared: leading tokens that both share.
             certain: as in `_later_calls`.
-            least: tokens in which they must agree at least, if it is not certain.
+            least: the least number of tokens that must agree, if not `certain`.
         """
         first, second = self.ids[partner], self.ids[row][: self.context[row]]
         if not certain and not (self.masked[row] and self.trained[partner].any()):
@@ -380,7 +381,7 @@ class _Search:
             if not found.gaps:
                 return None
             whole = found.first_end == first.size and found.agreed >= max(self.context[partner] // 2, RUN, least)
-            # Two answers to prompts that differ are no calls of one conversation: the answer must be there too.
+            # Answers to two different prompts are not one conversation: the partner's answer must reappear.
             answer = self.trained[partner].sum()
             for gap in found.gaps:
                 answer -= self.trained[partner][gap.first_start : gap.first_stop].sum()
@@ -401,7 +402,7 @@ class _Search:
             name = (self.rows[number].group, self.masked[number], prompt.tobytes())
             prompts.setdefault(name, []).append(number)
         fronts = Counter(int(self.ids[number][0]) for number in members if self.ids[number].size)
-        # The most common form is the one that others are compared with, and the longest if some are cut.
+        # Others are compared with the prompts of the most common first token, the longest of them first.
         order = sorted(
             (same[0] for same in prompts.values() if self.context[same[0]]),
             key=lambda number: (-fronts[int(self.ids[number][0])], -self.context[number], number),
@@ -433,7 +434,7 @@ class _Search:
     # Causes
 
     def _classified(self, row: int, partner: int, found: Alignment, *, later: bool) -> list[_Edit]:
-        """The gaps with their causes, up to the first that is no lost sharing."""
+        """The gaps with their causes, up to the first gap that is not lost sharing."""
         edits = self._tools(row, partner, found, later=later)
         done = edits[-1].gap.second_stop if edits else -1
         for number, gap in enumerate(found.gaps):
@@ -442,7 +443,7 @@ class _Search:
             cause = self._cause(row, partner, gap, later=later)
             run = found.run_after(number)
             if not later:
-                # Different questions in the same words agree by chance: ask for much more agreement than difference.
+                # Different questions in the same words agree by chance: require much more agreement than difference.
                 size = max(gap.first_stop - gap.first_start, gap.second_stop - gap.second_start)
                 least = max(2 * RUN, 4 * size) if cause == "values" or not self.masked[row] else RUN
                 if run < least or (not self.masked[row] and cause not in ("front", "truncation")):
@@ -470,7 +471,7 @@ class _Search:
         return "changed" if self.tokenizer is None else "rewritten"
 
     def _is_cut(self, gap: Gap) -> bool:
-        """Whether a row lacks the beginning of its partner, but for a token or two that are alike."""
+        """Whether a row lacks the beginning of its partner, apart from up to three equal tokens."""
         return gap.second_start == gap.second_stop < 4 and gap.first_stop - gap.first_start > 1
 
     def _system_end(self, row: int) -> int:
@@ -480,7 +481,7 @@ class _Search:
 
     def _textual(self, row: int, partner: int, gap: Gap) -> str | None:
         """The cause that the text of a difference shows, if any; equal differences are decoded once."""
-        # The same tokens on either side, so that characters of several tokens are whole in both.
+        # Decode with equal neighbouring tokens, so that characters of several tokens are whole in both.
         before = min(gap.first_start, gap.second_start, 2)
         after = min(self.ids[partner].size - gap.first_stop, self.ids[row].size - gap.second_stop, 2)
         ours = self._ends(self.ids[row], gap.second_start - before, gap.second_stop + after)
@@ -498,7 +499,7 @@ class _Search:
         return self.known[name]
 
     def _ends(self, ids: Ids, start: int, stop: int) -> Ids:
-        """Some tokens of a row; of many only those at both ends."""
+        """A range of tokens of a row; only both ends of a long one."""
         if stop - start <= 4 * SHOWN:
             return ids[start:stop]
         return np.concatenate([ids[start : start + 2 * SHOWN], ids[stop - 2 * SHOWN : stop]])
@@ -530,8 +531,8 @@ class _Search:
     def repaired(self, causes: Collection[str]) -> list[Trajectory]:
         """The rows without the differences of these causes; without any cause, as they are.
 
-        Every difference lies behind the padding, so other causes can be repaired only together with it. In a row with
-        several differences, those behind the first one that stays are not repaired.
+        Padding is repaired with any cause, since every difference lies behind it. In a row with several differences,
+        those behind the first one that stays are not repaired.
         """
         if not causes:
             return [
@@ -551,7 +552,7 @@ class _Search:
             at -= back
             rewritten[row] = _Rewritten(link, at, head - at)
             ids[row] = np.concatenate([ids[partner][:head], self.ids[row][at:]])
-            # Context, unless the row does not say what is.
+            # The copied tokens are context; trained if the row's context is unknown.
             trained[row] = np.concatenate([np.full(head, not self.masked[row]), self.trained[row][at:]])
         return [
             Trajectory(ids[number], loss_weights=trained[number].astype(np.float64), key=row.key)
@@ -562,7 +563,7 @@ class _Search:
 
     def affected(self) -> Counter[str]:
         """For each cause, the rows that differ from their partner or share such a difference with it."""
-        places: dict[int, dict[str, int]] = {}  # where the differences of a row end, in its own tokens, about
+        places: dict[int, dict[str, int]] = {}  # about where a row's differences end, in its tokens
         for link in self.links:
             shared = {cause: end for cause, end in places.get(link.partner, {}).items() if end <= link.partner_end}
             own = {edit.cause: edit.gap.second_stop for edit in link.edits}
@@ -572,7 +573,7 @@ class _Search:
         return found + Counter({"padding": self.padded})
 
     def mean_position(self, cause: str) -> float:
-        """Where in a row the differences of a cause lie."""
+        """Mean position of the differences of a cause."""
         at = [edit.gap.second_start for link in self.links for edit in link.edits if edit.cause == cause]
         return float(np.mean(at)) if at else -1.0  # padding
 
@@ -608,10 +609,7 @@ class _Search:
         )
 
     def _marked(self, ids: Ids, start: int, stop: int, split: bool) -> str:
-        """The tokens around a difference on one line, the difference between ⟦ and ⟧ and shortened if long.
-
-        `split` puts ¦ between the tokens of the difference.
-        """
+        """The tokens around a difference, which is in ⟦⟧, shortened if long; `split` puts ¦ between its tokens."""
         inside = [ids[start:stop]]
         if stop - start > 2 * SHOWN:
             inside = [ids[start : start + SHOWN], ids[stop - SHOWN : stop]]
@@ -635,12 +633,8 @@ class _Search:
 def _without_padding(rows: Sequence[Trajectory], known: int | None) -> tuple[int, list[Ids], list[int]]:
     """Rows that had padding, the ids of all rows without it, and the number of tokens taken away on the left.
 
-    A token that begins or ends many rows, repeated different numbers of times, is padding. It is cut off where it has
-    no loss weight, or where rows do not have weights.
-
-    Args:
-        rows: K rows.
-        known: the tokenizer's padding token.
+    A token that begins or ends many rows, repeated different numbers of times, is padding; the tokenizer's (`known`) is
+    tried first. On the right, rows with loss weights keep it up to their last trained token.
     """
     ids = [row.ids for row in rows]
     start = [0] * len(ids)
@@ -674,7 +668,7 @@ def _repeats(ids: Ids, token: int) -> int:
 
 
 class _Rewritten(NamedTuple):
-    """Where the tokens of a rewritten row are now."""
+    """How the tokens of a rewritten row have moved."""
 
     link: _Link
     cut: int
@@ -684,10 +678,10 @@ class _Rewritten(NamedTuple):
 
 
 def _moved(row: int, position: int, rewritten: dict[int, _Rewritten]) -> tuple[int, int]:
-    """Where the tokens before `position` of a row end now.
+    """The end of a row's tokens before `position` after the rewrite, and 0.
 
-    If the position lies inside a repaired difference, this is the place before it: then the second number says how
-    many tokens lie between.
+    If the position lies inside a repaired difference: the end of the tokens before the difference, and the number of
+    tokens between.
     """
     back = 0
     while row in rewritten:
@@ -707,7 +701,7 @@ def _moved(row: int, position: int, rewritten: dict[int, _Rewritten]) -> tuple[i
 
 
 def _linked(row: int, partner: int, found: Alignment, edits: list[_Edit]) -> _Link:
-    """A link up to the first gap that is no lost sharing."""
+    """A link up to the first gap that is not lost sharing."""
     later = [gap for gap in found.gaps if gap.second_start > edits[-1].gap.second_start]
     later = [gap for gap in later if gap.second_start >= edits[-1].gap.second_stop]
     if later:

@@ -22,8 +22,8 @@ Select = Callable[[Trajectory], str | None]
 class Mixture(Loss):
     """Sum over losses of weight * (sum over the loss's rows / its normaliser over the whole step). Made by `mix`.
 
-    Every loss has a normaliser of its own, so the mixture must know the whole step (`for_step`) before it is given
-    parts of it; its own normaliser is then 1.
+    Every loss has its own normaliser, so call `for_step` with the whole step before passing parts of it. The
+    mixture's normaliser is 1.
     """
 
     reduction: Reduction = dataclasses.field(default="token", init=False, repr=False)
@@ -32,7 +32,7 @@ class Mixture(Loss):
     losses: tuple[Loss, ...]
     weights: tuple[float, ...]
     select: Select | None
-    """The name of a row's loss, or None; without a function every loss sees every row."""
+    """Maps a row to the name of its loss, or None for no loss; without it every loss sees every row."""
     totals: tuple[float, ...] | None = None
     """Normaliser of every loss over the whole step, 0 if it has no row; None before `for_step`."""
 
@@ -54,7 +54,7 @@ class Mixture(Loss):
 
     @property
     def identity(self) -> str:
-        """See `Loss.identity`. A function is named, since its repr differs between processes."""
+        """See `Loss.identity`. `select` appears by name, since its repr differs between processes."""
         select = getattr(self.select, "__qualname__", type(self.select).__qualname__)
         losses = ", ".join(f"{name}: {loss.identity}" for name, loss in zip(self.names, self.losses))
         return f"Mixture({losses}, weights={self.weights}, select={select}, totals={self.totals})"
@@ -77,7 +77,7 @@ class Mixture(Loss):
         return dataclasses.replace(self, losses=parts, totals=totals)
 
     def check(self, trajectories: Sequence[Trajectory]) -> None:
-        """Raise DataError where a row lacks what its loss needs, or no loss takes it."""
+        """Raise DataError if a row lacks what its loss needs, ValueError if `select` returns an unknown name."""
         for name, loss, rows in zip(self.names, self.losses, self._own_rows(trajectories)):
             try:
                 loss.check(rows)
@@ -94,7 +94,7 @@ class Mixture(Loss):
         return 1.0
 
     def total_weight(self, trajectories: Sequence[Trajectory]) -> float:
-        """The share of these rows in the step's weighted losses; the shares of a step add up to 1."""
+        """These rows' fraction of the step, averaged over losses by weight; over a step it sums to 1."""
         parts = zip(self.weights, self._known_totals(), self.losses, self._own_rows(trajectories))
         present = [(weight, loss.total_weight(rows) / whole) for weight, whole, loss, rows in parts if whole > 0]
         return sum(weight * share for weight, share in present) / sum(weight for weight, _ in present)
@@ -119,8 +119,7 @@ class Mixture(Loss):
         return total
 
     def _parts(self, facts: Facts) -> list[tuple[str, Loss, float, Facts, Tensor | None]]:
-        """For every loss with rows among these: name, loss, factor, facts of its rows, and int64 [t] the indices of
-        their predictions (None: all)."""
+        """For every loss with rows here: name, loss, factor, facts, int64 [t] indices of predictions (None: all)."""
         totals, parts = self._known_totals(), []
         for name, loss, weight, whole, numbers in zip(
             self.names, self.losses, self.weights, totals, self._assign(facts.trajectories)
@@ -165,11 +164,11 @@ class Mixture(Loss):
 def mix(
     losses: Mapping[str, Loss], *, weights: Mapping[str, float] | None = None, select: Select | None = None
 ) -> Mixture:
-    """Several losses in one step: the sum of weight times each one's mean over its rows of the step.
+    """Combine several losses in one step: the weighted sum of their means, each over its own rows of the step.
 
-    The mean is the loss by itself: its sum over its rows, divided by its own normaliser. A loss without rows in a step
-    counts 0. The engine calls `for_step`. If you split a step over calls, call
-    `mixture = mixture.for_step(all rows of the step)` first, and pass `mixture.normaliser(...)`, which is 1.
+    A mean is a loss's sum over its rows divided by its own normaliser. A loss without rows in a step counts 0. The
+    engine calls `for_step`. If you split a step over calls, call `mixture = mixture.for_step(all rows of the step)`
+    first, and pass `mixture.normaliser(...)`, which is 1.
 
     Args:
         losses: name -> loss, such as {"policy": grpo(), "sft": sft()}. Names appear in messages and metrics.
@@ -180,7 +179,8 @@ def mix(
     Metrics: those of every loss as "name/metric", and "name/loss".
 
     Raises:
-        ValueError: no loss, an unknown name, a weight below 0, a mixture, a loss that needs values or is no `Loss`.
+        ValueError: no loss, an unknown name, a weight below 0, or a loss that is a mixture, needs values or is no
+            `Loss`.
     """
     if not losses:
         raise ValueError("no loss to mix; give a mapping such as {'policy': grpo(), 'sft': sft()}")

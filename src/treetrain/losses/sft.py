@@ -90,12 +90,12 @@ def distill(
 ) -> DistillLoss:
     """On-policy distillation (arXiv 2306.13649, 2306.08543) from the teacher's log-probabilities of the rows' tokens.
 
-    With l the student's log-probability of a token that it sampled, t the teacher's (`teacher_logprobs`): the student
-    is drawn to the teacher on its own answers, every token for itself (no credit for what comes later).
+    l is the student's log-probability of a sampled token, t the teacher's (`teacher_logprobs`). The student moves
+    towards the teacher on its own answers, each token independently (no credit for later tokens).
 
     Args:
-        estimator: what is averaged, and which divergence its gradient lowers where the rows are the student's own.
-            "policy_gradient": value l - t, gradient that of -A l with the advantage A = t - l: KL(student || teacher).
+        estimator: the averaged value, and the divergence that its gradient lowers if the student sampled the rows.
+            "policy_gradient": value l - t, with the gradient of -A l, advantage A = t - l: KL(student || teacher).
             "k2": (l - t)^2 / 2, the same gradient; its value is never negative.
             "k3" (default): exp(t - l) - 1 - (t - l), never negative, an unbiased value of KL(student || teacher); its
             gradient, 1 - exp(t - l), is that of KL(teacher || student), and is large where the teacher finds a token

@@ -6,16 +6,16 @@ pass is of another kind runs a pass over a single token with no effect, and wait
     rank 0    F  F  B  .  B        F forward, B backward, P prefill,
     rank 1    F  .  B  F  B        . a pass over one token
 
-Why it is right. Only the next pass of a rank is ever taken, so the common order contains every rank's own sequence.
-Prefills and forwards come first, whichever kind more ranks have next; a backward comes when it is the next pass of
-every rank that has passes left. So at a backward, a rank without one of its own has finished. So far there were more
-forwards than backwards, so it still has the graph of a pass over one token to run backward through.
+Why it is correct: the order only takes the next pass of a rank, so it contains every rank's own sequence.
+Prefills and forwards come before backwards; of the two, the kind that more ranks have next. A backward comes when it is
+the next pass of every rank that has passes left, so a rank without a backward of its own has finished then. Up to there
+the order has more forwards than backwards, so this rank still has the graph of a one-token forward for its backward.
 
 Ranks with equal work still wait if their parts differ in size or order. So each rank offers several candidates, all
 within its budget: its own plan, plans under smaller budgets, and *runs*: its rows cut into a few contiguous ranges of
 equal predicted time that share nothing. Each run is one part, so every rank's sequence is forward, backward, forward,
 backward. A path that two runs need is computed twice; this can cost less than waiting. The ranks choose the combination
-of candidates found to be fastest in common order. The search is deterministic, so all ranks make the same choice.
+of candidates whose common order is the fastest found. The search is deterministic, so all ranks make the same choice.
 """
 
 import math
@@ -41,9 +41,9 @@ KINDS: dict[str, Kind] = {letter: kind for kind, letter in LETTERS.items()}
 SMALLER = (0.85, 0.7, 0.55)
 """Plans are also offered for these fractions of the budget, to get parts of other sizes."""
 RUNS_OFFERED, RUNS_WITHIN = 3, 1.5
-"""How many numbers of runs are offered, from the fewest that fit; and the range searched, as a factor of the fewest."""
+"""How many run counts are offered, from the smallest that fits, and how far the search goes, as a factor of it."""
 MOST_PARTS = 512
-"""A plan with more parts has no alternatives: over so many passes the ranks' differences even out."""
+"""A plan with more parts gets no alternatives: over so many passes the ranks' differences even out."""
 _STEPS = 400_000
 """Bound on the passes examined in `choose`, which keeps its time below a second."""
 
@@ -143,11 +143,11 @@ def candidates(
     apart: bool = True,
     free_bytes: float | None = None,
 ) -> list[Candidate]:
-    """List the ways a rank can run its rows within the plan's budget; first the given plan, or one part if that fits.
+    """List the ways to run a rank's rows within the plan's budget. The first is one part if that fits, else the plan.
 
     Args:
         tree: the tree of the rank's rows.
-        plan: a plan of `make_plan`; any other plan is the only candidate.
+        plan: a plan from `make_plan`; any other plan gets no alternatives.
         lay_out: returns the layout to compute for a tree of these rows.
         whole_rows: whether the layout has all predictions, not only the trained ones.
         apart: whether rows may be cut into runs that share nothing.
@@ -178,7 +178,7 @@ def candidates(
 
 
 def offers_of(own: Sequence[Candidate]) -> list[Offer]:
-    """The offers of a rank's candidates. The passes of a plan that `make_plan` did not make take a second each."""
+    """The offers of a rank's candidates. Passes count as one second each if the plan is not from `make_plan`."""
     offers = []
     for candidate in own:
         made_for = candidate.plan.made_for
@@ -192,10 +192,10 @@ def offers_of(own: Sequence[Candidate]) -> list[Offer]:
 
 
 def choose(offers: Sequence[Sequence[Offer]]) -> list[int]:
-    """Choose a candidate number per rank so that the common order is fast. All ranks find the same.
+    """Choose a candidate number per rank so that the common order is fast. All ranks get the same result.
 
-    One kind for all ranks is tried first. Then each rank in turn takes the candidate that is best given the others',
-    as long as that helps.
+    The search starts with the best choice of one candidate name for all ranks. Then each rank in turn takes its best
+    candidate, given those of the others, while that helps.
 
     Args:
         offers: the offers of every rank.
@@ -230,7 +230,7 @@ def largest_first(plan: Plan, cost: CostModel) -> Plan:
     number = np.empty(len(order), np.int64)
     number[order] = np.arange(len(order))
     parent, prefill = plan.parent[order], plan.prefill[order]
-    # Prefills are numbered in the order they run, that of their first parts.
+    # Prefills are numbered in the order they run, which is the order of their first parts.
     _, first = np.unique(prefill[prefill >= 0], return_index=True)
     prefill[prefill >= 0] = np.argsort(np.argsort(first))[prefill[prefill >= 0]]
     return replace(
@@ -276,7 +276,7 @@ def _in_runs(
         apart = build_tree(list(tree.trajectories), apart=run_of_row)
         layout = lay_out(apart)
         order = np.argsort(apart.trajectory_last, kind="stable")
-        row_through = order[np.searchsorted(apart.trajectory_last[order], layout.tree_index)]  # the first of each token
+        row_through = order[np.searchsorted(apart.trajectory_last[order], layout.tree_index)]  # each token's first row
         _, part_of = np.unique(run_of_row[row_through], return_inverse=True)
         plan = replace(Plan.of_parts(layout, part_of), made_for=made_for)
         yield Candidate(largest_first(plan, made_for.cost), apart, f"{runs} runs")

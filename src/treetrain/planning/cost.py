@@ -72,7 +72,7 @@ class ModelCounts:
     logit: float
     """Bytes of one logit with its gradient, while a chunk of rows is scored."""
     head_pass: float
-    """Bytes that the LM head needs per pass: a 16-bit gradient before accumulation, a 16-bit copy of its matrix."""
+    """Bytes of the LM head per pass: its 16-bit gradient before accumulation, and autocast's 16-bit copy of it."""
     step: float
     """Bytes held for the whole step: summed gradients of embedding and head."""
 
@@ -98,7 +98,7 @@ class ModelCounts:
             pairs: by range; a number if all attention is full.
 
         Raises:
-            ValueError: a number for a model whose layers do not all see the whole path.
+            ValueError: one number, but not all layers of the model have full attention.
         """
         if not isinstance(pairs, Mapping):
             if self.attention_ranges != (FULL,):
@@ -119,7 +119,7 @@ class ModelCounts:
             head_rows: hidden states through the LM head.
 
         Raises:
-            ValueError: one number of pairs for a model whose layers do not all see the whole path.
+            ValueError: `pairs` is one number, but not all layers of the model have full attention.
         """
         return 3.0 * (tokens * self.token_flops + self.pair_flops(pairs) + 2 * head_rows * self.hidden * self.vocab)
 
@@ -175,7 +175,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, shape: "ModelShape | str") -> "ModelShape":
-        """A shape, also by its name."""
+        """The shape itself, or the one with this name."""
         return cls.named(shape) if isinstance(shape, str) else shape
 
     @property
@@ -191,7 +191,7 @@ class ModelShape:
 
     @property
     def attention_ranges(self) -> tuple[AttentionRange, ...]:
-        """Full attention alone."""
+        """Only full attention."""
         return (FULL,)
 
     def flops(self, tokens: int, pairs: Pairs, head_rows: int) -> float:
@@ -201,9 +201,9 @@ class ModelShape:
     def counts(self, *, dtype_bytes: int = 4, checkpointing: bool = False) -> ModelCounts:
         """Count a model of this shape with every weight trained.
 
-        A layer saves per token: for each of its two norms, the input in float32, the normed input and the output; for
-        attention, queries and keys raw (float32, for their norms), normed and rotated, values, output and log-sum-exp;
-        for the MLP, its gate, the activation, the up projection and their product.
+        A layer saves per token: for each of its two norms, the float32 input, the normed input and the output; for
+        attention, queries and keys (in float32 before their norms, after them, and rotated), values, output and
+        log-sum-exp; for the MLP, gate, activation, up projection and the product of the last two.
 
         Raises:
             ValueError: `dtype_bytes` is not 2, 4 or 8.
@@ -229,7 +229,7 @@ class ModelShape:
             saved_layers=self.layers * layer,
             saved_layer=layer,
             saved_outside=hidden * (wide + 2 * b) + 2 * self.head_dim * b,  # the last norm; cosines and sines
-            # A backward frees what it has used, so it adds little to the graph: gradients of the residual stream.
+            # Backward frees the graph as it goes, so it adds little: gradients of the residual stream.
             backward_token=3 * b * hidden,
             weight_gradient=hidden * max(self.intermediate, queries) * b,
             forward_token=4 * hidden * b + 3 * self.intermediate * b,

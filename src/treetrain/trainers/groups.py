@@ -2,7 +2,7 @@
 
 Rows of one `group` stay together. Rows without a group stay together if they are of one tree, and a tree that is larger
 than a step is cut at its forks. Rows of one `pair` are always in one group. Trees here compare token ids and keys only:
-experts that a sampler recorded limit what rows can share, but do not say which rows belong together.
+recorded experts limit what rows can share, but do not say which rows belong together.
 """
 
 from bisect import bisect_left, insort
@@ -26,7 +26,7 @@ Int64s = NDArray[np.int64]
 TrainerT = TypeVar("TrainerT", bound="Trainer")
 Key = str | Callable[[Any], Hashable | Sequence[int]]
 WORTH_KEEPING = 0.1
-"""Rows stay together if that saves this share of their tokens, not counting the prefix that all rows around share."""
+"""Rows stay together if that saves this share of their tokens, apart from the prefix that neighbours share too."""
 
 
 def make_groups(trajectories: Sequence[Trajectory], *, tokens_per_step: int | None = None) -> list[Int64s]:
@@ -74,7 +74,7 @@ def _by_label(labels: Int64s) -> list[Int64s]:
 
 
 def _joined(labels: Int64s, codes: Int64s) -> Int64s:
-    """Labels, made equal where rows have the same code; -1 joins nothing. Both are numbers from 0."""
+    """Merge the labels of rows that have the same code; code -1 merges nothing. Labels count from 0."""
     coded = codes >= 0
     while True:
         least = np.full(codes.max(initial=-1) + 1, np.iinfo(np.int64).max)
@@ -89,15 +89,14 @@ def _joined(labels: Int64s, codes: Int64s) -> Int64s:
 def cut_trees(shared: Int64s, length: Int64s, size: Int64s, limit: int | None) -> Iterator[tuple[int, int]]:
     """Ranges of sorted rows that stay together: whole trees that fit the limit, and pieces of larger ones.
 
-    Most chat files are one tree, since every row begins with the same template. Sharing that every batch has anyway
-    is no reason to keep rows together, so a piece counts only the tokens that it saves below `above`, the depth down
-    to which all rows around it agree. A range is kept where it fits and saves `WORTH_KEEPING` of its tokens below
-    that depth; otherwise it is split where its rows first diverge:
+    Most chat files are one tree, since every row begins with the same template. Every batch shares that prefix, so it
+    is no reason to keep rows together: a range counts only the tokens that it saves below `above`, the depth to which
+    it agrees with the rows around it. A range is kept if it fits and saves `WORTH_KEEPING` of its tokens below that
+    depth; otherwise it is split where its rows first diverge:
 
-        a b c d        one row: always kept
-        a b c e        the fork is at depth 3; its children are d, e and f
-        a b c f        and are split further with above = 3, or
-                       joined up to the limit where a b c is itself worth keeping
+        a b c d        The fork is at depth 3; its children are d, e and f.
+        a b c e        They are joined up to the limit if a b c alone is worth keeping,
+        a b c f        else split further with above = 3. A single row is always kept.
 
     Args:
         shared: int64 [R]: leading tokens that each row shares with the one before it; 0 for the first.
@@ -158,7 +157,7 @@ def sample_groups(trajectories: Sequence[Trajectory], count: int) -> tuple[list[
 def hold_out(
     trajectories: Sequence[Trajectory], fraction: float, *, seed: int
 ) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Rows kept and rows held out: whole groups (else whole trees), drawn by the seed, at least one each.
+    """Split rows into kept and held out: whole groups (else whole trees), drawn with the seed, at least one each.
 
     Raises:
         DataError: there is only one group, so nothing can be held out without splitting it.
@@ -183,12 +182,12 @@ class PrefixGroupSampler(Sampler[int]):
     prompt over many steps, and nothing is shared. This sampler draws whole groups instead: a group stays within one
     step of one process wherever it fits, and groups are reshuffled in every epoch.
 
-    `batch_size * accumulation` should be a multiple of the group size, and large enough for one group. The split
-    between the two does not matter where `share_prefixes` scores the micro-batches of a step together; elsewhere a
-    group should fit one micro-batch. The engine's budget bounds memory, not these.
+    `batch_size * accumulation` should be a multiple of the group size, and large enough for one group. If
+    `share_prefixes` scores the micro-batches of a step together, only their product matters; otherwise a group should
+    fit one micro-batch. The engine's budget bounds memory, these sizes do not.
 
-    The order depends on the seed and the epoch alone, so that training resumes in the same place. Every process draws
-    the same order, and accelerate gives batch i to process i modulo `processes`; the sampler orders the rows to fit.
+    The order depends only on the seed and the epoch, so training resumes in the same place. Every process draws the
+    same order, and accelerate gives batch i to process i modulo `processes`; the sampler orders the rows accordingly.
 
     Args:
         dataset: rows; a `datasets.Dataset`, or any sequence of mappings.
@@ -219,7 +218,7 @@ class PrefixGroupSampler(Sampler[int]):
         self._count = len(dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Use the order of this epoch, counted from 0, from now on."""
+        """Use the order of this epoch, counted from 0."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -257,7 +256,7 @@ class PrefixGroupSampler(Sampler[int]):
         return [blocks[number] for number in draws.permutation(len(blocks)).tolist()] + last
 
     def _across_processes(self, rows: Int64s) -> list[int]:
-        """The rows of a step, process after process, in the order in which micro-batches are dealt to processes."""
+        """Reorder a step's rows from process after process to the order in which accelerate deals micro-batches."""
         batches = -(-len(rows) // self.batch_size)
         # Micro-batch i goes to process i % processes, so a process has every processes-th of them.
         owner_first = sorted(range(batches), key=lambda batch: (batch % self.processes, batch))
@@ -268,7 +267,7 @@ class PrefixGroupSampler(Sampler[int]):
 
 
 def _values(dataset: Any, key: Key) -> Sequence[Any]:
-    """One value for each row."""
+    """The key of every row."""
     if callable(key):
         return [key(dataset[number]) for number in range(len(dataset))]
     columns = getattr(dataset, "column_names", None)
@@ -292,7 +291,7 @@ def group_batches(trainer: "TrainerT", key: Key = "input_ids") -> "TrainerT":
         key: a column of its training data, or a function of a row; see `PrefixGroupSampler`.
 
     Raises:
-        DataError: the training data has no length, no such column, or no rows; a trainer that generates.
+        DataError: the training data has no length, no such column or no rows, or the trainer generates.
     """
     dataset, args = trainer.train_dataset, trainer.args
     if hasattr(trainer, "num_generations"):
@@ -310,6 +309,6 @@ def group_batches(trainer: "TrainerT", key: Key = "input_ids") -> "TrainerT":
         processes=args.world_size,
         seed=args.seed if args.data_seed is None else args.data_seed,
     )
-    # Trainer has no public method for a sampler. It passes its data set without the columns that the model ignores.
+    # Trainer has no public way to set a sampler. `train_dataset` is unused: it lacks columns that the model ignores.
     trainer._get_train_sampler = lambda train_dataset=None: sampler
     return trainer

@@ -1,9 +1,9 @@
-"""Statistics of the tree of more rows than fit in memory, exact, by an external merge sort.
+"""Exact tree statistics of more rows than fit in memory, by an external merge sort.
 
 Rows are sorted in runs of bounded size, which are written to temporary files and merged. Sorted rows are the paths of
-the prefix tree, depth first, and no earlier row shares more tokens with a row than its predecessor does. So it is
-enough to keep one path: for every token of the last row, how many rows went through it, and what they train. When the
-next row shares p tokens, the tokens from depth p on are complete and are counted. Memory is bounded by a run, a buffer
+the prefix tree in depth-first order, and a row shares the most tokens with the row just before it. So one path is
+enough: for every token of the last row, the number of rows through it, and what they train. When the next row
+shares p tokens, the tokens from depth p on are complete and are counted. Memory is bounded by a run, a buffer
 per run, one path, and three numbers per row.
 """
 
@@ -26,7 +26,7 @@ from treetrain.tree.stats import FlopCounter, TreeStats, Work
 RUN_TOKENS = 1 << 25
 """Tokens that are sorted at once; a run takes about 12 bytes for each."""
 BUFFER = 1 << 17
-"""Numbers of a run that are read at once."""
+"""Integers of a run that are read at once."""
 _HEAD = 3  # numbers before a row's spans and new tokens: tokens shared with the row before it, tokens, spans
 
 Bools = NDArray[np.bool_]
@@ -36,7 +36,7 @@ class _Row(NamedTuple):
     ids: bytes
     """The key as 4 bytes, then the token ids: equal prefixes are neighbours in the order of these bytes."""
     spans: Int32s
-    """Depths at which trained and untrained tokens alternate, from untrained."""
+    """The ranges of trained tokens, as depths: start, stop, start, stop, ..."""
 
 
 class ExternalTree:
@@ -44,7 +44,7 @@ class ExternalTree:
 
     Args:
         run_tokens: tokens that are sorted in memory at once.
-        progress: called with the number of rows merged so far and of all rows.
+        progress: called with (rows merged so far, all rows).
     """
 
     def __init__(self, *, run_tokens: int = RUN_TOKENS, progress: Callable[[int, int], None] | None = None) -> None:
@@ -64,7 +64,7 @@ class ExternalTree:
         """Add a row.
 
         Raises:
-            DataError: it has recorded experts; such tokens are compared in memory only.
+            DataError: the row has recorded experts, which are only supported in memory.
         """
         if row.experts is not None:
             raise DataError(
@@ -88,7 +88,7 @@ class ExternalTree:
             self._write_run()
 
     def stats(self, shape: FlopCounter | None = None) -> TreeStats:
-        """The statistics that `tree_stats` computes of a tree in memory; can be called once."""
+        """The statistics of `tree_stats`; call this only once."""
         runs: list[Iterator[_Row]] = [_read(path) for path in self._runs]
         runs.append(iter(sorted(self._pending, key=lambda row: row.ids)))
         path = _Path()
@@ -154,7 +154,7 @@ class _Path:
         self.through = np.zeros(0, np.int64)
         self.trained, self.needed, self.predicts = (np.zeros(0, bool) for _ in range(3))
         self.needed_at = np.zeros(0, np.int64)
-        # Tokens of the path where a row continues another: [depth, children, most forks on a path below it].
+        # Tokens of the path that later rows branch off from: [depth, children, most forks on any path below].
         self.branches: list[list[int]] = []
         self.counts = dict.fromkeys(("unique", "trained", "saved", "saved_trained"), 0)
         self.trees = self.forks = self.fork_children = self.most_children = self.most_forks = 0
@@ -163,7 +163,7 @@ class _Path:
         self.dedup: list[tuple[int, int]] = []
 
     def add(self, row: _Row) -> None:
-        """Continue with the next row in order."""
+        """Add the next row of the sorted order."""
         ids = np.frombuffer(row.ids, np.int32)
         common = self._common(ids)
         length = len(ids) - 1
@@ -214,7 +214,7 @@ class _Path:
             self.capacity += more
 
     def _leave(self, depth: int) -> None:
-        """Count the tokens of the path from a depth on, and forget them."""
+        """Count and drop the tokens of the path from a depth on."""
         here = slice(depth, self.length)
         if self.length > depth:
             self.leaves += 1
@@ -238,7 +238,7 @@ class _Path:
         top[2] = max(top[2], below)
 
     def _pop(self, depth: int) -> int:
-        """Forget the branching tokens below a depth; returns the most forks on a path from there down."""
+        """Drop the branching tokens below a depth; returns the most forks on any path below it."""
         below = 0
         while self.branches and self.branches[-1][0] > depth:
             _, children, most = self.branches.pop()
