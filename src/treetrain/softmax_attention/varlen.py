@@ -122,8 +122,9 @@ def varlen_calls(pieces: Pieces) -> list[Call]:
 
 def _call(queries: np.ndarray, keys: np.ndarray, *, causal: bool) -> Call:
     counts = np.diff(queries)[:, 0], np.diff(keys)[:, 0]
-    offsets = (np.concatenate([[0], np.cumsum(count)]) for count in counts)
-    return Call(ranges(queries[:, 0], counts[0]), ranges(keys[:, 0], counts[1]), *offsets, causal)
+    query_offsets, key_offsets = (np.concatenate([[0], np.cumsum(count)]) for count in counts)
+    taken = ranges(queries[:, 0], counts[0]), ranges(keys[:, 0], counts[1])
+    return Call(*taken, query_offsets, key_offsets, causal)
 
 
 def _alike(queries: np.ndarray, keys: np.ndarray, tokens: int) -> list[np.ndarray]:
