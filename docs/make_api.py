@@ -22,7 +22,7 @@ SECTIONS = {
         "from_packed",
         "to_packed",
     ],
-    "Trees": ["build_tree", "TokenTree", "Node", "NodeTrajectory", "stats"],
+    "Trees": ["build_tree", "load_tree", "TokenTree", "Node", "NodeTrajectory", "stats"],
     "Models": ["load_model", "load_tokenizer"],
     "Gradients": ["logprobs", "values", "rewards", "TreeEngine", "StepResult", "Scored"],
     "A model of your own": ["pack", "attention", "prediction_logprobs", "Packed", "PackedPart"],

@@ -16,6 +16,7 @@ _PUBLIC = {
     "from_messages": "treetrain.data.load",
     "load": "treetrain.data.load",
     "TokenTree": "treetrain.tree.token_tree",
+    "load_tree": "treetrain.tree.load_tree",
     "build_tree": "treetrain.tree.build",
     "Node": "treetrain.tree.nodes",
     "NodeTrajectory": "treetrain.tree.nodes",
@@ -87,6 +88,7 @@ __all__ = [
     "load",
     "load_model",
     "load_tokenizer",
+    "load_tree",
     "logprobs",
     "losses",
     "make_plan",
@@ -142,6 +144,7 @@ if TYPE_CHECKING:
     from treetrain.trainers.share_prefixes import share_prefixes as share_prefixes
     from treetrain.trainers.tree_trainer import TreeTrainer as TreeTrainer
     from treetrain.tree.build import build_tree as build_tree
+    from treetrain.tree.load_tree import load_tree as load_tree
     from treetrain.tree.nodes import Node as Node
     from treetrain.tree.nodes import NodeTrajectory as NodeTrajectory
     from treetrain.tree.token_tree import TokenTree as TokenTree

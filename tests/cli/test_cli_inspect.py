@@ -216,3 +216,15 @@ def test_a_parquet_file_is_inspected_as_jsonl_is(treetrain, token_file, tmp_path
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     found, expected = (treetrain("inspect", file, "--json").json for file in (tmp_path / "rows.parquet", token_file))
     assert found["file"] == expected["file"] and found["groups"] == expected["groups"]
+
+
+def test_options_of_reading_reach_the_reader_and_skipped_records_are_listed(treetrain, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = ['{"ids": [1, 2, 3], "result": {"score": 1}}', "broken", '{"ids": [1, 2, 4], "result": {"score": 0}}']
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    mapped = ("--map", "input_ids=ids", "--map", "reward=result.score")
+    report = treetrain("inspect", "rows.jsonl", *mapped, "--on-error", "skip", "--json").json
+    assert report["file"]["trajectories"] == 2 and report["file"]["unique"] == 4
+    assert any("1 of 3 records are skipped" in note for note in report["notes"])
+    assert (tmp_path / "treetrain-skipped.txt").read_text().startswith("rows.jsonl line 2: broken JSON")
+    assert "--map reward: expected KEY=PATH" in treetrain("inspect", "rows.jsonl", "--map", "reward").err
