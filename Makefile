@@ -22,7 +22,7 @@ PY = $(abspath $(VENV))/bin/python
 READY = $(VENV)/.installed
 endif
 
-.PHONY: help demo test test-full test-verl bench lint clean-venv active-environment
+.PHONY: help demo test test-full pytest-fast pytest-all test-verl bench lint clean-venv active-environment
 .DEFAULT_GOAL := help
 
 help:
@@ -37,10 +37,17 @@ help:
 demo: $(READY)
 	$(PY) -m examples.demo.demo
 
-test: lint
+# Lint and types run beside the tests: pyright alone would leave all cores but one idle.
+test:
+	$(MAKE) -j2 --no-print-directory lint pytest-fast
+
+test-full:
+	$(MAKE) -j2 --no-print-directory lint pytest-all
+
+pytest-fast: $(READY)
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-full: lint
+pytest-all: $(READY)
 	$(PYTEST) $(PYTEST_ARGS)
 
 # verl wants an older transformers, so it has an environment of its own.

@@ -79,8 +79,13 @@ def test_nothing_of_tokens_times_tokens_is_allocated(model, shape, loss):
     assert watch.elements < tokens * tokens / 4, watch.name
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("lora_like_head", [False, True])
+@pytest.mark.parametrize(
+    ("lora_like_head", "loss"),
+    [
+        *((False, "ppo"), (True, "sft")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, "sft"), (True, "ppo"))),
+    ],
+)
 def test_nothing_of_tokens_times_vocabulary_is_allocated(loss, lora_like_head):
     model = make_model("llama", vocab_size=VOCABULARY, num_hidden_layers=1, hidden_size=8, intermediate_size=8)
     if lora_like_head:

@@ -28,6 +28,11 @@ from treetrain.tree.layout import pack
 
 CPU = torch.device("cpu")
 FAMILIES = [*(name for name in families.FAMILIES if name not in families.MAMBA), "olmo_hybrid", "lfm2"]
+# One of each way of computing: the others are counted in slow tests.
+FAST = {"qwen3", "gpt2", "gemma2", "qwen3_moe", "deepseek_v3", "llama4_text", "gpt_oss", "qwen3_next", "lfm2"}
+every_family = pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 RECURRENT = {"qwen3_next", "qwen3_next_dense", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2"}
 TOKENS = 64
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
@@ -60,7 +65,7 @@ def torch_flops(model) -> int:
     return counter.get_total_flops() - sum(rotary)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@every_family
 def test_the_parameters_and_flops_of_a_family_are_those_of_its_plain_forward(name):
     model = make_hybrid(name)
     counts = count(model)
@@ -73,21 +78,21 @@ def test_the_parameters_and_flops_of_a_family_are_those_of_its_plain_forward(nam
         assert ours == 3 * torch_flops(model)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@every_family
 def test_layers_see_as_far_as_transformers_masks_let_them(name):
     from transformers import masking_utils
 
     config = make_hybrid_config(name)
-    depth = np.arange(17)
+    depth, zero = np.arange(17), torch.zeros(1, dtype=torch.int64)
+    queries, keys = torch.arange(17)[:, None], torch.arange(17)[None]
     for each in count_config(config).attention_ranges:
         mask = masking_utils.causal_mask_function
         if each.window is not None:
             mask = masking_utils.sliding_window_causal_mask_function(config.sliding_window)
         if each.chunk is not None:
             chunk = config.attention_chunk_size
-            mask = masking_utils.chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.int64))
-        seen = [sum(bool(mask(0, 0, torch.tensor(q), torch.tensor(k))) for k in range(17)) for q in range(17)]
-        assert each.seen(depth).tolist() == seen
+            mask = masking_utils.chunked_causal_mask_function(chunk, zero)
+        assert each.seen(depth).tolist() == mask(0, 0, queries, keys).sum(1).tolist()
 
 
 def test_a_window_that_no_position_exceeds_is_full_attention():
@@ -142,8 +147,16 @@ def test_checkpointing_takes_no_more_than_is_predicted(budget):
     assert 0.6 < peak / (sum(predicted.values()) - predicted["allocator"]) < 1.1
 
 
-@pytest.mark.parametrize("budget", [pytest.param(10_000, marks=pytest.mark.slow), 60, 20])
-@pytest.mark.parametrize("name", ["qwen3_moe", "gemma2", "deepseek_v3", "qwen3_5_text", "lfm2", "llama4_text"])
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        (name, budget)
+        if (budget, number % 2) in ((60, 0), (20, 1))
+        else pytest.param(name, budget, marks=pytest.mark.slow)
+        for number, name in enumerate(["qwen3_moe", "deepseek_v3", "gemma2", "qwen3_5_text", "llama4_text", "lfm2"])
+        for budget in (10_000, 60, 20)
+    ],
+)
 def test_the_caches_of_a_family_are_predicted_exactly_and_its_peak_within_a_fifth(name, budget):
     model, layout = sized(name), forest(37, 100, 50)
     cost = cost_of(model)
@@ -175,7 +188,7 @@ def saved_per_token(model: nn.Module) -> float:
     return (saved[1] - saved[0]) / 128
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@every_family
 def test_what_a_family_saves_for_backward_is_counted_within_a_tenth(name):
     model = sized(name)
     assert count(model).saved_token == pytest.approx(saved_per_token(model), rel=0.15 if name == "cohere2" else 0.1)

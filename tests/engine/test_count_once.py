@@ -81,7 +81,7 @@ def test_the_mean_over_nodes_tokens_written_out_by_hand():
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_step_is_that_of_one_row_for_each_node(name, budget):
     model, loss, checked = make_model("qwen3", dtype=torch.float64), LOSSES[name], 0
-    for seed in range(8):
+    for seed in range(4):
         nodes, ends = prepared(seed)
         tree, rows = tt.TokenTree.from_nodes(nodes, ends, count="once"), node_rows(nodes, ends)
         if not any(row.weights.any() for row in rows):
@@ -93,7 +93,7 @@ def test_a_step_is_that_of_one_row_for_each_node(name, budget):
         assert result.loss == pytest.approx(whole.loss, rel=1e-12, abs=1e-12)
         assert result.metrics == pytest.approx(whole.metrics, rel=1e-10, abs=1e-12)
         checked += expected.norm() > 0
-    assert checked >= 5
+    assert checked >= 3
 
 
 def test_a_critic_learns_from_every_state_once():

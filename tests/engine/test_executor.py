@@ -51,7 +51,14 @@ PLANS = [
 ]
 every_plan = pytest.mark.parametrize(("shape", "keep"), PLANS)
 CASES = [("deep", "ppo"), ("deep", "sft"), ("bushy", "clip")]
-every_case = pytest.mark.parametrize(("tree", "loss"), CASES)
+every_plan_and_case = pytest.mark.parametrize(
+    ("shape", "keep", "tree", "loss"),
+    [
+        pytest.param(*plan, *case, marks=() if number % 3 == at else pytest.mark.slow)
+        for number, plan in enumerate(PLANS)
+        for at, case in enumerate(CASES)
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +83,7 @@ def counted(passes: list[list[int]]) -> Counter:
     return Counter(itertools.chain.from_iterable(passes))
 
 
-@every_case
-@every_plan
+@every_plan_and_case
 def test_every_token_runs_once_and_the_exported_ones_of_late_parts_twice(model, shape, keep, tree, loss):
     engine = planned(shape, keep)(model)
     with watched(model) as seen:
@@ -107,8 +113,7 @@ def test_parts_run_in_the_order_of_the_plans_events(model, shape, keep):
     assert (seen.graph, seen.backward, seen.plain) == (forward, backward, published)
 
 
-@every_case
-@every_plan
+@every_plan_and_case
 def test_the_cache_is_made_once_and_holds_what_the_plan_says(model, caches, shape, keep, tree, loss):
     engine = planned(shape, keep)(model)
     engine.forward_backward(dress(IDS[tree], 1), LOSSES[loss])

@@ -28,7 +28,7 @@ FAST = {"qwen3_5_text": ("1 part", "chunks of 7"), "qwen3_next_dense": ("1 part"
 @pytest.mark.parametrize(("family", "shape"), [(family, shape) for family, shapes in FAST.items() for shape in shapes])
 def test_gradients_of_gated_delta_models_are_those_of_the_rows(family, shape, record_property):
     engines = [planned(shape, keep) for keep in (("none",) if shape == "1 part" else KEEPS)]
-    record_property("errors", check_contract(make_hybrid(family), [SFT, PPO], 4, engines=engines))
+    record_property("errors", check_contract(make_hybrid(family), [PPO], 3, engines=engines))
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_clipped_losses_of_several_recurrent_layers_are_exact_in_every_plan(shap
 @pytest.mark.parametrize("family", ["olmo_hybrid", "lfm2"])
 def test_other_builds_of_recurrent_layers_meet_the_contract(family, record_property):
     engines = [planned("1 part", "none"), planned("chunks of 7", "mixed")]
-    record_property("errors", check_contract(make_hybrid(family), [SFT], 4, engines=engines))
+    record_property("errors", check_contract(make_hybrid(family), [SFT], 3, engines=engines))
 
 
 LONG = list(np.random.default_rng(1).integers(0, 37, 2 * TILE + 30))
@@ -67,9 +67,9 @@ SHAPED = {
     "forks at the first token": [[i, 1, 2, 3] for i in range(20)] + [[1, i, 4] for i in range(5)],
     "one-token segments": [[1, 5], [1, 2, 6], [1, 2, 3, 7], [1, 2, 3, 4, 8], [7], [8, 9]],
     "segments longer than a tile": [LONG, [*LONG[: TILE + 9], 3, 1, 4], [*LONG, 1, 5], [*LONG, 9, 2, 6], LONG[:TILE]],
-    "a bushy star": [[1, 2, 3, i % 37, i // 37] for i in range(70)],
-    "nested forks": [[*LONG[:n], (LONG[n] + 1) % 37, 3] for n in range(1, 70, 4)],
-    "levels": bushy_rows(np.random.default_rng(0), rows=14, segment=9, levels=4),
+    "a bushy star": [[1, 2, 3, i % 37, i // 37] for i in range(40)],
+    "nested forks": [[*LONG[:n], (LONG[n] + 1) % 37, 3] for n in range(1, 70, 7)],
+    "levels": bushy_rows(np.random.default_rng(0), rows=9, segment=9, levels=3),
 }
 SMALL = bushy_rows(np.random.default_rng(0), rows=6, segment=4, levels=3)
 PLANS = [("1 part", "none"), ("chunks of 7", "none"), ("one segment per part", "all"), ("N/4", "mixed")]
@@ -96,7 +96,7 @@ def test_what_recurrence_is_about_is_exact(name):
         truth, found = measure(make_hybrid("qwen3_5_deep", dtype=torch.float64), rows, engines)
     for gradient in found:
         assert linear.relative_error(gradient, truth) <= 1e-12
-    truth, found = measure(make_hybrid("qwen3_5_text"), rows, engines[:2])
+    truth, found = measure(make_hybrid("qwen3_5_text"), rows, engines[1:2])
     for gradient in found:
         assert linear.relative_error(gradient, truth) <= 1e-5
 

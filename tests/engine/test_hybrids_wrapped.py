@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import itertools
 import warnings
 
 import pytest
@@ -12,7 +13,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 import treetrain as tt
 from support.families import GATED_DELTA
 from support.hybrids import make_hybrid
-from support.pairwise import pairwise
 from support.passes import unique_ids
 from support.plans import planned
 from support.shortage import Shortage
@@ -79,7 +79,13 @@ def test_a_hybrid_wrapped_by_lora_is_exact(name):
     check(model.to(torch.float64))
 
 
-@pytest.mark.parametrize("trained", ["A_log", "dt_bias", "conv1d", "linear_attn.out_proj", "in_proj_b", "layers.3"])
+@pytest.mark.parametrize(
+    "trained",
+    [
+        *("A_log", "conv1d", "layers.3"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dt_bias", "linear_attn.out_proj", "in_proj_b")),
+    ],
+)
 def test_a_hybrid_of_which_little_is_trained_is_exact(trained):
     model = make_hybrid("qwen3_5_deep", dtype=torch.float64)
     for name, parameter in model.named_parameters():
@@ -130,15 +136,21 @@ def test_under_autocast_the_error_is_no_larger_than_that_of_rows():
     assert max(pooled["1 part"], pooled["chunks of 2"]) <= 1.5 * pooled["rows"]
 
 
-@pairwise(
-    limits=[{"graph": 9}, {"graph": 1}, {"plain": 5}, {"plain": 4, "graph": 3}, {"alive": 4}],
-    plan=[None, ("N/4", "none"), ("N/4", "all")],
-    case=[SFT, PPO],
+LIMITS = [{"graph": 9}, {"graph": 1}, {"plain": 4, "graph": 3}, {"plain": 5}, {"alive": 4}]
+SPLIT = [None, ("N/4", "none"), ("N/4", "all")]
+SHORT = [
+    (limits, plan, case)
+    for limits, plan, case in itertools.product(LIMITS, SPLIT, [SFT, PPO])
+    if plan or "graph" in limits  # one part has no pass without graph, and no other graph beside it
+]
+
+
+@pytest.mark.parametrize(
+    ("limits", "plan", "case"),
+    [case if number % 5 == 0 else pytest.param(*case, marks=pytest.mark.slow) for number, case in enumerate(SHORT)],
 )
-def test_out_of_memory_splits_stay_exact(limits, case, plan):
+def test_out_of_memory_splits_stay_exact(limits, plan, case):
     model = make_hybrid("qwen3_5_deep", dtype=torch.float64)
-    if plan is None and "graph" not in limits:
-        pytest.skip("one part has no pass without graph, and no other graph beside it")
     gc.disable()  # what is freed must be freed at once
     try:
         with PureFloat64():
@@ -154,8 +166,13 @@ def test_out_of_memory_splits_stay_exact(limits, case, plan):
     assert linear.relative_error(linear.gradients(model), truth) <= 1e-12
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True])
-@pytest.mark.parametrize("family", ["qwen3_5_deep", "lfm2"])
+@pytest.mark.parametrize(
+    ("family", "reentrant"),
+    [
+        *(("qwen3_5_deep", True), ("lfm2", None), ("lfm2", False)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("qwen3_5_deep", None), ("qwen3_5_deep", False))),
+    ],
+)
 def test_recurrent_layers_that_are_handed_no_keywords_are_told_the_run_by_what_is_around_them(
     family, reentrant, monkeypatch
 ):

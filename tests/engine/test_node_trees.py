@@ -31,7 +31,7 @@ def gradient(model, batch, loss, budget) -> tuple[tt.StepResult, torch.Tensor]:
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_of_a_tree_of_nodes_are_those_of_its_rows(name, budget):
     model, loss, checked = make_model("qwen3", dtype=torch.float64), LOSSES[name], 0
-    for seed in range(12):
+    for seed in range(6):
         tree = random_node_tree(seed, ADVANTAGES[seed % 3])
         rows = list(tree.trajectories)
         if not any(row.weights.any() for row in rows):
@@ -42,7 +42,7 @@ def test_gradients_of_a_tree_of_nodes_are_those_of_its_rows(name, budget):
         assert got.loss == pytest.approx(whole.loss, rel=1e-12, abs=1e-12)
         assert got.metrics == pytest.approx(whole.metrics, rel=1e-10, abs=1e-12)
         checked += expected.norm() > 0
-    assert checked >= 8
+    assert checked >= 4
 
 
 @pytest.mark.parametrize("budget", [None, 50])

@@ -11,29 +11,33 @@ from treetrain.testing.float64 import PureFloat64, RoundsToFloat32
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "mistral", "qwen2"))]
+    ("family", "forests"),
+    [
+        ("qwen3", 20),
+        *(pytest.param(name, 85, marks=pytest.mark.slow) for name in ("qwen3", "llama", "mistral", "qwen2")),
+    ],
 )
-def test_gradients_of_sft_and_ppo_are_those_of_the_rows(family, record_property):
-    worst = check_contract(make_model(family), [SFT, PPO], 85)
+def test_gradients_of_sft_and_ppo_are_those_of_the_rows(family, forests, record_property):
+    worst = check_contract(make_model(family), [SFT, PPO], forests)
     record_property("errors", worst)
-    assert worst["distinct forests"] >= 50
+    assert worst["distinct forests"] >= 0.55 * forests
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "qwen3"])
 def test_gradients_hold_for_every_family_of_plain_attention(family, record_property):
-    record_property("errors", check_contract(make_model(family), [SFT, PPO], 4))
+    record_property("errors", check_contract(make_model(family), [PPO], 3))
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_gradients_of_every_other_loss_are_those_of_the_rows(name, record_property):
-    worst = check_contract(make_model("qwen3"), [OTHERS[name]], 8)
+    worst = check_contract(make_model("qwen3"), [OTHERS[name]], 5)
     record_property("errors", worst)
-    assert worst["distinct forests"] >= 4
+    assert worst["distinct forests"] >= 3
 
 
 @pytest.mark.parametrize("case", [SFT, PPO], ids=["sft", "ppo"])
 def test_the_linear_engine_meets_the_contract_too(case):
-    check_contract(make_model("qwen2"), [case], 8, engines=(LinearEngine,))
+    check_contract(make_model("qwen2"), [case], 4, engines=(LinearEngine,))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])

@@ -81,8 +81,14 @@ FORWARD = [("graph", 9), ("graph", 3), ("graph", 1), ("alive", 9), ("alive", 4)]
 BACKWARD = [("backward", 7), ("backward", 1), ("backward_alive", 9), ("backward_alive", 3)]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("limit", "tokens"), FORWARD + BACKWARD)
+@pytest.mark.parametrize(
+    ("limit", "tokens", "case"),
+    [
+        pytest.param(*limit, case, marks=() if number % 2 == (case == "ppo") else pytest.mark.slow)
+        for number, limit in enumerate(FORWARD + BACKWARD)
+        for case in CASES
+    ],
+)
 def test_one_part_that_does_not_fit_is_run_in_smaller_ones(model, truth, limit, tokens, case):
     budget = check_step(model, truth, case, **{limit: tokens})
     assert budget <= tokens
@@ -120,9 +126,15 @@ def test_a_late_part_that_does_not_fit_is_run_in_smaller_ones(model, truth, limi
     assert check_step(model, truth, case, stem(kept=False), **{limit: tokens}) <= tokens
 
 
-@pytest.mark.parametrize(("shape", "keep"), [("N/2", "none"), ("N/2", "all"), ("chunks of 7", "mixed")])
 @pytest.mark.parametrize(
-    "limits", [{"graph": 3}, {"graph": 3, "plain": 9}, {"total": 6}, {"alive": 3}, {"backward_alive": 5}], ids=str
+    ("limits", "shape", "keep"),
+    [
+        pytest.param(limits, *plan, marks=() if number % 3 == at else pytest.mark.slow)
+        for number, limits in enumerate(
+            [{"graph": 3}, {"graph": 3, "plain": 9}, {"total": 6}, {"alive": 3}, {"backward_alive": 5}]
+        )
+        for at, plan in enumerate([("N/2", "none"), ("N/2", "all"), ("chunks of 7", "mixed")])
+    ],
 )
 def test_any_plan_that_does_not_fit_stays_exact(model, truth, limits, shape, keep):
     assert check_step(model, truth, "ppo", planned(shape, keep), **limits) <= max(limits.values())

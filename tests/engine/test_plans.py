@@ -6,13 +6,19 @@ from support.models import make_model
 from support.plans import KEEPS, SHAPES, planned
 from treetrain.testing.contract import OTHERS, PPO, SFT, check_contract
 
+FAST = ("N/4", "one segment per part", "chunks of 2", "shared prefill")
+
 
 @pytest.mark.parametrize(
-    "shape", [pytest.param(shape, marks=pytest.mark.slow if shape in ("N/2", "N/16") else ()) for shape in SHAPES]
+    ("shape", "cases", "forests"),
+    [
+        *((shape, [PPO], 3) for shape in FAST),
+        *(pytest.param(shape, [SFT, PPO], 7, marks=pytest.mark.slow) for shape in SHAPES),
+    ],
 )
-def test_gradients_of_every_plan_are_those_of_the_rows(shape, record_property):
+def test_gradients_of_every_plan_are_those_of_the_rows(shape, cases, forests, record_property):
     engines = [planned(shape, keep) for keep in KEEPS]
-    record_property("errors", check_contract(make_model("qwen3"), [SFT, PPO], 7, engines=engines))
+    record_property("errors", check_contract(make_model("qwen3"), cases, forests, engines=engines))
     for keep, engine in zip(KEEPS, engines):
         if shape == "1 part":
             continue

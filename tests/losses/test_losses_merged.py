@@ -1,6 +1,7 @@
 """Losses on merged rows: value, gradients, coefficients and metrics are those of the rows."""
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import numpy as np
@@ -37,7 +38,8 @@ MAKE = {
     "grpo unclipped below": lambda **options: losses.grpo(clip_low=1.0, clip_high=0.1, **options),
 }
 LINEAR = {"sft", "reinforce", "reinforce k1", "ppo on policy", "grpo on policy"}
-SEEDS = range(25)
+SEEDS = range(12)
+node_tree = functools.cache(random_node_tree)  # the same trees for every loss
 every_loss = pytest.mark.parametrize("name", MAKE)
 both_reductions = pytest.mark.parametrize("reduction", ["token", "trajectory"])
 some_advantages = pytest.mark.parametrize("advantages", ["of nodes", "of rows", "of some rows"])
@@ -68,7 +70,7 @@ def assert_close(found, expected) -> None:
 def test_value_gradients_and_metrics_are_those_of_the_rows(name, reduction, advantages):
     loss = MAKE[name](reduction=reduction)
     for seed in SEEDS:
-        tree = random_node_tree(seed, advantages)
+        tree = node_tree(seed, advantages)
         used, index = predictions(tree)
         logprobs, entropies = numbers(tree, seed)
         spread = entropies if "entropies" in loss.needs or seed % 2 else None
@@ -98,7 +100,7 @@ def test_value_gradients_and_metrics_are_those_of_the_rows(name, reduction, adva
 def test_coefficients_sum_to_those_of_the_rows_on_every_token(name, reduction, advantages):
     loss = MAKE[name](reduction=reduction)
     for seed in SEEDS:
-        tree = random_node_tree(seed, advantages)
+        tree = node_tree(seed, advantages)
         used, index = predictions(tree)
         merged = tree.merged(reduction)
         rows = loss.coefficients(Facts.pack(list(tree.trajectories), dtype=torch.float64, used=used))
@@ -112,7 +114,7 @@ def test_coefficients_sum_to_those_of_the_rows_on_every_token(name, reduction, a
 @every_loss
 def test_coefficients_are_given_just_where_the_loss_is_linear(name):
     loss = MAKE[name](reduction="token")
-    facts = loss.pack(random_node_tree(1, "of some rows").merged("token"))
+    facts = loss.pack(node_tree(1, "of some rows").merged("token"))
     assert len(facts)
     assert (loss.coefficients(facts) is not None) == (name in LINEAR)
 
@@ -120,7 +122,7 @@ def test_coefficients_are_given_just_where_the_loss_is_linear(name):
 @every_loss
 @both_reductions
 def test_pieces_add_up_to_the_whole(name, reduction):
-    loss, tree = MAKE[name](reduction=reduction), random_node_tree(4, "of some rows")
+    loss, tree = MAKE[name](reduction=reduction), node_tree(4, "of some rows")
     merged = tree.merged(reduction)
     logprobs, entropies = numbers(tree, 0)
     whole = torch.from_numpy(merged.tokens)
@@ -137,7 +139,7 @@ def test_pieces_add_up_to_the_whole(name, reduction):
 
 @every_loss
 def test_merged_facts_follow_the_dtype_of_the_logprobs(name):
-    loss, tree = MAKE[name](reduction="token"), random_node_tree(4, "of some rows")
+    loss, tree = MAKE[name](reduction="token"), node_tree(4, "of some rows")
     merged = tree.merged("token")
     logprobs, entropies = (x[torch.from_numpy(merged.tokens)] for x in numbers(tree, 0))
     index = np.arange(len(merged))[::-1].copy()
@@ -222,7 +224,7 @@ def test_a_missing_fact_is_missed_on_merged_rows_just_where_it_is_on_rows(reduct
     loss, outcomes = losses.reinforce(reduction=reduction), set()
     for seed in SEEDS:
         for advantages in ("of nodes", "of rows", "of some rows", "none"):
-            tree = random_node_tree(seed, advantages)
+            tree = node_tree(seed, advantages)
             rows, merged = list(tree.trajectories), tree.merged(reduction)
             refused = [raises(loss.check, rows), raises(loss.check, merged)]
             assert refused[0] == refused[1]

@@ -18,10 +18,10 @@ MANY += [planned("one segment per part", "mixed"), planned("shared prefill", "no
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tree_equals_its_rows(family):
-    check_experts_contract(family, [SFT, PPO], 3)
+    check_experts_contract(family, [PPO], 2)
 
 
-@pytest.mark.parametrize("family", ("qwen3_moe", "gpt_oss"))
+@pytest.mark.parametrize("family", ("qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)))
 def test_a_tree_in_parts_equals_its_rows_with_the_auxiliary_loss_of_all_of_them(family):
     engines = [planned(shape, keep) for shape, keep in PLANS]
     check_experts_contract(family, [SFT], 2, engines=engines, auxiliary=True)

@@ -87,7 +87,7 @@ def scattered(plan: Plan, seed: int = 0) -> np.ndarray:
 def test_parts_equal_the_whole_tree(backend, rows_of, dtype, tolerance, record_property):
     worst, parts = [0.0], []
 
-    @runs(15)
+    @runs(7)
     @given(forests(max_rows=12, max_length=24), st.integers(1, 12), st.sampled_from(KEEPS), st.integers(0, 99))
     def every_plan(rows, chunk, keep, seed):
         layout = layout_of(rows)

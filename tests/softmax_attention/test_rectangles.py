@@ -55,7 +55,7 @@ def check(forest: Forest, tensors, tolerance: float, call_pairs: float | None = 
 def test_random_forests_equal_the_reference(dtype, tolerance, record_property):
     worst = [0.0]
 
-    @runs(60)
+    @runs(30)
     @given(forests(max_rows=12, max_length=24), st.sampled_from(CALL_PAIRS), st.integers(0, 99))
     def every_forest(rows, call_pairs, seed):
         forest = attention_forest(rows)
@@ -82,7 +82,7 @@ def test_bfloat16_errs_no_more_than_the_reference_run_in_bfloat16(record_propert
     ours: list[list[float]] = []
     theirs: list[list[float]] = []
 
-    @runs(60)
+    @runs(30)
     @given(forests(max_rows=16, max_length=40), st.sampled_from(CALL_PAIRS), st.integers(0, 99))
     def every_forest(rows, call_pairs, seed):
         forest = attention_forest(rows)

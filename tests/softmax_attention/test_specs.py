@@ -83,7 +83,7 @@ def whole_errors(forest: Forest, tensors: Tensors, spec: AttentionSpec, call_pai
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-6)])
 def test_random_forests_equal_the_reference(name, dtype, tolerance):
     @seeded(f"{name} {dtype}")
-    @runs(12, derandomize=False)
+    @runs(8, derandomize=False)
     @given(forests(max_rows=12, max_length=40), st.sampled_from([0.0, 2e3, 1e9]), st.integers(0, 99), st.booleans())
     def every_forest(rows, call_pairs, seed, sinks):
         forest = attention_forest(rows)
@@ -204,7 +204,7 @@ def test_parts_equal_the_whole_tree(name):
     parts = []
 
     @seeded(name)
-    @runs(6, derandomize=False)
+    @runs(4, derandomize=False)
     @given(forests(max_rows=12, max_length=40), st.integers(1, 12), st.sampled_from(KEEPS), st.integers(0, 99))
     def every_plan(rows, chunk, keep, seed):
         layout = layout_of(rows)
@@ -221,7 +221,7 @@ def test_parts_equal_the_whole_tree(name):
             assert max(errors) <= 1e-12, dict(zip(NAMES, errors))
 
     every_plan()
-    assert max(parts) > 8
+    assert max(parts) >= 5
 
 
 @pytest.mark.parametrize("name", ["window of 5", "chunks of 5", "cap in a window"])

@@ -252,10 +252,13 @@ def test_older_ones_are_deleted_only_when_the_new_one_is_whole(tmp_path, monkeyp
 # ---- Kills within a save
 
 
-def kill_saves(trainer: Any, folder: Path, aside: Path) -> Iterator[None]:
-    """Kill a save before its first, second, ... file operation, until there are no more; the folder is set up anew."""
+every_or_some = pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 7])
+
+
+def kill_saves(trainer: Any, folder: Path, aside: Path, every: int) -> Iterator[None]:
+    """Kill a save before every so-manieth file operation, until there are no more; the folder is set up anew."""
     shutil.copytree(folder, aside)
-    for number in range(1, 1000):
+    for number in range(1, 1000, every):
         shutil.rmtree(folder)
         shutil.copytree(aside, folder)
         child = os.fork()
@@ -277,18 +280,22 @@ def kill_saves(trainer: Any, folder: Path, aside: Path) -> Iterator[None]:
             return
 
 
-def test_a_kill_before_any_file_operation_of_a_save_leaves_a_whole_checkpoint(copied, tmp_path) -> None:
+@every_or_some
+def test_a_kill_before_any_file_operation_of_a_save_leaves_a_whole_checkpoint(copied, every, tmp_path) -> None:
     trainer = make_trainer(copied, save_total_limit=1)
     trainer.train(resume_from_checkpoint=True)  # to step 12
     trainer.state.global_step = 13
-    found = {newest(copied) for _ in kill_saves(trainer, copied, tmp_path / "aside")}
+    found = {newest(copied) for _ in kill_saves(trainer, copied, tmp_path / "aside", every)}
     assert found == {"checkpoint-12", "checkpoint-13"}
 
 
-def test_a_save_over_a_checkpoint_of_the_same_step_survives_a_kill_before_any_file_operation(copied, tmp_path) -> None:
+@every_or_some
+def test_a_save_over_a_checkpoint_of_the_same_step_survives_a_kill_before_any_file_operation(
+    copied, every, tmp_path
+) -> None:
     trainer = make_trainer(copied, max_steps=7)
     trainer.train(resume_from_checkpoint=True)
-    assert all({*saved_steps(copied)} == {6, 7} for _ in kill_saves(trainer, copied, tmp_path / "aside"))
+    assert all({*saved_steps(copied)} == {6, 7} for _ in kill_saves(trainer, copied, tmp_path / "aside", every))
 
 
 # ---- Disks
