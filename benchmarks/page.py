@@ -27,13 +27,13 @@ NAMES = {
 }
 INTRODUCTION = """# Benchmarks
 
-All figures are of CPUs: two cores of an AMD EPYC. None of a GPU exists yet. The scripts are in
+All figures were measured on two cores of an AMD EPYC; there are none of GPUs yet. The scripts are in
 [benchmarks](benchmarks). The rows, each with its date, commit, machine and versions, are in
 [benchmarks/results](benchmarks/results). `make bench` measures again; `python benchmarks/page.py` writes this page.
 
 *Ideal* is the ratio of the FLOPs of rows and tree, attention included. *Efficiency* is the measured speed-up over the
-ideal one. Times are medians over steps of forward and backward; the ways that are compared take turns in one process.
-The baseline is the fastest of several ways to run every row by itself, packed or padded, with the same fused head.
+ideal one. Times are medians over steps of forward and backward; the compared runs alternate in one process.
+The baseline is the fastest of several runs without sharing, packed or padded, with the same fused head.
 """
 
 
@@ -97,8 +97,8 @@ SECTIONS = (
     ),
     Section(
         "Budgets",
-        "The graph of a quarter of the tree's tokens, or of half of its longest path, may be alive at once. Parts of a "
-        "few dozen tokens are slow with or without a tree: see *Passes* below.",
+        "The budget is a quarter of the tree's tokens, or half of its longest path. Parts of a few dozen tokens are "
+        "slow with or without a tree: see *Passes* below.",
         "budget_efficiency.csv",
         ("workload", "budget"),
         {
@@ -115,8 +115,8 @@ SECTIONS = (
     Section(
         "Inside trainers",
         "A training step of TRL's trainers and of a plain `transformers.Trainer` with and without "
-        "`tt.share_prefixes`, in CPU seconds. The baseline is the trainer as it is. It pads its rows, so "
-        "efficiency can exceed 1.",
+        "`tt.share_prefixes`, in CPU seconds. The baseline is the trainer with one row (DPO: one pair) at a "
+        "time or one padded batch, whichever is faster. A pass per row costs extra, so efficiency can exceed 1.",
         "trainers.csv",
         ("work", "budget"),
         {
@@ -161,7 +161,8 @@ SECTIONS = (
     ),
     Section(
         "FSDP2",
-        "Two processes on two cores, weights sharded, against the same two without sharding, each by itself.",
+        "Two processes with sharded weights (together) against two independent ones that each train half of the batch "
+        "(apart).",
         "fsdp_throughput.csv",
         ("model", "processes"),
         {
@@ -188,7 +189,7 @@ SECTIONS = (
     ),
     Section(
         "Passes",
-        "Unrelated rows, with no tree at all, in passes of so many tokens against passes of 4,096.",
+        "Rows that share nothing, without a tree: speed relative to passes of 4,096 tokens.",
         "pass_sizes.csv",
         ("pass_tokens",),
         {"tokens of a pass": "pass_tokens", "passes": "passes", "relative speed": "efficiency"},
@@ -267,8 +268,9 @@ EXACTNESS = (
     (
         "exactness.csv",
         "Exactness of gradients",
-        "Relative error of the gradients against every row by itself, pooled over random forests. Allowed: 1e-12 in "
-        "float64, 1e-5 in float32; in bfloat16 1.5 times the error of the rows themselves against float32.",
+        "Relative error of the gradients against each row alone: the worst of all forests, in bfloat16 the root mean "
+        "square. Allowed: 1e-12 in float64, 1e-5 in float32; in bfloat16 1.5 times the error of the rows themselves "
+        "against float64.",
     ),
     (
         "trainer_exactness.csv",
