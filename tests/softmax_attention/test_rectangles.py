@@ -67,8 +67,13 @@ def test_random_forests_equal_the_reference(dtype, tolerance, record_property):
     record_property("errors", worst[0])
 
 
-@pytest.mark.parametrize("tile", [2, 16, 64])
-@pytest.mark.parametrize("path", [0, 8, 512])
+@pytest.mark.parametrize(
+    ("tile", "path"),
+    [
+        *((2, 0), (2, 512), (16, 8), (64, 0), (64, 512)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 8), (16, 0), (16, 512), (64, 8))),
+    ],
+)
 def test_bushy_forests_equal_the_reference_for_any_tile(monkeypatch, tile, path):
     monkeypatch.setattr(schedule_module, "TILE", tile)
     monkeypatch.setattr(schedule_module, "MAX_TILE_PATH", path)
@@ -116,8 +121,17 @@ def by_plain_bfloat16(forest: Forest, tensors, scale: float) -> list[torch.Tenso
     return both_ways(attend, tensors)
 
 
-@pytest.mark.parametrize("ratio", [1, 2, 4])
-@pytest.mark.parametrize("size", [8, 24, 64, 80, 128])
+SIZES, RATIOS = (8, 24, 64, 80, 128), (1, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("size", "ratio"),
+    [
+        pytest.param(size, ratio, marks=() if number % 3 == at else pytest.mark.slow)
+        for number, size in enumerate(SIZES)
+        for at, ratio in enumerate(RATIOS)
+    ],
+)
 def test_head_ratios_and_sizes(ratio, size):
     rng = np.random.default_rng(size)
     forest = attention_forest([*bushy_rows(rng, rows=20, segment=9, levels=4), [5] * 70])
