@@ -34,7 +34,7 @@ CUDA = torch.cuda.is_available()
 def by_tree_trainer(steps: int, **settings: Any) -> list[dict[str, float]]:
     """A run on the single calls of the recorded games; returns its log, a record per step."""
     model, tokenizer = tt.load_model("tiny", seed=0), tt.load_tokenizer("tiny")
-    calls = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE, view="calls").trajectories
+    calls = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE, tools="none", view="calls").trajectories
     with tempfile.TemporaryDirectory() as folder:
         args = tt.TreeArguments(
             folder,

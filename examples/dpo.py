@@ -54,7 +54,9 @@ def main(
         model, _ = sft.main(steps=warm_steps)
     elif isinstance(model, str):
         model = tt.load_model(model)
-    rows = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE).trajectories  # one row is one game
+    rows = tt.load(
+        RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE, tools="none"
+    ).trajectories  # one row is one game
     draws = random.Random(seed)
     pairs = [
         pair

@@ -26,7 +26,7 @@ def main(mesh: DeviceMesh, steps: int = 20, rows_per_step: int = 10, lr: float =
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
-    loaded = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE)
+    loaded = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE, tools="none")
     rows = [row for row in loaded.trajectories if row.group in TASKS]
     engine = tt.TreeEngine(model, budget=8192)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)

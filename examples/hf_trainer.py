@@ -24,7 +24,7 @@ def main(steps: int = 30, seed: int = 0, share: bool = True) -> Trainer:
         share: False trains as transformers alone does, on the same batches with the same losses.
     """
     model, tokenizer = tt.load_model("tiny", seed=seed), tt.load_tokenizer("tiny")
-    calls = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE, view="calls").trajectories
+    calls = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE, tools="none", view="calls").trajectories
     calls = [call for call in calls if call.group in TASKS]
     rows = {
         "input_ids": [call.ids.tolist() for call in calls],

@@ -32,7 +32,7 @@ def ranking_loss(logps: list[torch.Tensor], rows: list[tt.Trajectory], sharpness
 def main(steps: int = 10, games: int = 8, lr: float = 3e-4, seed: int = 0, bfloat16: bool = False) -> list[float]:
     """Train the model, each step on some games of every task; returns the loss of every step."""
     model, tokenizer = tt.load_model("tiny", seed=seed), tt.load_tokenizer("tiny")
-    loaded = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE)
+    loaded = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE, tools="none")
     tasks = [list(rows) for task, rows in groupby(loaded.trajectories, key=lambda row: row.group) if task in TASKS]
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     draws = random.Random(seed)

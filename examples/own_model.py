@@ -90,7 +90,7 @@ def main(steps: int = 20, rows: int = 24, budget: int | None = None) -> list[flo
     """Compare one step with rows by themselves, then train; returns the loss of every step."""
     torch.manual_seed(0)
     tokenizer = tt.load_tokenizer("tiny")
-    found = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE, limit=rows).trajectories
+    found = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE, tools="none", limit=rows).trajectories
     ids, weights = [row.ids for row in found], [torch.as_tensor(row.weights[1:]).float() for row in found]
     weights = [weight / sum(map(torch.sum, weights)) for weight in weights]
     model, gradients, losses = Decoder(vocab=len(tokenizer)), [], []

@@ -24,7 +24,7 @@ def main(
     """Train the built-in model; returns the model and the loss of every step, in nats."""
     # The model is a plain Hugging Face one; any other causal LM and its tokenizer work too.
     model, tokenizer = tt.load_model("tiny", seed=seed), tt.load_tokenizer("tiny")
-    loaded = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE)
+    loaded = tt.load(RECORDED, tokenizer=tokenizer, chat_template=TEMPLATE, tools="none")
     rows = [row for row in loaded.trajectories if row.group in TASKS]
 
     engine = tt.TreeEngine(model, budget=8192)  # tokens whose graph is alive at once: bounds memory, not the batch

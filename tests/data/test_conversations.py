@@ -217,6 +217,15 @@ def test_messages_have_facts_of_their_own(read):
 def test_nothing_that_a_template_drops_is_dropped_in_silence(read, bytes_tokenizer, templates):
     with pytest.raises(DataError, match=r"does not render `tools`.*--chat-template chatml"):
         from_messages([{"messages": MESSAGES, "tools": TOOLS}], tokenizer=bytes_tokenizer)
+    with pytest.raises(DataError, match=r"does not render `tools`.*--tools none"):
+        from_messages(
+            [{"messages": MESSAGES, "tools": TOOLS}],
+            tokenizer=bytes_tokenizer,
+            chat_template=bytes_tokenizer.chat_template,
+        )
+    assert from_messages([{"messages": MESSAGES, "tools": TOOLS}], tokenizer=bytes_tokenizer, tools="none").notes[
+        :1
+    ] == ("the template drops the thinking of an assistant message, so it is not trained (row 0 message 2)",)
     with pytest.raises(DataError, match=r"the record has `system` and a system message"):
         read({"messages": MESSAGES, "system": "x"})
     found = from_messages([{"messages": [*MESSAGES[:-1], ANSWER | {"colour": 1}]}], tokenizer=bytes_tokenizer)

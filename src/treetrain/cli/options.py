@@ -65,7 +65,9 @@ class Parser(argparse.ArgumentParser):
         self.option("map", text, {}, action=_Map, metavar="KEY=PATH")
         text = "skip: leave out records that cannot be used, and list them in treetrain-skipped.txt."
         self.option("on_error", text, "stop", choices=["stop", "skip"])
-        self.option("tools", "JSON file of tool schemas for conversations that bring none.")
+        self.option(
+            "tools", "JSON file of tool schemas for conversations that bring none; or none, to leave all tools out."
+        )
         self.option("chat_template", "Instead of the tokenizer's: chatml (built in, keeps prefixes) or a Jinja file.")
         self.option("tokenizer", "Tokenizer to use instead of the model's own; a hub id, a folder or a preset.")
 

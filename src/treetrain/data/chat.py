@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.data.messages import MESSAGE_KEYS, Message, clean_messages, clean_tools
-from treetrain.data.records import Notes, Reader, ReadSettings, Record, Tools, field
+from treetrain.data.records import NO_TOOLS, Notes, Reader, ReadSettings, Record, Tools, field
 from treetrain.data.token_rows import ROW_KEYS, row_facts
 from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.errors import DataError, quoted, shortened
@@ -67,9 +67,10 @@ def chat_reader(settings: ReadSettings) -> Reader:
         if images:
             facts["key"] = " ".join(str(one) for one in (facts["key"], *images) if one is not None)
             notes.add("images are not part of the rows; rows with different images are kept apart, to inspect them")
-        tools = clean_tools(record.get("tools") or record.get("functions")) or settings.tools
-        renderer.check_tools(messages, tools, notes)
-        if not tools and any("tool_calls" in message for message in messages):
+        own = clean_tools(record.get("tools") or record.get("functions"))
+        tools = None if settings.tools == NO_TOOLS else own or settings.tools
+        renderer.check_tools(messages, tools)
+        if not tools and settings.tools != NO_TOOLS and any("tool_calls" in message for message in messages):
             notes.add(
                 "tools are called but no tool schemas are given, so the prompt lacks them (--tools FILE adds them)"
             )
@@ -388,7 +389,7 @@ class Renderer:
         if self.template is None and not own:
             raise DataError("the tokenizer has no chat template; pass one, e.g. --chat-template chatml")
         self._source = str(self.template or own)
-        self._tools_checked = False
+        self._renders_tools = False
         added = list(getattr(tokenizer, "added_tokens_decoder", {}).values())
         markers = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         if CHATML_END in self._source:
@@ -418,18 +419,16 @@ class Renderer:
                 "change the messages or pass another template, e.g. --chat-template chatml"
             ) from error
 
-    def check_tools(self, messages: Sequence[Message], tools: Tools, notes: Notes) -> None:
-        """Raise DataError if the tokenizer's template leaves the tools out; remark on a given template that does."""
-        if not tools or self._tools_checked:
+    def check_tools(self, messages: Sequence[Message], tools: Tools) -> None:
+        """Raise DataError if the template renders these messages without the tools."""
+        if not tools or self._renders_tools:
             return
         if self.render(messages, tools) == self.render(messages, None):
-            if self.template is None:
-                raise DataError(
-                    "the chat template does not render `tools`; pass one that does, e.g. --chat-template chatml, or "
-                    "take them out"
-                )
-            notes.add("the given chat template does not render `tools`")
-        self._tools_checked = True
+            raise DataError(
+                "the chat template does not render `tools`; pass one that does, e.g. --chat-template chatml, or leave "
+                "the tools out (--tools none)"
+            )
+        self._renders_tools = True
 
     def note_unused_keys(self, message: Message, notes: Notes) -> None:
         """Remark on a message's keys that neither we nor the template reads."""

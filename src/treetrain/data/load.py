@@ -11,7 +11,18 @@ from typing import Any, Literal
 from treetrain.data.chat import chat_reader, tokenizer_settings
 from treetrain.data.formats import FORMATS
 from treetrain.data.messages import clean_tools, read_tools
-from treetrain.data.records import Format, Notes, Reader, ReadSettings, Record, View, look_up, read_records
+from treetrain.data.records import (
+    NO_TOOLS,
+    Format,
+    Notes,
+    Reader,
+    ReadSettings,
+    Record,
+    Tools,
+    View,
+    look_up,
+    read_records,
+)
 from treetrain.data.token_rows import trajectory_from_token_row
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, quoted, shortened
@@ -67,7 +78,7 @@ def load(
         view: one row per conversation ("transcript") or one row per LLM call ("calls").
         train: "last" trains only the last assistant message, as one call. Use it for logs with one LLM call per record,
             if their format does not say so.
-        tools: tool schemas, or a JSON file of them, for conversations without their own.
+        tools: tool schemas, or a JSON file of them, for conversations without their own; "none" leaves all tools out.
         chat_template: replaces the tokenizer's own: "chatml" (built in), a file, or the template's text.
         map: keys, and the path of the value of each in a record, e.g. `{"reward": "result.score"}`.
         images: "key" replaces each image in a conversation by the text `<image>`, and keeps rows with different images
@@ -92,7 +103,7 @@ def load(
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
     if not paths:
         raise DataError("no file given; pass at least one file")
-    schemas = read_tools(Path(tools)) if isinstance(tools, str | os.PathLike) else clean_tools(tools)
+    schemas = _tools_of(tools)
     settings = ReadSettings(
         tokenizer=tokenizer, view=view, train=train, tools=schemas, chat_template=chat_template, images=images
     )
@@ -126,6 +137,12 @@ def load(
     return LoadedFile(trajectories=mapped, notes=notes, format=mapped.about["format"], skipped=skipped)
 
 
+def _tools_of(tools: Sequence[Any] | str | os.PathLike[str] | None) -> Tools | Literal["none"]:
+    if tools == NO_TOOLS:
+        return NO_TOOLS
+    return read_tools(Path(tools)) if isinstance(tools, str | os.PathLike) else clean_tools(tools)
+
+
 def from_messages(
     rows: Iterable[Any],
     *,
@@ -133,7 +150,7 @@ def from_messages(
     format: str = "auto",
     view: View = "transcript",
     train: Literal["all", "last"] = "all",
-    tools: Sequence[Any] | None = None,
+    tools: Sequence[Any] | str | os.PathLike[str] | None = None,
     chat_template: str | None = None,
     map: Mapping[str, str] | None = None,
     on_error: Literal["stop", "skip"] = "stop",
@@ -148,7 +165,7 @@ def from_messages(
         DataError: a row that cannot be used; the message names its number and field.
     """
     settings = ReadSettings(
-        tokenizer=tokenizer, view=view, train=train, tools=clean_tools(tools), chat_template=chat_template
+        tokenizer=tokenizer, view=view, train=train, tools=_tools_of(tools), chat_template=chat_template
     )
 
     def records() -> Iterator[tuple[str, Record | DataError]]:

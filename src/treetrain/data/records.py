@@ -25,6 +25,8 @@ from treetrain.errors import DataError, quoted, shortened
 
 View = Literal["transcript", "calls"]
 Tools = list[dict[str, Any]] | None
+NO_TOOLS: Literal["none"] = "none"
+"""In place of tools: those of the conversations are left out."""
 Record = Mapping[str, Any]
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -83,7 +85,7 @@ class ReadSettings:
 
     tokenizer: Any = None
     view: View = "transcript"
-    tools: Tools = None
+    tools: Tools | Literal["none"] = None
     chat_template: str | None = None
     train: Literal["all", "last"] = "all"
     images: Literal["refuse", "key"] = "refuse"
