@@ -21,7 +21,7 @@ from support.schedules import (
     star,
     straight,
 )
-from treetrain.softmax_attention import forks as forks_module
+from treetrain.softmax_attention import fork_blocks as forks_module
 from treetrain.softmax_attention import schedule as schedule_module
 from treetrain.softmax_attention.fork_blocks import ForkBlocks, fork_blocks, path_tops
 from treetrain.softmax_attention.rectangles import RectangleAttention
