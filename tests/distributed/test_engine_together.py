@@ -43,7 +43,7 @@ def test_uses_that_cannot_be_exact_on_shards_are_refused(run_on_ranks) -> None:
             "live logprobs": "the model is sharded (fully_shard), whose passes must come in one order",
             "another group": "the group given is not that of the model's shards",
             "two meshes": "lie on 2 device meshes",
-            "tensor parallel": "DTensors that fully_shard did not make",
+            "tensor parallel": "DTensors that neither fully_shard",
             "divided gradients": "set_gradient_divide_factor was called",
         }.items():
             assert told[use].startswith("UnsupportedModel: ") and words in told[use]

@@ -16,13 +16,14 @@ import treetrain as tt
 from support.models import make_model
 from support.more_cases import EVERY
 from support.plans import planned
+from support.tensor_parallel import cut
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import LinearEngine
 from treetrain.testing.contract import OTHERS
 from treetrain.testing.float64 import PureFloat64
 from treetrain.testing.forests import VOCAB, dress
 
-Parallel = Literal["ddp", "fsdp", "context"]
+Parallel = Literal["ddp", "fsdp", "context", "tensor"]
 Rows = list[Trajectory]
 
 
@@ -167,12 +168,14 @@ def step(group: Any, job: Job) -> dict[str, Any]:
         model, sharing = sharded(model, group, head=job.head_shard), {"reduce": job.reduce}
     elif job.parallel == "context":  # every rank has all rows
         sharing = {"context": group}
+    elif job.parallel == "tensor":
+        model, sharing = cut(model, group), {}
     kind = planned(*job.shapes[rank]) if job.shapes else tt.TreeEngine
     options = {"temperature": job.temperature, "value_head": heads[0]}
     engine = kind(model, budget=job.budget, **options, **sharing)
     reference = tt.TreeEngine(alone, temperature=job.temperature, value_head=heads[1])
     with PureFloat64() if job.dtype == torch.float64 else torch.enable_grad():
-        own = rows if job.parallel == "context" else split_of(rows, rank, size, job.split)
+        own = rows if job.parallel in ("context", "tensor") else split_of(rows, rank, size, job.split)
         results = _accumulated(engine, own, rows, loss, job.calls)
         truth = reference.forward_backward(rows, loss)
         scores = engine.logprobs(own) if job.loss != "value" else []

@@ -12,6 +12,7 @@ import treetrain as tt
 from support.models import make_model
 from support.plans import planned
 from support.rank_work import gradients, relative_error, rows_of, sharded, split_of
+from support.tensor_parallel import cut
 from treetrain.testing.float64 import PureFloat64
 
 
@@ -24,8 +25,8 @@ def own_loss(logprobs: list[Tensor], entropies: list[Tensor]) -> Tensor:
 
 
 def _parallel(model: nn.Module, how: str, group: Any) -> nn.Module:
-    if how == "context":
-        return model
+    if how in ("context", "tensor"):
+        return cut(model, group) if how == "tensor" else model
     return sharded(model, group) if how == "fsdp" else DistributedDataParallel(model, process_group=group)
 
 
@@ -33,7 +34,7 @@ def scored_step(group: Any, how: str, shapes: Any, keeps: Any, calls: int, split
     """How far the gradients of a score on several ranks are from the mean of every rank's own.
 
     Args:
-        how: ddp, fsdp or context.
+        how: ddp, fsdp, context or tensor.
         shapes: (shape, keep) of each rank's plans.
         keeps: of each rank, whether its graphs fit.
         calls: that the step is accumulated over.
@@ -53,7 +54,7 @@ def scored_step(group: Any, how: str, shapes: Any, keeps: Any, calls: int, split
     context = group if how == "context" else None
     engine = Forced(wrapped, temperature=1.3, context=context)
     reference = tt.TreeEngine(alone, temperature=1.3)
-    own, copies = (rows, 1) if context else (split_of(rows, rank, size, split), size)
+    own, copies = (rows, 1) if how in ("context", "tensor") else (split_of(rows, rank, size, split), size)
     told = []
     with PureFloat64():
         for call in range(calls):

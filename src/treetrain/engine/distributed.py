@@ -236,15 +236,8 @@ def ranks_of(model: nn.Module, group: "dist.ProcessGroup | None", value_head: nn
         value_head: unsharded, or sharded over the same ranks as the model.
 
     Raises:
-        UnsupportedModel: weights sharded over another group or over several, or tensor parallel.
+        UnsupportedModel: weights sharded over another group or over several.
     """
-    # Some models that transformers shards by a tp_plan hold plain tensors, with hooks that communicate.
-    cut = next((module for module in model.modules() if (getattr(module, "_tp_size", None) or 1) > 1), None)
-    if cut is not None:
-        raise UnsupportedModel(
-            f"{type(cut).__name__} is tensor parallel over {cut._tp_size} ranks (transformers' tp_plan), which is not "
-            "supported; load the model without tp_plan, and use fully_shard or the same whole model on every rank."
-        )
     if not dist.is_available() or not dist.is_initialized():
         return Ranks()
     if group is not None and dist.get_rank(group) < 0:
@@ -254,17 +247,13 @@ def ranks_of(model: nn.Module, group: "dist.ProcessGroup | None", value_head: nn
             "the value head is sharded (fully_shard), the model is not; shard the model too, or leave the value head "
             "whole."
         )
-    name, shards, meshes = type(model).__name__, sharded_modules(model, value_head), []
+    name, shards = type(model).__name__, sharded_modules(model, value_head)
+    if not shards:
+        return Ranks(group)
+    meshes: list[Any] = []
     for parameter in [*model.parameters(), *([] if value_head is None else value_head.parameters())]:
         if is_shard(parameter) and parameter.device_mesh not in meshes:
             meshes.append(parameter.device_mesh)
-    if not shards:
-        if meshes:
-            raise UnsupportedModel(
-                f"the weights of {name} are DTensors that fully_shard did not make (tensor parallel?), which is not "
-                "supported; use fully_shard or the same whole model on every rank."
-            )
-        return Ranks(group)
     if len(meshes) != 1:
         raise UnsupportedModel(
             f"the weights of {name} lie on {len(meshes)} device meshes (tensor parallel beside FSDP, or layers left "

@@ -106,7 +106,7 @@ class TreeEngine(Runtime):
             UnsupportedModel: see the class.
             RuntimeError: memory ran out in a backward while ``.grad`` held gradients of earlier calls.
         """
-        step = self.context.agree(
+        step = self.same_rows.agree(
             "forward_backward", lambda: (prepare_step(self, trajectories, loss, normaliser, mask), None)
         )[0]
         if self.balanced and balance is None and not self.ranks.alone:
@@ -450,7 +450,7 @@ def _scored_values(
 def _check_alone(engine: TreeEngine, what: str) -> None:
     """Raise UnsupportedModel if autograd would not synchronise gradients, or would break the order of passes."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if not engine.live or not (several or engine.collective):
+    if not engine.live or not engine.tensor.alone or not (several or engine.collective):
         return
     why = (
         "the model is sharded (fully_shard), whose passes must come in one order, and autograd does not wait for those "

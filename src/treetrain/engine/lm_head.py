@@ -23,11 +23,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from treetrain.device_arrays import on_device
+from treetrain.engine.distributed import Ranks
 from treetrain.engine.gradients import GradientBuffer, GradientBuffers
 from treetrain.models.capability import Capabilities
 from treetrain.models.heads import IDENTITY, LogitMap
@@ -118,6 +120,37 @@ def without_logprobs(hidden: Tensor, edges: Edges) -> Scores:
     return Scores(hidden.new_zeros(len(edges.targets), dtype=wide), None, None)
 
 
+@dataclass(frozen=True, slots=True)
+class VocabularyShard:
+    """One rank's tokens of a vocabulary that ranks divide in order, in equal shares but for the last."""
+
+    ranks: Ranks
+    size: int
+    """Tokens of the whole vocabulary."""
+
+    @property
+    def width(self) -> int:
+        """Most tokens of a rank."""
+        return -(-self.size // self.ranks.size)
+
+    def sum(self, own: Tensor) -> Tensor:
+        """The sum over the ranks, in place."""
+        dist.all_reduce(own, group=self.ranks.group)
+        return own
+
+    def gather(self, own: Tensor) -> Tensor:
+        """[...] of every rank -> [P, ...]."""
+        every = own.new_empty(self.ranks.size, *own.shape)
+        dist.all_gather(list(every.unbind()), own.contiguous(), group=self.ranks.group)
+        return every
+
+    def own_edges(self, edges: "EdgesOfChunk") -> "tuple[EdgesOfChunk, Tensor]":
+        """The edges with targets numbered within the share, 0 for those of other ranks; and bool [e], which are own."""
+        target = edges.target - self.ranks.rank * self.width
+        own = (target >= 0) & (target < self.width)
+        return EdgesOfChunk(edges.row, target.where(own, 0)), own
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreRequest:
     """The scores that a pass must compute."""
@@ -134,6 +167,8 @@ class ScoreRequest:
     """Whether to compute `Statistics` too; not together with `coefficients`."""
     keep_logits: bool = False
     """Whether a fused head keeps its logits until backward instead of computing them again."""
+    vocabulary: "VocabularyShard | None" = None
+    """This rank's share of the vocabulary, if a tensor-parallel head has only that."""
 
 
 def score_edges(
@@ -173,12 +208,16 @@ def score_edges(
         device = hidden.device.type
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         buffer = None if request.buffers is None else request.buffers.of(head.weight)
-        settings = _Settings(edges, scaling, compute, buffer, request.need_entropy, request.keep_logits)
+        settings = _Settings(
+            edges, scaling, compute, buffer, request.need_entropy, request.keep_logits, request.vocabulary
+        )
+        weight, bias = head.weight, head.bias
+        if request.vocabulary is not None:
+            weight, bias = (None if x is None else x.to_local() for x in (weight, bias))  # type: ignore[operator]
         if coefficients is not None and torch.is_grad_enabled():
-            given = rows, head.weight, head.bias, settings, coefficients.to(wide)
-            loss, logprobs = _LinearLoss.apply(*given)  # type: ignore[misc]
+            loss, logprobs = _LinearLoss.apply(rows, weight, bias, settings, coefficients.to(wide))  # type: ignore[misc]
             return Scores(logprobs, None, loss)
-        logprobs, entropies = _LinearScores.apply(rows, head.weight, head.bias, settings, found)  # type: ignore[misc]
+        logprobs, entropies = _LinearScores.apply(rows, weight, bias, settings, found)  # type: ignore[misc]
     else:
         logprobs, entropies = _scores_through_module(
             rows, head_forward, edges, vocab_size, scaling, request.need_entropy, found
@@ -244,7 +283,8 @@ def scoring_head(
     calls: list[HeadCall] = []
     original, logit_map, scalar = capabilities.head.forward, capabilities.logit_map, capabilities.scalar
     # A head whose forward has already been replaced may compute more than its matrix product.
-    fused = capabilities.head_is_linear and "forward" not in vars(capabilities.head)
+    replaced = "forward" in vars(capabilities.head) and request.vocabulary is None
+    fused = capabilities.head_is_linear and not replaced
 
     def score(hidden: Tensor) -> Scores:
         return score_edges(
@@ -345,7 +385,16 @@ class PlainChunk:
     def statistics(self, lse: Tensor, edges: EdgesOfChunk) -> tuple[Tensor, Tensor, Tensor]:
         """[e] whether each target is the most likely token, [r] mean scaled logits, [r] log of the sum of squared
         probabilities; leaves the logits as they are."""
-        return _statistics(self._logits, lse, edges)
+        return self.moments().statistics(self.vocab_size, lse, edges)
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self._logits.shape[-1]
+
+    def moments(self) -> "_Moments":
+        """What `statistics` needs of the logits; leaves them as they are."""
+        return _Moments.of(self._logits)
 
     def entropies(self, lse: Tensor) -> Tensor:
         """[r], in nats."""
@@ -394,21 +443,22 @@ class TritonChunk(PlainChunk):
 
     def log_sum_exp(self) -> Tensor:
         """See `PlainChunk`."""
-        lse, self._entropies = self._kernels.statistics(self._logits, self._factor, entropy=self._entropy)
-        return lse
+        self._lse, self._entropies = self._kernels.statistics(self._logits, self._factor, entropy=self._entropy)
+        return self._lse
 
     def at(self, edges: EdgesOfChunk) -> Tensor:
         """See `PlainChunk`."""
         return self._logits[edges].float().mul_(self._factor)
 
-    def statistics(self, lse: Tensor, edges: EdgesOfChunk) -> tuple[Tensor, Tensor, Tensor]:
+    def moments(self) -> "_Moments":
         """See `PlainChunk`."""
-        return _statistics(self._logits.float() * self._factor, lse, edges)
+        return _Moments.of(self._logits.float() * self._factor)
 
     def entropies(self, lse: Tensor) -> Tensor:
         """See `PlainChunk`."""
         assert self._entropies is not None, "entropies are found with the log-sum-exps"
-        return self._entropies
+        beyond = lse - self._lse  # 0, or the logits of other shares of the vocabulary
+        return (-beyond).exp() * (self._entropies + beyond)
 
     def gradient(
         self, lse: Tensor, edges: EdgesOfChunk, by_edge: Tensor, by_row: Tensor, entropies: Entropies | None
@@ -418,10 +468,60 @@ class TritonChunk(PlainChunk):
         return self._logits
 
 
-def _statistics(logits: Tensor, lse: Tensor, edges: EdgesOfChunk) -> tuple[Tensor, Tensor, Tensor]:
-    """`PlainChunk.statistics` of scaled logits [r, V]."""
-    top = logits.argmax(-1)
-    return top[edges.row] == edges.target, logits.mean(-1), (2 * logits).logsumexp(-1) - 2 * lse
+class _Moments(NamedTuple):
+    """[r] of scaled logits [r, V]: the highest and its token, the sum, and log-sum-exp of twice the logits."""
+
+    highest: Tensor
+    token: Tensor
+    total: Tensor
+    squares: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor) -> "_Moments":
+        return cls(*logits.max(-1), logits.sum(-1), (2 * logits).logsumexp(-1))
+
+    def statistics(self, vocab_size: int, lse: Tensor, edges: EdgesOfChunk) -> tuple[Tensor, Tensor, Tensor]:
+        """See `PlainChunk.statistics`."""
+        return self.token[edges.row] == edges.target, self.total / vocab_size, self.squares - 2 * lse
+
+
+class ShardedChunk:
+    """The softmax of a chunk of which every rank has the logits of its share of the vocabulary; see `PlainChunk`.
+
+    The ranks exchange a few numbers per row and edge, never logits. Each gets the gradient of its own logits.
+    """
+
+    def __init__(self, own: PlainChunk, vocabulary: VocabularyShard):
+        self._own, self._vocabulary = own, vocabulary
+
+    def log_sum_exp(self) -> Tensor:
+        """See `PlainChunk`."""
+        return self._vocabulary.gather(self._own.log_sum_exp()).logsumexp(0)
+
+    def at(self, edges: EdgesOfChunk) -> Tensor:
+        """See `PlainChunk`."""
+        own, is_own = self._vocabulary.own_edges(edges)
+        return self._vocabulary.sum(self._own.at(own).where(is_own, 0.0))
+
+    def statistics(self, lse: Tensor, edges: EdgesOfChunk) -> tuple[Tensor, Tensor, Tensor]:
+        """See `PlainChunk`."""
+        vocabulary, own = self._vocabulary, self._own.moments()
+        own = own._replace(token=own.token + vocabulary.ranks.rank * vocabulary.width)
+        every = _Moments(*(vocabulary.gather(x) for x in own))
+        highest, rank = every.highest.max(0)
+        whole = _Moments(highest, every.token.gather(0, rank[None])[0], every.total.sum(0), every.squares.logsumexp(0))
+        return whole.statistics(vocabulary.size, lse, edges)
+
+    def entropies(self, lse: Tensor) -> Tensor:
+        """See `PlainChunk`."""
+        return self._vocabulary.sum(self._own.entropies(lse))
+
+    def gradient(
+        self, lse: Tensor, edges: EdgesOfChunk, by_edge: Tensor, by_row: Tensor, entropies: Entropies | None
+    ) -> Tensor:
+        """See `PlainChunk`; the logits are those of the own share."""
+        own, is_own = self._vocabulary.own_edges(edges)
+        return self._own.gradient(lse, own, by_edge.where(is_own, 0.0), by_row, entropies)
 
 
 def chunk_type(dtype: torch.dtype, device: torch.device, bias: Tensor | None, scaling: Scaling) -> type[PlainChunk]:
@@ -455,6 +555,7 @@ class _Settings(NamedTuple):
     buffer: GradientBuffer | None
     need_entropy: bool
     keep_logits: bool
+    vocabulary: VocabularyShard | None
 
 
 class _Chunked(NamedTuple):
@@ -496,12 +597,15 @@ class _LinearHead:
             self._by_bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
 
     def chunks(self) -> Iterator[_Chunked]:
-        return _chunks(self._settings.edges, len(self._weight), self._rows.device)
+        vocabulary = self._settings.vocabulary  # ranks exchange numbers at every chunk, so all have the same chunks
+        size = len(self._weight) if vocabulary is None else vocabulary.width
+        return _chunks(self._settings.edges, size, self._rows.device)
 
-    def logits(self, chunk: _Chunked) -> PlainChunk:
+    def logits(self, chunk: _Chunked) -> PlainChunk | ShardedChunk:
         x, entropy = self._rows[chunk.rows].to(self._settings.compute), self._settings.need_entropy
-        scaling = self._settings.scaling
-        return self._type(x, self._weight, self._bias, scaling, entropy=entropy, backward=self._backward)
+        scaling, vocabulary = self._settings.scaling, self._settings.vocabulary
+        own = self._type(x, self._weight, self._bias, scaling, entropy=entropy, backward=self._backward)
+        return own if vocabulary is None else ShardedChunk(own, vocabulary)
 
     def add(self, chunk: _Chunked, grad_logits: Tensor) -> None:
         """Add the gradient of a chunk's logits [r, V], in the wide or the compute dtype."""
@@ -517,6 +621,8 @@ class _LinearHead:
     def gradients(self) -> tuple[Tensor | None, ...]:
         """Gradients in the dtypes of the tensors they belong to, without those in a buffer."""
         by_weight = self._by_weight if self._settings.buffer is None else None
+        if self._by_rows is not None and self._settings.vocabulary is not None:
+            self._settings.vocabulary.sum(self._by_rows)
         found = zip((self._by_rows, by_weight, self._by_bias), self._given)
         return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in found)
 
@@ -540,7 +646,7 @@ class _LinearScores(torch.autograd.Function):
         logprobs = rows.new_empty(len(settings.edges.targets), dtype=wide)
         lse = rows.new_empty(len(rows), dtype=wide)
         entropies = rows.new_zeros(len(rows) if settings.need_entropy else 0, dtype=wide)
-        kept: list[PlainChunk | None] | None = [] if settings.keep_logits else None
+        kept: list[PlainChunk | ShardedChunk | None] | None = [] if settings.keep_logits else None
         with torch.autocast(rows.device.type, enabled=False):
             head = _LinearHead(rows, weight, bias, settings, backward=settings.keep_logits)
             for chunk in head.chunks():

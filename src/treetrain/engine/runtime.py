@@ -16,10 +16,12 @@ from treetrain.engine.context_parallel import check_context
 from treetrain.engine.costs import cost_if_countable, cost_of
 from treetrain.engine.distributed import Ranks, check_same, is_shard, is_sharded, own_part, ranks_of, unwrapped
 from treetrain.engine.gradients import Rollback
+from treetrain.engine.lm_head import VocabularyShard
 from treetrain.engine.loss_gradients import ScoreTable
 from treetrain.engine.memory import PassCounts, StepOutOfMemory, callers_level, free_bytes
 from treetrain.engine.packed import PackedRun, model_device, wide_dtype
 from treetrain.engine.routing import Routing
+from treetrain.engine.tensor_parallel import tensor_parallel_ranks, vocabulary_shard
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities, check_model
 from treetrain.planning.budget import Bytes, parse_budget
@@ -107,12 +109,12 @@ class Runtime:
         if value_head is not None:
             value_head, group = unwrapped(value_head, group)
         self.ranks, self.reduce = ranks_of(model, group, value_head), reduce
-        self.context = Ranks(context)
+        self.context, self.tensor = Ranks(context), tensor_parallel_ranks(model, group, context)
         self.collective = is_sharded(model)
-        if compile_layers and self.collective:
+        if compile_layers and not self._may_compile:
             raise UnsupportedModel(
-                "compile_layers=True with a model in FSDP2, which gathers weights by hooks of the layers, has not been "
-                "verified: leave it out"
+                "compile_layers=True with a model in FSDP2 or tensor parallel, whose layers communicate by hooks, has "
+                "not been verified: leave it out"
             )
         self.compile_layers = compile_layers
         self.compiled: dict[nn.Module, Callable[..., Any]] = {}
@@ -129,7 +131,23 @@ class Runtime:
         elif self.budget is not None:
             self.budget *= self.context.size
 
+    # ---- the ranks
+
+    @property
+    def same_rows(self) -> Ranks:
+        """The ranks that hold the same rows and run the same plan (context or tensor parallel)."""
+        return self.context if self.tensor.alone else self.tensor
+
     # ---- the model
+
+    @property
+    def _may_compile(self) -> bool:
+        return not self.collective and self.tensor.alone
+
+    @property
+    def vocabulary(self) -> VocabularyShard | None:
+        """This rank's share of the vocabulary; None if its head has all of it."""
+        return vocabulary_shard(self.capabilities, self.tensor)
 
     def checked(self) -> Capabilities:
         """Check the model as it is now: a dropout may have been switched on since the last call."""
@@ -144,7 +162,7 @@ class Runtime:
     @property
     def compiles(self) -> bool:
         """Whether decoder layers run compiled."""
-        default = model_device(self.model).type == "cuda" and not self.collective
+        default = model_device(self.model).type == "cuda" and self._may_compile
         return default if self.compile_layers is None else self.compile_layers
 
     @property
@@ -204,32 +222,35 @@ class Runtime:
         return plan_within(layout, self.budget, self.model, free=free)
 
     def _check_same_layout(self, layout: PackedLayout) -> None:
-        """Raise RanksDisagree unless all ranks that divide a layout have the same one."""
-        if not self.context.alone:
+        """Raise RanksDisagree unless all ranks that run the same plan have the same layout."""
+        if not self.same_rows.alone:
             arrays = (layout.input_ids, layout.parent, layout.edge_rows, layout.edge_targets)
             check_same(
-                "their rows (as hashes)", self.context.gather([sha256(x.tobytes()).hexdigest()[:16] for x in arrays])
+                "their rows (as hashes)", self.same_rows.gather([sha256(x.tobytes()).hexdigest()[:16] for x in arrays])
             )
 
     def average_gradients(self) -> None:
-        """Average the gradients of weights that several ranks hold as a whole, over these ranks."""
+        """Average the gradients of weights that several ranks hold as a whole, over these ranks.
+
+        Tensor-parallel ranks have the same ones already.
+        """
         (self.ranks if self.context.alone else self.context).average_gradients(self.whole_parameters)
 
     def free_bytes(self) -> int | None:
         """Bytes that plans may use now, minus gradients not yet allocated (``.grad`` is None); None if unknown.
 
-        Processes on one host share its memory. Context-parallel ranks have the least of their free
-        bytes, times their number.
+        Processes on one host share its memory. Ranks that run the same plan have the least of their free bytes;
+        context-parallel ranks, times their number.
         """
-        every = self.context.gather(self._own_free_bytes())
-        return None if None in every else min(x for x in every if x is not None) * len(every)
+        every = self.same_rows.gather(self._own_free_bytes())
+        return None if None in every else min(x for x in every if x is not None) * self.context.size
 
     def _own_free_bytes(self) -> int | None:
         device = model_device(self.model)
         free = free_bytes(device)
         if free is None:
             return None
-        processes = max(self.ranks.size, self.context.size)
+        processes = max(self.ranks.size, self.same_rows.size)
         if processes > 1 and device.type == "cpu":
             free //= int(os.environ.get("LOCAL_WORLD_SIZE", processes))
         absent = (p for p in self.parameters if p.requires_grad and p.grad is None)
@@ -295,7 +316,7 @@ class Runtime:
                 result = run(plan, counts)
                 break
             except StepOutOfMemory as error:
-                if self.collective or not self.context.alone:
+                if self.collective or not self.same_rows.alone:
                     raise
                 restarts, most, budget = restarts + 1, max(most, error.tokens), min(error.tokens, budget) // 2
                 cause = None if budget else error.__cause__
@@ -317,5 +338,5 @@ class Runtime:
 
     def together(self, what: str, make: Callable[[], T]) -> T:
         """Prepare a call, together with all ranks that share its passes; see `Ranks.agree`."""
-        ranks = self.ranks if self.collective else self.context
+        ranks = self.ranks if self.collective else self.same_rows
         return ranks.agree(what, lambda: (make(), None))[0]

@@ -20,6 +20,8 @@ from treetrain.engine.gradients import gradients_of
 from treetrain.engine.loss import PackedLoss, as_loss, needs_logprobs
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import RouterBalance, by_place, route_as_recorded
+from treetrain.engine.tensor_parallel import summed_gradients, tensor_parallel_ranks
+from treetrain.errors import UnsupportedModel
 from treetrain.losses.sft import sft
 from treetrain.models.capability import check_model
 from treetrain.models.tree_mode import replaced_forward
@@ -110,6 +112,11 @@ def verify(
     loss = loss.for_step(rows)
     dtype: torch.dtype = model.dtype  # type: ignore[assignment]
     exact = dtype in TOLERANCE
+    if not exact and not tensor_parallel_ranks(model).alone:
+        raise UnsupportedModel(
+            f"verify of a tensor-parallel model in {dtype} needs a float32 copy of it, which cannot be made: its hooks "
+            "would run the weights of the original. Load the model in float32 or float64 to verify it."
+        )
     if not exact and check_model(model, critics=True).experts is not None:
         # Rounding may change the choice of experts, which is no error of the tree: all sides use the float32 model's.
         rows = PlainModel(copy.deepcopy(model).float()).with_experts(rows)
@@ -119,7 +126,12 @@ def verify(
     engine = TreeEngine(model, budget=budget, temperature=temperature, value_head=value_head)
     result, gradients = _run(lambda: engine.forward_backward(tree, loss, normaliser), model, value_head)
     plain = PlainModel(model, value_head, temperature)
-    loss_linear, linear = _run(lambda: plain.accumulate_gradients(rows, loss, normaliser), model, value_head)
+
+    def row_by_row() -> float:
+        with summed_gradients(model, engine.tensor):
+            return plain.accumulate_gradients(rows, loss, normaliser)
+
+    loss_linear, linear = _run(row_by_row, model, value_head)
     reference, linear_error, limit = linear, None, TOLERANCE.get(dtype, 0.0)
     if not exact:
         wide, wide_head = copy.deepcopy((model, value_head))  # together: a head may be a part of the model
