@@ -39,7 +39,8 @@ def test_a_step_under_any_plan(run_on_ranks, shape, keep, loss):
     [
         ("gemma2", ()),  # windows, capped scores and logits
         ("gpt_oss", ()),  # sinks, windows, experts
-        ("qwen3_moe", ()),
+        ("qwen3_moe", (("output_router_logits", True),)),
+        ("qwen3_5_text", ()),  # recurrent layers
         ("llama", (("tie_word_embeddings", True),)),
         ("qwen3", (("vocab_size", 41),)),  # the last rank has a token less
     ],
