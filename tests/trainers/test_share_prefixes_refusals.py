@@ -116,6 +116,13 @@ def test_a_model_that_is_no_causal_lm_is_refused(tmp_path):
         tt.share_prefixes(nn.Linear(2, 2))
 
 
+def test_a_tensor_parallel_model_is_refused(tmp_path):
+    trainer = Trainer(runs.model(), TrainingArguments(**settings(tmp_path)))
+    trainer.model._tp_size = 2
+    with pytest.raises(ValueError, match="tensor-parallel model"):
+        tt.share_prefixes(trainer)
+
+
 def test_a_model_that_is_made_or_replaced_later_is_refused(tmp_path):
     arguments = TrainingArguments(**settings(tmp_path))
     with pytest.raises(ValueError, match="model_init"):

@@ -95,6 +95,8 @@ def check_trainer(trainer: Any, seam: Seam) -> None:
         "images or a processor; use a text model with its tokenizer": images,
         "parallelism_config: context, sequence and tensor parallelism cut rows apart; leave it out": parallelism,
         "a model that is sharded over processes; train it with tt.TreeTrainer": is_sharded(trainer.model),
+        "a tensor-parallel model (tp_plan), which has not been verified here; take tt.TreeEngine in a loop of your "
+        "own": (getattr(causal_lm(trainer.model), "_tp_size", None) or 1) > 1,
         f"optim={args.optim}, which updates weights within the trainer's backward, before the tree's; take "
         "another": "lomo" in args.optim or "layerwise" in args.optim,
     }
