@@ -174,6 +174,21 @@ SECTIONS = (
         },
     ),
     Section(
+        "Context parallel",
+        "Two processes of one thread that divide every part, each with half of the tree as its budget, against one "
+        "process of two threads with the whole tree or half of it as its budget.",
+        "context_parallel.csv",
+        ("model", "processes"),
+        {
+            "tokens": "unique_tokens",
+            "two processes, s": "context_seconds",
+            "one, whole budget, s": "one_process_seconds",
+            "one, half budget, s": "one_process_half_budget_seconds",
+            "speed against the whole budget": "speed_of_one_process",
+            "against half": lambda row: f"**{number(row['speed_of_one_process_half_budget'])}**",
+        },
+    ),
+    Section(
         "Attention",
         "Forward and backward of one layer's attention on a tree, against one causal call over as many tokens.",
         "attention_cost.csv",
