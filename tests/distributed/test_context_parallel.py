@@ -7,20 +7,8 @@ import torch.distributed as dist
 import treetrain as tt
 from support.models import make_model
 from support.pairwise import pairwise
-from support.rank_work import Job, rows_of, step
+from support.rank_work import KEYS, Job, check, rows_of
 from support.score_work import scored_step
-
-KEYS = (("num_key_value_heads", 2),)
-"""The tests' models have 4 heads and mostly one head of keys and values."""
-
-
-def check(run_on_ranks, job: Job, *, size: int = 2) -> None:
-    """Gradients, loss, metrics and scores of every rank against one process."""
-    for rank, told in enumerate(run_on_ranks(step, job, size=size)):
-        for name in ("gradients", "loss", "metrics", "scores"):
-            bound = 1e-12 if job.dtype == torch.float64 else 1e-5
-            assert told[name] <= bound, (rank, name, told, job)
-        assert told["flat_tokens"], (rank, told)
 
 
 @pairwise(

@@ -7,22 +7,10 @@ import treetrain as tt
 from support import tensor_parallel
 from support.models import make_model
 from support.pairwise import pairwise
-from support.rank_work import Job, step
+from support.rank_work import KEYS, Job, check
 from support.score_work import scored_step
 
 pytest.importorskip("transformers.distributed.tensor_parallel", reason="this transformers cuts models in another way")
-
-KEYS = (("num_key_value_heads", 2),)
-"""The tests' models have 4 heads and mostly one head of keys and values."""
-
-
-def check(run_on_ranks, job: Job, *, size: int = 2) -> None:
-    """Gradients, loss, metrics and scores of every rank against one process."""
-    for rank, told in enumerate(run_on_ranks(step, job, size=size)):
-        for name in ("gradients", "loss", "metrics", "scores"):
-            bound = 1e-12 if job.dtype == torch.float64 else 1e-5
-            assert told[name] <= bound, (rank, name, told, job)
-        assert told["flat_tokens"], (rank, told)
 
 
 @pairwise(

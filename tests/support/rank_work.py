@@ -25,6 +25,9 @@ from treetrain.testing.forests import VOCAB, dress
 
 Parallel = Literal["ddp", "fsdp", "context", "tensor"]
 Rows = list[Trajectory]
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
+KEYS = (("num_key_value_heads", 2),)
+"""The tests' models have 4 heads and mostly one head of keys and values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +195,16 @@ def step(group: Any, job: Job) -> dict[str, Any]:
         "flat_tokens": sum(result.flat_tokens for result in results) == truth.flat_tokens,
         "parts": results[0].parts,
     }
+
+
+def check(run_on_ranks: Any, job: Job, *, size: int = 2) -> list[dict[str, Any]]:
+    """Assert that every rank has the gradients, loss, metrics and scores of one process. Returns what ranks saw."""
+    found = run_on_ranks(step, job, size=size)
+    for rank, told in enumerate(found):
+        for name in ("gradients", "loss", "metrics", "scores"):
+            assert told[name] <= BOUNDS[job.dtype], (rank, name, told, job)
+        assert told["flat_tokens"], (rank, told)
+    return found
 
 
 def _accumulated(engine: Any, own: Rows, rows: Rows, loss: Any, calls: int) -> list[tt.StepResult]:

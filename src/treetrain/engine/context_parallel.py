@@ -149,11 +149,6 @@ class HeadExchange:
         self._attention, self._share = attention, share
         self.calls = attention.calls
 
-    @property
-    def name(self) -> str:
-        """The backend's name."""
-        return self._attention.name
-
     def __call__(
         self,
         query: Tensor,

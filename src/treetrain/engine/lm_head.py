@@ -393,7 +393,7 @@ class PlainChunk:
         return self._logits.shape[-1]
 
     def moments(self) -> "_Moments":
-        """What `statistics` needs of the logits; leaves them as they are."""
+        """Moments of the logits, for `statistics`; the logits are not changed."""
         return _Moments.of(self._logits)
 
     def entropies(self, lse: Tensor) -> Tensor:

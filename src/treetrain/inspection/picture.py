@@ -94,7 +94,7 @@ class Picture:
         )
 
     def folded(self) -> str:
-        """What is folded, in words; empty if nothing is."""
+        """Describe what is folded; empty if nothing is."""
         hidden, shown = int(self.hidden.sum()), int((self.hidden == 0).sum())
         if not hidden:
             return ""

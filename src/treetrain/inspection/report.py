@@ -42,7 +42,7 @@ class GroupStats:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection:
-    """What the rows of a file share, and why they do not share more."""
+    """The sharing of a file's rows, and the causes that limit it."""
 
     files: tuple[str, ...]
     format: str

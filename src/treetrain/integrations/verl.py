@@ -110,8 +110,7 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
 
     @staticmethod
     def _asks(data: TensorDict, name: str) -> bool:
-        value = data.get(name, None) if name in data else None
-        value = tu.unwrap_non_tensor_data(value)
+        value = tu.get(data, name)
         return bool(len(value)) if isinstance(value, Tensor | list) else bool(value)
 
 

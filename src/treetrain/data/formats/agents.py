@@ -57,7 +57,7 @@ def read_tau(record: Record, notes: Notes) -> list[Record]:
 
 
 def _tau2_messages(run: Record) -> list[dict[str, Any]]:
-    """What the agent saw: not the calls of the user's own tools, nor their results."""
+    """Messages that the agent saw: without the calls of the user's own tools and their results."""
     messages = []
     for message in objects(run, "messages"):
         of_user = message.get("requestor") == "user" or (message.get("role") == "user" and message.get("tool_calls"))
