@@ -44,7 +44,7 @@ def test_four_ranks_keep_and_recompute_in_one_step(run_on_ranks) -> None:
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("loss", ["sft per trajectory", "gspo", "dpo", "kto", "own", "own contrast"])
+@pytest.mark.parametrize("loss", ["sft per trajectory", "gspo", "dpo", "own", "own contrast"])
 def test_losses_over_several_rows_see_those_of_all_ranks(run_on_ranks, loss, parallel) -> None:
     check(run_on_ranks, Job(parallel, loss, budget=9))
 

@@ -151,7 +151,6 @@ REFUSED = {
     "gspo": tt.losses.gspo(),
     "dr_grpo": tt.losses.dr_grpo(length=8),
     "dpo": tt.losses.dpo(),
-    "kto": tt.losses.kto(),
     "reinforce": tt.losses.reinforce(importance_cap=2.0, importance_mode="sequence_mask"),
     "actor_critic": tt.losses.grpo(value_coefficient=0.5),
     "Mixture": tt.losses.mix({"a": tt.losses.ppo(), "b": tt.losses.sft()}, select=lambda row: "a"),

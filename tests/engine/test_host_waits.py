@@ -18,7 +18,7 @@ from treetrain.device_arrays import on_device
 from treetrain.engine.engine import LinearEngine
 from treetrain.engine.lm_head import HeadCall
 from treetrain.linear_attention.scans import Scans
-from treetrain.losses import dpo, gspo, kto, mix, ppo, reinforce, sft
+from treetrain.losses import dpo, gspo, mix, ppo, reinforce, sft
 from treetrain.softmax_attention.flex import FlexTreeAttention
 from treetrain.softmax_attention.schedule import Forest
 from treetrain.softmax_attention.varlen import VarlenAttention, pieces_of
@@ -40,7 +40,6 @@ LOSSES = {
     "ppo, corrected": ppo(importance_cap=2.0, importance_mode="sequence_mask"),
     "gspo": gspo(),
     "dpo": dpo(),
-    "kto": kto(),
     "a mixture": mix({"sft": sft(), "ppo": ppo()}),
 }
 

@@ -37,9 +37,6 @@ ROW = Trajectory([5, 6, 7], advantages=1.0, id="a")
         ),
         (lambda: losses.dr_grpo(length=0), "length is 0; allowed are finite numbers above 0"),
         (lambda: losses.gspo(level="row"), "level is 'row'; allowed are 'sequence', 'token'"),
-        (lambda: losses.kto(reference_point="mean"), "reference_point is 'mean'; allowed are 'rows', 'mismatched' and"),
-        (lambda: losses.kto(reference_point=-1.0), "reference_point is -1.0; allowed"),
-        (lambda: losses.kto(desirable_weight=-1.0), "desirable_weight is -1.0; allowed"),
         (lambda: losses.distill(estimator="k1"), "estimator is 'k1'; allowed are 'policy_gradient', 'k2', 'k3'"),
         (lambda: losses.distill(importance_cap=-1), "importance_cap is -1; allowed"),
         (lambda: losses.by_name("dr_grpo"), "loss 'dr_grpo' needs the option 'length', which has no default"),
@@ -139,11 +136,8 @@ def test_the_signatures_are_those_people_use():
         "dapo": {"clip_low": 0.2, "clip_high": 0.28, "on_policy": False} | policy,
         "dr_grpo": clipped | {"length": losses.REQUIRED},
         "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "on_policy": False, "level": "sequence"} | policy,
-        "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0, "reference_point": "rows"},
         "distill": {"estimator": "k3", "reduction": "token"} | correction,
         "dpo": {"beta": 0.1, "label_smoothing": 0.0, "reference_free": False},
-        "ipo": {"beta": 0.1},
-        "simpo": {"beta": 2.0, "margin": 1.0},
     }
     assert {name: losses.options_of(name) for name in losses.LOSSES} == expected
     kinds = {p.kind for make in losses.LOSSES.values() for p in inspect.signature(make).parameters.values()}

@@ -143,13 +143,6 @@ def test_a_mixture_that_was_not_told_of_the_step_is_refused():
     assert not mixed.for_step(POLICY).needs_step
 
 
-def test_a_reference_point_of_the_whole_step_stays_one_in_a_mixture():
-    rows = [row.replace(pair=None) for row in PAIR]
-    bound = losses.mix({"kto": losses.kto(), "sft": losses.sft()}).for_step(rows)
-    with pytest.raises(ValueError, match="reference point is a mean over 2 rows of the step, this call has 1"):
-        bound.check(rows[:1])
-
-
 @pytest.mark.parametrize(
     ("mixed", "rows", "message"),
     [

@@ -1,4 +1,4 @@
-"""DPO, IPO, SimPO: numbers worked out by hand, what a pair is, and what is refused."""
+"""DPO: numbers worked out by hand, what a pair is, and what is refused."""
 
 import math
 
@@ -23,8 +23,7 @@ ROWS = [
 NOW = [[-1.0, -0.5], [-7.0, -7.0], [-7.0, -2.0], [-2.0], [-1.0]]
 # Scores, sums of w (l - ref):
 #   a: 1 (-1 + 2) + 2 (-0.5 + 1) = 2      b: -2 + 1.5 = -0.5     c: -2 + 1 = -1      d: -1 + 3 = 2
-# so chosen - rejected is 2.5 and 3. Means over tokens: a: 2 / 3, so 2 / 3 + 0.5 = 7 / 6 and 3.
-# Mean log-probabilities: a: (-1 - 1) / 3, b: -2, c: -2, d: -1, so 4 / 3 and 1.
+# so chosen - rejected is 2.5 and 3.
 
 
 def step(loss, rows=ROWS, now=NOW):
@@ -62,29 +61,8 @@ def test_a_free_reference_counts_the_log_probabilities_alone():
     assert metrics["accuracy"] == 0.5  # a tie is not won
 
 
-def test_ipo_pulls_the_margin_per_token_to_half_of_one_over_beta():
-    value, gradients, metrics = step(losses.ipo(beta=0.25))
-    assert value == pytest.approx(((7 / 6 - 2) ** 2 + (3 - 2) ** 2) / 2, rel=1e-14)
-    p, q = (7 / 6 - 2), (3 - 2)  # 2 (h - 2) / 2 pairs
-    assert gradients[0] == pytest.approx([p / 3, 2 * p / 3], rel=1e-13)
-    assert gradients[2:] == [pytest.approx([0, -p]), pytest.approx([-q]), pytest.approx([q])]
-    assert metrics["margin"] == pytest.approx(0.25 * (7 / 6 + 3) / 2)
-    assert metrics["chosen_logps"] == pytest.approx((-2 / 3 - 1) / 2)
-
-
-def test_simpo_wants_a_margin_of_mean_log_probabilities():
-    value, gradients, metrics = step(
-        losses.simpo(beta=2.0, margin=1.0), [row.replace(ref_logprobs=None) for row in ROWS]
-    )
-    assert value == pytest.approx(-(math.log(sigmoid(8 / 3 - 1)) + math.log(sigmoid(2 - 1))) / 2, rel=1e-14)
-    p = 2 * sigmoid(1 - 8 / 3) / 2
-    assert gradients[0] == pytest.approx([-p / 3, -2 * p / 3], rel=1e-13)
-    assert gradients[2] == pytest.approx([0, p], rel=1e-13)
-    assert metrics["margin"] == pytest.approx((8 / 3 + 2) / 2)
-
-
-@pytest.mark.parametrize("loss", [losses.dpo(), losses.ipo(), losses.simpo()])
-def test_a_normaliser_is_the_number_of_pairs_that_have_something_to_train(loss):
+def test_a_normaliser_is_the_number_of_pairs_that_have_something_to_train():
+    loss = losses.dpo()
     idle = [row.replace(pair="r", loss_weights=0.0) for row in (ROWS[0], ROWS[2])]
     assert loss.normaliser([*ROWS, *idle]) == 2.0
     value, _, _ = step(loss)
@@ -97,7 +75,6 @@ def test_a_normaliser_is_the_number_of_pairs_that_have_something_to_train(loss):
 def test_a_row_without_weights_scores_0_in_its_pair():
     rows = [ROWS[0], ROWS[2].replace(loss_weights=0.0)]
     assert step(losses.dpo(beta=0.5), rows, [NOW[0], NOW[2]])[0] == pytest.approx(-math.log(sigmoid(1.0)))
-    assert step(losses.ipo(beta=0.25), rows, [NOW[0], NOW[2]])[0] == pytest.approx((2 / 3 - 2) ** 2)
     empty = [ROWS[0], Trajectory([], pair="p", chosen=False)]
     assert step(losses.dpo(beta=0.5), empty, [NOW[0], []])[0] == pytest.approx(-math.log(sigmoid(1.0)))
 
@@ -143,11 +120,10 @@ def test_pairs_are_found_by_any_hashable_name():
     ("make", "message"),
     [
         (lambda: losses.dpo(beta=0), "beta is 0; allowed are finite numbers above 0"),
-        (lambda: losses.simpo(beta=math.inf), "beta is inf; allowed"),
-        (lambda: losses.ipo(beta="0.1"), "beta is '0.1'; allowed"),
+        (lambda: losses.dpo(beta=math.inf), "beta is inf; allowed"),
+        (lambda: losses.dpo(beta="0.1"), "beta is '0.1'; allowed"),
         (lambda: losses.dpo(label_smoothing=0.6), "label_smoothing is 0.6; allowed are numbers from 0 to 0.5"),
         (lambda: losses.dpo(reference_free=1), "reference_free is 1; allowed are True and False"),
-        (lambda: losses.simpo(margin=-1), "margin is -1; allowed"),
     ],
 )
 def test_an_option_out_of_its_range_says_what_is_allowed(make, message):
@@ -157,7 +133,7 @@ def test_an_option_out_of_its_range_says_what_is_allowed(make, message):
 
 
 def test_lists_of_another_length_or_shape_are_named():
-    with pytest.raises(ValueError, match="PairLoss: 1 rows of logprobs for 5 trajectories"):
+    with pytest.raises(ValueError, match="DPOLoss: 1 rows of logprobs for 5 trajectories"):
         losses.dpo()([torch.zeros(2)], None, ROWS)
     with pytest.raises(ValueError, match=r"trajectory 'a' has 3 tokens, so 2 predictions, but .*\(3,\)"):
         losses.dpo()([torch.zeros(3), *map(torch.tensor, NOW[1:])], None, ROWS)

@@ -24,10 +24,7 @@ class Pair(NamedTuple):
 PAIRS = {
     "dpo": Pair(losses.dpo(beta=0.1), ("sigmoid", 0.1), 0.6757527245000325),
     "dpo steep": Pair(losses.dpo(beta=0.7), ("sigmoid", 0.7), 0.6373400603140347),
-    "ipo": Pair(losses.ipo(beta=0.1), ("ipo", 0.1), 22.643812113425923),
-    "ipo steep": Pair(losses.ipo(beta=0.7), ("ipo", 0.7), 0.4756828617252457),
 }
-SIMPO = 1.0557437572635358
 SMOOTHED = 0.5834021161907826  # their "sigmoid" without reference, beta 0.4, label smoothing 0.15
 LOGGED = {
     "chosen_reward": ("rewards/chosen", -0.07093333333333336),
@@ -37,14 +34,6 @@ LOGGED = {
     "chosen_logps": ("logps/chosen", -2.0453333333333332),
     "rejected_logps": ("logps/rejected", -3.000666666666667),
 }
-
-
-KTO = {
-    # desirable and undesirable weight, TRL's mean over the rows
-    0.1: (1.0, 1.0, 0.4952482466689394),
-    0.5: (1.3, 0.6, 0.4660861927180921),
-}
-KTO_POINT = 0.02083333333333315
 POLICY = {
     "grpo": Pair(losses.grpo(kl=0.1), ("grpo", {"beta": 0.1}), -0.017389225437469458),
     "dapo": Pair(losses.dapo(), ("dapo", {"epsilon_high": 0.28}), 0.16052812205659125),
@@ -100,14 +89,12 @@ def test_trl_still_gives_the_pair_losses(name, with_trl):
 
 
 def test_losses_without_a_reference_are_those_of_trl():
-    assert ours(losses.simpo(beta=2.0, margin=1.0))[0] == pytest.approx(SIMPO, rel=1e-12)
     smoothed = losses.dpo(beta=0.4, label_smoothing=0.15, reference_free=True)
     assert ours(smoothed)[0] == pytest.approx(SMOOTHED, rel=1e-12)
 
 
 def test_trl_still_gives_the_losses_without_a_reference(with_trl):
-    assert trl_losses.cpo("simpo", 2.0, gamma=1.0) == pytest.approx(SIMPO, rel=1e-12)
-    assert trl_losses.cpo("sigmoid", 0.4, label_smoothing=0.15) == pytest.approx(SMOOTHED, rel=1e-12)
+    assert trl_losses.cpo(0.4, label_smoothing=0.15) == pytest.approx(SMOOTHED, rel=1e-12)
 
 
 def test_what_dpo_reports_is_what_trl_logs():
@@ -120,25 +107,6 @@ def test_trl_still_logs_it(with_trl):
     assert {name: logged[key] for name, (key, _) in LOGGED.items()} == {
         name: pytest.approx(value, rel=1e-12) for name, (_, value) in LOGGED.items()
     }
-
-
-@pytest.mark.parametrize("beta", KTO)
-def test_kto_with_mismatched_rows_is_that_of_trl(beta):
-    desirable, undesirable, value = KTO[beta]
-    loss = losses.kto(
-        beta=beta, desirable_weight=desirable, undesirable_weight=undesirable, reference_point="mismatched"
-    )
-    rows = [*trl_losses.rows(), *trl_losses.mismatched_rows()]
-    total, metrics = loss([*trl_losses.logprobs(), *trl_losses.logprobs("mismatched")], None, rows)
-    assert float(total) / loss.normaliser(rows) == pytest.approx(value, rel=1e-12)
-    assert losses.mean_metrics(metrics)["kl"] == pytest.approx(KTO_POINT, rel=1e-12)
-
-
-@pytest.mark.parametrize("beta", KTO)
-def test_trl_still_gives_kto(beta, with_trl):
-    desirable, undesirable, value = KTO[beta]
-    found = trl_losses.kto(beta, desirable_weight=desirable, undesirable_weight=undesirable)
-    assert found == pytest.approx((value, KTO_POINT), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", POLICY)

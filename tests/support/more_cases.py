@@ -7,7 +7,7 @@ from torch.nn.functional import logsigmoid
 import treetrain as tt
 from treetrain.testing import linear
 from treetrain.testing.contract import Case, Rows
-from treetrain.testing.forests import whole_pairs, with_mismatched
+from treetrain.testing.forests import whole_pairs
 
 LENGTH = 9.0
 
@@ -63,22 +63,21 @@ def _student(logp, entropy, facts):
     return (gap + gap * (logp - logp.detach())) * _factor(logp, facts, 1.4, "token_mask")
 
 
-def _scores(scores, rows: Rows, *, average: bool, reference: bool) -> list[Tensor]:
+def _scores(scores, rows: Rows, *, reference: bool) -> list[Tensor]:
     """One number per row."""
     found = []
     for logp, row in zip(scores[0], rows):
-        weights = torch.tensor(row.weights[1:], dtype=torch.float64)
+        weights = torch.tensor(row.weights[1:], dtype=logp.dtype)
         above = logp - torch.tensor(row.ref_logprobs[1:], dtype=logp.dtype) if reference else logp
-        total = (weights.to(logp.dtype) * above).double().sum()
-        found.append(total / weights.sum() if average and weights.any() else total)
+        found.append((weights * above).double().sum())
     return found
 
 
-def _pairs(one, *, average: bool = False, reference: bool = True):
+def _pairs(one, *, reference: bool = True):
     """Mean over pairs of one(chosen - rejected)."""
 
     def whole(scores, rows: Rows) -> Tensor:
-        values = _scores(scores, rows, average=average, reference=reference)
+        values = _scores(scores, rows, reference=reference)
         losses = []
         for pair in dict.fromkeys(row.pair for row in rows):
             own = [k for k, row in enumerate(rows) if row.pair == pair]
@@ -88,31 +87,6 @@ def _pairs(one, *, average: bool = False, reference: bool = True):
         return sum(losses) / len(losses)  # type: ignore[return-value]
 
     return whole
-
-
-def _kto(point: str | float):
-    def whole(scores, rows: Rows) -> Tensor:
-        values = _scores(scores, rows, average=False, reference=True)
-        trained = [k for k, row in enumerate(rows) if row.weights.any()]
-        labelled = [k for k in trained if rows[k].chosen is not None]
-        z: Tensor | float = point if isinstance(point, float) else 0.0
-        if isinstance(point, str):
-            own = labelled if point == "rows" else [k for k in trained if rows[k].chosen is None]
-            z = max(sum(float(values[k].detach()) for k in own) / len(own), 0.0)
-        losses = []
-        for k in labelled:
-            if rows[k].chosen:
-                losses.append(0.7 * (1 - torch.sigmoid(0.2 * (values[k] - z))))
-            else:
-                losses.append(1.3 * (1 - torch.sigmoid(0.2 * (z - values[k]))))
-        return sum(losses) / len(losses)  # type: ignore[return-value]
-
-    return whole
-
-
-def _kto_case(point: str | float) -> Case:
-    loss = tt.losses.kto(beta=0.2, desirable_weight=0.7, undesirable_weight=1.3, reference_point=point)  # type: ignore[arg-type]
-    return Case(loss, whole=_kto(point), prepare=with_mismatched if point == "mismatched" else list)
 
 
 def _policy_and_sft(scores, rows: Rows) -> Tensor:
@@ -192,17 +166,6 @@ PREFERENCE = {
         whole=_pairs(_dpo(0.3, 0.2), reference=False),
         prepare=whole_pairs,
     ),
-    "ipo": Case(
-        tt.losses.ipo(beta=0.4), whole=_pairs(lambda gap: (gap - 1.25) ** 2, average=True), prepare=whole_pairs
-    ),
-    "simpo": Case(
-        tt.losses.simpo(beta=2.0, margin=0.5),
-        whole=_pairs(lambda gap: -logsigmoid(2 * gap - 0.5), average=True, reference=False),
-        prepare=whole_pairs,
-    ),
-    "kto": _kto_case("rows"),
-    "kto of mismatched rows": _kto_case("mismatched"),
-    "kto of a number": _kto_case(0.4),
 }
 EVERY: dict[str, Case] = POLICY | PREFERENCE | MIXED
 GROUPS = {"policy": POLICY, "preference": PREFERENCE, "mixed": MIXED}

@@ -28,7 +28,7 @@ def numbers(name: str) -> Tensor:
     """[6, 5] log-probabilities to three decimals, and [6] advantages, the same in every run and on every machine."""
     if name == "advantages":
         return torch.tensor([1.2, -0.7, 0.4, -0.9, 1.5, -1.5], dtype=torch.float64)
-    seed = ("now", "old", "ref", "rollout", "mismatched_ref", "mismatched").index(name)
+    seed = ("now", "old", "ref", "rollout").index(name)
     # A congruential generator written out: torch's and numpy's may change.
     state, values = 12345 + 7919 * seed, []
     for _ in range(mask().numel()):
@@ -55,19 +55,6 @@ def rows() -> list[Trajectory]:
             )
         )
     return made
-
-
-def mismatched_rows() -> list[Trajectory]:
-    """Six more, for KTO's reference point."""
-    reference, weights = numbers("mismatched_ref"), mask()
-    return [
-        Trajectory(
-            range(PROMPT + length),
-            loss_weights=[0.0] * PROMPT + weights[k, :length].tolist(),
-            ref_logprobs=[0.0] * PROMPT + reference[k, :length].tolist(),
-        )
-        for k, length in enumerate(LENGTHS)
-    ]
 
 
 def correction(mode: str, cap: float) -> Tensor:
@@ -147,36 +134,14 @@ def dpo(loss_type: str, beta: float) -> tuple[float, dict[str, float]]:
     return float(loss), {name: values[-1] for name, values in me._metrics["eval"].items() if name != "num_tokens"}
 
 
-def cpo(loss_type: str, beta: float, *, gamma: float = 0.0, label_smoothing: float = 0.0) -> float:
-    """CPOTrainer's loss, which has no reference: simpo, and sigmoid with swapped labels."""
+def cpo(beta: float, *, label_smoothing: float) -> float:
+    """CPOTrainer's loss, sigmoid without a reference and with swapped labels."""
     from trl.experimental.cpo.cpo_trainer import CPOTrainer
 
-    sums = (numbers("now") * mask()).sum(1)
-    scores = sums / mask().sum(1) if loss_type == "simpo" else sums
-    me = trainer(alpha=0.0, beta=beta, loss_type=loss_type, simpo_gamma=gamma, label_smoothing=label_smoothing)
+    scores = (numbers("now") * mask()).sum(1)
+    me = trainer(alpha=0.0, beta=beta, loss_type="sigmoid", simpo_gamma=0.0, label_smoothing=label_smoothing)
     losses, _, _ = CPOTrainer.cpo_loss(me, scores[0::2], scores[1::2])
     return float(losses.mean())
-
-
-def kto(beta: float, *, desirable_weight: float, undesirable_weight: float) -> tuple[float, float]:
-    """KTOTrainer: mean over the six rows, and the reference point, from six mismatched rows."""
-    from trl.trainer.kto_trainer import KTOTrainer
-
-    me = trainer(
-        loss_type="kto", calculate_KL=True, beta=beta, desirable_weight=desirable_weight,
-        undesirable_weight=undesirable_weight,
-        _compute_kl_logps=lambda model, batch: (numbers("mismatched") * mask()).sum(1),
-    )  # fmt: skip
-    batch = {
-        "input_ids": torch.ones_like(whole_mask()),
-        "attention_mask": torch.ones_like(whole_mask()),
-        "completion_mask": whole_mask(),
-        "label": torch.tensor([True, False] * 3),
-        "ref_logps": (numbers("ref") * mask()).sum(1),
-        "ref_KL_logps": (numbers("mismatched_ref") * mask()).sum(1),
-    }
-    loss = KTOTrainer._compute_loss(me, model(padded(numbers("now"))), batch, False)
-    return float(loss), me._metrics["eval"]["kl"][-1]
 
 
 def grpo(loss_type: str, *, correction: Tensor | None = None, **settings: Any) -> float:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from support.tree_runs import branching_rows, make_arguments, preference_rows, run, small_model
+from support.tree_runs import branching_rows, make_arguments, run, small_model
 from treetrain import losses
 from treetrain.errors import DataError, UnsupportedModel
 from treetrain.trainers.tree_trainer import TreeTrainer
@@ -48,13 +48,6 @@ def test_arguments_that_cannot_be_followed_are_refused(settings, message) -> Non
         (branching_rows, {"loss": "dpo"}, {}, DataError, "pair"),
         (lambda: partly("old_logprobs"), {"loss": "ppo"}, {}, DataError, "would mix two policies"),
         (lambda: partly("ref_logprobs"), {"loss": "ppo", "loss_kwargs": {"kl": 0.1}}, {}, DataError, "mix two"),
-        (
-            preference_rows,
-            {"loss": "kto", "gradient_accumulation_steps": 2},
-            {},
-            ValueError,
-            "give a number as reference_point",
-        ),
         (branching_rows, {"minibatches": 7}, {}, ValueError, "lower minibatches"),
     ],
 )

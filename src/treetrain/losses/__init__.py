@@ -6,13 +6,25 @@ from collections.abc import Callable
 from typing import Any, get_args, get_type_hints
 
 from treetrain.engine.loss import Metrics, add_metrics, mean_metrics
-from treetrain.losses.kl import IMPORTANCE_MODES, KL_ESTIMATORS, ImportanceMode, KLEstimator
 from treetrain.losses.loss import Facts, Loss, Reduction
 from treetrain.losses.mix import Mixture, mix
-from treetrain.losses.policy import PolicyLoss, dapo, dr_grpo, grpo, gspo, ppo, reinforce
-from treetrain.losses.preference import dpo, ipo, kto, simpo
-from treetrain.losses.sft import distill, sft
-from treetrain.losses.value import value
+from treetrain.losses.preference import dpo
+from treetrain.losses.token_losses import (
+    IMPORTANCE_MODES,
+    KL_ESTIMATORS,
+    ImportanceMode,
+    KLEstimator,
+    PolicyLoss,
+    dapo,
+    distill,
+    dr_grpo,
+    grpo,
+    gspo,
+    ppo,
+    reinforce,
+    sft,
+    value,
+)
 
 LOSSES: dict[str, Callable[..., Loss]] = {
     "sft": sft,
@@ -23,9 +35,6 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "dr_grpo": dr_grpo,
     "gspo": gspo,
     "dpo": dpo,
-    "ipo": ipo,
-    "simpo": simpo,
-    "kto": kto,
     "distill": distill,
 }
 """Losses on a language-model head by their command-line names; `mix` combines them."""
@@ -50,14 +59,11 @@ __all__ = [
     "dr_grpo",
     "grpo",
     "gspo",
-    "ipo",
-    "kto",
     "mean_metrics",
     "mix",
     "ppo",
     "reinforce",
     "sft",
-    "simpo",
     "value",
 ]
 

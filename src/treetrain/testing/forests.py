@@ -112,12 +112,6 @@ def whole_pairs(rows: list[Trajectory]) -> list[Trajectory]:
     return [*rows, last.replace(loss_weights=weights, ref_logprobs=reference[::-1], chosen=not last.chosen)]
 
 
-def with_mismatched(rows: list[Trajectory]) -> list[Trajectory]:
-    """The rows of `dress`, and copies of some without a label; at least one copy is trained."""
-    longest = max(rows, key=len)
-    return [*rows, *(row.replace(chosen=None) for row in [*rows[1:3], longest])]
-
-
 def bushy_rows(rng: np.random.Generator, *, rows: int, segment: int, levels: int, branch: int = 3) -> Rows:
     """Rows of ``levels`` segments of about ``segment`` tokens; at each level one of ``branch`` continuations."""
     choices = rng.integers(0, branch, (rows, levels))

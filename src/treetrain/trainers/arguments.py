@@ -70,9 +70,7 @@ class TreeArguments(TrainingArguments):
     )
     loss: str = field(
         default="sft",
-        metadata={
-            "help": "sft, reinforce, ppo, grpo, dapo, dr_grpo, gspo, dpo, ipo, simpo, kto or distill (docs/losses.md)."
-        },
+        metadata={"help": "sft, reinforce, ppo, grpo, dapo, dr_grpo, gspo, dpo or distill (docs/losses.md)."},
     )
     loss_kwargs: dict[str, Any] | str | None = field(
         default=None,

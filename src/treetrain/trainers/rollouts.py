@@ -22,10 +22,8 @@ from treetrain.engine.engine import LinearEngine, TreeEngine
 from treetrain.engine.loss import Metrics, Rows, as_loss, describe
 from treetrain.engine.packed import model_device
 from treetrain.errors import DataError
-from treetrain.losses.kl import KL_ESTIMATORS, sampler_log_ratio
 from treetrain.losses.loss import Facts, Loss
-from treetrain.losses.policy import PolicyLoss
-from treetrain.losses.preference import KTOLoss
+from treetrain.losses.token_losses import KL_ESTIMATORS, PolicyLoss, sampler_log_ratio
 from treetrain.planning.balance import dispatch
 from treetrain.planning.make import PART_TOKENS
 from treetrain.trainers.arguments import TreeArguments
@@ -156,11 +154,6 @@ def checked_loss(args: TreeArguments, loss: Any) -> Any:
         raise ValueError(f"log_entropy is true, but {name} is no policy loss, whose metrics have an entropy")
     if args.target_kl is not None and not (isinstance(loss, PolicyLoss) and loss.clipped):
         raise ValueError(f"target_kl is {args.target_kl}, but {name} measures no KL from an old policy")
-    if args.gradient_accumulation_steps > 1 and isinstance(loss, KTOLoss) and loss.compares_with_the_step:
-        raise ValueError(
-            f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, but kto compares with a mean over the "
-            "rows of a whole step; give a number as reference_point, or bound memory by budget"
-        )
     return loss
 
 

@@ -22,7 +22,7 @@ from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, scoring_head
 from treetrain.engine.loss import as_loss
 from treetrain.engine.packed import model_device
 from treetrain.errors import UnsupportedModel
-from treetrain.losses.sft import sft
+from treetrain.losses.token_losses import sft
 from treetrain.models.capability import Capabilities
 from treetrain.planning.budget import Bytes
 from treetrain.planning.plan import Plan

@@ -1,18 +1,19 @@
-"""Policy losses: one class, with REINFORCE, PPO, GRPO, DAPO, Dr. GRPO and GSPO as presets.
+"""Losses that are sums over tokens: cross-entropy, policy losses, distillation and values.
 
 Notation: l = the log-probability now, old = that under the policy that sampled the row, A = the advantage,
-r = exp(l - old).
+r = exp(l - old); v = the value predicted for the state before a token, R = its return, both in the unit of the rewards.
+All policy losses are one class, with REINFORCE, PPO, GRPO, DAPO, Dr. GRPO and GSPO as presets.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Literal, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor
 
-from treetrain.engine.loss import Rows
-from treetrain.losses.kl import IMPORTANCE_MODES, KL_ESTIMATORS, ImportanceMode, KLEstimator, importance, k3
+from treetrain.engine.loss import Metrics, Rows
 from treetrain.losses.loss import (
     Facts,
     Loss,
@@ -24,10 +25,200 @@ from treetrain.losses.loss import (
     check_positive,
     weighted_means,
 )
-from treetrain.losses.value import clipped_value_loss, value_facts
 from treetrain.tree.merged import MergedPredictions
 
+KLEstimator = Literal["k1", "k2", "k3"]
+ImportanceMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+IMPORTANCE_MODES: tuple[ImportanceMode, ...] = get_args(ImportanceMode)
+DistillEstimator = Literal["policy_gradient", "k2", "k3"]
 Level = Literal["sequence", "token"]
+
+# ---- cross-entropy
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SFTLoss(Loss):
+    """-log p(token), weighted. Made by `sft`."""
+
+    mergeable = True
+
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
+        shares = -self.coefficients(facts)
+        total = -(shares * logprobs).sum()
+        return total, {"nll": (total.detach(), shares.sum())}
+
+    def coefficients(self, facts: Facts) -> Tensor:
+        return -facts.shares(self.reduction)
+
+
+def sft(*, reduction: Reduction = "token") -> SFTLoss:
+    """Cross-entropy of the tokens of the rows.
+
+    Args:
+        reduction: "token" (default) divides by the sum of all weights of the step; "trajectory" takes the
+            mean of each trajectory first, so that long ones count no more than short ones.
+
+    Metrics: nll, in nats per token; its exponential is the perplexity.
+
+    Raises:
+        ValueError: an unknown reduction.
+    """
+    return SFTLoss(reduction=reduction)
+
+
+# ---- divergences from sampled tokens alone, and the correction for the sampler's numerics
+
+
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """l - ref: unbiased, can be negative, high variance.
+
+    As a loss its gradient is that of l alone, with mean 0 on tokens sampled from the policy: it measures
+    the KL but does not reduce it. Train with k2 or k3.
+    """
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """(l - ref)^2 / 2: biased, never negative; its gradient estimates that of KL(policy || reference) without bias."""
+    return 0.5 * (logprobs - ref_logprobs).square()
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """exp(ref - l) - 1 - (ref - l): unbiased, never negative, low variance.
+
+    GRPO uses it (arXiv 2402.03300, eq. 4).
+    """
+    # Near 0 the terms cancel: expm1 keeps the digits that exp(.) - 1 would lose.
+    return torch.expm1(ref_logprobs - logprobs) - (ref_logprobs - logprobs)
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+"""KL(policy || reference) per token, [T] and [T] -> [T], for tokens sampled from the policy.
+
+Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html
+"""
+
+
+def sampler_log_ratio(old: Tensor, facts: Facts, mode: ImportanceMode) -> Tensor:
+    """[T]: old - rollout of each token, or (sequence modes) its sum over the row's trained tokens."""
+    log_ratio = old - facts.rollout_logprobs
+    if mode.startswith("token"):
+        return log_ratio
+    # Both are 0 at untrained predictions, so only trained ones count.
+    return facts.sum_by_row(log_ratio)[facts.rows]
+
+
+@torch.no_grad()
+def importance(old: Tensor, facts: Facts, cap: float, mode: ImportanceMode) -> tuple[Tensor, dict[str, Tensor]]:
+    """Truncated importance sampling for rows that were sampled with other numerics than training's.
+
+    The policy term is multiplied by exp(d), bounded, with d = old - rollout: the log-probability of a token in
+    training's numerics minus the one that the sampler recorded.
+
+    Args:
+        old: [T], log-probabilities in training's numerics of the policy that sampled the rows.
+        facts: with rollout_logprobs.
+        cap: the largest exp(d), above 0.
+        mode: "token": exp(d) of each token. "sequence": exp(sum of d over the row's trained tokens) for all of them.
+            A factor above the cap becomes the cap (truncate) or 0 (mask).
+
+    Returns:
+        [T] factors without gradient; [T] numbers to log, by name.
+    """
+    old = old.detach()
+    log_ratio = sampler_log_ratio(old, facts, mode)
+    beyond = log_ratio > math.log(cap)
+    factor = log_ratio.clamp(max=math.log(cap)).exp()
+    if mode.endswith("mask"):
+        factor = factor.masked_fill(beyond, 0.0)
+    return factor, {
+        "importance": factor,
+        "importance_square": factor.square(),
+        "importance_capped": beyond.to(factor.dtype),
+        "rollout_kl": k3(facts.rollout_logprobs, old),  # sampled from the rollout policy: KL(rollout || old)
+    }
+
+
+# ---- values
+
+
+def clipped_value_loss(
+    predicted: Tensor, facts: Facts, *, clip: float | None, reduction: Reduction
+) -> tuple[Tensor, Metrics]:
+    """The sum and the metrics of `value`, for predicted values [T]."""
+    returns, shares = facts.returns, facts.shares(reduction)
+    error = (predicted - returns).square()
+    held = torch.zeros_like(error, dtype=torch.bool)
+    if clip is not None:
+        change = predicted - facts.values
+        clipped = (facts.values + change.clamp(-clip, clip) - returns).square()
+        # Where nothing is clipped both are equal but for rounding, which must not count.
+        held = (change.abs() > clip) & (clipped > error)
+        error = torch.where(held, clipped.detach(), error)
+    watched = {
+        "value_loss": 0.5 * error,
+        "value": predicted,
+        "value_clip_fraction": held.to(predicted.dtype),
+        "value_error": (returns - predicted.detach()).square(),
+        "return": returns,
+        "return_square": returns.square(),
+    }
+    return 0.5 * (shares * error).sum(), weighted_means(watched, shares)
+
+
+def value_facts(clip: float | None) -> tuple[str, ...]:
+    """The facts that a value loss reads."""
+    return ("returns",) if clip is None else ("returns", "values")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLoss(Loss):
+    """The clipped value loss alone. Made by `value`."""
+
+    mergeable = True  # it does not read the advantage
+
+    clip: float | None
+    """How far a value may move from the old one; None for the plain square."""
+
+    def __post_init__(self) -> None:
+        Loss.__post_init__(self)
+        if self.clip is not None:
+            check_number("clip", self.clip, 0.0, math.inf)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("predicted_values", *value_facts(self.clip))
+
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
+        assert values is not None
+        return clipped_value_loss(values, facts, clip=self.clip, reduction=self.reduction)
+
+
+def value(*, clip: float | None = 0.2, reduction: Reduction = "token") -> ValueLoss:
+    """A critic's loss: PPO's clipped value loss, max((v - R)^2, (clip(v, old - c, old + c) - R)^2) / 2.
+
+    v is the value predicted now, old that when the rows were sampled (`values`), R the return (`returns`). The larger
+    of both errors keeps v near its old value and never rewards a step away from the return. Implementations of PPO
+    (arXiv 1707.06347) add it to the policy loss, see `ppo`; the paper itself has the plain square.
+
+    For a model for token classification with one label, or a value head on a causal LM (`TreeEngine(model,
+    value_head=...)`). A row's entry t is about the state before its token t: v is predicted from the hidden state of
+    token t - 1.
+
+    Args:
+        clip: c, 0 or more; None for (v - R)^2 / 2, without `values`.
+        reduction: "token" (default), the mean over all tokens; "trajectory", over each row's tokens first.
+
+    Metrics: value_loss, value, value_clip_fraction (tokens whose gradient is 0), and the two sums that explained
+    variance is made of: value_error (mean of (R - v)^2) and return_square (mean of R^2, with `return` its mean).
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+    return ValueLoss(clip=clip, reduction=reduction)
+
+
+# ---- policy losses
 
 
 class PolicyOptions(TypedDict, total=False):
@@ -225,7 +416,7 @@ def ppo(*, reduction: Reduction = "token", **options: Unpack[ClippedOptions]) ->
         on_policy: the model of this step sampled the rows: r = 1 with the gradient of l, and old_logprobs are
             not read. False (default): every trained row needs them.
         kl: coefficient of the KL to the reference policy, 0 (default) or more; above 0 rows need ref_logprobs.
-        kl_estimator: "k1", "k2" or "k3" (default; see treetrain.losses.kl). k1 has no useful gradient.
+        kl_estimator: "k1", "k2" or "k3" (default; see `KL_ESTIMATORS`). k1 has no useful gradient.
         entropy: coefficient of the entropy bonus, 0 (default) or more.
         importance_cap: above 0, the policy term (not KL or entropy) is multiplied by exp(old - rollout), which
             corrects for a sampler with other numerics, up to this number; rows then need rollout_logprobs. 2 to 5
@@ -313,4 +504,80 @@ def gspo(
         clip_high=clip_high,
         level=level,
         **options,
+    )
+
+
+# ---- distillation
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DistillLoss(Loss):
+    """A divergence of the student from the teacher, estimated on sampled tokens. Made by `distill`."""
+
+    estimator: DistillEstimator
+    importance_cap: float | None
+    """Largest correction for rows that the present student did not sample; None for no correction."""
+    importance_mode: ImportanceMode
+
+    def __post_init__(self) -> None:
+        Loss.__post_init__(self)
+        check_choice("estimator", self.estimator, get_args(DistillEstimator))
+        if self.importance_cap is not None:
+            check_positive("importance_cap", self.importance_cap)
+        check_choice("importance_mode", self.importance_mode, IMPORTANCE_MODES)
+
+    @property
+    def mergeable(self) -> bool:
+        return self.importance_cap is None or self.importance_mode.startswith("token")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("logprobs", "teacher_logprobs", *(() if self.importance_cap is None else ("rollout_logprobs",)))
+
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
+        teacher = facts.teacher_logprobs
+        gap = (logprobs - teacher).detach()
+        if self.estimator == "policy_gradient":
+            # The value of k1, with the gradient of -advantage * l for advantage = teacher - l.
+            loss = gap + gap * (logprobs - logprobs.detach())
+        else:
+            loss = (k2 if self.estimator == "k2" else k3)(logprobs, teacher)
+        watched = {"reverse_kl": gap, "teacher_nll": -teacher, "nll": -logprobs}
+        if self.importance_cap is not None:
+            factor, correction = importance(logprobs, facts, self.importance_cap, self.importance_mode)
+            loss, watched = loss * factor, watched | correction
+        shares = facts.shares(self.reduction)
+        return (shares * loss).sum(), weighted_means(watched, shares)
+
+
+def distill(
+    *,
+    estimator: DistillEstimator = "k3",
+    reduction: Reduction = "token",
+    importance_cap: float | None = None,
+    importance_mode: ImportanceMode = "token_truncate",
+) -> DistillLoss:
+    """On-policy distillation (arXiv 2306.13649, 2306.08543) from the teacher's log-probabilities of the rows' tokens.
+
+    l is the student's log-probability of a sampled token, t the teacher's (`teacher_logprobs`). The student moves
+    towards the teacher on its own answers, each token independently (no credit for later tokens).
+
+    Args:
+        estimator: the averaged value, and the divergence that its gradient lowers if the student sampled the rows.
+            "policy_gradient": value l - t, with the gradient of -A l, advantage A = t - l: KL(student || teacher).
+            "k2": (l - t)^2 / 2, the same gradient; its value is never negative.
+            "k3" (default): exp(t - l) - 1 - (t - l), never negative, an unbiased value of KL(student || teacher); its
+            gradient, 1 - exp(t - l), is that of KL(teacher || student), and is large where the teacher finds a token
+            much more likely than the student does.
+        reduction: "token" (default), the mean over all tokens of the step; or "trajectory".
+        importance_cap, importance_mode: where an older student or another sampler wrote the rows, each token's loss
+            is multiplied by exp(l - rollout), bounded; see `ppo`. The rows then need rollout_logprobs.
+
+    Metrics: reverse_kl (mean of l - t), nll and teacher_nll; those of the correction, see `ppo`.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+    return DistillLoss(
+        estimator=estimator, reduction=reduction, importance_cap=importance_cap, importance_mode=importance_mode
     )
