@@ -115,22 +115,11 @@ def shard(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def load_in_shards(model: Qwen3ForCausalLM, folder: Path) -> torch.nn.Module:
-    """The model as `from_pretrained` shards it while loading; transformers itself cannot resume such runs."""
-    from transformers.distributed.configuration_utils import DistributedConfig
-
-    model.save_pretrained(folder)  # rank 0 writes
-    torch.distributed.barrier()
-    return Qwen3ForCausalLM.from_pretrained(
-        folder, distributed_config=DistributedConfig(fsdp_size=torch.distributed.get_world_size())
-    )
-
-
 def make_trainer(
     folder: Path,
     *,
     kind: type = SafeTrainer,
-    sharded: bool | str = False,
+    sharded: bool = False,
     dropout: float = 0.1,
     callbacks: tuple = (),
     early: bool = False,
@@ -159,7 +148,7 @@ def make_trainer(
     model = tiny_model(dropout)
     if sharded:
         assert args.device.type == "cpu"  # asking begins the process group, which sharding needs
-        model = shard(model) if sharded is True else load_in_shards(model, folder.with_name(sharded))
+        model = shard(model)
     chosen = [Averages(), *callbacks] + ([EarlyStoppingCallback(50)] if early else [])
     return kind(model=model, args=args, train_dataset=rows(), eval_dataset=eval_rows, callbacks=chosen)
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from treetrain.cli.options import Parser, at_least
+from treetrain.cli.common import Parser, at_least, console, pairs, print_json, sample, table, tree_facts
 
 if TYPE_CHECKING:
     from treetrain.verification.bench import BenchReport
@@ -28,20 +28,15 @@ def make_parser() -> Parser:
     parser.option("repeats", text, 5, type=at_least(1))
     text = "Rounds that are not counted; the slower baselines drop out after them."
     parser.option("warmup", text, 1, type=at_least(1))
-    parser.option("temperature", "Divides the logits.", 1.0, type=float)
     return parser
 
 
 def run(argv: Sequence[str]) -> int:
     """Parse, measure, print."""
     options = make_parser().parse_args(argv)
-    from treetrain.cli.inputs import best_device_model, sample_rows
-    from treetrain.cli.output import console, print_json
-
-    rows = sample_rows(options)
     from treetrain.verification.bench import bench
 
-    model = best_device_model(options.model, seed=options.seed, threads=options.threads)
+    model, rows = sample(options)
     how = {name: getattr(options, name) for name in ("budget", "temperature", "repeats", "warmup")}
     with console(stderr=True).status("loading") as status:
         report = bench(model, rows, progress=status.update, **how)
@@ -53,8 +48,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _print(report: "BenchReport") -> None:
-    from treetrain.cli.output import console, pairs, table, tree_facts
-
     out = console()
     rows = [("tree", f"{report.tree_seconds:.3f}", "")]
     for name, seconds in sorted(report.baselines.items(), key=lambda entry: entry[1]):

@@ -5,12 +5,23 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from treetrain.cli.options import Parser, at_least
+from treetrain.cli.common import (
+    Parser,
+    ReadRows,
+    at_least,
+    best_device_model,
+    console,
+    find_shape,
+    pairs,
+    print_json,
+    print_notes,
+    read,
+    table,
+)
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from treetrain.cli.inputs import ReadRows
     from treetrain.data.trajectory import Trajectory
     from treetrain.inspection.comparisons import ViewCost
     from treetrain.inspection.report import Inspection, Shape
@@ -59,8 +70,6 @@ def run(argv: Sequence[str]) -> int:
         parser.error("--calibrate measures a model; name it with --model")
     if options.calibrate and options.shape is not None:
         parser.error(f"--calibrate measures {options.model}; --shape {options.shape} names another; give one")
-    from treetrain.cli.inputs import find_shape, read
-    from treetrain.cli.output import console, print_json, print_notes
     from treetrain.inspection.report import inspect_rows
     from treetrain.inspection.sample import Sampler
 
@@ -103,7 +112,6 @@ def _views(options: Namespace, found: "ReadRows", shape: "Shape") -> "tuple[View
     """The first conversations as calls and as transcripts, with their own template and with chatml."""
     if found.view is None:
         return ()
-    from treetrain.cli.inputs import read
     from treetrain.inspection.comparisons import compare_views
 
     def again(view: str, template: str) -> "Sequence[Trajectory]":
@@ -121,7 +129,6 @@ def _plan(options: Namespace, inspection: "Inspection") -> "Plan":
     from treetrain.planning.price import CostModel
 
     if options.calibrate:
-        from treetrain.cli.inputs import best_device_model
         from treetrain.verification.measure import measured_cost
 
         assert options.model is not None
@@ -132,8 +139,6 @@ def _plan(options: Namespace, inspection: "Inspection") -> "Plan":
 
 
 def _print(inspection: "Inspection", listed: int) -> None:
-    from treetrain.cli.output import console, pairs, table
-
     out, file, groups = console(), inspection.stats, inspection.within_groups()
     rows = [
         ("trajectories", f"{file.trajectories:,} in {file.trees:,} trees, {file.duplicates:,} exact repeats"),

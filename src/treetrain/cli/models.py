@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from treetrain.cli.options import Parser
+from treetrain.cli.common import Parser, console, pairs, print_json, table
 
 SUMMARY = (
     "Which models are exact on a tree, as the tests found for every causal LM class of transformers; or whether one "
@@ -34,7 +34,6 @@ def run(argv: Sequence[str]) -> int:
         parser.error(
             f"--show {options.show} lists classes of the table, --model {options.model} asks for one; give one"
         )
-    from treetrain.cli.output import console, pairs, print_json
 
     if options.model is None:
         _list(options)
@@ -55,7 +54,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _list(options: Namespace) -> None:
-    from treetrain.cli.output import console, print_json, table
     from treetrain.models.table import VERDICTS, FamilyTable
 
     found = FamilyTable.packaged()

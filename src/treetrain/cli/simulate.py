@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from treetrain.cli.options import Parser, at_least
+from treetrain.cli.common import Parser, at_least, console, find_shape, pairs, print_json, print_notes, read, table
 
 if TYPE_CHECKING:
     from treetrain.inspection.report import Shape
@@ -45,8 +45,6 @@ def run(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if max(options.ranks) > MOST_RANKS:
         parser.error(f"--ranks is {max(options.ranks)}; give at most {MOST_RANKS}")
-    from treetrain.cli.inputs import find_shape, read
-    from treetrain.cli.output import print_json, print_notes
     from treetrain.planning.devices import find_device
     from treetrain.planning.simulate import simulate
     from treetrain.tree.build import build_tree
@@ -87,8 +85,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _print(options: Namespace, batch: dict[str, int], shape: "Shape", device: "Device", found: list[Any]) -> None:
-    from treetrain.cli.output import console, pairs, table
-
     out = console()
     sync = f", gradients reduced once per {options.sync}" * (options.parallel == "fsdp")
     tokens = f"{batch['flat_tokens']:,} flat tokens, {batch['unique_tokens']:,} unique"

@@ -9,10 +9,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treetrain.cli.options import Parser, at_least
+from treetrain.cli.common import Parser, ReadRows, at_least, console, pairs, print_notes, read
 
 if TYPE_CHECKING:
-    from treetrain.cli.inputs import ReadRows
     from treetrain.trainers.tree_trainer import TreeTrainer
 
 SUMMARY = """From files of trajectories to a trained model folder; every shared prefix is computed once.
@@ -42,8 +41,6 @@ def run(argv: Sequence[str]) -> int:
     trainer, notes = _trainer(options, arguments)
     first, resume = trainer.is_world_process_zero(), arguments.resume_from_checkpoint
     if first:
-        from treetrain.cli.output import print_notes
-
         print_notes(notes)
     trainer.how_to_resume = "the same command and --resume_from_checkpoint true"
     if trainer.args.world_size == 1:  # else the launcher is not known; the last flag of a name counts
@@ -140,7 +137,6 @@ def _trainer(options: Namespace, arguments: Any) -> "tuple[TreeTrainer, Sequence
     """The trainer of a run, and notes on its rows."""
     from transformers import EarlyStoppingCallback
 
-    from treetrain.cli.inputs import read
     from treetrain.models.loading import load_model
     from treetrain.trainers.callbacks import WeightAverage
     from treetrain.trainers.groups import hold_out
@@ -201,8 +197,6 @@ def _tokenizer(options: Namespace, found: "ReadRows") -> Any:
 
 
 def _print(trainer: "TreeTrainer") -> None:
-    from treetrain.cli.output import console, pairs
-
     history = trainer.state.log_history
     losses = [record["loss"] for record in history if "loss" in record]
     evaluations = [record["eval_nll"] for record in history if "eval_nll" in record]

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from treetrain.cli.options import Parser, at_least
+from treetrain.cli.common import Parser, at_least, console, pairs, print_json, sample, table, tree_facts
 
 if TYPE_CHECKING:
     from treetrain.verification.verify import VerifyReport
@@ -27,7 +27,6 @@ def make_parser() -> Parser:
     parser.sample_options()
     dtypes = ["float32", "float64", "bfloat16"]
     parser.option("dtype", "Type of the weights and of the arithmetic.", "float32", choices=dtypes)
-    parser.option("temperature", "Divides the logits.", 1.0, type=float)
     text = "Largest relative error of the gradient; not given: 1e-5 in float32, 1e-6 in float64, measured in bfloat16."
     parser.option("tolerance", text, type=float)
     parser.option("worst", "How many parameters to list, those with the largest error first.", 10, type=at_least(0))
@@ -37,13 +36,9 @@ def make_parser() -> Parser:
 def run(argv: Sequence[str]) -> int:
     """Parse, compare, print; 0 if tree and linear agree."""
     options = make_parser().parse_args(argv)
-    from treetrain.cli.inputs import best_device_model, sample_rows
-    from treetrain.cli.output import print_json
-
-    rows = sample_rows(options)
     from treetrain.verification.verify import verify
 
-    model = best_device_model(options.model, seed=options.seed, dtype=options.dtype, threads=options.threads)
+    model, rows = sample(options, options.dtype)
     how = {name: getattr(options, name) for name in ("temperature", "tolerance", "budget")}
     report = verify(model, rows, **how)
     if options.json:
@@ -54,8 +49,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _print(report: "VerifyReport", count: int) -> None:
-    from treetrain.cli.output import console, pairs, table, tree_facts
-
     out = console()
     worst = sorted(report.parameters, key=lambda parameter: -parameter.error)[:count]
     if worst:

@@ -8,14 +8,12 @@ none. Later changes by a disk, a copy or an editor are seen before loading.
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import math
 import os
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
@@ -24,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,13 +35,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict_loader import load as distributed_load
 from torch.distributed.checkpoint.state_dict_saver import save as distributed_save
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 from treetrain.engine.distributed import Ranks
+from treetrain.errors import RanksDisagree
 
+T = TypeVar("T")
 TESTED = "5.17.", "5.23."
 """Versions of transformers with which the overridden private methods are tested."""
-MANIFEST, CALLBACKS, LOCK = "manifest.json", "callbacks", ".lock"
+MANIFEST, CALLBACKS = "manifest.json", "callbacks"
 WRITING = ".writing"
 """The folder, beside the checkpoints, in which one is written."""
 DELETING = ".deleting-"
@@ -117,7 +117,12 @@ def commit(temporary: Path, files: Mapping[str, Mapping[str, Any]], facts: Mappi
 
 
 def recover(folder: Path) -> None:
-    """Delete what killed runs left half written; a complete checkpoint in the temporary folder moves to its place."""
+    """Delete what killed runs left half written; a complete checkpoint in the temporary folder moves to its place.
+
+    Raises:
+        OSError: the folder is not writable.
+    """
+    (folder / WRITING).mkdir(parents=True, exist_ok=True)
     for path in (folder / WRITING).glob("*"):
         with suppress(TornCheckpoint):
             check_files(path)
@@ -195,37 +200,6 @@ def rotate(folder: Path, limit: int | None, best: str | None) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-@contextmanager
-def one_run_at_a_time(folder: Path) -> Iterator[None]:
-    """Lock a folder for this process. The kernel releases the lock when the process ends, however it ends.
-
-    Raises:
-        CheckpointNotWritten: the folder cannot be written to.
-        ValueError: another process holds the lock.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise CheckpointNotWritten(f"checkpoints cannot be written to {folder}: {error.strerror}") from error
-    try:
-        try:
-            # Not flock: workers of a data loader would inherit it and hold it after a kill.
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            holder = os.read(handle, 200).decode("utf-8", "replace") or "an unknown process"
-            raise ValueError(
-                f"{folder} is in use by another run ({holder}): wait for its end, or give another output_dir"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        yield
-    finally:
-        os.close(handle)
-
-
 def _sync(path: Path) -> None:
     """Wait until a file, or the entries of a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -265,7 +239,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     only when a new one is complete. Ctrl-C and SIGTERM on any rank stop all ranks after the step, with a checkpoint. A
     resumed run is bit-identical on the same number of ranks, and equal within rounding on another. Callbacks get their
     state back if they are `ExportableState` or have `state_dict` and `load_state_dict`. Sharded models (FSDP2) are
-    saved in shards. All ranks must share `output_dir`, and only one run at a time may use it.
+    saved in shards. All ranks must share `output_dir`; two runs must not.
 
     Raises:
         TypeError: the mixin comes after the Trainer in the list of bases.
@@ -299,23 +273,17 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 f"SafeCheckpointsMixin is tested with transformers {' and '.join(TESTED)}, and "
                 f"{transformers.__version__} is installed: install transformers=={TESTED[-1]}*"
             )
-        model = kwargs.get("model", args[0] if args else None)
-        given = [each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments)]
-        # transformers refuses checkpoints of models that it has sharded while loading; the mixin writes them itself.
-        sharded = given and getattr(model, "is_distributed_loading_by_transformers", False)
-        with replaced(given[0], save_only_model=True) if sharded else nullcontext():
-            super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs)
         if self.is_deepspeed_enabled:
             raise ValueError("SafeCheckpointsMixin does not know DeepSpeed's checkpoints: use DDP or FSDP2")
         if self.args.save_on_each_node:
             raise ValueError("save_on_each_node=True: SafeCheckpointsMixin needs one output_dir that all nodes share")
-        self._frozen = _frozen_digest(self.model)
 
     def step_size(self) -> str:
         """The data of an optimiser step over all ranks, in words. A trainer that counts otherwise overrides it."""
         return f"{self._train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size} samples"
 
-    # ---- Training: the lock, what is resumed, signals
+    # ---- Training: what is resumed, signals
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer.train` does.
@@ -327,12 +295,10 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         Raises:
             TornCheckpoint: the named folder, or every one in `output_dir`, differs from what was written.
             CheckpointNotWritten: a checkpoint could not be written; the message names the last good one.
-            ValueError: another run uses `output_dir`, or a step takes more or less data than those of the checkpoint.
+            ValueError: a step takes more or less data than those of the checkpoint.
             Interrupted: Ctrl-C or SIGTERM; a checkpoint of the last step is written.
         """
         folder, callback = Path(self.args.output_dir or "."), _StepCallback(self)
-        lock = one_run_at_a_time(folder) if self._is_first else nullcontext()
-        self._on_all_ranks(lock.__enter__)
         self.add_callback(callback)
         try:
             with _catch_signals() as self._signals, replaced(self.args, restore_callback_states_from_checkpoint=True):
@@ -349,7 +315,6 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         finally:
             self.remove_callback(callback)
             self._resumed = None
-            lock.__exit__(None, None, None)
 
     def _choose(self, wanted: str | bool | None, folder: Path) -> Path | None:
         """The checkpoint to resume; None for the start. Raises TornCheckpoint."""
@@ -359,7 +324,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             self._check_whole(Path(wanted))
             return Path(wanted)
         torn = []
-        for path in self._on_all_ranks(lambda: list(newest_first(folder)))[0]:
+        for path in self._together(lambda: list(newest_first(folder)))[0]:
             try:
                 self._check_whole(path)
                 return path
@@ -373,24 +338,20 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     def _check_whole(self, path: Path) -> None:
         """Read every byte of a checkpoint, each rank a part of it. Raises TornCheckpoint on all ranks."""
-        self._on_all_ranks(lambda: check_files(path, self.args.process_index, self.args.world_size))
+        try:
+            self._together(lambda: check_files(path, self.args.process_index, self.args.world_size))
+        except RanksDisagree as error:
+            raise TornCheckpoint(str(error)) from None
 
     def _read(self, path: Path) -> dict[str, Any]:
-        """The manifest. Raises ValueError for another step size or base model, or without optimiser state."""
+        """The manifest. Raises ValueError for another step size, or without optimiser state."""
         manifest = read_manifest(path)
         then, now = manifest["step_size"], self.step_size()
-        # The shards of a rank differ with the number of ranks.
-        comparable = manifest["ranks"] == self.args.world_size or not self._is_sharded
         if then != now and not (self.args.ignore_data_skip or self.args.auto_find_batch_size):
             why = (
                 f"a step took {then} (on {manifest['ranks']} ranks) and now takes {now} (on {self.args.world_size}, "
                 f"with gradient_accumulation_steps={self.args.gradient_accumulation_steps}). Make it the same, or set "
                 "ignore_data_skip=True"
-            )
-        elif comparable and self._on_all_ranks(lambda: self._frozen)[0] != manifest["frozen"]:
-            why = (
-                "the weights that are not trained, which it does not hold, are others. Load the base model with which "
-                "the run began"
             )
         elif manifest["save_only_model"]:
             why = "with save_only_model=True it holds no optimiser state"
@@ -445,10 +406,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 super(SafeCheckpointsMixin, self)._save_checkpoint(model, trial)
             if best and (best == step or (folder / f"checkpoint-{best}").is_dir()):
                 state.best_model_checkpoint = str(folder / f"checkpoint-{best}")
-            saved = {}
-            for name in self.also_saved:
-                with suppress(AttributeError, TypeError):
-                    saved[name] = _plain(getattr(self, name))
+            saved = {name: _plain(getattr(self, name)) for name in self.also_saved if hasattr(self, name)}
             torch.save(saved, temporary / f"trainer_{rank}.pt")
             if self._is_first:
                 if not self._is_sharded:
@@ -461,9 +419,9 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             self._on_first(lambda: temporary.mkdir(parents=True))
             if self._is_sharded:  # before anything that can fail on one rank alone: this is a collective call
                 distributed_save(callbacks, checkpoint_id=temporary / CALLBACKS)
-            losses = self._on_all_ranks(write)
-            described = self._on_all_ranks(lambda: describe(temporary, rank, ranks))
-            facts = {"step": step, "ranks": ranks, "step_size": self.step_size(), "frozen": self._frozen}
+            losses = self._together(write)
+            described = self._together(lambda: describe(temporary, rank, ranks))
+            facts = {"step": step, "ranks": ranks, "step_size": self.step_size()}
             facts |= {"loss_since_log": losses, "last_logged": self._globalstep_last_logged}
             facts |= {"save_only_model": self.args.save_only_model}
             written = {name: entry for each in described for name, entry in each.items()}
@@ -505,6 +463,14 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             self.model.config.save_pretrained(folder)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """See `Trainer`. In a checkpoint it is left out where it cannot be written.
+
+        TRL's first rank writes it before the shards; after an error there the others would wait for it.
+        """
+        with suppress(OSError) if self._writing else nullcontext():
+            super().create_model_card(*args, **kwargs)
 
     @contextmanager
     def _in_shards(self, wanted: bool) -> Iterator[None]:
@@ -594,37 +560,15 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         if self._is_first:
             warnings.warn(message, RuntimeWarning, stacklevel=4)
 
-    def _on_all_ranks(self, work: Callable[[], Any]) -> list[Any]:
-        """Run `work` on every rank. It fails on all of them or on none, so that no rank waits for one that failed.
+    def _together(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank and return the results by rank. Where it fails on one rank, all raise.
 
-        Args:
-            work: takes nothing and returns a picklable value. It must not use collectives that a failure would skip.
-
-        Returns:
-            The results by rank.
-
-        Raises:
-            TornCheckpoint, CheckpointNotWritten, ValueError: the same that `work` raised on the first rank that failed.
-            RuntimeError: `work` raised another exception there.
+        It must not use collectives that a failure would skip.
         """
-        if self.args.world_size == 1:
-            return [work()]
-        failure, error, result = None, None, None
-        try:
-            result = work()
-        except Exception as raised:
-            # The exception itself may not survive pickling: its kind and text do.
-            failure, error = raised, (type(raised).__name__, str(raised))
-        outcomes = self._ranks.gather((error, result))
-        for rank, (error, _) in enumerate(outcomes):
-            if error is not None:
-                kinds = {kind.__name__: kind for kind in (TornCheckpoint, CheckpointNotWritten, ValueError)}
-                raise kinds.get(error[0], RuntimeError)(f"rank {rank}: {error[1]}") from failure
-        return [result for _, result in outcomes]
+        return self._ranks.agree("the checkpoint", lambda: (None, work()))[1]
 
     def _on_first(self, work: Callable[[], Any]) -> None:
-        """Run `work` on the first rank; if it fails, all ranks fail."""
-        self._on_all_ranks(work if self._is_first else lambda: None)
+        self._together(work if self._is_first else lambda: None)
 
 
 class _StepCallback(TrainerCallback):
@@ -700,18 +644,6 @@ def replaced(target: Any, **values: Any) -> Iterator[None]:
                 delattr(target, name)
 
 
-def _frozen_digest(model: nn.Module) -> str:
-    """SHA-256 of the weights that are not trained, by name, shape and content; of this rank's shards if sharded."""
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        if not parameter.requires_grad and not parameter.is_meta:
-            local = parameter.detach()
-            local = local.to_local() if isinstance(local, DTensor) else local
-            content = torch.hash_tensor(local).item() if local.numel() else 0
-            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {content}\n".encode())
-    return digest.hexdigest()
-
-
 def _has_shards(checkpoint: str | Path) -> bool:
     return Path(checkpoint, f"{FSDP_MODEL_NAME}_0").is_dir()
 
@@ -752,11 +684,7 @@ def _plain(value: Any) -> Any:
     """The value with plain dictionaries and lists, so that its file can be loaded with `weights_only=True`."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if value is None or isinstance(value, bool | int | float | str | Tensor):
-        return value
-    raise TypeError(f"{type(value).__name__} is no plain data")
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _filled(old: Any, new: Any) -> Any:

@@ -1,0 +1,332 @@
+"""What the commands share: options by argparse, reading rows and models, and printing.
+
+Nothing is imported from numpy, torch, transformers or rich before it is used: --help must be fast.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from torch import nn
+
+    from treetrain.data.trajectory import Trajectory
+    from treetrain.inspection.report import Shape
+
+DEFAULT_SHAPE = "qwen3-8b"
+SKIPPED = "treetrain-skipped.txt"
+"""Where `--on_error skip` lists the records that were left out."""
+
+
+# ---- Options
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and keeps the line breaks of examples."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that reports errors as a one-line `ValueError`.
+
+    Args:
+        command: name of the command.
+        summary: what it does.
+        examples: the arguments of example calls, without `treetrain COMMAND`.
+    """
+
+    def __init__(self, command: str, summary: str, examples: Sequence[str], **more: Any) -> None:
+        prog = f"treetrain {command}"
+        shown = "\n".join(f"  {prog} {example}".rstrip() for example in examples)
+        super().__init__(
+            prog=prog,
+            description=f"{summary}\n\nexamples:\n{shown}",
+            formatter_class=_HelpFormatter,
+            allow_abbrev=False,
+            **more,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """See `argparse.ArgumentParser.error`."""
+        raise ValueError(f"{message}; {self.prog} --help lists all options")
+
+    def option(self, name: str, help: str, default: Any = None, **more: Any) -> None:
+        """Add `--name`; a name of several words may be written with `_` or `-`."""
+        names = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        self.add_argument(*names, help=help, default=default, **more)
+
+    def flag(self, name: str, help: str) -> None:
+        """Add `--name`, which is off unless it is given."""
+        self.option(name, help, default=False, action="store_true")
+
+    def row_options(self, *, nargs: str = "+") -> None:
+        """Add the files, and the options for reading them."""
+        text = "Logs: JSONL, JSON, Parquet or Arrow, plain, gzip or zstd, or folders of them."
+        self.add_argument("files", metavar="FILE", nargs=nargs, help=text)
+        text = (
+            "The files' format, one of docs/data.md or your own (entry point); auto: what the first record looks like."
+        )
+        self.option("format", text, "auto")
+        self.option(
+            "view",
+            "Conversations as whole transcripts, or every LLM call as its own row.",
+            "transcript",
+            choices=["transcript", "calls"],
+        )
+        text = "Which assistant messages are trained; last: one record is one LLM call, its last message the answer."
+        self.option("train", text, "all", choices=["all", "last"])
+        text = "Read the value at PATH of a record as KEY: reward=result.score; may be given several times."
+        self.option("map", text, {}, action=_Map, metavar="KEY=PATH")
+        text = "skip: leave out records that cannot be used, and list them in treetrain-skipped.txt."
+        self.option("on_error", text, "stop", choices=["stop", "skip"])
+        self.option(
+            "tools", "JSON file of tool schemas for conversations that bring none; or none, to leave all tools out."
+        )
+        self.option("chat_template", "Instead of the tokenizer's: chatml (built in, keeps prefixes) or a Jinja file.")
+        self.option("tokenizer", "Tokenizer to use instead of the model's own; a hub id, a folder or a preset.")
+
+    def shape_options(self) -> None:
+        """Add `--model` and `--shape`, for commands that need no weights."""
+        text = "Hub id, local folder or preset (tiny, small): gives tokenizer, vocabulary check and model shape."
+        self.option("model", text)
+        text = "Model shape by name, e.g. qwen3-0.6b, qwen3-8b, llama-3.1-8b; qwen3-8b if none is known."
+        self.option("shape", text)
+
+    def budget_option(self) -> None:
+        """Add `--budget`."""
+        self.option(
+            "budget",
+            "Tokens whose graph is alive at once (4096), or bytes above model, gradients and optimiser state (8GiB, "
+            "900MB); any tree fits. Not given: what the device has free.",
+            type=_budget,
+        )
+
+    def sample_options(self) -> None:
+        """Add the options of commands that run a model on a sample of rows."""
+        self.row_options()
+        self.budget_option()
+        self.option("model", "Hub id, local folder, or a built-in random preset: tiny, small.", required=True)
+        self.option(
+            "sample",
+            "Rows to use: the first whole groups (else trees) of at most so many; 0 uses all.",
+            16,
+            type=at_least(0),
+        )
+        self.option("seed", "Seed of a preset's random weights.", 0, type=int)
+        self.option("threads", "CPU threads; not given: torch's choice.", type=at_least(1))
+        self.option("temperature", "Divides the logits.", 1.0, type=float)
+        self.json_option()
+
+    def json_option(self) -> None:
+        """Add `--json`."""
+        self.flag("json", "Print one JSON object and nothing else.")
+
+
+class _Map(argparse.Action):
+    """Collects KEY=PATH in a dict."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        name, equals, path = values.partition("=")
+        if not (name and equals and path):
+            parser.error(f"{option_string} {values}: expected KEY=PATH, such as reward=result.score")
+        namespace.map = namespace.map | {name: path}
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """An argparse type: an integer of `least` or more."""
+
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{value} is too small; give at least {least}")
+        return value
+
+    number.__name__ = "int"  # argparse names the type in its errors
+    return number
+
+
+def _budget(text: str) -> Any:
+    from treetrain.planning.budget import parse_budget
+
+    try:
+        return parse_budget(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+# ---- Inputs
+
+
+def find_shape(model: str | None, shape: str | None, *, dtype_bytes: int = 4) -> "Shape":
+    """The named `shape` if given, else the counts of `model`, else the default shape. Only a model needs torch.
+
+    Raises:
+        ValueError: an unknown shape, a model that is not there, or one that cannot be counted.
+    """
+    from treetrain.inspection.report import Shape
+    from treetrain.planning.cost import ModelShape
+
+    if shape is None and model is not None:
+        from treetrain.engine.costs import count_named
+
+        return Shape(counts=count_named(model, dtype_bytes), name=model, assumed=False)
+    name = shape or DEFAULT_SHAPE
+    counts = ModelShape.named(name).counts(dtype_bytes=dtype_bytes)
+    return Shape(counts=counts, name=name, assumed=shape is None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReadRows:
+    """Rows, notes on them for the user, and the tokenizer they were made with."""
+
+    rows: "Sequence[Trajectory]"
+    notes: tuple[str, ...]
+    format: str
+    view: str | None
+    """"calls" or "transcript"; None for token rows."""
+    tokenizer: Any
+    """None for token rows if --tokenizer names none."""
+
+
+def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) -> ReadRows:
+    """The rows of the files. The model gives the tokenizer, and the vocabulary and positions that rows must fit.
+
+    Args:
+        more: further options of `tt.load`.
+
+    Raises:
+        DataError: the message names file and line, or the model or tokenizer that cannot be loaded.
+    """
+    from treetrain.data.load import detect_format, load
+
+    files = list(files or options.files)
+    kind, _ = detect_format(files[0], options.format, options.map)
+    config = tokenizer = None
+    wanted = options.tokenizer or (None if kind.tokens else options.model)
+    if options.model is not None or wanted is not None:
+        from treetrain.models.loading import load_config, load_tokenizer
+
+        config = None if options.model is None else load_config(options.model).get_text_config()
+        tokenizer = None if wanted is None else load_tokenizer(wanted)
+    given = ("format", "view", "train", "tools", "chat_template", "map", "on_error")
+    loaded = load(
+        files,
+        tokenizer=tokenizer,
+        vocab_size=getattr(config, "vocab_size", None),
+        max_positions=getattr(config, "max_position_embeddings", None),
+        images=getattr(options, "images", "refuse"),
+        **{option: getattr(options, option) for option in given},
+        **more,
+    )
+    notes = loaded.notes
+    if loaded.skipped:
+        Path(SKIPPED).write_text("".join(line + "\n" for line in loaded.skipped), encoding="utf-8")
+        notes = (*notes, f"the skipped records are listed in {SKIPPED}")
+    view = None if kind.tokens else options.view
+    return ReadRows(rows=loaded.trajectories, notes=notes, format=loaded.format, view=view, tokenizer=tokenizer)
+
+
+def sample(options: Namespace, dtype: str = "float32") -> "tuple[nn.Module, list[Trajectory]]":
+    """The model, and the rows to run it on; notes on them are printed.
+
+    Raises:
+        DataError: bad data, or nothing in the sample is trained.
+    """
+    from treetrain.errors import DataError
+    from treetrain.trainers.groups import sample_groups
+
+    found = read(options)
+    if not found.rows:
+        raise DataError(
+            f"{', '.join(options.files)}: no rows to sample; in the calls view a conversation without an "
+            "assistant message has none"
+        )
+    rows, cut = sample_groups(found.rows, options.sample or len(found.rows))
+    print_notes(found.notes)
+    if len(rows) < len(found.rows):
+        of = "of the first group or tree, which has more" if cut else "in whole groups or trees"
+        print_notes([f"a sample of {len(rows)} of {len(found.rows)} rows, {of}; --sample sets how many, 0 takes all"])
+    if not any(row.weights.any() for row in rows):
+        raise DataError(f"nothing to train: no token of the {len(rows)} sampled rows has a loss weight")
+    if options.threads is not None:
+        import torch
+
+        torch.set_num_threads(options.threads)
+    return best_device_model(options.model, seed=options.seed, dtype=dtype), rows
+
+
+def best_device_model(name: str, *, seed: int = 0, dtype: str = "float32") -> "nn.Module":
+    """A model in eval mode on the GPU, or on the CPU if there is none."""
+    import torch
+    from transformers.utils import logging
+
+    from treetrain.models.loading import load_model
+
+    logging.disable_progress_bar()
+    model = load_model(name, seed=seed, dtype=dtype)
+    return torch.nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+# ---- Printing
+
+
+def console(*, stderr: bool = False) -> "Console":
+    """A console that wraps at the terminal's width, or at 160 columns if there is no terminal."""
+    from rich.console import Console
+
+    made = Console(stderr=stderr, highlight=False)
+    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=160)
+
+
+def print_json(data: dict[str, Any]) -> None:
+    """Print one indented JSON object on stdout."""
+    print(json.dumps(data, indent=2, default=str))
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Print remarks on stderr, one line each."""
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def pairs(rows: Iterable[tuple[str, str]]) -> "Table":
+    """A table of names and values without a frame."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    made = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    made.add_column(style="dim")
+    made.add_column()
+    for name, value in rows:
+        made.add_row(name, escape(value))
+    return made
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> "Table":
+    """A table whose first column is text and all others numbers."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*map(escape, row))
+    return made
+
+
+def tree_facts(report: Any) -> list[tuple[str, str]]:
+    """Names and values about the tree in a report of `verify` or `bench`."""
+    overlap = 1 - report.unique_tokens / max(report.flat_tokens, 1)
+    tokens = f"{report.flat_tokens:,} flat, {report.unique_tokens:,} unique tokens, overlap {overlap:.3f}"
+    return [
+        ("rows", f"{report.trajectories:,}: {tokens}"),
+        ("attention", report.attention),
+        ("parts", f"{report.parts:,}, {report.recomputed_tokens:,} tokens run forward twice"),
+    ]
