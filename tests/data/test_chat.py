@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from treetrain.data import Renderer
-from treetrain.data.chat import chat_reader
+from treetrain.data.chat import ChatReader
 from treetrain.data.messages import clean_messages, read_tools
 from treetrain.data.records import Notes, ReadSettings
 from treetrain.errors import DataError
@@ -44,7 +44,7 @@ def read(bytes_tokenizer, templates):
         notes = options.pop("notes", Notes())
         notes.place = "f.jsonl line 9"
         template = templates.get(template, template)
-        return chat_reader(ReadSettings(tokenizer=bytes_tokenizer, chat_template=template, **options))(row, notes)
+        return ChatReader(ReadSettings(tokenizer=bytes_tokenizer, chat_template=template, **options))(row, notes)
 
     return read
 
@@ -163,7 +163,7 @@ def test_tokenizers_without_offsets_train_the_same_text(bytes_tokenizer, trained
             return bytes_tokenizer(text, **options)
 
     row = {"messages": conversation()}
-    (slow,) = chat_reader(ReadSettings(tokenizer=Slow()))(row, Notes())
+    (slow,) = ChatReader(ReadSettings(tokenizer=Slow()))(row, Notes())
     assert trained(slow) == EXPECTED["chatml"]
 
 
@@ -186,6 +186,11 @@ def test_a_tokenizer_that_marks_text_starts_or_eats_spaces_is_never_given_pieces
     eating = copy.deepcopy(bytes_tokenizer)
     eating.add_tokens([AddedToken("<mask>", lstrip=True)])
     assert Renderer(eating)._pieces is None
+
+
+def test_arguments_with_a_key_twice_are_refused(read):
+    with pytest.raises(DataError, match=r"message 0: tool call 0: .* the key 'a' twice, with 1 and 2"):
+        read([said("assistant", None, tool_calls=[tool_call('{"a": 1, "a": 2}')])])
 
 
 def test_row_facts_reach_every_call_and_the_conversation_is_the_episode(read):

@@ -170,6 +170,20 @@ def test_trls_columns_of_messages_train_the_completion(read, bytes_tokenizer):
     assert text == " there</s>"
 
 
+@pytest.mark.parametrize("text", ['{"a": 1}', "[1, 2]", '[{"a": 1, "a": 2}]', "[]"])
+def test_text_that_looks_like_json_stays_text(read, bytes_tokenizer, text):
+    said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": text}]
+    generation = {"type": "GENERATION", "traceId": "t", "input": said[:1], "output": text}
+    for record in (
+        {"prompt": "hello", "completion": text},
+        {"prompt": said[:1], "chosen": text, "rejected": "x"},
+        {"request": {"input": text}, "response": {"output": [{"type": "message", "content": text}]}},
+        generation,
+    ):
+        row = read(record).trajectories[0]
+        assert bytes_tokenizer.decode(row.ids[row.weights > 0]).removesuffix("</s>").removesuffix("<|im_end|>") == text
+
+
 @pytest.mark.parametrize(
     "record",
     [
@@ -199,7 +213,7 @@ def test_messages_have_facts_of_their_own(read):
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "advantage": 2, "reward": 3}]
     said += [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d", "train": False}]
     first, second = read({"messages": said, "reward": 1, "task_id": "t"}, view="calls").trajectories
-    assert (first.reward, first.episode, set(first.advantages)) == (3, None, {2.0})
+    assert (first.reward, first.episode, set(first.advantages[first.weights > 0])) == (3, None, {2.0})
     assert (second.reward, second.episode, second.weights.sum()) == (1, "row 0", 0)
     with pytest.raises(DataError, match=r"message 1 has a reward, but a transcript is one row"):
         read({"messages": said})

@@ -135,7 +135,9 @@ def test_search_trees_are_the_paths_to_their_leaves(read, bytes_tokenizer):
     ]
     text = bytes_tokenizer.decode(answered.ids)
     assert "hm\n<tool_call>" in text and '"name": "Finish"' in text and answered.group == failed.group
-    failed, solved = read("tree-of-thoughts.json").trajectories
+    found = read("tree-of-thoughts.json")
+    failed, solved = found.trajectories
+    assert any("proposed again in one step is no row" in note for note in found.notes)
     assert texts(bytes_tokenizer, [failed, solved]) == ["no\n<|im_end|>", "hm\nthe answer is 4\n<|im_end|>"]
     assert [failed.reward, solved.reward, solved.group] == [0.1, 20.0, 900]
 

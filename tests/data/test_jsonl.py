@@ -19,6 +19,15 @@ def read(path):
     return found
 
 
+@pytest.mark.parametrize(
+    "text", ['{"a": 1}\n{"b": {"r": 1, "s": 2, "r": 3}}\n{"a": 2}', '[{"a": 1}, {"r": 1, "r": 3}, {"a": 2}]']
+)
+def test_a_key_that_an_object_has_twice_is_refused_and_the_rest_is_read(tmp_path, text):
+    first, second, third = read_records(write(tmp_path / "a.json", text))
+    assert (first[1], third[1]) == ({"a": 1}, {"a": 2})
+    assert "key 'r' twice, with 1 and 3" in str(second[1]) and ("line 2" in second[0] or "element 2" in second[0])
+
+
 def write(path, data):
     path.write_bytes(data if isinstance(data, bytes) else data.encode())
     return path

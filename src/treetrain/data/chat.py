@@ -6,8 +6,10 @@ that changes comes from a message. The model is trained on what it would generat
 tool calls that the template writes, and the token that ends the turn, but not the header before them.
 """
 
+import contextlib
+import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.data.messages import MESSAGE_KEYS, Message, clean_messages, clean_tools
-from treetrain.data.records import NO_TOOLS, Notes, Reader, ReadSettings, Record, Tools, field
+from treetrain.data.records import NO_TOOLS, Notes, ReadSettings, Record, Tools, field
 from treetrain.data.token_rows import ROW_KEYS, row_facts
 from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.errors import DataError, quoted, shortened
@@ -34,8 +36,27 @@ Span = tuple[int, int]
 Encoded = tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]
 
 
-def chat_reader(settings: ReadSettings) -> Reader:
-    """The reader of conversations (`messages`), and of texts that need no template (`prompt` and `completion`).
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRow:
+    """A row that is rendered and not tokenised yet."""
+
+    texts: tuple[str, ...]
+    """Tokenised each by itself, and joined."""
+    spans: list[Span]
+    """Characters [start, end) of the joined texts that are trained."""
+    messages: list[Message]
+    """The message of each span, with its `weight` and `advantage`."""
+    facts: dict[str, Any]
+    """Of the whole row, as arguments of `Trajectory`."""
+    add_bos: bool = False
+    """Whether the tokens that the tokenizer puts before every text come first."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self.texts))
+
+
+class ChatReader:
+    """Reads conversations (`messages`), and texts that need no template (`prompt` and `completion`).
 
     A conversation may have `system` and `tools` and the facts of the row. A message's `weight` multiplies its loss, as
     in OpenAI's fine-tuning files; `train: false` is weight 0; `advantage` and, in the calls view, `reward` are the
@@ -45,21 +66,25 @@ def chat_reader(settings: ReadSettings) -> Reader:
     "last"`, the record's or the setting, the last assistant message is the only call.
 
     Raises:
-        DataError: no tokenizer, or one without a chat template where one is needed.
+        DataError: there is no tokenizer.
     """
-    if settings.tokenizer is None:
-        raise DataError("conversations need a tokenizer; pass --model or --tokenizer")
-    renderer: Renderer | None = None
-    plain: Renderer | None = None
 
-    def read(record: Record, notes: Notes) -> list[Trajectory]:
-        nonlocal renderer, plain
-        facts = row_facts(record, notes)
+    def __init__(self, settings: ReadSettings) -> None:
+        if settings.tokenizer is None:
+            raise DataError("conversations need a tokenizer; pass --model or --tokenizer")
+        self.settings = settings
+        self.renderer = Renderer(settings.tokenizer, settings.chat_template)
+
+    def __call__(self, record: Record, notes: Notes) -> list[Trajectory]:
+        """The trajectories of one record. Raises DataError without the place."""
+        return [self.renderer.tokenised(row) for row in self.rows(record, notes)]
+
+    def rows(self, record: Record, notes: Notes) -> list[ChatRow]:
+        """The rows of one record as text. Raises DataError without the place."""
+        settings, renderer, facts = self.settings, self.renderer, row_facts(record, notes)
         if "messages" not in record:
             notes.unused_keys(record, TEXT_KEYS)
-            plain = plain or Renderer(settings.tokenizer, "chatml")  # the template is not used
-            return [_text_row(plain, record).replace(**facts)]
-        renderer = renderer or Renderer(settings.tokenizer, settings.chat_template)
+            return [_text_row(renderer, record, facts)]
         notes.unused_keys(record, CHAT_KEYS)
         images: list[str] = []
         messages = clean_messages(record["messages"], notes, images if settings.images == "key" else None)
@@ -80,29 +105,13 @@ def chat_reader(settings: ReadSettings) -> Reader:
             notes.add("no assistant message, so nothing to train")
         if record.get("id") is None and facts["group"] is not None and record.get("trial") is not None:
             facts["id"] = f"{facts['group']}/{record['trial']}"
-        only_last = _only_last(record, settings)
+        train = record.get("train")
+        if train not in (None, "all", "last"):
+            raise DataError(f"`train` is {quoted(train)}, expected 'all' or 'last'")
+        only_last = (train or settings.train) == "last"
         if settings.view == "transcript" and not only_last:
-            return [_transcript(renderer, messages, tools, notes).replace(**facts)]
-        calls = _calls(renderer, messages, tools, notes, only_last)
-        if only_last:
-            return [call.replace(**facts | _given_reward(call)) for call in calls]
-        episode = notes.place if facts["episode"] is None else facts["episode"]
-        named = [facts | {"episode": episode, "id": f"{facts['id']}/{number}"} for number in range(len(calls))]
-        return [call.replace(**each | _given_reward(call)) for call, each in zip(calls, named)]
-
-    return read
-
-
-def _only_last(record: Record, settings: ReadSettings) -> bool:
-    train = record.get("train")
-    if train not in (None, "all", "last"):
-        raise DataError(f"`train` is {quoted(train)}, expected 'all' or 'last'")
-    return (train or settings.train) == "last"
-
-
-def _given_reward(call: Trajectory) -> dict[str, Any]:
-    """A call with a reward of its own keeps it, and is then an episode by itself."""
-    return {} if call.reward is None else {"reward": call.reward, "episode": None}
+            return [_transcript(renderer, messages, tools, notes, facts)]
+        return _calls(renderer, messages, tools, notes, facts, only_last)
 
 
 def _system(record: Record, messages: list[Message]) -> list[Message]:
@@ -114,79 +123,60 @@ def _system(record: Record, messages: list[Message]) -> list[Message]:
     return clean_messages([{"role": "system", "content": record["system"]}], Notes())
 
 
-def _text_row(renderer: "Renderer", record: Record) -> Trajectory:
+def _text_row(renderer: "Renderer", record: Record, facts: dict[str, Any]) -> ChatRow:
     """Prompt and completion as plain text, tokenised as one; the completion is trained, and ends with the EOS token.
 
     `decoded` text has its special tokens already: none is added.
     """
     prompt, completion = field(record, "prompt", str), field(record, "completion", str)
     end = "" if record.get("decoded") else getattr(renderer.tokenizer, "eos_token", None) or ""
-    completion = completion if completion.endswith(end) else completion + end
-    if renderer.is_fast:
-        ids, _, ends = renderer.encode(prompt + completion)
-        weights = ends > len(prompt)
-    else:
-        pieces = [renderer.encode_ids(text) for text in (prompt, completion)]
-        ids = np.concatenate(pieces)
-        weights = np.arange(ids.size) >= pieces[0].size
-    # A tokenizer that begins every text with a BOS token does so here too.
-    with_special = renderer.tokenizer("a", verbose=False)["input_ids"]
-    begin = [] if record.get("decoded") else with_special[: with_special.index(int(renderer.encode_ids("a")[0]))]
-    return Trajectory([*begin, *ids], loss_weights=[*(0.0 for _ in begin), *weights])
+    text = prompt + (completion if completion.endswith(end) else completion + end)
+    spans = [(len(prompt), len(text))]
+    return renderer.row(text, spans, [{}], facts, add_bos=not record.get("decoded"))
 
 
-def _transcript(renderer: "Renderer", messages: list[Message], tools: Tools, notes: Notes) -> Trajectory:
+def _transcript(
+    renderer: "Renderer", messages: list[Message], tools: Tools, notes: Notes, facts: dict[str, Any]
+) -> ChatRow:
     text = renderer.render(messages, tools)
     _note_dropped(messages, text, notes)
     spans = assistant_spans(renderer, messages, tools, text)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     for turn in turns:
         _note_thinking(messages[turn], text, f"message {turn}", notes)
-    if rewarded := [turn for turn in turns if "reward" in messages[turn]]:
-        raise DataError(
-            f"message {rewarded[0]} has a reward, but a transcript is one row with one reward; read every call as a "
-            "row (--view calls), or give `advantage`"
-        )
-    edges = [0, *(edge for span in spans for edge in span), len(text)]
-    if renderer.is_fast:
-        ids, starts, ends = renderer.encode(text)
-        number = np.full(ids.size, -1)
-        for turn, (start, end) in enumerate(spans):
-            # A token with any character of the span is trained: half a token cannot be predicted.
-            number[(ends > start) & (starts < end)] = turn
-    else:
-        # A slow tokenizer gives no character offsets, so each span is tokenised separately.
-        pieces = [renderer.encode_ids(text[start:end]) for start, end in pairwise(edges)]
-        ids = np.concatenate(pieces)
-        number = np.repeat([place // 2 if place % 2 else -1 for place in range(len(pieces))], list(map(len, pieces)))
-    given = [messages[turn] for turn in turns]
-    weights = np.array([*(float(message.get("weight", 1.0)) for message in given), 0.0])
-    row = Trajectory(ids, loss_weights=weights[number])
-    advantages = [message.get("advantage") for message in given]
-    if all(one is None for one in advantages):
-        return row
-    missing = [turn for turn, weight, one in zip(turns, weights, advantages) if weight and one is None]
-    if missing:
-        raise DataError(f"message {missing[0]} has no `advantage` and other assistant messages have one; give all one")
-    return row.replace(advantages=np.array([*(one or 0.0 for one in advantages), 0.0])[number])
+        if "reward" in messages[turn]:
+            raise DataError(
+                f"message {turn} has a reward, but a transcript is one row with one reward; read every call as a row "
+                "(--view calls), or give `advantage`"
+            )
+    answers = [messages[turn] for turn in turns]
+    if any("advantage" in message for message in answers):
+        for turn, message in zip(turns, answers):
+            if "advantage" not in message and message.get("weight", 1.0):
+                raise DataError(
+                    f"message {turn} has no `advantage` and other assistant messages have one; give all one"
+                )
+    return renderer.row(text, spans, answers, facts)
 
 
 def _calls(
-    renderer: "Renderer", messages: list[Message], tools: Tools, notes: Notes, only_last: bool
-) -> list[Trajectory]:
-    calls: list[Trajectory] = []
+    renderer: "Renderer", messages: list[Message], tools: Tools, notes: Notes, facts: dict[str, Any], only_last: bool
+) -> list[ChatRow]:
+    calls: list[ChatRow] = []
     turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    prompt = completion = ""
-    for turn in turns[-1:] if only_last else turns:
-        prompt, completion = _call_texts(renderer, messages[: turn + 1], tools, notes)
-        _note_thinking(messages[turn], completion, f"message {turn}", notes)
-        prompt_ids, completion_ids = renderer.encode_ids(prompt), renderer.encode_ids(completion)
-        weights = np.zeros(prompt_ids.size + completion_ids.size)
-        weights[prompt_ids.size :] = float(messages[turn].get("weight", 1.0))
-        own = {name: messages[turn].get(of) for name, of in (("advantages", "advantage"), ("reward", "reward"))}
-        calls.append(Trajectory(np.concatenate([prompt_ids, completion_ids]), loss_weights=weights, **own))
+    episode = notes.place if facts["episode"] is None else facts["episode"]
+    texts = ("", "")
+    for number, turn in enumerate(turns[-1:] if only_last else turns):
+        answer = messages[turn]
+        texts = _call_texts(renderer, messages[: turn + 1], tools, notes)
+        _note_thinking(answer, texts[1], f"message {turn}", notes)
+        own = {} if only_last else {"episode": episode, "id": f"{facts['id']}/{number}"}
+        if "reward" in answer:  # a call with a reward of its own is an episode by itself
+            own |= {"reward": answer["reward"], "episode": None}
+        span = len(texts[0]), len(texts[0]) + len(texts[1])
+        calls.append(ChatRow(texts=texts, spans=[span], messages=[answer], facts=facts | own))
     if turns:
-        _note_dropped(messages[: turns[-1] + 1], prompt + completion, notes)
+        _note_dropped(messages[: turns[-1] + 1], "".join(texts), notes)
         if turns[-1] + 1 < len(messages):
             notes.add("messages after the last assistant message are in no call")
     return calls
@@ -385,10 +375,7 @@ class Renderer:
         self.tokenizer = tokenizer
         self.is_fast = bool(getattr(tokenizer, "is_fast", False))
         self.template = chat_template_text(chat_template)
-        own = getattr(tokenizer, "chat_template", None)
-        if self.template is None and not own:
-            raise DataError("the tokenizer has no chat template; pass one, e.g. --chat-template chatml")
-        self._source = str(self.template or own)
+        self._source = str(self.template or getattr(tokenizer, "chat_template", None) or "")
         self._renders_tools = False
         added = list(getattr(tokenizer, "added_tokens_decoder", {}).values())
         markers = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
@@ -397,14 +384,16 @@ class Renderer:
         self._endings = tuple(markers - {""})
         self._marker = re.compile(_alternatives(markers) or "(?!)")
         self._end_of_turn = re.compile(rf"\s*(?:{self._marker.pattern})")
-        self._pieces = self._piece_pattern(added)
         self._cache: dict[str, Encoded] = {}
         self._cached = 0
+        self._pieces = self._piece_pattern(added)
         self.header = self._find_header()
         """The text that the template puts before every answer; empty if it cannot be determined."""
 
     def render(self, messages: Sequence[Message], tools: Tools, *, prompt: bool = False) -> str:
         """Render messages; `prompt` adds the generation prompt. Raises DataError where the template raises."""
+        if not self._source:
+            raise DataError("the tokenizer has no chat template; pass one, e.g. --chat-template chatml")
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages),
@@ -458,48 +447,84 @@ class Renderer:
         """Whether a special token is spelled out in text[start:end]."""
         return self._marker.search(text[start:end]) is not None
 
+    def row(
+        self, text: str, spans: list[Span], messages: list[Message], facts: dict[str, Any], *, add_bos: bool = False
+    ) -> ChatRow:
+        """A row of one text. A slow tokenizer gives no character offsets, so each span is tokenised by itself."""
+        edges = [0, *(edge for span in spans for edge in span), len(text)]
+        texts = (text,) if self.is_fast else tuple(text[start:end] for start, end in pairwise(edges))
+        return ChatRow(texts=texts, spans=spans, messages=messages, facts=facts, add_bos=add_bos)
+
+    def tokenised(self, row: ChatRow) -> Trajectory:
+        """The trajectory of a row. Raises DataError if the tokenizer cannot read the text."""
+        bos = self._bos() if row.add_bos else np.zeros(0, np.int32)
+        ids, number, at = [bos], [np.full(bos.size, -1)], 0
+        for text in row.texts:
+            own, starts, ends = self.encode(text)
+            of_span = np.full(own.size, -1)
+            for index, (start, end) in enumerate(row.spans):
+                whole = start <= at and at + len(text) <= end
+                # A token with any character of the span is trained: half a token cannot be predicted.
+                of_span[whole | ((ends + at > start) & (starts + at < end))] = index
+            ids.append(own)
+            number.append(of_span)
+            at += len(text)
+        given = [[message.get("weight", 1.0) for message in row.messages]]
+        if any("advantage" in message for message in row.messages):
+            given.append([message.get("advantage", 0.0) for message in row.messages])
+        # The last entry is that of tokens in no span.
+        facts = [np.array([*values, 0.0], np.float64)[np.concatenate(number)] for values in given]
+        return Trajectory(np.concatenate(ids), **row.facts, **dict(zip(("loss_weights", "advantages"), facts)))
+
+    def _bos(self) -> NDArray[np.int32]:
+        """The tokens that the tokenizer puts before every text."""
+        whole = self.tokenizer("a", verbose=False)["input_ids"]
+        return np.array(whole[: whole.index(int(self.encode("a")[0][0]))], np.int32)
+
     def encode(self, text: str) -> Encoded:
         """Token ids of a text without added special tokens, and the characters [start, end) of each token."""
         parts, at = [(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))], 0
         for piece in self._split(text):
-            ids, starts, ends = self._encode_piece(piece)
+            if piece not in self._cache:
+                self._encode([piece])
+            ids, starts, ends = self._cache[piece]
             parts.append((ids, starts + at, ends + at))
             at += len(piece)
         ids, starts, ends = zip(*parts)
         return np.concatenate(ids), np.concatenate(starts), np.concatenate(ends)
 
-    def encode_ids(self, text: str) -> NDArray[np.int32]:
-        """The token ids alone."""
-        return np.concatenate([np.zeros(0, np.int32), *(self._encode_piece(piece)[0] for piece in self._split(text))])
+    def encode_ahead(self, rows: Iterable[ChatRow]) -> None:
+        """Tokenise what is new in many rows in one call, which fast tokenizers run in parallel."""
+        pieces = dict.fromkeys(piece for row in rows for text in row.texts for piece in self._split(text))
+        with contextlib.suppress(DataError):  # it is raised again where its row is tokenised
+            self._encode([piece for piece in pieces if piece not in self._cache])
 
     def _split(self, text: str) -> list[str]:
         return [text] if self._pieces is None else [piece for piece in self._pieces.split(text) if piece]
 
-    def _encode_piece(self, piece: str) -> Encoded:
-        """The tokens of a piece, cached."""
-        encoded = self._cache.get(piece)
-        if encoded is None:
-            encoded = self._encode_whole(piece)
-            self._cached += len(piece)
-            if self._cached > CACHED_CHARACTERS:
-                # Files may be larger than memory; shared pieces are cached again with the next row.
-                self._cache.clear()
-                self._cached = len(piece)
-            self._cache[piece] = encoded
-        return encoded
-
-    def _encode_whole(self, text: str) -> Encoded:
+    def _encode(self, pieces: list[str]) -> None:
+        """Put the tokens of pieces into the cache."""
+        if not pieces:
+            return
         try:
             # `verbose=False`: the tokenizer would warn about a piece's length; `load` checks whole rows.
-            output = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=self.is_fast, verbose=False)
+            output = self.tokenizer(
+                pieces, add_special_tokens=False, return_offsets_mapping=self.is_fast, verbose=False
+            )
         except (TypeError, UnicodeEncodeError) as error:
-            lone = re.search("[\ud800-\udfff]", text)
-            what = f"the lone surrogate {lone[0]!r}" if lone else quoted(text)
+            lone = re.search("[\ud800-\udfff]", pieces[0])
+            what = f"the lone surrogate {lone[0]!r}" if lone else quoted(pieces[0])
             raise DataError(f"the rendered text holds {what}, which the tokenizer cannot read; take it out") from error
-        ids = np.array(output["input_ids"], np.int32)
-        offsets = output["offset_mapping"] if self.is_fast else [(0, len(text))] * len(ids)
-        starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
-        return ids, starts, ends
+        self._cached += sum(map(len, pieces))
+        if self._cached > CACHED_CHARACTERS:
+            # Files may be larger than memory; shared pieces are cached again with the next rows.
+            self._cache.clear()
+            self._cached = sum(map(len, pieces))
+        for number, piece in enumerate(pieces):
+            ids = np.array(output["input_ids"][number], np.int32)
+            offsets = output["offset_mapping"][number] if self.is_fast else [(0, len(piece))] * len(ids)
+            starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+            self._cache[piece] = ids, starts, ends
 
     def _piece_pattern(self, added: list[Any]) -> "re.Pattern[str] | None":
         """A pattern to split a text into pieces that tokenise separately to the same tokens; None if there is none."""
@@ -511,8 +536,9 @@ class Renderer:
         # Some tokenizers mark the start of a text (a dummy space), and so of every piece: test for it.
         word = max(plain, key=len)
         for probe in (f"a b{word}a{word} c {word}\n\nd{word}{word} ", f" a{word}\n", f"{word}a"):
-            joined = [i for piece in pattern.split(probe) if piece for i in self._encode_whole(piece)[0]]
-            if joined != self._encode_whole(probe)[0].tolist():
+            self._encode([probe, *filter(None, pattern.split(probe))])
+            joined = [i for piece in pattern.split(probe) if piece for i in self._cache[piece][0].tolist()]
+            if joined != self._cache[probe][0].tolist():
                 return None
         return pattern
 

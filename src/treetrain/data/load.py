@@ -4,18 +4,18 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
-from treetrain.data.chat import chat_reader, tokenizer_settings
+from treetrain.data.chat import ChatReader, ChatRow, tokenizer_settings
 from treetrain.data.formats import FORMATS
 from treetrain.data.messages import clean_tools, read_tools
 from treetrain.data.records import (
     NO_TOOLS,
     Format,
     Notes,
-    Reader,
     ReadSettings,
     Record,
     Tools,
@@ -32,6 +32,8 @@ Records = Iterable[tuple[str, Record | DataError]]
 OWN_FORMATS = "treetrain.formats"
 """The entry-point group of user-defined readers."""
 IMAGE_KEYS = ("images", "image", "multi_modal_data")
+TOGETHER = 1 << 22
+"""Characters and tokens of rows that are tokenised in one call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,9 +266,13 @@ class _Reading:
         self.notes = Notes()
         self.skipped: list[str] = []
         self.repeats = _Repeats()
-        self.chat: Reader | None = None
         self.cached: tuple[Any, Any, int] | None = None
         """(settings that the rows depend on, cache folder, processes); None: no cache, and only this process."""
+
+    @cached_property
+    def chat(self) -> ChatReader:
+        """Made for the first conversation: token rows need no tokenizer."""
+        return ChatReader(self.settings)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the settings and the format's name, since a format holds functions; notes are left out."""
@@ -301,17 +307,41 @@ class _Reading:
             notes.add("the rows are token ids already: view, train, chat template and tools have no effect", None)
 
     def _made(self, records: Records) -> Iterator[Trajectory]:
-        for self.notes.place, record in records:
+        pending: list[tuple[str, Sequence[Trajectory | ChatRow] | DataError]] = []
+        size = 0
+        for place, record in records:
+            self.notes.place = place
             try:
                 if isinstance(record, DataError):
                     raise record
-                made = self._trajectories(record)
+                rows = self._rows(record)
             except (DataError, RecursionError) as error:
-                if isinstance(error, RecursionError):
-                    error = DataError("the record is nested too deeply to be read")
+                deep = isinstance(error, RecursionError)
+                pending.append((place, DataError("the record is nested too deeply to be read") if deep else error))
+            else:
+                pending.append((place, rows))
+                size += sum(map(len, rows))
+            if size > TOGETHER or isinstance(pending[-1][1], DataError):
+                yield from self._tokenised(pending)
+                pending, size = [], 0
+        yield from self._tokenised(pending)
+
+    def _tokenised(self, pending: list[tuple[str, Sequence[Trajectory | ChatRow] | DataError]]) -> Iterator[Trajectory]:
+        """The trajectories of rows, tokenised in one call; errors are raised or listed in the order of the records."""
+        rows = (row for _, rows in pending if not isinstance(rows, DataError) for row in rows)
+        if texts := [row for row in rows if isinstance(row, ChatRow)]:
+            self.chat.renderer.encode_ahead(texts)
+        for place, found in pending:
+            try:
+                if isinstance(found, DataError):
+                    raise found
+                made = [self.chat.renderer.tokenised(row) if isinstance(row, ChatRow) else row for row in found]
+                for trajectory in made:
+                    _check_fits(trajectory, *self.limits)
+            except DataError as error:
                 if self.on_error == "stop":
-                    raise DataError(f"{self.notes.place}: {error}") from error
-                self.skipped.append(f"{self.notes.place}: {error}")
+                    raise DataError(f"{place}: {error}") from error
+                self.skipped.append(f"{place}: {error}")
             else:
                 yield from made
 
@@ -329,17 +359,14 @@ class _Reading:
         rows = list(self._made(records))
         return rows, {"notes": self.notes.counted(), "skipped": self.skipped}
 
-    def _trajectories(self, record: Record) -> list[Trajectory]:
-        made: list[Trajectory] = []
+    def _rows(self, record: Record) -> list[Trajectory | ChatRow]:
+        made: list[Trajectory | ChatRow] = []
         for row in map(self._with_image_key, self.convert(_mapped(record, self.map, self.notes))):
             if self.kind.tokens or row.get("input_ids") is not None:
                 made.append(trajectory_from_token_row(row, self.notes))
                 continue
-            self.chat = self.chat or chat_reader(self.settings)
             self.repeats.note(row, self.settings, self.notes)
-            made += self.chat(row, self.notes)
-        for trajectory in made:
-            _check_fits(trajectory, *self.limits)
+            made += self.chat.rows(row, self.notes)
         return made
 
     def _with_image_key(self, row: Record) -> Record:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from treetrain.data.records import Notes, Record, Tools
+from treetrain.data.records import Notes, Record, Tools, parse_json, parsed
 from treetrain.errors import DataError, quoted
 
 Message = dict[str, Any]
@@ -167,7 +167,10 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"{where} is {quoted(call)}, expected `function` with a `name`")
     cleaned = {"type": "function"} | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
-    arguments = _arguments(_first(function, "arguments", "args"))
+    try:
+        arguments = _arguments(_first(function, "arguments", "args"))
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
     return cleaned | {"function": {"name": function["name"], "arguments": arguments}}
 
 
@@ -177,11 +180,8 @@ def _arguments(arguments: Any) -> Any:
         return {}
     if not isinstance(arguments, str):
         return arguments
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return parsed if isinstance(parsed, dict) else arguments
+    found = parsed(arguments, strict=True)
+    return found if isinstance(found, dict) else arguments
 
 
 def clean_tools(tools: Any) -> Tools:
@@ -192,7 +192,9 @@ def clean_tools(tools: Any) -> Tools:
     """
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
+            tools = parse_json(tools)
+        except DataError as error:
+            raise DataError(f"`tools`: {error}") from error
         except (ValueError, RecursionError) as error:
             raise DataError(f"`tools` is a string but no JSON ({error})") from error
     if not tools:

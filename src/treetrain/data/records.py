@@ -20,7 +20,6 @@ from typing import IO, Any, ClassVar, Literal, overload
 
 import numpy as np
 
-from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, quoted, shortened
 
 View = Literal["transcript", "calls"]
@@ -91,10 +90,6 @@ class ReadSettings:
     images: Literal["refuse", "key"] = "refuse"
 
 
-Reader = Callable[[Record, Notes], list[Trajectory]]
-"""Turns a token row or a conversation into trajectories. Raises DataError without the place; `load` adds it."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Format:
     """A kind of record."""
@@ -138,7 +133,10 @@ def field(record: Any, path: str, kind: type) -> Any:
         DataError: names the path, what was expected and what was found.
     """
     value = look_up(record, path)
-    value = value if kind is str else parsed(value)
+    try:
+        value = value if kind is str else parsed(value, strict=True)
+    except DataError as error:
+        raise DataError(f"`{path}`: {error}") from error
     if not isinstance(value, kind):
         found = "missing" if value is None else f"{quoted(value)}"
         names = {str: "text", list: "a list", dict: "an object"}
@@ -157,14 +155,46 @@ def objects(record: Any, path: str) -> list[dict[str, Any]]:
     return values
 
 
-def parsed(value: Any) -> Any:
-    """Parse text that holds a JSON list or object, as tracing tools store them; other values stay as they are."""
+def parsed(value: Any, *, strict: bool = False) -> Any:
+    """Parse text that holds a JSON list or object, as tracing tools store them; other values stay as they are.
+
+    So does JSON in which an object has a key twice, or with `strict` it raises DataError.
+    """
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
+        return parse_json(value)
+    except (ValueError, RecursionError) as error:
+        if strict and isinstance(error, DataError):
+            raise
         return value
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON.
+
+    Raises:
+        DataError: an object that has a key twice, of which Python would keep the last.
+        ValueError: broken JSON.
+    """
+    return _JSON.decode(text)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        first: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in first:
+                raise DataError(
+                    f"an object has the key {quoted(name)} twice, with {quoted(first[name])} and {quoted(value)}; keep "
+                    "one of them"
+                )
+            first[name] = value
+    return record
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 
 # Files
@@ -270,7 +300,7 @@ def _lines(stream: IO[bytes], path: Path, at: list[int]) -> Iterator[tuple[str, 
         if line.strip():
             place = f"{path} line {number}"
             try:
-                yield place, _object(json.loads(line.decode("utf-8")), "Every line must be one whole JSON object")
+                yield place, _object(parse_json(line.decode("utf-8")), "Every line must be one whole JSON object")
             except DataError as error:
                 yield place, error
             except UnicodeDecodeError as error:
@@ -293,7 +323,7 @@ def _documents(stream: IO[bytes], path: Path, at: list[int]) -> Iterator[tuple[s
     Only the current element is in memory. If it is not complete the buffer is doubled, so that every character is
     parsed twice at most on average.
     """
-    decode, parse = codecs.getincrementaldecoder("utf-8-sig")().decode, json.JSONDecoder().raw_decode
+    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
     text, start, line, number, more = "", 0, 1, 0, True
 
     def refill() -> None:
@@ -332,7 +362,7 @@ def _documents(stream: IO[bytes], path: Path, at: list[int]) -> Iterator[tuple[s
                 return
             while True:
                 try:
-                    value, end = parse(text, start)
+                    value, end = _raw_decode(text, start)
                     break
                 except ValueError:
                     if not more:
@@ -354,7 +384,17 @@ def _documents(stream: IO[bytes], path: Path, at: list[int]) -> Iterator[tuple[s
         raise DataError(f"{path}: broken JSON after line {at[0]} ({shortened(error)})") from error
 
 
+def _raw_decode(text: str, start: int) -> tuple[Any, int]:
+    """The value that begins at `start`, or the error about a key that it has twice; and its end."""
+    try:
+        return _JSON.raw_decode(text, start)
+    except DataError as error:
+        return error, json.JSONDecoder().raw_decode(text, start)[1]
+
+
 def _object(value: Any, hint: str) -> dict[str, Any]:
+    if isinstance(value, DataError):
+        raise value
     if not isinstance(value, dict):
         names = {list: "array", str: "string", bool: "true/false", type(None): "null"}
         raise DataError(f"a JSON {names.get(type(value), 'number')}, expected an object. {hint}")
@@ -370,7 +410,12 @@ def _read_zip(path: Path) -> Iterator[tuple[str, Record | DataError]]:
             for name in names:
                 place = f"{path} member {name}"
                 try:
-                    yield place, _object(json.loads(archive.read(name)), "Every file must be one JSON object")
+                    yield (
+                        place,
+                        _object(
+                            parse_json(archive.read(name).decode("utf-8-sig")), "Every file must be one JSON object"
+                        ),
+                    )
                 except DataError as error:
                     yield place, error
                 except (ValueError, RecursionError) as error:

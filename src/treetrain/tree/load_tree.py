@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from treetrain.data.chat import chat_reader
+from treetrain.data.chat import ChatReader
 from treetrain.data.formats.nodes import Forest, forests_of
-from treetrain.data.records import Notes, Reader, ReadSettings, read_records
+from treetrain.data.records import Notes, ReadSettings, read_records
 from treetrain.data.trajectory import PER_TOKEN_FACTS
 from treetrain.errors import DataError
 from treetrain.tree.nodes import Count, Node, NodeTrajectory
@@ -34,7 +34,7 @@ def load_tree(
     """
     nodes: list[Node] = []
     ends: list[NodeTrajectory] = []
-    chat: Reader | None = None
+    chat: ChatReader | None = None
     for place, record in read_records(path):
         try:
             if isinstance(record, DataError):
@@ -43,7 +43,7 @@ def load_tree(
                 for end in forest.ends:
                     forest.path(end["node"])  # refuses cycles
                 if any("messages" in node for node in forest.nodes):
-                    chat = chat or chat_reader(ReadSettings(tokenizer=tokenizer, chat_template=chat_template))
+                    chat = chat or ChatReader(ReadSettings(tokenizer=tokenizer, chat_template=chat_template))
                     _tokenise(forest, chat, place)
                 first = len(nodes)
                 for node in forest.nodes:
@@ -63,7 +63,7 @@ def load_tree(
         raise DataError(f"{path}: {error}") from error
 
 
-def _tokenise(forest: Forest, chat: Reader, place: str) -> None:
+def _tokenise(forest: Forest, chat: ChatReader, place: str) -> None:
     """Give nodes of messages their ids and weights: what the text up to a node has after the text up to its parent."""
     whole: dict[int, Any] = {}
     for number in range(len(forest.nodes)):

@@ -2,6 +2,7 @@
 Tree of Thoughts."""
 
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 from treetrain.data.formats.conversations import facts
@@ -158,8 +159,10 @@ def read_thoughts(record: Record, notes: Notes) -> list[Record]:
         expanded = field(following, "ys", list) if following.get("ys") is not None else []
         candidates = field(step, "new_ys", list)
         values = field(step, "values", list) if step.get("values") is not None else []
-        for candidate, value in zip(candidates, [*values, *[None] * (len(candidates) - len(values))]):
-            if candidate not in expanded:
+        for number, (candidate, value) in enumerate(zip_longest(candidates, values[: len(candidates)])):
+            if candidate in candidates[:number]:
+                notes.add("a candidate that is proposed again in one step is no row: its logged value is 0, unrated")
+            elif candidate not in expanded:
                 said = [{"role": "user", "content": step.get("x")}, {"role": "assistant", "content": candidate}]
                 rows.append({"messages": said, "reward": value, "group": record.get("idx", notes.place)})
     return rows

@@ -23,6 +23,17 @@ def untrained(messages: Any) -> list[Any]:
     return [message | NOT_TRAINED if isinstance(message, dict) else message for message in messages]
 
 
+def messages_in(value: Any) -> Any:
+    """Parse text that holds a JSON list of messages or items; other text stays text, whatever it looks like."""
+    found = parsed(value)
+    are_messages = (
+        isinstance(found, list)
+        and len(found) > 0
+        and all(isinstance(one, dict) and {"role", "type"} & one.keys() for one in found)
+    )
+    return found if are_messages or not isinstance(value, str) else value
+
+
 # Requests and responses
 
 
@@ -72,7 +83,7 @@ def conversation_of(request: Record) -> list[Any]:
     """The messages of a request to the chat-completions, the responses or Anthropic's API."""
     if "messages" in request:
         return list(field(request, "messages", list))
-    given = parsed(request.get("input"))
+    given = messages_in(request.get("input"))
     return (
         [{"role": "user", "content": given}]
         if isinstance(given, str)
@@ -154,7 +165,7 @@ def read_preference(record: Record, notes: Notes) -> list[Record]:
         both = {"chosen": record["preferred_output"], "rejected": record["non_preferred_output"]}
         known = facts(record) | ({"tools": tools} if tools else {})
     else:
-        prompt, both = record.get("prompt"), {name: parsed(record[name]) for name in ("chosen", "rejected")}
+        prompt, both = record.get("prompt"), {name: messages_in(record[name]) for name in ("chosen", "rejected")}
         known = {name: value for name, value in record.items() if name not in ("prompt", *both)}
     chosen, rejected = both["chosen"], both["rejected"]
     if isinstance(chosen, list) != isinstance(rejected, list):
@@ -175,7 +186,7 @@ def read_preference(record: Record, notes: Notes) -> list[Record]:
 
 
 def _completed(known: Record, prompt: Any, completion: Any) -> Record:
-    prompt, completion = parsed(prompt), parsed(completion)
+    prompt, completion = messages_in(prompt), messages_in(completion)
     if isinstance(completion, str) and isinstance(prompt, str | None):
         return {**known, "prompt": prompt or "", "completion": completion}
     if isinstance(prompt, str):

@@ -7,7 +7,7 @@ nothing that is not in the calls' messages. Parents of spans are not needed: tok
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from treetrain.data.formats.conversations import facts, read_requests
+from treetrain.data.formats.conversations import facts, messages_in, read_requests
 from treetrain.data.records import Format, Notes, Record, field, look_up, objects, parsed
 from treetrain.errors import DataError, quoted
 
@@ -230,10 +230,12 @@ def read_langfuse(record: Record, notes: Notes) -> list[Record]:
         if one.get("type") != "GENERATION":
             notes.add(OTHER)
             continue
-        given, answer = parsed(one.get("input")), parsed(one.get("output"))
+        given, answer = parsed(one.get("input")), messages_in(one.get("output"))
         request = {"messages": given} if isinstance(given, list) else given
         if isinstance(answer, str):
-            answer = {"role": "assistant", "content": answer}
+            found = parsed(answer)
+            is_message = isinstance(found, dict) and not found.keys().isdisjoint(("role", "choices", "output"))
+            answer = found if is_message else {"role": "assistant", "content": answer}
         answers = answer if isinstance(answer, list) else [answer]
         if not isinstance(answer, Mapping) or not {"choices", "output"} & answer.keys():
             answer = {"choices": [{"message": message} for message in answers]}
