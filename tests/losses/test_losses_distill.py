@@ -122,7 +122,7 @@ def test_values_of_untrained_tokens_do_not_matter():
 
 def test_bad_arguments_of_the_value_loss_are_named():
     facts = losses.Facts.pack([VALUES])
-    with pytest.raises(ValueError, match=r"values have shape \(2,\), predictions \(3,\)"):
+    with pytest.raises(ValueError, match=r"predicted_values have shape \(2,\), the facts 3 predictions"):
         losses.value().packed(torch.zeros(3), None, facts, torch.zeros(2))
     with pytest.raises(ValueError, match=r"clip is -0\.2; allowed are numbers from 0 to inf"):
         losses.value(clip=-0.2)

@@ -72,13 +72,6 @@ def test_a_row_that_trains_nothing_needs_no_facts():
     assert Facts.pack([context, ROWS[0]]).values.tolist() == [0, 0, 4]
 
 
-def test_a_mask_of_the_wrong_length_is_refused_with_both_numbers():
-    with pytest.raises(ValueError, match=r"used is bool \(3,\), but the 4 trajectories have 4 predictions"):
-        Facts.pack(ROWS, used=np.ones(3, bool))
-    with pytest.raises(ValueError, match="used is int64"):
-        Facts.pack(ROWS, used=np.arange(4))
-
-
 def test_facts_of_no_trajectory_are_empty():
     facts = Facts.pack([])
     assert (len(facts), facts.rows.tolist(), facts.advantages.tolist()) == (0, [], [])

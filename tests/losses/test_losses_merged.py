@@ -79,7 +79,7 @@ def test_value_gradients_and_metrics_are_those_of_the_rows(name, reduction, adva
 
         merged = tree.merged(reduction)
         at = torch.from_numpy(merged.tokens)
-        merged_facts = loss.pack(merged, dtype=torch.float64)
+        merged_facts = Facts.pack(merged, dtype=torch.float64)
         found, found_metrics = loss.packed(logprobs[at], None if spread is None else spread[at], merged_facts)
 
         assert_close(found, total)
@@ -104,7 +104,7 @@ def test_coefficients_sum_to_those_of_the_rows_on_every_token(name, reduction, a
         used, index = predictions(tree)
         merged = tree.merged(reduction)
         rows = loss.coefficients(Facts.pack(list(tree.trajectories), dtype=torch.float64, used=used))
-        ours = loss.coefficients(loss.pack(merged, dtype=torch.float64))
+        ours = loss.coefficients(Facts.pack(merged, dtype=torch.float64))
         per_token = torch.zeros(2, tree.num_tokens, dtype=torch.float64)
         per_token[0].index_add_(0, torch.from_numpy(index), rows)
         per_token[1].index_add_(0, torch.from_numpy(merged.tokens), ours)
@@ -114,7 +114,7 @@ def test_coefficients_sum_to_those_of_the_rows_on_every_token(name, reduction, a
 @every_loss
 def test_coefficients_are_given_just_where_the_loss_is_linear(name):
     loss = MAKE[name](reduction="token")
-    facts = loss.pack(node_tree(1, "of some rows").merged("token"))
+    facts = Facts.pack(node_tree(1, "of some rows").merged("token"))
     assert len(facts)
     assert (loss.coefficients(facts) is not None) == (name in LINEAR)
 
@@ -126,30 +126,15 @@ def test_pieces_add_up_to_the_whole(name, reduction):
     merged = tree.merged(reduction)
     logprobs, entropies = numbers(tree, 0)
     whole = torch.from_numpy(merged.tokens)
-    total, metrics = loss.packed(logprobs[whole], entropies[whole], loss.pack(merged, dtype=torch.float64))
+    total, metrics = loss.packed(logprobs[whole], entropies[whole], Facts.pack(merged, dtype=torch.float64))
     sums, sum_metrics = torch.zeros((), dtype=torch.float64), {}
     for index in np.array_split(np.random.default_rng(0).permutation(len(merged)), 3):
         at = whole[torch.from_numpy(index)]
-        facts = loss.pack(merged, dtype=torch.float64, used=index)
+        facts = Facts.pack(merged, dtype=torch.float64, used=index)
         part, part_metrics = loss.packed(logprobs[at], entropies[at], facts)
         sums, sum_metrics = sums + part, losses.add_metrics(sum_metrics, part_metrics)
     assert_close(sums, total)
     assert losses.mean_metrics(sum_metrics) == pytest.approx(losses.mean_metrics(metrics), rel=1e-12)
-
-
-@every_loss
-def test_merged_facts_follow_the_dtype_of_the_logprobs(name):
-    loss, tree = MAKE[name](reduction="token"), node_tree(4, "of some rows")
-    merged = tree.merged("token")
-    logprobs, entropies = (x[torch.from_numpy(merged.tokens)] for x in numbers(tree, 0))
-    index = np.arange(len(merged))[::-1].copy()
-    narrow = loss.pack(merged, used=index)
-    total, metrics = loss.packed(logprobs, entropies, narrow)
-    expected, _ = loss.packed(logprobs, entropies, loss.pack(merged, dtype=torch.float64, used=index))
-    assert narrow.shares("token").dtype == torch.float32
-    assert total.dtype == torch.float64
-    assert total.item() == expected.item()
-    assert {x.dtype for pair in metrics.values() for x in pair} == {torch.float64}
 
 
 NODES = [Node(None, [1, 2], loss_weights=0), Node(0, [3, 4], advantages=1.0), Node(0, [5], advantages=-1.0)]
@@ -166,10 +151,8 @@ class Squared(SFTLoss):
 def test_a_loss_that_does_not_say_it_is_mergeable_is_refused_by_name():
     loss, merged = Squared(reduction="token"), TREE.merged("token")
     for call in (
-        lambda: loss.pack(merged),
         lambda: loss.check(merged),
         lambda: loss.normaliser(merged),
-        lambda: loss.packed(torch.zeros(3), None, losses.sft().pack(merged)),
     ):
         with pytest.raises(ValueError, match=r"Squared does not say that it is mergeable, .* pass the rows"):
             call()
@@ -191,20 +174,17 @@ def test_a_correction_of_whole_rows_cannot_be_merged_one_of_tokens_can(make, mod
 
 def test_rows_merged_for_another_reduction_are_refused_with_both():
     merged = TREE.merged("token")
-    with pytest.raises(ValueError, match="SFTLoss: rows merged for reduction 'token', the loss has 'trajectory'"):
-        losses.sft(reduction="trajectory").normaliser(merged)
     with pytest.raises(ValueError, match="rows merged for reduction 'token', asked for 'trajectory'"):
-        losses.sft().pack(merged).shares("trajectory")
+        Facts.pack(merged).shares("trajectory")
 
 
 def test_a_missing_fact_names_the_node_before_the_step_and_in_the_step():
     merged = TREE.merged("token")
     loss = losses.ppo()
-    for call in (lambda: loss.normaliser(merged), lambda: loss.pack(merged)):
-        with pytest.raises(DataError, match=r"node 1 has no old_logprobs, which the loss needs; .*on_policy=True"):
-            call()
+    with pytest.raises(DataError, match=r"node 1 has no old_logprobs, which the loss needs; .*on_policy=True"):
+        loss.normaliser(merged)
     with pytest.raises(DataError, match="node 1 has no ref_logprobs, which the loss needs"):
-        _ = losses.sft().pack(merged).ref_logprobs
+        _ = Facts.pack(merged).ref_logprobs
     rows = [NodeTrajectory(node=1, advantages=1.0), NodeTrajectory(node=1)]
     mixed = TokenTree.from_nodes([Node(None, [1]), Node(0, [2])], rows).merged("token")
     with pytest.raises(DataError, match=r"node 1 \(of trajectory number 1, counted from 0\) has no advantages"):
@@ -244,5 +224,5 @@ def test_signed_weights_have_no_normaliser_but_a_sum():
     merged = tree.merged("token")
     with pytest.raises(DataError, match=r"node 0: loss_weights\[2\] = -0.5, but a mean needs weights of 0 or more"):
         losses.sft().normaliser(merged)
-    total, _ = losses.sft().packed(torch.tensor([-2.0, -6.0]), None, losses.sft().pack(merged))
+    total, _ = losses.sft().packed(torch.tensor([-2.0, -6.0]), None, Facts.pack(merged))
     assert total.item() == -1.0

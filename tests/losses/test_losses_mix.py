@@ -136,11 +136,12 @@ def test_needs_of_the_losses_are_those_of_the_mixture():
 
 def test_a_mixture_that_was_not_told_of_the_step_is_refused():
     mixed = losses.mix({"policy": losses.grpo(), "sft": losses.sft()})
-    assert mixed.needs_step and mixed.normaliser(POLICY) == 1.0
-    for call in (lambda: packed(mixed, POLICY), lambda: mixed.total_weight(POLICY)):
+    assert "step" in mixed.needs
+    for call in (lambda: packed(mixed, POLICY), lambda: mixed.normaliser(POLICY)):
         with pytest.raises(ValueError, match=r"mixture of policy, sft divides .* call mixture\.for_step"):
             call()
-    assert not mixed.for_step(POLICY).needs_step
+    bound = mixed.for_step(POLICY)
+    assert "step" not in bound.needs and bound.normaliser(POLICY) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -154,24 +155,23 @@ def test_a_mixture_that_was_not_told_of_the_step_is_refused():
             losses.mix(LOSSES, select=by_name), [*POLICY, PAIR[0]],
             "loss 'preference' of the mixture: pair 'x' has 0 chosen and 1 rejected .*counted among its own 1",
         ),
-        (losses.mix({"sft": losses.sft()}, select=lambda row: None), PLAIN, "nothing to train: none of the 2 traj"),
+        (losses.mix({"sft": losses.sft()}, select=lambda row: None), PLAIN, "nothing to train"),
         (losses.mix({"sft": losses.sft()}, weights={"sft": 0}), PLAIN, "nothing to train"),
     ],
 )  # fmt: skip
 def test_rows_that_do_not_fit_are_refused_before_the_step(mixed, rows, message):
-    for call in (mixed.for_step, mixed.normaliser):
-        with pytest.raises(DataError, match=message):
-            call(rows)
+    with pytest.raises(DataError, match=message):
+        mixed.for_step(rows).normaliser(rows)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: losses.mix({}), "no loss to mix"),
-        (lambda: losses.mix({"a": losses.sft()}, weights={"b": 1.0}), "weights name 'b', which is not mixed; .* a$"),
+        (lambda: losses.mix({}), r"the losses are \[\]; give a mapping such as"),
+        (lambda: losses.mix({"a": losses.sft()}, weights={"b": 1.0}), r"weights name \['b'\], the losses are \['a'\]"),
         (lambda: losses.mix({"a": losses.sft()}, weights={"a": -1.0}), "the weight of 'a' is -1.0; allowed"),
-        (lambda: losses.mix({"a": "sft"}), "'a' is no treetrain.losses.Loss but str"),
-        (lambda: losses.mix({"a": losses.mix({"b": losses.sft()})}), "'a' is a mixture: put its losses in this one"),
+        (lambda: losses.mix({"a": "sft"}), "'a' is a str; mix takes losses of tt.losses.Loss"),
+        (lambda: losses.mix({"a": losses.mix({"b": losses.sft()})}), "'a' is a Mixture; mix takes .* no mixtures"),
         (lambda: losses.mix({"a": losses.sft()}, select="rows"), "select is 'rows'; give a function of a trajectory"),
         (
             lambda: losses.mix({"a": losses.sft()}, select=lambda row: "b").for_step(PLAIN),
@@ -189,3 +189,16 @@ def test_a_loss_whose_rows_are_all_untrained_counts_nothing():
     mixed = losses.mix({"policy": losses.ppo(), "sft": losses.sft()}, select=by_name).for_step(rows)
     assert mixed.totals == (0.0, 3.0)
     assert packed(mixed, rows)[0].item() == pytest.approx(alone(losses.sft(), PLAIN)[0], rel=1e-14)
+
+
+def test_a_policy_with_a_value_loss_mixes_with_another_loss():
+    rows = [row.replace(returns=[9, 0.5, -1]) for row in POLICY]
+    policy = losses.ppo(value_coefficient=0.5, value_clip=None)
+    mixed = losses.mix({"policy": policy, "sft": losses.sft()}, weights={"sft": 0.1}).for_step(rows)
+    facts, values = losses.Facts.pack(rows, dtype=torch.float64), torch.linspace(-1, 1, 4, dtype=torch.float64)
+    now = torch.cat(given(rows)).detach()
+    total, metrics = mixed.packed(now, None, facts, values)
+    alone_total = policy.packed(now, None, facts, values)[0] / policy.normaliser(rows)
+    nll = losses.sft().packed(now, None, facts)[0] / losses.sft().normaliser(rows)
+    assert total.item() == pytest.approx((alone_total + 0.1 * nll).item(), rel=1e-14)
+    assert "policy/value_loss" in metrics

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.executor import Executor
 from treetrain.engine.gradients import gradients_of
-from treetrain.engine.loss import Loss, StepResult, summed
+from treetrain.engine.loss import LossProtocol, StepResult, summed
 from treetrain.engine.loss_gradients import Batch, check_batch, last_states, predictions_of
 from treetrain.engine.memory import PassCounts
 from treetrain.engine.packed import model_device
@@ -68,7 +68,7 @@ class TreeEngine(Runtime):
     def forward_backward(
         self,
         trajectories: Sequence[Trajectory] | TokenTree,
-        loss: Loss | Callable[..., Any],
+        loss: LossProtocol | Callable[..., Any],
         normaliser: float | None = None,
         balance: RouterBalance | None = None,
         *,

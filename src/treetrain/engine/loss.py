@@ -1,23 +1,28 @@
-"""The loss protocol, the checks of a user's loss, and the adapter for it.
+"""Losses: the protocol, the base class of ours, the facts that they read, and the adapter for a loss of the user's.
 
-A loss has four members: `scope`, `needs`, `normaliser(trajectories)` and the call. `as_loss` checks them once. The
-losses of `treetrain.losses` implement `PackedLoss`, so that one call evaluates many rows; any other loss is wrapped in
-`RowLoss`, which calls it row by row. The engine then works with `PackedLoss` alone.
+A loss has four members: `scope`, `needs`, `normaliser(trajectories)` and the call. The engine works with the base
+class `Loss` alone, which evaluates the predictions of many rows in one call. `as_loss` checks any other loss once and
+wraps it in `RowLoss`, which calls it row by row.
+
+K = trajectories, L_k = tokens of trajectory k, T = predictions in use.
 """
 
 import functools
 import inspect
+import math
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, Self, cast, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from treetrain.data.columns import GIVEN
 from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
 from treetrain.device_arrays import on_device
 from treetrain.errors import DataError
@@ -112,21 +117,22 @@ def summed(results: Sequence[StepResult], *, over: int = 1) -> StepResult:
 
 
 Scope = Literal["trajectory", "batch"]
+Reduction = Literal["token", "trajectory"]
 Rows = Sequence[Trajectory] | MergedPredictions
 """The rows of a step, or the predictions that rows of a tree of nodes share."""
+LossSum = tuple[Tensor, Metrics]
+"""The unnormalised sum over some predictions, and metrics."""
+LARGEST = sys.float_info.max
 
 FACTS = (*(name for name in PER_TOKEN_FACTS if name != "loss_weights"), "pair", "chosen")
 NEEDS = ("logprobs", "entropies", "predicted_values", *FACTS, "step")
 """Everything that a loss may need: scores of the model, facts of the rows, and all rows of the step beforehand."""
 
-PROTOCOL = (
-    "a loss is called as loss(logprobs, entropies, trajectory) and returns (sum, metrics): logprobs is a tensor "
-    "[L - 1], entropies another or None, trajectory the row with its facts, sum a scalar tensor that is not yet "
-    "divided by anything, metrics a dict of numbers; loss.normaliser(trajectories) is what the step's sum is divided by"
-)
+
+# ---- the protocol and the base class
 
 
-class Loss(Protocol):
+class LossProtocol(Protocol):
     """The four members of any loss. `scope` and `needs` may be left out."""
 
     @property
@@ -149,188 +155,320 @@ class Loss(Protocol):
         ...
 
 
-@runtime_checkable
-class PackedLoss(Loss, Protocol):
-    """A loss that evaluates the predictions of many rows in one call, [T] of them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A sum over weighted predictions. A subclass implements `evaluate` and declares what it `needs`.
 
-    @property
-    def reduction(self) -> Literal["token", "trajectory"]: ...
-    @property
-    def mergeable(self) -> bool:
-        """Whether rows that share a prediction may be merged into one."""
-        ...
+    w are the loss weights (entry 0 of a row is never trained), x is the loss of one prediction. Reduction "token" is
+    sum(w x) / sum(w) over the whole step. Reduction "trajectory" is that ratio for each trajectory that has weight,
+    averaged over these trajectories.
+    """
+
+    scope: ClassVar[Scope] = "trajectory"
+    needs: ClassVar[tuple[str, ...]] = ("logprobs",)
+    """Names of the scores ("logprobs", "entropies", "predicted_values") and of the facts of trained rows ("advantages",
+    "old_logprobs", ...) that the loss reads; "step" if it must know all rows of a step beforehand (`for_step`)."""
+    mergeable: ClassVar[bool] = False
+    """Whether rows that share a prediction may be merged into one. The loss and every metric must be sums over
+    predictions of shares(reduction) * x, with x affine in the advantage below, at and above 0. Custom losses set it."""
+    reads_untrained: ClassVar[bool] = False
+    """Whether the loss must see predictions and rows without a loss weight."""
+
+    reduction: Reduction
+    """Mean over all tokens of the step, or over each trajectory's tokens first."""
+
+    def __post_init__(self) -> None:
+        check_choice("reduction", self.reduction, get_args(Reduction))
 
     @property
     def sums_tokens(self) -> bool:
-        """Whether the loss is a weighted mean over independent predictions."""
-        ...
+        """Whether the loss is sum(w x) / sum(w), and each x depends on one prediction only.
 
-    @property
-    def reads_untrained(self) -> bool:
-        """Whether the loss must see predictions and rows without a loss weight."""
-        ...
-
-    @property
-    def needs_step(self) -> bool:
-        """Whether `for_step` must be called before the loss is given a part of a step and a normaliser."""
-        ...
+        Otherwise a token cannot count once for all rows that share it (`TokenTree.from_nodes(count="once")`).
+        """
+        return self.mergeable and self.reduction == "token"
 
     @property
     def identity(self) -> str:
-        """Text that is equal on two ranks with the same loss and options."""
-        ...
+        """The loss with its options, the same text in every process."""
+        return repr(self)
 
-    def check(self, rows: Any, /) -> None:
-        """Raise DataError for the first trained row that lacks a fact which the loss needs."""
-        ...
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: "Facts", values: Tensor | None) -> LossSum:
+        """The unnormalised sum over T predictions, and metrics.
 
-    def total_weight(self, rows: Any, /) -> float:
-        """The share of these rows in a step's normaliser."""
-        ...
+        Args:
+            logprobs: [T], in nats; 0 where the weight is 0.
+            entropies: [T], in nats, or None.
+            facts: of the same predictions, in the dtype of logprobs. `facts.shares(self.reduction)` [T] are the
+                weights in the sum; `facts.advantages`, `facts.old_logprobs` and so on are [T] too.
+            values: [T], predicted by the model; None unless the loss needs "predicted_values".
+        """
+        raise NotImplementedError
 
-    def for_step(self, trajectories: Sequence[Trajectory], /) -> "PackedLoss":
-        """The loss, with what it must know of all rows of a step."""
-        ...
+    def coefficients(self, facts: "Facts") -> Tensor | None:
+        """d sum / d logprobs, [T], where it does not depend on the log-probabilities; else None.
 
-    def pack(self, rows: Any, /, *, device: torch.device, dtype: torch.dtype, used: NDArray | None) -> Any:
-        """The facts of [T] predictions. `used` picks them: a mask for rows, indices for merged predictions."""
-        ...
-
-    def packed(
-        self, logprobs: Tensor, entropies: Tensor | None, facts: Any, values: Tensor | None = None, /
-    ) -> tuple[Tensor, Metrics]:
-        """The unnormalised sum over the predictions of `facts`, and its metrics."""
-        ...
-
-    def coefficients(self, facts: Any, /) -> Tensor | None:
-        """[T] d sum / d log-probability if that does not depend on the log-probabilities; else None."""
-        ...
-
-    def __call__(self, logprobs: Any, entropies: Any, trajectory: Any, /, *, values: Any = None) -> tuple[Any, Any]: ...
-
-
-def split_by_trajectory(
-    per_prediction: Tensor, trajectories: Sequence[Trajectory], used: NDArray[np.bool_] | None
-) -> list[Tensor]:
-    """[T] or [T, c] of the used predictions -> one [L_k - 1] or [L_k - 1, c] per trajectory, 0 at unused ones."""
-    flat = per_prediction
-    if used is not None and not used.all():
-        place = on_device(np.flatnonzero(used), flat.device)
-        flat = flat.new_zeros((len(used), *flat.shape[1:])).index_copy(0, place, per_prediction)
-    return list(flat.split([max(len(t) - 1, 0) for t in trajectories]))
-
-
-class _PickedRows(NamedTuple):
-    trajectories: Sequence[Trajectory]
-    used: NDArray[np.bool_] | None
-    """[sum of L_k - 1]: which predictions were computed; None for all."""
-
-
-class RowLoss:
-    """A user's own loss as a `PackedLoss`: it is called row by row, or once with lists if its scope is the batch."""
-
-    reduction: Literal["token", "trajectory"] = "token"
-    mergeable = False
-    reads_untrained = True
-    needs_step = False
-
-    def __init__(self, loss: Any, *, normaliser_given: bool):
-        self.inner, self.name = loss, name_of(loss)
-        self.scope: Scope = getattr(loss, "scope", "trajectory")
-        # A user's normaliser need not be a sum over rows, so it gets the rows of all ranks.
-        self.needs = (*_stated_needs(loss), *(() if normaliser_given else ("step",)))
-        self.sums_tokens = bool(getattr(loss, "sums_tokens", False))
-        named = loss if hasattr(loss, "__qualname__") else type(loss)
-        self.identity = f"{named.__module__}.{named.__qualname__}"
-
-    def __call__(self, logprobs: Any, entropies: Any, trajectory: Any, *, values: Any = None) -> tuple[Any, Any]:
-        given = {"values": values} if "predicted_values" in self.needs else {}
-        return checked_sum(self.name, self.inner(logprobs, entropies, trajectory, **given))
-
-    def check(self, rows: Sequence[Trajectory]) -> None:
-        require_facts(rows, [name for name in self.needs if name in FACTS])
-
-    def total_weight(self, rows: Sequence[Trajectory]) -> float:
-        return self.normaliser(rows)
-
-    def normaliser(self, rows: Sequence[Trajectory]) -> float:
-        return self.inner.normaliser(rows)
-
-    def for_step(self, trajectories: Sequence[Trajectory]) -> "RowLoss":
-        return self
-
-    def pack(self, rows: Sequence[Trajectory], *, used: NDArray[np.bool_] | None = None, **_: Any) -> _PickedRows:
-        return _PickedRows(rows, used)
-
-    def coefficients(self, facts: _PickedRows) -> None:
+        The engine can then run the language-model head once per row, forward and backward together.
+        """
         return None
 
+    def total_weight(self, rows: Rows) -> float:
+        """The amount that these rows add to the normaliser of a step; 0 if nothing is trained.
+
+        Raises:
+            DataError: a negative weight.
+        """
+        require_nonnegative_weights(rows)
+        if isinstance(rows, MergedPredictions):
+            return rows.normaliser
+        totals = [float(trajectory.weights.sum()) for trajectory in rows]
+        return math.fsum(totals) if self.reduction == "token" else float(sum(total > 0 for total in totals))
+
+    def check(self, rows: Rows) -> None:
+        """Raise DataError for the first trained row or node that lacks a fact that the loss needs.
+
+        Raises:
+            ValueError: the rows are merged, but the loss is not mergeable.
+        """
+        if isinstance(rows, MergedPredictions) and not self.mergeable:
+            raise ValueError(
+                f"{type(self).__name__} does not say that it is mergeable, so it must see every row by itself; pass "
+                "the rows, or set mergeable = True if it is affine in the advantage (see Loss.mergeable)"
+            )
+        require_facts(rows, [name for name in self.needs if name in FACTS])
+
+    def normaliser(self, rows: Rows) -> float:
+        """The divisor (> 0) of the sum over all rows of a step, computed before the step with numpy only.
+
+        Raises:
+            DataError: nothing to train, a negative weight, or a missing fact; raised before any work is done.
+        """
+        self.check(rows)
+        total = self.total_weight(rows)
+        if total > 0:
+            return total
+        of = "nodes" if isinstance(rows, MergedPredictions) else f"{len(rows)} trajectories"
+        raise DataError(
+            f"nothing to train: the loss weights of all {of} sum to 0 (entry 0 of a row is never trained); give "
+            "loss_weights that are not 0, or rows of two tokens and more"
+        )
+
+    def for_step(self, trajectories: Sequence[Trajectory]) -> "Loss":
+        """This loss with all that it must know of the whole step, for calls on parts of the step."""
+        return self
+
     def packed(
-        self, logprobs: Tensor, entropies: Tensor | None, facts: _PickedRows, values: Tensor | None = None
-    ) -> tuple[Tensor, Metrics]:
-        def split(flat: Tensor | None) -> list[Any]:
-            if flat is None:
-                return [None] * len(facts.trajectories)
-            # Clones: the loss may write into its arguments.
-            return [row.clone() for row in split_by_trajectory(flat, facts.trajectories, facts.used)]
+        self, logprobs: Tensor, entropies: Tensor | None, facts: "Facts", values: Tensor | None = None
+    ) -> LossSum:
+        """The unnormalised sum over many trajectories, and metrics (detached, on the device of logprobs).
 
-        by_row = split(logprobs), split(entropies), split(values)
-        if self.scope == "batch":
-            lists = [None if flat is None else rows for flat, rows in zip((logprobs, entropies, values), by_row)]
-            total, metrics = self(lists[0], lists[1], list(facts.trajectories), values=lists[2])
-            return torch.as_tensor(total), _as_sums(metrics)
-        total, sums = logprobs.new_zeros(()), {}
-        for row, entropy, value, trajectory in zip(*by_row, facts.trajectories):
-            row_sum, metrics = self(row, entropy, trajectory, values=value)
-            total, sums = total + row_sum, add_metrics(sums, _as_sums(metrics))
-        return total, sums
+        Args:
+            logprobs: [T], of the predictions that `facts` holds, in nats.
+            entropies: [T], of the distributions they were taken from, in nats; None where not needed.
+            facts: of the same predictions, in the same order.
+            values: [T], predicted by a value head now for the states before the predicted tokens, or None.
 
+        Raises:
+            DataError: a trained trajectory lacks a fact that the loss needs.
+            ValueError: shapes that disagree, or scores that the loss needs and are missing.
+        """
+        if "predicted_values" not in self.needs:
+            values = None
+        for need, scores in (("logprobs", logprobs), ("entropies", entropies), ("predicted_values", values)):
+            if scores is None and need in self.needs:
+                raise ValueError(f"{type(self).__name__} needs {need}, got None; pass [L - 1] of them for each row")
+            if scores is not None and scores.shape != (len(facts),):
+                raise ValueError(
+                    f"{type(self).__name__}: {need} have shape {tuple(scores.shape)}, the facts {len(facts)} "
+                    "predictions; give one number for each (of a value head: one label, num_labels=1)"
+                )
+        if not (facts.all_weighted or isinstance(facts.source, MergedPredictions)):
+            # Not a product with 0, which would be NaN where the value at an untrained token is infinite.
+            trained = facts.weights != 0
+            logprobs = torch.where(trained, logprobs, 0)
+            entropies = None if entropies is None else torch.where(trained, entropies, 0)
+            values = None if values is None else torch.where(trained, values, 0)
+        return self.evaluate(logprobs, entropies, facts, values)
 
-def as_loss(loss: Any, normaliser: float | None = None) -> PackedLoss:
-    """A user's loss as a `PackedLoss`.
+    def __call__(self, logprobs: Any, entropies: Any, trajectory: Any, *, values: Any = None) -> tuple[Any, Any]:
+        """The unnormalised sum over one trajectory, or over K of them where the scope is "batch". See `packed`.
 
-    Args:
-        loss: the user's loss.
-        normaliser: the user's normaliser; if None, the loss must have its own.
+        Args:
+            logprobs: [L - 1], in nats; K such tensors if the scope is "batch".
+            entropies: likewise, or None.
+            trajectory: one, or K.
+            values: likewise, for a loss that needs them.
+        """
+        if self.scope == "trajectory":
+            logprobs, entropies, trajectory = [logprobs], None if entropies is None else [entropies], [trajectory]
+            values = None if values is None else [values]
+        for number, (row, given) in enumerate(zip(trajectory, logprobs, strict=True)):
+            if given.shape != (max(len(row) - 1, 0),):
+                raise ValueError(
+                    f"{describe(row, number)} has {len(row)} tokens, so {max(len(row) - 1, 0)} predictions, "
+                    f"but logprobs have shape {tuple(given.shape)}; give one for every token but the first"
+                )
 
-    Raises:
-        TypeError: it cannot be called as a loss; the message says what to do.
-    """
-    if isinstance(loss, str):
-        raise TypeError(f"loss={loss!r} is a name; pass tt.losses.by_name({loss!r}), or the factory's: tt.losses.sft()")
-    if isinstance(loss, Tensor):
-        raise TypeError(
-            f"loss is a tensor of shape {tuple(loss.shape)}; the engine calls the loss itself, part by part: "
-            f"{PROTOCOL}. To compute it yourself, take tt.logprobs(model, rows) or engine.score(rows) and call backward"
-        )
-    name = name_of(loss)
-    if inspect.isclass(loss):
-        raise TypeError(f"loss is the class {name}; pass an instance of it, {name}()")
-    if not callable(loss):
-        raise TypeError(f"loss is {loss!r}, which cannot be called; {PROTOCOL}")
-    if isinstance(loss, PackedLoss):
-        return loss
-    unknown = [need for need in _stated_needs(loss) if need not in NEEDS]
-    if unknown:
-        raise TypeError(f"loss {name} needs {unknown[0]!r}; a loss may need {', '.join(NEEDS)}")
-    _check_arguments(loss, name)
-    if getattr(loss, "scope", "trajectory") not in ("trajectory", "batch"):
-        raise TypeError(
-            f"loss {name} has scope {loss.scope!r}; give 'trajectory', to be called with one row, or 'batch', to be "
-            "called once with lists of all rows"
-        )
-    if normaliser is None and not callable(getattr(loss, "normaliser", None)):
-        raise TypeError(
-            f"loss {name} has no normaliser(trajectories), the number above 0 that the step's sum is divided by; give "
-            "it one (loss.normaliser = lambda trajectories: float(len(trajectories))), or pass normaliser= to "
-            "forward_backward"
-        )
-    return RowLoss(loss, normaliser_given=normaliser is not None)
+        def joined(rows: Any) -> Any:
+            return None if rows is None else torch.cat(list(rows)) if len(rows) else torch.zeros(0)
+
+        flat = joined(logprobs)
+        facts = Facts.pack(trajectory, device=flat.device, dtype=flat.dtype)
+        return self.packed(flat, joined(entropies), facts, joined(values))
 
 
-def needs_logprobs(loss: PackedLoss) -> bool:
+def needs_logprobs(loss: Loss) -> bool:
     """Whether log-probabilities must be computed for a loss; not if it reads predicted values alone."""
     return "predicted_values" not in loss.needs or "logprobs" in loss.needs or "entropies" in loss.needs
+
+
+# ---- facts of predictions
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Facts:
+    """The facts of T predictions that a loss may read, made by `pack`.
+
+    A fact is an attribute of its name, [T]: `advantages`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`,
+    `teacher_logprobs` (in nats), `values` and `returns`. It is copied to the device when it is first read, so one that
+    no loss reads costs nothing and may be missing; reading one that a trained row lacks raises DataError. A fact is 0
+    where the weight is 0, so that a placeholder there cannot cause NaN.
+    """
+
+    source: Rows
+    """K trajectories, whose predictions are concatenated: max(L_k - 1, 0) of each, since entry 0 of every per-token
+    fact is unused. Or merged predictions, which have no rows."""
+    dtype: torch.dtype
+    """The dtype of all facts, that of the log-probabilities."""
+    device: torch.device
+    used: NDArray | None = field(repr=False)
+    """Which predictions these are; see `pack`."""
+    all_weighted: bool
+    """Whether no prediction has weight 0; known without a device synchronisation."""
+    _weights: NDArray[np.float64] = field(repr=False)
+    _rows: NDArray[np.int64] = field(repr=False)
+    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def pack(
+        cls,
+        source: Rows,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        used: NDArray | None = None,
+    ) -> Self:
+        """Concatenate the facts of trajectories, or take those of merged predictions.
+
+        Args:
+            source: K trajectories; empty and one-token rows are fine, they have no predictions. Or merged predictions.
+            device: where the tensors live.
+            dtype: of the facts and of the log-probabilities, float32 or float64.
+            used: bool [sum of max(L_k - 1, 0)]: which of all predictions the caller passes to the loss, e.g.
+                those with a weight. Of merged predictions: int64 [T], their numbers. None means all.
+        """
+        if isinstance(source, MergedPredictions):
+            weights = source.shares if used is None else source.shares[used]
+            rows = np.zeros(0, np.int64)
+        else:
+            lengths = [max(len(trajectory) - 1, 0) for trajectory in source]
+            rows = np.repeat(np.arange(len(lengths)), lengths)
+            weights = np.concatenate([np.zeros(0), *(trajectory.weights[1:] for trajectory in source)])
+            rows, weights = (rows, weights) if used is None else (rows[used], weights[used])
+        return cls(
+            source=source,
+            dtype=dtype,
+            device=torch.device(device),
+            used=used,
+            all_weighted=bool(weights.all()),
+            _weights=weights,
+            _rows=rows,
+        )
+
+    def __len__(self) -> int:
+        return self._weights.size
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in GIVEN:
+            raise AttributeError(f"predictions have no fact {name!r}; there are {', '.join(GIVEN)}")
+        return self._tensor(name)
+
+    def of_rows(self, numbers: NDArray[np.int64]) -> tuple[Self, NDArray[np.int64]]:
+        """The facts of some trajectories.
+
+        Args:
+            numbers: int64, ascending: their numbers.
+
+        Returns:
+            Their facts, and int64 [t]: the indices of their predictions among the T.
+        """
+        wanted = np.zeros(len(self.trajectories), np.bool_)
+        wanted[numbers] = True
+        lengths = [max(len(trajectory) - 1, 0) for trajectory in self.trajectories]
+        used = None if self.used is None else self.used[np.repeat(wanted, lengths)]
+        rows = [self.trajectories[number] for number in numbers.tolist()]
+        return self.pack(rows, device=self.device, dtype=self.dtype, used=used), np.flatnonzero(wanted[self._rows])
+
+    @property
+    def trajectories(self) -> Sequence[Trajectory]:
+        """The K trajectories; a loss that compares rows is never given merged predictions."""
+        assert not isinstance(self.source, MergedPredictions)
+        return self.source
+
+    @property
+    def rows(self) -> Tensor:
+        """int64 [T]: the trajectory (0..K-1) of each prediction."""
+        if "rows" not in self._cache:
+            self._cache["rows"] = on_device(self._rows, self.device)
+        return self._cache["rows"]
+
+    @property
+    def weights(self) -> Tensor:
+        """[T]: loss weights; of merged predictions, their shares."""
+        return self._tensor("weights")
+
+    def shares(self, reduction: Reduction) -> Tensor:
+        """[T]: the factor of each prediction in the sum: its weight, or its weight over the sum of its row's.
+
+        Raises:
+            DataError: reduction "trajectory" and a negative weight.
+            ValueError: rows that were merged for the other reduction.
+        """
+        if not isinstance(self.source, MergedPredictions):
+            return self._tensor("weights" if reduction == "token" else "shares of rows")
+        if reduction != self.source.reduction:
+            raise ValueError(
+                f"rows merged for reduction {self.source.reduction!r}, asked for {reduction!r}; merge again"
+            )
+        return self.weights
+
+    def sum_by_row(self, per_prediction: Tensor) -> Tensor:
+        """Sum [T] over each trajectory: [K], differentiable, 0 for rows without predictions."""
+        return per_prediction.new_zeros(len(self.trajectories)).index_add(0, self.rows, per_prediction)
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._cache:
+            self._cache[name] = on_device(self._array(name), self.device, self.dtype)
+        return self._cache[name]
+
+    def _array(self, name: str) -> NDArray[np.float64]:
+        """[T]: the weights, the shares of rows, or a fact."""
+        if name == "weights":
+            return self._weights
+        if name == "shares of rows":
+            require_nonnegative_weights(self.trajectories)
+            totals = np.array([trajectory.weights.sum() for trajectory in self.trajectories], np.float64)
+            totals[totals == 0] = 1.0  # such a row has no weight to divide
+            return self._weights / totals[self._rows]
+        require_facts(self.source, (name,))
+        if isinstance(self.source, MergedPredictions):
+            values = self.source.facts[name]
+            return values if self.used is None else values[self.used]
+        given = [(getattr(trajectory, name), len(trajectory)) for trajectory in self.source]
+        columns = (np.zeros(max(length - 1, 0)) if fact is None else fact[1:] for fact, length in given)
+        flat = np.concatenate([np.zeros(0), *columns])
+        flat = flat if self.used is None else flat[self.used]
+        return np.where(self._weights == 0, 0.0, flat)
 
 
 REMEDIES = {
@@ -369,6 +507,142 @@ def require_facts(rows: Rows, names: Sequence[str]) -> None:
         raise DataError(f"{place} has no {name}, which the loss needs; {REMEDIES[name]}")
 
 
+def require_nonnegative_weights(rows: Rows) -> None:
+    """Raise DataError for a weight below 0: a mean over signed weights can have any sign and size."""
+    negative = rows.negative if isinstance(rows, MergedPredictions) else None
+    for number, trajectory in enumerate(() if isinstance(rows, MergedPredictions) else rows):
+        weights = trajectory.weights
+        if weights.size and weights.min() < 0:
+            at = int(weights.argmin())
+            negative = f"{describe(trajectory, number)}: loss_weights[{at}] = {weights[at]:g}"
+            break
+    if negative is not None:
+        raise DataError(
+            f"{negative}, but a mean needs weights of 0 or more; put signs into advantages and use the reinforce "
+            'loss, or give the normaliser of the step yourself (reduction="token" only)'
+        )
+
+
+# ---- a loss of the user's own
+
+PROTOCOL = (
+    "a loss is called as loss(logprobs, entropies, trajectory) and returns (sum, metrics): logprobs is a tensor "
+    "[L - 1], entropies another or None, trajectory the row with its facts, sum a scalar tensor that is not yet "
+    "divided by anything, metrics a dict of numbers; loss.normaliser(trajectories) is what the step's sum is divided by"
+)
+
+
+def split_by_trajectory(
+    per_prediction: Tensor, trajectories: Sequence[Trajectory], used: NDArray[np.bool_] | None
+) -> list[Tensor]:
+    """[T] or [T, c] of the used predictions -> one [L_k - 1] or [L_k - 1, c] per trajectory, 0 at unused ones."""
+    flat = per_prediction
+    if used is not None and not used.all():
+        place = on_device(np.flatnonzero(used), flat.device)
+        flat = flat.new_zeros((len(used), *flat.shape[1:])).index_copy(0, place, per_prediction)
+    return list(flat.split([max(len(t) - 1, 0) for t in trajectories]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLoss(Loss):
+    """A user's own loss: it is called row by row, or once with lists if its scope is the batch."""
+
+    reads_untrained: ClassVar[bool] = True
+    reduction: Reduction = field(default="token", init=False)
+
+    inner: Any
+    normaliser_given: bool
+
+    @property
+    def scope(self) -> Scope:
+        return getattr(self.inner, "scope", "trajectory")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        # A user's normaliser need not be a sum over rows, so it gets the rows of all ranks.
+        return (*_stated_needs(self.inner), *(() if self.normaliser_given else ("step",)))
+
+    @property
+    def sums_tokens(self) -> bool:
+        return bool(getattr(self.inner, "sums_tokens", False))
+
+    @property
+    def identity(self) -> str:
+        named = self.inner if hasattr(self.inner, "__qualname__") else type(self.inner)
+        return f"{named.__module__}.{named.__qualname__}"
+
+    def __call__(self, logprobs: Any, entropies: Any, trajectory: Any, *, values: Any = None) -> tuple[Any, Any]:
+        given = {"values": values} if "predicted_values" in self.needs else {}
+        return checked_sum(name_of(self), self.inner(logprobs, entropies, trajectory, **given))
+
+    def normaliser(self, rows: Rows) -> float:
+        return self.inner.normaliser(rows)
+
+    def packed(
+        self, logprobs: Tensor, entropies: Tensor | None, facts: "Facts", values: Tensor | None = None
+    ) -> LossSum:
+        rows = facts.trajectories
+
+        def split(flat: Tensor | None) -> list[Any]:
+            if flat is None:
+                return [None] * len(rows)
+            # Clones: the loss may write into its arguments.
+            return [row.clone() for row in split_by_trajectory(flat, rows, facts.used)]
+
+        by_row = split(logprobs), split(entropies), split(values)
+        if self.scope == "batch":
+            lists = [None if flat is None else rows for flat, rows in zip((logprobs, entropies, values), by_row)]
+            total, metrics = self(lists[0], lists[1], list(rows), values=lists[2])
+            return torch.as_tensor(total), _as_sums(metrics)
+        total, sums = logprobs.new_zeros(()), {}
+        for row, entropy, value, trajectory in zip(*by_row, rows):
+            row_sum, metrics = self(row, entropy, trajectory, values=value)
+            total, sums = total + row_sum, add_metrics(sums, _as_sums(metrics))
+        return total, sums
+
+
+def as_loss(loss: Any, normaliser: float | None = None) -> Loss:
+    """A loss of any kind as a `Loss`.
+
+    Args:
+        normaliser: the user's; if None, the loss must have its own.
+
+    Raises:
+        TypeError: it cannot be called as a loss; the message says what to do.
+    """
+    if isinstance(loss, str):
+        raise TypeError(f"loss={loss!r} is a name; pass tt.losses.by_name({loss!r}), or the factory's: tt.losses.sft()")
+    if isinstance(loss, Tensor):
+        raise TypeError(
+            f"loss is a tensor of shape {tuple(loss.shape)}; the engine calls the loss itself, part by part: "
+            f"{PROTOCOL}. To compute it yourself, take tt.logprobs(model, rows) or engine.score(rows) and call backward"
+        )
+    name = name_of(loss)
+    if inspect.isclass(loss):
+        raise TypeError(f"loss is the class {name}; pass an instance of it, {name}()")
+    if not callable(loss):
+        raise TypeError(f"loss is {loss!r}, which cannot be called; {PROTOCOL}")
+    if isinstance(loss, Loss) and not isinstance(loss, RowLoss):
+        return loss
+    loss = loss.inner if isinstance(loss, RowLoss) else loss
+    unknown = [need for need in _stated_needs(loss) if need not in NEEDS]
+    if unknown:
+        raise TypeError(f"loss {name} needs {unknown[0]!r}; a loss may need {', '.join(NEEDS)}")
+    _check_arguments(loss, name)
+    if getattr(loss, "scope", "trajectory") not in ("trajectory", "batch"):
+        raise TypeError(
+            f"loss {name} has scope {loss.scope!r}; give 'trajectory', to be called with one row, or 'batch', to be "
+            "called once with lists of all rows"
+        )
+    if normaliser is None and not callable(getattr(loss, "normaliser", None)):
+        raise TypeError(
+            f"loss {name} has no normaliser(trajectories), the number above 0 that the step's sum is divided by; give "
+            "it one (loss.normaliser = lambda trajectories: float(len(trajectories))), or pass normaliser= to "
+            "forward_backward"
+        )
+    return RowLoss(inner=loss, normaliser_given=normaliser is not None)
+
+
 def _as_sums(metrics: Mapping[str, Any] | None) -> Metrics:
     """Metrics as sums and weights; a plain number has weight 1. Clones: the loss may write into its metrics later."""
 
@@ -381,7 +655,8 @@ def _as_sums(metrics: Mapping[str, Any] | None) -> Metrics:
 
 def name_of(loss: Any) -> str:
     """The name of a function or class, or of the class of any other object."""
-    return loss.name if isinstance(loss, RowLoss) else getattr(loss, "__name__", type(loss).__name__)
+    loss = loss.inner if isinstance(loss, RowLoss) else loss
+    return getattr(loss, "__name__", type(loss).__name__)
 
 
 def _stated_needs(loss: Any) -> tuple[str, ...]:
@@ -436,3 +711,42 @@ def checked_sum(name: str, returned: Any) -> tuple[Any, Mapping[str, Any] | None
         if any(isinstance(number, Tensor) and number.numel() != 1 for number in numbers):
             raise wrong(value, f" as the metric {key!r}; give its mean, a number")
     return total, metrics
+
+
+# ---- for those who write losses
+
+
+def weighted_means(watched: dict[str, Tensor], shares: Tensor) -> Metrics:
+    """Metrics: weighted means of per-prediction numbers, [T]."""
+    weight = shares.sum()
+    return {name: ((shares * x.detach()).sum(), weight) for name, x in watched.items()}
+
+
+def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed are {', '.join(repr(choice) for choice in allowed)}")
+
+
+def is_number(value: object) -> bool:
+    """Whether it is an int or a float, and not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_number(name: str, value: object, low: float, high: float = LARGEST) -> None:
+    """Raise ValueError unless `value` is a number with low <= value <= high."""
+    if not (is_number(value) and low <= cast(float, value) <= high):
+        upper = "to any finite one" if high == LARGEST else f"to {high:g}"
+        raise ValueError(f"{name} is {value!r}; allowed are numbers from {low:g} {upper}")
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a finite number above 0."""
+    if not (is_number(value) and 0 < cast(float, value) <= LARGEST):
+        raise ValueError(f"{name} is {value!r}; allowed are finite numbers above 0")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; allowed are True and False")

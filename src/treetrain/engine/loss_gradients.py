@@ -18,7 +18,7 @@ from torch import Tensor
 
 from treetrain.device_arrays import on_device
 from treetrain.engine.lm_head import Scores, Statistics
-from treetrain.engine.loss import Metrics, PackedLoss, Rows, add_metrics, describe, split_by_trajectory
+from treetrain.engine.loss import Facts, Loss, Metrics, Rows, add_metrics, describe, split_by_trajectory
 from treetrain.errors import DataError
 from treetrain.models.capability import Capabilities
 from treetrain.tree.layout import PackedLayout, Piece, flat_reads, pack, pack_states, ranges
@@ -40,9 +40,9 @@ class Selection:
     edge_rows: np.ndarray
     """int64 [T]: the row of the layout that makes it."""
 
-    def facts(self, loss: PackedLoss, device: torch.device, dtype: torch.dtype) -> Any:
-        """The per-prediction tensors that a loss reads."""
-        return loss.pack(self.rows, device=device, dtype=dtype, used=self.used)
+    def facts(self, like: Tensor) -> Facts:
+        """What a loss reads of the predictions, in the dtype and on the device of their log-probabilities."""
+        return Facts.pack(self.rows, device=like.device, dtype=like.dtype, used=self.used)
 
     def at_edges(self, per_edge: Tensor) -> Tensor:
         """[E] -> [T]."""
@@ -348,7 +348,7 @@ class StreamedGradients(KnownGradients):
 
     needs_scores_early = True
 
-    def __init__(self, table: ScoreTable, batch: Batch, loss: PackedLoss, normaliser: float):
+    def __init__(self, table: ScoreTable, batch: Batch, loss: Loss, normaliser: float):
         # Float64: thousands of rows may add to a shared edge.
         zeros = torch.zeros_like(table.logprobs, dtype=torch.float64)
         rows = None if table.entropies is None else torch.zeros_like(table.entropies, dtype=torch.float64)
@@ -410,7 +410,7 @@ def added_up(like: Tensor, places: np.ndarray, gradients: Tensor | None) -> Tens
 
 
 def evaluate_gradients(
-    loss: PackedLoss,
+    loss: Loss,
     normaliser: float,
     rows: Selection,
     logprobs: Tensor,
@@ -431,7 +431,7 @@ def evaluate_gradients(
     with torch.enable_grad():
         given = rows.at_edges(logprobs).requires_grad_()
         entropies, values = (None if x is None else rows.at_rows(x).requires_grad_() for x in (entropies, values))
-        total, sums = loss.packed(given, entropies, rows.facts(loss, given.device, given.dtype), values)
+        total, sums = loss.packed(given, entropies, rows.facts(given), values)
         grads: list[Tensor | None] = [None] * 3
         if total.requires_grad:
             present = [(number, x) for number, x in enumerate((given, entropies, values)) if x is not None]

@@ -21,7 +21,7 @@ from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import check_same
 from treetrain.engine.executor import Executor
 from treetrain.engine.gradients import Rollback
-from treetrain.engine.loss import Metrics, PackedLoss, StepResult, as_loss, name_of, needs_logprobs
+from treetrain.engine.loss import Loss, Metrics, StepResult, as_loss, name_of, needs_logprobs
 from treetrain.engine.loss_gradients import (
     Batch,
     KnownGradients,
@@ -57,7 +57,7 @@ class Step(NamedTuple):
 
     tree: TokenTree
     batch: Batch
-    loss: PackedLoss
+    loss: Loss
     normaliser: float
     """The step's normaliser, divided by the number of ranks, since gradients are averaged over them."""
     rows: Sequence[Trajectory]
@@ -84,7 +84,7 @@ def prepare_step(
     """
     ranks = runtime.ranks
 
-    def checked() -> tuple[tuple[TokenTree, PackedLoss, Any, Any], Any]:
+    def checked() -> tuple[tuple[TokenTree, Loss, Any, Any], Any]:
         packed = as_loss(loss, normaliser)
         asked = runtime.checked().asked(logprobs=needs_logprobs(packed), values="predicted_values" in packed.needs)
         runtime.capabilities = asked
@@ -114,9 +114,9 @@ def prepare_step(
         for name in settings[0]:
             check_same(name, [own[name] for own in settings])
         rows = None if all_rows[0] is None else [row for own in all_rows for row in own]
-    if normaliser is None:
-        packed = packed.for_step([] if rows is None else rows)
-    elif packed.needs_step:
+    if "step" in packed.needs and normaliser is None:
+        packed = packed.for_step(rows)
+    elif "step" in packed.needs:
         raise ValueError(
             f"{name_of(packed)} was given a normaliser, so a part of a step, but was not told of the whole step: "
             "call loss = loss.for_step(all trajectories of the step) first, and pass loss.normaliser(the same)"
@@ -144,7 +144,7 @@ def prepare_step(
 
 
 def _announcement(
-    runtime: Runtime, tree: TokenTree, merged: Any, loss: PackedLoss, normaliser: float | None
+    runtime: Runtime, tree: TokenTree, merged: Any, loss: Loss, normaliser: float | None
 ) -> tuple[dict[str, Any], list[Trajectory] | None, float]:
     """Collect what the other ranks need: settings that must be the same, and all rows if the loss needs those of the
     whole step, else this rank's part of the normaliser."""
@@ -159,10 +159,10 @@ def _announcement(
         "the weights' shapes and kinds": hashlib.sha256(repr(weights).encode()).hexdigest()[:16],
         "the auxiliary loss": runtime.capabilities.auxiliary,
         "loss": loss.identity,
-        "what the loss needs": {"scope": loss.scope, "needs": sorted(loss.needs), "step": loss.needs_step},
+        "what the loss needs": {"scope": loss.scope, "needs": sorted(loss.needs)},
         "a normaliser": None if normaliser is None else float(normaliser),
     }
-    if loss.scope == "batch" or loss.needs_step or (normaliser is None and "step" in loss.needs):
+    if loss.scope == "batch" or "step" in loss.needs:
         return settings, list(tree.trajectories), 0.0
     rows = list(tree.trajectories) if merged is None else merged
     loss.check(rows)
@@ -299,12 +299,12 @@ def _stream(
             routing.settle()
         coefficients, logprobs = None, table.logprobs
         if table.entropies is None:  # a mixture may have coefficients here and still need entropies
-            coefficients = loss.coefficients(batch.facts(loss, logprobs.device, logprobs.dtype))
+            coefficients = loss.coefficients(batch.facts(logprobs))
         executor = Executor(runtime, plan, counts, routing, gradients=True, reduces=reduces)
         if coefficients is not None:
             executor.train(KnownGradients(table, added_up(logprobs, batch.edges, coefficients) / normaliser))
             with torch.no_grad():
-                facts = batch.facts(loss, logprobs.device, logprobs.dtype)
+                facts = batch.facts(logprobs)
                 total, sums = loss.packed(batch.at_edges(logprobs), None, facts, None)
             return total / normaliser, sums
         executor.train(streamed)

@@ -5,8 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, get_args, get_type_hints
 
-from treetrain.engine.loss import Metrics, add_metrics, mean_metrics
-from treetrain.losses.loss import Facts, Loss, Reduction
+from treetrain.engine.loss import Facts, Loss, Metrics, Reduction, add_metrics, mean_metrics
 from treetrain.losses.mix import Mixture, mix
 from treetrain.losses.preference import dpo
 from treetrain.losses.token_losses import (

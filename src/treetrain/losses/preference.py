@@ -11,18 +11,19 @@ from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.device_arrays import on_device
-from treetrain.engine.loss import Scope, describe
-from treetrain.errors import DataError
-from treetrain.losses.loss import (
+from treetrain.engine.loss import (
     Facts,
     Loss,
     LossSum,
     Reduction,
+    Scope,
     check_flag,
     check_number,
     check_positive,
+    describe,
     require_nonnegative_weights,
 )
+from treetrain.errors import DataError
 
 Int64s = NDArray[np.int64]
 

@@ -13,12 +13,13 @@ from typing import Literal, TypedDict, Unpack, get_args
 import torch
 from torch import Tensor
 
-from treetrain.engine.loss import Metrics, Rows
-from treetrain.losses.loss import (
+from treetrain.engine.loss import (
     Facts,
     Loss,
     LossSum,
+    Metrics,
     Reduction,
+    Rows,
     check_choice,
     check_flag,
     check_number,

@@ -19,10 +19,9 @@ from treetrain.data.trajectory import PER_TOKEN_FACTS, LazyTrajectories, Traject
 from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import Ranks, is_sharded
 from treetrain.engine.engine import LinearEngine, TreeEngine
-from treetrain.engine.loss import Metrics, Rows, as_loss, describe
+from treetrain.engine.loss import Facts, Loss, Metrics, Rows, as_loss, describe
 from treetrain.engine.packed import model_device
 from treetrain.errors import DataError
-from treetrain.losses.loss import Facts, Loss
 from treetrain.losses.token_losses import KL_ESTIMATORS, PolicyLoss, sampler_log_ratio
 from treetrain.planning.balance import dispatch
 from treetrain.planning.make import PART_TOKENS

@@ -21,7 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.distributed import is_sharded
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.loss import Metrics, StepResult, add_metrics, mean_metrics, summed
+from treetrain.engine.loss import Facts, Metrics, StepResult, add_metrics, mean_metrics, summed
 from treetrain.engine.memory import expandable_segments
 from treetrain.engine.routing import RouterBalance
 from treetrain.errors import DataError
@@ -371,7 +371,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
                 nll -= float(weights[used] @ flat.double().cpu().numpy()[used])
                 weight, tokens = weight + float(weights.sum()), tokens + int(used.sum())
                 if loss is not None and (every or used.any()):
-                    facts = loss.pack(members, device=flat.device, dtype=flat.dtype, used=None if every else used)
+                    facts = Facts.pack(members, device=flat.device, dtype=flat.dtype, used=None if every else used)
                     read = torch.from_numpy(np.flatnonzero(used | every)).to(flat.device)
                     entropy = None if entropy_rows is None else torch.cat(entropy_rows)[read]
                     part, metrics = loss.packed(flat[read], entropy, facts)

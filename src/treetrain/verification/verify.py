@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.gradients import gradients_of
-from treetrain.engine.loss import PackedLoss, as_loss, needs_logprobs
+from treetrain.engine.loss import Loss, as_loss, needs_logprobs
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import RouterBalance, by_place, route_as_recorded
 from treetrain.engine.tensor_parallel import summed_gradients, tensor_parallel_ranks
@@ -186,7 +186,7 @@ class PlainModel:
         self._head, self._experts = capabilities.head, capabilities.experts
         self._wide = torch.promote_types(model.dtype, torch.float32)  # type: ignore[arg-type]
 
-    def accumulate_gradients(self, rows: Sequence[Trajectory], loss: PackedLoss, normaliser: float) -> float:
+    def accumulate_gradients(self, rows: Sequence[Trajectory], loss: Loss, normaliser: float) -> float:
         """Add a step's gradients to ``.grad``; returns its loss."""
         summed = 0.0
         if loss.scope == "batch":
@@ -210,7 +210,7 @@ class PlainModel:
                 summed += float(total.detach())
         return summed / normaliser + self._accumulate_auxiliary_gradients([row for row in rows if len(row)])
 
-    def _scores(self, row: Trajectory, loss: PackedLoss) -> Scores:
+    def _scores(self, row: Trajectory, loss: Loss) -> Scores:
         entropy, valued = "entropies" in loss.needs, "predicted_values" in loss.needs
         if len(row) < 2:
             nothing = torch.zeros(0, dtype=self._wide, device=model_device(self._model))
