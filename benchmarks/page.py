@@ -223,8 +223,8 @@ SECTIONS = (
     ),
     Section(
         "Inspecting",
-        "`treetrain inspect --html` on a JSONL file of token rows, in one process on a busy machine: figures of all "
-        "rows by an external merge, the rest of a sample.",
+        "`treetrain inspect --html` on a JSONL file of token rows, in one process on a busy machine. Figures are "
+        "of a sample of whole groups, with estimates of all rows. Rows before 2026-11-22, 20:00, also sorted all rows.",
         "inspect_scale.csv",
         ("rows",),
         {

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from treetrain.data.trajectory import Trajectory
 from treetrain.tree import build_tree
 from treetrain.tree.attention_range import FULL
-from treetrain.tree.stats import linear_work, tree_stats, tree_work
+from treetrain.tree.stats import distinct_rows, linear_work, tree_stats, tree_work
 
 
 @st.composite
@@ -55,7 +55,7 @@ def test_tree_and_linear_work_are_counted_over_sets_of_prefixes(rows):
             initial=0
         ):
             best[name] = row
-    assert linear_work(tree, dedup=True) == brute_force_work(list(best.values()))[1]
+    assert linear_work(tree, rows=distinct_rows(tree)) == brute_force_work(list(best.values()))[1]
 
 
 @settings(max_examples=50, deadline=None)

@@ -76,12 +76,19 @@ def run(argv: Sequence[str]) -> int:
     shape = find_shape(options.model, options.shape)
     with console(stderr=True).status("reading") as status:
 
-        def progress(doing: str, done: int, total: int) -> None:
-            status.update(f"{doing}: {done:,}" + (f" of {total:,}" if total else "") + " rows")
+        def progress(rows: int) -> None:
+            if rows % 1024 == 0:
+                status.update(f"reading: {rows:,} rows")
 
         sampler = Sampler(shape.counts, progress=progress)
         found = read(options, collect=sampler, cache=options.cache, processes=options.processes)
-    notes = (*found.notes, sampler.note) if sampler.note else found.notes
+    notes, estimate = found.notes, sampler.estimate
+    if estimate is not None:
+        rows = f"{len(found.rows):,} rows in {estimate.groups:,} whole groups ({estimate.share:.2%})"
+        notes += (
+            f"not all rows are kept in memory. The figures are of a sample: {rows}. Estimated from it for all rows, "
+            f"with standard errors: {estimate.words()}. Rows outside the sample were read but not checked",
+        )
     print_notes(notes)
     inspection = inspect_rows(
         found.rows,
@@ -93,7 +100,7 @@ def run(argv: Sequence[str]) -> int:
         tokenizer=found.tokenizer,
         batch_size=options.batch_size,
         views=_views(options, found, shape),
-        stats=sampler.stats,
+        estimate=estimate,
     )
     if options.calibrate or options.budget is not None:
         inspection = dataclasses.replace(inspection, plan=_plan(options, inspection))
@@ -140,7 +147,8 @@ def _plan(options: Namespace, inspection: "Inspection") -> "Plan":
 
 def _print(inspection: "Inspection", listed: int) -> None:
     out, file, groups = console(), inspection.stats, inspection.within_groups()
-    rows = [
+    rows = [] if inspection.estimate is None else [("all rows, estimated", inspection.estimate.words())]
+    rows += [
         ("trajectories", f"{file.trajectories:,} in {file.trees:,} trees, {file.duplicates:,} exact repeats"),
         ("flat tokens", f"{file.flat:,}"),
         ("unique tokens", f"{file.unique:,}"),
@@ -221,7 +229,7 @@ def _picture(inspection: "Inspection") -> "Text":
     picture = draw(inspection.tree, blocks=inspection.tree.num_tokens)
     colours = {"context": "blue", "trained": "dark_orange", "": ""}
     own, shared = (f"{MARKS['context'][many]} context, {MARKS['trained'][many]} trained" for many in (0, 1))
-    sampled = "a sample: " if inspection.tree.num_trajectories < inspection.stats.trajectories else ""
+    sampled = "" if inspection.estimate is None else "a sample: "
     found = Text(f"\n{sampled}{picture.headline()}\n", no_wrap=True)
     for line in picture.lines(72, 14):
         found.append("  ").append_text(Text.assemble(*((mark, colours[kind]) for mark, kind in line))).append("\n")

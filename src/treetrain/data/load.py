@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -23,7 +23,7 @@ from treetrain.data.records import (
     look_up,
     read_records,
 )
-from treetrain.data.token_rows import trajectory_from_token_row
+from treetrain.data.token_rows import EPISODE_KEYS, GROUP_KEYS, first_of, trajectory_from_token_row
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, quoted, shortened
 
@@ -94,7 +94,8 @@ def load(
             read from the mapped file one by one (`MappedTrajectories`). Needs pyarrow. With several processes, one
             must call `load` first (`with args.main_process_first()` in transformers).
         collect: receives an iterator over the rows and returns those to keep; `list` keeps all. Ignored with
-            `memory_map`.
+            `memory_map`. A row for whose group and episode its method `wants`, if it has one, returns False is left
+            out before it is checked and tokenised, unless rows are cached or made in several processes.
         cache: a folder for the rows in Arrow files, one for every 256 records, named by their content and by all
             settings. Records that are there already are not tokenised again. Needs pyarrow.
         processes: number of processes that convert and tokenise records. Needs pyarrow.
@@ -124,6 +125,7 @@ def load(
         if cache is not None or processes > 1:
             reading.cached = (depends_on, cache, processes)
     if memory_map is None:
+        reading.wants = None if reading.cached else getattr(collect, "wants", None)
         return reading.finished(collect(reading.rows(records)))
     from treetrain.data.arrow import MappedTrajectories, files_key, read_about, write_trajectories
 
@@ -268,6 +270,7 @@ class _Reading:
         self.repeats = _Repeats()
         self.cached: tuple[Any, Any, int] | None = None
         """(settings that the rows depend on, cache folder, processes); None: no cache, and only this process."""
+        self.wants: Callable[[Hashable, Hashable], bool] | None = None
 
     @cached_property
     def chat(self) -> ChatReader:
@@ -362,6 +365,8 @@ class _Reading:
     def _rows(self, record: Record) -> list[Trajectory | ChatRow]:
         made: list[Trajectory | ChatRow] = []
         for row in map(self._with_image_key, self.convert(_mapped(record, self.map, self.notes))):
+            if self.wants is not None and not self.wants(first_of(row, GROUP_KEYS), first_of(row, EPISODE_KEYS)):
+                continue
             if self.kind.tokens or row.get("input_ids") is not None:
                 made.append(trajectory_from_token_row(row, self.notes))
                 continue

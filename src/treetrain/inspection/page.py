@@ -79,7 +79,7 @@ def _page(inspection: Inspection, most: int, explained: str | None) -> str:
         tiles=_tiles(inspection),
         headline=picture.headline(),
         folded=picture.folded(),
-        sampled=_sampled(inspection),
+        sampled=inspection.estimate is not None,
         view=data,
         svg=Markup(picture.svg(data["longest"], data["rows"])),
         # Escaped, no text can end the script element.
@@ -93,11 +93,6 @@ def _page(inspection: Inspection, most: int, explained: str | None) -> str:
         notes=inspection.notes,
         version=__version__,
     )
-
-
-def _sampled(inspection: Inspection) -> str:
-    shown, rows = inspection.tree.num_trajectories, inspection.stats.trajectories
-    return "" if shown == rows else f"This is a sample of whole groups: {shown:,} of {rows:,} trajectories (see Notes)."
 
 
 def _subtitle(inspection: Inspection) -> str:
@@ -117,6 +112,9 @@ def _tiles(inspection: Inspection) -> list[tuple[str, str, str]]:
         ("trajectories", f"{stats.trajectories:,}", f"in {stats.trees:,} tree{'s' * (stats.trees != 1)}{repeats}"),
         ("trained tokens", _short(stats.trained_flat), f"in rows, {stats.trained_unique:,} in the tree"),
     ]
+    if (whole := inspection.estimate) is not None:
+        detail = f"± {whole.flop_speedup_error:.2f}, by FLOPs; all other figures are of {whole.share:.2%} of the rows"
+        tiles.insert(0, ("estimated for all rows", f"{whole.flop_speedup:.2f}×", detail))
     speeds = {one.order: f"{one.flop_speedup:.2f}×" for one in inspection.batches}
     if speeds:
         others = f"grouped by prefix; {speeds['file']} in file order, {speeds['shuffled']} shuffled"

@@ -7,6 +7,7 @@ from typing import Any
 from treetrain.data.trajectory import Trajectory
 from treetrain.inspection.comparisons import BatchSharing, ViewCost, sharing_in_batches, transcripts_speedup
 from treetrain.inspection.diagnosis import Diagnosis, diagnose
+from treetrain.inspection.sample import Estimate
 from treetrain.planning.cost import ModelCounts
 from treetrain.planning.plan import Plan
 from treetrain.tree.build import build_tree
@@ -56,7 +57,8 @@ class Inspection:
     tree: TokenTree
     """`rows` as one batch."""
     stats: TreeStats
-    """Those of all rows in the files, of which `rows` may be a sample."""
+    estimate: Estimate | None
+    """Figures of all rows in the files, if `rows` are a sample of them."""
     groups: tuple[GroupStats, ...]
     """Every group of rows, most flat tokens first."""
     transcripts_speedup: float | None
@@ -90,7 +92,7 @@ class Inspection:
         by_order = {one.order: one.flop_speedup for one in self.batches}
         here = by_order.get("grouped", whole)
         causes, repaired = self.diagnosis.causes, self.diagnosis.repaired_flop_speedup
-        fix = ""
+        fix, worst = "", None
         if causes and repaired >= WORTH * whole:
             worst = max(causes, key=lambda lost: lost.tokens)
             others = f" and {len(causes) - 1} more" if len(causes) > 1 else ""
@@ -98,8 +100,10 @@ class Inspection:
                 f"; fix first: {worst.title}{others} (then {repaired:.2f}x in place of {whole:.2f}x, all rows at once)"
             )
         model = f"on {self.shape.name} by FLOPs"
+        if self.estimate is not None:
+            fix += f" (measured on a sample of {self.estimate.share:.2%} of the rows)"
         if here < WORTH:
-            return f"Train as a tree: {'not yet' if fix else 'no'}, {here:.2f}x {model}{fix}."
+            return f"Train as a tree: {'not yet' if worst else 'no'}, {here:.2f}x {model}{fix}."
         said = f"Train as a tree: yes, {here:.2f}x {model}"
         if self.batches:
             shuffled = f", {by_order['shuffled']:.2f}x shuffled" if by_order["shuffled"] * WORTH < here else ""
@@ -142,6 +146,7 @@ class Inspection:
             "view": self.view,
             "shape": {"name": self.shape.name, "assumed": self.shape.assumed},
             "file": dataclasses.asdict(self.stats),
+            "estimate": None if self.estimate is None else dataclasses.asdict(self.estimate),
             "groups": summary,
             "transcripts_speedup": self.transcripts_speedup,
             "batches": [dataclasses.asdict(one) for one in self.batches],
@@ -164,7 +169,7 @@ def inspect_rows(
     tokenizer: Any = None,
     batch_size: int = 8,
     views: Sequence[ViewCost] = (),
-    stats: TreeStats | None = None,
+    estimate: Estimate | None = None,
 ) -> Inspection:
     """Measure what rows share.
 
@@ -178,7 +183,7 @@ def inspect_rows(
         tokenizer: anything with `decode`; examples then show text instead of ids.
         batch_size: rows of a batch, for the sharing that is left in batches.
         views: the cost of the same conversations in other views; see `compare_views`.
-        stats: statistics of all rows, where `rows` are a sample (`inspection.sample`).
+        estimate: figures of all rows, where `rows` are a sample (`inspection.sample`).
     """
     tree = build_tree(rows)
     members: dict[Any, list[Trajectory]] = {}
@@ -197,7 +202,8 @@ def inspect_rows(
         tokenizer=tokenizer,
         shape=shape,
         tree=tree,
-        stats=stats or tree_stats(tree, shape.counts),
+        stats=tree_stats(tree, shape.counts),
+        estimate=estimate,
         groups=tuple(sorted(groups, key=lambda one: -one.stats.flat)),
         transcripts_speedup=transcripts_speedup(tree, shape.counts),
         batches=sharing_in_batches(rows, tree, shape.counts, batch_size),

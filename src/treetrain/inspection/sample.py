@@ -1,118 +1,223 @@
-"""Rows as they are read: all of them, or exact statistics of all and a sample of whole groups.
+"""Rows as they are read: all of them, or a sample of whole groups and estimates of what all rows share.
 
-A sample by the hash of the group's name is uniform over groups, the same in every run, and needs one pass: when the
-sample has grown too large, the groups with the largest hash are dropped, and so are later rows with a larger one.
+Groups are drawn by the hash of their name. So the sample is uniform over groups, the same in every run, and needs one
+pass: when it has grown too large, the groups with the largest hash are dropped, and so are later rows with a larger
+one. Rows that are left out are not converted, hence not tokenised.
+
+Why the estimate is right. A token of the sample's tree that rows of only one sampled group pass through stands for the
+tokens of the groups that were left out: it counts as often as a row does. A token that several sampled groups share,
+such as those of a common system prompt, is in most groups and counts once. This is the Good-Turing estimate of the
+tokens that another group would add. It counts tokens that few groups share too often, so the sharing of all rows is at
+least about the one that is estimated.
 """
 
+import dataclasses
 import heapq
 import zlib
-from collections.abc import Callable, Iterator
-from itertools import chain
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treetrain.data.trajectory import Trajectory
+from treetrain.errors import DataError, quoted
 from treetrain.tree.build import build_tree
-from treetrain.tree.external import ExternalTree
-from treetrain.tree.stats import FlopCounter, TreeStats
+from treetrain.tree.stats import FlopCounter, linear_work, trajectories_through, tree_work
+from treetrain.tree.token_tree import TokenTree
 
 MEMORY_TOKENS = 1 << 25
 """Flat tokens up to which all rows are kept."""
 SAMPLE_TOKENS = 1 << 22
 """Flat tokens of a sample."""
-TOGETHER = 64
-"""Consecutive rows that stay together if they have no group and no episode."""
+PLACES = 1 << 32
+"""Number of hashes of a group's name."""
+PARTS = 16
+"""Parts of a sample, whose differences give the errors of its estimates."""
+COMMON = 1 / 32
+"""Share of the rows that may begin alike if rows have no group: those that do are one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """Figures of all rows, estimated from a sample. Each error is one standard error."""
+
+    groups: int
+    """Groups in the sample."""
+    share: float
+    """The sample's share of the rows."""
+    flat: float
+    flat_error: float
+    unique: float
+    unique_error: float
+    overlap: float
+    overlap_error: float
+    flop_speedup: float
+    flop_speedup_error: float
+
+    def words(self) -> str:
+        """The figures in one line."""
+        return (
+            f"about {self.flat:,.0f} flat and {self.unique:,.0f} unique tokens, overlap {self.overlap:.4f} ± "
+            f"{self.overlap_error:.4f}, FLOP-ideal speed-up {self.flop_speedup:.2f}x ± {self.flop_speedup_error:.2f}"
+        )
 
 
 class Sampler:
     """Keeps the rows that are read if they fit in memory, else a sample. A `collect` of `tt.load`.
 
     Args:
-        shape: the model that FLOPs are counted for.
+        counts: the model that FLOPs are counted for.
         memory_tokens: the largest number of flat tokens that are kept.
         sample_tokens: the size of a sample.
-        progress: called with what is done, and the rows done and their number (0 if it is not known yet).
+        progress: called with the number of rows read so far.
     """
 
     def __init__(
         self,
-        shape: FlopCounter,
+        counts: FlopCounter,
         *,
         memory_tokens: int = MEMORY_TOKENS,
         sample_tokens: int = SAMPLE_TOKENS,
-        progress: Callable[[str, int, int], None] = lambda doing, done, total: None,
+        progress: Callable[[int], None] = lambda rows: None,
     ) -> None:
-        self._shape = shape
+        self._counts = counts
         self._memory_tokens = memory_tokens
         self._sample_tokens = sample_tokens
         self._progress = progress
-        self.stats: TreeStats | None = None
-        """Statistics of all rows; None if all rows are kept."""
-        self.note = ""
-        """What is exact and what is sampled, in words."""
+        self._threshold = PLACES
+        self._prefix = 0  # leading tokens that make rows without group and episode one group
+        self._named: Counter[int] = Counter()  # rows of each group in the sample, before conversion
+        self._rows = 0  # of all groups
+        self.estimate: Estimate | None = None
+        """Figures of all rows; None if all rows are kept."""
+
+    def wants(self, group: Hashable, episode: Hashable) -> bool:
+        """Whether a row that is about to be converted may be in the sample; `tt.load` asks."""
+        self._rows += 1
+        self._progress(self._rows)
+        if group is None and episode is None:
+            return True
+        place = _place(episode if group is None else group)
+        wanted = place < self._threshold
+        if wanted:
+            self._named[place] += 1
+        return wanted
 
     def __call__(self, rows: Iterator[Trajectory]) -> list[Trajectory]:
-        """The rows to keep, in order."""
+        """The rows to keep, in order.
+
+        Raises:
+            DataError: two groups alone have more tokens than are kept.
+        """
         kept, tokens = [], 0
         for row in rows:
             kept.append(row)
+            self._progress(max(self._rows, len(kept)))
             tokens += len(row)
-            if len(kept) % 1024 == 0:
-                self._progress("reading", len(kept), 0)
             if tokens > self._memory_tokens:
                 return self._sampled(kept, rows)
         return kept
 
     def _sampled(self, first: list[Trajectory], rest: Iterator[Trajectory]) -> list[Trajectory]:
-        first.reverse()
-        external = ExternalTree(progress=lambda done, of: self._progress("merging", done, of))
-        # Groups are known by their hash: two with the same one are kept or dropped together.
+        self._prefix = _prefix([row for row in first if row.group is None and row.episode is None])
+        # Groups with the same hash are kept or dropped together.
         groups: dict[int, list[tuple[int, Trajectory]]] = {}
         largest: list[int] = []
-        threshold, tokens = 1 << 32, 0
-        seen: set[int] = set()
-
-        def add(number: int, row: Trajectory) -> None:
-            nonlocal threshold, tokens
-            external.add(row)
+        number = tokens = 0
+        first.reverse()
+        while (row := first.pop() if first else next(rest, None)) is not None:
+            number += 1
+            self._progress(max(self._rows, number))
             name = row.group if row.group is not None else row.episode
-            name = ("rows", number // TOGETHER) if name is None else name
-            place = zlib.crc32(repr(name).encode(errors="replace"))
-            seen.add(place)
-            if place < threshold:
-                if place not in groups:
-                    groups[place] = []
-                    heapq.heappush(largest, -place)
-                groups[place].append((number, row))
-                tokens += len(row)
-            while tokens > self._sample_tokens and len(groups) > 1:
-                threshold = -heapq.heappop(largest)
-                tokens -= sum(len(dropped) for _, dropped in groups.pop(threshold))
-            if number % 1024 == 0:
-                self._progress("reading", number, 0)
-
-        while first:
-            add(external.rows, first.pop())
-        for row in rest:
-            add(external.rows, row)
-        rows = [row for _, row in sorted(chain.from_iterable(groups.values()), key=lambda found: found[0])]
-        self.stats = external.stats(self._shape)
-        overlap, error = overlap_within([[row for _, row in own] for own in groups.values()])
-        self.note = (
-            f"{self.stats.flat:,} tokens are more than {self._memory_tokens:,}, so the rows were not kept. The figures "
-            "of all rows are exact (an external merge). Groups, batches, causes, the picture and the plan are of a "
-            f"sample: {len(rows):,} of {external.rows:,} rows, in {len(groups):,} of {len(seen):,} whole groups (runs "
-            f"of {TOGETHER} rows where there are none); overlap within them {overlap:.4f}, standard error {error:.4f}"
+            place = _place(row.ids[: self._prefix].tobytes() if name is None else name)
+            if place >= self._threshold:
+                continue
+            if place not in groups:
+                groups[place] = []
+                heapq.heappush(largest, -place)
+            groups[place].append((number, row))
+            tokens += len(row)
+            if tokens > self._memory_tokens and len(groups) <= 2:
+                most = max(groups.values(), key=lambda own: sum(len(row) for _, row in own))[0][1]
+                raise DataError(
+                    f"group {quoted(most.group)} of row {quoted(most.id)} is too large for a sample of whole groups: "
+                    f"two groups have more than {self._memory_tokens:,} tokens; name smaller groups (--map "
+                    "group_id=KEY), or inspect fewer rows"
+                )
+            while tokens > self._sample_tokens and len(groups) > 2:
+                self._threshold = -heapq.heappop(largest)
+                tokens -= sum(len(dropped) for _, dropped in groups.pop(self._threshold))
+                del self._named[self._threshold]
+        # Without `wants`, or names, rows are counted after conversion.
+        sizes = [self._named[place] or len(own) for place, own in groups.items()]
+        self.estimate = _estimate(
+            [[row for _, row in own] for own in groups.values()], sizes, max(self._rows, number), self._counts
         )
-        return rows
+        return [row for _, row in sorted((one for own in groups.values() for one in own), key=lambda one: one[0])]
 
 
-def overlap_within(groups: list[list[Trajectory]]) -> tuple[float, float]:
-    """The overlap within groups, and its standard error where they are a sample (a ratio estimator)."""
-    sizes = [(tree.num_flat_tokens, tree.num_tokens) for tree in map(build_tree, groups)]
-    flat, unique = np.array(sizes, np.float64).T
-    ratio = unique.sum() / max(flat.sum(), 1.0)
-    apart = unique - ratio * flat
-    count = len(sizes)
-    error = np.sqrt((apart @ apart) / max(count - 1, 1) / count) / max(flat.mean(), 1.0)
-    return float(1 - ratio), float(error)
+def _place(name: Hashable) -> int:
+    return zlib.crc32(name if isinstance(name, bytes) else repr(name).encode(errors="replace"))
+
+
+def _prefix(rows: list[Trajectory]) -> int:
+    """The least number such that no more than `COMMON` of the rows, or one, begin with the same tokens."""
+
+    def splits(count: int) -> bool:
+        alike = Counter(row.ids[:count].tobytes() for row in rows).values()
+        return max(alike, default=0) <= max(COMMON * len(rows), 1)
+
+    return bisect_left(range(max(map(len, rows), default=0)), True, key=splits)
+
+
+def _estimate(groups: Sequence[list[Trajectory]], sizes: list[int], rows: int, counts: FlopCounter) -> Estimate:
+    """Estimate the figures of all rows.
+
+    Args:
+        groups: the rows of each sampled group.
+        sizes: their numbers, of the kind that `rows` counts.
+        rows: number of all rows.
+        counts: the model that FLOPs are counted for.
+    """
+
+    tree = build_tree([row for group in groups for row in group])
+    group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    only = _only_group(tree, group_of)
+    ranges, shared = counts.attention_ranges, only < 0
+    shared_flops = counts.flops(*tree_work(tree, ranges, shared))
+
+    def figures(part: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """The estimate from some of the groups, bool [G]."""
+        times = rows / np.array(sizes)[part].sum()
+        mine, own = part[group_of], part[only] & ~shared
+        flat = times * int(tree.trajectory_length[mine].sum())
+        unique = times * int(own.sum()) + int(shared.sum())
+        ours = times * counts.flops(*tree_work(tree, ranges, own)) + shared_flops
+        linear = times * counts.flops(*linear_work(tree, ranges, mine))
+        return np.array([flat, unique, 1 - unique / max(flat, 1), linear / ours if ours else 1.0])
+
+    parts = min(PARTS, len(groups))
+    values = figures(np.ones(len(groups), bool))
+    apart = np.array([figures(np.arange(len(groups)) % parts == part) for part in range(parts)])
+    errors = apart.std(axis=0, ddof=1) / np.sqrt(parts)
+    names = ("flat", "unique", "overlap", "flop_speedup")
+    given = dict(zip(names, values.tolist())) | dict(zip((f"{name}_error" for name in names), errors.tolist()))
+    return Estimate(groups=len(groups), share=sum(sizes) / rows, **given)
+
+
+def _only_group(tree: TokenTree, group: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64 [N]: the group that all trajectories through a token have; -1 for several.
+
+    Args:
+        tree: the batch.
+        group: [K], ascending: the group of each trajectory.
+    """
+    last = tree.trajectory_last
+    order = np.argsort(last, kind="stable")[int((last < 0).sum()) :]
+    changes = np.append(0, np.cumsum(np.diff(group[order]) != 0))
+    ends = np.bincount(last[order] + 1, minlength=tree.num_tokens + 1)
+    first = np.cumsum(ends)[:-1]
+    one = changes[first] == changes[first + trajectories_through(tree) - 1]
+    return np.where(one, group[order][first], -1)

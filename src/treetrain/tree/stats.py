@@ -126,34 +126,38 @@ def ideal_speedup(tree: TokenTree, shape: FlopCounter, *, dedup: bool = False) -
     """
     ranges = shape.attention_ranges
     ours = shape.flops(*tree_work(tree, ranges))
-    return shape.flops(*linear_work(tree, ranges, dedup=dedup)) / ours if ours else 1.0
+    rows = distinct_rows(tree) if dedup else None
+    return shape.flops(*linear_work(tree, ranges, rows)) / ours if ours else 1.0
 
 
-def tree_work(tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,)) -> Work:
+def tree_work(tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,), among: Bools | None = None) -> Work:
     """The work of the tree in one packed pass: each token that a trained prediction depends on, once.
 
     Args:
         tree: the batch.
         ranges: how far the model's layers see, each once.
+        among: bool [N]; count only these tokens. None counts all.
     """
     uses, _ = tree.trained_edges()
     edges = np.flatnonzero(uses)
     kept = needed_tokens(tree, edges)
     predicts = np.zeros(tree.num_tokens, bool)  # much faster than np.unique
     predicts[tree.parent[edges]] = True
+    if among is not None:
+        kept, predicts = kept & among, predicts & among
     pairs = pairs_at(tree.depth[kept].astype(np.int64), ranges)
     return Work(int(kept.sum()), pairs, int(predicts.sum()))
 
 
-def linear_work(tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,), *, dedup: bool = False) -> Work:
+def linear_work(tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,), rows: Bools | None = None) -> Work:
     """The work of the linear baseline: every trajectory up to the token that predicts its last trained token.
 
     Args:
         tree: the batch.
         ranges: how far the model's layers see, each once.
-        dedup: of trajectories with the same tokens, count the one that must be computed furthest.
+        rows: bool [K]; count only these trajectories. None counts all.
     """
-    uses, length = tree.trained_edges(distinct_rows(tree) if dedup else None)
+    uses, length = tree.trained_edges(rows)
     return Work(int(length.sum()), pairs_of_rows(length, ranges), int(uses.sum()))
 
 
