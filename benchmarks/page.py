@@ -238,6 +238,23 @@ SECTIONS = (
         },
     ),
     Section(
+        "Lost sharing",
+        "Causes planted in 40 conversations of the tool agent, one row per LLM call: what `treetrain inspect` finds, and the "
+        "ideal speed-up (qwen3-8b) that it predicts without the cause against that of the same conversations without it.",
+        "lost_sharing.csv",
+        ("planted",),
+        {
+            "planted": "planted",
+            "found": "found",
+            "rows": "rows_found",
+            "speed-up": "speedup",
+            "predicted": "predicted",
+            "measured": "measured",
+            "tokens lost, predicted": lambda row: number(row["lost_tokens_predicted"]),
+            "measured, tokens": lambda row: number(row["lost_tokens"]),
+        },
+    ),
+    Section(
         "Planning",
         "CPU seconds from rows to a plan.",
         "planning.csv",

@@ -16,6 +16,7 @@ NEEDS_DATA = (
     "attention_cost.py",
     "budget_efficiency.py",
     "families.py",
+    "lost_sharing.py",
     "overhead.py",
     "trainers.py",
 )

@@ -5,8 +5,7 @@ import pytest
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
-from treetrain.inspection.comparisons import compare_views, sharing_in_batches, transcripts_speedup
-from treetrain.inspection.report import Shape, inspect_rows
+from treetrain.inspection.report import Shape, compare_views, inspect_rows, sharing_in_batches, transcripts_speedup
 from treetrain.planning.cost import ModelShape
 from treetrain.tree.build import build_tree
 from treetrain.tree.stats import linear_work, tree_work

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.inspection.alignment import RUN
-from treetrain.inspection.diagnosis import CAUSES, diagnose
+from treetrain.inspection.diagnosis import CAUSES, RUN, diagnose
 from treetrain.planning.cost import ModelShape
 from treetrain.tree.build import build_tree
 from treetrain.tree.stats import linear_work, tree_stats, tree_work

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from treetrain.data.trajectory import Trajectory
-    from treetrain.inspection.comparisons import ViewCost
-    from treetrain.inspection.report import Inspection, Shape
+    from treetrain.inspection.report import Inspection, Shape, ViewCost
     from treetrain.planning.plan import Plan
 
 SUMMARY = "How much the rows of a file share, where, and what computing every shared prefix once is worth."
@@ -119,7 +118,7 @@ def _views(options: Namespace, found: "ReadRows", shape: "Shape") -> "tuple[View
     """The first conversations as calls and as transcripts, with their own template and with chatml."""
     if found.view is None:
         return ()
-    from treetrain.inspection.comparisons import compare_views
+    from treetrain.inspection.report import compare_views
 
     def again(view: str, template: str) -> "Sequence[Trajectory]":
         changes = {"view": view, "on_error": "stop"} | ({"chat_template": "chatml"} if template == "chatml" else {})

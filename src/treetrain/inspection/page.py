@@ -13,14 +13,13 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from treetrain import __version__
-from treetrain.inspection.picture import BLOCKS, KINDS, PART_KINDS, Picture, draw
+from treetrain.inspection.picture import BLOCKS, KINDS, PART_KINDS, draw
 from treetrain.inspection.report import Inspection
 from treetrain.tree.token_tree import TokenTree
 
 STYLE = files("treetrain.inspection").joinpath("page.css").read_text(encoding="utf-8")
 """The style sheet of all pages."""
 PAGE_BYTES = 2_000_000
-LISTED = 20
 WIDTH, HEIGHT = 270, 112
 """Size of a chart, without its labels."""
 
@@ -84,7 +83,6 @@ def _page(inspection: Inspection, most: int, explained: str | None) -> str:
         svg=Markup(picture.svg(data["longest"], data["rows"])),
         # Escaped, no text can end the script element.
         data=Markup(written.replace("<", "\\u003c")),
-        largest=_largest(picture, texts),
         verdict=inspection.verdict(),
         findings=inspection.diagnosis.sections(),
         views=inspection.views,
@@ -132,22 +130,6 @@ def _short(count: int) -> str:
     return f"{count:,}"
 
 
-def _largest(picture: Picture, texts: list[str]) -> list[dict[str, Any]]:
-    saved = (picture.width * (picture.height - 1) * (picture.branches == 0)).astype(np.int64)
-    order = [block for block in np.argsort(-saved, kind="stable")[:LISTED].tolist() if saved[block]]
-    return [
-        {
-            "saved": int(saved[block]),
-            "tokens": int(picture.width[block]),
-            "height": int(picture.height[block]),
-            "x": int(picture.x[block]),
-            "kind": KINDS[picture.kind[block]],
-            "text": texts[block] if len(texts[block]) < 90 else texts[block][:88] + " …",
-        }
-        for block in order
-    ]
-
-
 def _rewards(tree: TokenTree) -> NDArray[np.float64]:
     return np.array([np.nan if row.reward is None else row.reward for row in tree.trajectories], np.float64)
 
@@ -166,24 +148,12 @@ def charts(tree: TokenTree) -> list[dict[str, Any]]:
     lengths = tree.trajectory_length[tree.trajectory_length > 0]
     children = np.bincount(tree.parent[tree.parent >= 0], minlength=tree.num_tokens)
     forks = np.flatnonzero(children > 1)
-    fans, counts = np.unique(children[forks], return_counts=True)
-    found = [
+    return [
         _histogram("Path length", lengths, "tokens", "trajectories"),
         _histogram("Depth of forks", tree.depth[forks], "tokens from the start", "forks"),
+        _histogram("Fan-out", children[forks], "branches", "forks"),
+        _by_depth(tree, lengths),
     ]
-    most = counts.max(initial=1)
-    shown = [(int(fan), int(count)) for fan, count in zip(fans, counts)]
-    if len(shown) > 24:
-        found.append(_histogram("Fan-out", children[forks], "branches", "forks"))
-    else:
-        words = f"median {int(np.median(children[forks]))}, at most {shown[-1][0]:,}" if shown else "there are no forks"
-        bars = [(count / most, count / most, f"{count:,} forks with {fan:,} branches") for fan, count in shown]
-        slot = WIDTH / max(len(bars), 8)
-        ticks = [(slot * (n + 0.45), "middle", f"{fan:,}") for n, (fan, _) in enumerate(shown)]
-        found.append(
-            {"title": "Fan-out: branches of a fork", "words": words, "bars": _bars(bars, 8)} | {"ticks": ticks}
-        )
-    return [*found, _by_depth(tree, lengths)]
 
 
 def _histogram(title: str, values: NDArray[Any], unit: str, counted: str) -> dict[str, Any]:
@@ -193,13 +163,17 @@ def _histogram(title: str, values: NDArray[Any], unit: str, counted: str) -> dic
     edges = _edges(low, high + 1, 28)
     counts, _ = np.histogram(values, edges)
     bars = [
-        (count / counts.max(), count / counts.max(), f"{count:,} {counted} of {a:,} to {b - 1:,} {unit}")
+        (count / counts.max(), count / counts.max(), f"{count:,} {counted} of {_range(a, b)} {unit}")
         for count, a, b in zip(counts.tolist(), edges.tolist(), edges[1:].tolist())
     ]
     middle, late = np.percentile(values, (50, 95))
     words = f"median {middle:,.0f} {unit}, 95% up to {late:,.0f}, at most {high:,}"
     ticks = [(0, "start", f"{low:,}"), (WIDTH, "end", f"{high:,} {unit}")] if high > low else [(0, "start", f"{low:,}")]
     return {"title": title, "words": words, "bars": _bars(bars), "ticks": ticks}
+
+
+def _range(start: int, stop: int) -> str:
+    return f"{start:,}" if stop == start + 1 else f"{start:,} to {stop - 1:,}"
 
 
 def _edges(low: int, stop: int, most: int) -> NDArray[np.int64]:
@@ -225,9 +199,9 @@ def _by_depth(tree: TokenTree, lengths: NDArray[np.int64]) -> dict[str, Any]:
     return {"title": "Sharing by depth", "words": words, "bars": _bars(bars), "ticks": ticks}
 
 
-def _bars(bars: Sequence[tuple[float, float, str]], least: int = 1) -> list[dict[str, Any]]:
+def _bars(bars: Sequence[tuple[float, float, str]]) -> list[dict[str, Any]]:
     """(height, height of the pale bar behind it, words): heights from 0 to 1."""
-    slot = WIDTH / max(len(bars), least)
+    slot = WIDTH / max(len(bars), 1)
     found = []
     for number, (own, all_, words) in enumerate(bars):
         high, behind = (round(max(value * (HEIGHT - 6), 1.5 * (value > 0)), 1) for value in (own, all_))
