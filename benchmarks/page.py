@@ -239,8 +239,9 @@ SECTIONS = (
     ),
     Section(
         "Lost sharing",
-        "Causes planted in 40 conversations of the tool agent, one row per LLM call: what `treetrain inspect` finds, and the "
-        "ideal speed-up (qwen3-8b) that it predicts without the cause against that of the same conversations without it.",
+        "Causes planted in 40 conversations of the tool agent, one row per LLM call: what `treetrain inspect` finds, "
+        "and the ideal speed-up (qwen3-8b) that it predicts without the cause against that of the same conversations "
+        "without it.",
         "lost_sharing.csv",
         ("planted",),
         {
