@@ -54,7 +54,7 @@ pytest-all: $(READY)
 test-verl: VENV = .venv-verl
 test-verl:
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q verl==0.9.1 transformers==5.10.4 pytest -e .
+	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q verl==0.9.1 transformers==5.10.4 pytest beartype -e .
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/integrations/test_verl.py
 
 bench: $(READY)
@@ -73,7 +73,7 @@ $(VENV)/.installed: pyproject.toml Makefile
 	@touch $@
 
 active-environment:
-	@$(PY) -c "import treetrain, torch, transformers, peft, pytest, xdist, hypothesis" || { \
+	@$(PY) -c "import treetrain, torch, transformers, peft, pytest, xdist, hypothesis, jaxtyping, beartype" || { \
 	  echo "the active environment ($(PY)) lacks what is named above: pip install $(TORCH), then pip install -e '.[$(EXTRAS)]'"; exit 1; }
 
 clean-venv:

@@ -4,10 +4,10 @@
     python3 benchmarks/gpu.py --run B                  # at most 9 minutes
     python3 benchmarks/gpu.py --run C                  # at most 9 minutes; ends with the speed-ups
 
-Needs a checkout, torch and transformers; nothing is installed or downloaded. Weights are random, trees have the shapes
-in benchmarks/shapes. All that a run leaves is rows.jsonl and log.txt in --out; both are written continuously. A case
-that fails leaves a row that says so, and the next one runs. --flash FA4 activates another FlashAttention for every
-engine and plain kernel. --smoke takes tiny sizes, on a CPU too.
+Needs a checkout, torch, transformers and jaxtyping; nothing is installed or downloaded. Weights are random, trees have
+the shapes in benchmarks/shapes. All that a run leaves is rows.jsonl and log.txt in --out; both are written
+continuously. A case that fails leaves a row that says so, and the next one runs. --flash FA4 activates another
+FlashAttention for every engine and plain kernel. --smoke takes tiny sizes, on a CPU too.
 """
 
 # ruff: noqa: E402

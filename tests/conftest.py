@@ -1,5 +1,6 @@
-"""Shared fixtures: where the real data is, and how tests say that it is absent."""
+"""Checks the shapes in signatures; shared fixtures: where the real data is, and how tests say that it is absent."""
 
+import importlib.util
 import os
 import signal
 from collections.abc import Iterator
@@ -7,6 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+if importlib.util.find_spec("beartype"):  # not on every machine on which benchmarks/gpu.py runs the kernels' tests
+    from support.shapes import check_shapes
+
+    check_shapes()
 
 SHARED_DATA = Path(os.environ.get("TREETRAIN_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
 

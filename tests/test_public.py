@@ -198,4 +198,4 @@ def test_data_structures_cannot_be_changed_once_made():
 def test_the_core_dependencies_are_light():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     names = {re.split(r"[<>=~! ]", requirement)[0] for requirement in project["dependencies"]}
-    assert names == {"jinja2", "numpy", "rich"}
+    assert names == {"jaxtyping", "jinja2", "numpy", "rich"}

@@ -1,10 +1,14 @@
-"""`tt.attention`: softmax attention of packed tokens along the paths of their tree, by any backend."""
+"""`tt.attention`: softmax attention of packed tokens along the paths of their tree, by any backend.
+
+Shape letters: N tokens, H query heads, G key/value heads, D size of query and key heads, V size of value heads.
+"""
 
 from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from treetrain.softmax_attention.backends import make_attention, using
@@ -42,15 +46,15 @@ class AttentionTree:
 
     def __call__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        query: Float[Tensor, "N H D"],
+        key: Float[Tensor, "N G D"],
+        value: Float[Tensor, "N G V"],
         scale: float,
         layer: Any = None,
         spec: AttentionSpec = PLAIN_ATTENTION,
-        sinks: Tensor | None = None,
+        sinks: Float[Tensor, "H"] | None = None,
         backend: str | None = None,
-    ) -> Tensor:
+    ) -> Float[Tensor, "N H V"]:
         """See `attention`."""
         device = query.device.type
         if torch.is_autocast_enabled(device):
@@ -98,40 +102,40 @@ class AttentionTree:
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Float[Tensor, "N H D"],
+    key: Float[Tensor, "N G D"],
+    value: Float[Tensor, "N G V"],
     tree: AttentionTree,
     *,
     scale: float | None = None,
     window: int | None = None,
     chunk: int | None = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
+    sinks: Float[Tensor, "H"] | None = None,
     layer: Any = None,
     backend: str | None = None,
-) -> Tensor:
+) -> Float[Tensor, "N H V"]:
     """Attention of every packed token to itself and its ancestors in the tree, differentiable.
 
     The result at a token is that of causal attention on the token's row by itself. Positions are the model's business:
     apply rotary embeddings for ``positions`` of `pack` beforehand.
 
     Args:
-        query: [N, H, D], any floating dtype.
-        key: [N, G, D]; H is a multiple of G (grouped queries).
-        value: [N, G, V]; V may differ from D.
+        query: N tokens, H heads of size D; any floating dtype.
+        key: G heads; H is a multiple of G (grouped queries).
+        value: heads of size V, which may differ from D.
         tree: ``tt.pack(rows).tree``, or the tree of a part.
         scale: factor on the scores; None is ``D ** -0.5``.
         window: a token sees itself and the window - 1 tokens before it on its path; None sees the whole path.
         chunk: a token sees the tokens of its own chunk, counted from the start of its path; not with a window.
         softcap: scores s become softcap * tanh(s / softcap).
-        sinks: [H] logits of an extra key without a value.
+        sinks: logits of an extra key without a value.
         layer: a number or name, different for each layer; needed only in parts, where keys are cached by layer.
         backend: "rectangles" (CPUs), "flex", "flex-flash", "triton" or "varlen" (GPUs). None chooses by device, or what
             the environment variable TREETRAIN_ATTENTION names.
 
     Returns:
-        [N, H, V], in the dtype of the query.
+        In the dtype of the query.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; a backend that does not exist or cannot run here.

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from treetrain.softmax_attention.flex import FlexTreeAttention
@@ -156,15 +157,14 @@ class ForestAttention:
 
     def __call__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        query: Float[Tensor, "N H D"],
+        key: Float[Tensor, "N G D"],
+        value: Float[Tensor, "N G V"],
         scale: float,
         layer: int = 0,
         spec: AttentionSpec = PLAIN_ATTENTION,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Args: query [N, H, D], key [N, G, D], value [N, G, V], sinks [H] (logits). Returns [N, H, V]."""
+        sinks: Float[Tensor, "H"] | None = None,
+    ) -> Float[Tensor, "N H V"]:
         varlen = self._varlen
         backend = varlen if varlen is not None and varlen.takes(query, value, spec) else self._block_lists
         self.calls[backend.name] += 1

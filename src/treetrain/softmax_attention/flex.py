@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 import torch.fx.experimental._config as symbolic_shapes_config
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
@@ -179,15 +180,14 @@ class FlexTreeAttention:
 
     def __call__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        query: Float[Tensor, "N H D"],
+        key: Float[Tensor, "N G D"],
+        value: Float[Tensor, "N G V"],
         scale: float,
         layer: int = 0,
         spec: AttentionSpec = PLAIN_ATTENTION,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Args: query [N, H, D], key [N, G, D], value [N, G, V], sinks [H] (logits). Returns [N, H, V]."""
+        sinks: Float[Tensor, "H"] | None = None,
+    ) -> Float[Tensor, "N H V"]:
         mask, path = self.mask(spec.visible_range)
         if self.cache is not None:
             key, value = cached_keys(key, value, self.cache, layer, path)

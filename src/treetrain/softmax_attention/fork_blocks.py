@@ -5,13 +5,14 @@ pre-order their light subtrees are adjacent, the deepest fork's first, and form 
 chain down to fork i: one unmasked rectangle. R also sees the chain between forks i and j and its own tokens: tiles over
 R with short paths. So a chain of 100,000 forks needs a few hundred calls, not 100,000.
 
-Shape letters: S segments, B candidate blocks.
+Shape letters: N tokens, S segments, B candidate blocks.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Int64
 
 MAX_BLOCK_PATH = 512
 """Longest path of a block's tokens below its first fork. Blocks with longer paths save little and need large masks."""
@@ -30,20 +31,16 @@ class ForkBlocks(NamedTuple):
     """[B]: predicted cost of the rectangle and the tiles, in query-key pairs."""
 
 
-def path_tops(parent: np.ndarray) -> np.ndarray:
-    """int64 [S]: for each segment, the top segment of its path of first children."""
+def path_tops(parent: Int64[np.ndarray, "S"]) -> Int64[np.ndarray, "S"]:
+    """For each segment, the top segment of its path of first children."""
     index = np.arange(len(parent))
     return np.maximum.accumulate(np.where(parent != index - 1, index, 0))
 
 
 class Ancestors:
-    """Looks up the ancestors of tokens by depth.
+    """Looks up the ancestors of tokens by depth, the position of every token on its path."""
 
-    Args:
-        start: int64 [S + 1], parent: int64 [S]: segments. depth: int64 [N], position of every token on its path.
-    """
-
-    def __init__(self, start: np.ndarray, parent: np.ndarray, depth: np.ndarray):
+    def __init__(self, parent: Int64[np.ndarray, "S"], start: Int64[np.ndarray, "S+1"], depth: Int64[np.ndarray, "N"]):
         self._start, self._parent, self._depth, self._top = start, parent, depth, path_tops(parent)
 
     def between(self, token: int, low: int, high: int) -> list[tuple[int, int]]:
@@ -65,18 +62,18 @@ class Ancestors:
         return found[::-1]
 
 
-def tokens_in(pieces: list[tuple[int, int]]) -> np.ndarray:
-    """int64: the tokens of the ranges, concatenated."""
+def tokens_in(pieces: list[tuple[int, int]]) -> Int64[np.ndarray, "tokens"]:
+    """The tokens of the ranges, concatenated."""
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(*piece) for piece in pieces)])
 
 
 def fork_blocks(
     *,
-    start: np.ndarray,
-    parent: np.ndarray,
-    end: np.ndarray,
-    depth: np.ndarray,
-    max_depth: np.ndarray,
+    parent: Int64[np.ndarray, "S"],
+    start: Int64[np.ndarray, "S+1"],
+    end: Int64[np.ndarray, "S"],
+    depth: Int64[np.ndarray, "N"],
+    max_depth: Int64[np.ndarray, "S"],
     tile: int,
     rectangle: Callable[[Any, Any], Any],
     tiles: Callable[[Any, Any], Any],
@@ -84,8 +81,8 @@ def fork_blocks(
     """The blocks worth trying, in O(S log S) time.
 
     Args:
-        start: int64 [S + 1], parent: int64 [S], end: int64 [S]: segments and the exclusive ends of their subtrees.
-        depth: int64 [N], position of every token on its path. max_depth: int64 [S], largest depth in each subtree.
+        parent, start, end: segments and the exclusive ends of their subtrees.
+        depth: position of every token on its path. max_depth: largest depth in each subtree.
         tile: queries in a tile.
         rectangle: cost as a function of (queries, keys). tiles: cost of (query slots, mean keys outside the tile).
     """
@@ -124,16 +121,18 @@ def fork_blocks(
     return ForkBlocks(offset.tolist(), forks[first[tried]].tolist(), cost[tried].tolist())
 
 
-def _light_depth(parent: np.ndarray, max_depth: np.ndarray) -> np.ndarray:
-    """[S] largest depth in the light subtrees of each segment's fork; -1 if it has none."""
+def _light_depth(parent: Int64[np.ndarray, "S"], max_depth: Int64[np.ndarray, "S"]) -> Int64[np.ndarray, "S"]:
+    """Largest depth in the light subtrees of each segment's fork; -1 if it has none."""
     found = np.full(len(parent), -1, dtype=np.int64)
     light = np.flatnonzero((parent >= 0) & (parent != np.arange(len(parent)) - 1))
     np.maximum.at(found, parent[light], max_depth[light])
     return found
 
 
-def _highest_first(path: np.ndarray, below: np.ndarray, deepest: np.ndarray) -> np.ndarray:
-    """[forks]: the highest fork from which a block down to each fork has no path longer than ``MAX_BLOCK_PATH``.
+def _highest_first(
+    path: Int64[np.ndarray, "forks"], below: Int64[np.ndarray, "forks"], deepest: Int64[np.ndarray, "forks"]
+) -> Int64[np.ndarray, "forks"]:
+    """The highest fork from which a block down to each fork has no path longer than ``MAX_BLOCK_PATH``.
 
     The next fork if there is none.
     """

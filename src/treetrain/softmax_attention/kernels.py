@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -25,14 +26,19 @@ class StockKernel:
     """The stock CPU flash kernels. Key and value heads of different size are padded with zeros to the larger one."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """The output [C, H, Q, V] and the log-sum-exp [C, H, Q].
+        self,
+        query: Float[Tensor, "C H Q D"],
+        key: Float[Tensor, "C G K D"],
+        value: Float[Tensor, "C G K V"],
+        causal: bool,
+        mask: Float[Tensor, "C 1 Q K"] | None,
+        scale: float,
+    ) -> tuple[Float[Tensor, "C H Q V"], Float[Tensor, "C H Q"]]:
+        """The output and its log-sum-exp.
 
         Args:
-            query, key, value: [C, H, Q, D], [C, G, K, D], [C, G, K, V].
             causal: only if Q = K and there is no mask.
-            mask: [C, 1, Q, K], additive.
+            mask: additive.
         """
         size, value_size = query.shape[-1], value.shape[-1]
         if size == value_size:
@@ -111,8 +117,7 @@ class CappedKernel:
 Kernel = StockKernel | CappedKernel
 
 
-def _grouped(x: Tensor, groups: int) -> Tensor:
-    """[C, H, Q, D] -> [C, G, (H / G) * Q, D]."""
+def _grouped(x: Float[Tensor, "C H Q D"], groups: int) -> Float[Tensor, "C groups H/groups*Q D"]:
     return x.unflatten(1, (groups, -1)).flatten(2, 3)
 
 
@@ -125,8 +130,13 @@ def _row_blocks(query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slic
         yield slice(start, stop), slice(0, stop if causal else key.shape[2])
 
 
-def sink_gradient(sinks: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """Gradient [H] of the sinks, from lse [n, H]: a sink takes the weight exp(sink - lse) and has no value."""
+def sink_gradient(
+    sinks: Float[Tensor, "H"],
+    grad_out: Float[Tensor, "N H V"],
+    out: Float[Tensor, "N H V"],
+    lse: Float[Tensor, "N H"],
+) -> Float[Tensor, "H"]:
+    """Gradient of the sinks: a sink takes the weight exp(sink - lse) and has no value."""
     wide = lse.dtype
     share = (sinks.to(wide) - lse).exp_()
     return -(share * (grad_out.to(wide) * out).sum(-1)).sum(0).to(sinks.dtype)

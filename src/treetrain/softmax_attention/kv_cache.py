@@ -5,30 +5,32 @@ gradient in float32 (float64 for a float64 model). In forward a part reads the r
 In backward it adds to the gradients of the path and collects those of its own tokens. Autograd sees none of this, so it
 also works under activation checkpointing, which runs a layer's forward again.
 
-Shape letters: C rows, P tokens on a path, X exported tokens of a part, G key/value heads, D head size.
+Shape letters: C rows, N tokens of a part, P tokens on a path, X exported tokens, G key/value heads, D size of key
+heads, V size of value heads.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from treetrain.device_arrays import on_device
 
-Rows = slice | Tensor
-"""Rows of a buffer: a slice where they are consecutive, else int64 indices."""
+Rows = slice | Int64[Tensor, "rows"]
+"""Rows of a buffer: a slice where they are consecutive, else indices."""
 
 
 @dataclass(slots=True)
 class _Layer:
-    """One layer's buffers, each [C, G, D]; the gradients are None if no backward follows."""
+    """One layer's buffers; the gradients are None if no backward follows."""
 
-    key: Tensor
-    value: Tensor
-    key_grad: Tensor | None
-    value_grad: Tensor | None
+    key: Float[Tensor, "C G D"]
+    value: Float[Tensor, "C G V"]
+    key_grad: Float[Tensor, "C G D"] | None
+    value_grad: Float[Tensor, "C G V"] | None
 
 
 class KVCache:
@@ -66,18 +68,18 @@ class KVCache:
                 layer.key_grad[rows].zero_()
                 layer.value_grad[rows].zero_()
 
-    def view(self, path_rows: np.ndarray, own_rows: np.ndarray) -> "KVCacheView":
+    def view(self, path_rows: Int64[np.ndarray, "P"], own_rows: Int64[np.ndarray, "N"]) -> "KVCacheView":
         """A view of the rows that one pass of a part reads and writes.
 
         Args:
-            path_rows: int64 [P], rows of the root path, from the root down.
-            own_rows: int64 [N], the row of each token of the part, -1 for those that are not exported.
+            path_rows: rows of the root path, from the root down.
+            own_rows: the row of each token of the part, -1 for those that are not exported.
         """
         exported = np.flatnonzero(own_rows >= 0)
         return KVCacheView(self, path_rows, exported, own_rows[exported])
 
-    def layer(self, number: int, like: Tensor, like_value: Tensor) -> _Layer:
-        """A layer's buffers, allocated at its first call for keys and values [N, G, D] like these."""
+    def layer(self, number: int, like: Float[Tensor, "N G D"], like_value: Float[Tensor, "N G V"]) -> _Layer:
+        """A layer's buffers, allocated at its first call for keys and values like these."""
         if number not in self._layers:
             self._layers[number] = self._make(like, like_value)
         return self._layers[number]
@@ -90,7 +92,7 @@ class KVCache:
         grads = (buffer(key, wide), buffer(value, wide)) if self._gradients else (None, None)
         return _Layer(buffer(key, key.dtype), buffer(value, value.dtype), *grads)
 
-    def as_rows(self, rows: np.ndarray) -> Rows:
+    def as_rows(self, rows: Int64[np.ndarray, "rows"]) -> Rows:
         """A slice if the rows are consecutive, else a tensor of indices on the device."""
         if len(rows) == 0:
             return slice(0, 0)
@@ -111,7 +113,7 @@ class CacheRows:
         self._cache, self._in_use = cache, 0
         self._row_of = np.full(tokens, -1, np.int64)
 
-    def allocate(self, tokens: np.ndarray) -> None:
+    def allocate(self, tokens: Int64[np.ndarray, "X"]) -> None:
         """Give the next free rows to these tokens; the gradients of the rows start at 0."""
         rows = slice(self._in_use, self._in_use + len(tokens))
         self._cache.reserve(rows.stop)
@@ -119,12 +121,12 @@ class CacheRows:
         self._row_of[tokens] = np.arange(rows.start, rows.stop)
         self._in_use = rows.stop
 
-    def release(self, tokens: np.ndarray) -> None:
+    def release(self, tokens: Int64[np.ndarray, "X"]) -> None:
         """Free the rows of these tokens, the last ones that were allocated."""
         self._row_of[tokens] = -1
         self._in_use -= len(tokens)
 
-    def view(self, path: np.ndarray, tokens: np.ndarray) -> "KVCacheView | None":
+    def view(self, path: Int64[np.ndarray, "P"], tokens: Int64[np.ndarray, "N"]) -> "KVCacheView | None":
         """A view for one pass over tokens that continue a path; None if the pass neither reads nor writes."""
         own = self._row_of[tokens]
         return self._cache.view(self._row_of[path], own) if len(path) or (own >= 0).any() else None
@@ -141,8 +143,10 @@ class KVCacheView:
         self._tails: dict[int, Rows] = {}
         self._own, self._own_rows = cache.as_rows(exported), cache.as_rows(exported_rows)
 
-    def read(self, layer: int, key: Tensor, value: Tensor, tail: int | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values of the path (or its last `tail` tokens), [P, G, D] each; views if rows are consecutive."""
+    def read(
+        self, layer: int, key: Float[Tensor, "N G D"], value: Float[Tensor, "N G V"], tail: int | None = None
+    ) -> tuple[Float[Tensor, "P G D"], Float[Tensor, "P G V"]]:
+        """Keys and values of the path (or its last `tail` tokens); views if rows are consecutive."""
         buffers, rows = self._cache.layer(layer, key, value), self._rows(tail)
         return _take(buffers.key, rows), _take(buffers.value, rows)
 
@@ -153,23 +157,29 @@ class KVCacheView:
             self._tails[tail] = self._cache.as_rows(self._path_rows[self.path_tokens - tail :])
         return self._tails[tail]
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store the exported tokens' rows of keys and values [N, G, D] for the parts below."""
+    def write(self, layer: int, key: Float[Tensor, "N G D"], value: Float[Tensor, "N G V"]) -> None:
+        """Store the exported tokens' rows of keys and values for the parts below."""
         if self.exports:
             buffers = self._cache.layer(layer, key, value)
             _put(buffers.key, self._own_rows, _take(key, self._own))
             _put(buffers.value, self._own_rows, _take(value, self._own))
 
-    def add_path_gradients(self, layer: int, grad_key: Tensor, grad_value: Tensor, tail: int | None = None) -> None:
-        """Add gradients [P, G, D] (or those of the last `tail` tokens) to the accumulators of the path."""
+    def add_path_gradients(
+        self,
+        layer: int,
+        grad_key: Float[Tensor, "P G D"],
+        grad_value: Float[Tensor, "P G V"],
+        tail: int | None = None,
+    ) -> None:
+        """Add gradients (of the whole path, or of its last `tail` tokens) to the accumulators of the path."""
         buffers = self._cache._layers[layer]
         assert buffers.key_grad is not None and buffers.value_grad is not None
         rows = self._rows(tail)
         _add(buffers.key_grad, rows, grad_key)
         _add(buffers.value_grad, rows, grad_value)
 
-    def collect(self, layer: int, grad_key: Tensor, grad_value: Tensor) -> None:
-        """Add the accumulated gradients from the parts below to the part's own [N, G, D], in place."""
+    def collect(self, layer: int, grad_key: Float[Tensor, "N G D"], grad_value: Float[Tensor, "N G V"]) -> None:
+        """Add the accumulated gradients from the parts below to the part's own, in place."""
         if self.exports:
             buffers = self._cache._layers[layer]
             assert buffers.key_grad is not None and buffers.value_grad is not None
@@ -177,8 +187,10 @@ class KVCacheView:
             _add(grad_value, self._own, _take(buffers.value_grad, self._own_rows))
 
 
-def with_path(cache: KVCacheView | None, tail: int, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [tail + N, G, D]: those of the last `tail` tokens of the path, then the part's own."""
+def with_path(
+    cache: KVCacheView | None, tail: int, layer: int, key: Float[Tensor, "N G D"], value: Float[Tensor, "N G V"]
+) -> tuple[Float[Tensor, "{tail}+N G D"], Float[Tensor, "{tail}+N G V"]]:
+    """Keys and values of the last `tail` tokens of the path, then the part's own."""
     if cache is None or not tail:
         return key, value
     path_key, path_value = cache.read(layer, key, value, tail)
@@ -207,11 +219,10 @@ class _CachedKeys(torch.autograd.Function):
         return own_key.to(grad_key.dtype), own_value.to(grad_value.dtype), None, None, None
 
 
-def cached_keys(key: Tensor, value: Tensor, cache: KVCacheView, layer: int, path: int) -> tuple[Tensor, Tensor]:
-    """[N, G, D] keys and values of a part -> [P + N, G, D], the last P = `path` tokens of the path first.
-
-    Also writes the part's own to the cache.
-    """
+def cached_keys(
+    key: Float[Tensor, "N G D"], value: Float[Tensor, "N G V"], cache: KVCacheView, layer: int, path: int
+) -> tuple[Float[Tensor, "{path}+N G D"], Float[Tensor, "{path}+N G V"]]:
+    """Keys and values of the last `path` tokens of the path, then the part's own, which the cache also stores."""
     return _CachedKeys.apply(key, value, cache, layer, path)  # type: ignore[return-value]
 
 

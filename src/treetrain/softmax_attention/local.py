@@ -11,6 +11,7 @@ Keys are numbered from the last `LocalSchedule.tail` tokens of the path above; t
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int64
 
 from treetrain.softmax_attention.fork_blocks import Ancestors, tokens_in
 from treetrain.softmax_attention.schedule import (
@@ -56,7 +57,7 @@ def local_schedule(
     lowest = np.concatenate([np.zeros(tail, np.int64), lowest])
     size = visible_range.window or visible_range.chunk or TILE
     queries = min(max(TILE, size // QUERIES_PER_WINDOW), MOST_QUERIES)
-    ancestors = Ancestors(whole.segment_start, whole.segment_parent, whole.depth)
+    ancestors = Ancestors(whole.segment_parent, whole.segment_start, whole.depth)
     schedule, tiles = Schedule(num_tokens=len(forest.ends)), []
     start = tail
     while start < len(whole.ends):
@@ -82,7 +83,7 @@ def _below_tail(forest: Forest, tail: int) -> Forest:
     )
 
 
-def _tile_stop(depth: np.ndarray, lowest: np.ndarray, start: int, queries: int) -> int:
+def _tile_stop(depth: Int64[np.ndarray, "N"], lowest: Int64[np.ndarray, "N"], start: int, queries: int) -> int:
     """The end of the tile from `start`: at most `queries` tokens, whose depths and lowest visible depths are close."""
     near, low = depth[start : start + queries], lowest[start : start + queries]
     shallow = np.minimum.accumulate(near) < near[0] - queries
@@ -92,9 +93,9 @@ def _tile_stop(depth: np.ndarray, lowest: np.ndarray, start: int, queries: int) 
 
 
 def _tile(
-    depth: np.ndarray,
+    depth: Int64[np.ndarray, "N"],
     ancestors: Ancestors,
-    lowest: np.ndarray,
+    lowest: Int64[np.ndarray, "N"],
     start: int,
     stop: int,
     tail: int,

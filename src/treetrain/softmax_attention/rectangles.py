@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -34,12 +35,15 @@ PAIR_FLOPS_PER_MICROSECOND = 130e3
 class _BatchTensors:
     """A batch of the schedule as tensors: the source of every slot and the target of every filled query slot."""
 
-    query_index: Tensor  # int64 [C * Q]
-    key_index: Tensor  # int64 [C * K]
+    query_index: Int64[Tensor, "CQ"]
+    key_index: Int64[Tensor, "CK"]
     pieces: int
-    filled_slots: Tensor | None  # int64 [filled]: the C * Q slots that are not padding; None if none is padding
-    filled_tokens: Tensor  # int64 [filled]: the token in each of these slots
-    mask: Tensor | None  # [C, 1, Q, K] additive, or None for causal
+    filled_slots: Int64[Tensor, "filled"] | None
+    """The slots that are not padding; None if none is padding."""
+    filled_tokens: Int64[Tensor, "filled"]
+    """The token in each of these slots."""
+    mask: Float[Tensor, "C 1 Q K"] | None
+    """Additive, or None for causal."""
 
 
 class _Calls:
@@ -89,15 +93,14 @@ class RectangleAttention:
 
     def __call__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        query: Float[Tensor, "N H D"],
+        key: Float[Tensor, "N G D"],
+        value: Float[Tensor, "N G V"],
         scale: float,
         layer: int = 0,
         spec: AttentionSpec = PLAIN_ATTENTION,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Args: query [N, H, D], key [N, G, D], value [N, G, V], sinks [H] (logits). Returns [N, H, V]."""
+        sinks: Float[Tensor, "H"] | None = None,
+    ) -> Float[Tensor, "N H V"]:
         return _RectangleFunction.apply(query, key, value, sinks, self, scale, layer, spec)  # type: ignore[return-value]
 
     def calls(self, visible_range: AttentionRange) -> _Calls:
@@ -134,24 +137,25 @@ def _to_tensors(batch: Batch, dtype: torch.dtype) -> _BatchTensors:
     )
 
 
-def _gather(x: Tensor, index: Tensor, pieces: int) -> Tensor:
-    """[N, heads, D] -> [C, heads, slots, D] view of gathered rows."""
+def _gather(
+    x: Float[Tensor, "N heads D"], index: Int64[Tensor, "slots"], pieces: int
+) -> Float[Tensor, "pieces heads _ D"]:
+    """View of gathered rows, in pieces of equal length."""
     return x.index_select(0, index).view(pieces, -1, *x.shape[1:]).transpose(1, 2)
 
 
-def _rows(x: Tensor, filled_slots: Tensor | None) -> Tensor:
-    """[C, heads, slots, ...] -> [filled, heads, ...]."""
+def _rows(
+    x: Float[Tensor, "C heads slots *rest"], filled_slots: Int64[Tensor, "filled"] | None
+) -> Float[Tensor, "_ heads *rest"]:
     x = x.transpose(1, 2).flatten(0, 1)
     return x if filled_slots is None else x.index_select(0, filled_slots)
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    """[n, heads, D] -> [1, heads, n, D] view."""
+def _heads_first(x: Float[Tensor, "n heads D"]) -> Float[Tensor, "1 heads n D"]:
     return x.transpose(0, 1).unsqueeze(0)
 
 
-def _heads_last(x: Tensor) -> Tensor:
-    """[1, heads, n, ...] -> [n, heads, ...] view."""
+def _heads_last(x: Float[Tensor, "1 heads n *rest"]) -> Float[Tensor, "n heads *rest"]:
     return x.squeeze(0).transpose(0, 1)
 
 
@@ -159,10 +163,10 @@ class _RectangleFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
+        query: Float[Tensor, "N H D"],
+        key: Float[Tensor, "N G D"],
+        value: Float[Tensor, "N G V"],
+        sinks: Float[Tensor, "H"] | None,
         attention: RectangleAttention,
         scale: float,
         layer: int,
@@ -212,9 +216,14 @@ class _RectangleFunction(torch.autograd.Function):
 
 
 def _forward_calls(
-    kernel: Kernel, calls: _Calls, query: Tensor, key: Tensor, value: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output [N, H, V] and log-sum-exp [N, H] over the keys of a schedule."""
+    kernel: Kernel,
+    calls: _Calls,
+    query: Float[Tensor, "N H D"],
+    key: Float[Tensor, "K G D"],
+    value: Float[Tensor, "K G V"],
+    scale: float,
+) -> tuple[Float[Tensor, "N H V"], Float[Tensor, "N H"]]:
+    """Output and log-sum-exp over the keys of a schedule."""
     schedule, wide = calls.schedule, torch.promote_types(query.dtype, torch.float32)
     out = torch.empty((*query.shape[:2], value.shape[2]), dtype=wide)
     lse = torch.empty(query.shape[:2], dtype=wide)
@@ -281,7 +290,9 @@ def _call_backward(kernel: Kernel, tensors: tuple[Tensor, ...], causal: bool, sc
     return tuple(_heads_last(grad) for grad in grads)
 
 
-def _silence_padding(grad_out: Tensor, filled_slots: Tensor) -> Tensor:
+def _silence_padding(
+    grad_out: Float[Tensor, "C H Q V"], filled_slots: Int64[Tensor, "filled"]
+) -> Float[Tensor, "C H Q V"]:
     """Zero the output gradient of padded query slots, so that they add nothing to any key's gradient."""
     pieces, _, slots, _ = grad_out.shape
     keep = grad_out.new_zeros(pieces * slots)
@@ -289,8 +300,13 @@ def _silence_padding(grad_out: Tensor, filled_slots: Tensor) -> Tensor:
     return grad_out * keep.view(pieces, 1, slots, 1)
 
 
-def _merge(out: Tensor, lse: Tensor, piece: Tensor, piece_lse: Tensor) -> None:
-    """Merge attention over further keys into ``out`` [n, H, V] and ``lse`` [n, H], in place."""
+def _merge(
+    out: Float[Tensor, "n H V"],
+    lse: Float[Tensor, "n H"],
+    piece: Float[Tensor, "n H V"],
+    piece_lse: Float[Tensor, "n H"],
+) -> None:
+    """Merge attention over further keys into ``out`` and ``lse``, in place."""
     total = torch.logaddexp(lse, piece_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1))
     out.addcmul_(piece.to(out.dtype), (piece_lse - total).exp_().unsqueeze(-1))

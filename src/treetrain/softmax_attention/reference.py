@@ -5,15 +5,21 @@ and key heads, V size of value heads (usually D).
 """
 
 import torch
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 
-def visible(ends: Tensor, depth: Tensor | None = None, window: int | None = None, chunk: int | None = None) -> Tensor:
-    """The mask [N, N] (bool): query i (row) sees key j (column) iff ``j <= i < ends[j]``.
+def visible(
+    ends: Int64[Tensor, "N"],
+    depth: Int64[Tensor, "N"] | None = None,
+    window: int | None = None,
+    chunk: int | None = None,
+) -> Bool[Tensor, "N N"]:
+    """The mask: query i (row) sees key j (column) iff ``j <= i < ends[j]``.
 
     Args:
-        ends: int64 [N], the exclusive end of every token's subtree in pre-order.
-        depth: int64 [N], the position of every token on its path; needed for a window or chunks.
+        ends: the exclusive end of every token's subtree in pre-order.
+        depth: the position of every token on its path; needed for a window or chunks.
         window: a query sees only keys less than this many steps above it.
         chunk: chunk length; a query sees only keys whose depths are in its own chunk, counted from depth 0.
     """
@@ -29,30 +35,30 @@ def visible(ends: Tensor, depth: Tensor | None = None, window: int | None = None
 
 
 def reference_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ends: Tensor,
+    query: Float[Tensor, "N H D"],
+    key: Float[Tensor, "N G D"],
+    value: Float[Tensor, "N G V"],
+    ends: Int64[Tensor, "N"],
     scale: float,
     *,
-    depth: Tensor | None = None,
+    depth: Int64[Tensor, "N"] | None = None,
     window: int | None = None,
     chunk: int | None = None,
     softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+    sinks: Float[Tensor, "H"] | None = None,
+) -> Float[Tensor, "N H V"]:
     """Softmax attention under the interval mask.
 
     Args:
-        query: [N, H, D]; key: [N, G, D]; value: [N, G, V]; all of one dtype.
-        ends: int64 [N], subtree ends in pre-order.
+        query, key, value: all of one dtype.
+        ends: subtree ends in pre-order.
         scale: factor on the scores, usually ``D ** -0.5``.
         depth, window, chunk: see `visible`.
         softcap: scores s become softcap * tanh(s / softcap).
-        sinks: [H] logits, one per head, of an extra key without a value.
+        sinks: logits, one per head, of an extra key without a value.
 
     Returns:
-        [N, H, V] in the dtype of ``query``, computed in at least float32.
+        In the dtype of ``query``, computed in at least float32.
     """
     groups = query.shape[1] // key.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)

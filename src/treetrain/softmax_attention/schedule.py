@@ -13,6 +13,8 @@ Every visible pair is in exactly one call. The kinds of calls are (docs/design.m
 
 The kind is chosen for each subtree, bottom-up, by predicted cost in query-key pairs; a call costs ``call_pairs`` pairs
 on top of its own.
+
+Shape letters: N tokens, S segments, C pieces in a batch, Q query slots, K key slots of a piece.
 """
 
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Int64
 
 from treetrain.softmax_attention.fork_blocks import Ancestors, fork_blocks, path_tops, tokens_in
 from treetrain.tree.attention_range import FULL, AttentionRange
@@ -42,16 +45,16 @@ MAX_BATCH_SCORES = 1 << 22
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forest:
-    """The segments of a packed run, as attention needs them (int64 arrays)."""
+    """The segments of a packed run, as attention needs them."""
 
-    ends: np.ndarray
-    """[N] exclusive subtree end of every token."""
-    depth: np.ndarray
-    """[N] position of every token on its path."""
-    segment_start: np.ndarray
-    """[S + 1] offsets of the segments in pre-order."""
-    segment_parent: np.ndarray
-    """[S] parent segment, -1 at roots; a child continues the last token of its parent."""
+    ends: Int64[np.ndarray, "N"]
+    """Exclusive subtree end of every token."""
+    depth: Int64[np.ndarray, "N"]
+    """Position of every token on its path."""
+    segment_parent: Int64[np.ndarray, "S"]
+    """Parent segment, -1 at roots; a child continues the last token of its parent."""
+    segment_start: Int64[np.ndarray, "S+1"]
+    """Offsets of the segments in pre-order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +73,14 @@ PLAIN_ATTENTION = AttentionSpec()
 class Batch:
     """Small pieces of equal shape, computed by one call. Padding repeats token 0 and is masked or dropped."""
 
-    query_index: np.ndarray
-    """int64 [C, Q]: the token in every query slot."""
-    query_length: np.ndarray
-    """int64 [C]: filled query slots of each piece."""
-    key_index: np.ndarray
-    """int64 [C, K]: the token in every key slot."""
-    mask: np.ndarray | None
-    """bool [C, Q, K] (True = visible), or None for a causal call."""
+    query_index: Int64[np.ndarray, "C Q"]
+    """The token in every query slot."""
+    query_length: Int64[np.ndarray, "C"]
+    """Filled query slots of each piece."""
+    key_index: Int64[np.ndarray, "C K"]
+    """The token in every key slot."""
+    mask: Bool[np.ndarray, "C Q K"] | None
+    """True where a query sees a key; None for a causal call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -302,8 +305,8 @@ class Tile(NamedTuple):
 
     start: int
     stop: int
-    path: np.ndarray
-    """int64: gathered keys, shallowest first."""
+    path: Int64[np.ndarray, "path"]
+    """Gathered keys, shallowest first."""
 
 
 def tile_batches(
@@ -311,14 +314,14 @@ def tile_batches(
     tiles: list[Tile],
     width: Callable[[int], int],
     *,
-    lowest: np.ndarray | None = None,
+    lowest: Int64[np.ndarray, "N"] | None = None,
     tail: int = 0,
 ) -> list[Batch]:
     """Batch tiles of similar shape; padding wastes about a quarter of a call at most.
 
     Args:
         width: the number of query slots for a number of queries; tiles with the same number may share a call.
-        lowest: int64 [N], the least depth that each token sees; None if every token sees its whole path.
+        lowest: the least depth that each token sees; None if every token sees its whole path.
         tail: number of first tokens of the forest that are keys only; query numbers leave them out.
     """
     tiles = sorted(tiles, key=lambda tile: (width(tile.stop - tile.start), len(tile.path)))
@@ -343,7 +346,7 @@ def _cut_tiles(forest: Forest, regions: list[tuple[int, int, int]]) -> list[Tile
     """
     regions = sorted(regions)
     region_start = np.array([r[0] for r in regions], dtype=np.int64)
-    ancestors = Ancestors(forest.segment_start, forest.segment_parent, forest.depth)
+    ancestors = Ancestors(forest.segment_parent, forest.segment_start, forest.depth)
     tiles, i = [], 0
     while i < len(regions):
         run_start, run_stop, _ = regions[i]
@@ -358,7 +361,7 @@ def _cut_tiles(forest: Forest, regions: list[tuple[int, int, int]]) -> list[Tile
     return tiles
 
 
-def _tile_batch(forest: Forest, tiles: list[Tile], lowest: np.ndarray | None, tail: int) -> Batch:
+def _tile_batch(forest: Forest, tiles: list[Tile], lowest: Int64[np.ndarray, "N"] | None, tail: int) -> Batch:
     width, paths = max(tile.stop - tile.start for tile in tiles), max(len(tile.path) for tile in tiles)
     slot = np.arange(width)
     start = np.array([tile.start for tile in tiles])

@@ -11,6 +11,7 @@ Shape letters: N queries, K = path + N keys, T tiles of one side, P pairs of til
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int32, Int64
 
 from treetrain.tree.attention_range import FULL, AttentionRange
 from treetrain.tree.layout import ranges
@@ -22,12 +23,12 @@ TILE = 128
 class Lists(NamedTuple):
     """For every tile of one side (queries or keys), the tiles of the other side that it is paired with."""
 
-    bounds: np.ndarray
-    """int32 [T, 3]: start of a tile's entries, end of its unmasked entries, end of all its entries."""
-    tiles: np.ndarray
-    """int32 [P]: the other side's tiles; the unmasked in ascending order, then the masked in ascending order."""
-    order: np.ndarray
-    """int32 [T]: tiles with the most work first, so that no long one starts when all others are done."""
+    bounds: Int32[np.ndarray, "T 3"]
+    """Start of a tile's entries, end of its unmasked entries, end of all its entries."""
+    tiles: Int32[np.ndarray, "P"]
+    """The other side's tiles; the unmasked in ascending order, then the masked in ascending order."""
+    order: Int32[np.ndarray, "T"]
+    """Tiles with the most work first, so that no long one starts when all others are done."""
 
 
 class TileLists(NamedTuple):
@@ -44,22 +45,27 @@ class TileLists(NamedTuple):
 class Keys(NamedTuple):
     """The arrays from which a kernel decides whether a query sees a key."""
 
-    ends: np.ndarray
-    """int32 [K]: one past the last query (by its key number) that sees the key."""
-    depth: np.ndarray | None
-    """int32 [K]: positions on the path; None if every token sees its whole path."""
-    lowest: np.ndarray | None
-    """int32 [N]: the least depth that each query sees; None if every token sees its whole path."""
+    ends: Int32[np.ndarray, "K"]
+    """One past the last query (by its key number) that sees the key."""
+    depth: Int32[np.ndarray, "K"] | None
+    """Positions on the path; None if every token sees its whole path."""
+    lowest: Int32[np.ndarray, "N"] | None
+    """The least depth that each query sees; None if every token sees its whole path."""
     path: int
     """The number of last tokens of the path that are keys; no query sees the earlier ones."""
 
 
-def keys_of(ends: np.ndarray, depth: np.ndarray | None, path: int = 0, visible_range: AttentionRange = FULL) -> Keys:
+def keys_of(
+    ends: Int64[np.ndarray, "N"],
+    depth: Int64[np.ndarray, "N"] | None,
+    path: int = 0,
+    visible_range: AttentionRange = FULL,
+) -> Keys:
     """The arrays of a forest below a path.
 
     Args:
-        ends: int64 [N], the exclusive end of every token's subtree in pre-order.
-        depth: int64 [N], the position of every token on its path, `path` at roots. Only needed for a bounded range.
+        ends: the exclusive end of every token's subtree in pre-order.
+        depth: the position of every token on its path, `path` at roots. Only needed for a bounded range.
         path: number of tokens above the forest.
     """
     count, lowest = len(ends), None

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Float, Float32, Int32
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -36,18 +37,18 @@ LARGEST_HEAD = 256
 class _Lists(NamedTuple):
     """`tile_lists.Lists` on the device."""
 
-    order: Tensor
-    bounds: Tensor
-    tiles: Tensor
+    order: Int32[Tensor, "T"]
+    bounds: Int32[Tensor, "T 3"]
+    tiles: Int32[Tensor, "P"]
 
 
 class _Tables(NamedTuple):
     """The device tensors that all layers of one visible range share."""
 
-    ends: Tensor
-    depth: Tensor
+    ends: Int32[Tensor, "K"]
+    depth: Int32[Tensor, "K"]
     """With full attention this and `lowest` are `ends` again, as placeholders that the kernels never read."""
-    lowest: Tensor
+    lowest: Int32[Tensor, "_"]
     by_query: _Lists
     by_key: _Lists
     path: int
@@ -77,18 +78,16 @@ class TritonTreeAttention:
 
     def __call__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        query: Float[Tensor, "N H D"],
+        key: Float[Tensor, "N G D"],
+        value: Float[Tensor, "N G V"],
         scale: float,
         layer: int = 0,
         spec: AttentionSpec = PLAIN_ATTENTION,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Args: query [N, H, D], key [N, G, D], value [N, G, V], sinks [H] (logits). Returns [N, H, V].
-
-        Raises:
-            ValueError: a dtype or head size that the kernels do not have.
+        sinks: Float[Tensor, "H"] | None = None,
+    ) -> Float[Tensor, "N H V"]:
+        """Raises:
+        ValueError: a dtype or head size that the kernels do not have.
         """
         if query.dtype not in DTYPES or max(query.shape[2], value.shape[2]) > LARGEST_HEAD:
             raise ValueError(
@@ -124,10 +123,10 @@ class _TreeFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
+        query: Float[Tensor, "N H D"],
+        key: Float[Tensor, "N G D"],
+        value: Float[Tensor, "N G V"],
+        sinks: Float[Tensor, "H"] | None,
         attention: TritonTreeAttention,
         scale: float,
         layer: int,
@@ -221,8 +220,8 @@ def _forward(query, key, value, sinks, tables: _Tables, tile: int, scale: float,
     return out, lse
 
 
-def _delta(out: Tensor, grad_out: Tensor) -> Tensor:
-    """float32 [H, N]: output times its gradient, summed over the head dimension."""
+def _delta(out: Float[Tensor, "N H V"], grad_out: Float[Tensor, "N H V"]) -> Float32[Tensor, "H N"]:
+    """Output times its gradient, summed over the head dimension."""
     count, heads, size = out.shape
     delta = out.new_empty((heads, count), dtype=torch.float32)
     block = max(16, 1 << (size - 1).bit_length())

@@ -14,14 +14,15 @@ long sequence beside many short ones would launch mostly blocks that find nothin
 would be copied many times, and small pieces leave the kernel idle. Parts below a path are left to other backends:
 flash attention returns gradients in 16 bits, and those of the path must reach its float32 sums unrounded.
 
-Shape letters: N tokens, C sequences of a call, H query heads, G key/value heads, D size of query and key heads, V size
-of value heads.
+Shape letters: N tokens, S segments, C sequences of a call, q and k their queries and keys, H query heads, G key/value
+heads, D size of query and key heads, V size of value heads.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import current_flash_attention_impl
@@ -49,16 +50,16 @@ MOST_SEQUENCES = 65_535
 
 
 class Pieces(NamedTuple):
-    """The chains and rectangles of a forest, int64 arrays of token numbers."""
+    """The chains and rectangles of a forest, in token numbers."""
 
-    chains: np.ndarray
-    """[chains + 1]: where each chain starts; then N."""
-    queries: np.ndarray
-    """[rectangles, 2]: start and stop of the queries."""
-    keys: np.ndarray
-    """[rectangles, 2]: start and stop of the keys."""
-    level: np.ndarray
-    """[rectangles]: light depth of the chain that the rectangle hangs off."""
+    chains: Int64[np.ndarray, "_"]
+    """Where each chain starts; then N."""
+    queries: Int64[np.ndarray, "rectangles 2"]
+    """Start and stop of the queries."""
+    keys: Int64[np.ndarray, "rectangles 2"]
+    """Start and stop of the keys."""
+    level: Int64[np.ndarray, "rectangles"]
+    """Light depth of the chain that the rectangle hangs off."""
 
 
 def pieces_of(forest: Forest) -> Pieces:
@@ -76,8 +77,10 @@ def pieces_of(forest: Forest) -> Pieces:
     )
 
 
-def _light_depth(parent: np.ndarray, top: np.ndarray, tops: np.ndarray) -> np.ndarray:
-    """int64 [chains]: the light depth of each chain."""
+def _light_depth(
+    parent: Int64[np.ndarray, "S"], top: Int64[np.ndarray, "S"], tops: Int64[np.ndarray, "chains"]
+) -> Int64[np.ndarray, "chains"]:
+    """The light depth of each chain."""
     above = parent[tops]
     above = np.where(above >= 0, np.searchsorted(tops, top[above]), -1)
     depth, at = np.zeros(len(tops), np.int64), above
@@ -98,14 +101,12 @@ def suits(pieces: Pieces) -> bool:
 class Call(NamedTuple):
     """One varlen call as host arrays: sequence c of queries sees sequence c of keys."""
 
-    queries: np.ndarray
-    """int64: query tokens."""
-    keys: np.ndarray
-    """int64: key tokens, once for each sequence that they are in."""
-    query_offsets: np.ndarray
-    """int64 [C + 1]."""
-    key_offsets: np.ndarray
-    """int64 [C + 1]."""
+    queries: Int64[np.ndarray, "q"]
+    """Query tokens."""
+    keys: Int64[np.ndarray, "k"]
+    """Key tokens, once for each sequence that they are in."""
+    query_offsets: Int64[np.ndarray, "C+1"]
+    key_offsets: Int64[np.ndarray, "C+1"]
     causal: bool
 
 
@@ -120,15 +121,17 @@ def varlen_calls(pieces: Pieces) -> list[Call]:
     return calls
 
 
-def _call(queries: np.ndarray, keys: np.ndarray, *, causal: bool) -> Call:
+def _call(queries: Int64[np.ndarray, "C 2"], keys: Int64[np.ndarray, "C 2"], *, causal: bool) -> Call:
     counts = np.diff(queries)[:, 0], np.diff(keys)[:, 0]
     query_offsets, key_offsets = (np.concatenate([[0], np.cumsum(count)]) for count in counts)
     taken = ranges(queries[:, 0], counts[0]), ranges(keys[:, 0], counts[1])
     return Call(*taken, query_offsets, key_offsets, causal)
 
 
-def _alike(queries: np.ndarray, keys: np.ndarray, tokens: int) -> list[np.ndarray]:
-    """Group sequences of similar length, from [C, 2] bounds; each group holds ascending indices of sequences."""
+def _alike(
+    queries: Int64[np.ndarray, "C 2"], keys: Int64[np.ndarray, "C 2"], tokens: int
+) -> list[Int64[np.ndarray, "_"]]:
+    """Group sequences of similar length; each group holds ascending indices of sequences."""
     blocks = -(-np.diff(queries)[:, 0] // BLOCK) - (-np.diff(keys)[:, 0] // BLOCK)
     order, most = np.argsort(-blocks, kind="stable"), min(max(tokens // BLOCK, 1), MOST_SEQUENCES)
     groups, rest = [], order
@@ -143,12 +146,11 @@ def _alike(queries: np.ndarray, keys: np.ndarray, tokens: int) -> list[np.ndarra
 class DeviceCall(NamedTuple):
     """A call on the device."""
 
-    queries: Tensor | None
-    """int64; None for all tokens in order, as queries and as keys."""
-    keys: Tensor | None
-    query_offsets: Tensor
-    """int32 [C + 1]."""
-    key_offsets: Tensor
+    queries: Int64[Tensor, "q"] | None
+    """None for all tokens in order, as queries and as keys."""
+    keys: Int64[Tensor, "k"] | None
+    query_offsets: Int32[Tensor, "C+1"]
+    key_offsets: Int32[Tensor, "C+1"]
     longest: tuple[int, int]
     """Length of the longest sequence of queries, and of keys."""
     causal: bool
@@ -160,8 +162,15 @@ class StockVarlen:
     `torch.nn.attention.activate_flash_attention_impl` replaces these operators by FlashAttention 3 or 4.
     """
 
-    def forward(self, query, key, value, call: DeviceCall, scale: float) -> tuple[Tensor, Tensor]:
-        """The output [q, H, D] and the log-sum-exp [H, q] of query [q, H, D], key and value [k, G, D] in sequences."""
+    def forward(
+        self,
+        query: Float[Tensor, "q H D"],
+        key: Float[Tensor, "k G D"],
+        value: Float[Tensor, "k G D"],
+        call: DeviceCall,
+        scale: float,
+    ) -> tuple[Float[Tensor, "q H D"], Float[Tensor, "H q"]]:
+        """The output of all sequences and its log-sum-exp."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, call.query_offsets, call.key_offsets, *call.longest, 0.0, call.causal, False, scale=scale
         )
@@ -216,15 +225,14 @@ class VarlenAttention:
 
     def __call__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        query: Float[Tensor, "N H D"],
+        key: Float[Tensor, "N G D"],
+        value: Float[Tensor, "N G V"],
         scale: float,
         layer: int = 0,
         spec: AttentionSpec = PLAIN_ATTENTION,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Args: query [N, H, D], key [N, G, D], value [N, G, V], sinks [H] (logits). Returns [N, H, V]."""
+        sinks: Float[Tensor, "H"] | None = None,
+    ) -> Float[Tensor, "N H V"]:
         assert self.takes(query, value, spec)
         return _VarlenFunction.apply(query, key, value, sinks, self, scale, layer)  # type: ignore[return-value]
 
@@ -312,12 +320,16 @@ class _Filled:
         return query.index_select(0, call.queries), *keys
 
 
-def _per_row(log_weights: Tensor) -> Tensor:
-    """[H, n] -> [n, H, 1] weights."""
+def _per_row(log_weights: Float[Tensor, "H n"]) -> Float[Tensor, "n H 1"]:
     return log_weights.exp().t().unsqueeze(-1)
 
 
-def _merged(out: Tensor, lse: Tensor, piece: Tensor, piece_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention over two sets of keys: outputs [n, H, V], log-sum-exps [H, n]."""
+def _merged(
+    out: Float[Tensor, "n H V"],
+    lse: Float[Tensor, "H n"],
+    piece: Float[Tensor, "n H V"],
+    piece_lse: Float[Tensor, "H n"],
+) -> tuple[Float[Tensor, "n H V"], Float[Tensor, "H n"]]:
+    """Merge attention over two sets of keys."""
     total = torch.logaddexp(lse, piece_lse)
     return out * _per_row(lse - total) + piece * _per_row(piece_lse - total), total
