@@ -17,7 +17,7 @@ import treetrain as tt
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.schedule import Forest
 from treetrain.tree.layout import PackedLayout, pack
-from treetrain.verification.measure import keep_memory
+from treetrain.verification.bench import keep_memory
 from workloads import load_workload
 
 HEADS, KV_HEADS, SIZE, REPEATS = 6, 2, 64, 15

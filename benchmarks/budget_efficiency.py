@@ -28,8 +28,7 @@ def measure(name: str, repeats: int, baselines: list[str]) -> None:
     import treetrain as tt
     from treetrain.engine.engine import LinearEngine
     from treetrain.planning.plan import least_recomputed
-    from treetrain.verification.bench import PaddedEngine
-    from treetrain.verification.measure import keep_memory
+    from treetrain.verification.bench import PaddedEngine, keep_memory
 
     keep_memory()
     torch.set_num_threads(len(os.sched_getaffinity(0)))

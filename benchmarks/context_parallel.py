@@ -20,7 +20,7 @@ import torch.multiprocessing as multiprocessing
 
 import rows as result_rows
 import treetrain as tt
-from treetrain.verification.measure import keep_memory
+from treetrain.verification.bench import keep_memory
 from workloads import VOCAB, model_30m
 
 SIZE, WARMUP, TRUNK, BRANCHES, LENGTH = 2, 1, 3072, 4, 256

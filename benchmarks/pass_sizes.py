@@ -27,7 +27,7 @@ def main() -> None:
 
     import treetrain as tt
     from treetrain.engine.engine import LinearEngine
-    from treetrain.verification.measure import keep_memory
+    from treetrain.verification.bench import keep_memory
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)

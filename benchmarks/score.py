@@ -21,7 +21,7 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
     import torch
 
     import treetrain as tt
-    from treetrain.verification.measure import keep_memory
+    from treetrain.verification.bench import keep_memory
 
     keep_memory()
     torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -85,7 +85,7 @@ def calibrated(rank: int, size: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from treetrain.verification.measure import measured_cost
+    from treetrain.verification.bench import measured_cost
 
     model = small_model()
     dist.barrier()

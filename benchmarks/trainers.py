@@ -196,7 +196,7 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
     from treetrain.engine.costs import count
     from treetrain.planning.price import budget_share
     from treetrain.tree.stats import ideal_speedup
-    from treetrain.verification.measure import keep_memory
+    from treetrain.verification.bench import keep_memory
 
     keep_memory()
     torch.set_num_threads(len(os.sched_getaffinity(0)))

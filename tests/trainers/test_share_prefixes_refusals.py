@@ -13,7 +13,7 @@ import treetrain as tt
 from support import trainer_runs as runs
 from support.trainer_runs import BUILDERS, adapter, difference, train
 from treetrain.trainers import share_prefixes as module
-from treetrain.trainers.checks import rows_to_compare
+from treetrain.trainers.share_prefixes import rows_to_compare
 
 
 def settings(tmp_path, **changes: Any) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
-from treetrain.trainers.groups import make_groups, sample_groups
-from treetrain.trainers.steps import StepSampler
+from treetrain.trainers.groups import StepSampler, make_groups, sample_groups
 from treetrain.tree.build import build_tree
 
 

@@ -22,7 +22,7 @@ from support.tree_runs import (
 )
 from treetrain import losses
 from treetrain.trainers.callbacks import WeightAverage
-from treetrain.trainers.steps import StepSampler
+from treetrain.trainers.groups import StepSampler
 from treetrain.trainers.tree_trainer import TreeTrainer
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}

@@ -8,7 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import treetrain as tt
+from treetrain.engine.costs import cost_of
 from treetrain.engine.engine import LinearEngine
+from treetrain.models.loading import load_model
+from treetrain.verification import bench as bench_module
 from treetrain.verification.bench import PaddedEngine, bench
 from treetrain.verification.verify import PlainModel, relative_error
 
@@ -105,3 +108,37 @@ def test_a_baseline_that_there_is_not_is_an_error(model, rows, wanted):
 def test_no_repeats_are_an_error(model, rows):
     with pytest.raises(ValueError, match="repeats=0"):
         bench(model, rows, repeats=0)
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(bench_module, "CALIBRATION_TOKENS", {"cpu": (16, 64)})
+    monkeypatch.setattr(bench_module, "CALIBRATION_PASSES", 2)
+
+
+def test_two_passes_give_seconds_of_a_flop_and_of_a_pass(monkeypatch, short):
+    """As on a device that is three times as slow as described, with passes that cost twice as much."""
+    tiny = load_model("tiny")
+    cost = cost_of(tiny)
+    described = cost.speeds.graph_pass
+
+    def seconds_of(layout) -> float:
+        return cost.seconds(tt.make_plan(layout, cost)) - described
+
+    monkeypatch.setattr(bench_module, "_pass_seconds", lambda _m, _c, layout: 3 * seconds_of(layout) + 2 * described)
+    found = bench_module.measured_cost(tiny).speeds
+    for name in ("layers", "attention", "head"):
+        assert getattr(found, name) == pytest.approx(getattr(cost.speeds, name) / 3)
+    assert found.graph_pass == pytest.approx(2 * described)
+    assert found.forward_pass / found.graph_pass == pytest.approx(cost.speeds.forward_pass / described)
+    assert "passes of 16 and 64 tokens" in found.source
+
+
+def test_what_is_measured_predicts_another_pass(short):
+    tiny = load_model("tiny")
+    cost = bench_module.measured_cost(tiny)
+    assert all(p.grad is None for p in tiny.parameters())
+    layout = bench_module._chain(40, 2048)
+    measured = bench_module._pass_seconds(tiny, tt.TreeEngine(tiny).capabilities, layout)
+    predicted = cost.seconds(tt.make_plan(layout, cost))
+    assert measured / 4 < predicted < 4 * measured  # other work on the machine takes its share

@@ -135,7 +135,7 @@ def _plan(options: Namespace, inspection: "Inspection") -> "Plan":
     from treetrain.planning.price import CostModel
 
     if options.calibrate:
-        from treetrain.verification.measure import measured_cost
+        from treetrain.verification.bench import measured_cost
 
         assert options.model is not None
         cost = measured_cost(best_device_model(options.model))

@@ -28,6 +28,7 @@ from treetrain.errors import DataError
 from treetrain.trainers.arguments import MUON, TreeArguments, muon_and_options
 from treetrain.trainers.callbacks import EXECUTION, StepLog, peak_memory_bytes
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin
+from treetrain.trainers.groups import Call, StepSampler, step_loader
 from treetrain.trainers.rollouts import (
     OLD,
     REFERENCE,
@@ -44,7 +45,6 @@ from treetrain.trainers.rollouts import (
     with_advantages,
     with_fact,
 )
-from treetrain.trainers.steps import Call, StepSampler, step_loader
 
 logger = logging.getLogger(__name__)
 

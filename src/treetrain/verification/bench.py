@@ -1,12 +1,15 @@
-"""How much faster a tree is than the best linear baseline, on the user's model and rows.
+"""How much faster a tree is than the best linear baseline on the user's model and rows, and the speed of a device.
 
 Forward and backward are timed (an optimiser's step costs both sides the same). The engines take turns in one process
 so that a machine that slows down slows all of them; medians are compared. All baselines run the same fused head.
 """
 
 import contextlib
+import ctypes
 import dataclasses
+import platform
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,25 +19,28 @@ import numpy as np
 import torch
 from torch import nn
 
-from treetrain.engine.costs import cost_if_countable
+from treetrain.engine.costs import cost_if_countable, cost_of
 from treetrain.engine.engine import LinearEngine, TreeEngine
+from treetrain.engine.gradients import gradient_buffers
 from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, scoring_head
 from treetrain.engine.loss import as_loss
-from treetrain.engine.packed import model_device
+from treetrain.engine.packed import PackedRun, model_device
 from treetrain.errors import UnsupportedModel
 from treetrain.losses.token_losses import sft
-from treetrain.models.capability import Capabilities
+from treetrain.models.capability import Capabilities, check_model
 from treetrain.planning.budget import Bytes
 from treetrain.planning.plan import Plan
-from treetrain.planning.price import budget_share
+from treetrain.planning.price import CostModel, budget_share
 from treetrain.tree.build import Row, as_tree, build_tree
-from treetrain.tree.layout import PackedLayout
+from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.stats import ideal_speedup
 from treetrain.tree.token_tree import TokenTree
-from treetrain.verification.measure import keep_memory
 
 PACK_TOKENS = {"cpu": (4096, 8192), "cuda": (8192, 32_768)}
 """Batch sizes, in tokens, of the linear runs to try, by kind of device; the fastest run is the baseline."""
+CALIBRATION_TOKENS, CALIBRATION_PASSES = {"cpu": (64, 256), "cuda": (1024, 4096)}, 5
+"""Tokens of the short and of the long pass, and how many of each count."""
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 Seconds = dict[str, list[float]]
 """The time of every round, by engine name."""
 
@@ -234,3 +240,87 @@ class PaddedEngine(LinearEngine):
             batch_of[row] = batch
             rows += 1
         return Plan.of_parts(layout, np.repeat(batch_of, lengths))
+
+
+# ---- Calibration
+
+
+def measured_cost(model: nn.Module) -> CostModel:
+    """The cost model of a model on its device, with measured speeds. Gradients of the model are dropped.
+
+    Two passes are enough: `engine/costs.py` counts the work of a pass, and the device's description gives the relative
+    speed of each kind of product. This leaves two unknowns, the overall speed and the fixed cost of a pass:
+
+        seconds                    long pass: FLOPs and fixed cost
+           |                    .
+           |                .        slope: measured over described seconds per FLOP
+           |            .
+           |        .  short pass
+           |    .
+           |.......................  intercept: the fixed cost of a pass
+           +------------------------> seconds predicted from the description
+
+    Raises:
+        UnsupportedModel: a model that is not exact on a tree or cannot be counted.
+    """
+    cost, capabilities, device = cost_of(model), check_model(model), model_device(model)
+    short, long = (min(n, capabilities.max_positions or n) for n in CALIBRATION_TOKENS[device.type])
+    layouts = [_chain(n, capabilities.vocab_size) for n in (min(short, long // 2), long)]
+    times = [_pass_seconds(model, capabilities, layout) for layout in layouts]
+    model.zero_grad(set_to_none=True)
+    plans = [Plan.of_parts(layout, np.zeros(layout.num_tokens, np.int64)) for layout in layouts]
+    predicted = [cost.seconds(plan) - cost.speeds.graph_pass for plan in plans]
+    # Noise may not make a device look more than five times as fast as the long pass alone shows.
+    slope = max((times[1] - times[0]) / (predicted[1] - predicted[0]), 0.2 * times[1] / predicted[1])
+    fixed = max(times[0] - slope * predicted[0], 0.0)
+    speeds, tokens = cost.speeds, " and ".join(str(layout.num_tokens) for layout in layouts)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
+    measured = dataclasses.replace(
+        speeds,
+        layers=speeds.layers / slope,
+        attention=speeds.attention / slope,
+        head=speeds.head / slope,
+        graph_pass=fixed,
+        forward_pass=fixed * speeds.forward_pass / speeds.graph_pass,
+        source=f"measured on {name} with passes of {tokens} tokens",
+    )
+    return dataclasses.replace(cost, speeds=measured)
+
+
+def _chain(tokens: int, vocabulary: int) -> PackedLayout:
+    """A layout of random tokens, all but the first predicted."""
+    ids = np.random.default_rng(0).integers(0, vocabulary, tokens + 1)
+    return pack(build_tree([ids.astype(np.int32)]), np.arange(tokens + 1) > 0)
+
+
+def _pass_seconds(model: nn.Module, capabilities: Capabilities, layout: PackedLayout) -> float:
+    """The least time of a forward and backward over a layout: other load only adds time."""
+    times = []
+    for _ in range(CALIBRATION_PASSES + 1):
+        _synchronise(model)
+        start = time.perf_counter()
+        run = PackedRun(model, capabilities, layout)
+        with gradient_buffers(model) as buffers, run.mode(model), torch.enable_grad():
+            torch.stack([x.sum() for x in run.scores(ScoreRequest(buffers=buffers)).live]).sum().backward()
+        _synchronise(model)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])  # kernels are compiled in the first
+
+
+# ---- Memory of a CPU
+
+
+def keep_memory() -> bool:
+    """Tell glibc to serve large blocks from its heap and to keep them. Returns whether that worked.
+
+    Memory that is returned between steps costs page faults at every step on a CPU. This equals setting
+    MALLOC_MMAP_MAX_=0, MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_ before the start; it is a no-op without glibc.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 256 * 2**20))
+    return all(mallopt(which, value) == 1 for which, value in settings)
