@@ -293,7 +293,10 @@ class PrefixSharing:
         training = gradients and any(p.requires_grad for p in model.parameters())
         with self.trainer.accelerator.autocast():
             if training and self.check:
-                self._compare(self._engine(model, head), plain, rows)
+                self._logged_once, self._plain_rate = compare_with_plain(
+                    self._engine(model, head), plain, rows, self.seam
+                )
+                self.check = not self._logged_once  # once more if nothing was predicted in this batch
             return self._scored(model, head, rows, kwargs, training)
 
     def _answers(self, args: tuple, kwargs: dict) -> bool:
@@ -305,16 +308,6 @@ class PrefixSharing:
             return bool(kwargs.get("fused_lm_head"))
         wanted = self.seam == "rewards" or kwargs.get("labels") is not None
         return self.in_loss and wanted and not (self.logits_wanted and self.seam == "loss")
-
-    def _compare(self, engine: TreeEngine, plain: Callable, rows: Rows) -> None:
-        compared = compare_with_plain(engine, plain, rows, self.seam)
-        if compared is None:
-            return  # nothing is predicted in this batch
-        self.check, self._plain_rate = False, compared.plain_rate
-        self._logged_once = {
-            "tree/score_difference": compared.scores,
-            "tree/gradient_difference": compared.gradients,
-        }
 
     def _scored(self, model: nn.Module, head: FusedHead, rows: Rows, kwargs: dict, training: bool) -> Any:
         engine = self._engine(self.wrapped if training and model is self.model else model, head)
@@ -637,33 +630,25 @@ def check_trainer(trainer: Any, seam: Seam) -> None:
         )
 
 
-class Compared(NamedTuple):
-    """How far a tree is from the trainer's plain path, on a few rows."""
-
-    scores: float
-    """Relative difference of the log-probabilities or rewards."""
-    gradients: float
-    """Relative difference of the gradients of a random sum of these, over a few parameters."""
-    plain_rate: float | None
-    """FLOP/s of the plain forward and backward; None for a model that cannot be counted."""
-
-
-def compare_with_plain(engine: TreeEngine, plain: Callable[..., Any], rows: Rows, seam: Seam) -> Compared | None:
-    """Compare scores and gradients of a few rows between the model's own forward and the tree.
+def compare_with_plain(
+    engine: TreeEngine, plain: Callable[..., Any], rows: Rows, seam: Seam
+) -> tuple[dict[str, float], float | None]:
+    """Compare a few rows between the model's own forward and the tree: scores, and gradients of a random sum of them.
 
     Args:
         engine: of the model, without other ranks.
         plain: the forward that the trainer would have called.
 
     Returns:
-        None where nothing is predicted.
+        the relative differences, to be logged (empty if nothing is predicted), and the FLOP/s of the plain forward and
+        backward; None for a model that cannot be counted.
 
     Raises:
         RuntimeError: they differ by more than rounding.
     """
     chosen = rows_to_compare(rows.ids, rows.masks)
     if not chosen:
-        return None
+        return {}, None
     ids, masks = [rows.ids[k] for k in chosen], [rows.masks[k] for k in chosen] if rows.masks else []
     model, device = engine.model, next(engine.model.parameters()).device
     everything = list(model.parameters())
@@ -712,8 +697,10 @@ def compare_with_plain(engine: TreeEngine, plain: Callable[..., Any], rows: Rows
         )
     logger.info(said)
     cost = cost_if_countable(model)
-    work = None if cost is None else cost.counts.flops(*linear_work(tree_of(ids, masks), cost.counts.attention_ranges))
-    return Compared(apart, apart_gradients, None if work is None else work / seconds)
+    logs = {"tree/score_difference": apart, "tree/gradient_difference": apart_gradients}
+    if cost is None:
+        return logs, None
+    return logs, cost.counts.flops(*linear_work(tree_of(ids, masks), cost.counts.attention_ranges)) / seconds
 
 
 def rows_to_compare(ids: list[np.ndarray], masks: list[np.ndarray]) -> list[int]:
