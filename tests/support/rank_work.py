@@ -23,7 +23,7 @@ from treetrain.testing.contract import OTHERS
 from treetrain.testing.float64 import PureFloat64
 from treetrain.testing.forests import VOCAB, dress
 
-Parallel = Literal["ddp", "fsdp", "context", "tensor"]
+Parallel = Literal["ddp", "fsdp", "context", "tensor", "expert"]
 Rows = list[Trajectory]
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
 KEYS = (("num_key_value_heads", 2),)
@@ -48,6 +48,8 @@ class Job:
     seed: int = 0
     calls: int = 1
     """Calls that the step is accumulated over."""
+    divided: tuple[tuple[str, Any], ...] = ()
+    """Settings of transformers' DistributedConfig beside its sizes."""
     head_shard: bool = False
     """Whether the head is a shard of its own."""
     checkpointing: bool = False
@@ -171,14 +173,15 @@ def step(group: Any, job: Job) -> dict[str, Any]:
         model, sharing = sharded(model, group, head=job.head_shard), {"reduce": job.reduce}
     elif job.parallel == "context":  # every rank has all rows
         sharing = {"context": group}
-    elif job.parallel == "tensor":
-        model, sharing = cut(model, group), {}
+    elif job.parallel in ("tensor", "expert"):
+        experts = {"ep_size": size} if job.parallel == "expert" else {}
+        model, sharing = cut(model, group, **experts, **dict(job.divided)), {}
     kind = planned(*job.shapes[rank]) if job.shapes else tt.TreeEngine
     options = {"temperature": job.temperature, "value_head": heads[0]}
     engine = kind(model, budget=job.budget, **options, **sharing)
     reference = tt.TreeEngine(alone, temperature=job.temperature, value_head=heads[1])
     with PureFloat64() if job.dtype == torch.float64 else torch.enable_grad():
-        own = rows if job.parallel in ("context", "tensor") else split_of(rows, rank, size, job.split)
+        own = rows if job.parallel in ("context", "tensor", "expert") else split_of(rows, rank, size, job.split)
         results = _accumulated(engine, own, rows, loss, job.calls)
         truth = reference.forward_backward(rows, loss)
         scores = engine.logprobs(own) if job.loss != "value" else []

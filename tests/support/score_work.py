@@ -25,8 +25,10 @@ def own_loss(logprobs: list[Tensor], entropies: list[Tensor]) -> Tensor:
 
 
 def _parallel(model: nn.Module, how: str, group: Any) -> nn.Module:
-    if how in ("context", "tensor"):
-        return cut(model, group) if how == "tensor" else model
+    if how in ("tensor", "expert"):
+        return cut(model, group, **{"ep_size": dist.get_world_size(group)} if how == "expert" else {})
+    if how == "context":
+        return model
     return sharded(model, group) if how == "fsdp" else DistributedDataParallel(model, process_group=group)
 
 
@@ -34,7 +36,7 @@ def scored_step(group: Any, how: str, shapes: Any, keeps: Any, calls: int, split
     """How far the gradients of a score on several ranks are from the mean of every rank's own.
 
     Args:
-        how: ddp, fsdp, context or tensor.
+        how: ddp, fsdp, context, tensor or expert.
         shapes: (shape, keep) of each rank's plans.
         keeps: of each rank, whether its graphs fit.
         calls: that the step is accumulated over.
@@ -54,7 +56,7 @@ def scored_step(group: Any, how: str, shapes: Any, keeps: Any, calls: int, split
     context = group if how == "context" else None
     engine = Forced(wrapped, temperature=1.3, context=context)
     reference = tt.TreeEngine(alone, temperature=1.3)
-    own, copies = (rows, 1) if how in ("context", "tensor") else (split_of(rows, rank, size, split), size)
+    own, copies = (rows, 1) if how in ("context", "tensor", "expert") else (split_of(rows, rank, size, split), size)
     told = []
     with PureFloat64():
         for call in range(calls):

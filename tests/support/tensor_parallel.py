@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,17 +16,21 @@ from treetrain.errors import RanksDisagree
 from treetrain.testing.float64 import PureFloat64
 
 
-def cut(model: Any, group: Any) -> nn.Module:
-    """Divide a model over a group by its own `tp_plan`, as `from_pretrained` does over all processes there are."""
+def cut(model: Any, group: Any, **experts: Any) -> nn.Module:
+    """Divide a model over a group by its own plans, as `from_pretrained` does over all processes there are."""
     from transformers.distributed import DistributedConfig
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     size, head = dist.get_world_size(group), model.get_output_embeddings()
     head.weight = nn.Parameter(head.weight.detach().clone())  # tied again below, as after loading
-    model.config.distributed_config = DistributedConfig(tp_plan="auto", tp_size=size)
-    plan, _, _ = model._resolve_parallel_plans(model.config.distributed_config)
+    settings = DistributedConfig(tp_size=size, **{"tp_plan": "auto"} | experts)
+    model.config.distributed_config = settings
+    plan, ep_plan, _ = model._resolve_parallel_plans(settings)
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     apply_tensor_parallelism(model, mesh, plan)
+    ep_mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ep",))
+    apply_expert_parallelism(model, ep_mesh, mesh, ep_plan, settings.ep_implementation)
     model._tp_size, model._device_mesh = size, mesh
     model.tie_weights()
     return model
@@ -54,11 +59,27 @@ def refused(group: Any, case: str) -> str:
         model = make_model("qwen3", num_attention_heads=4, num_key_value_heads=4, vocab_size=5)
     if case == "compiled":
         options["compile_layers"] = True
-    model = cut(model, group)
-    if case == "rowwise LoRA":
-        model = with_lora(model, "o_proj")
+    experts: dict[str, Any] = {}
+    if case in ("LoRA of experts", "expert style", "kernel", "eager gpt-oss", "expert ranks of their own"):
+        model = make_model("gpt_oss" if case == "eager gpt-oss" else "qwen3_moe", num_key_value_heads=2)
+        experts["ep_size"] = 2
+    if case == "other heads":  # its norms have names of their own, and its plan leaves them out
+        model = make_model("phi", qk_layernorm=True, num_key_value_heads=2)
+    model = cut(model, group, **experts)
+    if case == "expert style":
+        model._ep_plan["model.layers.*.mlp"] = "sequence_parallel"
+    if case == "kernel":
+        model.config.distributed_config.ep_implementation = "deepgemm_megamoe"
+    if case == "expert ranks of their own":
+        model.config.distributed_config.fsdp_size, model._tp_size = 2, 1
+    if case == "LoRA of the head":
+        model = with_lora(model, "lm_head")
+    if case == "LoRA of experts":
+        model = with_lora(model, target_parameters=["mlp.experts.gate_up_proj"])
     if case == "other seeds":
         model = with_lora(model, "q_proj", seed=dist.get_rank(group))
+    if case == "other heads":
+        return refusal(lambda: tt.TreeEngine(model).forward_backward([tt.Trajectory([1, 2, 3])], tt.losses.sft()))
     return refusal(lambda: tt.TreeEngine(model, **options))
 
 
@@ -119,7 +140,8 @@ def loaded(group: Any, folder: str) -> dict[str, Any]:
 
     from support.rank_work import gradients, relative_error, rows_of
 
-    plan = DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size(group))
+    size = dist.get_world_size(group)
+    plan = DistributedConfig(tp_plan="auto", tp_size=size, ep_size=1 if folder.endswith("qwen3") else size)
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan).eval()
     alone, rows = AutoModelForCausalLM.from_pretrained(folder).eval(), rows_of(0, "sft")
     for each in (model, alone):
@@ -129,22 +151,46 @@ def loaded(group: Any, folder: str) -> dict[str, Any]:
     return {"gradients": error, "peaks": peaks, "verified": tt.verify(model, rows).passed}
 
 
-def with_lora(model: Any, *targets: str, seed: int = 0) -> nn.Module:
+def with_lora(model: Any, *targets: str, seed: int = 0, **options: Any) -> nn.Module:
     """The model with a LoRA that is not zero."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=list(targets), init_lora_weights=False)).eval()
+    settings = LoraConfig(r=4, target_modules=list(targets), init_lora_weights=False, **options)
+    return get_peft_model(model, settings).eval()
 
 
-def adapted(group: Any) -> float:
-    """The error of a step over two calls that trains a LoRA on every column-wise projection of a layer."""
+def few_tokens(group: Any, tokens: int) -> float:
+    """The error of a step of so few tokens that some ranks send none, and some experts get none."""
+    from support.rank_work import gradients, relative_error
+
+    model = make_model("qwen3_moe", dtype=torch.float64, num_key_value_heads=2)
+    alone, rows = copy.deepcopy(model), [tt.Trajectory([1, *range(5, 5 + tokens)])]
+    with PureFloat64():
+        for each in (cut(model, group, ep_size=2), alone):
+            tt.TreeEngine(each, budget=1).forward_backward(rows, tt.losses.sft())
+    return relative_error(gradients(model), gradients(alone))
+
+
+def adapted(group: Any, family: str) -> float:
+    """The error of a step over two calls that trains a LoRA on every projection of a layer but those of experts.
+
+    A model with experts has them divided over the ranks, and its rows say which experts they used.
+    """
     from support.rank_work import gradients, relative_error, rows_of
 
-    model = make_model("qwen3", dtype=torch.float64, num_key_value_heads=2)
+    model = make_model(family, dtype=torch.float64, num_key_value_heads=2)
     rows, loss = rows_of(0, "ppo entropy"), tt.losses.ppo(entropy=0.05)
-    targets = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-    divided, alone = with_lora(cut(copy.deepcopy(model), group), *targets), with_lora(model, *targets)
+    targets, experts = ["q_proj", "k_proj", "v_proj", "o_proj"], {}
+    if family == "qwen3":
+        targets += ["gate_proj", "up_proj", "down_proj"]
+    else:
+        experts, rng = {"ep_size": 2}, np.random.default_rng(0)
+        rows = [
+            row.replace(experts=np.stack([rng.permutation(4)[:2] for _ in range(2 * len(row))]).reshape(-1, 2, 2))
+            for row in rows
+        ]
+    divided, alone = with_lora(cut(copy.deepcopy(model), group, **experts), *targets), with_lora(model, *targets)
     for own, whole in zip(divided.parameters(), alone.parameters()):
         whole.data.copy_(own.full_tensor() if isinstance(own, DTensor) else own)
     for lora in (divided, alone):

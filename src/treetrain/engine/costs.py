@@ -387,6 +387,9 @@ def _without_data(model: nn.Module) -> Iterator[Any]:
                 if name.endswith("_hooks") and isinstance(value, dict):
                     new.__dict__[name] = type(value)()
             new.__dict__["training"] = False
+            if vars(old).get("_is_expert_parallel"):  # the counted weights are those of all ranks
+                experts = next(iter(old._parameters.values())).shape[0]  # type: ignore[union-attr]
+                new.__dict__.update(num_experts=experts, _is_expert_parallel=False)
             new.__dict__["_parameters"] = {name: tensor(value) for name, value in old._parameters.items()}
             new.__dict__["_buffers"] = {name: tensor(value) for name, value in old._buffers.items()}
             new.__dict__["_modules"] = {

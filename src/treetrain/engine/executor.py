@@ -29,7 +29,7 @@ from treetrain.engine.memory import PassCounts, StepOutOfMemory, out_of_memory_i
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import Routing, switched
 from treetrain.engine.runtime import Runtime
-from treetrain.engine.tensor_parallel import summed_gradients
+from treetrain.engine.tensor_parallel import tensor_parallel_mode
 from treetrain.linear_attention.state_cache import StateCache
 from treetrain.models.compiled_layers import compiled_layers
 from treetrain.planning.plan import Plan
@@ -282,7 +282,7 @@ class Executor:
             ),
             torch.set_grad_enabled(graph),
             runtime.run_type.mode(runtime.model),
-            summed_gradients(runtime.model, runtime.tensor),
+            tensor_parallel_mode(runtime.model, runtime.tensor),
             switched(runtime.model, runtime.capabilities.experts, self._routing),
             compiled_layers(runtime.model, runtime.compiled) if runtime.compiles else nullcontext(),
         ):

@@ -1,16 +1,22 @@
-"""Tensor parallel: transformers has divided a model's weights over ranks, by the model's own `tp_plan`.
+"""Tensor and expert parallel: transformers has divided a model's weights over ranks, by the model's own plans.
 
 The ranks hold the same rows and run the same plan. Every rank has all tokens of a part with its share of the heads, of
 the MLPs' columns and of the vocabulary; transformers' hooks put hidden states together. Tree attention treats every
 head by itself, so it runs unchanged on a rank's heads, and so does the KV cache. The LM head scores its share of the
 vocabulary (`VocabularyShard` in ``lm_head.py``).
 
+Expert parallel (`ep_size`) gives each rank whole experts in place of a share of every expert. Routers stay whole, and
+every rank chooses experts for all tokens. transformers then sends each rank's slice of the tokens to the experts'
+ranks and gathers the results, so the ranks leave a layer with the same hidden states as they entered it.
+
 Weights that every rank holds whole get the same gradient on every rank, except norms between divided layers (of queries
 and keys): a rank sees its own heads alone. transformers adds up their ``.grad`` over the ranks after every backward,
 with all that earlier backwards have left there. After a second backward, the first one's gradients are counted as often
-as there are ranks. Here the gradient is added up over the ranks once per call, before it is accumulated.
+as there are ranks. Here the gradient is added up over the ranks once per call, before it is accumulated, also where a
+family's plan leaves these norms out (GLM-4-MoE's does). At the end of a call the ranks compare their gradients.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -41,6 +47,9 @@ STYLES = (
     "rowwise",
 )
 """The styles of a plan that are exact here: between layers every rank has all tokens and whole hidden states."""
+EP_STYLES = ("ep_dispatch_experts", "grouped_gemm")
+EP_IMPLEMENTATIONS = ("all_reduce", "all_to_all", "auto")
+"""The ways to bring tokens to their experts that are exact here. DeepGEMM's has no backward."""
 PARTIAL = "ReplicatedWithGradAllReduce."
 """Where transformers' forward and hook of a norm between divided layers are defined."""
 
@@ -57,6 +66,14 @@ def tensor_parallel_ranks(model: nn.Module, *others: object) -> Ranks:
     """
     lm: Any = causal_lm(model)
     name, size = type(lm).__name__, int(getattr(lm, "_tp_size", None) or 1)
+    settings: Any = getattr(lm.config, "distributed_config", None) if getattr(lm, "_device_mesh", None) else None
+    sizes = {field: int(getattr(settings, field, None) or 1) for field in ("ep_size", "pp_size", "fsdp_size")}
+    if sizes["pp_size"] > 1 or sizes["ep_size"] not in (1, size):
+        told = ", ".join(f"{field}={value}" for field, value in {"tp_size": size, **sizes}.items())
+        raise UnsupportedModel(
+            f"{name} was loaded with {told}: pipeline parallel is not supported, nor is expert parallel over ranks "
+            "with rows of their own; take tp_size alone, or ep_size equal to tp_size."
+        )
     meshes: list[Any] = []
     for parameter in model.parameters():
         mesh = getattr(parameter, "device_mesh", None)
@@ -74,11 +91,12 @@ def tensor_parallel_ranks(model: nn.Module, *others: object) -> Ranks:
             f"the weights of {name} are DTensors that neither fully_shard nor transformers' tp_plan made, which is not "
             "supported; use one of them, or the same whole model on every rank."
         )
-    if len(meshes) != 1 or meshes[0].size() != size:
+    members = {tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}
+    if [len(ranks) for ranks in members] != [size]:
         raise UnsupportedModel(
-            f"{name} is tensor parallel over {size} ranks (transformers' tp_plan), and its weights lie on "
-            f"{len(meshes)} device meshes of {', '.join(str(mesh.size()) for mesh in meshes) or 'no'} ranks: expert "
-            "parallel, pipeline parallel and FSDP2 are not supported beside it; leave them out of distributed_config."
+            f"{name} is tensor parallel over {size} ranks (transformers' tp_plan), and its weights lie on those of "
+            f"{', '.join(map(str, sorted(members))) or 'none'}: other ways to divide a model are not supported beside "
+            "it; leave them out of distributed_config."
         )
     if any(other is not None for other in others):
         raise UnsupportedModel(
@@ -86,7 +104,7 @@ def tensor_parallel_ranks(model: nn.Module, *others: object) -> Ranks:
             "DistributedDataParallel) and context parallel (context=) are not supported beside it; leave them out."
         )
     ranks = Ranks(meshes[0].get_group())
-    _check_plan(lm, ranks)
+    _check_plan(lm, ranks, settings if sizes["ep_size"] > 1 else None)
     _check_adapters(model)
     whole = {name: parameter for name, parameter in model.named_parameters() if not is_shard(parameter)}
     sums = torch.stack([parameter.detach().sum(dtype=torch.float64) for parameter in whole.values()]).tolist()
@@ -99,15 +117,31 @@ def tensor_parallel_ranks(model: nn.Module, *others: object) -> Ranks:
     return ranks
 
 
-def _check_plan(lm: Any, ranks: Ranks) -> None:
+def _check_plan(lm: Any, ranks: Ranks, experts: Any) -> None:
+    """Refuse plans that are not exact here, and sizes that do not fit; `experts`: the settings of expert parallel."""
     name, config = type(lm).__name__, lm.config.get_text_config()
-    unknown = {key: style for key, style in lm.tp_plan.items() if style not in STYLES}
-    if unknown:
-        key, style = next(iter(unknown.items()))
+    plans = {"tp_plan": (lm.tp_plan, STYLES), "ep_plan": (lm.ep_plan if experts else {}, EP_STYLES)}
+    for field, (plan, known) in plans.items():
+        for key, style in plan.items():
+            if style not in known:
+                raise UnsupportedModel(
+                    f"the {field} of {name} divides {key} by the style {style!r}, which has not been verified here; "
+                    f"supported are {', '.join(known)}."
+                )
+    if experts and experts.ep_implementation not in EP_IMPLEMENTATIONS:
         raise UnsupportedModel(
-            f"the tp_plan of {name} divides {key} by the style {style!r}, which has not been verified here; supported "
-            f"are {', '.join(STYLES)}."
+            f"ep_implementation={experts.ep_implementation!r} of {name} has not been verified here; supported are "
+            f"{', '.join(EP_IMPLEMENTATIONS)}."
         )
+    eager = config.model_type == "gpt_oss" and config._experts_implementation == "eager"
+    if experts and eager and experts.ep_implementation != "all_to_all":
+        raise UnsupportedModel(
+            f"experts_implementation='eager' of {name} fails on masked experts, which ep_implementation="
+            f"{experts.ep_implementation!r} gives it; take experts_implementation='grouped_mm', or "
+            "ep_implementation='all_to_all'."
+        )
+    if set(lm.tp_plan.values()) <= {"replicate"}:
+        return
     heads, vocabulary = int(config.num_attention_heads), int(config.vocab_size)
     keys = int(getattr(config, "num_key_value_heads", None) or heads)
     # The last rank may have fewer tokens of the vocabulary, but not none.
@@ -121,14 +155,21 @@ def _check_plan(lm: Any, ranks: Ranks) -> None:
 
 
 def _check_adapters(model: nn.Module) -> None:
-    """Refuse adapters that transformers' hooks take for narrower ones, before their forward fails."""
+    """Refuse adapters that peft does not divide as transformers divides what they are added to."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and is_shard(module.weight) and module.in_features != module.weight.shape[1]:
+        parameter = getattr(module, "parameter_name", None)  # of peft's wrapper of one parameter
+        if parameter is not None and is_shard(getattr(module.get_base_layer(), parameter)):
             raise UnsupportedModel(
-                f"{name} has in_features={module.in_features}, one rank's share of its weight's "
-                f"{module.weight.shape[1]} columns: this release of peft does not divide adapters of rowwise layers as "
-                "transformers does. Leave these layers (o_proj, down_proj) out of target_modules."
+                f"{name} adapts {parameter}, which is divided over the ranks, and peft does not divide its adapter; "
+                "leave it out of target_parameters."
             )
+        for adapter in getattr(module, "lora_B", {}).values():
+            rows, needed = adapter.weight.shape[0], module.get_base_layer().weight.shape[0]
+            if rows != needed:
+                raise UnsupportedModel(
+                    f"{name} has {needed} outputs, its adapter {rows}: peft does not divide this adapter as "
+                    "transformers divides the layer; leave it out of target_modules."
+                )
 
 
 def vocabulary_shard(capabilities: Capabilities, ranks: Ranks) -> VocabularyShard | None:
@@ -141,12 +182,42 @@ def vocabulary_shard(capabilities: Capabilities, ranks: Ranks) -> VocabularyShar
 
 def _partial(model: nn.Module) -> list[nn.Module]:
     """The modules whose weights every rank holds whole, with gradients of its own heads."""
-    return [m for m in model.modules() if PARTIAL in getattr(vars(m).get("forward"), "__qualname__", "")]
+    lm: Any = causal_lm(model)
+    divided = {key.removesuffix("q_proj") for key, style in lm.tp_plan.items() if style == "colwise"}
+    norms = {key + name for key in divided for name in ("q_norm", "k_norm")}
+    planned = (m for m in lm.modules() if PARTIAL in getattr(vars(m).get("forward"), "__qualname__", ""))
+    forgotten = (m for name, m in lm.named_modules() if re.sub(r"\.\d+\.", ".*.", name) in norms)
+    return list(dict.fromkeys([*planned, *forgotten]))
+
+
+def _check_whole_gradients(model: nn.Module, ranks: Ranks) -> None:
+    """Refuse a model of which some weight's gradient should have been added up over the ranks, and was not."""
+    whole = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not is_shard(p)}
+    if not whole:
+        return
+    sizes = torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in whole.values()]).tolist()
+    for name, *of_ranks in zip(whole, *ranks.gather(sizes)):
+        # Devices may add up in another order each time; gradients of other heads differ by more.
+        if max(of_ranks) - min(of_ranks) > 1e-2 * max(of_ranks) + 1e-6 * max(sizes):
+            raise UnsupportedModel(
+                f"every tensor-parallel rank holds {name} whole, but the sizes of its gradient differ: {of_ranks}; the "
+                "model's tp_plan divides layers on both sides of it, which is not supported. Leave tp_plan out."
+            )
 
 
 @contextmanager
-def summed_gradients(model: nn.Module, ranks: Ranks) -> Iterator[None]:
-    """Add the partial gradients of weights that every rank holds whole up over the ranks, in place of transformers."""
+def tensor_parallel_mode(model: nn.Module, ranks: Ranks) -> Iterator[None]:
+    """Put right, during a block, what transformers and peft get wrong in a divided model.
+
+    Partial gradients of weights that every rank holds whole are added up over the ranks once. Adapters of row-wise
+    layers get their whole width: peft gives them one rank's share, which transformers' hooks take for the whole.
+
+    Raises:
+        UnsupportedModel: at the end of the block, if these weights have other gradients on other ranks.
+    """
+    if ranks.alone:
+        yield
+        return
 
     def summed(gradient: Tensor) -> Tensor:
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
@@ -154,7 +225,11 @@ def summed_gradients(model: nn.Module, ranks: Ranks) -> Iterator[None]:
         return wide.to(gradient.dtype)
 
     with ExitStack() as stack:
-        for module in [] if ranks.alone else _partial(model):
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and is_shard(module.weight):
+                stack.callback(setattr, module, "in_features", module.in_features)
+                module.in_features = module.weight.shape[1]
+        for module in _partial(model):
             # transformers' forward would register its hook.
             stack.enter_context(replaced_forward(module, partial(type(module).forward, module)))
             for parameter in module.parameters(recurse=False):
@@ -169,3 +244,5 @@ def summed_gradients(model: nn.Module, ranks: Ranks) -> Iterator[None]:
                     own_hooks: Any = parameter._backward_hooks
                     own_hooks.move_to_end(handle.id, last=False)  # others see the sum
         yield
+        if torch.is_grad_enabled():
+            _check_whole_gradients(model, ranks)

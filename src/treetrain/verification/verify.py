@@ -20,7 +20,7 @@ from treetrain.engine.gradients import gradients_of
 from treetrain.engine.loss import Loss, as_loss, needs_logprobs
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import RouterBalance, by_place, route_as_recorded
-from treetrain.engine.tensor_parallel import summed_gradients, tensor_parallel_ranks
+from treetrain.engine.tensor_parallel import tensor_parallel_mode, tensor_parallel_ranks
 from treetrain.errors import UnsupportedModel
 from treetrain.losses.token_losses import sft
 from treetrain.models.capability import check_model
@@ -128,7 +128,7 @@ def verify(
     plain = PlainModel(model, value_head, temperature)
 
     def row_by_row() -> float:
-        with summed_gradients(model, engine.tensor):
+        with tensor_parallel_mode(model, engine.tensor):
             return plain.accumulate_gradients(rows, loss, normaliser)
 
     loss_linear, linear = _run(row_by_row, model, value_head)
