@@ -156,6 +156,8 @@ def _check_plan(lm: Any, ranks: Ranks, experts: Any) -> None:
 
 def _check_adapters(model: nn.Module) -> None:
     """Refuse adapters that peft does not divide as transformers divides what they are added to."""
+    name: str
+    module: Any
     for name, module in model.named_modules():
         parameter = getattr(module, "parameter_name", None)  # of peft's wrapper of one parameter
         if parameter is not None and is_shard(getattr(module.get_base_layer(), parameter)):
