@@ -69,7 +69,8 @@ SIGNATURES = {
         "(rows, *, tokenizer=None, format='auto', view='transcript', train='all', tools=None, chat_template=None, "
         "map=None, on_error='stop')"
     ),
-    "load_tree": "(path, *, tokenizer=None, chat_template=None, count='per trajectory')",
+    "load_tree": "(path, *, tokenizer=None, chat_template=None, count='per trajectory', "
+    "vocab_size=None, max_positions=None, notes=None)",
     "ModelShape": "(*, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied)",
     "CostModel": "(*, counts, speeds, device='cpu')",
     "Plan": "(*, layout, part_of, parent, attach, kept, exported, prefill, scores_first='no', made_for=None)",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from treetrain.data.trajectory import Trajectory
     from treetrain.inspection.report import Shape
+    from treetrain.tree.token_tree import TokenTree
 
 DEFAULT_SHAPE = "qwen3-8b"
 SKIPPED = "treetrain-skipped.txt"
@@ -191,6 +192,8 @@ class ReadRows:
     """"calls" or "transcript"; None for token rows."""
     tokenizer: Any
     """None for token rows if --tokenizer names none."""
+    tree: "TokenTree | None" = None
+    """The tree of a file of trees of tokens, which stays unflattened: `rows` builds each row on access."""
 
 
 def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) -> ReadRows:
@@ -203,9 +206,11 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
         DataError: the message names file and line, or the model or tokenizer that cannot be loaded.
     """
     from treetrain.data.load import detect_format, load
+    from treetrain.data.records import Notes
+    from treetrain.tree.load_tree import holds_token_trees, load_tree
 
     files = list(files or options.files)
-    kind, _ = detect_format(files[0], options.format, options.map)
+    kind, why = detect_format(files[0], options.format, options.map)
     config = tokenizer = None
     wanted = options.tokenizer or (None if kind.tokens else options.model)
     if options.model is not None or wanted is not None:
@@ -213,12 +218,20 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
 
         config = None if options.model is None else load_config(options.model).get_text_config()
         tokenizer = None if wanted is None else load_tokenizer(wanted)
+    vocab_size, positions = (getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings"))
+    as_rows = options.map or options.on_error != "stop" or more.get("memory_map") or more.get("limit")
+    if kind.name == "nodes" and not as_rows and holds_token_trees(files[0]):
+        notes = Notes()
+        notes.add(f"{why or 'read as nodes'}; the trees are not flattened", None)
+        tree = load_tree(files, vocab_size=vocab_size, max_positions=positions, notes=notes)
+        rows = tree.trajectories
+        return ReadRows(rows=rows, notes=notes.lines(), format="nodes", view=None, tokenizer=tokenizer, tree=tree)
     given = ("format", "view", "train", "tools", "chat_template", "map", "on_error")
     loaded = load(
         files,
         tokenizer=tokenizer,
-        vocab_size=getattr(config, "vocab_size", None),
-        max_positions=getattr(config, "max_position_embeddings", None),
+        vocab_size=vocab_size,
+        max_positions=positions,
         images=getattr(options, "images", "refuse"),
         **{option: getattr(options, option) for option in given},
         **more,

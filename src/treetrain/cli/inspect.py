@@ -70,7 +70,8 @@ def run(argv: Sequence[str]) -> int:
     if options.calibrate and options.shape is not None:
         parser.error(f"--calibrate measures {options.model}; --shape {options.shape} names another; give one")
     from treetrain.inspection.report import inspect_rows
-    from treetrain.inspection.sample import Sampler
+    from treetrain.inspection.sample import Sampler, rows_of_tree
+    from treetrain.tree.stats import tree_stats
 
     shape = find_shape(options.model, options.shape)
     with console(stderr=True).status("reading") as status:
@@ -81,16 +82,25 @@ def run(argv: Sequence[str]) -> int:
 
         sampler = Sampler(shape.counts, progress=progress)
         found = read(options, collect=sampler, cache=options.cache, processes=options.processes)
+        rows, stats = found.rows, None
+        if found.tree is not None:
+            rows, stats = rows_of_tree(found.tree), tree_stats(found.tree, shape.counts)
     notes, estimate = found.notes, sampler.estimate
-    if estimate is not None:
-        rows = f"{len(found.rows):,} rows in {estimate.groups:,} whole groups ({estimate.share:.2%})"
+    if stats is not None and len(rows) < stats.trajectories:
         notes += (
-            f"not all rows are kept in memory. The figures are of a sample: {rows}. Estimated from it for all rows, "
+            f"the figures of the file are exact, from the tree as it is given. Its rows have {stats.flat:,} tokens, so "
+            "groups, batches, causes, the picture and the plan are of a sample of them: "
+            f"{len(rows):,} of {stats.trajectories:,} rows, in runs of neighbours in the tree",
+        )
+    if estimate is not None:
+        size = f"{len(rows):,} rows in {estimate.groups:,} whole groups ({estimate.share:.2%})"
+        notes += (
+            f"not all rows are kept in memory. The figures are of a sample: {size}. Estimated from it for all rows, "
             f"with standard errors: {estimate.words()}. Rows outside the sample were read but not checked",
         )
     print_notes(notes)
     inspection = inspect_rows(
-        found.rows,
+        rows,
         shape,
         files=options.files,
         format=found.format,
@@ -100,6 +110,7 @@ def run(argv: Sequence[str]) -> int:
         batch_size=options.batch_size,
         views=_views(options, found, shape),
         estimate=estimate,
+        stats=stats,
     )
     if options.calibrate or options.budget is not None:
         inspection = dataclasses.replace(inspection, plan=_plan(options, inspection))

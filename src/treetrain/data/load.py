@@ -9,6 +9,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from treetrain.data.chat import ChatReader, ChatRow, tokenizer_settings
 from treetrain.data.formats import FORMATS
 from treetrain.data.messages import clean_tools, read_tools
@@ -32,7 +35,7 @@ Records = Iterable[tuple[str, Record | DataError]]
 OWN_FORMATS = "treetrain.formats"
 """The entry-point group of user-defined readers."""
 IMAGE_KEYS = ("images", "image", "multi_modal_data")
-TOGETHER = 1 << 22
+TOGETHER = 1 << 20
 """Characters and tokens of rows that are tokenised in one call."""
 
 
@@ -340,7 +343,8 @@ class _Reading:
                     raise found
                 made = [self.chat.renderer.tokenised(row) if isinstance(row, ChatRow) else row for row in found]
                 for trajectory in made:
-                    _check_fits(trajectory, *self.limits)
+                    check_vocabulary(trajectory.ids, self.limits[0])
+                    check_positions(trajectory.id, len(trajectory), self.limits[1])
             except DataError as error:
                 if self.on_error == "stop":
                     raise DataError(f"{place}: {error}") from error
@@ -432,16 +436,20 @@ class _Repeats:
             )
 
 
-def _check_fits(trajectory: Trajectory, vocab_size: int | None, max_positions: int | None) -> None:
-    ids = trajectory.ids
+def check_vocabulary(ids: NDArray[np.int32], vocab_size: int | None) -> None:
+    """Raise DataError for token ids that the model does not have."""
     if vocab_size is not None and ids.size and int(ids.max()) >= vocab_size:
         at = int(ids.argmax())
         raise DataError(
             f"ids[{at}] = {ids[at]} is outside the model's vocabulary of {vocab_size} tokens; "
             "the rows were made for another model: pass that model, or its tokenizer"
         )
-    if max_positions is not None and ids.size > max_positions:
+
+
+def check_positions(name: object, length: int, max_positions: int | None) -> None:
+    """Raise DataError for a row with more tokens than the model has positions."""
+    if max_positions is not None and length > max_positions:
         raise DataError(
-            f"row {quoted(trajectory.id)} has {ids.size} tokens, the model has {max_positions} positions; "
+            f"row {quoted(name)} has {length} tokens, the model has {max_positions} positions; "
             "rows are never cut or dropped for you: shorten it, take it out, or use a longer model"
         )

@@ -220,6 +220,7 @@ def inspect_rows(
     batch_size: int = 8,
     views: Sequence[ViewCost] = (),
     estimate: Estimate | None = None,
+    stats: TreeStats | None = None,
 ) -> Inspection:
     """Measure what rows share.
 
@@ -234,6 +235,7 @@ def inspect_rows(
         batch_size: rows of a batch, for the sharing that is left in batches.
         views: the cost of the same conversations in other views; see `compare_views`.
         estimate: figures of all rows, where `rows` are a sample (`inspection.sample`).
+        stats: figures of a tree that was given as a tree, where `rows` are a sample of its trajectories.
     """
     tree = build_tree(rows)
     members: dict[Any, list[Trajectory]] = {}
@@ -252,7 +254,7 @@ def inspect_rows(
         tokenizer=tokenizer,
         shape=shape,
         tree=tree,
-        stats=tree_stats(tree, shape.counts),
+        stats=stats or tree_stats(tree, shape.counts),
         estimate=estimate,
         groups=tuple(sorted(groups, key=lambda one: -one.stats.flat)),
         transcripts_speedup=transcripts_speedup(tree, shape.counts),

@@ -31,6 +31,8 @@ MEMORY_TOKENS = 1 << 25
 """Flat tokens up to which all rows are kept."""
 SAMPLE_TOKENS = 1 << 22
 """Flat tokens of a sample."""
+TOGETHER = 64
+"""Neighbouring rows of a tree that a sample of it keeps together."""
 PLACES = 1 << 32
 """Number of hashes of a group's name."""
 PARTS = 16
@@ -62,6 +64,23 @@ class Estimate:
             f"about {self.flat:,.0f} flat and {self.unique:,.0f} unique tokens, overlap {self.overlap:.4f} ± "
             f"{self.overlap_error:.4f}, FLOP-ideal speed-up {self.flop_speedup:.2f}x ± {self.flop_speedup_error:.2f}"
         )
+
+
+def rows_of_tree(
+    tree: TokenTree, *, memory_tokens: int = MEMORY_TOKENS, sample_tokens: int = SAMPLE_TOKENS
+) -> list[Trajectory]:
+    """The rows to keep of a tree that was given as a tree: all, or runs of neighbours in the tree, drawn at random."""
+    if tree.num_flat_tokens <= memory_tokens:
+        return list(tree.trajectories)
+    order = np.argsort(tree.trajectory_last, kind="stable")
+    runs = np.split(order, range(TOGETHER, len(order), TOGETHER))
+    picked, tokens = [], 0
+    for run in np.random.default_rng(0).permutation(len(runs)).tolist():
+        picked += runs[run].tolist()
+        tokens += int(tree.trajectory_length[runs[run]].sum())
+        if tokens > sample_tokens:
+            break
+    return [tree.trajectories[row] for row in sorted(picked)]
 
 
 class Sampler:

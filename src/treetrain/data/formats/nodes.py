@@ -11,9 +11,16 @@ from typing import Any
 from treetrain.data.formats.conversations import FACT_KEYS, facts
 from treetrain.data.records import Format, Notes, Record, field, look_up, objects
 from treetrain.data.token_rows import FACT_KEYS as TOKEN_FACTS
+from treetrain.data.token_rows import trajectory_from_token_row
+from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, quoted
 
 NODE_FACTS = ("loss_weights", *TOKEN_FACTS)
+ID_KEYS = ("tokens", "input_ids", "token_ids")
+NODE_KEYS = frozenset(("parent", "loss_mask", "messages", "message", *ID_KEYS, *NODE_FACTS, *FACT_KEYS)).union(
+    *TOKEN_FACTS.values()
+)
+RECORD_KEYS = frozenset(("nodes", "trajectories", "system", "tools", *FACT_KEYS))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,20 +39,30 @@ class Forest:
         path, node = [], end
         while node is not None:
             path.append(node)
-            if len(path) > len(self.nodes):
-                raise DataError(f"node {end}: its parents form a cycle; set one parent to null")
             node = self.nodes[node]["parent"]
         return path[::-1]
 
 
-def forests_of(record: Record) -> list[Forest]:
-    """The forest of a record; of a recorded episode, one for each of its traces."""
+def forests_of(record: Record, notes: Notes) -> list[Forest]:
+    """The forest of a record; of a recorded episode, one for each of its traces. `notes` receives what is not used."""
     if "traces" in record:
-        return [_trace(trace, facts(record)) for trace in objects(record, "traces")]
-    return [_trace(record, {}) if look_up(record, "nodes.0.sampled") is not None else _own(record)]
+        forests = [_trace(trace, facts(record)) for trace in objects(record, "traces")]
+    else:
+        forests = [_trace(record, {}) if look_up(record, "nodes.0.sampled") is not None else _own(record, notes)]
+    for forest in forests:
+        reached: dict[int, int] = {}  # node -> the node that the walk up through it started at
+        for first in range(len(forest.nodes)):
+            node = first
+            while node is not None and node not in reached:
+                reached[node] = first
+                node = forest.nodes[node]["parent"]
+            if node is not None and reached[node] == first:
+                raise DataError(f"node {node}: its parents form a cycle; set one parent to null")
+    return forests
 
 
-def _own(record: Record) -> Forest:
+def _own(record: Record, notes: Notes) -> Forest:
+    notes.unused_keys(record, RECORD_KEYS)
     given = objects(record, "nodes")
     index: dict[Any, int] = {}
     for number, node in enumerate(given):
@@ -60,6 +77,7 @@ def _own(record: Record) -> Forest:
 
     nodes: list[dict[str, Any]] = []
     for number, node in enumerate(given):
+        notes.unused_keys(node, NODE_KEYS)
         parent = node.get("parent")
         made: dict[str, Any] = {"parent": None if parent in (None, -1) else find(parent, f"nodes.{number}.parent")}
         made |= {
@@ -71,7 +89,7 @@ def _own(record: Record) -> Forest:
         if "messages" in node or "message" in node:
             made["messages"] = [node["message"]] if "message" in node else field(node, "messages", list)
         else:
-            ids = next((name for name in ("tokens", "input_ids", "token_ids") if name in node), "tokens")
+            ids = next((name for name in ID_KEYS if name in node), "tokens")
             made["ids"] = field(node, ids, list)
         nodes.append(made)
     ends: list[dict[str, Any]] = []
@@ -86,6 +104,12 @@ def _own(record: Record) -> Forest:
         ends = [shared | facts(node) | {"node": at} for at, node in enumerate(given) if at not in inner]
         for end in ends:
             end.pop("key", None)  # a node's own
+    used = set() if record.get("trajectories") is not None else {end["node"] for end in ends}
+    for number, node in enumerate(given):
+        for name in () if number in used else facts(node).keys() - {"id", "key"}:
+            notes.add(
+                f"`{name}` of a node is used only at leaves, and if `trajectories` are not listed", f"node {number}"
+            )
     return Forest(nodes, ends, {name: record[name] for name in ("system", "tools") if record.get(name)})
 
 
@@ -137,7 +161,7 @@ def _trace(trace: Record, known: dict[str, Any]) -> Forest:
 def read_nodes(record: Record, notes: Notes) -> list[Record]:
     """Every trajectory as a row of its own: the tokens or messages from the root to its last node."""
     rows = []
-    for forest in forests_of(record):
+    for forest in forests_of(record, notes):
         for number, end in enumerate(forest.ends):
             path = [forest.nodes[node] for node in forest.path(end["node"])]
             row = {name: value for name, value in end.items() if name in FACT_KEYS and value is not None}
@@ -149,7 +173,9 @@ def read_nodes(record: Record, notes: Notes) -> list[Record]:
                     raise DataError(
                         f"the path to node {end['node']} mixes nodes of tokens and of messages; give one of them"
                     )
-                rows.append(row | forest.shared | {"messages": [one for node in path for one in _weighted(node)]})
+                rows.append(
+                    row | forest.shared | {"messages": [one for node in path for one in weighted_messages(node)]}
+                )
                 continue
             row["input_ids"] = [token for node in path for token in node["ids"]]
             for name in NODE_FACTS:
@@ -160,7 +186,19 @@ def read_nodes(record: Record, notes: Notes) -> list[Record]:
     return rows
 
 
-def _weighted(node: Record) -> list[Any]:
+def content_of(node: Record) -> Trajectory:
+    """The ids and facts of a node of tokens, checked as those of a row are."""
+    # Entry 0 of a row predicts nothing; the first token of a node with a parent is predicted.
+    lead = 0 if node["parent"] is None else 1
+    names = [name for name in NODE_FACTS if name in node]
+    row = {name: [0.0] * lead + _per_token(node, name, None) for name in names}
+    whole = trajectory_from_token_row(row | {"input_ids": [0] * lead + node["ids"]}, Notes())
+    facts = {name: getattr(whole, name) for name in names}
+    facts = {name: value if value is None else value[lead:] for name, value in facts.items()}
+    return Trajectory(whole.ids[lead:], **facts, key=node.get("key"))
+
+
+def weighted_messages(node: Record) -> list[Any]:
     """The node's messages with the node's weight."""
     weight = node.get("loss_weights")
     return [
