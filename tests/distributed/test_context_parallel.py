@@ -1,5 +1,7 @@
 """Ranks that divide the tokens of every part take the step of one process, whatever the parts are."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,6 +28,10 @@ def test_a_step_under_any_plan(run_on_ranks, shape, keep, loss):
         ("gemma2", ()),  # windows, capped scores and logits
         ("gpt_oss", ()),  # sinks, windows, experts
         ("qwen3_moe", ()),
+        ("qwen3_5_deep", ()),  # recurrent layers above and below attention
+        pytest.param("qwen3_next", (), marks=pytest.mark.slow),
+        pytest.param("olmo_hybrid", (), marks=pytest.mark.slow),
+        ("lfm2", ()),  # convolutions with a bias
         ("llama", (("tie_word_embeddings", True),)),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -34,21 +40,55 @@ def test_kinds_of_layers(run_on_ranks, family, changes):
     check(run_on_ranks, Job("context", "ppo entropy", family=family, changes=KEYS + changes, budget=4))
 
 
+AUXILIARY = (("output_router_logits", True), ("router_aux_loss_coef", 0.7))
+
+
+def test_the_routers_auxiliary_loss_and_recorded_experts(run_on_ranks):
+    job = Job("context", "ppo entropy", family="qwen3_moe", changes=KEYS + AUXILIARY)
+    for shape in ("1 part", "chunks of 7", "shared prefill"):
+        check(run_on_ranks, dataclasses.replace(job, shapes=((shape, "mixed"),) * 2, checkpointing=shape == "1 part"))
+    check(run_on_ranks, dataclasses.replace(job, changes=KEYS, recorded=True, budget=4))
+    check(run_on_ranks, dataclasses.replace(job, recorded=True, beside="shards", budget=4), size=4)
+
+
 def test_values_checkpointed_layers_and_several_calls(run_on_ranks):
     check(run_on_ranks, Job("context", "value", changes=KEYS, value_head=True, budget=4))
     check(run_on_ranks, Job("context", "ppo entropy", changes=KEYS, checkpointing=True, budget=4))
     check(run_on_ranks, Job("context", "sft", changes=KEYS, calls=3, budget=4))
     check(run_on_ranks, Job("context", "grpo", changes=KEYS, dtype=torch.float32, budget=4))
+    check(run_on_ranks, Job("context", "grpo", changes=KEYS, lora=True, budget=4))
+
+
+BESIDE = {
+    "shards": Job(shapes=(("chunks of 7", "mixed"), ("chunks of 2", "none"))),
+    "hybrid": Job(loss="gspo", shapes=(("1 part", "all"), ("chunks of 7", "none")), split="halves", lora=True),
+    "group": Job(loss="dpo", budget=3),
+    "ddp": Job(loss="ppo entropy", budget=3, family="qwen3_5_deep"),
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_on_a_mesh_of_data_and_context(run_on_ranks, beside):
+    job = dataclasses.replace(BESIDE[beside], parallel="context", beside=beside, changes=KEYS)
+    check(run_on_ranks, job, size=4)
+    check(run_on_ranks, dataclasses.replace(job, loss="sft", calls=3, split="first has all"), size=4)
 
 
 def test_four_ranks(run_on_ranks):
-    check(run_on_ranks, Job("context", "ppo entropy", changes=(("num_key_value_heads", 4),), budget=3), size=4)
+    four = (("num_key_value_heads", 4),)
+    check(run_on_ranks, Job("context", "ppo entropy", changes=four, budget=3), size=4)
+    # Parts of fewer tokens than ranks: some have nothing to score.
+    small = (("chunks of 2", "mixed"),) * 4
+    check(run_on_ranks, Job("context", "value", changes=four, value_head=True, shapes=small), size=4)
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "recomputed"])
 def test_score_now_and_backward_later(run_on_ranks, keeps):
     plans = (("chunks of 7", "mixed"),) * 2
     for told in run_on_ranks(scored_step, "context", plans, (keeps,), 2, "round", ("qwen3", KEYS)):
+        assert told["error"] <= 1e-12, told
+    plans = (("chunks of 7", "mixed"), ("chunks of 2", "none"))
+    for told in run_on_ranks(scored_step, "mesh", plans, (keeps, True), 2, "round", ("qwen3", KEYS), size=4):
         assert told["error"] <= 1e-12, told
 
 
@@ -64,9 +104,10 @@ def test_a_budget_is_that_of_each_rank(run_on_ranks):
         assert together == alone
 
 
-def _refused(group, family: str, changes: dict) -> str:
+def _refused(group, family: str, changes: dict, sharing: str = "") -> str:
+    others = {"group": dist.new_group([dist.get_rank()], use_local_synchronization=True)} if sharing else {}
     try:
-        tt.TreeEngine(make_model(family, **changes), context=group)
+        tt.TreeEngine(make_model(family, **changes), context=group, **others)
     except tt.UnsupportedModel as error:
         return str(error)
     return "nothing"
@@ -75,19 +116,21 @@ def _refused(group, family: str, changes: dict) -> str:
 def test_what_cannot_be_divided_is_refused_by_name_before_any_work(run_on_ranks):
     for told in run_on_ranks(_refused, "qwen3", {"num_attention_heads": 3, "num_key_value_heads": 3}):
         assert "3 heads of keys and values" in told and "groups of 1, 3 can" in told
-    for told in run_on_ranks(_refused, "qwen3_5_text", {"num_key_value_heads": 2}):
-        assert "recurrent layers" in told
-    for told in run_on_ranks(_refused, "qwen3_moe", {"output_router_logits": True, "num_key_value_heads": 2}):
-        assert "auxiliary loss" in told
+    heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    for told in run_on_ranks(_refused, "qwen3_5_text", {"num_key_value_heads": 2, **heads}):
+        assert "1 key heads of recurrent layers, which 2 ranks cannot share evenly; groups of 1 can" in told
+    for told in run_on_ranks(_refused, "qwen3", {"num_key_value_heads": 2}, "half of them"):
+        assert "do not divide among them: every process of a context group must be in group=" in told
 
 
 def _trapped(group, trap: str) -> str:
     engine = tt.TreeEngine(make_model("qwen3", num_key_value_heads=2), context=group, budget=4)
     rows = rows_of(0, "sft")
     if dist.get_rank(group) == 1:
-        rows = rows[:-1] if trap == "other rows" else [*rows, tt.Trajectory([1, 10_000])]
+        traps = {"other rows": rows[:-1], "bad row": [*rows, tt.Trajectory([1, 10_000])]}
+        rows = traps.get(trap) or [row.replace(advantages=None) for row in rows]
     try:
-        engine.forward_backward(rows, tt.losses.sft())
+        engine.forward_backward(rows, tt.losses.grpo())
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -99,3 +142,6 @@ def test_an_error_on_one_rank_ends_all_of_them_with_its_message(run_on_ranks):
     assert "10000" in second
     for told in run_on_ranks(_trapped, "other rows"):
         assert told.startswith("RanksDisagree") and "rows" in told
+    first, second = run_on_ranks(_trapped, "no advantages")
+    assert first.startswith("RanksDisagree: preparing the loss stopped on all ranks, because of rank 1")
+    assert second.startswith("DataError") and "advantages" in second

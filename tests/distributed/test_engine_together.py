@@ -14,13 +14,16 @@ def test_ranks_that_disagree_are_told_so_on_every_rank(run_on_ranks, parallel, c
     assert mine in told[1] and others in told[0], told
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "context", "tensor", "mesh"])
 def test_a_loss_that_raises_in_the_middle_of_a_step_stops_all_ranks_and_leaves_them_usable(
     run_on_ranks, parallel
 ) -> None:
-    first, second = run_on_ranks(rank_errors.raising_in_the_middle, parallel)
-    assert first == ("RanksDisagree: the step stopped on all ranks, because of rank 1 of 2: Oops: in row 2", True)
-    assert second == ("Oops: in row 2", True)
+    size = 4 if parallel == "mesh" else 2
+    for scope, what in (("trajectory", "the step" if parallel == "ddp" else "the passes"), ("batch", "the loss")):
+        first, second, *others = run_on_ranks(rank_errors.raising_in_the_middle, parallel, scope, size=size)
+        why = f"RanksDisagree: {what} stopped on all ranks, because of rank 1 of {size}: Oops: in row 2"
+        assert {first, *others} == {(why, True)}
+        assert second == ("Oops: in row 2", True)
 
 
 def test_a_pass_that_breaks_off_is_said_to_need_a_new_start(run_on_ranks) -> None:
@@ -30,11 +33,22 @@ def test_a_pass_that_breaks_off_is_said_to_need_a_new_start(run_on_ranks) -> Non
         assert "start all processes again" in again
 
 
-def test_a_rank_whose_partner_is_gone_is_told_so(run_on_ranks) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "killed"),
+    [
+        ("context", False),
+        pytest.param("fsdp", False, marks=pytest.mark.slow),
+        pytest.param("tensor", False, marks=pytest.mark.slow),
+        pytest.param("fsdp", True, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_in_a_pass_that_another_has_left_are_told_its_error_when_its_process_ends(
+    run_on_ranks, parallel, killed
+) -> None:
     with pytest.raises(RankFailed, match="rank 1: the process ended") as failed:
-        run_on_ranks(rank_errors.left_alone)
-    assert "rank 0: RuntimeError" in str(failed.value)
-    assert "another rank has left this pass" in str(failed.value)
+        run_on_ranks(rank_errors.left_alone, parallel, killed)
+    assert "rank 0: RanksDisagree: another rank has left this pass" in str(failed.value)
+    assert ("see what it said" if killed else "rank 1 of 2: Oops: in the second layer") in str(failed.value)
 
 
 def test_uses_that_cannot_be_exact_on_shards_are_refused(run_on_ranks) -> None:

@@ -55,7 +55,7 @@ def test_live_log_probabilities_are_refused_where_nobody_would_synchronise_them(
             assert "in a group of" in told and "scored.backward(), which averages gradients over the ranks" in told
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "context", "tensor"])
 def test_an_error_on_one_rank_ends_all_of_them(run_on_ranks, how):
     told = run_on_ranks(an_error_on_one_rank, how)
     assert "a second backward through TreeEngine.score" in told[1]

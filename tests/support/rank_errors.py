@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import treetrain as tt
 from support.models import make_model
 from support.rank_work import Rows, gradients, relative_error, rows_of, sharded
+from support.tensor_parallel import cut
 from treetrain.testing.float64 import PureFloat64
 
 DISAGREEMENTS = {
@@ -32,8 +33,13 @@ DISAGREEMENTS = {
 
 
 def _model(parallel: str, group: Any, **changes: Any) -> tuple[nn.Module, dict[str, Any]]:
-    model = make_model("qwen3", **changes)
-    return (sharded(model, group), {}) if parallel == "fsdp" else (model, {"group": group})
+    model = make_model("qwen3", num_key_value_heads=2, **changes)
+    if parallel == "mesh":
+        mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("data", "context"))
+        return sharded(model, mesh), {"context": mesh.get_group("context")}
+    if parallel in ("fsdp", "tensor"):
+        return (sharded if parallel == "fsdp" else cut)(model, group), {}
+    return model, {"context" if parallel == "context" else "group": group}
 
 
 def told_by(run: Callable[[], Any]) -> str:
@@ -77,23 +83,22 @@ class Oops(Exception):
     """Of a user's loss."""
 
 
-def raising_in_the_middle(group: Any, parallel: str) -> tuple[str, bool]:
+def raising_in_the_middle(group: Any, parallel: str, scope: str = "trajectory") -> tuple[str, bool]:
     """What a rank is told, and whether a step after that is right."""
     rank = dist.get_rank(group)
     model, sharing = _model(parallel, group, dtype=torch.float64)
-    alone = make_model("qwen3", dtype=torch.float64)
-    rows = rows_of(0, "sft")
-    own = rows[rank::2]
-    engine = tt.TreeEngine(model, budget=7, **sharing)
+    alone = make_model("qwen3", dtype=torch.float64, num_key_value_heads=2)
+    engine, rows = tt.TreeEngine(model, budget=7, **sharing), rows_of(0, "sft")
+    own = rows[engine.ranks.data_rank :: engine.ranks.data_size]
     calls: list[int] = []
 
     def loss(logprobs, entropies, row):
         calls.append(1)
-        if rank == 1 and len(calls) == 3:
+        if rank == 1 and len(calls) == (1 if scope == "batch" else 3):
             raise Oops("in row 2")
-        return -logprobs.sum(), {}
+        return -sum(x.sum() for x in ([logprobs] if scope == "trajectory" else logprobs)), {}
 
-    loss.normaliser = lambda rows: 1.0  # type: ignore[attr-defined]
+    loss.normaliser, loss.scope = lambda rows: 1.0, scope  # type: ignore[attr-defined]
     told = told_by(lambda: engine.forward_backward(own, loss))
     with PureFloat64():
         engine.forward_backward(own, tt.losses.sft())
@@ -142,7 +147,7 @@ def refused(group: Any) -> dict[str, str]:
 def scores_without_gradients(group: Any) -> float:
     """How far log-probabilities and values of a sharded model are from those of a whole one."""
     model, _ = _model("fsdp", group, dtype=torch.float64)
-    alone = make_model("qwen3", dtype=torch.float64)
+    alone = make_model("qwen3", dtype=torch.float64, num_key_value_heads=2)
     rows = [row.ids for row in rows_of(1, "sft")] if dist.get_rank(group) == 0 else [[5, 6, 7]]
     torch.manual_seed(0)
     head = nn.Linear(24, 1, dtype=torch.float64)
@@ -183,11 +188,6 @@ def wrapped(group: Any, kind: str) -> float:
         for layer in model.base_model.layers:  # type: ignore[union-attr]
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    elif kind == "lora":
-        mesh = DeviceMesh.from_group(group, "cpu")
-        for layer in model.base_model.model.model.layers:  # type: ignore[union-attr]
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
     else:
         options: dict[str, Any] = {
             "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
@@ -211,10 +211,20 @@ def wrapped(group: Any, kind: str) -> float:
     return relative_error(found, gradients(alone))
 
 
-def left_alone(group: Any) -> str:
-    """What a rank is told when the other one's process ends in the middle of a step."""
-    model, _ = _model("fsdp", group)
-    engine = tt.TreeEngine(model)
+def left_alone(group: Any, parallel: str, killed: bool) -> str:
+    """What a rank is told when the model of another one raises in the middle of a pass, or its process is killed."""
+    model, sharing = _model(parallel, group)
+    engine = tt.TreeEngine(model, **sharing)
+
+    def broken(*_: Any) -> None:
+        if killed:
+            os._exit(0)
+        raise Oops("in the second layer")
+
     if dist.get_rank(group) == 1:
-        model.model.layers[1].register_forward_hook(lambda *_: os._exit(0))  # type: ignore[union-attr, index]
-    return told_by(lambda: engine.forward_backward([[1, 2, 3]], tt.losses.sft()))
+        model.model.layers[1].register_forward_hook(broken)  # type: ignore[union-attr, index]
+    told = told_by(lambda: engine.forward_backward([[1, 2, 3]], tt.losses.sft()))
+    if dist.get_rank(group) == 1:
+        assert "Oops" in told and "in the middle of a pass" in told
+        os._exit(0)  # as a process does whose error nobody catches
+    return told

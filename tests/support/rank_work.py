@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import treetrain as tt
+from support.hybrids import make_hybrid
 from support.models import make_model
+from support.moe import at_random
 from support.more_cases import EVERY
 from support.plans import planned
-from support.tensor_parallel import cut
+from support.tensor_parallel import cut, with_lora
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import LinearEngine
 from treetrain.testing.contract import OTHERS
@@ -55,6 +58,11 @@ class Job:
     checkpointing: bool = False
     value_head: bool = False
     temperature: float = 1.3
+    lora: bool = False
+    recorded: bool = False
+    """Whether rows have recorded experts."""
+    beside: Literal["", "group", "ddp", "shards", "hybrid"] = ""
+    """Beside context parallel, two sets of rows: how the ranks of both share the model's gradients or weights."""
 
 
 class OwnLoss:
@@ -126,8 +134,9 @@ def split_of(rows: Rows, rank: int, size: int, how: str) -> Rows:
 
 def sharded(model: nn.Module, group: Any, *, head: bool = False, **options: Any) -> nn.Module:
     """A model in the hands of FSDP2, layer by layer."""
-    mesh = DeviceMesh.from_group(group, "cpu")
-    for layer in model.base_model.layers:  # type: ignore[union-attr]
+    mesh = group if isinstance(group, DeviceMesh) else DeviceMesh.from_group(group, "cpu")
+    lm: Any = model.base_model.model if hasattr(model, "peft_config") else model
+    for layer in lm.base_model.layers:
         fully_shard(layer, mesh=mesh, **options)
     if head:
         fully_shard(model.get_output_embeddings(), mesh=mesh, **options)  # type: ignore[operator]
@@ -158,9 +167,17 @@ def relative_error(found: dict[str, Tensor | None], truth: dict[str, Tensor | No
 def step(group: Any, job: Job) -> dict[str, Any]:
     """How far a step on several ranks is from the same step by one process; every rank tells what it saw."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    model = make_model(job.family, dtype=job.dtype, **dict(job.changes))
+    mesh = None
+    if job.beside:
+        mesh = DeviceMesh("cpu", torch.arange(size).view(2, -1), mesh_dim_names=("data", "context"))
+        rank, size = rank // (size // 2), 2
+    model = make_hybrid(job.family, dtype=job.dtype, **dict(job.changes))
+    if job.lora:
+        model = with_lora(model, "q_proj", "v_proj", "down_proj").to(job.dtype)
     alone = copy.deepcopy(model)
     loss, rows = LOSSES[job.loss], rows_of(job.seed, job.loss)
+    if job.recorded:
+        rows = at_random(rows, model.config.num_hidden_layers)  # type: ignore[union-attr]
     heads = [None, None]
     if job.value_head:
         torch.manual_seed(3)
@@ -171,6 +188,8 @@ def step(group: Any, job: Job) -> dict[str, Any]:
     sharing: dict[str, Any] = {"group": group}
     if job.parallel == "fsdp":
         model, sharing = sharded(model, group, head=job.head_shard), {"reduce": job.reduce}
+    elif mesh is not None:
+        model, sharing = _beside(model, job, group, mesh)
     elif job.parallel == "context":  # every rank has all rows
         sharing = {"context": group}
     elif job.parallel in ("tensor", "expert"):
@@ -181,12 +200,14 @@ def step(group: Any, job: Job) -> dict[str, Any]:
     engine = kind(model, budget=job.budget, **options, **sharing)
     reference = tt.TreeEngine(alone, temperature=job.temperature, value_head=heads[1])
     with PureFloat64() if job.dtype == torch.float64 else torch.enable_grad():
-        own = rows if job.parallel in ("context", "tensor", "expert") else split_of(rows, rank, size, job.split)
+        whole = job.parallel in ("context", "tensor", "expert") and mesh is None
+        own = rows if whole else split_of(rows, rank, size, job.split)
         results = _accumulated(engine, own, rows, loss, job.calls)
         truth = reference.forward_backward(rows, loss)
         scores = engine.logprobs(own) if job.loss != "value" else []
         told = reference.logprobs(own) if own and job.loss != "value" else []
-    found, expected = gradients(model), gradients(alone)
+    found = {name.removeprefix("module."): grad for name, grad in gradients(model).items()}
+    expected = gradients(alone)
     if heads[0] is not None and heads[1] is not None:
         found |= gradients(heads[0])
         expected |= gradients(heads[1])
@@ -198,6 +219,18 @@ def step(group: Any, job: Job) -> dict[str, Any]:
         "flat_tokens": sum(result.flat_tokens for result in results) == truth.flat_tokens,
         "parts": results[0].parts,
     }
+
+
+def _beside(model: nn.Module, job: Job, group: Any, mesh: DeviceMesh) -> tuple[nn.Module, dict[str, Any]]:
+    """The model and the engine's settings for a mesh of (data, context)."""
+    sharing: dict[str, Any] = {"context": mesh.get_group("context")}
+    if job.beside == "group":
+        return model, {**sharing, "group": group}
+    if job.beside == "ddp":
+        return DistributedDataParallel(model, process_group=group), sharing
+    if job.beside == "shards":
+        mesh = DeviceMesh.from_group(group, "cpu")
+    return sharded(model, mesh), {**sharing, "reduce": job.reduce}
 
 
 def check(run_on_ranks: Any, job: Job, *, size: int = 2) -> list[dict[str, Any]]:

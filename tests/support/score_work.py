@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import treetrain as tt
@@ -29,20 +30,24 @@ def _parallel(model: nn.Module, how: str, group: Any) -> nn.Module:
         return cut(model, group, **{"ep_size": dist.get_world_size(group)} if how == "expert" else {})
     if how == "context":
         return model
-    return sharded(model, group) if how == "fsdp" else DistributedDataParallel(model, process_group=group)
+    return sharded(model, group) if how in ("fsdp", "mesh") else DistributedDataParallel(model, process_group=group)
 
 
 def scored_step(group: Any, how: str, shapes: Any, keeps: Any, calls: int, split: str, changes: Any) -> dict[str, Any]:
     """How far the gradients of a score on several ranks are from the mean of every rank's own.
 
     Args:
-        how: ddp, fsdp, context, tensor or expert.
-        shapes: (shape, keep) of each rank's plans.
-        keeps: of each rank, whether its graphs fit.
+        how: ddp, fsdp, context, tensor, expert, or mesh: 2 x 2 of replicas and of shards that are context parallel.
+        shapes: (shape, keep) of the plans of each rank (on a mesh, of each two).
+        keeps: whether graphs fit, in the same way.
         calls: that the step is accumulated over.
         changes: the model's family, and of its configuration.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size, context = dist.get_rank(group), dist.get_world_size(group), group if how == "context" else None
+    mesh = group
+    if how == "mesh":
+        mesh = DeviceMesh("cpu", torch.arange(size).view(2, -1), mesh_dim_names=("data", "context"))
+        rank, size, context = rank // 2, 2, mesh.get_group("context")
     family, options = changes
     model = make_model(family, dtype=torch.float64, **dict(options))
     alone = copy.deepcopy(model)
@@ -52,8 +57,7 @@ def scored_step(group: Any, how: str, shapes: Any, keeps: Any, calls: int, split
         def keeps_graphs(self, plan: Any) -> bool:
             return keeps[rank % len(keeps)]
 
-    wrapped = _parallel(model, how, group)
-    context = group if how == "context" else None
+    wrapped = _parallel(model, how, mesh)
     engine = Forced(wrapped, temperature=1.3, context=context)
     reference = tt.TreeEngine(alone, temperature=1.3)
     own, copies = (rows, 1) if how in ("context", "tensor", "expert") else (split_of(rows, rank, size, split), size)
@@ -105,8 +109,8 @@ def live_is_refused(group: Any) -> list[str]:
 
 def an_error_on_one_rank(group: Any, how: str) -> str:
     """What a rank is told where rank 1 calls backward twice."""
-    model = make_model("qwen3")
-    engine = tt.TreeEngine(_parallel(model, how, group))
+    model = make_model("qwen3", num_key_value_heads=2)
+    engine = tt.TreeEngine(_parallel(model, how, group), context=group if how == "context" else None)
     scored = engine.score([[1, 2, 3], [1, 2, 4]])
     sum(row.sum() for row in scored.logprobs).backward()  # type: ignore[union-attr]
     if dist.get_rank(group) == 1:

@@ -3,20 +3,19 @@
 All ranks agree on one sequence of passes that holds every rank's own passes in their order. Where a rank has no pass of
 its own, it runs a stand-in: a forward over one token with coefficients of zero, and later a backward with gradients of
 zero. A stand-in gathers and reduces the same weights as the other ranks' passes and adds zeros, so results do not
-change.
+change. Context-parallel ranks have the same passes, so they run stand-ins together, each over the whole token.
 
     rank 0:        forward a    stand-in     backward a   stand-in
     rank 1:        forward b    forward c    backward c   backward b
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from treetrain.engine.distributed import sharded_modules, waiting_gradients, was_left_by_others
+from treetrain.engine.distributed import sharded_modules, waiting_gradients
 from treetrain.engine.lm_head import ScoreRequest, Scores
 from treetrain.engine.routing import Routing
 from treetrain.engine.runtime import Runtime
@@ -43,7 +42,7 @@ class CollectivePasses:
         own = spelled(event.kind for event in plan.events()) if gradients else "P" * plan.num_parts
         waits = gradients and reduces != "never" and bool(waiting_gradients(*self._shards))
         _, answers = self._ranks.agree("an order of passes", lambda: (None, (own, waits)))
-        self._turns = common_order([order for order, _ in answers])
+        self._turns = common_order([order for order, _ in self._ranks.of_data(answers)])
         if not self._turns and any(waits for _, waits in answers):
             # Stand-ins, which reduce what earlier calls left.
             self._turns = [Turn("forward", ()), Turn("backward", ())]
@@ -52,7 +51,6 @@ class CollectivePasses:
         # Outputs that later backwards start from: those of stand-ins, and of this rank's own forwards.
         self._idle_outputs: list[Sequence[Tensor]] = []
         self._own_outputs: list[Sequence[Tensor]] = []
-        self._within_pass = False
         self.begin_backwards(reduces)
 
     def begin_backwards(self, reduces: Reduces) -> None:
@@ -63,7 +61,7 @@ class CollectivePasses:
 
     def before(self, kind: Kind) -> None:
         """Run stand-ins up to this rank's next pass, which must be of this kind."""
-        self._stand_in_until(lambda turn: self._ranks.rank in turn.takers)
+        self._stand_in_until(lambda turn: self._ranks.data_rank in turn.takers)
         turn = self._turns[self._next].kind if self._next < len(self._turns) else None
         assert turn == kind, f"pass {self._next} of the common order is a {turn}, not a {kind}"
         self._begin()
@@ -74,7 +72,6 @@ class CollectivePasses:
         Args:
             outputs: of a forward with graph, the tensors that its backward starts from.
         """
-        self._within_pass = False
         if kind == "forward":
             self._own_outputs.append(outputs)
         elif kind == "backward" and self._own_outputs:
@@ -88,18 +85,6 @@ class CollectivePasses:
         self._stand_in_until(lambda turn: False)
         self._idle_outputs.clear()
         self._own_outputs.clear()
-
-    def abandon(self, error: BaseException, *, forwards: bool = False) -> None:
-        """After a failure of this rank, run stand-ins, so that the others do not wait."""
-        if not self._within_pass:
-            self.finish(forwards=forwards)
-            return
-        self._ranks.lost = True
-        error.add_note(
-            "another rank has left this pass, by an error of its own or because its process ended: see what it said"
-            if was_left_by_others(error)
-            else "it came in the middle of a pass: the other ranks wait there until this process ends"
-        )
 
     def close(self) -> None:
         """Restore FSDP2's reduction setting, and reshard."""
@@ -116,7 +101,6 @@ class CollectivePasses:
         if self._reduces == "last" and self._next == self._last_backward:
             self._set_reducing(True)
         self._next += 1
-        self._within_pass = True
 
     def _stand_in_until(self, reached: Callable[[Turn], bool]) -> None:
         """Run stand-ins up to the first turn for which this holds."""
@@ -131,7 +115,6 @@ class CollectivePasses:
                 scores = self._stand_in(graph=kind == "forward")
                 if kind == "forward":
                     self._idle_outputs.append(scores.live)
-            self._within_pass = False
 
     def _stand_in(self, *, graph: bool) -> Scores:
         """A forward over one token that adds nothing to the result."""
@@ -142,23 +125,3 @@ class CollectivePasses:
             run = runtime.run_type(runtime.model, runtime.capabilities, layout, **options)
             zeros = torch.zeros(layout.num_edges, device=run.input_ids.device) if graph else None
             return run.scores(ScoreRequest(temperature=runtime.temperature, coefficients=zeros, meets_all=True))
-
-
-@contextmanager
-def completed(passes: CollectivePasses | None, *, forwards: bool = False) -> Iterator[None]:
-    """Complete the common order after the block, also if this rank fails.
-
-    Args:
-        forwards: stop before the backwards, which come later.
-    """
-    if passes is None:
-        yield
-        return
-    try:
-        yield
-        passes.finish(forwards=forwards)
-    except BaseException as error:
-        passes.abandon(error, forwards=forwards)
-        raise
-    finally:
-        passes.close()

@@ -9,7 +9,8 @@ runs unchanged on the whole forest. A second all-to-all returns the results (Dee
     rank 1: tokens 3 4 5, heads A B       rank 1: tokens 0 1 2 3 4 5, head B
 
 Shares are equal for any shape of the tree, and each rank keeps the KV cache of its heads. The last shares are padded
-with tokens that no token attends to.
+with tokens that no token attends to. A recurrent layer is exchanged in the same way around its convolution and its
+rule, which treat every channel and every head by itself; the states of a path stay with their heads too.
 
 Why the gradients are right: the scores of all shares are put together on every rank, so every rank evaluates the same
 loss and gets the same gradients of scores. Each runs backward from the scores of its own tokens, times the number of
@@ -17,6 +18,7 @@ ranks. The exchange's backward is the reverse exchange. So the mean over ranks, 
 over all tokens.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,30 +31,25 @@ from treetrain.engine.distributed import Ranks
 from treetrain.engine.lm_head import Scores, Statistics
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities
+from treetrain.models.recurrent_layers import recurrent_heads
 from treetrain.softmax_attention.schedule import AttentionSpec
 from treetrain.tree.layout import PackedLayout
 
 
-def check_context(ranks: Ranks, model: Any, capabilities: Capabilities, *, alone: bool) -> None:
-    """Raise UnsupportedModel for a model that these ranks cannot divide.
-
-    Args:
-        alone: whether no other ranks (data parallel, FSDP2) share the steps.
-    """
+def check_context(ranks: Ranks, model: Any, capabilities: Capabilities) -> None:
+    """Raise UnsupportedModel for a model that these ranks cannot divide."""
     if ranks.alone:
         return
     name, scalar = type(model).__name__, capabilities.scalar
     config = model.config.get_text_config()
     heads = int(config.num_attention_heads)
-    keys = int(getattr(config, "num_key_value_heads", None) or heads)
-    fitting = [size for size in range(1, keys + 1) if heads % size == 0 and keys % size == 0]
+    counts = {heads: "heads", int(getattr(config, "num_key_value_heads", None) or heads): "heads of keys and values"}
+    counts |= {number: f"{what} of recurrent layers" for number, what in recurrent_heads(model).items()}
+    fitting = [size for size in range(1, min(counts) + 1) if all(number % size == 0 for number in counts)]
     refused = {
-        f"{heads} heads and {keys} heads of keys and values, which {ranks.size} ranks cannot share evenly; groups of "
-        f"{', '.join(map(str, fitting))} can": ranks.size not in fitting,
-        "recurrent layers, whose states are not exchanged between ranks yet": capabilities.recurrent_layers,
-        "an auxiliary loss of its routers, which counts the tokens of all ranks": capabilities.auxiliary != 0,
+        f"{' and '.join(f'{number} {what}' for number, what in counts.items())}, which {ranks.size} ranks cannot share "
+        f"evenly; groups of {', '.join(map(str, fitting))} can": ranks.size not in fitting,
         "a head for one token of each row": scalar is not None and scalar.pooled,
-        "weights or rows that other ranks share too (FSDP2, DistributedDataParallel, group=)": not alone,
     }
     for what, is_so in refused.items():
         if is_so:
@@ -96,6 +93,31 @@ class Share:
         """The share's part of gradients that are known before the pass, [E] -> [e], times the number of ranks."""
         return None if whole is None else whole[self._edges] * self.ranks.size
 
+    def of_tokens(self, whole: Tensor | None, padding: int) -> Tensor | None:
+        """The share's entries of something by token, [N, ...] -> [n, ...]."""
+        if whole is None:
+            return None
+        own = whole[self._tokens]
+        return torch.cat([own, own.new_full((self.size - len(own), *own.shape[1:]), padding)])
+
+    def own(self, weight: Tensor) -> Tensor:
+        """This rank's share of weights by head or channel."""
+        return weight.chunk(self.ranks.size)[self.ranks.rank]
+
+    def to_heads(self, *states: Tensor) -> list[Tensor]:
+        """Tokens of this rank for tokens of all: [n, d] each -> [N, d / ranks] of the heads that are this rank's."""
+        # One exchange for all: fewer messages, and the same order on every rank in backward.
+        parts = [x.unflatten(1, (self.ranks.size, -1)) for x in states]
+        sent = torch.cat(parts, dim=2).transpose(0, 1).contiguous()
+        mine = _Exchange.apply(sent, self.ranks).flatten(0, 1)[: self.layout.num_tokens]  # type: ignore[union-attr]
+        return [x.to(of.dtype) for x, of in zip(mine.split([part.shape[2] for part in parts], dim=1), states)]
+
+    def to_tokens(self, states: Tensor) -> Tensor:
+        """The reverse: [N, d / ranks] -> [n, d]."""
+        padded = torch.nn.functional.pad(states, (0, 0, 0, self.ranks.size * self.size - len(states)))
+        back = _Exchange.apply(padded.unflatten(0, (self.ranks.size, -1)), self.ranks)
+        return back.transpose(0, 1).flatten(1)  # type: ignore[union-attr]
+
     def whole(self, scores: Scores) -> Scores:
         """Gather the scores of all shares; a collective call. Backward reaches only this rank's scores."""
         if not self._scored:
@@ -111,10 +133,10 @@ class Share:
             top, *others = (joined(own, place) for own, place in zip(found, (edges, rows, rows)))
             assert top is not None
             statistics = Statistics(top > 0, *others)  # type: ignore[arg-type]
-        return Scores(
+        return replace(
+            scores,
             logprobs=joined(scores.logprobs, edges),  # type: ignore[arg-type]
             entropies=joined(scores.entropies, rows),
-            linear_loss=scores.linear_loss,
             values=joined(scores.values, rows),
             statistics=statistics,
         )
@@ -160,24 +182,18 @@ class HeadExchange:
         sinks: Tensor | None,
     ) -> Tensor:
         """query [n, H, D], key [n, G, D], value [n, G, V], sinks [H] -> [n, H, V]; n tokens of the share."""
-        ranks, tokens = self._share.ranks, self._share.layout.num_tokens
+        size, share = self._share.ranks.size, self._share
         for states, what in ((query, "heads"), (key, "heads of keys and values")):
-            if states.shape[1] % ranks.size:
+            if states.shape[1] % size:
                 raise UnsupportedModel(
-                    f"layer {layer} has {states.shape[1]} {what}, which {ranks.size} ranks cannot share evenly; take "
+                    f"layer {layer} has {states.shape[1]} {what}, which {size} ranks cannot share evenly; take "
                     "a context-parallel group whose size divides them"
                 )
-        # One exchange for all three: fewer messages, and the same order on every rank in backward.
-        shapes = [(x.shape[1] // ranks.size, x.shape[2]) for x in (query, key, value)]
-        parts = [x.unflatten(1, (ranks.size, -1)).flatten(2) for x in (query, key, value)]
-        mine = _Exchange.apply(torch.cat(parts, dim=2).transpose(0, 1).contiguous(), ranks)
-        mine = mine.flatten(0, 1)[:tokens].split([heads * size for heads, size in shapes], dim=1)
-        states = (x.unflatten(1, shape).contiguous() for x, shape in zip(mine, shapes))
-        own = None if sinks is None else sinks.unflatten(0, (ranks.size, -1))[ranks.rank]
-        out = self._attention(*states, scale, layer, spec, own)
-        padded = torch.nn.functional.pad(out.flatten(1), (0, 0, 0, ranks.size * self._share.size - tokens))
-        back = _Exchange.apply(padded.unflatten(0, (ranks.size, -1)), ranks)
-        return back.transpose(0, 1).reshape(self._share.size, -1, out.shape[2])
+        given = query, key, value
+        mine = share.to_heads(*(x.flatten(1) for x in given))
+        states = (x.unflatten(1, (-1, of.shape[2])).contiguous() for x, of in zip(mine, given))
+        out = self._attention(*states, scale, layer, spec, None if sinks is None else share.own(sinks))
+        return share.to_tokens(out.flatten(1)).unflatten(1, (-1, out.shape[2]))
 
 
 class _Exchange(torch.autograd.Function):

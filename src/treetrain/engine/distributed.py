@@ -4,6 +4,7 @@ Ranks agree over the CPU, in small objects (whole rows only if the loss must see
 """
 
 import datetime
+import itertools
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, TypeVar
@@ -19,6 +20,8 @@ BUCKET_NUMBERS = 1 << 24
 """Most gradient entries per all-reduce; a larger parameter gets one of its own."""
 _MADE: dict[Any, Any] = {}
 """Process groups created here, by the group or mesh that they serve; all engines on it share them."""
+_NUMBER = itertools.count()
+"""Numbers the groups of ranks, so that a message in their store is that of the current one."""
 CONTROL_TIMEOUT = datetime.timedelta(minutes=30)
 """The longest time a rank may read, plan or evaluate while the others wait for it."""
 
@@ -28,14 +31,41 @@ class Ranks:
 
     Args:
         group: a torch.distributed group; None: this process alone.
+        same_rows: those of them that hold the same rows as this one; None: no other.
+
+    Raises:
+        UnsupportedModel: the group cannot be divided into such ranks.
     """
 
-    def __init__(self, group: "dist.ProcessGroup | None" = None):
+    def __init__(self, group: "dist.ProcessGroup | None" = None, same_rows: "Ranks | None" = None):
         self.group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.lost = False
         """Whether this process left a pass that the others wait in, so that they cannot be reached any more."""
+        self._key = "" if group is None else f"treetrain error {next(_NUMBER)}"
+        self._sets = [(rank,) for rank in range(self.size)]
+        if same_rows is not None and not same_rows.alone:
+            members = dist.get_process_group_ranks(self.group)
+            found = sorted(set(self.gather(tuple(dist.get_process_group_ranks(same_rows.group)))))
+            if sorted(member for own in found for member in own) != sorted(members):
+                raise UnsupportedModel(
+                    f"the ranks {members} share a step, which the context-parallel groups {found} do not divide among "
+                    "them: every process of a context group must be in group=, in DistributedDataParallel's group, or "
+                    "on the mesh of fully_shard (flattened, or with the context as one of its two dimensions)."
+                )
+            self._sets = [tuple(members.index(member) for member in own) for own in found]
+        self.data_rank = next(number for number, own in enumerate(self._sets) if self.rank in own)
+        """The number of this rank's rows among the sets of rows that make up a step."""
+
+    @property
+    def data_size(self) -> int:
+        """How many sets of rows make up a step: all ranks but those with the same rows as others."""
+        return len(self._sets)
+
+    def of_data(self, values: list[T]) -> list[T]:
+        """One of the values by rank for each set of rows."""
+        return [values[own[0]] for own in self._sets]
 
     @property
     def alone(self) -> bool:
@@ -61,8 +91,33 @@ class Ranks:
                 "start all processes again (from their last checkpoint)"
             )
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._control)
+        try:
+            dist.all_gather_object(values, value, group=self._control)
+        except RuntimeError as error:
+            self.leave(error)
+            raise
         return values
+
+    def leave(self, error: BaseException) -> None:
+        """Record that this process leaves the others in the middle of a collective call, and tell them why.
+
+        Raises:
+            RanksDisagree: the error is that another rank has left.
+        """
+        assert self.group is not None
+        self.lost = True
+        store: Any = self.group.get_group_store()
+        if not _was_left_by_others(error):
+            store.set(self._key, f"rank {self.rank} of {self.size}: {type(error).__name__}: {error}")
+            error.add_note("it came in the middle of a pass: the other ranks wait there until this process ends")
+            return
+        try:
+            said = store.get(self._key).decode() if store.check([self._key]) else "see what it said"
+        except RuntimeError:  # the process that holds the store has ended
+            said = "see what it said"
+        raise RanksDisagree(
+            f"another rank has left this pass, by an error of its own or because its process ended: {said}"
+        ) from error
 
     def agree(self, what: str, make: Callable[[], tuple[T, Any]]) -> tuple[T, list[Any]]:
         """Call `make` on every rank, and exchange what the others must know; a collective call.
@@ -80,10 +135,8 @@ class Ranks:
         """
         try:
             made, sent = make()
-        except RanksDisagree:
-            raise  # all ranks raise it
         except Exception as error:
-            if not self.lost:
+            if not self.lost and not self._knows(error):
                 self.gather((what, f"{type(error).__name__}: {error}", None))
             raise
         answers = self.gather((what, None, sent))
@@ -91,9 +144,20 @@ class Ranks:
         if failed:
             rank, error = failed[0]
             others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-            raise RanksDisagree(f"{what} stopped on all ranks, because of rank {rank} of {self.size}{others}: {error}")
+            stopped = RanksDisagree(
+                f"{what} stopped on all ranks, because of rank {rank} of {self.size}{others}: {error}"
+            )
+            self._knows(stopped)
+            raise stopped
         check_same("the call", [call for call, _, _ in answers])
         return made, [sent for _, _, sent in answers]
+
+    def _knows(self, error: Exception) -> bool:
+        """Whether these ranks know of an error already, from an `agree` within another one; they do from now on."""
+        told = vars(error).setdefault("_told", set())
+        known = self in told
+        told.add(self)
+        return known
 
     def average_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Replace every gradient by its mean over the ranks; one that no rank has stays None.
@@ -124,7 +188,7 @@ def check_same(name: str, values: list[Any]) -> None:
         )
 
 
-def was_left_by_others(error: BaseException) -> bool:
+def _was_left_by_others(error: BaseException) -> bool:
     """Whether a collective failed because of another rank, by the messages of torch's backends."""
     words = ("closed by peer", "reset by peer", "Timed out waiting", "NCCL", "Broken pipe")
     return isinstance(error, dist.DistError) or (
@@ -228,12 +292,16 @@ def _parameter_groups(module: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def ranks_of(model: nn.Module, group: "dist.ProcessGroup | None", value_head: nn.Module | None = None) -> Ranks:
+def ranks_of(
+    model: nn.Module, group: "dist.ProcessGroup | None", value_head: nn.Module | None, same_rows: Ranks
+) -> Ranks:
     """The ranks that share a model's steps.
 
     Args:
-        group: the group whose gradients are averaged; None: the ranks of a sharded model, else this process alone.
+        group: the group whose gradients are averaged; None: the ranks of a sharded model, else those with the same
+            rows.
         value_head: unsharded, or sharded over the same ranks as the model.
+        same_rows: the ranks that hold the same rows as this one.
 
     Raises:
         UnsupportedModel: weights sharded over another group or over several.
@@ -249,7 +317,7 @@ def ranks_of(model: nn.Module, group: "dist.ProcessGroup | None", value_head: nn
         )
     name, shards = type(model).__name__, sharded_modules(model, value_head)
     if not shards:
-        return Ranks(group)
+        return Ranks(same_rows.group if group is None else group, same_rows)
     meshes: list[Any] = []
     for parameter in [*model.parameters(), *([] if value_head is None else value_head.parameters())]:
         if is_shard(parameter) and parameter.device_mesh not in meshes:
@@ -277,4 +345,4 @@ def ranks_of(model: nn.Module, group: "dist.ProcessGroup | None", value_head: nn
         raise UnsupportedModel(
             "the group given is not that of the model's shards; leave it out, and the ranks of the mesh share a step."
         )
-    return Ranks(whole)
+    return Ranks(whole, same_rows)

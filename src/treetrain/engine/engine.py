@@ -47,7 +47,8 @@ class TreeEngine(Runtime):
             none). Loss, metrics and gradients are those of all rows together. None: the ranks of a model in FSDP2
             (`fully_shard`) or `DistributedDataParallel`; with a plain model, this process alone.
         context: a group whose processes all pass the same rows, and divide the tokens of every part among them (context
-            parallel; see docs/distributed.md). ``budget`` is that of each process.
+            parallel; see docs/distributed.md). ``budget`` is that of each process. The processes that share a step
+            include every context group as a whole.
         reduce: when FSDP2 reduces gradients. "part": after every part. "step": once per step; they are unsharded until
             then. "auto": once per step if there is ample memory for that.
         compile_layers: run decoder layers compiled (`torch.compile`), except attention, routers and recurrences. This
@@ -106,26 +107,25 @@ class TreeEngine(Runtime):
             UnsupportedModel: see the class.
             RuntimeError: memory ran out in a backward while ``.grad`` held gradients of earlier calls.
         """
-        step = self.same_rows.agree(
-            "forward_backward", lambda: (prepare_step(self, trajectories, loss, normaliser, mask), None)
-        )[0]
-        if self.balanced and balance is None and not self.ranks.alone:
+        ranks = self.ranks
+        step = prepare_step(self, trajectories, loss, normaliser, mask)
+        if self.balanced and balance is None and ranks.data_size > 1:
             balance = self.router_balance(step.tree)
         step, plan, reduces = plan_step(self, step, sync=sync, balance=balance)
         rollback = self.rollback()
 
-        def run() -> tuple[None, StepResult]:
+        def run() -> tuple[StepResult, StepResult | None]:
             result = run_step(self, step, plan, reduces, balance, rollback)
-            return None, result if self.ranks.alone else result.on_host()
+            return result, None if ranks.data_size == 1 else result.on_host()
 
         try:
-            _, results = self.ranks.agree("the step", run)
+            result, results = ranks.agree("the step", run)
         except RanksDisagree as error:
             rollback.undo(error)
             raise
         if sync:
             self.average_gradients()
-        return summed(results, over=len(results))
+        return result if ranks.data_size == 1 else summed(ranks.of_data(results), over=ranks.data_size)
 
     def router_balance(self, trajectories: Sequence[Trajectory] | TokenTree) -> RouterBalance:
         """How the routers spread these rows over the experts, without gradient. Add up the results of a step's calls.
@@ -144,6 +144,7 @@ class TreeEngine(Runtime):
             return (routing, self.plan_of(pack(tree, trim=False))), None
 
         (routing, plan), _ = self.ranks.agree("router_balance", prepared)
+        self.check_same_rows(self.ranks, plan.layout)
 
         def route(plan: Plan, counts: PassCounts) -> None:
             routing.begin()
@@ -154,7 +155,7 @@ class TreeEngine(Runtime):
             return None, routing.balance.to("cpu")
 
         _, balances = self.ranks.agree("counting choices", balance)
-        return functools.reduce(operator.add, balances).to(model_device(self.model))
+        return functools.reduce(operator.add, self.ranks.of_data(balances)).to(model_device(self.model))
 
     def score(
         self,
@@ -240,6 +241,7 @@ class TreeEngine(Runtime):
             return tree, batch.layout, batch, aux
 
         tree, layout, reads, aux = self.together(name, prepared)
+        self.check_same_rows(self.passes_with, layout)
         tokens = isinstance(reads, Batch)
         routing = self.routing(tree, balanced=aux)
         scoring = Scoring(

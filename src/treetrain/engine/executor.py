@@ -15,13 +15,14 @@ Rows of the cache are allocated on the way down and freed on the way up, like a 
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from treetrain.engine.collective_passes import CollectivePasses, Reduces, completed
+from treetrain.engine.collective_passes import CollectivePasses, Reduces
 from treetrain.engine.gradients import GradientBuffers, gradient_buffers, hooks_once
 from treetrain.engine.lm_head import ScoreRequest, Scores
 from treetrain.engine.loss_gradients import KnownGradients, ScoreGradients, ScoreTable
@@ -87,6 +88,8 @@ class Executor:
         self._graphs: dict[int, _Forward] = {}
         self._buffers: GradientBuffers | None = None
         self._alive, self._backward_begun = 0, False
+        self._error: Exception | None = None
+        """What failed between passes that other ranks run too."""
 
     # ---- without gradients
 
@@ -100,7 +103,7 @@ class Executor:
             StepOutOfMemory: a part does not fit.
         """
         plan = self._plan
-        with self._running(graph=False), completed(self._collective):
+        with self._running(graph=False), self._passes():
             for kind, part in plan.traverse():
                 if kind == "leave":
                     self._release(part)
@@ -108,7 +111,7 @@ class Executor:
                 self._allocate(part, plan.exported_tokens(part))
                 done = self._forward(plan.tokens(part), int(plan.attach[part]), table)
                 if table is not None:
-                    table.write(*done)
+                    self._between_passes(partial(table.write, *done))
 
     # ---- forward now, backward later
 
@@ -126,14 +129,14 @@ class Executor:
             with (
                 self._running(graph=True),
                 self._gradient_buffers() as self._buffers,
-                completed(self._collective, forwards=True),
+                self._passes(forwards=True),
             ):
                 # Parts are numbered depth first, so what a part continues has run. Nothing of the cache is released.
                 for part in range(plan.num_parts):
                     self._allocate(part, plan.exported_tokens(part))
                     done = self._forward(plan.tokens(part), int(plan.attach[part]), table, keep_logits=keep_logits)
                     self._graphs[part] = done
-                    table.write(*done)
+                    self._between_passes(partial(table.write, *done))
         except Exception:
             self._graphs.clear()
             raise
@@ -150,7 +153,7 @@ class Executor:
             with (
                 self._running(graph=True),
                 hooks_once(*self._modules()),
-                completed(self._collective),
+                self._passes(),
             ):
                 while self._graphs:
                     self._backward(self._graphs.popitem()[1], gradients)
@@ -172,7 +175,7 @@ class Executor:
             self._running(graph=True),
             hooks_once(*self._modules()),
             self._gradient_buffers() as self._buffers,
-            completed(self._collective),
+            self._passes(),
         ):
             for kind, number in plan.events():
                 if kind == "prefill":
@@ -183,7 +186,7 @@ class Executor:
                     done = self._forward(
                         plan.tokens(number), int(plan.attach[number]), gradients.table, gradients.coefficients
                     )
-                    gradients.scored(*done)
+                    self._between_passes(partial(gradients.scored, *done))
                     self._graphs[number] = done
                     del done  # or it would be alive while the next part runs
                 else:
@@ -200,7 +203,7 @@ class Executor:
         with torch.no_grad():
             done = self._forward(tokens, int(plan.attach[first]), table)
         if table is not None:
-            gradients.scored(*done)
+            self._between_passes(partial(gradients.scored, *done))
 
     def _backward(self, done: _Forward, gradients: KnownGradients) -> None:
         scores, self._backward_begun = done.scores, True
@@ -219,6 +222,40 @@ class Executor:
         self._alive -= done.piece.layout.num_tokens
 
     # ---- both
+
+    @contextmanager
+    def _passes(self, *, forwards: bool = False) -> Iterator[None]:
+        """Complete the ranks' common order of passes after the block, then raise what failed between the passes.
+
+        Args:
+            forwards: stop before the backwards, which come later.
+        """
+        try:
+            yield
+            if self._collective is not None:
+                self._collective.finish(forwards=forwards)
+        except BaseException as error:
+            self._runtime.leave_pass(error)
+            raise
+        finally:
+            if self._collective is not None:
+                self._collective.close()
+        # All ranks stop here, before hooks see the gradients of a step that has failed on one of them.
+        self._runtime.passes_with.agree("the passes", self._failure)
+
+    def _failure(self) -> tuple[None, None]:
+        if self._error is not None:
+            raise self._error
+        return None, None
+
+    def _between_passes(self, work: Callable[[], None]) -> None:
+        """Run code of the loss. If it fails while other ranks wait in the next pass, the passes go on all the same."""
+        try:
+            work()
+        except Exception as error:
+            if self._runtime.passes_with.alone:
+                raise
+            self._error = self._error or error
 
     def _forward(
         self,

@@ -303,10 +303,10 @@ def scoring_head(
         scores = score(flat) if capabilities.scores_tokens else without_logprobs(flat, edges)
         if scalar is not None:
             value = partial(scalar.values, original if scalar.is_models_own else scalar.module)
-            if len(edges.rows):
-                scores = replace(scores, values=value(flat.index_select(0, edges.rows)))
-            elif request.meets_all:
-                scores = replace(scores, logprobs=scores.logprobs + zero_of(value(flat[:1])))
+            values = value(flat.index_select(0, edges.rows) if len(edges.rows) else flat[:1])
+            scores = replace(scores, values=values[: len(edges.rows)])
+            if request.meets_all and not len(edges.rows):
+                scores = replace(scores, logprobs=scores.logprobs + zero_of(values))
         if capabilities.scores_tokens:
             carrier = (scores.logprobs if scores.linear_loss is None else scores.linear_loss).view(1, -1, 1)
             carrier = carrier.clone() if request.meets_all else carrier  # FSDP's hook would not follow a view

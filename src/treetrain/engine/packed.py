@@ -80,15 +80,14 @@ class PackedRun:
         context: Ranks | None = None,
     ):
         device = model_device(model)
-        self.model, self.capabilities, self.routers = model, capabilities, routers
-        self._share = None if context is None or context.alone else Share(context, layout, score=score)
-        if self._share is not None and routers is not None:
-            raise UnsupportedModel("recorded experts are not divided over context-parallel ranks yet")
+        self.model, self.capabilities = model, capabilities
+        self._share = share = None if context is None or context.alone else Share(context, layout, score=score)
+        self.routers = routers if routers is None or share is None else routers.of_share(share)
         there = DeviceLayout(layout, device, cache, score=score, share=self._share)
         self.input_ids, self.positions = there.input_ids.unsqueeze(0), there.positions.unsqueeze(0)
         self.edges = there.edges
         self.attention = there.tree if self._share is None else HeadExchange(there.tree, self._share)
-        self.paths = Paths(layout, device, states) if capabilities.recurrent_layers else None
+        self.paths = Paths(layout, device, states, exchange=share) if capabilities.recurrent_layers else None
         # transformers would look on the host whether positions without a mask are those of packed rows. With a mask it
         # does not; tree attention ignores it. Recurrent layers would look at the mask itself.
         self._mask = None if capabilities.recurrent_layers else torch.ones_like(self.input_ids, dtype=torch.bool)
@@ -130,9 +129,8 @@ class PackedRun:
                 f"its configuration says): it was called {len(calls)} times, or its logits are scaled, capped, cut or "
                 "cast otherwise afterwards; such a head is not supported."
             )
-        if self._share is not None:
-            return self._share.whole(calls[0].scores)
-        return replace(calls[0].scores, carrier=outputs.logits) if request.meets_all else calls[0].scores
+        scores = replace(calls[0].scores, carrier=outputs.logits) if request.meets_all else calls[0].scores
+        return scores if self._share is None else self._share.whole(scores)
 
     def _forward(self, run: TreeRun) -> Any:
         before = _random_state(self.input_ids.device)

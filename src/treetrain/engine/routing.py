@@ -13,16 +13,18 @@ Shape letters: n tokens of a pass, N of the tree, E experts, k of them per token
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from treetrain.device_arrays import on_device
+from treetrain.engine.context_parallel import Share
 from treetrain.engine.loss import Metrics, add_metrics
 from treetrain.errors import UnsupportedModel
 from treetrain.models.moe import MixtureOfExperts, Router, as_routed, routers_switched
@@ -241,6 +243,16 @@ class RouterPass:
     own: "OwnAuxiliary | None" = None
     seen: set[int] = field(default_factory=set)
     """The places of the routers that were called."""
+    share: Share | None = None
+    """This rank's tokens, where context-parallel ranks divide the pass."""
+    balance: RouterBalance | None = None
+    """That of the tokens counted in this pass so far."""
+
+    def of_share(self, share: Share) -> "RouterPass":
+        """The same for one rank's tokens; no trajectory goes through those that pad them."""
+        return replace(
+            self, recorded=share.of_tokens(self.recorded, -1), counts=share.of_tokens(self.counts, 0), share=share
+        )
 
     def begin(self) -> dict[str, Any]:
         """Arguments for the model's forward: whether it computes its own auxiliary loss. Call before it."""
@@ -265,10 +277,12 @@ class RouterPass:
         top_k = routed.chosen.shape[-1]
         logits = routed.logits if self.own is None else self.own.note(routed.logits, probabilities, top_k)
         if self.collects:
-            self.routing.balance += RouterBalance.of(probabilities.detach(), top_k, self.counts, self.tokens)
+            found = RouterBalance.of(probabilities.detach(), top_k, self.counts, self.tokens)
+            self.balance = found if self.balance is None else self.balance + found
         if not (torch.is_grad_enabled() and probabilities.requires_grad):
             return output
-        weights = _Balanced.apply(routed.weights, probabilities, self.counts, self.routing)
+        copies = 1 if self.share is None else self.share.ranks.size  # as all gradients of a share
+        weights = _Balanced.apply(routed.weights, probabilities, self.counts * copies, self.routing)
         return logits, weights, routed.chosen
 
     def close(self, outputs: Any) -> None:
@@ -278,6 +292,11 @@ class RouterPass:
             UnsupportedModel: a router was not called, or the model's auxiliary loss differs.
         """
         self.collects = False
+        if self.balance is not None:
+            if self.share is not None:
+                for own in (self.balance.choices, self.balance.probabilities):
+                    dist.all_reduce(own, group=self.share.ranks.group)
+            self.routing.balance += self.balance
         if len(self.seen) != self.routing.experts.places:
             raise UnsupportedModel(
                 f"{len(self.seen)} of {self.routing.experts.places} routers were called; something (a fused kernel?) "

@@ -108,8 +108,8 @@ class Runtime:
         model, group = unwrapped(model, group)
         if value_head is not None:
             value_head, group = unwrapped(value_head, group)
-        self.ranks, self.reduce = ranks_of(model, group, value_head), reduce
         self.context, self.tensor = Ranks(context), tensor_parallel_ranks(model, group, context)
+        self.ranks, self.reduce = ranks_of(model, group, value_head, self.same_rows), reduce
         self.collective = is_sharded(model)
         if compile_layers and not self._may_compile:
             raise UnsupportedModel(
@@ -124,7 +124,7 @@ class Runtime:
         self.model, self.budget, self.temperature = model, parse_budget(budget), float(temperature)
         self.value_head = value_head
         self.capabilities = self.checked()
-        check_context(self.context, model, self.capabilities, alone=self.ranks.alone and not self.collective)
+        check_context(self.context, model, self.capabilities)
         # Each rank holds only its share of a part, so the ranks' budgets add up.
         if isinstance(self.budget, Bytes):
             self.budget = Bytes(self.budget.count * self.context.size)
@@ -137,6 +137,11 @@ class Runtime:
     def same_rows(self) -> Ranks:
         """The ranks that hold the same rows and run the same plan (context or tensor parallel)."""
         return self.context if self.tensor.alone else self.tensor
+
+    @property
+    def passes_with(self) -> Ranks:
+        """The ranks that run every pass together with this one: they wait for one another in it."""
+        return self.ranks if self.collective else self.same_rows
 
     # ---- the model
 
@@ -182,9 +187,8 @@ class Runtime:
 
     def check_hooks(self) -> None:
         """Raise UnsupportedModel if hooks would see a rank's own gradients, before these are averaged."""
-        if not (self.ranks.alone and self.context.alone) and any(
-            p._post_accumulate_grad_hooks for p in self.whole_parameters
-        ):
+        averaged = not self.ranks.alone and self.tensor.alone
+        if averaged and any(p._post_accumulate_grad_hooks for p in self.whole_parameters):
             raise UnsupportedModel(
                 "weights that every rank holds as a whole have hooks that run after their gradients are accumulated "
                 "(an optimiser step within backward?): they would see this rank's gradients before those are averaged. "
@@ -217,24 +221,27 @@ class Runtime:
 
     def plan_of(self, layout: PackedLayout) -> Plan:
         """The plan of a layout under the engine's budget."""
-        self._check_same_layout(layout)
         free = self.free_bytes() if self.budget is None else None
         return plan_within(layout, self.budget, self.model, free=free)
 
-    def _check_same_layout(self, layout: PackedLayout) -> None:
-        """Raise RanksDisagree unless all ranks that run the same plan have the same layout."""
+    def check_same_rows(self, ranks: Ranks, layout: PackedLayout) -> None:
+        """Raise RanksDisagree, on all of these ranks, unless those that run the same plan have the same layout."""
         if not self.same_rows.alone:
             arrays = (layout.input_ids, layout.parent, layout.edge_rows, layout.edge_targets)
-            check_same(
-                "their rows (as hashes)", self.same_rows.gather([sha256(x.tobytes()).hexdigest()[:16] for x in arrays])
-            )
+            hashes = [sha256(x.tobytes()).hexdigest()[:16] for x in arrays]
+            by_set: dict[int, list[Any]] = {}
+            for number, own in ranks.gather((self.ranks.data_rank, hashes)):
+                by_set.setdefault(number, []).append(own)
+            for same in by_set.values():
+                check_same("their rows (as hashes)", same)
 
     def average_gradients(self) -> None:
         """Average the gradients of weights that several ranks hold as a whole, over these ranks.
 
         Tensor-parallel ranks have the same ones already.
         """
-        (self.ranks if self.context.alone else self.context).average_gradients(self.whole_parameters)
+        if self.tensor.alone:
+            self.ranks.average_gradients(self.whole_parameters)
 
     def free_bytes(self) -> int | None:
         """Bytes that plans may use now, minus gradients not yet allocated (``.grad`` is None); None if unknown.
@@ -250,9 +257,8 @@ class Runtime:
         free = free_bytes(device)
         if free is None:
             return None
-        processes = max(self.ranks.size, self.same_rows.size)
-        if processes > 1 and device.type == "cpu":
-            free //= int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+        if not self.ranks.alone and device.type == "cpu":
+            free //= int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.size))
         absent = (p for p in self.parameters if p.requires_grad and p.grad is None)
         return max(free - sum(x.numel() * x.element_size() for x in map(own_part, absent)), 0)
 
@@ -300,7 +306,7 @@ class Runtime:
     def within_memory(self, plan: Plan, run: Callable[[Plan, PassCounts], T]) -> tuple[T, Plan, PassCounts]:
         """Run a plan; while memory runs out, start over with half as many tokens alive. Warns once.
 
-        With FSDP2 or context parallel it runs only once, since other ranks wait in its passes.
+        It runs only once where other ranks wait in its passes.
 
         Args:
             run: raises StepOutOfMemory, with everything restored, if it must start over.
@@ -316,7 +322,7 @@ class Runtime:
                 result = run(plan, counts)
                 break
             except StepOutOfMemory as error:
-                if self.collective or not self.same_rows.alone:
+                if not self.passes_with.alone:
                     raise
                 restarts, most, budget = restarts + 1, max(most, error.tokens), min(error.tokens, budget) // 2
                 cause = None if budget else error.__cause__
@@ -336,7 +342,12 @@ class Runtime:
             )
         return result, plan, counts
 
+    def leave_pass(self, error: BaseException) -> None:
+        """Record that this process leaves a pass in its middle, where others may wait; see `Ranks.leave`."""
+        if not self.passes_with.alone:
+            self.same_rows.lost = True
+            self.ranks.leave(error)
+
     def together(self, what: str, make: Callable[[], T]) -> T:
         """Prepare a call, together with all ranks that share its passes; see `Ranks.agree`."""
-        ranks = self.ranks if self.collective else self.same_rows
-        return ranks.agree(what, lambda: (make(), None))[0]
+        return self.passes_with.agree(what, lambda: (make(), None))[0]

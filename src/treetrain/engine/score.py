@@ -278,14 +278,12 @@ class Scored:
             edges, rows, values, aux = gradients
             self._scoring.backward(edges, rows, values, aux, "each" if sync else "never", rollback.attempt)
 
-        if not (sync or runtime.collective):
-            passes(self._gradients())
-            return
+        ranks = runtime.ranks if sync else runtime.passes_with
         try:
             # Every rank checks for errors before any of them starts the collective backward.
-            gradients, syncs = runtime.ranks.agree("Scored.backward", lambda: (self._gradients(), sync))
+            gradients, syncs = ranks.agree("Scored.backward", lambda: (self._gradients(), sync))
             check_same("sync", syncs)
-            runtime.ranks.agree("Scored.backward's passes", lambda: (passes(gradients), None))
+            ranks.agree("Scored.backward's passes", lambda: (passes(gradients), None))
         except RanksDisagree as error:
             rollback.undo(error)
             raise

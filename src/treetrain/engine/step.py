@@ -59,7 +59,7 @@ class Step(NamedTuple):
     batch: Batch
     loss: Loss
     normaliser: float
-    """The step's normaliser, divided by the number of ranks, since gradients are averaged over them."""
+    """The step's normaliser, divided by the number of data-parallel ranks, since gradients are averaged over them."""
     rows: Sequence[Trajectory]
     """The rows of all ranks, if the loss must see them."""
     masked: bool
@@ -108,39 +108,51 @@ def prepare_step(
         return (tree, packed, merged, predictions_of(tree, mask)), announced
 
     (tree, packed, merged, predicted), answers = ranks.agree("forward_backward", checked)
-    rows: Any = list(tree.trajectories) if merged is None else merged
     if not ranks.alone:
-        settings, all_rows, weights = zip(*answers)
-        for name in settings[0]:
-            check_same(name, [own[name] for own in settings])
+        for name in answers[0][0]:
+            check_same(name, [settings[name] for settings, *_ in answers])
+    rows: Any = list(tree.trajectories) if merged is None else merged
+    weights: Any = ()
+    if ranks.data_size > 1:
+        _, all_rows, weights = zip(*ranks.of_data(answers))
         rows = None if all_rows[0] is None else [row for own in all_rows for row in own]
-    if "step" in packed.needs and normaliser is None:
-        packed = packed.for_step(rows)
-    elif "step" in packed.needs:
-        raise ValueError(
-            f"{name_of(packed)} was given a normaliser, so a part of a step, but was not told of the whole step: "
-            "call loss = loss.for_step(all trajectories of the step) first, and pass loss.normaliser(the same)"
-        )
-    if rows is not None:
-        packed.check(rows)
-        whole = packed.normaliser(rows) if normaliser is None else normaliser
-    else:
-        whole = sum(weights) if normaliser is None else normaliser
-        if normaliser is None and whole <= 0:
-            raise DataError(
-                f"nothing to train: the loss weights of all rows on all {ranks.size} ranks sum to 0 (entry 0 of a row "
-                "is never trained); give loss_weights that are not 0, or rows of two tokens and more"
+
+    def of_all_rows() -> tuple[Step, None]:
+        loss = packed
+        if "step" in packed.needs and normaliser is None:
+            loss = packed.for_step(rows)
+        elif "step" in packed.needs:
+            raise ValueError(
+                f"{name_of(packed)} was given a normaliser, so a part of a step, but was not told of the whole step: "
+                "call loss = loss.for_step(all trajectories of the step) first, and pass loss.normaliser(the same)"
             )
-    whole = float(whole)
-    if not 0 < whole < float("inf"):
-        raise ValueError(f"the normaliser is {whole}; a step's loss is divided by it, so it must be above 0 and finite")
-    if merged is None:
-        weighted = not packed.reads_untrained
-        batch = Batch.of(tree, weighted=weighted, every_token=runtime.balanced, mask=predicted)
-    else:
-        batch = Batch.of_merged(tree, merged, every_token=runtime.balanced)
-    seen = rows if merged is None and rows is not None else []
-    return Step(tree, batch, packed, whole / ranks.size, seen, masked=mask is not None)
+        if rows is not None:
+            loss.check(rows)
+            whole = loss.normaliser(rows) if normaliser is None else normaliser
+        else:
+            whole = sum(weights) if normaliser is None else normaliser
+            if normaliser is None and whole <= 0:
+                raise DataError(
+                    f"nothing to train: the loss weights of all rows on all {ranks.data_size} ranks sum to 0 (entry 0 "
+                    "of a row is never trained); give loss_weights that are not 0, or rows of two tokens and more"
+                )
+        whole = float(whole)
+        if not 0 < whole < float("inf"):
+            raise ValueError(
+                f"the normaliser is {whole}; a step's loss is divided by it, so it must be above 0 and finite"
+            )
+        if merged is None:
+            weighted = not loss.reads_untrained
+            batch = Batch.of(tree, weighted=weighted, every_token=runtime.balanced, mask=predicted)
+        else:
+            batch = Batch.of_merged(tree, merged, every_token=runtime.balanced)
+        seen = rows if merged is None and rows is not None else []
+        return Step(tree, batch, loss, whole / ranks.data_size, seen, masked=mask is not None), None
+
+    # Ranks with the same tokens may have other facts, so one of them may fail alone here.
+    step, _ = ranks.agree("preparing the loss", of_all_rows)
+    runtime.check_same_rows(ranks, step.batch.layout)
+    return step
 
 
 def _announcement(
@@ -162,6 +174,8 @@ def _announcement(
         "what the loss needs": {"scope": loss.scope, "needs": sorted(loss.needs)},
         "a normaliser": None if normaliser is None else float(normaliser),
     }
+    if runtime.ranks.data_size == 1:
+        return settings, None, 0.0
     if loss.scope == "batch" or "step" in loss.needs:
         return settings, list(tree.trajectories), 0.0
     rows = list(tree.trajectories) if merged is None else merged
@@ -209,7 +223,7 @@ def plan_step(runtime: Runtime, step: Step, *, sync: bool, balance: RouterBalanc
             routers = balance.tokens, balance.choices.tolist()
         same = {
             "sync": sync,
-            "the normaliser that the loss gives": step.normaliser * ranks.size,
+            "the normaliser that the loss gives": step.normaliser * ranks.data_size,
             "the balance of the routers": routers,
         }
         return own, (same, room, offers_of(own) if runtime.collective else [])
@@ -218,8 +232,8 @@ def plan_step(runtime: Runtime, step: Step, *, sync: bool, balance: RouterBalanc
     same, room, offers = zip(*answers)
     for name in same[0]:
         check_same(name, [settings[name] for settings in same])
-    numbers = choose(offers) if runtime.collective else [0] * ranks.size
-    chosen, at_last = numbers[ranks.rank], all(has[number] for has, number in zip(room, numbers))
+    numbers = choose(ranks.of_data(offers)) if runtime.collective else [0] * ranks.data_size
+    chosen, at_last = numbers[ranks.data_rank], all(has[number] for has, number in zip(ranks.of_data(room), numbers))
     way, batch = own[chosen], step.batch
     if way.tree is not batch.tree:
         step = step._replace(batch=Batch.of(way.tree, weighted=batch.weighted))
@@ -256,7 +270,7 @@ def run_step(
     runtime: Runtime, step: Step, plan: Plan, reduces: Reduces, balance: RouterBalance | None, rollback: Rollback
 ) -> StepResult:
     """Accumulate the gradients of this rank's part of a step."""
-    scale = runtime.capabilities.auxiliary * runtime.ranks.size
+    scale = runtime.capabilities.auxiliary * runtime.ranks.data_size
     routing = runtime.routing(step.batch.tree, balanced=runtime.balanced, whole=balance, scale=scale)
     if step.loss.scope == "batch":
         scoring = Scoring(runtime, plan, routing, entropy="entropies" in step.loss.needs)
@@ -293,7 +307,7 @@ def _stream(
     table = runtime.table(batch.layout, entropy="entropies" in loss.needs)
     streamed = StreamedGradients(table, batch, loss, normaliser)
     if plan.num_parts or runtime.collective:
-        several = plan.num_parts > 1 or not runtime.ranks.alone
+        several = plan.num_parts > 1 or runtime.ranks.data_size > 1
         if routing is not None and several and not routing.in_parts:
             Executor(runtime, plan, counts, routing, gradients=False, reduces=reduces).score(None)
             routing.settle()
@@ -323,19 +337,20 @@ def _compare(
     own: list[Any] = [batch.used, batch.at_edges(table.logprobs)]
     own += [None if x is None else batch.at_rows(x) for x in (table.entropies, table.values)]
     of_ranks: list[Any] = [own]
-    if not ranks.alone:
+    if ranks.data_size > 1:
         on_host = [x.cpu() if isinstance(x, Tensor) else x for x in own]
-        of_ranks = ranks.agree("comparing rows", lambda: (None, on_host))[1]
+        of_ranks = ranks.of_data(ranks.agree("comparing rows", lambda: (None, on_host))[1])
     used, *columns = zip(*of_ranks)
     # A rank without rows may have no values.
     present = [[x for x in column if x is not None] for column in columns]
     logprobs, entropies, values = (torch.cat(x).to(table.device) if x else None for x in present)
     assert logprobs is not None
     everything = np.arange(len(logprobs))
-    rows = batch.rows if ranks.alone else step.rows
+    rows = batch.rows if ranks.data_size == 1 else step.rows
     selection = Selection(rows=rows, used=np.concatenate(used), edges=everything, edge_rows=everything)
-    total, sums, gradients = evaluate_gradients(step.loss, step.normaliser, selection, logprobs, entropies, values)
-    before = sum(len(one[1]) for one in of_ranks[: ranks.rank])
+    given = (step.loss, step.normaliser, selection, logprobs, entropies, values)
+    (total, sums, gradients), _ = ranks.agree("the loss", lambda: (evaluate_gradients(*given), None))
+    before = sum(len(one[1]) for one in of_ranks[: ranks.data_rank])
     edges, entropy, value = (None if x is None else x[before : before + len(batch.edges)] for x in gradients)
     scoring.backward(
         added_up(table.logprobs, batch.edges, edges),
@@ -345,4 +360,4 @@ def _compare(
         reduces,
         rollback.attempt,
     )
-    return (total, sums) if ranks.rank == 0 else (0.0, {})
+    return (total, sums) if ranks.data_rank == 0 else (0.0, {})

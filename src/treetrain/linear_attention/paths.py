@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,14 +19,38 @@ from treetrain.tree.layout import PackedLayout
 _NONE = np.zeros(0, np.int64)
 
 
+class Exchange(Protocol):
+    """Exchanges tokens for heads between ranks that have n of the N tokens each; n is the same on all."""
+
+    def to_heads(self, *states: Tensor) -> list[Tensor]:
+        """[n, d] each -> [N, d / ranks]."""
+        ...
+
+    def to_tokens(self, states: Tensor) -> Tensor:
+        """[N, d / ranks] -> [n, d]."""
+        ...
+
+    def own(self, weight: Tensor) -> Tensor:
+        """This rank's share of weights by head or channel, [d, ...] -> [d / ranks, ...]."""
+        ...
+
+
 class Paths:
     """Runs convolutions and the gated delta rule along the paths of a run, for all its recurrent layers.
 
     Args:
         states: the states that the run continues and exports; None for whole trees.
+        exchange: gives a layer all tokens, where its call has only those of this rank.
     """
 
-    def __init__(self, layout: PackedLayout, device: torch.device, states: StateView | None = None):
+    def __init__(
+        self,
+        layout: PackedLayout,
+        device: torch.device,
+        states: StateView | None = None,
+        exchange: Exchange | None = None,
+    ):
+        self.exchange = exchange
         self._layout, self._device, self._states = layout, device, states
         self._exported = _NONE if states is None else states.exported
         self._taps: dict[int, Taps] = {}

@@ -60,33 +60,44 @@ def _separate_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
 def _short_convolution(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
     """A convolution between two gates (LFM2)."""
     before, after, values = layer.in_proj(hidden).chunk(3, -1)
-    gated = before * values
-    out = paths.convolve(layer.layer_idx, gated[0], layer.conv.weight.squeeze(1))
-    if layer.conv.bias is not None:
-        out = out + layer.conv.bias
-    return layer.out_proj(after * out.to(gated.dtype))
+    gated, weight, bias = (before * values)[0], layer.conv.weight.squeeze(1), layer.conv.bias
+    if (ranks := paths.exchange) is not None:
+        (gated,), weight = ranks.to_heads(gated), ranks.own(weight)
+        bias = None if bias is None else ranks.own(bias)
+    out = paths.convolve(layer.layer_idx, gated, weight)
+    out = (out if bias is None else out + bias).to(gated.dtype)
+    return layer.out_proj(after * (out if ranks is None else ranks.to_tokens(out)))
 
 
 def _gated_delta(layer: Any, mixed: Tensor, beta: Tensor, step: Tensor, paths: Paths) -> Tensor:
     """The convolution and the rule: mixed [1, N, 2 J K + H V], beta, step [1, N, H] -> [N, H, V], dtype of `mixed`."""
     name, dtype = layer.layer_idx, mixed.dtype
     wide = torch.promote_types(dtype, torch.float32)
-    conv = layer.conv1d
-    smoothed = paths.convolve(name, mixed[0], conv.weight.squeeze(1))
-    if conv.bias is not None:
-        smoothed = smoothed + conv.bias
+    mixed, beta, step = mixed[0], beta[0], step[0]
+    weight, bias, log_rate, shift = layer.conv1d.weight.squeeze(1), layer.conv1d.bias, layer.A_log, layer.dt_bias
+    sizes = [layer.key_dim, layer.key_dim, layer.value_dim]
+    if (ranks := paths.exchange) is not None:
+        # A head of queries, keys or values is a run of channels: each rank gets its share of all three.
+        *parts, beta, step = ranks.to_heads(*mixed.split(sizes, -1), beta, step)
+        mixed = torch.cat(parts, -1)
+        weight = torch.cat([ranks.own(x) for x in weight.split(sizes)])
+        bias = None if bias is None else torch.cat([ranks.own(x) for x in bias.split(sizes)])
+        log_rate, shift, sizes = ranks.own(log_rate), ranks.own(shift), [x.shape[-1] for x in parts]
+    smoothed = paths.convolve(name, mixed, weight)
+    if bias is not None:
+        smoothed = smoothed + bias
     smoothed = ACT2FN[layer.activation](smoothed).to(dtype)
-    query, key, value = smoothed.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
-    decay = -layer.A_log.to(wide).exp() * torch.nn.functional.softplus(step[0].to(wide) + layer.dt_bias)
+    query, key, value = smoothed.split(sizes, -1)
+    decay = -log_rate.to(wide).exp() * torch.nn.functional.softplus(step.to(wide) + shift)
     out = paths.gated_delta(
         name,
         query.unflatten(-1, (-1, layer.head_k_dim)),
         key.unflatten(-1, (-1, layer.head_k_dim)),
         value.unflatten(-1, (-1, layer.head_v_dim)),
         decay,
-        beta[0],
-    )
-    return out.to(dtype)
+        beta,
+    ).to(dtype)
+    return out if ranks is None else ranks.to_tokens(out.flatten(1)).unflatten(-1, (-1, layer.head_v_dim))
 
 
 def _gated_norm(norm: Any, out: Tensor, gate: Tensor, hidden: Tensor) -> Tensor:
@@ -107,16 +118,29 @@ class Kind(NamedTuple):
     parameters: set[str]
     """Names of its own parameters."""
     forward: Callable[[Any, Tensor, Paths], Tensor]
+    heads: Callable[[Any], int]
+    """The number of its heads of queries and keys (channels of a convolution), which ranks can share."""
 
 
 _DELTA, _OWN = "gated DeltaNet", {"dt_bias", "A_log"}
 _SEPARATE = {"conv1d", "q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_norm", "o_proj"}
 _SPLIT = {"conv1d", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "norm", "out_proj"}
+_FUSED = {"conv1d", "in_proj_qkvz", "in_proj_ba", "norm", "out_proj"}
+
+
+def _key_heads(layer: Any) -> int:
+    return layer.key_dim // layer.head_k_dim
+
+
+def _channels(layer: Any) -> int:
+    return layer.conv.weight.shape[0]
+
+
 KINDS = (
-    Kind(_DELTA, {"conv1d", "in_proj_qkvz", "in_proj_ba", "norm", "out_proj"}, _OWN, _fused_projections),
-    Kind(_DELTA, _SPLIT, _OWN, _split_projections),
-    Kind(_DELTA, _SEPARATE, _OWN, _separate_projections),
-    Kind("gated short convolution", {"conv", "in_proj", "out_proj"}, set(), _short_convolution),
+    Kind(_DELTA, _FUSED, _OWN, _fused_projections, _key_heads),
+    Kind(_DELTA, _SPLIT, _OWN, _split_projections, _key_heads),
+    Kind(_DELTA, _SEPARATE, _OWN, _separate_projections, _key_heads),
+    Kind("gated short convolution", {"conv", "in_proj", "out_proj"}, set(), _short_convolution, _channels),
 )
 _TINY = {  # configuration of the small test layer
     "hidden_size": 12,
@@ -158,6 +182,12 @@ def kind_of(module: nn.Module) -> Kind | None:
     parameters = {name for name, _ in module.named_parameters(recurse=False)}
     children = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
     return next((kind for kind in KINDS if (kind.children, kind.parameters) == (children, parameters)), None)
+
+
+def recurrent_heads(model: nn.Module) -> dict[int, str]:
+    """What ranks can share of the recurrent layers, by how many there are in a layer."""
+    layers = [(module, kind) for module in model.modules() if (kind := kind_of(module)) is not None]
+    return {kind.heads(layer): "key heads" if kind.what == _DELTA else "channels" for layer, kind in layers}
 
 
 def check_recurrence(model: nn.Module, config: Any) -> int:
