@@ -154,9 +154,9 @@ class Ranks:
 
     def _knows(self, error: Exception) -> bool:
         """Whether these ranks know of an error already, from an `agree` within another one; they do from now on."""
-        told = vars(error).setdefault("_told", set())
-        known = self in told
-        told.add(self)
+        told = vars(error).setdefault("_told", set())  # of numbers, so that the error can be pickled
+        known = id(self) in told
+        told.add(id(self))
         return known
 
     def average_gradients(self, parameters: list[nn.Parameter]) -> None:
