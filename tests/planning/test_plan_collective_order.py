@@ -7,14 +7,12 @@ from support.layouts import uniform
 from treetrain.planning.collective_order import (
     Candidate,
     Offer,
-    Passes,
-    Turn,
+        Turn,
     candidates,
     choose,
     largest_first,
     offers_of,
     order_seconds,
-    passes_of,
     spelled,
     timed_order,
 )
@@ -55,7 +53,7 @@ def chosen_ways(rows, ranks: int, budget: int | None) -> tuple[list[list[Candida
 
 def waiting(plans: list[Plan]) -> tuple[float, float]:
     """Seconds of the common order, and what it adds to the slowest rank's own work as a share of that."""
-    work = [passes_of(plan, PRICES) for plan in plans]
+    work = [PRICES.passes(plan) for plan in plans]
     total = order_seconds(work)
     return total, total / max(sum(own.seconds) for own in work) - 1
 
@@ -163,7 +161,7 @@ def test_a_rank_takes_the_way_that_fits_the_others_even_where_its_own_is_faster(
 def test_the_seconds_of_a_plans_passes_add_up_to_those_of_the_cost_model(rows, chunk, keep):
     tree = build_tree(rows)
     plan = uniform(pack(tree, tree.trained_edges()[0] > 0), chunk, keep)
-    passes = passes_of(plan, PRICES)
+    passes = PRICES.passes(plan)
     assert passes.kinds == spelled(event.kind for event in plan.events())
     assert sum(passes.seconds) == pytest.approx(PRICES.seconds(plan), rel=1e-9)
 

@@ -30,7 +30,7 @@ from treetrain.planning.budget import Bytes, within_bytes
 from treetrain.planning.explain import Purpose
 from treetrain.planning.partition import partition
 from treetrain.planning.plan import Plan, depth_first
-from treetrain.planning.price import CostModel
+from treetrain.planning.price import CostModel, Passes
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
@@ -46,14 +46,6 @@ MOST_PARTS = 512
 """A plan with more parts gets no alternatives: over so many passes the ranks' differences even out."""
 _STEPS = 400_000
 """Bound on the passes examined in `choose`, which keeps its time below a second."""
-
-
-class Passes(NamedTuple):
-    """A rank's sequence of passes."""
-
-    kinds: str
-    """One letter per pass; see `spelled`."""
-    seconds: list[float]
 
 
 class Turn(NamedTuple):
@@ -115,25 +107,6 @@ def order_seconds(ranks: Sequence[Passes]) -> float:
     return sum(seconds for _, seconds in timed_order(ranks))
 
 
-def passes_of(plan: Plan, cost: CostModel) -> Passes:
-    """The passes of `plan.events()` with their seconds. They sum to `CostModel.seconds`, scoring passes excluded."""
-    layout, parts, speeds = plan.layout, plan.num_parts, cost.speeds
-    if not parts:
-        return Passes("", [])
-    both, forward_share = cost.token_seconds(layout.positions), 1 / (1 + speeds.backward_ratio)
-    whole = np.bincount(plan.part_of, both, parts)
-    heads = cost.row_seconds * np.bincount(plan.part_of[layout.rows], minlength=parts)
-    again = plan.is_recomputed_token
-    prefilled = np.bincount(plan.prefill[plan.part_of[again]], both[again])
-    seconds = {
-        "forward": whole * forward_share + heads / 3 + speeds.graph_pass / 3,
-        "backward": whole * (1 - forward_share) + heads * 2 / 3 + speeds.graph_pass * 2 / 3,
-        "prefill": prefilled * forward_share + speeds.forward_pass,
-    }
-    events = list(plan.events())
-    return Passes(spelled(e.kind for e in events), [float(seconds[e.kind][e.number]) for e in events])
-
-
 def candidates(
     tree: TokenTree,
     plan: Plan,
@@ -183,7 +156,7 @@ def offers_of(own: Sequence[Candidate]) -> list[Offer]:
     for candidate in own:
         made_for = candidate.plan.made_for
         if isinstance(made_for, Purpose):
-            passes = passes_of(candidate.plan, made_for.cost)
+            passes = made_for.cost.passes(candidate.plan)
         else:
             kinds = spelled(event.kind for event in candidate.plan.events())
             passes = Passes(kinds, [1.0] * len(kinds))

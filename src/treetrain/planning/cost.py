@@ -43,6 +43,15 @@ class ModelCounts:
     """Bytes per number in the compute dtype: 2, 4 or 8."""
     checkpointing: bool = False
     """Whether every layer keeps only its input and runs forward again in backward."""
+    heads: int = 1
+    """Query heads."""
+    kv_heads: int = 1
+    """Key/value heads."""
+    experts: int = 0
+    """Experts of a layer; 0 for a model without any."""
+    experts_per_token: int = 0
+    expert_parameters: int = 0
+    """Parameters of all experts of all layers."""
 
     token_flops: float
     """Forward FLOPs of a token in all layers, attention over pairs excluded."""
@@ -130,14 +139,14 @@ class ModelCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes of a plain decoder: full attention and a gated MLP in every layer, as in Llama and Qwen3."""
+    """The sizes of a plain decoder: full attention and gated MLPs in every layer, as in Llama, Qwen3 and Qwen3-MoE."""
 
     layers: int
     """Number of decoder layers."""
     hidden: int
     """Width of the residual stream."""
     intermediate: int
-    """Inner width of the MLP."""
+    """Inner width of the MLP, or of each expert."""
     heads: int
     """Query heads."""
     kv_heads: int
@@ -148,6 +157,9 @@ class ModelShape:
     """Size of the vocabulary."""
     tied: bool
     """Whether LM head and embedding share one matrix. This changes the memory, not the FLOPs."""
+    experts: int = 0
+    """Experts in every layer; 0 for an MLP that all tokens go through."""
+    experts_per_token: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"):
@@ -156,13 +168,18 @@ class ModelShape:
                 raise UnsupportedModel(f"model shape: {name} is {value!r}, expected a positive whole number")
         if self.heads % self.kv_heads:
             raise UnsupportedModel(f"model shape: {self.heads} heads cannot share {self.kv_heads} kv heads evenly")
+        if self.experts_per_token > self.experts or bool(self.experts) != bool(self.experts_per_token):
+            raise UnsupportedModel(
+                f"model shape: {self.experts_per_token} experts per token of {self.experts} experts in a layer"
+            )
 
     @classmethod
     def named(cls, name: str) -> Self:
         """A well-known shape, for planning without a model.
 
         Args:
-            name: qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-32b or llama-3.1-8b.
+            name: qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, qwen3-32b, qwen3-30b-a3b, qwen3-235b-a22b or
+                llama-3.1-8b.
 
         Raises:
             ValueError: any other name.
@@ -170,8 +187,8 @@ class ModelShape:
         if name.lower() not in _NAMED:
             raise ValueError(f"no model shape is named {name!r}; there are {', '.join(_NAMED)}")
         sizes = ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab")
-        *numbers, tied = _NAMED[name.lower()]
-        return cls(**dict(zip(sizes, numbers)), tied=bool(tied))
+        *numbers, tied, experts, chosen = _NAMED[name.lower()]
+        return cls(**dict(zip(sizes, numbers)), tied=bool(tied), experts=experts, experts_per_token=chosen)
 
     @classmethod
     def of(cls, shape: "ModelShape | str") -> "ModelShape":
@@ -180,9 +197,13 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer's matrices: query, key, value, output, and the MLP's three."""
+        """Parameters of one layer's matrices: query, key, value, output, the router, and the three of each MLP."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return attention + 3 * self.hidden * self.intermediate
+        return attention + self.experts * self.hidden + max(1, self.experts) * self._mlp_parameters
+
+    @property
+    def _mlp_parameters(self) -> int:
+        return 3 * self.hidden * self.intermediate
 
     @property
     def parameters(self) -> int:
@@ -214,7 +235,10 @@ class ModelShape:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         norms = 2 * (2 * hidden * b + (hidden + 1) * wide)
         attention = 3 * (queries + keys) * b + (queries + keys + 2 * self.heads + self.kv_heads) * wide
-        layer, matrix = norms + attention + 4 * self.intermediate * b, self.vocab * hidden
+        used = max(1, self.experts_per_token)
+        idle = max(0, self.experts - used) * self._mlp_parameters
+        copies = 2 * hidden * b * self.experts_per_token  # a token's states, sorted by expert, and each expert's output
+        layer, matrix = norms + attention + 4 * used * self.intermediate * b + copies, self.vocab * hidden
         cached = 2 * keys * (b + wide)
         return ModelCounts(
             layers=self.layers,
@@ -224,15 +248,20 @@ class ModelShape:
             parameters_in_layers=self.layers * self.layer_parameters,
             dtype_bytes=b,
             checkpointing=checkpointing,
-            token_flops=2 * self.layers * self.layer_parameters,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            experts=self.experts,
+            experts_per_token=self.experts_per_token,
+            expert_parameters=self.layers * self.experts * self._mlp_parameters,
+            token_flops=2 * self.layers * (self.layer_parameters - idle),
             flops_by_range={FULL: 4 * self.layers * queries},
             saved_layers=self.layers * layer,
             saved_layer=layer,
             saved_outside=hidden * (wide + 2 * b) + 2 * self.head_dim * b,  # the last norm; cosines and sines
             # Backward frees the graph as it goes, so it adds little: gradients of the residual stream.
             backward_token=3 * b * hidden,
-            weight_gradient=hidden * max(self.intermediate, queries) * b,
-            forward_token=4 * hidden * b + 3 * self.intermediate * b,
+            weight_gradient=hidden * max((2 * self.experts or 1) * self.intermediate, queries) * b,
+            forward_token=4 * hidden * b + 3 * used * self.intermediate * b + copies,
             cache_token=self.layers * cached,
             cache_layer=cached,
             logit=2 * wide + (b if b < wide else 0),
@@ -256,13 +285,16 @@ def stats(rows: Sequence[Row] | TokenTree, shape: ModelCounts | ModelShape | str
     return tree_stats(as_tree(rows), ModelShape.of(shape) if isinstance(shape, str) else shape)
 
 
-# layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied: the published config.json files.
+# layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied, experts, experts per token: the published
+# config.json files.
 _NAMED = {
-    "qwen3-0.6b": (28, 1024, 3072, 16, 8, 128, 151936, True),
-    "qwen3-1.7b": (28, 2048, 6144, 16, 8, 128, 151936, True),
-    "qwen3-4b": (36, 2560, 9728, 32, 8, 128, 151936, True),
-    "qwen3-8b": (36, 4096, 12288, 32, 8, 128, 151936, False),
-    "qwen3-14b": (40, 5120, 17408, 40, 8, 128, 151936, False),
-    "qwen3-32b": (64, 5120, 25600, 64, 8, 128, 151936, False),
-    "llama-3.1-8b": (32, 4096, 14336, 32, 8, 128, 128256, False),
+    "qwen3-0.6b": (28, 1024, 3072, 16, 8, 128, 151936, True, 0, 0),
+    "qwen3-1.7b": (28, 2048, 6144, 16, 8, 128, 151936, True, 0, 0),
+    "qwen3-4b": (36, 2560, 9728, 32, 8, 128, 151936, True, 0, 0),
+    "qwen3-8b": (36, 4096, 12288, 32, 8, 128, 151936, False, 0, 0),
+    "qwen3-14b": (40, 5120, 17408, 40, 8, 128, 151936, False, 0, 0),
+    "qwen3-32b": (64, 5120, 25600, 64, 8, 128, 151936, False, 0, 0),
+    "qwen3-30b-a3b": (48, 2048, 768, 32, 4, 128, 151936, False, 128, 8),
+    "qwen3-235b-a22b": (94, 4096, 1536, 64, 4, 128, 151936, False, 128, 8),
+    "llama-3.1-8b": (32, 4096, 14336, 32, 8, 128, 128256, False, 0, 0),
 }

@@ -1,11 +1,16 @@
-"""Speeds and sizes of a device: presets with published or measured figures, or the user's file."""
+"""Speeds, sizes and links of a device: presets with published or measured figures, or the user's file.
+
+A collective takes a fixed time and a time per byte. Both depend on how many of its ranks share a node: they use the
+node's links with one another, and all their network connections together to other nodes. The slower of the two counts.
+Steps are those of a ring, as in NCCL's own model of its rings (``src/graph/tuning.cc`` of NVIDIA/nccl).
+"""
 
 import dataclasses
 import json
 import math
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 HEAD_CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits that the head computes at once, within the bounds of `HEAD_CHUNK_ROWS`. On a CPU, a chunk suits the cache. On
@@ -44,15 +49,23 @@ class Device:
     """Ranks per node."""
     network_bandwidth: float | None = None
     """The same to other nodes, per rank; None means as within the node."""
+    link_efficiency: float = 0.8
+    """Fraction of both that collectives reach."""
     collective_seconds: float = 2e-5
-    """Fixed seconds of a collective, independent of its size."""
+    """Fixed seconds of a collective, independent of its size and ranks."""
+    link_seconds: float = 3.4e-6
+    """Seconds of each step of a ring within a node."""
+    network_seconds: float = 9.6e-6
+    """Seconds of each step to another node."""
+    reduce_scatter: float = 1.0
+    """Time of a reduce-scatter relative to an all-gather of as many bytes."""
     layer_pass_seconds: float = 4e-4
     """Fixed seconds of one layer's forward and backward: launches, Python, autograd."""
     kind: Literal["cpu", "cuda"] = "cuda"
     """cpu or cuda; sets the memory allocator that is modelled."""
 
     def __post_init__(self) -> None:
-        zero_is_fine = ("collective_seconds", "layer_pass_seconds")
+        zero_is_fine = ("collective_seconds", "link_seconds", "network_seconds", "layer_pass_seconds")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name in ("name", "kind") or (field.name == "network_bandwidth" and value is None):
@@ -60,7 +73,7 @@ class Device:
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if not number or value < 0 or (value == 0 and field.name not in zero_is_fine):
                 raise ValueError(f"device {self.name}: {field.name} is {value!r}, expected a number above 0")
-        for name in ("efficiency", "attention_efficiency"):
+        for name in ("efficiency", "attention_efficiency", "link_efficiency"):
             if getattr(self, name) > 1:
                 raise ValueError(
                     f"device {self.name}: {name} is {getattr(self, name)!r}, expected a share of at most 1"
@@ -74,6 +87,10 @@ class Device:
                 f"device {self.name}: kind={self.kind!r}, dtype_bytes={self.dtype_bytes!r}, "
                 f"node_ranks={self.node_ranks!r}; expected {' or '.join(DTYPE_SPEEDS)}, 2, 4 or 8 bytes, whole ranks"
             )
+
+    def group(self, size: int, stride: int = 1) -> "Group":
+        """A group of `size` ranks whose numbers are `stride` apart."""
+        return Group(size, max(1, min(size, int(self.node_ranks) // stride)))
 
     @classmethod
     def of_kind(cls, kind: str, dtype_bytes: int) -> "Device":
@@ -91,6 +108,48 @@ class Device:
         return dataclasses.replace(
             preset, flops=preset.flops * DTYPE_SPEEDS[kind][dtype_bytes], dtype_bytes=dtype_bytes
         )
+
+
+class Group(NamedTuple):
+    """The ranks of a collective."""
+
+    size: int
+    in_node: int
+    """How many of them share a node."""
+
+
+class Collective(NamedTuple):
+    """Calls of one collective operation."""
+
+    operation: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+    group: Group
+    whole_bytes: float
+    """What an all-gather results in; what a rank puts into the others."""
+    calls: int = 1
+    """Calls that these bytes are divided into."""
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that every rank sends."""
+        rounds = 2 if self.operation == "all-reduce" else 1
+        return rounds * self.whole_bytes * (self.group.size - 1) / self.group.size
+
+    def seconds(self, device: Device) -> float:
+        """Seconds of all calls."""
+        size, in_node = self.group
+        if size == 1:
+            return 0.0
+        nodes = -(-size // in_node)
+        link = device.link_bandwidth * device.link_efficiency
+        network = (device.network_bandwidth or device.link_bandwidth) * device.link_efficiency
+        fixed = device.collective_seconds + (size - nodes) * device.link_seconds + (nodes - 1) * device.network_seconds
+        if self.operation == "all-to-all":  # each pair of ranks by itself
+            inside, between = (in_node - 1) / size / link, (size - in_node) / size / network
+        else:  # other nodes' shards come over the connections of all ranks of a node
+            inside = (size - 1) / size / link if in_node > 1 else 0.0
+            between = (nodes - 1) / nodes / (network * in_node)
+        factor = {"reduce-scatter": device.reduce_scatter, "all-reduce": 2.0}.get(self.operation, 1.0)
+        return self.calls * fixed + factor * self.whole_bytes * max(inside, between)
 
 
 DTYPE_SPEEDS = {"cpu": {2: 0.8, 4: 1.0, 8: 0.5}, "cuda": {2: 1.0, 4: 0.125, 8: 0.0625}}
@@ -138,7 +197,9 @@ def _gpu(name: str, teraflops: float, gigabytes: float, terabytes: float, link: 
 
 DEVICES = {
     # Dense bfloat16 TFLOP/s, GB, TB/s, GB/s each way within a node of 8, GB/s of network per GPU in the vendor's 8-GPU
-    # server. Published figures; the efficiencies are assumptions.
+    # server. Published figures (NVIDIA's data sheets of A100, H100 and H200: NVLink of 600 and 900 GB/s both ways
+    # together; DGX user guides: one InfiniBand port of 200 or 400 Gb/s per GPU). Efficiencies are assumptions, steps
+    # are NCCL's constants for NVLink and network (ring, simple protocol).
     "a100": _gpu("a100", 312, 80, 2.039, 300, 25),
     "h100": _gpu("h100", 989.4, 80, 3.35, 450, 50),
     "h200": _gpu("h200", 989.4, 141, 4.8, 450, 50),
@@ -153,7 +214,11 @@ DEVICES = {
         link_bandwidth=1e9,
         node_ranks=1,
         network_bandwidth=1e9,
+        link_efficiency=1.0,
         collective_seconds=2e-4,
+        link_seconds=1e-4,
+        network_seconds=1e-4,
+        reduce_scatter=2.0,  # gloo adds up whole tensors
         layer_pass_seconds=1.0e-3,
         kind="cpu",
     ),

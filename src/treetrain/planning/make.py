@@ -51,7 +51,8 @@ def make_plan(
     elif budget is not None:
         plan, tokens = partition(layout, budget, cost.seconds), budget
     else:
-        plan, tokens = partition(layout, None, cost.seconds, part_tokens=PART_TOKENS[cost.device]), None
+        size = max(PART_TOKENS[cost.device], cost.hiding_tokens)
+        plan, tokens = partition(layout, None, cost.seconds, part_tokens=size), None
         if free_bytes is not None and cost.peak_bytes(plan) > free_bytes:
             plan, tokens = within_bytes(layout, cost, Bytes(free_bytes))
     return replace(plan, made_for=Purpose(cost=cost, budget=budget, tokens=tokens))
@@ -73,17 +74,19 @@ def plan_ranks(
     budget: Any = None,
     free_bytes: int | None = None,
     aligned: bool = False,
+    balancer: Balancer | None = None,
 ) -> RankPlans:
     """Divide a batch over ranks and plan each, within the same budget or the same free bytes.
 
     Args:
         aligned: whether the ranks run every pass together, as under FSDP; see `collective_order`. A rank's rows may
             then be cut into runs that share nothing, if that is faster.
+        balancer: that of the tree, if it has been made.
 
     Raises:
         ValueError: an invalid number of ranks, or a budget that is invalid or too small for some rank.
     """
-    dispatch, plans = Balancer(tree, cost).over(ranks), []
+    dispatch, plans = (balancer or Balancer(tree, cost)).over(ranks), []
     trees = [build_tree([tree.trajectories[number] for number in own.tolist()]) for own in dispatch.trajectories]
     for rank, own in enumerate(trees):
         try:

@@ -12,10 +12,15 @@ freed memory is reused. At any moment these are alive:
 Only the first three change within a step. Their worst moment is in one of three phases of some part, or in a prefill,
 so the peak is a maximum over parts, phases and prefills. Each is linear in tokens and rows, with the factors in
 `ModelCounts`.
+
+Under FSDP every pass gathers the weights, and a backward also reduces their gradients. A GPU does both beside the
+arithmetic, except for the first layer's share. So a pass takes the longer of the two, plus that share, and parts are
+made large enough to hide the links. On a CPU the same cores send and compute, so the times add up.
 """
 
+import math
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +59,7 @@ class Speeds:
         """Derive a model's speeds from a device's description."""
         reads = 3 if counts.checkpointing else 2  # reads of the weights: in forward, and once or twice in backward
         weights = counts.parameters_in_layers * counts.dtype_bytes
-        head = counts.vocab * counts.hidden * counts.dtype_bytes
+        head = (counts.parameters - counts.parameters_in_layers) * counts.dtype_bytes  # and the embedding
         fixed = counts.layers * device.layer_pass_seconds
         reached = device.flops * device.efficiency
         return cls(
@@ -68,6 +73,30 @@ class Speeds:
         )
 
 
+class Passes(NamedTuple):
+    """A rank's sequence of passes."""
+
+    kinds: str
+    """One letter per pass: P(refill), F(orward), B(ackward)."""
+    seconds: list[float]
+
+
+class WeightLinks(NamedTuple):
+    """Seconds that FSDP's collectives take in each pass."""
+
+    forward: float
+    """All weights gathered."""
+    backward: float
+    """The weights of the layers gathered again, and all gradients reduced."""
+    first: float
+    """The share of these that cannot run beside arithmetic: 1 / layers; 1 on a CPU."""
+
+    def exposed(self, kind: str, seconds: float) -> float:
+        """Seconds that the links add to a pass, by its kind (P, F or B) and its own seconds."""
+        sent = self.backward if kind == "B" else self.forward
+        return sent - (1 - self.first) * min(seconds, sent)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostModel:
     """Predicts the seconds and the peak memory of a training step under a plan."""
@@ -77,6 +106,8 @@ class CostModel:
     speeds: Speeds
     device: Literal["cpu", "cuda"] = "cpu"
     """Sets the memory allocator that is modelled, and the rows that the head scores at once."""
+    links: WeightLinks | None = None
+    """FSDP: the seconds of gathering weights and reducing gradients; None if every rank holds them whole."""
 
     @classmethod
     def from_shape(
@@ -121,8 +152,14 @@ class CostModel:
         layers, attention, head: FLOPs of forward and backward over their speeds.
         recomputation: the second forward of all tokens that run twice; the head's too if everything is scored first.
         passes: the fixed cost of every pass.
+        links: what FSDP's collectives add to the passes.
         """
-        speeds, layout = self.speeds, plan.layout
+        speeds, layout, links = self.speeds, plan.layout, 0.0
+        if self.links is not None:
+            own = self._own_passes(plan)
+            exposed = [self.links.exposed(kind, seconds) for kind, seconds in zip(*own)]
+            scoring = [x for kind, x in zip(own.kinds, exposed) if kind == "F" and plan.scores_first == "recomputed"]
+            links = sum(exposed) + sum(scoring)
         forward = self._layer_seconds(layout.num_tokens)
         pairs = self._pair_seconds(layout.positions)
         head = 2.0 * len(layout.rows) * self.counts.hidden * self.counts.vocab / speeds.head
@@ -138,7 +175,43 @@ class CostModel:
             "head": 3 * head,
             "recomputation": again,
             "passes": plan.num_parts * speeds.graph_pass + prefills * speeds.forward_pass,
+            "links": links,
         }
+
+    def passes(self, plan: Plan) -> Passes:
+        """The passes of `plan.events()` with their seconds. They sum to `seconds`, scoring passes excluded."""
+        own = self._own_passes(plan)
+        if self.links is None:
+            return own
+        return Passes(own.kinds, [s + self.links.exposed(kind, s) for kind, s in zip(*own)])
+
+    def _own_passes(self, plan: Plan) -> Passes:
+        """The passes without links."""
+        layout, parts, speeds = plan.layout, plan.num_parts, self.speeds
+        if not parts:
+            return Passes("", [])
+        both, forward_share = self.token_seconds(layout.positions), 1 / (1 + speeds.backward_ratio)
+        whole = np.bincount(plan.part_of, both, parts)
+        heads = self.row_seconds * np.bincount(plan.part_of[layout.rows], minlength=parts)
+        again = plan.is_recomputed_token
+        prefilled = np.bincount(plan.prefill[plan.part_of[again]], both[again])
+        seconds = {
+            "forward": whole * forward_share + heads / 3 + speeds.graph_pass / 3,
+            "backward": whole * (1 - forward_share) + heads * 2 / 3 + speeds.graph_pass * 2 / 3,
+            "prefill": prefilled * forward_share + speeds.forward_pass,
+        }
+        events = list(plan.events())
+        kinds = "".join(event.kind[0].upper() for event in events)
+        return Passes(kinds, [float(seconds[event.kind][event.number]) for event in events])
+
+    @property
+    def hiding_tokens(self) -> int:
+        """Tokens of a part whose forward and backward take as long as their links; 0 without links, and on a CPU."""
+        if self.links is None or self.links.first == 1:
+            return 0
+        forward = self.counts.token_flops / self.speeds.layers
+        tokens = max(self.links.forward, self.links.backward / self.speeds.backward_ratio) / forward
+        return math.ceil(min(tokens, 1e9))
 
     def token_seconds(self, depth: Int64s) -> Floats:
         """float64: seconds of the forward and backward of tokens at these depths, LM head and passes excluded."""

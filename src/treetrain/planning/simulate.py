@@ -1,199 +1,521 @@
-"""Predict a training step over many ranks: balance, time and memory, from a batch, a model shape and a device.
+"""Predict a training step over many ranks, and find the fastest way to split a model and a batch over them.
 
-No process is started. docs/distributed.md has the formulas, with P parameters, n ranks, w bytes per weight (4, or 8 in
-float64) and b bytes per number in the compute dtype.
+No process is started. N ranks are divided among four purposes; each way is a `Split`:
+
+    tensor   ranks hold 1/t of the weights each, and the same tokens
+    context  ranks hold 1/c of the tokens of every part
+    data     groups of c x t ranks hold different rows; FSDP2 shards the weights over all of them, over those of a
+             node (with a copy in every node), or not at all
+    expert   experts are divided over e of these ranks; tokens travel to their experts
+
+A group of c x t ranks is one rank to the planner. A token costs each of them a share of the arithmetic and of the
+memory, plus the links' time. So a step's time is predicted as for one rank (``price.py``), and differs in three points:
+
+1. Collectives within a layer (all-to-all of heads or of experts' tokens, all-reduce of tensor parallel) are on the
+   critical path: they add seconds per token and per pass.
+2. FSDP2 gathers the weights in every pass and reduces the gradients in a backward. A GPU does this beside the
+   arithmetic, except for the first layer (`WeightLinks`). All ranks run every pass together, so each waits for the
+   slowest (``collective_order.py``).
+3. Whole copies of weights, or of shards, all-reduce their gradients.
 """
 
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from treetrain.planning.budget import Bytes
-from treetrain.planning.collective_order import passes_of, timed_order
-from treetrain.planning.cost import ModelCounts, ModelShape
-from treetrain.planning.devices import Device
+from treetrain.planning.balance import Balancer
+from treetrain.planning.budget import Bytes, parse_budget
+from treetrain.planning.collective_order import timed_order
+from treetrain.planning.cost import WIDE, ModelCounts
+from treetrain.planning.devices import Collective, Device
 from treetrain.planning.make import make_plan, plan_ranks
-from treetrain.planning.price import CostModel
+from treetrain.planning.plan import Plan
+from treetrain.planning.price import CostModel, Speeds, WeightLinks
 from treetrain.tree.token_tree import TokenTree
 
-Parallel = Literal["fsdp", "ddp"]
-Sync = Literal["part", "step"]
 OPTIMISER_BYTES = 28
 """Bytes that float32 AdamW moves per parameter: reads weight, gradient and two moments, writes weight and moments."""
+USABLE = {"cpu": 0.8, "cuda": 0.9}
+"""Fraction of a device's memory that a step may use, as in the engine."""
+AMPLE = 2
+"""Gradients stay unsharded until the last backward if this many times the memory is free, as in the engine."""
+TENSOR_FORWARD, TENSOR_BACKWARD, TENSOR_BACKWARD_EXPERTS = 2, 5, 4
+"""All-reduces of hidden states per layer in transformers' tensor parallel. Forward: the outputs of attention and MLP.
+Backward: the gradients of the inputs of query, key, value, gate and up projection; one for all experts."""
 
 
-class State(NamedTuple):
-    """Bytes on every rank in addition to those of a plan."""
+class Split(NamedTuple):
+    """One way to use N ranks. Ranks of one tensor group are neighbours; then come context, shards and copies."""
 
-    model: float
-    """Weights, gradients and two moments."""
-    gathered: float
-    """FSDP: temporarily unsharded parameters: weights of two layers, embedding and head, and unsharded gradients."""
+    ranks: int
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    shards: int = 1
+    """Ranks that hold a copy of the weights (or of a tensor rank's share) together; 1: each of them holds it whole."""
+
+    @property
+    def data(self) -> int:
+        """Groups of ranks with rows of their own."""
+        return self.ranks // (self.tensor * self.context)
+
+    @property
+    def copies(self) -> int:
+        """Copies of the weights."""
+        return self.ranks // (self.tensor * self.shards)
+
+    def __str__(self) -> str:
+        sizes = {"data": self.data, "context": self.context, "tensor": self.tensor, "expert": self.expert}
+        said = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+        copies = f" in each of {self.copies} copies" if self.copies > 1 else ""
+        return said + (f", weights sharded over {self.shards}{copies}" if self.shards > 1 else "")
+
+
+class Refused(NamedTuple):
+    """A split that does not fit into the memory."""
+
+    split: Split
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """The prediction of one step for one number of ranks."""
+    """The predicted step of one split."""
 
-    ranks: int
+    split: Split
     idle_ranks: int
-    """Ranks with nothing to compute; under FSDP they still take part in every collective."""
-    parallel: Parallel
+    """Ranks whose group has nothing to compute; under FSDP they still take part in every collective."""
     imbalance: float
-    """Slowest rank's own work over the mean."""
+    """Slowest group's own work over the mean."""
     duplicated: float
     """Redundant copies of tokens, relative to the tokens that one process computes."""
     tokens: list[int]
-    """Tokens that each rank computes."""
-    slowest_rank_seconds: float
-    """The slowest rank's own work."""
+    """Tokens that each data-parallel group computes."""
+    parts: int
+    """Parts of the group with the most."""
+    passes: int
+    """Calls of the model on every rank; without FSDP, on the rank with the most."""
+    work_seconds: float
+    """The slowest group's arithmetic."""
     waiting_seconds: float
     """FSDP: added by the common order of passes."""
-    communication_seconds: float
-    """Added by collectives: all of them under DDP; under FSDP those not overlapped with computation."""
+    link_seconds: dict[str, float]
+    """Added by the links, beyond what runs beside arithmetic: within layers, weights and gradients."""
     optimiser_seconds: float
-    step_seconds: float
-    """The sum of these four."""
-    passes: int
-    """Calls of the model on every rank; under DDP, on the rank with the most."""
-    collective_bytes: float
-    """Bytes that every rank sends."""
-    speedup: float
-    """Predicted step on one rank over this step."""
-    state_bytes: float
-    """Weights, gradients and moments on a rank."""
-    peak_bytes: float
-    """Peak of the fullest rank, state included."""
-    fits: bool
-    """True if that is within the device's memory."""
+    sent_bytes: dict[str, float]
+    """Bytes that a rank of the group with the most tokens sends: context, tensor, experts, weights, gradients."""
+    memory: dict[str, float]
+    """Bytes on the fullest rank: weights, gradients, optimiser, gathered (FSDP's temporarily whole layers), activations
+    and KV cache."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Work, waiting, links and optimiser."""
+        return self.work_seconds + self.waiting_seconds + sum(self.link_seconds.values()) + self.optimiser_seconds
+
+    @property
+    def link_share(self) -> float:
+        """The links' share of the step."""
+        return sum(self.link_seconds.values()) / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def peak_bytes(self) -> float:
+        """All memory on the fullest rank."""
+        return sum(self.memory.values())
+
+
+# ---- which splits there are
+
+
+def splits_of(
+    counts: ModelCounts,
+    ranks: int,
+    device: Device,
+    *,
+    context: int | None = None,
+    tensor: int | None = None,
+    expert: int | None = None,
+) -> list[Split]:
+    """List the splits of so many ranks that fit the model; sizes that are None are tried.
+
+    Raises:
+        ValueError: sizes that do not divide the ranks, heads, vocabulary or experts; it names those that would.
+    """
+    node = int(device.node_ranks)
+    if ranks > node and ranks % node:
+        low = ranks // node * node
+        raise ValueError(f"{ranks} ranks do not fill nodes of {node}; give {low} or {low + node} ranks")
+    shared = f"{counts.heads} heads, {counts.kv_heads} key/value heads"
+    fits = [n for n in _divisors(ranks) if counts.heads % n == counts.kv_heads % n == 0]
+    tensors = [n for n in fits if -(-counts.vocab // n) * (n - 1) < counts.vocab]  # no rank without vocabulary
+    experts = [n for n in _divisors(ranks) if n == 1 or (counts.experts and counts.experts % n == 0)]
+    held = f"{counts.experts} experts" if counts.experts else "no experts"
+    for name, given, fitting, what in (
+        ("context", context, fits, shared),
+        ("tensor", tensor, tensors, f"{shared} and a vocabulary of {counts.vocab}"),
+        ("expert", expert, experts, held),
+    ):
+        if given is not None and given not in fitting:
+            sizes = ", ".join(map(str, fitting))
+            raise ValueError(f"{name} {given}: a model with {what} cannot be divided so over {ranks} ranks; {sizes} can")
+    found = []
+    for t in tensors if tensor is None else [tensor]:
+        for c in fits if context is None else [context]:
+            if c * t not in fits:
+                continue
+            over = {ranks // t, 1} | ({node // t} if ranks > node and node % t == 0 else set())
+            for shards in sorted(over, reverse=True):
+                within = [n for n in experts if shards * t % n == 0]
+                # Every size within these three lies between them.
+                tried = {1, max(n for n in within if n <= node), max(within)}
+                found += [Split(ranks, t, c, e, shards) for e in sorted(tried if expert is None else {expert} & {*within})]
+    if not found:
+        given = context, tensor, expert
+        sizes = ", ".join(f"{a} x {b}" for a in fits for b in tensors if a * b in fits)
+        raise ValueError(
+            f"context, tensor, expert = {given}: context x tensor must divide {ranks} ranks and {shared}, and expert "
+            f"the ranks that share the weights; context x tensor may be {sizes}"
+        )
+    return found
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+# ---- what one split costs
+
+
+def share_of(counts: ModelCounts, split: Split) -> ModelCounts:
+    """Counts of one rank, per token of its group. The router's choices are assumed to be even."""
+    t, tokens = split.tensor, split.context
+    b, wide, hidden = counts.dtype_bytes, max(WIDE, counts.dtype_bytes), counts.hidden
+    experts = counts.expert_parameters // (split.expert if split.expert > 1 else t)
+    layers = (counts.parameters_in_layers - counts.expert_parameters) // t + experts
+    # Norms and the residual stream are whole on every tensor rank: two norms in each layer.
+    whole = min(2 * (2 * hidden * b + (hidden + 1) * wide), counts.saved_layer) if t > 1 else 0.0
+    saved = counts.layers * whole
+
+    def divided(value: float, kept: float = 0.0) -> float:
+        return (kept + (value - kept) / t) / tokens
+
+    return replace(
+        counts,
+        hidden=hidden // tokens,
+        vocab=-(-counts.vocab // t),
+        parameters=layers + (counts.parameters - counts.parameters_in_layers) // t,
+        parameters_in_layers=layers,
+        expert_parameters=experts,
+        token_flops=divided(counts.token_flops),
+        flops_by_range={each: divided(flops) for each, flops in counts.flops_by_range.items()},
+        saved_layers=divided(counts.saved_layers, min(saved, counts.saved_layers)),
+        saved_layer=divided(counts.saved_layer, whole),
+        saved_outside=counts.saved_outside / tokens,
+        saved_pass=counts.saved_pass / t,
+        backward_token=counts.backward_token / tokens,
+        weight_gradient=counts.weight_gradient / (split.expert if split.expert > 1 else t),
+        forward_token=divided(counts.forward_token),
+        cache_token=divided(counts.cache_token),
+        cache_layer=divided(counts.cache_layer),
+        head_pass=counts.head_pass / t,
+        step=counts.step / t,
+    )
+
+
+class _Links(NamedTuple):
+    """The collectives of a rank. Those in layers are per token of the group, and their calls per pass."""
+
+    forward: dict[str, Collective]
+    """In the layers: context, context back, tensor, experts."""
+    backward: dict[str, Collective]
+    gather_layers: list[Collective]
+    gather_ends: list[Collective]
+    """Embedding, head and last norm, which stay gathered from the first forward to the next backward."""
+    reduce: list[Collective]
+
+
+def links_of(own: ModelCounts, split: Split, device: Device) -> _Links:
+    """The collectives of a rank with these counts (`share_of`)."""
+    b, wide, layers = own.dtype_bytes, max(WIDE, own.dtype_bytes), own.layers
+    queries, cached = sum(own.flops_by_range.values()) / 4, own.cache_token / (b + wide)  # numbers per token
+    heads, states = device.group(split.context, split.tensor), device.group(split.tensor)
+    experts = device.group(split.expert)
+    forward = {
+        "context": Collective("all-to-all", heads, (queries + cached) * b, layers),
+        "context back": Collective("all-to-all", heads, queries * b, layers),
+        "tensor": _all_reduces(states, own.hidden * b, TENSOR_FORWARD * layers + 1),  # and the embedding
+        "experts": Collective(
+            "all-to-all", experts, 2 * layers * own.experts_per_token * own.hidden * b / split.tensor, 2 * layers
+        ),
+    }
+    sums = layers * (TENSOR_BACKWARD_EXPERTS if own.experts else TENSOR_BACKWARD)
+    backward = forward | {"tensor": _all_reduces(states, own.hidden * b, sums)}
+    if own.checkpointing:
+        backward = {
+            name: each._replace(
+                whole_bytes=each.whole_bytes + forward[name].whole_bytes, calls=each.calls + forward[name].calls
+            )
+            for name, each in backward.items()
+        }
+    over = device.group(split.shards, split.tensor)
+    copies = device.group(split.copies, split.tensor * split.shards)
+    e_shards = max(1, split.shards * split.tensor // split.expert) if split.expert > 1 else split.shards
+    e_stride = split.expert if split.expert > 1 else split.tensor
+    e_over = device.group(e_shards, e_stride)
+    e_copies = device.group(split.ranks // (e_shards * e_stride), e_stride * e_shards)
+    expert, ends = own.expert_parameters, own.parameters - own.parameters_in_layers
+    dense = own.parameters_in_layers - expert
+    return _Links(
+        forward,
+        backward,
+        gather_layers=[
+            Collective("all-gather", over, b * dense, layers),
+            Collective("all-gather", e_over, b * expert, layers if expert else 0),
+        ],
+        gather_ends=[Collective("all-gather", over, b * ends)],
+        reduce=[
+            Collective("reduce-scatter", over, wide * (dense + ends), layers + 1),
+            Collective("reduce-scatter", e_over, wide * expert, layers if expert else 0),
+            Collective("all-reduce", copies, wide * (dense + ends) / split.shards, layers + 1 if split.shards > 1 else 1),
+            Collective("all-reduce", e_copies, wide * expert / e_shards, layers if expert else 0),
+        ],
+    )
+
+
+def _all_reduces(group: Any, each: float, calls: int) -> Collective:
+    return Collective("all-reduce", group, each * calls, calls)
+
+
+def _seconds(collectives: Any, device: Device) -> float:
+    return sum(each.seconds(device) for each in collectives)
+
+
+def weight_links(links: _Links, split: Split, device: Device, layers: int, *, reduce: bool = True) -> WeightLinks | None:
+    """FSDP's seconds in each pass; None if the weights are whole.
+
+    Args:
+        reduce: whether every backward reduces the gradients.
+    """
+    if split.shards == 1:
+        return None
+    gather = _seconds(links.gather_layers, device)
+    return WeightLinks(
+        forward=gather + _seconds(links.gather_ends, device),
+        backward=gather + (_seconds(links.reduce, device) if reduce else 0.0),
+        first=1.0 if device.kind == "cpu" else 1 / layers,
+    )
+
+
+def _with_layer_links(speeds: Speeds, own: ModelCounts, links: _Links, device: Device) -> Speeds:
+    """Speeds that include the collectives within layers."""
+
+    def times(collectives: dict[str, Collective]) -> tuple[float, float]:
+        fixed = _seconds((each._replace(whole_bytes=0.0) for each in collectives.values()), device)
+        return fixed, _seconds(collectives.values(), device) - fixed
+
+    (pass_forward, forward), (pass_backward, backward) = times(links.forward), times(links.backward)
+    both = 1 + speeds.backward_ratio
+    token = both * own.token_flops / speeds.layers + forward + backward
+    return replace(
+        speeds,
+        layers=both * own.token_flops / token,
+        graph_pass=speeds.graph_pass + pass_forward + pass_backward,
+        forward_pass=speeds.forward_pass + pass_forward,
+    )
+
+
+def cost_of_split(
+    counts: ModelCounts, split: Split, device: Device, speeds: Speeds | None = None
+) -> tuple[CostModel, CostModel, _Links]:
+    """The cost model of a group of ranks without links and with them, and the links.
+
+    Args:
+        speeds: those of a rank as measured; None: by the device's description.
+    """
+    own = share_of(counts, split)
+    alone = CostModel.on(device, own)
+    alone = alone if speeds is None else replace(alone, speeds=speeds)
+    links = links_of(own, split, device)
+    layers = _with_layer_links(alone.speeds, own, links, device)
+    return alone, replace(alone, speeds=layers, links=weight_links(links, split, device, own.layers)), links
+
+
+def state_bytes(own: ModelCounts, split: Split) -> dict[str, float]:
+    """Bytes on a rank besides those of a plan, for a rank with these counts (`share_of`).
+
+    FSDP temporarily gathers the weights of two layers, embedding and head, and holds a layer's unsharded gradients.
+    """
+    wide, b, expert = max(WIDE, own.dtype_bytes), own.dtype_bytes, own.expert_parameters
+    e_shards = max(1, split.shards * split.tensor // split.expert) if split.expert > 1 else split.shards
+    stored = wide * ((own.parameters - expert) / split.shards + expert / e_shards)
+    layer, ends = own.parameters_in_layers / own.layers, own.parameters - own.parameters_in_layers
+    gathered = b * (2 * layer + ends) + wide * (layer + ends) if split.shards > 1 else 0.0
+    return {"weights": stored, "gradients": stored, "optimiser": 2 * stored, "gathered": gathered}
+
+
+# ---- the step
 
 
 def simulate(
     tree: TokenTree,
-    shape: ModelCounts | ModelShape,
-    ranks: int,
+    counts: ModelCounts,
+    splits: Sequence[Split],
     device: Device,
     *,
-    cost: CostModel | None = None,
-    measured: CostModel | None = None,
     budget: Any = None,
-    parallel: Parallel = "fsdp",
-    sync: Sync = "part",
-    checkpointing: bool = False,
-) -> Simulation:
-    """Predict the step of a batch over ranks.
+    speeds: Speeds | None = None,
+    plans_by: CostModel | None = None,
+) -> list[Simulation | Refused]:
+    """Predict the step of a batch for each split, in the order given.
 
     Args:
         tree: the batch.
-        shape: the model's counts in the device's dtype, or its shape.
-        ranks: processes, from 1.
+        counts: the model's counts in the device's dtype.
         device: one rank's device, and the links.
-        cost: the cost model that plans are made with; None: by formula, with the device's speeds.
-        measured: the cost model that predicts the time of their passes; None: `cost`. Measured constants predict better
-            than formulas, but ranks that share weights plan by formula.
         budget: the budget of every rank, as in `make_plan`; None: the device's memory minus the state.
-        parallel: fsdp (weights, gradients and moments in shards) or ddp (whole on every rank).
-        sync: for fsdp: reduce gradients after every part, or once per step, which keeps them unsharded until then.
-        checkpointing: every layer runs forward again in backward.
-
-    Raises:
-        ValueError: an unknown `parallel` or `sync`, a state that leaves no memory, a budget too small for some rank.
+        speeds: measured speeds of a rank; None: those of the device's description.
+        plans_by: the cost model that plans are made with, if it is another one, as in the engine.
     """
-    if parallel not in ("fsdp", "ddp") or sync not in ("part", "step"):
-        raise ValueError(f"parallel={parallel!r}, sync={sync!r}: known are fsdp and ddp, part and step")
-    if isinstance(shape, ModelShape):
-        counts = shape.counts(dtype_bytes=device.dtype_bytes, checkpointing=checkpointing)
-    else:
-        counts = shape.checkpointed(checkpointing)
-    prices = CostModel.on(device, counts) if cost is None else cost
-    times = prices if measured is None else measured
-    state = state_of(counts, ranks, device, parallel, sync)
-    free = int(device.memory_bytes - sum(state))
+    budget = parse_budget(budget)
+    balancer = Balancer(tree, CostModel.on(device, counts) if plans_by is None else plans_by)
+    return [_simulated(tree, counts, split, device, balancer, budget, speeds, plans_by) for split in splits]
+
+
+def _simulated(
+    tree: TokenTree,
+    counts: ModelCounts,
+    split: Split,
+    device: Device,
+    balancer: Balancer,
+    budget: int | Bytes | None,
+    speeds: Speeds | None,
+    plans_by: CostModel | None,
+) -> Simulation | Refused:
+    alone, cost, links = cost_of_split(counts, split, device, speeds)
+    own, held = alone.counts, state_bytes(alone.counts, split)
+    free = int(USABLE[device.kind] * device.memory_bytes - sum(held.values()))
     if budget is None and free <= 0:
-        raise ValueError(
-            f"{ranks} ranks of {device.name}: weights, gradients and moments take {Bytes(round(sum(state)))} of "
-            f"{Bytes(round(device.memory_bytes))} on each; give more ranks or a device with more memory"
+        return Refused(
+            split,
+            f"weights, gradients and optimiser state need {_gb(sum(held.values()))} of "
+            f"{_gb(USABLE[device.kind] * device.memory_bytes)} usable on each rank",
         )
-    free_bytes, aligned = free if budget is None else None, parallel == "fsdp" and ranks > 1
-    dispatch, plans = plan_ranks(tree, prices, ranks, budget=budget, free_bytes=free_bytes, aligned=aligned)
-    work = [passes_of(plan, times) for plan in plans]
-    seconds = np.array([sum(own.seconds) for own in work])
-    slowest = float(seconds.max())
-    # Bytes of all weights, and of all gradients; FSDP sends them layer by layer, DDP in a few buckets.
-    sizes = np.array([device.dtype_bytes, max(4, device.dtype_bytes)]) * float(counts.parameters)
-    pieces = counts.layers + 1 if parallel == "fsdp" else 1
-    each = np.array([collective_seconds(device, ranks, size, pieces) for size in sizes])
-    if parallel == "ddp":
-        needs = np.array([[0.0, 2.0]])  # an all-reduce of the gradients
-        waiting, passes, exposed = 0.0, max(len(own.kinds) for own in work), float((needs @ each).sum())
+    aligned = split.shards > 1 or split.expert > 1
+    try:
+        dispatch, plans = plan_ranks(
+            tree,
+            cost if plans_by is None else plans_by,
+            split.data,
+            budget=budget * split.context if isinstance(budget, int) else budget,
+            free_bytes=free if budget is None else None,
+            aligned=aligned,
+            balancer=balancer,
+        )
+    except ValueError as error:
+        return Refused(split, f"{error}")
+    memory = max((cost.bytes_by(plan) for plan in plans), key=lambda by: sum(by.values()))
+    memory = held | {"activations": sum(memory.values()) - memory["KV cache"], "KV cache": memory["KV cache"]}
+    whole = max(WIDE, own.dtype_bytes) * own.parameters
+    reduces_last = budget is None and AMPLE * (sum(memory.values()) - sum(held.values()) + whole) <= free
+    if reduces_last and split.shards > 1:
+        memory["gathered"] += whole
+    # The time of all passes without links; then the links on top.
+    work = [alone.passes(plan) for plan in plans]
+    seconds = np.array([sum(passes.seconds) for passes in work])
+    busy = [replace(cost, links=None).passes(plan) for plan in plans]
+    if aligned:
+        order, with_links = timed_order(work), timed_order(busy)
+        total, spent = sum(s for _, s in order), [s for _, s in with_links]
+        kinds = "".join(turn.kind[0].upper() for turn, _ in order)
     else:
-        order = timed_order(work)
-        hidden = np.array([spent for _, spent in order])
-        waiting, passes = float(hidden.sum()) - slowest, len(order)
-        # Every pass gathers the weights; every backward, or the last one alone, reduces the gradients.
-        backward = [number for number, (turn, _) in enumerate(order) if turn.kind == "backward"]
-        needs = np.zeros((passes, 2))
-        needs[:, 0] = 1
-        needs[backward if sync == "part" else backward[-1:], 1] = 1
-        sent = needs @ each
-        if device.kind == "cpu":  # the cores that compute also send, so nothing overlaps
-            hidden = np.zeros_like(hidden)
-        # A layer's weights are gathered while the layer before it computes; only the first layer's cannot overlap.
-        exposed = float((np.maximum(sent - hidden, 0) + np.minimum(sent, hidden) / counts.layers).sum())
-    whole_optimiser = counts.parameters * OPTIMISER_BYTES / device.memory_bandwidth
-    optimiser = whole_optimiser / (ranks if parallel == "fsdp" else 1)
-    step = slowest + waiting + exposed + optimiser
-    # One rank with room for everything: nothing is recomputed, nothing is sent.
-    alone = step if ranks == 1 else times.seconds(make_plan(tree, prices)) + whole_optimiser
-    peak = sum(state) + max(times.peak_bytes(plan) for plan in plans)
-    tokens, unique, mean = [plan.layout.num_tokens for plan in plans], dispatch.unique, float(seconds.mean())
+        slowest = int(seconds.argmax())
+        total, spent, kinds = float(seconds[slowest]), busy[slowest].seconds, busy[slowest].kinds
+    outside = 0.0
+    if cost.links is not None:
+        quiet = weight_links(links, split, device, own.layers, reduce=False)
+        assert quiet is not None
+        last = kinds.rfind("B")
+        for number, (kind, own_seconds) in enumerate(zip(kinds, spent)):
+            reduces = kind == "B" and (not reduces_last or number == last)
+            outside += (cost.links if reduces else quiet).exposed(kind, own_seconds)
+    else:
+        outside = _seconds(links.reduce, device)
+    parameters = held["weights"] / max(WIDE, own.dtype_bytes)
+    tokens, mean = [plan.layout.num_tokens for plan in plans], float(seconds.mean())
     return Simulation(
-        ranks=ranks,
-        idle_ranks=int((dispatch.tokens == 0).sum()),
-        parallel=parallel,
-        imbalance=slowest / mean if mean else 1.0,
-        duplicated=sum(tokens) / unique - 1 if unique else 0.0,
+        split=split,
+        idle_ranks=int((dispatch.tokens == 0).sum()) * split.tensor * split.context,
+        imbalance=float(seconds.max()) / mean if mean else 1.0,
+        duplicated=sum(tokens) / dispatch.unique - 1 if dispatch.unique else 0.0,
         tokens=tokens,
-        slowest_rank_seconds=slowest,
-        waiting_seconds=waiting,
-        communication_seconds=exposed,
-        optimiser_seconds=optimiser,
-        step_seconds=step,
-        passes=passes,
-        collective_bytes=(ranks - 1) / ranks * float((needs @ sizes).sum()),
-        speedup=alone / step if step else 1.0,
-        state_bytes=state.model,
-        peak_bytes=peak,
-        fits=peak <= device.memory_bytes,
+        parts=max(plan.num_parts for plan in plans),
+        passes=len(kinds),
+        work_seconds=float(seconds.max()),
+        waiting_seconds=total - float(seconds.max()),
+        link_seconds={"within layers": sum(spent) - total, "weights and gradients": outside},
+        optimiser_seconds=parameters * OPTIMISER_BYTES / device.memory_bandwidth,
+        sent_bytes=_sent(links, plans[int(np.argmax(tokens))], kinds, reduces_last),
+        memory=memory,
     )
 
 
-def collective_seconds(device: Device, ranks: int, whole_bytes: float, pieces: int = 1) -> float:
-    """Seconds of one all-gather or reduce-scatter of `whole_bytes`; an all-reduce takes twice as long.
+def _sent(links: _Links, plan: Plan, kinds: str, reduces_last: bool) -> dict[str, float]:
+    """Bytes that a rank of the group of this plan sends, by purpose."""
 
-    Every rank receives all shards but its own over the links of its node. A node receives the shards of other nodes
-    over its ranks' network connections together. The slower of the two counts.
+    def sent(collectives: Any) -> float:
+        return sum(each.sent_bytes for each in collectives)
 
-    Args:
-        pieces: the number of collectives that the bytes are split into.
-    """
-    if ranks == 1:
-        return 0.0
-    inside = whole_bytes * (ranks - 1) / ranks / device.link_bandwidth
-    nodes = -(-ranks // device.node_ranks)
-    network = device.network_bandwidth or device.link_bandwidth
-    between = whole_bytes * (nodes - 1) / nodes / (network * min(device.node_ranks, ranks))
-    return pieces * device.collective_seconds + max(inside if device.node_ranks > 1 else 0.0, between)
+    tokens, again = plan.layout.num_tokens, plan.recomputed_tokens
+    found: dict[str, float] = {}
+    for name, each in links.forward.items():
+        key = name.removesuffix(" back")
+        here = (tokens + again) * each.sent_bytes + tokens * links.backward[name].sent_bytes
+        found[key] = found.get(key, 0.0) + here
+    backward = kinds.count("B")
+    sharded = links.gather_ends[0].group.size > 1
+    starts = sum(1 for before, kind in zip("B" + kinds, kinds) if before == "B")
+    found["weights"] = len(kinds) * sent(links.gather_layers) + starts * sent(links.gather_ends)
+    found["gradients"] = (1 if reduces_last or not sharded else backward) * sent(links.reduce)
+    return found
 
 
-def state_of(counts: ModelCounts, ranks: int, device: Device, parallel: Parallel, sync: Sync) -> State:
-    """Bytes on a rank: weights, gradients and AdamW's moments, and FSDP's temporarily gathered parameters."""
-    wide, narrow = max(4, device.dtype_bytes), device.dtype_bytes
-    whole = counts.parameters
-    if parallel == "ddp" or ranks == 1:
-        return State(4.0 * wide * whole, 0.0)
-    layer = counts.parameters_in_layers / counts.layers
-    ends = whole - counts.parameters_in_layers
-    gathered = narrow * (2 * layer + ends) + wide * (whole if sync == "step" else layer + ends)
-    return State(4.0 * wide * whole / ranks, gathered)
+# ---- what it comes to
+
+
+def verdict(found: Sequence[Simulation | Refused], device: Device) -> Iterator[str]:
+    """Sentences on which split is fastest, why, and how copies within nodes compare with shards over all ranks."""
+    done = sorted((one for one in found if isinstance(one, Simulation)), key=lambda one: one.step_seconds)
+    if not done:
+        return
+    best = done[0]
+    split, spent = best.split, best.step_seconds
+    others = [one for one in done if one.split[1:3] != split[1:3]]
+    said = f"Fastest: {split}: {spent:.3g} s a step, {best.link_share:.0%} of it links"
+    said += f" and {best.waiting_seconds / spent:.0%} waiting" if best.waiting_seconds > 0.005 * spent else ""
+    if others:
+        other, slower = others[0], others[0].step_seconds / spent
+        reasons = {
+            "arithmetic and balance": other.work_seconds - best.work_seconds,
+            "waiting": other.waiting_seconds - best.waiting_seconds,
+            "links": sum(other.link_seconds.values()) - sum(best.link_seconds.values()),
+        }
+        reason = max(reasons, key=lambda name: reasons[name])
+        said += f"; {other.split} takes {slower:.2f} times as long, mostly by {reason}"
+    yield said + "."
+    same = {one.split.shards: one for one in done if one.split[:4] == split[:4]}
+    node, whole = int(device.node_ranks) // split.tensor, split.ranks // split.tensor
+    if node in same and whole in same and node != whole:
+        inside, over = same[node].step_seconds, same[whole].step_seconds
+        better, worse = ("better", over / inside) if inside < over else ("worse", inside / over)
+        yield (
+            f"A copy of the weights in every node of {int(device.node_ranks)} ranks (hybrid sharding) is {better} than "
+            f"one over all {split.ranks}: {inside:.3g} s against {over:.3g} s, {worse:.2f} times."
+        )
+    elif whole in same and node != whole and split.ranks > device.node_ranks:
+        yield f"A copy of the weights in every node of {int(device.node_ranks)} ranks does not fit into the memory."
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:,.1f} GB"
