@@ -25,7 +25,7 @@ from treetrain.planning.cost import ModelShape
 from treetrain.planning.devices import DEVICES
 from treetrain.planning.make import plan_ranks
 from treetrain.planning.price import CostModel
-from treetrain.planning.simulate import state_of
+from treetrain.planning.simulate import Split, state_bytes
 from treetrain.tree import build_tree
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree
@@ -68,8 +68,8 @@ def total(work: list[Passes]) -> tuple[float, float]:
 def compared(name: str, rows: list[tt.Trajectory], tree: TokenTree, ranks: int) -> Iterator[dict]:
     """A row per budget."""
     counts = SHAPE.counts(dtype_bytes=DEVICE.dtype_bytes)
-    cost, state = CostModel.on(DEVICE, counts), state_of(counts, ranks, DEVICE, "fsdp", "part")
-    free = int(DEVICE.memory_bytes - sum(state))
+    cost, state = CostModel.on(DEVICE, counts), state_bytes(counts, Split(ranks, shards=ranks))
+    free = int(DEVICE.memory_bytes - sum(state.values()))
     for budget in BUDGETS:
         limit = free if budget is None else None
         dispatch, plans = plan_ranks(tree, cost, ranks, budget=budget, free_bytes=limit)

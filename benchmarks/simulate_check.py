@@ -1,12 +1,13 @@
-"""The simulator against real steps of 2 and 4 processes on this machine, under FSDP2 and DDP.
+"""The simulator against real steps of 2 and 4 processes on this machine, for each way to split them.
 
-Run: python benchmarks/simulate_check.py [--ranks 2 4] [--repeats 2] [--dry-run]
+Run: python benchmarks/simulate_check.py [--ranks 2 4] [--repeats 2] [--dry-run]. It takes about 3 minutes.
 
 The calls of one task of tau_airline (workloads.py) on a Qwen3-shaped model of 5.7M parameters, float32, SFT and AdamW,
-one thread per process, all processes of a run on the same cores at the same time. The simulator's inputs are
-measured in the same processes: speeds by the calibration (at the same time on all ranks, so that cores that
-are shared are slow), bytes per second and fixed seconds of collectives, and the optimiser's bandwidth. Plans are made
-by formula, as in the engine. The script stops unless passes and tokens are equal; times and memory are compared.
+one thread per process, gloo, all processes of a run on the same cores at the same time: FSDP2, FSDP2 with copies, whole
+copies (ddp), context parallel, tensor parallel. The simulator's inputs are measured in the same processes: speeds by
+the calibration (at the same time on all ranks, so that cores that are shared are slow), links by collectives of two
+sizes, and the optimiser's bandwidth. Plans are made by formula, as in the engine. The script stops unless passes and
+tokens are equal; times and memory are compared. It needs a quiet machine, and warns if it was busy.
 
 waiting_and_links: time that a rank does not spend on arithmetic (wall time minus thread time), mean of the ranks; other
 work on the machine counts as well. Memory: peak resident set above that before the model was made; predicted: the
@@ -19,19 +20,34 @@ import multiprocessing
 import os
 import socket
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import rows as result_rows
+from treetrain.planning.devices import DEVICES, Device
+from treetrain.planning.simulate import OPTIMISER_BYTES, Simulation, Split, engine_cost, simulate
+from treetrain.tree.build import build_tree
 from workloads import DATA, VOCAB, load_workload
 
 TASK = "tau_airline_calls"
-CASES = (("fsdp", 1024), ("fsdp", 4096), ("ddp", 1024))
-"""How weights are shared, and the budget in tokens."""
+BUDGET = 1024
+"""Tokens of each rank."""
 HIDDEN, LAYERS = 192, 6
-SIZES = (1 << 16, 1 << 23)
-"""Bytes of the collectives that are timed."""
+BUSY = 0.5
+"""Processes that wait for a core before the script starts, from which it warns."""
+
+
+def splits(size: int) -> dict[str, Split]:
+    """The ways to use so many ranks."""
+    found = {
+        "fsdp": Split(size, shards=size),
+        "ddp": Split(size),
+        "context": Split(size, context=size),
+        "tensor": Split(size, tensor=size),
+    }
+    return found | ({"fsdp, 2 copies": Split(size, shards=size // 2)} if size > 2 else {})
 
 
 def small_model() -> Any:
@@ -45,9 +61,9 @@ def small_model() -> Any:
         hidden_size=HIDDEN,
         intermediate_size=3 * HIDDEN,
         num_hidden_layers=LAYERS,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=32,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=24,
         max_position_embeddings=32_768,
         tie_word_embeddings=True,
     )
@@ -60,32 +76,13 @@ def resident(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(name))
 
 
-def links(size: int) -> tuple[float, float]:
-    """(fixed seconds of a collective, bytes per second that a rank receives), by all-gathers of two sizes."""
-    import torch
-    import torch.distributed as dist
-
-    times = []
-    for count in SIZES:
-        whole, own = torch.empty(count // 4), torch.empty(count // 4 // size)
-        seconds = []
-        for _ in range(8):
-            dist.barrier()
-            start = time.perf_counter()
-            dist.all_gather(list(whole.split(len(own))), own)
-            seconds.append(time.perf_counter() - start)
-        times.append(statistics.median(seconds))
-    moved = (SIZES[1] - SIZES[0]) * (size - 1) / size
-    speed = moved / max(times[1] - times[0], 1e-6)
-    return max(times[0] - SIZES[0] * (size - 1) / size / speed, 1e-6), speed
-
-
 def calibrated(rank: int, size: int) -> dict[str, Any]:
     """Measure speeds of this machine while all ranks work."""
     import torch
     import torch.distributed as dist
 
     from treetrain.verification.bench import measured_cost
+    from treetrain.verification.links import measured_links
 
     model = small_model()
     dist.barrier()
@@ -100,7 +97,7 @@ def calibrated(rank: int, size: int) -> dict[str, Any]:
         optimiser.step()
     seconds = (time.perf_counter() - start) / 3
     dist.barrier()
-    return {"speeds": dataclasses.asdict(speeds), "optimiser": seconds, "links": links(size)}
+    return {"speeds": dataclasses.asdict(speeds), "optimiser": seconds, "links": measured_links()}
 
 
 def counted(model: Any) -> list[tuple[bool, int]]:
@@ -116,40 +113,49 @@ def counted(model: Any) -> list[tuple[bool, int]]:
     return calls
 
 
-def steps(rank: int, size: int, parallel: str, budget: int, repeats: int) -> dict[str, Any]:
+def steps(rank: int, size: int, parallel: str, batch: list[Any], repeats: int, folder: str) -> dict[str, Any]:
     """Real steps; the first is not timed."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
 
     import treetrain as tt
     from treetrain.engine.costs import cost_of
     from treetrain.planning.balance import dispatch
-    from treetrain.tree import build_tree
 
-    batch = load_workload(TASK)
     small_model()  # loads what a model needs besides its weights
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
     before = resident("VmRSS")
-    model = small_model()
-    own = dispatch(build_tree(batch), cost_of(model), size)[rank]
-    sharing: dict[str, Any] = {"group": dist.group.WORLD}
-    if parallel == "fsdp":
-        mesh = init_device_mesh("cpu", (size,))
+    split = splits(size)[parallel]
+    sharing: dict[str, Any] = {}
+    if parallel == "tensor":
+        config = DistributedConfig(tp_plan="auto", tp_size=size)
+        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config).eval()
+    else:
+        model = small_model()
+    own = [range(len(batch))] * size
+    if split.data > 1:
+        own = dispatch(tt.build_tree(batch), cost_of(model), size)
+    if parallel in ("ddp", "context"):
+        sharing = {"group" if parallel == "ddp" else "context": dist.group.WORLD}
+    if split.shards > 1:
+        mesh = init_device_mesh("cpu", (split.copies, split.shards), mesh_dim_names=("copies", "shards"))
+        mesh = mesh if split.copies > 1 else mesh["shards"]
         for layer in model.base_model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        sharing = {"reduce": "part"}
     calls = counted(model)
     optimiser = torch.optim.AdamW(model.parameters(), foreach=True)
-    engine = tt.TreeEngine(model, budget=budget, **sharing)
+    engine = tt.TreeEngine(model, budget=BUDGET, **sharing)
     walls, works = [], []
     for number in range(repeats + 1):
         calls.clear()
         dist.barrier()
         wall, work = time.perf_counter(), time.thread_time()
-        result = engine.forward_backward([batch[row] for row in own], tt.losses.sft())
+        engine.forward_backward([batch[row] for row in own[rank]], tt.losses.sft())
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
         if number:
@@ -162,8 +168,6 @@ def steps(rank: int, size: int, parallel: str, budget: int, repeats: int) -> dic
         "passes": 2 * len(graphs) + sum(not graph for graph, _ in calls),
         "forwards": len(graphs),
         "tokens": sum(graphs),
-        "computed": result.computed_tokens,
-        "parts": result.parts,
         "peak": resident("VmHWM") - before,
     }
 
@@ -185,7 +189,7 @@ def on_ranks(name: str, size: int, *arguments: Any, timeout: float = 300) -> lis
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     pipes, started = [], []
     for rank in range(size):
         here, there = context.Pipe()
@@ -208,11 +212,8 @@ def on_ranks(name: str, size: int, *arguments: Any, timeout: float = 300) -> lis
             one.kill()
 
 
-def described(size: int, told: list[dict[str, Any]], parameters: int) -> tuple[Any, Any]:
-    """(device, measured cost model) of one of so many ranks, from what all of them measured."""
-    from treetrain.engine.costs import cost_of
-    from treetrain.planning.devices import DEVICES
-    from treetrain.planning.simulate import OPTIMISER_BYTES
+def described(told: list[dict[str, Any]], speeds: Any, parameters: int) -> tuple[Device, Any]:
+    """(device, speeds) of one of several ranks, from what all of them measured."""
 
     def middle(*keys: Any) -> float:
         values = []
@@ -222,49 +223,51 @@ def described(size: int, told: list[dict[str, Any]], parameters: int) -> tuple[A
             values.append(value)
         return statistics.median(values)
 
-    cost = cost_of(small_model())
     measured = {name: middle("speeds", name) for name in told[0]["speeds"] if name != "source"}
-    speeds = dataclasses.replace(cost.speeds, **measured, source="measured while all ranks worked")
-    speed = middle("links", 1)
     device = dataclasses.replace(
         DEVICES["cpu"],
-        name=f"one of {size} processes here",
         memory_bandwidth=parameters * OPTIMISER_BYTES / middle("optimiser"),
-        collective_seconds=middle("links", 0),
-        link_bandwidth=speed,
-        network_bandwidth=speed,
-        node_ranks=size,
+        **{name: middle("links", name) for name in told[0]["links"]},
     )
-    return device, dataclasses.replace(cost, speeds=speeds)
+    return device, dataclasses.replace(speeds, **measured, source="measured while all ranks worked")
 
 
-def compared(size: int, parallel: str, budget: int, told: list[dict[str, Any]], found: list[dict[str, Any]]) -> dict:
+def compared(
+    size: int, parallel: str, tree: Any, told: list[dict[str, Any]], found: list[dict[str, Any]]
+) -> dict[str, Any]:
     """A row: predicted beside measured. Raises RuntimeError where counts differ."""
     from treetrain.engine.costs import cost_of
     from treetrain.planning.make import plan_ranks
-    from treetrain.planning.simulate import simulate
-    from treetrain.tree import build_tree
 
-    model = small_model()
-    cost, tree = cost_of(model), build_tree(load_workload(TASK))
-    device, measured = described(size, told, cost.counts.parameters)
-    said = simulate(tree, cost.counts, size, device, cost=cost, measured=measured, budget=budget, parallel=parallel)
-    plans = plan_ranks(tree, cost, size, budget=budget, aligned=parallel == "fsdp").plans
+    cost, split, preset = cost_of(small_model()), splits(size)[parallel], Device.of_kind("cpu", 4)
+    device, speeds = described(told, cost.speeds, cost.counts.parameters)
+    (said,) = simulate(tree, cost.counts, [split], device, budget=BUDGET, speeds=speeds, planned_for=preset)
+    assert isinstance(said, Simulation)
+    planned = plan_ranks(
+        tree,
+        engine_cost(cost.counts, split, preset),
+        split.data,
+        budget=BUDGET * split.context,
+        aligned=split.shards > 1,
+    )
     passes = [own["passes"] for own in found]
-    tokens = [own["tokens"] - (own["forwards"] - plan.num_parts) for own, plan in zip(found, plans)]
-    if max(passes) != said.passes or tokens != said.tokens:
+    # Stand-ins are a token each; context-parallel ranks pad their shares.
+    group = split.context * split.tensor
+    tokens = [own["tokens"] - (own["forwards"] - plan.num_parts) for own, plan in zip(found[::group], planned.plans)]
+    same = max(passes) == said.passes and (split.context > 1 or tokens == said.tokens)
+    if not same:
         raise RuntimeError(f"counts differ: {passes} passes of {said.passes}, {tokens} tokens of {said.tokens}")
     # The slowest rank of each step, then the middle step.
     seconds = statistics.median(max(one) for one in zip(*(own["seconds"] for own in found)))
     idle = [wall - work for own in found for wall, work in zip(own["seconds"], own["work"])]
-    rest = said.waiting_seconds + said.communication_seconds
-    means = said.slowest_rank_seconds * (1 - 1 / said.imbalance)
+    rest = said.waiting_seconds + sum(said.link_seconds.values())
+    means = said.work_seconds * (1 - 1 / said.imbalance)
     return {
         "task": TASK,
         "parameters": cost.counts.parameters,
         "ranks": size,
         "parallel": parallel,
-        "budget": budget,
+        "budget": BUDGET,
         "passes": said.passes,
         "tokens": " ".join(map(str, said.tokens)),
         "counts_equal": True,
@@ -287,12 +290,21 @@ def main() -> None:
     if not DATA.is_dir():
         print(f"left out: {DATA} is not there; set TREETRAIN_SHARED_DATA")
         return
-    for size in options.ranks:
-        told = on_ranks("calibrated", size)
-        for parallel, budget in CASES:
-            found = on_ranks("steps", size, parallel, budget, options.repeats)
-            row = compared(size, parallel, budget, told, found)
-            result_rows.report("simulate_check", row, dry_run=options.dry_run)
+    load = os.getloadavg()[0]
+    if load > BUSY:
+        print(f"warning: {load:.1f} processes want a core already; times will be too long")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3", "treetrain"])
+    batch = load_workload(TASK)
+    tree = build_tree(batch)
+    with tempfile.TemporaryDirectory() as folder:
+        small_model().save_pretrained(folder)
+        for size in options.ranks:
+            told = on_ranks("calibrated", size)
+            for parallel in splits(size):
+                found = on_ranks("steps", size, parallel, batch, options.repeats, folder)
+                row = compared(size, parallel, tree, told, found)
+                result_rows.report("simulate_check", row, dry_run=options.dry_run)
 
 
 if __name__ == "__main__":

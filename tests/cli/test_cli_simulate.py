@@ -11,46 +11,37 @@ import pytest
 from treetrain.data.load import load
 from treetrain.planning.cost import ModelShape
 from treetrain.planning.devices import DEVICES
-from treetrain.planning.simulate import simulate
+from treetrain.planning.simulate import simulate, splits_of
 from treetrain.tree.build import build_tree
 
 
-def test_the_figures_are_those_of_the_function_for_every_number_of_ranks(treetrain, token_file) -> None:
-    said = treetrain("simulate", token_file, "--shape", "qwen3-0.6b", "--ranks", "4", "2", "2", "--json").json
-    tree = build_tree(load(token_file).trajectories)
-    shape = ModelShape.named("qwen3-0.6b")
-    own = [dataclasses.asdict(simulate(tree, shape, ranks, DEVICES["h100"])) for ranks in (2, 4)]
-    assert said["ranks"] == own
+def test_the_figures_are_those_of_the_function_the_fastest_split_first(treetrain, token_file) -> None:
+    argv = ["simulate", token_file, "--model", "qwen3-0.6b", "--ranks", "4", "--budget", "1000", "--node", "2"]
+    said = treetrain(*argv, "--context", "1", "--json").json
+    tree, device = build_tree(load(token_file).trajectories), dataclasses.replace(DEVICES["h100"], node_ranks=2)
+    counts = ModelShape.named("qwen3-0.6b").counts(dtype_bytes=2)
+    found = simulate(tree, counts, splits_of(counts, 4, device, context=1), device, budget=1000)
+    seconds = sorted(one.step_seconds for one in found)
+    assert [one["step_seconds"] for one in said["splits"]] == seconds and len(seconds) > 4
+    assert {one["split"]["context"] for one in said["splits"]} == {1} and said["refused"] == []
     assert said["batch"] == {"trajectories": 12, "flat_tokens": 180, "unique_tokens": tree.num_tokens}
-    assert said["shape"]["name"] == "qwen3-0.6b" and said["device"]["name"] == "h100"
+    assert said["model"]["name"] == "qwen3-0.6b" and said["device"]["name"] == "h100"
+    again = treetrain(*argv, "--context", "1", "--checkpointing", "--json").json["splits"][0]
+    assert again["work_seconds"] > said["splits"][0]["work_seconds"]
 
 
-def test_options_reach_the_prediction(treetrain, token_file) -> None:
-    argv = ["simulate", token_file, "--shape", "qwen3-0.6b", "--ranks", "4", "--json", "--device-description", "cpu"]
-    plain = treetrain(*argv, "--budget", "1000").json["ranks"][0]
-    assert (
-        treetrain(*argv, "--budget", "1000", "--parallel", "ddp").json["ranks"][0]["state_bytes"] > plain["state_bytes"]
-    )
-    assert treetrain(*argv, "--budget", "1000", "--sync", "step").json["ranks"][0]["peak_bytes"] > plain["peak_bytes"]
-    assert treetrain(*argv, "--budget", "8").json["ranks"][0]["passes"] > plain["passes"]
-    again = treetrain(*argv, "--budget", "1000", "--checkpointing").json["ranks"][0]
-    assert again["slowest_rank_seconds"] > plain["slowest_rank_seconds"]
+def test_the_table_says_which_split_is_fastest_which_do_not_fit_and_who_is_idle(treetrain, token_file) -> None:
+    said = treetrain("simulate", token_file, "--model", "qwen3-32b", "--ranks", "64").out
+    assert "Fastest: data" in said and "TreeEngine does not combine these yet" in said
+    assert "does not fit: data 64; data 32 x context 2; data 16 x context 4; data 8 x context 8: weights" in said
+    assert "need 524.2 GB of 72.0 GB usable on each rank" in said and "in every node of 8 ranks" in said
+    argv = ["simulate", token_file, "--model", "qwen3-0.6b", "--ranks", "16", "--context", "1", "--tensor", "1"]
+    assert "4 ranks of the fastest split have nothing to compute" in treetrain(*argv).out
 
 
-def test_the_table_has_a_line_for_every_number_of_ranks_and_says_who_is_idle(treetrain, token_file) -> None:
-    answer = treetrain("simulate", token_file, "--model", "tiny", "--ranks", "4", "16")
-    assert answer.code == 0
-    lines = [line.split() for line in answer.out.splitlines() if line.split()[:1] in (["4"], ["16"])]
-    assert [line[0] for line in lines] == ["4", "16", "16"]
-    assert "16 ranks: 4 have nothing to compute" in answer.out
-
-
-def test_a_number_of_ranks_that_cannot_hold_the_model_says_so_beside_the_others(treetrain, token_file) -> None:
-    argv = ["simulate", token_file, "--shape", "qwen3-32b", "--ranks", "2", "64"]
-    answer = treetrain(*argv)
-    assert answer.code == 0 and "2 ranks: 2 ranks of h100" in answer.out and "more memory" in answer.out
-    few, many = treetrain(*argv, "--json").json["ranks"]
-    assert few["ranks"] == 2 and "refused" in few and many["fits"]
+def test_a_model_is_counted_from_its_configuration(treetrain, token_file) -> None:
+    said = treetrain("simulate", token_file, "--model", "tiny", "--ranks", "4", "--device", "cpu", "--json").json
+    assert said["model"]["name"] == "tiny" and {one["split"]["tensor"] for one in said["splits"]} >= {1, 2}
 
 
 @pytest.mark.parametrize("suffix", [".json", ".toml"])
@@ -59,10 +50,8 @@ def test_a_device_may_be_described_in_a_file(treetrain, token_file, tmp_path, su
     path = tmp_path / f"slow{suffix}"
     lines = [f"{key} = {value!r}" for key, value in figures.items()]
     path.write_text(json.dumps(figures) if suffix == ".json" else "\n".join(lines))
-    said = treetrain("simulate", token_file, "--ranks", "8", "--json", "--device-description", str(path)).json
+    said = treetrain("simulate", token_file, "--json", "--device", str(path)).json
     assert said["device"]["name"] == "slow" and said["device"]["flops"] == 1e12
-    faster = treetrain("simulate", token_file, "--ranks", "8", "--json").json
-    assert said["ranks"][0]["step_seconds"] > 10 * faster["ranks"][0]["step_seconds"]
 
 
 @pytest.mark.parametrize(
@@ -79,12 +68,14 @@ def test_a_device_may_be_described_in_a_file(treetrain, token_file, tmp_path, su
 def test_a_bad_description_is_refused_with_what_is_wrong(treetrain, token_file, tmp_path, text, message) -> None:
     path = tmp_path / "device.json"
     path.write_text(text)
-    assert message in treetrain("simulate", token_file, "--device-description", str(path)).error
+    assert message in treetrain("simulate", token_file, "--device", str(path)).error
 
 
 def test_bad_options_and_untrained_files_are_refused(treetrain, token_file, tmp_path) -> None:
-    assert "no device is named 'h900'" in treetrain("simulate", token_file, "--device-description", "h900").error
-    assert "--ranks: 0" in treetrain("simulate", token_file, "--ranks", "8", "0").error
+    assert "no device is named 'h900'" in treetrain("simulate", token_file, "--device", "h900").error
+    assert "--ranks: 0" in treetrain("simulate", token_file, "--ranks", "0").error
+    missing = str(tmp_path / "missing.jsonl")  # sizes are checked before any file is read
+    assert "tensor 3: a model with 32 heads" in treetrain("simulate", missing, "--tensor", "3").error
     path = tmp_path / "untrained.jsonl"
     path.write_text(json.dumps({"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}))
     assert "nothing to simulate" in treetrain("simulate", str(path)).error

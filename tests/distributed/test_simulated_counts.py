@@ -1,15 +1,18 @@
 """What the simulator says a step is made of is what ranks run; and ranks whose plans were aligned are exact."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 import treetrain as tt
 from support.models import make_model
 from support.rank_counts import counted_step
+from support.rank_work import KEYS
 from treetrain.engine.costs import cost_of
-from treetrain.planning.devices import DEVICES
-from treetrain.planning.make import plan_ranks
-from treetrain.planning.simulate import simulate
+from treetrain.planning.devices import Device
+from treetrain.planning.make import RankPlans, plan_ranks
+from treetrain.planning.simulate import Split, engine_cost, simulate
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
 
@@ -27,30 +30,56 @@ def rows(groups: int = 10) -> list[tt.Trajectory]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("budget", [16, 48])
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_passes_and_tokens_of_every_rank_are_those_of_the_simulator(run_on_ranks, parallel, budget, size) -> None:
-    batch = rows()
-    cost = cost_of(make_model("qwen3"))
-    tree, device = build_tree(batch), DEVICES["cpu"]
-    expected = simulate(tree, cost.counts, size, device, cost=cost, budget=budget, parallel=parallel)
-    plans = plan_ranks(tree, cost, size, budget=budget, aligned=parallel == "fsdp").plans
-    found = run_on_ranks(counted_step, parallel, batch, budget, size=size)
+SIZES = dict(KEYS, num_attention_heads=4, vocab_size=40)
+PRESET = Device.of_kind("cpu", 4)
+
+
+def planned(split: Split, **options: Any) -> RankPlans:
+    """The plans of all ranks as the engine makes them."""
+    cost = engine_cost(cost_of(make_model("qwen3", **SIZES)).counts, split, PRESET)
+    return plan_ranks(build_tree(rows()), cost, split.data, aligned=split.shards > 1, **options)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "budget", "split"),
+    [
+        ("ddp", 16, Split(2)),
+        ("fsdp", 16, Split(2, shards=2)),
+        ("fsdp", 48, Split(4, shards=4)),
+        ("context", 24, Split(2, context=2)),
+        ("tensor", 48, Split(2, tensor=2)),
+    ],
+)
+def test_passes_tokens_and_bytes_of_every_rank_are_those_of_the_simulator(run_on_ranks, parallel, budget, split):
+    cost, tree = cost_of(make_model("qwen3", **SIZES)), build_tree(rows())
+    (expected,) = simulate(tree, cost.counts, [split], PRESET, budget=budget, planned_for=PRESET)
+    plans = planned(split, budget=budget * split.context).plans
+    found = run_on_ranks(counted_step, parallel, rows(), budget, size=split.ranks)
     passes = [told["passes"] for told in found]
     assert (set(passes) == {expected.passes}) if parallel == "fsdp" else (max(passes) == expected.passes)
     for told, plan, tokens in zip(found, plans, expected.tokens):
         stand_ins = told["forwards"] - plan.num_parts  # a token each
-        assert told["tokens"] == tokens + stand_ins and (stand_ins == 0 or parallel == "fsdp")
+        assert stand_ins == 0 or parallel == "fsdp"
+        assert parallel == "context" or told["tokens"] == tokens + stand_ins
         assert told["computed"] == sum(expected.tokens) and told["parts"] == sum(own.num_parts for own in plans)
         assert told["error"] <= 1e-5
+    sent, moved, n = expected.sent_bytes, found[int(np.argmax(expected.tokens))]["bytes"], split.ranks
+    leaves = (n - 1) / n  # the share of a whole tensor that a rank sends
+    if parallel == "fsdp":
+        assert sent["weights"] == moved["_allgather_base_"] * leaves
+        assert sent["gradients"] == moved["_reduce_scatter_base_"] * leaves
+    elif parallel == "ddp":
+        assert sent["gradients"] == moved["allreduce_"] * 2 * leaves
+    elif parallel == "tensor":
+        assert sent["tensor"] == moved["all_reduce"] * 2 * leaves
+    else:  # each share is padded to the same number of tokens
+        padded = expected.passes / 2 * (n - 1) / sum(expected.tokens)
+        assert sent["context"] <= moved["alltoall_base_"] * leaves <= sent["context"] * (1 + padded)
 
 
 def test_ranks_that_run_their_rows_in_runs_are_exact(run_on_ranks) -> None:
     batch, size, budget = rows(), 4, 48
-    tree, cost = build_tree(batch), cost_of(make_model("qwen3"))
-    own = plan_ranks(tree, cost, size, budget=budget)
-    aligned = plan_ranks(tree, cost, size, budget=budget, aligned=True)
+    own, aligned = planned(Split(size), budget=budget), planned(Split(size, shards=size), budget=budget)
     tokens = [sum(plan.layout.num_tokens for plan in found.plans) for found in (own, aligned)]
     unique = own.dispatch.unique
     assert tokens[1] - unique > 2 * (tokens[0] - unique), "prompts are computed in two runs of a rank"

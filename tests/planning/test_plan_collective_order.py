@@ -7,7 +7,7 @@ from support.layouts import uniform
 from treetrain.planning.collective_order import (
     Candidate,
     Offer,
-        Turn,
+    Turn,
     candidates,
     choose,
     largest_first,
@@ -19,7 +19,7 @@ from treetrain.planning.collective_order import (
 from treetrain.planning.cost import ModelShape
 from treetrain.planning.make import make_plan, plan_ranks
 from treetrain.planning.plan import Plan
-from treetrain.planning.price import CostModel
+from treetrain.planning.price import CostModel, Passes
 from treetrain.testing.forests import trajectories
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack

@@ -90,7 +90,7 @@ class LinearPrices:
     token_bytes: float = 1000.0
     plans: int = 0
     """How many it was asked about."""
-    speeds, device = SimpleNamespace(source=""), "cpu"
+    speeds, device, hiding_tokens = SimpleNamespace(source=""), "cpu", 0
 
     def seconds(self, plan: Plan) -> float:
         self.plans += 1

@@ -1,24 +1,26 @@
-"""`treetrain simulate`: what a step of a file would take on many ranks, predicted. Needs torch only for --model."""
+"""`treetrain simulate`: what a step of a file would take on many ranks, predicted. Counting a model needs torch."""
 
 import dataclasses
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from treetrain.cli.common import Parser, at_least, console, find_shape, pairs, print_json, print_notes, read, table
 
 if TYPE_CHECKING:
     from treetrain.inspection.report import Shape
     from treetrain.planning.devices import Device
+    from treetrain.planning.simulate import Refused, Simulation
 
-SUMMARY = "What one training step over a file would take on many ranks: balance, time and memory, predicted."
+SUMMARY = "How to split a model and a file's rows over many ranks: time, parts, links and memory of a step, predicted."
 EXAMPLES = (
-    "rollouts.jsonl --shape qwen3-8b --ranks 8 16 64",
-    "chats.jsonl --model ./my-model --view calls --ranks 8 --device-description a100",
-    "rollouts.jsonl --shape qwen3-32b --ranks 64 256 1024 --device-description my-cluster.toml --checkpointing",
-    "rollouts.jsonl --shape qwen3-0.6b --ranks 2 4 --device-description cpu --parallel ddp --budget 8192 --json",
+    "rollouts.jsonl --model qwen3-32b --ranks 64",
+    "rollouts.jsonl --model qwen3-30b-a3b --ranks 128 --device h200 --context 4 --checkpointing",
+    "chats.jsonl --model ./my-model --view calls --ranks 16 --node 4 --device my-cluster.toml --json",
 )
 MOST_RANKS = 65_536
+SHOWN = 12
+"""Splits in the table."""
 
 
 def make_parser() -> Parser:
@@ -26,14 +28,17 @@ def make_parser() -> Parser:
     parser = Parser("simulate", SUMMARY, EXAMPLES)
     parser.row_options()
     parser.budget_option()
-    parser.shape_options()
-    parser.option("ranks", "Numbers of ranks to try.", [8, 16, 32, 64], type=at_least(1), nargs="+")
-    text = "A rank's device: a100, h100, h200, cpu, or a JSON or TOML file of figures (docs/distributed.md)."
-    parser.option("device_description", text, "h100")
-    text = "Weights, gradients and moments in shards, or whole on every rank."
-    parser.option("parallel", text, "fsdp", choices=["fsdp", "ddp"])
-    text = "FSDP: gradients are reduced after every part, or once per step."
-    parser.option("sync", text, "part", choices=["part", "step"])
+    text = "A shape by name (qwen3-0.6b to qwen3-235b-a22b, llama-3.1-8b), or a hub id, local folder or preset."
+    parser.option("model", text, "qwen3-8b")
+    parser.option("ranks", "Number of ranks, one GPU or process each.", 8, type=at_least(1))
+    parser.option("device", "h100, h200, a100, cpu, or a JSON or TOML file of figures (docs/distributed.md).", "h100")
+    parser.option("node", "Ranks per node. Not given: the device's, 8 for GPUs.", type=at_least(1))
+    for name, what in (
+        ("context", "share the tokens of every part"),
+        ("tensor", "share every weight (transformers' tp_plan)"),
+        ("expert", "share the experts"),
+    ):
+        parser.option(name, f"Ranks that {what}. Not given: all sizes that fit are tried.", type=at_least(1))
     parser.flag("checkpointing", "Every layer keeps its input alone and is run again in backward.")
     parser.json_option()
     return parser
@@ -43,71 +48,99 @@ def run(argv: Sequence[str]) -> int:
     """Parse, simulate, print."""
     parser = make_parser()
     options = parser.parse_args(argv)
-    if max(options.ranks) > MOST_RANKS:
-        parser.error(f"--ranks is {max(options.ranks)}; give at most {MOST_RANKS}")
+    if options.ranks > MOST_RANKS:
+        parser.error(f"--ranks is {options.ranks}; give at most {MOST_RANKS}")
+    from treetrain.planning.cost import ModelShape
     from treetrain.planning.devices import find_device
-    from treetrain.planning.simulate import simulate
+    from treetrain.planning.simulate import Simulation, simulate, splits_of, verdict
     from treetrain.tree.build import build_tree
 
-    device = find_device(options.device_description)
-    shape = find_shape(options.model, options.shape, dtype_bytes=device.dtype_bytes)
-    found_rows = read(options)
-    print_notes(found_rows.notes)
-    tree = build_tree(found_rows.rows)
+    device = find_device(options.device)
+    if options.node is not None:
+        device = dataclasses.replace(device, node_ranks=options.node)
+    name = options.model
+    if name.lower() in ModelShape.names():
+        options.model = None
+    shape = find_shape(options.model, None if options.model else name, dtype_bytes=device.dtype_bytes)
+    counts = shape.counts.checkpointed(options.checkpointing)
+    sizes = {size: getattr(options, size) for size in ("context", "tensor", "expert")}
+    splits = splits_of(counts, options.ranks, device, **sizes)
+    rows = read(options)
+    print_notes(rows.notes)
+    tree = build_tree(rows.rows)
     if not tree.trained_edges()[1].any():
         raise ValueError(f"{', '.join(options.files)}: no token is trained, so there is nothing to simulate")
-    own: dict[str, Any] = {name: getattr(options, name) for name in ("parallel", "sync", "checkpointing")}
-    found: list[Any] = []
-    for count in sorted(set(options.ranks)):
-        try:
-            found.append(simulate(tree, shape.counts, count, device, budget=options.budget, **own))
-        except ValueError as error:  # so many ranks cannot share this batch
-            found.append({"ranks": count, "refused": str(error)})
+    answers = simulate(tree, counts, splits, device, budget=options.budget)
+    found = sorted((one for one in answers if isinstance(one, Simulation)), key=lambda one: one.step_seconds)
+    refused = [one for one in answers if not isinstance(one, Simulation)]
     batch = {
         "trajectories": tree.num_trajectories,
         "flat_tokens": tree.num_flat_tokens,
         "unique_tokens": tree.num_tokens,
     }
+    sentences = list(verdict(found, device))
     if options.json:
+        derived = ("step_seconds", "link_share", "peak_bytes")
         print_json(
             {
                 "files": list(options.files),
                 "batch": batch,
-                "shape": {"name": shape.name, "assumed": shape.assumed, "parameters": shape.counts.parameters},
+                "model": {"name": shape.name, "parameters": counts.parameters},
                 "device": dataclasses.asdict(device),
-                "ranks": [row if isinstance(row, dict) else dataclasses.asdict(row) for row in found],
-                "notes": list(found_rows.notes),
+                "splits": [
+                    dataclasses.asdict(one)
+                    | {"split": one.split._asdict() | {"data": one.split.data}}
+                    | {key: getattr(one, key) for key in derived}
+                    for one in found
+                ],
+                "refused": [{"split": one.split._asdict(), "reason": one.reason} for one in refused],
+                "verdict": sentences,
+                "notes": list(rows.notes),
             }
         )
     else:
-        _print(options, batch, shape, device, found)
+        _print(options, batch, shape, device, found, refused, sentences)
     return 0
 
 
-def _print(options: Namespace, batch: dict[str, int], shape: "Shape", device: "Device", found: list[Any]) -> None:
+def _print(
+    options: Namespace,
+    batch: dict[str, int],
+    shape: "Shape",
+    device: "Device",
+    found: "list[Simulation]",
+    refused: "list[Refused]",
+    sentences: list[str],
+) -> None:
     out = console()
-    sync = f", gradients reduced once per {options.sync}" * (options.parallel == "fsdp")
     tokens = f"{batch['flat_tokens']:,} flat tokens, {batch['unique_tokens']:,} unique"
+    network = (device.network_bandwidth or device.link_bandwidth) / 1e9
+    links = f"{device.link_bandwidth / 1e9:,.3g} GB/s within nodes of {device.node_ranks:g}, {network:,.3g} between"
     facts = [
         ("batch", f"{batch['trajectories']:,} trajectories, {tokens}"),
-        ("shape", f"{shape.words}, {shape.counts.parameters / 1e9:.2f} billion parameters"),
-        ("device", f"{device.name}, {device.flops * device.efficiency / 1e12:,.3g} TFLOP/s reached"),
-        ("parallel", options.parallel + sync),
+        ("model", f"{shape.name}, {shape.counts.parameters / 1e9:.2f} billion parameters"),
+        ("ranks", f"{options.ranks:,} x {device.name}, {device.flops * device.efficiency / 1e12:,.3g} TFLOP/s reached"),
+        ("links", f"{links}, {device.link_efficiency:.0%} of it reached"),
     ]
     out.print(pairs(facts))
-    names = ["ranks", "slowest/mean", "duplicated", "work", "waiting", "links", "step", "speed-up", "memory", "passes"]
-    rows = []
-    for row in found:
-        if isinstance(row, dict):
-            continue
-        memory = f"{row.peak_bytes / 1e9:,.3g} of {device.memory_bytes / 1e9:,.0f} GB" + ": too much" * (not row.fits)
-        seconds = f"{row.waiting_seconds:.2g} s", f"{row.communication_seconds:.2g} s", f"{row.step_seconds:.3g} s"
-        balance = f"{row.imbalance:.3f}", f"{row.duplicated:.1%}", f"{row.slowest_rank_seconds:.3g} s"
-        rows.append((f"{row.ranks:,}", *balance, *seconds, f"{row.speedup:.2f}x", memory, f"{row.passes:,}"))
-    if rows:
-        out.print(table(names, rows, title="one training step, predicted"))
-    for row in found:
-        if isinstance(row, dict):
-            out.print(f"{row['ranks']:,} ranks: {row['refused']}", markup=False, soft_wrap=True)
-        elif row.idle_ranks:
-            out.print(f"{row.ranks:,} ranks: {row.idle_ranks:,} have nothing to compute", markup=False, soft_wrap=True)
+    names = ["data", "context", "tensor", "expert", "weights over", "parts", "step", "work", "waiting", "links"]
+    lines = []
+    for one in found[:SHOWN]:
+        split = one.split
+        over = f"{split.shards:,}" + f" ({split.copies:,} copies)" * (split.copies > 1)
+        times = (f"{x:.3g} s" for x in (one.step_seconds, one.work_seconds, one.waiting_seconds))
+        share, memory = f"{one.link_share:.1%}", f"{one.peak_bytes / 1e9:,.1f} GB"
+        sizes = (f"{split.data:,}", *map(str, (split.context, split.tensor, split.expert)))
+        lines.append((*sizes, over, f"{one.parts:,}", *times, share, memory))
+    if lines:
+        title = "one training step, predicted; the fastest splits first"
+        out.print(table([*names, "memory"], lines, title=title))
+    if len(found) > SHOWN:
+        out.print(f"slower and left out: {len(found) - SHOWN}; --json has all")
+    if found and found[0].idle_ranks:
+        out.print(f"{found[0].idle_ranks:,} ranks of the fastest split have nothing to compute.")
+    for reason in dict.fromkeys(one.reason for one in refused):
+        said = "; ".join(str(one.split) for one in refused if one.reason == reason)
+        out.print(f"does not fit: {said}: {reason}", markup=False, soft_wrap=True)
+    for sentence in sentences:
+        out.print(sentence, markup=False, soft_wrap=True)

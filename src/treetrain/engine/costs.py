@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import flop_registry
 
 from treetrain.engine import lm_head
+from treetrain.engine.distributed import is_shard, is_sharded
 from treetrain.engine.lm_head import Scaling, TritonChunk, chunk_type
 from treetrain.engine.memory import CountStorages
 from treetrain.engine.packed import model_device
@@ -37,6 +38,7 @@ from treetrain.models.tree_mode import RUN_KEYWORD, RangeMask, TreeRun, replaced
 from treetrain.planning.cost import WIDE, ModelCounts
 from treetrain.planning.devices import Device
 from treetrain.planning.price import CostModel
+from treetrain.planning.simulate import Split, engine_cost
 from treetrain.softmax_attention.schedule import AttentionSpec
 from treetrain.tree.attention_range import FULL
 from treetrain.tree.build import build_tree
@@ -74,7 +76,11 @@ def cost_of(model: nn.Module) -> CostModel:
     if isinstance(counts, UnsupportedModel):
         raise counts
     kind = "cuda" if device.type == "cuda" else "cpu"
-    return CostModel.on(Device.of_kind(kind, dtype.itemsize), counts.checkpointed(is_checkpointed(model)))
+    counts, split = counts.checkpointed(is_checkpointed(model)), Split(1)
+    if is_sharded(model):  # on a mesh of two dimensions, over the second one
+        mesh = next(p for p in model.parameters() if is_shard(p)).device_mesh  # type: ignore[attr-defined]
+        split = Split(mesh.size(), shards=mesh.shape[-1])
+    return engine_cost(counts, split, Device.of_kind(kind, dtype.itemsize))
 
 
 def cost_if_countable(model: nn.Module) -> CostModel | None:
@@ -151,7 +157,10 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
         if isinstance(name, tuple):
             ranges[FULL if name[1].window and name[1].window >= longest > 0 else name[1]] += flops
     ends = {id(w): w for m in (embedded, capabilities.head) if (w := getattr(m, "weight", None)) is not None}
-    in_layers = sum(p.numel() for p in lm.parameters()) - sum(w.numel() for w in ends.values())
+    decoder_layers = nn.ModuleList(_layers_of(lm.base_model, text.num_hidden_layers))  # type: ignore[arg-type]
+    in_layers = sum(p.numel() for p in decoder_layers.parameters() if id(p) not in ends)
+    mixture = capabilities.experts
+    held = (mixture.experts or 0, mixture.top_k or 0) if mixture is not None else (0, 0)
     trained = [p.numel() for p in lm.parameters() if p.requires_grad and id(p) not in ends]
     logit, head_pass = _head_bytes(model, capabilities, device, dtype)
     return ModelCounts(
@@ -161,6 +170,11 @@ def count(model: nn.Module, device: torch.device | None = None) -> ModelCounts:
         parameters=sum(p.numel() for p in lm.parameters()),
         parameters_in_layers=in_layers,
         dtype_bytes=b,
+        heads=text.num_attention_heads,
+        kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        experts=held[0],
+        experts_per_token=held[1],
+        expert_parameters=sum(p.numel() for p in lm.parameters() if p.dim() == 3 and p.shape[0] == held[0]),
         token_flops=meter.tally["flops"] / tokens,
         flops_by_range=dict(ranges),
         saved_layers=meter.tally["saved"] / tokens,

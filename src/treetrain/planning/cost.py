@@ -190,6 +190,11 @@ class ModelShape:
         *numbers, tied, experts, chosen = _NAMED[name.lower()]
         return cls(**dict(zip(sizes, numbers)), tied=bool(tied), experts=experts, experts_per_token=chosen)
 
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """The names that `named` knows."""
+        return tuple(_NAMED)
+
     @classmethod
     def of(cls, shape: "ModelShape | str") -> "ModelShape":
         """The shape itself, or the one with this name."""

@@ -30,7 +30,7 @@ from treetrain.planning.budget import Bytes, parse_budget
 from treetrain.planning.collective_order import timed_order
 from treetrain.planning.cost import WIDE, ModelCounts
 from treetrain.planning.devices import Collective, Device
-from treetrain.planning.make import make_plan, plan_ranks
+from treetrain.planning.make import plan_ranks
 from treetrain.planning.plan import Plan
 from treetrain.planning.price import CostModel, Speeds, WeightLinks
 from treetrain.tree.token_tree import TokenTree
@@ -65,6 +65,12 @@ class Split(NamedTuple):
     def copies(self) -> int:
         """Copies of the weights."""
         return self.ranks // (self.tensor * self.shards)
+
+    @property
+    def in_engine(self) -> bool:
+        """Whether `TreeEngine` runs it: data parallel with FSDP2 or whole copies, or context or tensor alone."""
+        alone = self.data == self.expert == self.shards == 1
+        return (self.tensor == self.context == self.expert == 1) or (alone and 1 in (self.tensor, self.context))
 
     def __str__(self) -> str:
         sizes = {"data": self.data, "context": self.context, "tensor": self.tensor, "expert": self.expert}
@@ -159,7 +165,7 @@ def splits_of(
     ):
         if given is not None and given not in fitting:
             sizes = ", ".join(map(str, fitting))
-            raise ValueError(f"{name} {given}: a model with {what} cannot be divided so over {ranks} ranks; {sizes} can")
+            raise ValueError(f"{name} {given}: a model with {what} cannot be divided so on {ranks} ranks; {sizes} can")
     found = []
     for t in tensors if tensor is None else [tensor]:
         for c in fits if context is None else [context]:
@@ -170,7 +176,9 @@ def splits_of(
                 within = [n for n in experts if shards * t % n == 0]
                 # Every size within these three lies between them.
                 tried = {1, max(n for n in within if n <= node), max(within)}
-                found += [Split(ranks, t, c, e, shards) for e in sorted(tried if expert is None else {expert} & {*within})]
+                found += [
+                    Split(ranks, t, c, e, shards) for e in sorted(tried if expert is None else {expert} & {*within})
+                ]
     if not found:
         given = context, tensor, expert
         sizes = ", ".join(f"{a} x {b}" for a in fits for b in tensors if a * b in fits)
@@ -266,7 +274,7 @@ def links_of(own: ModelCounts, split: Split, device: Device) -> _Links:
     e_over = device.group(e_shards, e_stride)
     e_copies = device.group(split.ranks // (e_shards * e_stride), e_stride * e_shards)
     expert, ends = own.expert_parameters, own.parameters - own.parameters_in_layers
-    dense = own.parameters_in_layers - expert
+    dense, pieces = own.parameters_in_layers - expert, layers + 1
     return _Links(
         forward,
         backward,
@@ -276,9 +284,11 @@ def links_of(own: ModelCounts, split: Split, device: Device) -> _Links:
         ],
         gather_ends=[Collective("all-gather", over, b * ends)],
         reduce=[
-            Collective("reduce-scatter", over, wide * (dense + ends), layers + 1),
+            Collective("reduce-scatter", over, wide * (dense + ends), pieces),
             Collective("reduce-scatter", e_over, wide * expert, layers if expert else 0),
-            Collective("all-reduce", copies, wide * (dense + ends) / split.shards, layers + 1 if split.shards > 1 else 1),
+            Collective(
+                "all-reduce", copies, wide * (dense + ends) / split.shards, layers + 1 if split.shards > 1 else 1
+            ),
             Collective("all-reduce", e_copies, wide * expert / e_shards, layers if expert else 0),
         ],
     )
@@ -292,7 +302,9 @@ def _seconds(collectives: Any, device: Device) -> float:
     return sum(each.seconds(device) for each in collectives)
 
 
-def weight_links(links: _Links, split: Split, device: Device, layers: int, *, reduce: bool = True) -> WeightLinks | None:
+def weight_links(
+    links: _Links, split: Split, device: Device, layers: int, *, reduce: bool = True
+) -> WeightLinks | None:
     """FSDP's seconds in each pass; None if the weights are whole.
 
     Args:
@@ -342,6 +354,12 @@ def cost_of_split(
     return alone, replace(alone, speeds=layers, links=weight_links(links, split, device, own.layers)), links
 
 
+def engine_cost(counts: ModelCounts, split: Split, device: Device) -> CostModel:
+    """The cost model that the engine plans with: that of the whole model, with FSDP's links."""
+    links = links_of(share_of(counts, split), split, device)
+    return replace(CostModel.on(device, counts), links=weight_links(links, split, device, counts.layers))
+
+
 def state_bytes(own: ModelCounts, split: Split) -> dict[str, float]:
     """Bytes on a rank besides those of a plan, for a rank with these counts (`share_of`).
 
@@ -366,7 +384,7 @@ def simulate(
     *,
     budget: Any = None,
     speeds: Speeds | None = None,
-    plans_by: CostModel | None = None,
+    planned_for: Device | None = None,
 ) -> list[Simulation | Refused]:
     """Predict the step of a batch for each split, in the order given.
 
@@ -376,11 +394,11 @@ def simulate(
         device: one rank's device, and the links.
         budget: the budget of every rank, as in `make_plan`; None: the device's memory minus the state.
         speeds: measured speeds of a rank; None: those of the device's description.
-        plans_by: the cost model that plans are made with, if it is another one, as in the engine.
+        planned_for: the device whose description the engine plans with; None: plans are made for the split itself.
     """
     budget = parse_budget(budget)
-    balancer = Balancer(tree, CostModel.on(device, counts) if plans_by is None else plans_by)
-    return [_simulated(tree, counts, split, device, balancer, budget, speeds, plans_by) for split in splits]
+    balancer = Balancer(tree, CostModel.on(planned_for or device, counts))
+    return [_simulated(tree, counts, split, device, balancer, budget, speeds, planned_for) for split in splits]
 
 
 def _simulated(
@@ -391,7 +409,7 @@ def _simulated(
     balancer: Balancer,
     budget: int | Bytes | None,
     speeds: Speeds | None,
-    plans_by: CostModel | None,
+    planned_for: Device | None,
 ) -> Simulation | Refused:
     alone, cost, links = cost_of_split(counts, split, device, speeds)
     own, held = alone.counts, state_bytes(alone.counts, split)
@@ -406,7 +424,7 @@ def _simulated(
     try:
         dispatch, plans = plan_ranks(
             tree,
-            cost if plans_by is None else plans_by,
+            cost if planned_for is None else engine_cost(counts, split, planned_for),
             split.data,
             budget=budget * split.context if isinstance(budget, int) else budget,
             free_bytes=free if budget is None else None,
@@ -418,7 +436,8 @@ def _simulated(
     memory = max((cost.bytes_by(plan) for plan in plans), key=lambda by: sum(by.values()))
     memory = held | {"activations": sum(memory.values()) - memory["KV cache"], "KV cache": memory["KV cache"]}
     whole = max(WIDE, own.dtype_bytes) * own.parameters
-    reduces_last = budget is None and AMPLE * (sum(memory.values()) - sum(held.values()) + whole) <= free
+    room = budget.count if isinstance(budget, Bytes) else free
+    reduces_last = AMPLE * (sum(memory.values()) - sum(held.values()) + whole) <= room
     if reduces_last and split.shards > 1:
         memory["gathered"] += whole
     # The time of all passes without links; then the links on top.
@@ -451,7 +470,7 @@ def _simulated(
         duplicated=sum(tokens) / dispatch.unique - 1 if dispatch.unique else 0.0,
         tokens=tokens,
         parts=max(plan.num_parts for plan in plans),
-        passes=len(kinds),
+        passes=len(kinds) if aligned else max(len(own.kinds) for own in work),
         work_seconds=float(seconds.max()),
         waiting_seconds=total - float(seconds.max()),
         link_seconds={"within layers": sum(spent) - total, "weights and gradients": outside},
@@ -504,18 +523,26 @@ def verdict(found: Sequence[Simulation | Refused], device: Device) -> Iterator[s
         reason = max(reasons, key=lambda name: reasons[name])
         said += f"; {other.split} takes {slower:.2f} times as long, mostly by {reason}"
     yield said + "."
+    here = next((one for one in done if one.split.in_engine), None)
+    if here is not None and here is not best:
+        yield (
+            f"TreeEngine does not combine these yet; the fastest that it runs is {here.split}: {here.step_seconds:.3g} "
+            "s. tt.attention brings tree attention into a framework that does."
+        )
     same = {one.split.shards: one for one in done if one.split[:4] == split[:4]}
     node, whole = int(device.node_ranks) // split.tensor, split.ranks // split.tensor
-    if node in same and whole in same and node != whole:
+    if split.ranks <= device.node_ranks or device.node_ranks == 1:
+        return
+    if node in same and whole in same:
         inside, over = same[node].step_seconds, same[whole].step_seconds
         better, worse = ("better", over / inside) if inside < over else ("worse", inside / over)
         yield (
             f"A copy of the weights in every node of {int(device.node_ranks)} ranks (hybrid sharding) is {better} than "
             f"one over all {split.ranks}: {inside:.3g} s against {over:.3g} s, {worse:.2f} times."
         )
-    elif whole in same and node != whole and split.ranks > device.node_ranks:
+    elif whole in same:
         yield f"A copy of the weights in every node of {int(device.node_ranks)} ranks does not fit into the memory."
 
 
 def _gb(count: float) -> str:
-    return f"{count / 1e9:,.1f} GB"
+    return f"{count / 1e9:,.{1 if count >= 1e9 else 3}f} GB"
