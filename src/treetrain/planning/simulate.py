@@ -68,8 +68,9 @@ class Split(NamedTuple):
 
     @property
     def in_engine(self) -> bool:
-        """Whether `TreeEngine` runs it: data parallel with FSDP2 or whole copies, or context or tensor alone."""
-        alone = self.data == self.expert == self.shards == 1
+        """Whether `TreeEngine` runs it: data parallel with FSDP2 or whole copies; context parallel; or tensor parallel,
+        with experts over the same ranks."""
+        alone = self.data == self.shards == 1 and self.expert in (1, self.tensor)
         return (self.tensor == self.context == self.expert == 1) or (alone and 1 in (self.tensor, self.context))
 
     def __str__(self) -> str:
