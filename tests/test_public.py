@@ -71,7 +71,9 @@ SIGNATURES = {
     ),
     "load_tree": "(path, *, tokenizer=None, chat_template=None, count='per trajectory', "
     "vocab_size=None, max_positions=None, notes=None)",
-    "ModelShape": "(*, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied, experts=0, experts_per_token=0)",
+    "ModelShape": (
+        "(*, layers, hidden, intermediate, heads, kv_heads, head_dim, vocab, tied, experts=0, experts_per_token=0)"
+    ),
     "CostModel": "(*, counts, speeds, device='cpu', links=None)",
     "Plan": "(*, layout, part_of, parent, attach, kept, exported, prefill, scores_first='no', made_for=None)",
     "TreeEngine": "(model, *, budget=None, temperature=1.0, value_head=None, group=None, context=None, reduce='auto', "
