@@ -16,14 +16,12 @@ def config_folder(tmp_path: Path, family: str, **changes) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("show", ["all", "exact", "refused", "untried"])
-def test_the_table_lists_what_was_found(treetrain, show):
-    classes = FamilyTable.packaged().classes
-    wanted = [one for one in classes if show in ("all", one.verdict)]
-    answer = treetrain("models", "--show", show, "--json")
+def test_the_table_lists_what_was_found(treetrain):
+    wanted = FamilyTable.packaged().classes
+    answer = treetrain("models", "--json")
     assert answer.code == 0
     assert [one["model_type"] for one in json.loads(answer.out)["classes"]] == [one.model_type for one in wanted]
-    lines = treetrain("models", "--show", show).out.splitlines()
+    lines = treetrain("models").out.splitlines()
     for one in wanted:
         errors = [error for error in one.errors if error]
         assert any(line.split()[: 2 + len(errors)] == [one.model_type, one.verdict, *errors] for line in lines), one
@@ -70,9 +68,7 @@ def test_a_preset_is_answered_for_too(treetrain):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--show", "exact", "--model", "tiny"], "--model tiny asks for one; give one"),
         (["--model", "./no/such/folder"], "there is no folder ./no/such/folder"),
-        (["--show", "some"], "--show"),
     ],
 )
 def test_what_cannot_be_answered_is_one_line(treetrain, argv, says):

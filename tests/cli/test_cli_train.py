@@ -104,7 +104,7 @@ def test_a_yaml_file_says_everything_and_flags_outweigh_it(treetrain, config_fil
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("learning_rat: 1", "learning_rat is no argument; did you mean learning_rate?"),
+        ("learning_rat: 1", "learning_rat is no argument"),
         ("- 1", "holds no names with values"),
         ("a: [", "is no YAML file"),
         ("max_steps: many", "argument --max_steps/--max-steps: invalid int value: 'many'"),
@@ -125,7 +125,7 @@ def test_a_file_with_a_mistake_is_refused_in_one_line(treetrain, tmp_path, text,
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--learning-rat", "1"), "learning-rat is no argument; did you mean learning_rate?"),
+        (("--learning-rat", "1"), "learning-rat is no argument"),
         (("--loss", "sfft"), "unknown loss 'sfft'"),
         (("--loss_kwargs", '{"clip": 0.2}'), "has no option 'clip'"),
         (("--eval_fraction", "1.5"), "eval_fraction is 1.5"),

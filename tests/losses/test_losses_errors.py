@@ -123,7 +123,7 @@ def test_an_unknown_name_or_option_lists_what_exists():
 
 
 def test_the_signatures_are_those_people_use():
-    penalties = {"kl": 0.0, "kl_estimator": "k3", "entropy": 0.0}
+    penalties = {"kl": 0.0, "kl_estimator": "k3", "entropy": 0.0, "log_entropy": False}
     correction = {"importance_cap": None, "importance_mode": "token_truncate"}
     policy = penalties | correction | {"value_coefficient": 0.0, "value_clip": 0.2}
     bounds = {"clip": 0.2, "clip_low": None, "clip_high": None}

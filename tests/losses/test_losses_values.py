@@ -118,7 +118,18 @@ def test_ppo_reports_what_people_watch():
         "clip_fraction": pytest.approx(3 / 7),
         "clip_fraction_low": pytest.approx(1 / 7),
         "clip_fraction_high": pytest.approx(2 / 7),
+        "ratio_max": pytest.approx(4),
+        "ratio_min": pytest.approx(0.5),
     }
+
+
+def test_extremes_of_parts_are_those_of_the_whole():
+    loss, parts = losses.ppo(), {}
+    for old in ([0.0, -1.0, -2.0], [0.0, -3.0, -1.5]):
+        row = Trajectory([5, 6, 7], advantages=1.0, old_logprobs=old, loss_weights=[0, 1, 1])
+        parts = losses.add_metrics(parts, loss(torch.tensor([-2.0, -2.0]), None, row)[1])
+    found = losses.mean_metrics(parts)
+    assert found["ratio_max"] == pytest.approx(math.e) and found["ratio_min"] == pytest.approx(math.exp(-1))
 
 
 def test_one_clip_bounds_both_sides():

@@ -249,15 +249,13 @@ def test_early_stopping_is_that_of_transformers() -> None:
 
 
 def test_muon_takes_hidden_matrices_and_adamw_the_rest() -> None:
-    trainer = run(
-        small_model(), branching_rows(), max_steps=2, optim="muon", optim_args="momentum=0.8", weight_decay=0.2
-    )
+    trainer = run(small_model(), branching_rows(), max_steps=2, optim="muon", weight_decay=0.2)
     optimizer = trainer.optimizer.optimizer
     names = {id(p): name for name, p in trainer.model.named_parameters()}
     muon, adamw = ({names[id(p)] for g in member.param_groups for p in g["params"]} for member in optimizer.members)
     assert muon and all("_proj" in name for name in muon)
     assert muon | adamw == set(names.values()) and not muon & adamw
-    assert optimizer.members[0].param_groups[0]["momentum"] == 0.8
+    assert optimizer.members[0].param_groups[0]["momentum"] == 0.95
     again = small_model()
     other = type(trainer)(again, trainer.args, branching_rows()).create_optimizer()
     other.load_state_dict(optimizer.state_dict())

@@ -41,7 +41,6 @@ def test_arguments_that_cannot_be_followed_are_refused(settings, message) -> Non
         (branching_rows, {"loss_kwargs": {"clip": 0.2}}, {}, ValueError, "loss 'sft' has no option 'clip'"),
         (branching_rows, {"loss": "grpo"}, {"loss": losses.sft()}, ValueError, "a loss is given"),
         (branching_rows, {}, {"loss": losses.value()}, ValueError, "no value head"),
-        (branching_rows, {"log_entropy": True}, {}, ValueError, "log_entropy is true"),
         (branching_rows, {"target_kl": 1.0, "minibatches": 2}, {}, ValueError, "measures no KL"),
         (branching_rows, {"advantage_kwargs": {"clip": 1.0}}, {}, ValueError, "no advantages are made of rewards"),
         (branching_rows, {"loss": "distill"}, {}, DataError, "has no teacher_logprobs"),

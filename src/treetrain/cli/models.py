@@ -1,7 +1,6 @@
 """`treetrain models`: which models are exact on a tree, and why others are refused."""
 
 import dataclasses
-from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ SUMMARY = (
     "Which models are exact on a tree, as the tests found for every causal LM class of transformers; or whether one "
     "model is, from its configuration, without reading its weights. Exit code 1 if that one is refused."
 )
-EXAMPLES = ("", "--show refused", "--model Qwen/Qwen3-Next-80B-A3B-Instruct", "--model ./my-model --json")
+EXAMPLES = ("", "--model Qwen/Qwen3-Next-80B-A3B-Instruct", "--model ./my-model --json")
 REFUSED = 1
 
 
@@ -20,23 +19,15 @@ def make_parser() -> Parser:
     parser = Parser("models", SUMMARY, EXAMPLES)
     text = "Answer for one model: hub id, local folder or preset. Only its config.json is read."
     parser.option("model", text)
-    kinds = ["all", "exact", "refused", "untried"]
-    parser.option("show", "Which classes of the table to list.", "all", choices=kinds)
     parser.json_option()
     return parser
 
 
 def run(argv: Sequence[str]) -> int:
     """Parse, look up or check, print; 1 if the one model asked for is refused."""
-    parser = make_parser()
-    options = parser.parse_args(argv)
-    if options.model is not None and options.show != "all":
-        parser.error(
-            f"--show {options.show} lists classes of the table, --model {options.model} asks for one; give one"
-        )
-
+    options = make_parser().parse_args(argv)
     if options.model is None:
-        _list(options)
+        _list(options.json)
         return 0
     answer = _one(options.model)
     if options.json:
@@ -53,20 +44,19 @@ def run(argv: Sequence[str]) -> int:
     return REFUSED if answer["verdict"] == "refused" else 0
 
 
-def _list(options: Namespace) -> None:
+def _list(as_json: bool) -> None:
     from treetrain.models.table import VERDICTS, FamilyTable
 
     found = FamilyTable.packaged()
-    wanted = [one for one in found.classes if options.show in ("all", one.verdict)]
-    if options.json:
-        print_json({"transformers": found.transformers, "classes": [dataclasses.asdict(one) for one in wanted]})
+    if as_json:
+        print_json({"transformers": found.transformers, "classes": [dataclasses.asdict(one) for one in found.classes]})
         return
     out = console()
     made = table(
         ("model_type", "verdict", "float64", "float32", "bfloat16", "layers tested, or why not"),
         [
             (one.model_type, one.verdict, *one.errors, ", ".join(one.layers) if one.verdict == "exact" else one.reason)
-            for one in wanted
+            for one in found.classes
         ],
     )
     made.columns[1].justify = made.columns[-1].justify = "left"
@@ -108,11 +98,10 @@ def _tested(model_type: str) -> tuple[str, str]:
     from treetrain.models.table import FamilyTable
 
     found = FamilyTable.packaged().find(model_type)
-    if found is not None and found.verdict == "exact":
-        double, single, ratio = found.errors
-        errors = f"relative error {double} in float64, {single} in float32"
-        errors += f"; in bfloat16 {ratio} times that of the rows" if ratio else ""
-        reason = "its layers pass the check, and the gradients of a small model of its class are those of the rows"
-        return "exact", f"{reason} ({errors})"
-    what = "is not among those tested" if found is None else f"was {found.verdict} in the tests: {found.reason}"
-    return "untried", f"it passes the check, but its class {what}; treetrain verify proves it on your rows"
+    if found is None or found.verdict != "exact":
+        what = "is not among those tested" if found is None else f"was {found.verdict} in the tests: {found.reason}"
+        return "untried", f"it passes the check, but its class {what}; treetrain verify proves it on your rows"
+    double, single, ratio = found.errors
+    low = f"; in bfloat16 {ratio} times that of the rows" if ratio else ""
+    reason = "its layers pass the check, and the gradients of a small model of its class are those of the rows"
+    return "exact", f"{reason} (relative error {double} in float64, {single} in float32{low})"

@@ -1,6 +1,5 @@
 """`treetrain train`: from files of trajectories to a trained model folder, by `TreeTrainer`."""
 
-import difflib
 import os
 import shlex
 from argparse import Namespace
@@ -97,7 +96,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, Any]:
         words, return_remaining_strings=True, look_for_args_file=False
     )
     if unknown:
-        raise ValueError(_no_argument(unknown[0].lstrip("-").partition("=")[0], parser))
+        parser.error(f"{unknown[0].partition('=')[0]} is no argument")
     if not options.files:
         parser.error("no data file given; name at least one")
     if not options.model:
@@ -122,15 +121,10 @@ def _read_yaml(path: str, parser: Any) -> dict[str, Any]:
     actions = {action.dest: action for action in parser._actions}
     for name, value in values.items():
         if name not in actions:
-            raise ValueError(f"{path}: {_no_argument(str(name), parser)}")
+            raise ValueError(f"{path}: {name} is no argument; treetrain train --help lists all")
         if actions[name].nargs in ("*", "+") and not isinstance(value, list):
             values[name] = [value]
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _no_argument(name: str, parser: Any) -> str:
-    close = difflib.get_close_matches(name.replace("-", "_"), [action.dest for action in parser._actions], 1)
-    return f"{name} is no argument{f'; did you mean {close[0]}?' if close else ''}; treetrain train --help lists all"
 
 
 def _trainer(options: Namespace, arguments: Any) -> "tuple[TreeTrainer, Sequence[str]]":

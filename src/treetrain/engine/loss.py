@@ -33,9 +33,13 @@ Metrics = dict[str, tuple[Any, Any]]
 
 
 def add_metrics(a: Metrics, b: Metrics) -> Metrics:
-    """Metrics of two parts as those of both."""
+    """Metrics of two parts as those of both: sums, but extremes of those named `_max` or `_min` (weight 1 or 0)."""
     total = dict(a)
     for name, (value, weight) in b.items():
+        if name in total and name.endswith(("_max", "_min")):
+            bound = {"min" if name.endswith("_max") else "max": total[name][0]}
+            total[name] = torch.as_tensor(value).clamp(**bound), torch.as_tensor(weight).clamp(min=total[name][1])
+            continue
         before = total.get(name, (0.0, 0.0))
         total[name] = (before[0] + value, before[1] + weight)
     return total
@@ -720,6 +724,17 @@ def weighted_means(watched: dict[str, Tensor], shares: Tensor) -> Metrics:
     """Metrics: weighted means of per-prediction numbers, [T]."""
     weight = shares.sum()
     return {name: ((shares * x.detach()).sum(), weight) for name, x in watched.items()}
+
+
+def extremes(watched: dict[str, Tensor], shares: Tensor) -> Metrics:
+    """Metrics: the largest and the smallest of per-prediction numbers, [T], where the share is not 0."""
+    found: Metrics = {}
+    trained = shares != 0
+    weight = trained.any().to(shares.dtype)
+    for name, x in watched.items() if len(shares) else ():
+        found[f"{name}_max"] = torch.where(trained, x.detach(), -math.inf).max(), weight
+        found[f"{name}_min"] = torch.where(trained, x.detach(), math.inf).min(), weight
+    return found
 
 
 def check_choice(name: str, value: object, allowed: Collection[str]) -> None:

@@ -24,6 +24,7 @@ from treetrain.engine.loss import (
     check_flag,
     check_number,
     check_positive,
+    extremes,
     weighted_means,
 )
 from treetrain.tree.merged import MergedPredictions
@@ -228,6 +229,7 @@ class PolicyOptions(TypedDict, total=False):
     kl: float
     kl_estimator: KLEstimator
     entropy: float
+    log_entropy: bool
     importance_cap: float | None
     importance_mode: ImportanceMode
     value_coefficient: float
@@ -265,6 +267,7 @@ class PolicyLoss(Loss):
     kl: float = 0.0
     kl_estimator: KLEstimator = "k3"
     entropy: float = 0.0
+    log_entropy: bool = False
     importance_cap: float | None = None
     importance_mode: ImportanceMode = "token_truncate"
     on_policy: bool = False
@@ -287,6 +290,7 @@ class PolicyLoss(Loss):
             check_positive("importance_cap", self.importance_cap)
         check_choice("importance_mode", self.importance_mode, IMPORTANCE_MODES)
         check_flag("on_policy", self.on_policy)
+        check_flag("log_entropy", self.log_entropy)
 
     @property
     def clipped(self) -> bool:
@@ -309,7 +313,7 @@ class PolicyLoss(Loss):
         needs += ["old_logprobs"] if self.clipped and not self.on_policy else []
         needs += [] if self.importance_cap is None else ["rollout_logprobs"]
         needs += [] if self.kl == 0 else ["ref_logprobs"]
-        needs += [] if self.entropy == 0 else ["entropies"]
+        needs += ["entropies"] if self.entropy != 0 or self.log_entropy else []
         needs += [] if self.value_coefficient == 0 else ["predicted_values", *value_facts(self.value_clip)]
         return tuple(needs)
 
@@ -363,8 +367,10 @@ class PolicyLoss(Loss):
 
     def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
         loss, watched = self._policy_term(logprobs, facts)
+        ratios = {"ratio": watched["ratio"]} if self.clipped and not self.on_policy else {}
         if self.importance_cap is not None:
             old = self.sampling_logprobs(logprobs, facts)
+            ratios["importance"] = sampler_log_ratio(old, facts, self.importance_mode).exp()
             factor, correction = importance(old, facts, self.importance_cap, self.importance_mode)
             loss, watched = loss * factor, watched | correction
         watched = {"policy_loss": loss, "advantage": facts.advantages} | watched
@@ -375,7 +381,7 @@ class PolicyLoss(Loss):
             watched["entropy"] = entropies
             loss = loss - self.entropy * entropies if self.entropy != 0 else loss
         shares = facts.shares(self.reduction)
-        total, metrics = (shares * loss).sum(), weighted_means(watched, shares)
+        total, metrics = (shares * loss).sum(), weighted_means(watched, shares) | extremes(ratios, shares)
         if values is None:
             return total, metrics
         of_values, value_metrics = clipped_value_loss(values, facts, clip=self.value_clip, reduction=self.reduction)
@@ -385,7 +391,7 @@ class PolicyLoss(Loss):
         # On policy r = 1, so the gradient of the policy term is -A whatever l is.
         constant = (self.on_policy or not self.clipped) and self.importance_cap is None
         kl_is_linear = self.kl == 0 or self.kl_estimator == "k1"
-        if not (constant and kl_is_linear and self.entropy == 0 and self.value_coefficient == 0):
+        if not (constant and kl_is_linear and self.value_coefficient == 0) or "entropies" in self.needs:
             return None
         credit = facts.advantages
         if self.surrogate == "clipped sequence" and self.level == "sequence":
@@ -419,6 +425,7 @@ def ppo(*, reduction: Reduction = "token", **options: Unpack[ClippedOptions]) ->
         kl: coefficient of the KL to the reference policy, 0 (default) or more; above 0 rows need ref_logprobs.
         kl_estimator: "k1", "k2" or "k3" (default; see `KL_ESTIMATORS`). k1 has no useful gradient.
         entropy: coefficient of the entropy bonus, 0 (default) or more.
+        log_entropy: log the entropy without a bonus too, which makes the head compute more; False by default.
         importance_cap: above 0, the policy term (not KL or entropy) is multiplied by exp(old - rollout), which
             corrects for a sampler with other numerics, up to this number; rows then need rollout_logprobs. 2 to 5
             is common. None (default): no correction.
@@ -430,10 +437,10 @@ def ppo(*, reduction: Reduction = "token", **options: Unpack[ClippedOptions]) ->
         value_clip: the clip of the value loss, 0.2 by default.
         options: all arguments from `clip` on.
 
-    Metrics: policy_loss, advantage, ratio, clip_fraction (and _low, _high), approx_kl = KL(old || now);
-    kl and entropy where computed; those of `value`. With a correction: importance (the mean factor; importance_square
-    that of its square, so 1 / (importance_square / importance^2) is the effective share of the tokens),
-    importance_capped (the share above the cap) and rollout_kl = KL(rollout || old).
+    Metrics: policy_loss, advantage, ratio (and _max, _min), clip_fraction (and _low, _high), approx_kl =
+    KL(old || now); kl and entropy where computed; those of `value`. With a correction: importance (the mean factor;
+    importance_square that of its square, so 1 / (importance_square / importance^2) is the effective share of the
+    tokens; _max and _min before the cap), importance_capped (the share above it), rollout_kl = KL(rollout || old).
 
     Raises:
         ValueError: an argument out of its range.

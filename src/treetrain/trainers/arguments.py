@@ -94,9 +94,6 @@ class TreeArguments(TrainingArguments):
         default=None,
         metadata={"help": "Leave out the rest of a batch's updates after a step whose approx_kl was above this."},
     )
-    log_entropy: bool = field(
-        default=False, metadata={"help": "Policy losses: log the policy's entropy, bonus or not; costs time."}
-    )
     logging_steps: float = field(default=10, metadata={"help": "Log every so many steps; numbers are means over them."})
 
     def __post_init__(self) -> None:
@@ -148,9 +145,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         ValueError: no matrix of a hidden layer is trained.
     """
 
-    def __init__(
-        self, model: Any, *, lr: float, weight_decay: float, momentum: float, betas: tuple[float, float], eps: float
-    ) -> None:
+    def __init__(self, model: Any, *, lr: float, weight_decay: float, betas: tuple[float, float], eps: float) -> None:
         outer = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         outer += [model.get_input_embeddings(), model.get_output_embeddings()]
         elsewhere = {id(p) for module in outer if module is not None for p in module.parameters()}
@@ -165,7 +160,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
         ]
         shared: Any = {"lr": lr, "weight_decay": weight_decay}
-        muon = torch.optim.Muon(hidden, momentum=momentum, adjust_lr_fn="match_rms_adamw", **shared)
+        muon = torch.optim.Muon(hidden, adjust_lr_fn="match_rms_adamw", **shared)
         self.members: list[torch.optim.Optimizer] = [muon]
         if groups := [group for group in groups if group["params"]]:
             self.members.append(torch.optim.AdamW(groups, betas=betas, eps=eps, **shared))
@@ -191,13 +186,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def muon_and_options(args: TrainingArguments) -> tuple[Any, dict[str, Any]]:
-    """A factory as `Trainer(optimizer_cls_and_kwargs=...)` takes it, and its options.
-
-    `optim_args` may give Muon's momentum ("momentum=0.9"). Raises ValueError for anything else in it.
-    """
-    name, _, momentum = (args.optim_args or "momentum=0.95").replace(" ", "").partition("=")
-    if name != "momentum":
-        raise ValueError(f"optim_args has {name!r}; with optim muon it takes momentum")
+    """A factory as `Trainer(optimizer_cls_and_kwargs=...)` takes it, and its options."""
+    if args.optim_args:
+        raise ValueError(f"optim_args is {args.optim_args!r}, and optim muon takes none: leave it out")
     betas = args.adam_beta1, args.adam_beta2
-    options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, "momentum": float(momentum)}
-    return lambda: MuonWithAdamW, options | {"betas": betas, "eps": args.adam_epsilon}
+    options = {"lr": args.learning_rate, "weight_decay": args.weight_decay, "betas": betas, "eps": args.adam_epsilon}
+    return lambda: MuonWithAdamW, options

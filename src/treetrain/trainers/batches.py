@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Integer, Shaped
 from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
@@ -19,84 +20,88 @@ TREE_INDEX = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
 
 
 class Span(NamedTuple):
-    """The place of a row in a batch."""
+    """The place of a row in a batch: its tokens are [batch_row, start:stop]."""
 
     batch_row: int
     start: int
     stop: int
-    """One past the last token."""
 
 
-def from_padded(input_ids: Tensor, attention_mask: Tensor, **facts: Tensor) -> list[Trajectory]:
+def from_padded(
+    input_ids: Integer[Tensor, "B L"], attention_mask: Shaped[Tensor, "B L"], **facts: Tensor
+) -> list[Trajectory]:
     """Rows of a padded batch as trajectories.
 
     Args:
-        input_ids: int [B, L].
-        attention_mask: bool or 0/1 [B, L], True at real tokens; padding left, right or both.
-        facts: per-token facts of `Trajectory` by name, [B, L] (entry t belongs to the prediction of token t), or
-            [B, L - 1] as `to_padded` returns them (entry t to that of token t + 1), or [B] for facts with one value per
-            row (``reward``, ``chosen``; ``advantages`` and ``loss_weights`` may be [B] too).
+        attention_mask: True or 1 at real tokens; padding left, right or both.
+        facts: facts of `Trajectory` by name: per token [B, L] (entry t belongs to the prediction of token t), per
+            prediction [B, L - 1] as `to_padded` returns them (entry t to that of token t + 1), or per row [B]
+            (``reward``, ``chosen``; ``advantages`` and ``loss_weights`` too).
 
     Raises:
         DataError: shapes that disagree, or a hole in a row's mask.
     """
-    if input_ids.dim() != 2 or attention_mask.shape != input_ids.shape:
-        raise DataError(
-            f"input_ids has shape {tuple(input_ids.shape)} and attention_mask {tuple(attention_mask.shape)}; "
-            "both must be [B, L]"
-        )
+    _check_same(input_ids, "attention_mask", attention_mask)
     return _trajectories(input_ids, padded_spans(attention_mask), facts, per_row=True)
 
 
-def to_padded(rows: Sequence[Tensor], attention_mask: Tensor, fill: float = 0.0) -> Tensor:
+def to_padded(
+    rows: Sequence[Shaped[Tensor, "_"]], attention_mask: Shaped[Tensor, "B L"], fill: float = 0.0
+) -> Shaped[Tensor, "B L-1"]:
     """Pad per-prediction rows, as `logprobs` returns them, to a batch aligned with next-token logits.
 
     Args:
-        rows: B tensors [L_b - 1], L_b being the number of real tokens of row b.
-        attention_mask: [B, L], as given to `from_padded`.
+        rows: B of them, each one shorter than the real tokens of its row.
+        attention_mask: as given to `from_padded`.
         fill: value at padding.
 
     Returns:
-        [B, L - 1]: column t belongs to the prediction of the token in column t + 1. Differentiable.
+        Column t belongs to the prediction of the token in column t + 1. Differentiable.
     """
     return _from_spans(rows, padded_spans(attention_mask), attention_mask, "an attention_mask of", fill)
 
 
-def from_packed(input_ids: Tensor, position_ids: Tensor, **facts: Tensor) -> list[Trajectory]:
+def from_packed(
+    input_ids: Integer[Tensor, "B T"], position_ids: Integer[Tensor, "B T"], **facts: Tensor
+) -> list[Trajectory]:
     """Rows of a packed (padding-free) batch as trajectories: a row begins wherever the positions return to 0.
 
     Args:
-        input_ids: int [B, T], several rows one after another; B is usually 1.
-        position_ids: int [B, T], counting from 0 within every row.
-        facts: per-token facts of `Trajectory` by name, [B, T] (entry t belongs to the prediction of token t), or
-            [B, T - 1] as `to_packed` returns them (entry t to that of token t + 1).
+        input_ids: several rows one after another; B is usually 1.
+        position_ids: counting from 0 within every row.
+        facts: as for `from_padded`, but not per row.
 
     Raises:
         DataError: shapes that disagree, or positions that do not count up from 0.
     """
-    if position_ids.shape != input_ids.shape:
-        raise DataError(
-            f"position_ids has shape {tuple(position_ids.shape)} and input_ids {tuple(input_ids.shape)}; both must be "
-            "[B, T]"
-        )
+    _check_same(input_ids, "position_ids", position_ids)
     return _trajectories(input_ids, packed_spans(position_ids), facts, per_row=False)
 
 
-def to_packed(rows: Sequence[Tensor], position_ids: Tensor, fill: float = 0.0) -> Tensor:
+def to_packed(
+    rows: Sequence[Shaped[Tensor, "_"]], position_ids: Integer[Tensor, "B T"], fill: float = 0.0
+) -> Shaped[Tensor, "B T-1"]:
     """Pack per-prediction rows, as `logprobs` returns them, into a batch aligned with next-token logits.
 
     Args:
-        rows: a tensor [L_k - 1] for every row that `from_packed` finds, in its order.
-        position_ids: [B, T], as given to `from_packed`.
+        rows: those that `from_packed` finds, in its order, each one shorter than its tokens.
+        position_ids: as given to `from_packed`.
         fill: value where the next token begins another row.
 
     Returns:
-        [B, T - 1]: column t belongs to the prediction of the token in column t + 1. Differentiable.
+        Column t belongs to the prediction of the token in column t + 1. Differentiable.
     """
     return _from_spans(rows, packed_spans(position_ids), position_ids, "position_ids that hold", fill)
 
 
-def padded_spans(attention_mask: Tensor) -> list[Span]:
+def _check_same(input_ids: Tensor, name: str, other: Tensor) -> None:
+    if input_ids.dim() != 2 or other.shape != input_ids.shape:
+        raise DataError(
+            f"input_ids has shape {tuple(input_ids.shape)} and {name} {tuple(other.shape)}; both must be [B, L]"
+        )
+
+
+def padded_spans(attention_mask: Shaped[Tensor, "B L"]) -> list[Span]:
     """The real tokens of every row of a padded batch. Raises DataError for padding between real tokens."""
     spans = []
     for b, row in enumerate(attention_mask.detach().cpu().bool()):
@@ -112,7 +117,7 @@ def padded_spans(attention_mask: Tensor) -> list[Span]:
     return spans
 
 
-def packed_spans(position_ids: Tensor) -> list[Span]:
+def packed_spans(position_ids: Integer[Tensor, "B T"]) -> list[Span]:
     """The rows of a packed batch, in order. Raises DataError for positions that do not count up from 0."""
     spans = []
     for b, row in enumerate(position_ids.detach().cpu()):
@@ -132,8 +137,9 @@ def packed_spans(position_ids: Tensor) -> list[Span]:
     return spans
 
 
-def _from_spans(rows: Sequence[Tensor], spans: Sequence[Span], like: Tensor, holder: str, fill: float) -> Tensor:
-    """Per-prediction rows in the shape [B, L - 1] of the predictions of a batch of the shape of `like`, [B, L]."""
+def _from_spans(
+    rows: Sequence[Shaped[Tensor, "_"]], spans: Sequence[Span], like: Shaped[Tensor, "B L"], holder: str, fill: float
+) -> Shaped[Tensor, "B L-1"]:
     if len(rows) != len(spans):
         raise DataError(f"{len(rows)} rows for {holder} {len(spans)}")
     for k, (row, (_, start, stop)) in enumerate(zip(rows, spans)):
@@ -142,12 +148,16 @@ def _from_spans(rows: Sequence[Tensor], spans: Sequence[Span], like: Tensor, hol
                 f"row {k} has {len(row)} predictions and {stop - start} tokens; expected one less than tokens"
             )
     shape = like.shape[0], like.shape[1] - 1
-    return _placed(
-        rows, [b * shape[1] + start + np.arange(len(row)) for row, (b, start, _) in zip(rows, spans)], shape, fill
-    )
+    places = [b * shape[1] + start + np.arange(len(row)) for row, (b, start, _) in zip(rows, spans)]
+    return _placed(rows, places, shape, fill)
 
 
-def _placed(rows: Sequence[Tensor], places: Sequence[np.ndarray], shape: Sequence[int], fill: float = 0.0) -> Tensor:
+def _placed(
+    rows: Sequence[Shaped[Tensor, "_"]],
+    places: Sequence[Integer[np.ndarray, "_"]],
+    shape: Sequence[int],
+    fill: float = 0.0,
+) -> Tensor:
     """Rows of values at their places in a flattened batch; differentiable.
 
     Rows of a packed tree share places: the first row with a place gives its value and gets all of its gradient.
@@ -188,15 +198,15 @@ def _trajectories(
 class Rows(NamedTuple):
     """The K rows of a batch."""
 
-    ids: list[np.ndarray]
-    masks: list[np.ndarray]
-    """bool [L_k - 1]: the wanted predictions; an empty list for rewards."""
-    places: list[np.ndarray]
-    """int64 [L_k - 1]: where each prediction stands in the flattened `wanted`."""
-    wanted: Tensor
-    """bool [B, L - 1], or [1, N] for a packed tree of N tokens, on the device of the labels."""
+    ids: list[Integer[np.ndarray, "_"]]
+    masks: list[Bool[np.ndarray, "_"]]
+    """The wanted predictions, one less than tokens; an empty list for rewards."""
+    places: list[Integer[np.ndarray, "_"]]
+    """Where each prediction stands in the flattened `wanted`."""
+    wanted: Bool[Tensor, "B _"]
+    """[B, L - 1], or [1, N] for a packed tree of N tokens, on the device of the labels."""
 
-    def batch(self, rows: list[Tensor]) -> Tensor:
+    def batch(self, rows: list[Shaped[Tensor, "_"]]) -> Shaped[Tensor, "B _"]:
         """Per-prediction rows in the shape of `wanted`, 0 where nothing is predicted."""
         if [len(row) for row in rows] != [len(places) for places in self.places]:
             raise DataError("the scores are those of other rows than the batch has")
@@ -230,7 +240,7 @@ def rows_of(kwargs: dict[str, Any], *, rewards: bool = False) -> Rows:
     host = ids.cpu()
     rows = [host[b, start:stop].numpy() for b, start, stop in spans]
     if rewards:
-        return Rows(rows, [], [], ids.new_zeros(0))
+        return Rows(rows, [], [], ids.new_zeros((0, 0), dtype=torch.bool))
     labels = kwargs["labels"][:, 1:]
     wanted, inside = (labels != IGNORED).cpu(), torch.zeros(labels.shape, dtype=torch.bool)
     columns = [(b, start, max(stop - 1, start)) for b, start, stop in spans]
@@ -296,7 +306,7 @@ def model_inputs(batch: dict[str, Any]) -> dict[str, Any] | None:
     return inputs
 
 
-def tree_of(ids: list[np.ndarray], masks: list[np.ndarray]) -> TokenTree:
+def tree_of(ids: list[Integer[np.ndarray, "_"]], masks: list[Bool[np.ndarray, "_"]]) -> TokenTree:
     """Rows as a tree whose trained tokens are the wanted ones; without masks all tokens are trained."""
     if not masks:
         return build_tree(ids)

@@ -62,12 +62,9 @@ class CheckpointNotWritten(OSError):
 
 
 class Interrupted(SystemExit):
-    """A run that Ctrl-C or SIGTERM stopped. A script that does not catch it ends with the exit code of that signal.
+    """A run that Ctrl-C or SIGTERM stopped; `checkpoint` is the folder to go on from.
 
-    Args:
-        message: what was done, where the checkpoint is, and how to go on.
-        number: the signal.
-        checkpoint: the folder to go on from.
+    A script that does not catch it ends with the exit code of that signal.
     """
 
     def __init__(self, message: str, number: int, checkpoint: Path) -> None:
@@ -93,10 +90,7 @@ def describe(folder: Path, rank: int = 0, ranks: int = 1) -> dict[str, dict[str,
 def commit(temporary: Path, files: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
     """Write the manifest of a checkpoint whose files are on the disk, and move the folder to its place.
 
-    Args:
-        temporary: `<folder>/.writing/<name>`; it becomes `<folder>/<name>`.
-        files: from `describe`.
-        facts: JSON data that the manifest holds too.
+    `<folder>/.writing/<name>` becomes `<folder>/<name>`. The manifest holds `files`, from `describe`, and `facts`.
     """
     folder = temporary.parents[1]
     order = 1 + max((order for order in newest_first(folder).values() if order < math.inf), default=0)
@@ -150,11 +144,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_files(checkpoint: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Compare the files of a checkpoint with its manifest; each rank does a share of them.
-
-    Raises:
-        TornCheckpoint: the manifest or a file is missing, has another size or other contents.
-    """
+    """Compare the files of a checkpoint with its manifest, each rank a share of them. Raises TornCheckpoint."""
     for name, written in sorted(read_manifest(checkpoint)["files"].items())[rank::ranks]:
         path = checkpoint / name
         if not path.is_file():

@@ -1,4 +1,4 @@
-"""Groups of rows that belong together: how they are found, and a sampler that keeps them in one step.
+"""Groups of rows that belong together: how they are found, and samplers that keep them in one step.
 
 Rows of one `group` stay together. Rows without a group stay together if they are of one tree, and a tree that is larger
 than a step is cut at its forks. Rows of one `pair` are always in one group. Trees here compare token ids and keys only:
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from jaxtyping import Bool, Int64
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from treetrain.data.columns import codes_of, columns_of
@@ -30,14 +30,14 @@ from treetrain.tree.stats import linear_work, tree_work
 if TYPE_CHECKING:
     from transformers import Trainer
 
-Int64s = NDArray[np.int64]
+RowNumbers = Int64[np.ndarray, "_"]
 TrainerT = TypeVar("TrainerT", bound="Trainer")
 Key = str | Callable[[Any], Hashable | Sequence[int]]
 WORTH_KEEPING = 0.1
 """Rows stay together if that saves this share of their tokens, apart from the prefix that neighbours share too."""
 
 
-def make_groups(trajectories: Sequence[Trajectory], *, tokens_per_step: int | None = None) -> list[Int64s]:
+def make_groups(trajectories: Sequence[Trajectory], *, tokens_per_step: int | None = None) -> list[RowNumbers]:
     """Row numbers of every group, ascending, in the order of the groups' first rows.
 
     Args:
@@ -57,7 +57,7 @@ def make_groups(trajectories: Sequence[Trajectory], *, tokens_per_step: int | No
     return _by_label(_joined(labels, columns.pair))
 
 
-def group_rows(values: Sequence[Any], most: int) -> list[Int64s]:
+def group_rows(values: Sequence[Any], most: int) -> list[RowNumbers]:
     """Row numbers of every group.
 
     Args:
@@ -74,14 +74,14 @@ def group_rows(values: Sequence[Any], most: int) -> list[Int64s]:
     return [order[low:high] for low, high in cut_trees(shared, length, np.ones_like(length), most)]
 
 
-def _by_label(labels: Int64s) -> list[Int64s]:
+def _by_label(labels: Int64[np.ndarray, "rows"]) -> list[RowNumbers]:
     """The rows of every label, in the order of their first rows."""
     rows = np.argsort(labels, kind="stable")
     groups = np.split(rows, np.flatnonzero(np.diff(labels[rows])) + 1) if len(rows) else []
     return sorted(groups, key=lambda group: group[0])
 
 
-def _joined(labels: Int64s, codes: Int64s) -> Int64s:
+def _joined(labels: Int64[np.ndarray, "rows"], codes: Int64[np.ndarray, "rows"]) -> Int64[np.ndarray, "rows"]:
     """Merge the labels of rows that have the same code; code -1 merges nothing. Labels count from 0."""
     coded = codes >= 0
     while True:
@@ -94,7 +94,12 @@ def _joined(labels: Int64s, codes: Int64s) -> Int64s:
         labels = into[labels]
 
 
-def cut_trees(shared: Int64s, length: Int64s, size: Int64s, limit: int | None) -> Iterator[tuple[int, int]]:
+def cut_trees(
+    shared: Int64[np.ndarray, "rows"],
+    length: Int64[np.ndarray, "rows"],
+    size: Int64[np.ndarray, "rows"],
+    limit: int | None,
+) -> Iterator[tuple[int, int]]:
     """Ranges of sorted rows that stay together: whole trees that fit the limit, and pieces of larger ones.
 
     Most chat files are one tree, since every row begins with the same template. Every batch shares that prefix, so it
@@ -107,9 +112,9 @@ def cut_trees(shared: Int64s, length: Int64s, size: Int64s, limit: int | None) -
         a b c f        else split further with above = 3. A single row is always kept.
 
     Args:
-        shared: int64 [R]: leading tokens that each row shares with the one before it; 0 for the first.
-        length: int64 [R]: tokens of each row.
-        size: int64 [R]: how much of the limit each row takes, such as its tokens, or 1.
+        shared: leading tokens that each row shares with the one before it; 0 for the first.
+        length: tokens of each row.
+        size: how much of the limit each row takes, such as its tokens, or 1.
         limit: the largest size of a range of several rows; None leaves trees whole.
     """
     total = np.append(0, np.cumsum(size))
@@ -238,11 +243,11 @@ class PrefixGroupSampler(Sampler[int]):
         for first in range(0, len(blocks), self.processes):
             yield from self._across_processes(np.concatenate(blocks[first : first + self.processes]))
 
-    def _blocks(self, draws: np.random.Generator) -> list[Int64s]:
+    def _blocks(self, draws: np.random.Generator) -> list[RowNumbers]:
         """One array of rows for each optimizer step on each process; all but the last are full."""
         size = self.batch_size * self.accumulation
-        open_blocks: list[tuple[int, list[Int64s]]] = []  # (free places, groups so far), ascending by the places
-        full: list[list[Int64s]] = []
+        open_blocks: list[tuple[int, list[RowNumbers]]] = []  # (free places, groups so far), ascending by the places
+        full: list[list[RowNumbers]] = []
         for number in draws.permutation(len(self.groups)).tolist():
             rows = self.groups[number]
             if len(rows) > size:
@@ -263,7 +268,7 @@ class PrefixGroupSampler(Sampler[int]):
         last = [blocks.pop()] if len(blocks[-1]) < size else []
         return [blocks[number] for number in draws.permutation(len(blocks)).tolist()] + last
 
-    def _across_processes(self, rows: Int64s) -> list[int]:
+    def _across_processes(self, rows: RowNumbers) -> list[int]:
         """Reorder a step's rows from process after process to the order in which accelerate deals micro-batches."""
         batches = -(-len(rows) // self.batch_size)
         # Micro-batch i goes to process i % processes, so a process has every processes-th of them.
@@ -335,20 +340,22 @@ class Call:
     """Pass over the batch, from 1."""
     minibatch: int
     """Part of that pass, from 1."""
-    batch_rows: Int64s
+    batch_rows: RowNumbers
     """Row numbers of the batch, ascending."""
-    rows: Int64s
+    rows: RowNumbers
     """Row numbers of this call, ascending; empty if the step has fewer groups than calls."""
 
 
 class StepSampler(Sampler[list[Call]]):
     """The calls of one pass over the data. They depend on the seed, not on `execution`.
 
+    A *batch* is filled with whole groups to about `tokens_per_step` flat tokens. It is passed over `updates_per_batch`
+    times, each time in `minibatches` parts, each an optimiser step; a step is run in `calls` of forward and backward.
+    Every pass over the data has the same number of steps, as `transformers.Trainer` expects: the groups are shuffled
+    by the seed and cut into batches of about equal size.
+
     Args:
         rows: all rows, in memory or not; only their columns are read.
-        tokens_per_step: flat tokens of a batch, about.
-        updates_per_batch, minibatches: see the module.
-        calls: number of calls per step.
         seed: of the shuffle; None keeps the order of the rows.
 
     Raises:
@@ -403,13 +410,13 @@ class StepSampler(Sampler[list[Call]]):
                         own = self._rows(call)
                         yield [Call(batch=number, update=update, minibatch=part, batch_rows=rows, rows=own)]
 
-    def _rows(self, groups: Int64s) -> Int64s:
+    def _rows(self, groups: RowNumbers) -> RowNumbers:
         return np.sort(np.concatenate([np.zeros(0, np.int64), *(self.groups[group] for group in groups.tolist())]))
 
-    def _shuffled(self, groups: Int64s, *words: int) -> Int64s:
+    def _shuffled(self, groups: RowNumbers, *words: int) -> RowNumbers:
         return groups if self._seed is None else np.random.default_rng([self._seed, *words]).permutation(groups)
 
-    def _cut(self, groups: Int64s, count: int, at_least: int = 1) -> list[Int64s]:
+    def _cut(self, groups: RowNumbers, count: int, at_least: int = 1) -> list[RowNumbers]:
         """Groups in `count` parts of about equal size, each with `at_least` groups or more."""
         size = self._tokens[groups]
         middle, places = np.cumsum(size) - size / 2, np.arange(1, count) * at_least
@@ -418,7 +425,7 @@ class StepSampler(Sampler[list[Call]]):
         return np.split(groups, np.minimum(cuts, len(groups) - count * at_least + places))
 
 
-def _with_something_to_train(groups: list[Int64s], trained: NDArray[np.bool_]) -> list[Int64s]:
+def _with_something_to_train(groups: list[RowNumbers], trained: Bool[np.ndarray, "rows"]) -> list[RowNumbers]:
     """Merge groups with nothing to train into the first that has something, since every step must train."""
     busy = [group for group in groups if trained[group].any()]
     if not busy:

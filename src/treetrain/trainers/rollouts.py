@@ -3,13 +3,13 @@
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 from transformers import TrainerCallback
 
 from treetrain import losses
@@ -17,92 +17,18 @@ from treetrain.data.advantages import advantages_of_groups
 from treetrain.data.columns import RowColumns, columns_of
 from treetrain.data.trajectory import PER_TOKEN_FACTS, LazyTrajectories, Trajectory
 from treetrain.engine.costs import cost_if_countable
-from treetrain.engine.distributed import Ranks, is_sharded
+from treetrain.engine.distributed import is_sharded
 from treetrain.engine.engine import LinearEngine, TreeEngine
-from treetrain.engine.loss import Facts, Loss, Metrics, Rows, as_loss, describe
+from treetrain.engine.loss import as_loss, describe
 from treetrain.engine.packed import model_device
 from treetrain.errors import DataError
-from treetrain.losses.token_losses import KL_ESTIMATORS, PolicyLoss, sampler_log_ratio
+from treetrain.losses.token_losses import PolicyLoss
 from treetrain.planning.balance import dispatch
 from treetrain.planning.make import PART_TOKENS
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.tree.build import as_tree
 
 OLD, REFERENCE = "old_logprobs", "ref_logprobs"
-
-
-class Extremes:
-    """Largest and smallest values of a step. A part that runs again after an out-of-memory error changes nothing."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, Tensor] = {}
-
-    def add(self, name: str, values: Tensor, counts: Tensor) -> None:
-        """Add the values, [T], at which `counts`, bool [T], is true."""
-        if not len(values):
-            return
-        for key, value, better in (
-            (f"{name}_max", torch.where(counts, values, -torch.inf).max(), torch.maximum),
-            (f"{name}_min", torch.where(counts, values, torch.inf).min(), torch.minimum),
-        ):
-            self._values[key] = better(self._values[key], value) if key in self._values else value
-
-    def take(self, ranks: Ranks) -> dict[str, float]:
-        """Return the extremes of the step over all ranks, and reset them."""
-        everywhere = ranks.gather({name: float(value) for name, value in self._values.items()})
-        self._values = {}
-        names = dict.fromkeys(name for values in everywhere for name in values)
-        return {
-            name: (max if name.endswith("_max") else min)(values[name] for values in everywhere if name in values)
-            for name in names
-        }
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LoggedPolicyLoss(Loss):
-    """A policy loss that also logs the extremes of its ratios. Its values and gradients are the loss's own."""
-
-    mergeable: ClassVar[bool] = False
-
-    inner: PolicyLoss
-    extremes: Extremes
-    log_entropy: bool
-    """Log entropies even if the loss does not need them."""
-    log_reference: bool
-    """All rows have ref_logprobs: log the KL to the reference even if the loss has no such term."""
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return (*self.inner.needs, *(("entropies",) if self.log_entropy else ()))
-
-    @property
-    def identity(self) -> str:
-        return f"{self.inner.identity}, entropy {self.log_entropy}, reference {self.log_reference}"
-
-    def total_weight(self, rows: Rows) -> float:
-        return self.inner.total_weight(rows)
-
-    def coefficients(self, facts: Facts) -> Tensor | None:
-        """See `Loss.coefficients`; None where entropies are wanted, which need the head's whole output."""
-        return None if "entropies" in self.needs else self.inner.coefficients(facts)
-
-    def evaluate(
-        self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None
-    ) -> tuple[Tensor, Metrics]:
-        inner = self.inner
-        total, metrics = inner.evaluate(logprobs, entropies, facts, values)
-        with torch.no_grad():
-            shares = facts.shares(self.reduction)
-            counts = shares != 0
-            if self.log_reference and "kl" not in metrics:
-                kl = KL_ESTIMATORS[inner.kl_estimator](logprobs, facts.ref_logprobs)
-                metrics["kl"] = (shares * kl).sum(), shares.sum()
-            if inner.clipped and not inner.on_policy:
-                self.extremes.add("ratio", inner.log_ratio(logprobs, facts).exp(), counts)
-            if inner.importance_cap is not None:
-                old = inner.sampling_logprobs(logprobs, facts)
-                self.extremes.add("importance", sampler_log_ratio(old, facts, inner.importance_mode).exp(), counts)
-        return total, metrics
 
 
 def step_metrics(rows: Sequence[Trajectory]) -> dict[str, float]:
@@ -149,22 +75,9 @@ def checked_loss(args: TreeArguments, loss: Any) -> Any:
             f"{name} needs values, and this trainer has no value head; use TreeEngine(model, value_head=...) in a loop "
             "of your own"
         )
-    if args.log_entropy and not isinstance(loss, PolicyLoss):
-        raise ValueError(f"log_entropy is true, but {name} is no policy loss, whose metrics have an entropy")
     if args.target_kl is not None and not (isinstance(loss, PolicyLoss) and loss.clipped):
         raise ValueError(f"target_kl is {args.target_kl}, but {name} measures no KL from an old policy")
     return loss
-
-
-def logged(loss: Any, rows: Sequence[Trajectory], *, log_entropy: bool) -> Any:
-    """Wrap a policy loss so that it logs more; return any other loss unchanged."""
-    if not isinstance(loss, PolicyLoss):
-        return loss
-    columns = columns_of(rows)
-    recorded = bool(columns.given[REFERENCE][columns.trained].all())
-    return LoggedPolicyLoss(
-        reduction=loss.reduction, inner=loss, extremes=Extremes(), log_entropy=log_entropy, log_reference=recorded
-    )
 
 
 def needed_facts(loss: Any) -> tuple[str, ...]:
@@ -289,10 +202,7 @@ def with_fact(row: Trajectory, fact: str, scores: NDArray[np.floating]) -> Traje
 
 
 class RunningBatch(TrainerCallback):
-    """The current batch, with log-probabilities of its rows that were computed before its first update.
-
-    It is a callback so that checkpoints save it (see `SafeCheckpointsMixin`): a run can resume within a batch.
-    """
+    """The current batch, with log-probabilities computed before its first update; a callback, so that it is saved."""
 
     def __init__(self) -> None:
         self.number = -1

@@ -438,10 +438,6 @@ class StepScores:
     trainer has all micro-batches of a step before it trains the first. So the model's first call scores all of them.
     Every micro-batch computes its own loss from its own rows, as usual. The tree's backward runs once, after the
     backward of its last micro-batch. Unexpected rows are scored by themselves, which is as exact.
-
-    Args:
-        trainer: the trainer whose micro-batches these are.
-        rows_of: the rows of a micro-batch, from the keyword arguments that the trainer calls its model with.
     """
 
     def __init__(self, trainer: Any, rows_of: Callable[[dict[str, Any]], Rows]) -> None:
@@ -462,16 +458,11 @@ class StepScores:
         self._position += 1
 
     def score(self, key: Hashable, rows: Rows, run: Run, *, together: bool = True) -> tuple[Any, slice]:
-        """Score the rows of a model call.
+        """Score the rows of a model call; returns a `Scored`, and which of its rows these are.
 
         Args:
             key: the model that is called, and its settings.
-            rows: of the call.
-            run: scores a tree of rows, given their masks.
             together: False scores them by themselves, for losses over a whole batch such as that of routers.
-
-        Returns:
-            a `Scored`, and which of its rows these are.
         """
         key = (key, torch.is_grad_enabled())
         joint = self._joint.get(key) if together else None

@@ -25,6 +25,7 @@ from treetrain.engine.loss import Facts, Metrics, StepResult, add_metrics, mean_
 from treetrain.engine.memory import expandable_segments
 from treetrain.engine.routing import RouterBalance
 from treetrain.errors import DataError
+from treetrain.losses.token_losses import PolicyLoss
 from treetrain.trainers.arguments import MUON, TreeArguments, muon_and_options
 from treetrain.trainers.callbacks import EXECUTION, StepLog, peak_memory_bytes
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin
@@ -32,11 +33,9 @@ from treetrain.trainers.groups import Call, StepSampler, step_loader
 from treetrain.trainers.rollouts import (
     OLD,
     REFERENCE,
-    LoggedPolicyLoss,
     RunningBatch,
     checked_loss,
     engine_of,
-    logged,
     logprobs,
     missing_facts,
     needed_facts,
@@ -139,7 +138,6 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         self._compute = missing_facts(rows, self.loss)
         if OLD in self._compute and not args.several_updates and (policy := on_policy(self.loss)) is not None:
             self.loss, self._compute = policy, self._compute - {OLD}
-        self.loss = logged(self.loss, rows, log_entropy=args.log_entropy)
         return rows
 
     def _reference(self, model: Any) -> TreeEngine | None:
@@ -228,7 +226,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         rows = [row for inputs in calls for row in inputs["rows"]]
         self._step_loss = self.loss.for_step(rows)
         self._balance = self._routing(calls)
-        self._numbers |= step_metrics(rows) if isinstance(self.loss, LoggedPolicyLoss) else {}
+        self._numbers |= step_metrics(rows) if isinstance(self.loss, PolicyLoss) else {}
         return calls, self._step_loss.normaliser(rows)
 
     def _compute_facts(self, call: Call) -> None:
@@ -290,15 +288,13 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
                 f"learning_rate than {self.args.learning_rate:g}, more warm-up or float32 may help"
             )
         if last:
-            self._step_done(engine)
+            self._step_done()
         return torch.tensor(loss, device=self.args.device)
 
-    def _step_done(self, engine: TreeEngine) -> None:
+    def _step_done(self) -> None:
         """End a step: keep its numbers for the next log, and stop the batch if its KL is above `target_kl`."""
         result = self._calls[0] if len(self._calls) == 1 else summed(self._calls)
         self._calls = []
-        if isinstance(self.loss, LoggedPolicyLoss):
-            self._numbers |= self.loss.extremes.take(engine.ranks)
         self._log.add(result, self._numbers)
         self._numbers = {}
         limit = self.args.target_kl
@@ -389,7 +385,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             the rows; the loss, None if they lack a fact that it needs; whether the reference must still score them
             (their ref_logprobs are zeros until then).
         """
-        loss = self.loss.inner if isinstance(self.loss, LoggedPolicyLoss) else self.loss
+        loss = self.loss
         try:
             rows = with_advantages(rows, loss, None)
             missing = missing_facts(rows, loss)
