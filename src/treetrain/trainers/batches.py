@@ -33,6 +33,7 @@ def from_padded(
     """Rows of a padded batch as trajectories.
 
     Args:
+        input_ids: B rows, padded to L tokens.
         attention_mask: True or 1 at real tokens; padding left, right or both.
         facts: facts of `Trajectory` by name: per token [B, L] (entry t belongs to the prediction of token t), per
             prediction [B, L - 1] as `to_padded` returns them (entry t to that of token t + 1), or per row [B]

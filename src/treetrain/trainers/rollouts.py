@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import nn
 from transformers import TrainerCallback
@@ -193,8 +194,8 @@ def logprobs(engine: TreeEngine, rows: Sequence[Trajectory], *, entropies: bool 
     return found if entropies else found[0]
 
 
-def with_fact(row: Trajectory, fact: str, scores: NDArray[np.floating]) -> Trajectory:
-    """A row with log-probabilities [L - 1] that were computed for it."""
+def with_fact(row: Trajectory, fact: str, scores: Float[np.ndarray, "predictions"]) -> Trajectory:
+    """A row with log-probabilities that were computed for it."""
     values = np.zeros(len(row))
     # An untrained token may be impossible under the policy; no loss reads it.
     values[1:] = np.where(row.weights[1:] != 0, scores, 0.0)
@@ -208,15 +209,15 @@ class RunningBatch(TrainerCallback):
         self.number = -1
         self.stopped = False
         """The policy is too far from the old one: the remaining updates of the batch are skipped."""
-        self.scores: dict[str, dict[int, NDArray[np.floating]]] = {}
-        """Name of the fact -> number of the row -> [L - 1]."""
+        self.scores: dict[str, dict[int, Float[np.ndarray, predictions]]] = {}
+        """Name of the fact -> number of the row -> log-probabilities."""
 
     def start_step(self, number: int) -> None:
         """Start a step of this batch; its first step clears the state of the previous batch."""
         if number != self.number:
             self.number, self.stopped, self.scores = number, False, {}
 
-    def add(self, fact: str, numbers: Sequence[int], scores: Sequence[torch.Tensor]) -> None:
+    def add(self, fact: str, numbers: Sequence[int], scores: Sequence[Float[torch.Tensor, "_"]]) -> None:
         """Add log-probabilities of rows."""
         self.scores[fact] = {n: one.cpu().numpy() for n, one in zip(numbers, scores, strict=True)}
 

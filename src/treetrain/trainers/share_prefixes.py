@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
@@ -694,7 +695,7 @@ def compare_with_plain(
     return logs, cost.counts.flops(*linear_work(tree_of(ids, masks), cost.counts.attention_ranges)) / seconds
 
 
-def rows_to_compare(ids: list[np.ndarray], masks: list[np.ndarray]) -> list[int]:
+def rows_to_compare(ids: list[Integer[np.ndarray, "_"]], masks: list[Bool[np.ndarray, "_"]]) -> list[int]:
     """Choose a few rows with something to predict: two that share most, and the shortest other one."""
     wanted = [k for k in range(len(ids)) if len(ids[k]) and (not masks or masks[k].any())]
     if len(wanted) <= ROWS:
@@ -706,9 +707,13 @@ def rows_to_compare(ids: list[np.ndarray], masks: list[np.ndarray]) -> list[int]
 
 
 def _plain_scores(
-    plain: Callable[..., Any], model: nn.Module, ids: list[np.ndarray], masks: list[np.ndarray], seam: Seam
-) -> Tensor:
-    """[wanted predictions] log-probabilities, or [K] rewards, of the rows, padded on the right."""
+    plain: Callable[..., Any],
+    model: nn.Module,
+    ids: list[Integer[np.ndarray, "_"]],
+    masks: list[Bool[np.ndarray, "_"]],
+    seam: Seam,
+) -> Float[Tensor, "scores"]:
+    """Log-probabilities of the wanted predictions, or rewards, of the rows, padded on the right."""
     padding = getattr(causal_lm(model).config.get_text_config(), "pad_token_id", None) or 0  # type: ignore[union-attr,operator]
 
     def padded(rows: list[Tensor], fill: int) -> Tensor:

@@ -12,6 +12,7 @@ from operator import add
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from treetrain.data.trajectory import Trajectory
@@ -29,8 +30,10 @@ from treetrain.planning.budget import Bytes
 from treetrain.tree.build import Row, as_tree, build_tree
 from treetrain.tree.token_tree import TokenTree
 
-Scores = tuple[Tensor, Tensor | None, Tensor | None]
-"""[L - 1] log-probabilities, entropies and values of a row; values are at the tokens before the predicted ones."""
+Scores = tuple[
+    Float[Tensor, "predictions"], Float[Tensor, "predictions"] | None, Float[Tensor, "predictions *columns"] | None
+]
+"""Log-probabilities, entropies and values of a row; values are at the tokens before the predicted ones."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
 """Largest global gradient error by model dtype. Some layers of transformers always compute in float32."""
 LOW_PRECISION_FACTOR = 1.5
@@ -228,8 +231,8 @@ class PlainModel:
         logprobs = log_p.gather(1, ids[0, 1:, None]).squeeze(1)
         return logprobs, -(log_p.exp() * log_p).sum(-1) if entropy else None, values
 
-    def _values(self, seen: dict[str, Tensor]) -> Tensor:
-        """[L - 1] or [L - 1, c], from the inputs and outputs of the model's head."""
+    def _values(self, seen: dict[str, Tensor]) -> Float[Tensor, "predictions *columns"]:
+        """From the inputs and outputs of the model's head."""
         if self._value_head is None:  # for sequence classification the model returns the last token's value alone
             values = seen["made"][0, :-1]
         else:
@@ -237,7 +240,7 @@ class PlainModel:
             values = self._value_head(seen["hidden"][0, :-1].to(parameter.dtype))
         return (values.squeeze(1) if values.dim() == 2 and values.shape[1] == 1 else values).to(self._wide)
 
-    def _ids(self, row: Trajectory) -> Tensor:
+    def _ids(self, row: Trajectory) -> Int64[Tensor, "1 tokens"]:
         return torch.from_numpy(row.ids).long().unsqueeze(0).to(model_device(self._model))
 
     # ---- Mixtures of experts ----
@@ -302,8 +305,7 @@ class PlainModel:
                     own.backward()
         return experts.auxiliary * float(whole.loss)
 
-    def _probabilities(self, row: Trajectory) -> Tensor:
-        """[layers * L, E] of one row."""
+    def _probabilities(self, row: Trajectory) -> Float[Tensor, "_ experts"]:
         logits = self._model(input_ids=self._ids(row), use_cache=False, output_router_logits=True).router_logits
         return torch.cat([layer.to(logits[0].device) for layer in logits]).softmax(-1)
 
