@@ -177,7 +177,7 @@ SMALL_MEMORY = """
 import resource, sys
 import numpy as np
 from treetrain.data.arrow import MappedTrajectories, write_trajectories
-from treetrain.data.prefix_order import prefix_order
+from treetrain.data.columns import prefix_order
 from treetrain.data.trajectory import Trajectory
 
 def rows():

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treetrain.data import prefix_order as module
+from treetrain.data import columns as module
 from treetrain.data.arrow import MappedTrajectories, write_trajectories
-from treetrain.data.prefix_order import prefix_order
+from treetrain.data.columns import prefix_order
 from treetrain.data.trajectory import Trajectory
 from treetrain.tree.build import build_tree
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from treetrain.data import token_cache
+from treetrain.data import arrow
 from treetrain.data.load import _Reading, load
 from treetrain.errors import DataError
 from treetrain.models.presets import preset_tokenizer
@@ -20,7 +20,7 @@ def conversations(count: int, start: int = 0) -> list[dict]:
 
 @pytest.fixture
 def small_chunks(monkeypatch) -> None:
-    monkeypatch.setattr(token_cache, "CHUNK", 3)
+    monkeypatch.setattr(arrow, "CHUNK", 3)
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treetrain.data.formats.tokens import trajectory_from_token_row
 from treetrain.data.records import Notes
-from treetrain.data.token_rows import trajectory_from_token_row
 from treetrain.errors import DataError
 
 

@@ -2,14 +2,24 @@
 
 The file is written once, from rows that have been read and checked. It has one column per field and is not compressed,
 so a row is read directly from the mapped file, and the operating system decides which pages are in memory.
+
+A cache has one such file for every CHUNK records, named by their content and made in several processes if that is asked
+for. A chunk whose file is there is not converted again, so a log that has grown, or is read again with the same
+settings, costs what is new in it.
 """
 
+import copy
 import hashlib
 import json
+import multiprocessing
 import os
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +34,10 @@ from treetrain.errors import DataError
 
 BATCH_TOKENS = 1 << 18
 """A record batch ends after this many tokens, which bounds the memory for writing."""
+CHUNK = 256
+"""Records of a file of the cache."""
+Convert = Callable[[list[Any]], tuple[list[Trajectory], dict[str, Any]]]
+"""Makes rows of records, and JSON data about them. A copy of it, and a pickled one, starts anew."""
 LABELS = ("group", "pair", "episode", "key", "id")
 _VERSION = 1
 _ABOUT = b"treetrain"
@@ -213,3 +227,64 @@ def _codes(column: Any) -> NDArray[np.int64]:
     codes = codes_of(json.loads(text) for text in encoded.dictionary.to_pylist())
     found = pc.fill_null(encoded.indices, -1).to_numpy().astype(np.int64)
     return np.append(codes, -1)[found]
+
+
+# The cache
+
+
+def converted(
+    records: Iterable[Any], convert: Convert, settings: Any, folder: str | os.PathLike[str] | None, processes: int
+) -> Iterator[MappedTrajectories]:
+    """Yield the rows of every CHUNK records, in order, with what `convert` says about them.
+
+    Args:
+        records: (place, record) each; at most a few chunks are in memory.
+        convert: may be called in other processes.
+        settings: what the rows depend on besides the records; plain data.
+        folder: where the files stay; None: they are removed at the end.
+        processes: 1 converts in this process.
+    """
+    here = copy.copy(convert)
+    remaining, waiting = iter(records), deque[tuple[Path, Future[None] | None]]()
+    with ExitStack() as stack:
+        kept = Path(folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="treetrain-")))
+        pool = None
+        if processes > 1:
+            # Not forked: the tokenizer has threads.
+            spawn = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(ProcessPoolExecutor(processes, spawn, _start, (convert,)))
+        while True:
+            while len(waiting) < 2 * processes and (chunk := list(islice(remaining, CHUNK))):
+                text = json.dumps([settings, chunk], sort_keys=True, default=repr)
+                path = kept / f"{hashlib.sha256(text.encode(errors='replace')).hexdigest()}.arrow"
+                if read_about(path) is not None:
+                    waiting.append((path, None))
+                elif pool is None:
+                    _write(path, chunk, here)
+                    waiting.append((path, None))
+                else:
+                    waiting.append((path, pool.submit(_write_there, path, chunk)))
+            if not waiting:
+                return
+            path, future = waiting.popleft()
+            if future is not None:
+                future.result()
+            yield MappedTrajectories(path)
+
+
+def _write(path: Path, chunk: list[Any], convert: Convert) -> None:
+    rows, about = convert(chunk)
+    write_trajectories(path, rows, lambda: about)
+
+
+_CONVERT: list[Convert] = []
+"""In a worker: what it was started with."""
+
+
+def _start(convert: Convert) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores
+    _CONVERT[:] = [convert]
+
+
+def _write_there(path: Path, chunk: list[Any]) -> None:
+    _write(path, chunk, _CONVERT[0])

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treetrain.data.messages import MESSAGE_KEYS, Message, clean_messages, clean_tools
-from treetrain.data.records import NO_TOOLS, Notes, ReadSettings, Record, Tools, field
-from treetrain.data.token_rows import ROW_KEYS, row_facts
+from treetrain.data.records import NO_TOOLS, ROW_KEYS, Notes, ReadSettings, Record, Tools, field, row_facts
 from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.errors import DataError, quoted, shortened
 

@@ -14,8 +14,11 @@ from numpy.typing import NDArray
 
 from treetrain.data.chat import ChatReader, ChatRow, tokenizer_settings
 from treetrain.data.formats import FORMATS
+from treetrain.data.formats.tokens import trajectory_from_token_row
 from treetrain.data.messages import clean_tools, read_tools
 from treetrain.data.records import (
+    EPISODE_KEYS,
+    GROUP_KEYS,
     NO_TOOLS,
     Format,
     Notes,
@@ -23,10 +26,10 @@ from treetrain.data.records import (
     Record,
     Tools,
     View,
+    first_of,
     look_up,
     read_records,
 )
-from treetrain.data.token_rows import EPISODE_KEYS, GROUP_KEYS, first_of, trajectory_from_token_row
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, quoted, shortened
 
@@ -353,7 +356,7 @@ class _Reading:
                 yield from made
 
     def _from_cache(self, records: Records, depends_on: Any, folder: Any, processes: int) -> Iterator[Trajectory]:
-        from treetrain.data.token_cache import converted
+        from treetrain.data.arrow import converted
 
         for rows in converted(records, self, depends_on, folder, processes):
             self.notes.merge(rows.about["notes"])

@@ -14,7 +14,7 @@ import os
 import pickle
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, overload
 
@@ -27,6 +27,12 @@ Tools = list[dict[str, Any]] | None
 NO_TOOLS: Literal["none"] = "none"
 """In place of tools: those of the conversations are left out."""
 Record = Mapping[str, Any]
+
+GROUP_KEYS = ("group_id", "group", "task_id")
+EPISODE_KEYS = ("episode_id", "episode")
+ROW_KEYS = ("reward", "id", "pair", "chosen", "key", *GROUP_KEYS, *EPISODE_KEYS)
+"""Facts of a whole row, in token rows and conversations."""
+FACT_KEYS = (*ROW_KEYS, "trial")
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # The first bytes of a file say more than its name.
@@ -195,6 +201,23 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _JSON = json.JSONDecoder(object_pairs_hook=_unique_keys)
+
+
+def facts(record: Record, *also: Record) -> dict[str, Any]:
+    """The facts of a row that a record has under our names; those of the first record that has them."""
+    return {name: one[name] for one in (*also[::-1], record) for name in FACT_KEYS if look_up(one, name) is not None}
+
+
+def row_facts(row: Record, notes: Notes) -> dict[str, Any]:
+    """Facts of the whole row as arguments of `Trajectory`; a row without an id is named by its place."""
+    facts = {name: row.get(name) for name in ("reward", "pair", "chosen", "key")}
+    facts["id"] = notes.place if row.get("id") is None else row["id"]
+    return facts | {"group": first_of(row, GROUP_KEYS), "episode": first_of(row, EPISODE_KEYS)}
+
+
+def first_of(row: Record, names: tuple[str, ...]) -> Hashable:
+    """The value of the first of these keys that is present and not null."""
+    return next((row[name] for name in names if row.get(name) is not None), None)
 
 
 # Files

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from treetrain.data.prefix_order import sorted_by_prefix
+from treetrain.data.columns import sorted_by_prefix
 from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.errors import quoted
 from treetrain.planning.cost import ModelCounts

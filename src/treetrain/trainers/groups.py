@@ -17,8 +17,7 @@ import torch
 from jaxtyping import Bool, Int64
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from treetrain.data.columns import codes_of, columns_of
-from treetrain.data.prefix_order import prefix_order, sorted_by_prefix
+from treetrain.data.columns import codes_of, columns_of, prefix_order, sorted_by_prefix
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.costs import cost_if_countable
 from treetrain.errors import DataError

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutput
 
-from treetrain.data.prefix_order import sorted_by_prefix
+from treetrain.data.columns import sorted_by_prefix
 from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import is_sharded
 from treetrain.engine.engine import TreeEngine

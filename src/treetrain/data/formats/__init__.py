@@ -1,8 +1,7 @@
 """The formats of logs, each a function from a record to rows of token ids or messages."""
 
-from treetrain.data.formats.agents import INSPECT, SWE_AGENT, TAU, THOUGHTS, TOOLBENCH
+from treetrain.data.formats.agents import AREAL, ART, INSPECT, SWE_AGENT, TAU, THOUGHTS, TOOLBENCH, VERL
 from treetrain.data.formats.conversations import CHAT, COMPLETION, PREFERENCE, REQUESTS, SHAREGPT
-from treetrain.data.formats.frameworks import AREAL, ART, VERL
 from treetrain.data.formats.nodes import NODES
 from treetrain.data.formats.tokens import SERVER, STEPS, TOKENS
 from treetrain.data.formats.traces import LANGFUSE, LANGSMITH, SPANS

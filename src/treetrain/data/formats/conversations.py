@@ -4,17 +4,10 @@ from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any
 
-from treetrain.data.records import Format, Notes, Record, field, look_up, objects, parsed
-from treetrain.data.token_rows import ROW_KEYS
+from treetrain.data.records import Format, Notes, Record, facts, field, look_up, objects, parsed
 from treetrain.errors import DataError, quoted
 
-FACT_KEYS = (*ROW_KEYS, "trial")
 NOT_TRAINED = {"weight": 0}
-
-
-def facts(record: Record, *also: Record) -> dict[str, Any]:
-    """The facts of a row that a record has under our names; those of the first record that has them."""
-    return {name: one[name] for one in (*also[::-1], record) for name in FACT_KEYS if look_up(one, name) is not None}
 
 
 def untrained(messages: Any) -> list[Any]:

@@ -8,17 +8,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from treetrain.data.formats.conversations import FACT_KEYS, facts
-from treetrain.data.records import Format, Notes, Record, field, look_up, objects
-from treetrain.data.token_rows import FACT_KEYS as TOKEN_FACTS
-from treetrain.data.token_rows import trajectory_from_token_row
+from treetrain.data.formats.tokens import PER_TOKEN_KEYS, trajectory_from_token_row
+from treetrain.data.records import FACT_KEYS, Format, Notes, Record, facts, field, look_up, objects
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError, quoted
 
-NODE_FACTS = ("loss_weights", *TOKEN_FACTS)
+NODE_FACTS = ("loss_weights", *PER_TOKEN_KEYS)
 ID_KEYS = ("tokens", "input_ids", "token_ids")
 NODE_KEYS = frozenset(("parent", "loss_mask", "messages", "message", *ID_KEYS, *NODE_FACTS, *FACT_KEYS)).union(
-    *TOKEN_FACTS.values()
+    *PER_TOKEN_KEYS.values()
 )
 RECORD_KEYS = frozenset(("nodes", "trajectories", "system", "tools", *FACT_KEYS))
 
@@ -81,7 +79,7 @@ def _own(record: Record, notes: Notes) -> Forest:
         parent = node.get("parent")
         made: dict[str, Any] = {"parent": None if parent in (None, -1) else find(parent, f"nodes.{number}.parent")}
         made |= {
-            fact: node[name] for fact, names in TOKEN_FACTS.items() for name in names if node.get(name) is not None
+            fact: node[name] for fact, names in PER_TOKEN_KEYS.items() for name in names if node.get(name) is not None
         }
         made |= {name: node[name] for name in ("loss_weights", "key") if node.get(name) is not None}
         if node.get("loss_mask") is not None:

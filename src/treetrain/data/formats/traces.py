@@ -7,8 +7,8 @@ nothing that is not in the calls' messages. Parents of spans are not needed: tok
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from treetrain.data.formats.conversations import facts, messages_in, read_requests
-from treetrain.data.records import Format, Notes, Record, field, look_up, objects, parsed
+from treetrain.data.formats.conversations import messages_in, read_requests
+from treetrain.data.records import Format, Notes, Record, facts, field, look_up, objects, parsed
 from treetrain.errors import DataError, quoted
 
 OTHER = "spans and runs that are no LLM call are not rows"
