@@ -125,7 +125,7 @@ def forest(vocabulary: int, trunk: int, branch: int):
     return Batch.of(tt.build_tree([tt.Trajectory(row) for row in rows]), weighted=True).layout
 
 
-@pytest.mark.parametrize("budget", [10_000, 200, 50])
+@pytest.mark.parametrize("budget", [10_000, 200, pytest.param(50, marks=pytest.mark.slow)])
 def test_tensors_alive_at_the_peak_of_a_plan_are_predicted_within_a_tenth(budget):
     model, layout = load_model("tiny"), forest(1000, 300, 150)
     cost = cost_of(model)
@@ -136,7 +136,7 @@ def test_tensors_alive_at_the_peak_of_a_plan_are_predicted_within_a_tenth(budget
     assert peak == pytest.approx(sum(predicted.values()) - predicted["allocator"], rel=0.1)
 
 
-@pytest.mark.parametrize("budget", [10_000, 50])
+@pytest.mark.parametrize("budget", [10_000, pytest.param(50, marks=pytest.mark.slow)])
 def test_checkpointing_takes_no_more_than_is_predicted(budget):
     model, layout = load_model("tiny"), forest(1000, 300, 150)
     checkpoint_layers(model)

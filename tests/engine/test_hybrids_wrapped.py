@@ -68,7 +68,9 @@ LORAS = {
 }
 
 
-@pytest.mark.parametrize("name", LORAS)
+@pytest.mark.parametrize(
+    "name", [next(iter(LORAS)), *(pytest.param(name, marks=pytest.mark.slow) for name in [*LORAS][1:])]
+)
 def test_a_hybrid_wrapped_by_lora_is_exact(name):
     config = peft.LoraConfig(r=3, lora_alpha=6, task_type="CAUSAL_LM", **LORAS[name])
     model = peft.get_peft_model(make_hybrid("qwen3_5_deep"), config)
@@ -82,8 +84,8 @@ def test_a_hybrid_wrapped_by_lora_is_exact(name):
 @pytest.mark.parametrize(
     "trained",
     [
-        *("A_log", "conv1d", "layers.3"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dt_bias", "linear_attn.out_proj", "in_proj_b")),
+        *("A_log", "conv1d"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dt_bias", "out_proj", "in_proj_b", "layers.3")),
     ],
 )
 def test_a_hybrid_of_which_little_is_trained_is_exact(trained):
@@ -122,7 +124,7 @@ def test_the_model_is_left_as_it_was_found():
 
 def test_under_autocast_the_error_is_no_larger_than_that_of_rows():
     errors: dict[str, list[float]] = {"rows": [], "1 part": [], "chunks of 2": []}
-    for seed in range(4):
+    for seed in range(2):
         model = make_hybrid("qwen3_5_text", seed=seed)
         with PureFloat64():
             truth = expected(model.double())

@@ -13,7 +13,7 @@ from treetrain.testing.float64 import PureFloat64, RoundsToFloat32
 @pytest.mark.parametrize(
     ("family", "forests"),
     [
-        ("qwen3", 20),
+        ("qwen3", 8),
         *(pytest.param(name, 85, marks=pytest.mark.slow) for name in ("qwen3", "llama", "mistral", "qwen2")),
     ],
 )
@@ -23,16 +23,22 @@ def test_gradients_of_sft_and_ppo_are_those_of_the_rows(family, forests, record_
     assert worst["distinct forests"] >= 0.55 * forests
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "qwen3"])
+FAST = ("gpt_neox", "gpt2", "phi3", "glm4")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "qwen3"],
+)
 def test_gradients_hold_for_every_family_of_plain_attention(family, record_property):
     record_property("errors", check_contract(make_model(family), [PPO], 3))
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_gradients_of_every_other_loss_are_those_of_the_rows(name, record_property):
-    worst = check_contract(make_model("qwen3"), [OTHERS[name]], 5)
+    worst = check_contract(make_model("qwen3"), [OTHERS[name]], 3)
     record_property("errors", worst)
-    assert worst["distinct forests"] >= 3
+    assert worst["distinct forests"] >= 2
 
 
 @pytest.mark.parametrize("case", [SFT, PPO], ids=["sft", "ppo"])

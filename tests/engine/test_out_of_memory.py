@@ -114,14 +114,26 @@ def test_a_kept_part_that_does_not_fit_is_run_in_smaller_ones(model, truth, case
     assert check_step(model, truth, case, stem(kept=True), error, graph=6) <= 6
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("limits", [{"plain": 5, "graph": 5}, {"plain": 8, "graph": 3}, {"total": 6}], ids=str)
+@pytest.mark.parametrize(
+    ("limits", "case"),
+    [
+        pytest.param(limits, case, marks=() if number % 2 == (case == "ppo") else pytest.mark.slow)
+        for number, limits in enumerate([{"plain": 5, "graph": 5}, {"plain": 8, "graph": 3}, {"total": 6}])
+        for case in CASES
+    ],
+)
 def test_a_publishing_pass_that_does_not_fit_is_run_in_smaller_ones(model, truth, limits, case):
     assert check_step(model, truth, case, stem(kept=False), **limits) <= min(limits.values())
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("limit", "tokens"), [("graph", 4), ("graph", 1), ("backward", 6), ("backward", 2)])
+@pytest.mark.parametrize(
+    ("limit", "tokens", "case"),
+    [
+        pytest.param(*limit, case, marks=() if number % 2 == (case == "ppo") else pytest.mark.slow)
+        for number, limit in enumerate([("graph", 4), ("graph", 1), ("backward", 6), ("backward", 2)])
+        for case in CASES
+    ],
+)
 def test_a_late_part_that_does_not_fit_is_run_in_smaller_ones(model, truth, limit, tokens, case):
     assert check_step(model, truth, case, stem(kept=False), **{limit: tokens}) <= tokens
 
@@ -184,9 +196,15 @@ class Pairs:
         return torch.nn.functional.softplus(sums[1:] - sums[:-1]).sum(), {"calls": 1.0}
 
 
-@pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize(
-    "limits", [{"graph": 9}, {"graph": 3}, {"total": 6}, {"backward": 9}, {"plain": 4, "graph": 3}], ids=str
+    ("limits", "before"),
+    [
+        pytest.param(limits, before, marks=pytest.mark.slow if before and number % 2 else ())
+        for number, limits in enumerate(
+            [{"backward": 9}, {"graph": 9}, {"graph": 3}, {"total": 6}, {"plain": 4, "graph": 3}]
+        )
+        for before in (False, True)
+    ],
 )
 def test_a_loss_over_several_rows_goes_backward_only_when_all_are_scored(model, limits, before):
     with PureFloat64():
