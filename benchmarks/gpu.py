@@ -14,7 +14,6 @@ FlashAttention for every engine and plain kernel. --smoke takes tiny sizes, on a
 import argparse
 import collections
 import contextlib
-import dataclasses
 import datetime
 import functools
 import gc
@@ -53,13 +52,12 @@ from treetrain.engine.lm_head import Edges, ScoreRequest, score_edges
 from treetrain.planning.devices import Device
 from treetrain.planning.partition import whole_trees
 from treetrain.planning.plan import Plan
-from treetrain.softmax_attention import triton_shapes
-from treetrain.softmax_attention.backends import make_attention, runnable, using
+from treetrain.softmax_attention.attention import AttentionTree, runnable, using
 from treetrain.softmax_attention.reference import reference_attention
 from treetrain.softmax_attention.schedule import AttentionSpec, Forest
 from treetrain.tree.attention_range import AttentionRange
 from treetrain.tree.build import build_tree
-from treetrain.tree.layout import PackedLayout, pack
+from treetrain.tree.layout import pack
 from treetrain.tree.stats import ideal_speedup, linear_work, tree_work
 
 MINUTES = {"A": 4.0, "B": 9.0, "C": 9.0}
@@ -224,11 +222,10 @@ def attention_correctness(out: Out) -> None:
                 where = {"depth": depth, "window": window, "softcap": cap, "sinks": s}
                 return reference_attention(q, k, v, ends, head**-0.5, **where)
 
-            with using(backend):
-                attention = make_attention(forest_of(layout), DEVICE, 4 * head)
+            attention = AttentionTree(Forest.of(layout))
 
-            def attend(q, k, v, s=None, attention=attention, ask=ask, head=head):
-                return attention(q, k, v, head**-0.5, 0, ask, s)
+            def attend(q, k, v, s=None, attention=attention, ask=ask, head=head, backend=backend):
+                return attention(q, k, v, head**-0.5, 0, ask, s, backend)
 
             truth = both_ways(reference, [t.double() for t in tensors])
             got, again = (both_ways(attend, tensors) for _ in range(2))
@@ -239,16 +236,6 @@ def attention_correctness(out: Out) -> None:
         if spec == "full" and dtype == narrow and head in (16, 128) and not row.get("right"):
             wrong.add(backend)
     out.write("gate", right=sorted(set(runnable(DEVICE)) - wrong))
-
-
-def forest_of(layout: PackedLayout) -> Forest:
-    """The attention layer's view of a layout."""
-    return Forest(
-        ends=layout.ends,
-        depth=layout.positions,
-        segment_start=layout.segment_start,
-        segment_parent=layout.segment_parent,
-    )
 
 
 def both_ways(attend: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
@@ -688,9 +675,8 @@ def attention_sweep(out: Out) -> None:
         for backend in gate(out):
             with out.case("sweep", kernel=backend, **shown) as row:
                 out.need(5.0)
-                with using(backend):
-                    attention = make_attention(forest_of(layout), DEVICE, heads[0] * heads[2])
-                attend = functools.partial(attention, scale=heads[2] ** -0.5)
+                attention = AttentionTree(Forest.of(layout))
+                attend = functools.partial(attention, scale=heads[2] ** -0.5, backend=backend)
                 row |= rates(attend, inputs(layout.num_tokens, heads), layout.pairs, heads)
                 row["ran"] = sorted(attention.calls)
 
@@ -731,19 +717,22 @@ def milliseconds(call: Callable[[], Any], calls: int = 10) -> float:
 def kernel_sweep(out: Out) -> None:
     """Every block size of each Triton kernel, alone: the other two keep their defaults."""
     layout = pack(build_tree(rows_of(synthetic(0.6, 48 if out.smoke else 8192, leaves=6), 30_000)), trim=False)
+    from treetrain.softmax_attention.triton_attention import SHAPES
+    from triton_shapes import candidates  # needs Triton
+
     for heads_name in ("0.6b", "size 64"):
         heads = HEADS[heads_name]
-        default = triton_shapes.shapes_for(heads[2], torch.bfloat16)
-        for kernel, listed in triton_shapes.candidates(heads[2], torch.bfloat16).items():
+        place = next(largest for largest in (64, 128, 256) if heads[2] <= largest), 2
+        default = SHAPES[place]
+        for kernel, listed in candidates(heads[2], torch.bfloat16).items():
             for shape in listed[: 1 if out.smoke else None]:
-                with out.case("kernel", kernel=kernel, heads=heads_name, shape=dataclasses.astuple(shape)) as row:
+                with out.case("kernel", kernel=kernel, heads=heads_name, shape=tuple(shape)) as row:
                     out.need(5.0)
-                    triton_shapes.use(heads[2], torch.bfloat16, default._replace(**{kernel: shape}))
-                    with using("triton"):
-                        attention = make_attention(forest_of(layout), DEVICE, heads[0] * heads[2])
-                    attend = functools.partial(attention, scale=heads[2] ** -0.5)
+                    SHAPES[place] = default._replace(**{kernel: shape})
+                    tree = AttentionTree(Forest.of(layout))
+                    attend = functools.partial(tree, scale=heads[2] ** -0.5, backend="triton")
                     row |= rates(attend, inputs(layout.num_tokens, heads), layout.pairs, heads)
-        triton_shapes.use(heads[2], torch.bfloat16, default)
+        SHAPES[place] = default
 
 
 # ---- run C: the linear baseline, memory, and what both say together

@@ -2,8 +2,8 @@
 
 Run: python benchmarks/triton_report.py [--kernels attention,head] [--sizes 64,128,256] [--dtypes bfloat16,float32]
 [--all]. Needs Triton, whose wheel carries the assembler. Prints one line for each kernel of attention in each block
-size that `triton_shapes.candidates` lists (without --all: in the default one), and for those of the LM head; a kernel
-that needs more shared memory than a multiprocessor has is an error.
+size that `triton_shapes.candidates` lists (without --all: in the default one), and for those of the LM head; a
+kernel that needs more shared memory than a multiprocessor has is an error.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def compiled(kernel: Any, dtype: str, size: int, shape: Any, **flags: bool) -> A
 
     Args:
         dtype: bf16 or fp32.
-        shape: `triton_shapes.Shape`.
+        shape: `triton_attention.Shape`.
         flags: CAPPED, LOCAL, SINKS.
     """
     power = max(16, 1 << (size - 1).bit_length())
@@ -106,7 +106,7 @@ def report_attention(sizes: list[int], dtypes: list[str], *, every: bool) -> int
     import torch
 
     from treetrain.softmax_attention import triton_kernels
-    from treetrain.softmax_attention.triton_shapes import candidates
+    from triton_shapes import candidates
 
     too_large = 0
     for name, size in itertools.product(dtypes, sizes):

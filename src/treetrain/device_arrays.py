@@ -48,3 +48,10 @@ def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, **
             kernel[grid](*arguments, **options)
     else:
         kernel[grid](*arguments, **options)
+
+
+def tf32_is_allowed() -> bool:
+    """Whether either of PyTorch's settings allows float32 products in less than float32 precision."""
+    chosen = torch.backends.cuda.matmul.fp32_precision
+    # PyTorch raises if the older setting is read while the newer one says something else.
+    return torch.get_float32_matmul_precision() != "highest" if chosen == "none" else chosen != "ieee"

@@ -9,7 +9,7 @@ import pytest
 from support.saved import save_small_model
 from support.threads import one_thread
 from treetrain.cli import main
-from treetrain.models.presets import preset_tokenizer
+from treetrain.models.loading import preset_tokenizer
 
 __all__ = ["one_thread"]
 

@@ -9,7 +9,7 @@ import pytest
 
 from treetrain.data.load import load
 from treetrain.engine.costs import count_named
-from treetrain.models.presets import preset_tokenizer
+from treetrain.models.loading import preset_tokenizer
 from treetrain.planning.cost import ModelShape
 from treetrain.planning.devices import Device
 from treetrain.planning.make import make_plan

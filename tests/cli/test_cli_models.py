@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from support.families import make_config
-from treetrain.models.table import FamilyTable
+from treetrain.models.loading import FamilyTable
 
 
 def config_folder(tmp_path: Path, family: str, **changes) -> str:

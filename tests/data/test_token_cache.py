@@ -7,7 +7,7 @@ import pytest
 from treetrain.data import arrow
 from treetrain.data.load import _Reading, load
 from treetrain.errors import DataError
-from treetrain.models.presets import preset_tokenizer
+from treetrain.models.loading import preset_tokenizer
 
 
 def conversations(count: int, start: int = 0) -> list[dict]:

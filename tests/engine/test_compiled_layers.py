@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.models import compiled_layers
+from treetrain.models import tree_mode
 from treetrain.testing.linear import gradients, relative_error
 
 _compile = torch.compile
@@ -22,7 +22,7 @@ def compiled(monkeypatch):
     def with_backend(name: str) -> CompileCounterWithBackend:
         torch._dynamo.reset()
         counter = CompileCounterWithBackend(name)
-        monkeypatch.setattr(compiled_layers.torch, "compile", functools.partial(_compile, backend=counter))
+        monkeypatch.setattr(tree_mode.torch, "compile", functools.partial(_compile, backend=counter))
         return counter
 
     yield with_backend
@@ -57,6 +57,14 @@ def test_one_compilation_serves_all_layers_lengths_and_parts(compiled, checkpoin
     assert all(module._compiled_call_impl is None for module in model.modules()), "the model is as it was"
 
 
+def test_checkpointed_layers_are_exact_beside_compiled_modules(compiled):
+    counter, model, batch = compiled("eager"), make_model("qwen3"), rows(20, 5)
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    truth = step(model, batch, compile_layers=False)
+    assert relative_error(step(model, batch, compile_layers=True), truth) <= 1e-6
+    assert counter.frame_count > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text", "gpt_oss", "qwen3_next"])
 def test_routers_windows_sinks_and_recurrences_are_exact_beside_compiled_modules(compiled, family):
@@ -87,7 +95,7 @@ def test_layers_are_compiled_on_a_gpu_by_default_and_never_under_a_users_hook(mo
     assert tt.TreeEngine(model).compiles and not tt.TreeEngine(model, compile_layers=False).compiles
     layer = model.model.layers[0]
     handle = layer.mlp.register_forward_hook(lambda *_: None)
-    with compiled_layers.compiled_layers(model, {}):
+    with tree_mode.compiled_layers(model, {}):
         assert layer._compiled_call_impl is None and layer.mlp._compiled_call_impl is None
         assert layer.self_attn._compiled_call_impl is not None
         assert model.model.layers[1]._compiled_call_impl is not None

@@ -18,7 +18,7 @@ from support.models import make_model
 from support.triton_here import GPU, triton_or_skip
 from treetrain.engine.costs import cost_of
 from treetrain.engine.lm_head import EdgesOfChunk, Entropies, PlainChunk, Scaling, TritonChunk, chunk_type
-from treetrain.models.heads import LogitMap
+from treetrain.models.capability import LogitMap
 from treetrain.testing.linear import gradients, relative_error
 
 DEVICE = torch.device("cuda" if GPU else "cpu")

@@ -11,11 +11,11 @@ import treetrain as tt
 from support.hybrids import make_hybrid
 from support.plans import KEEPS, SHAPES, planned
 from support.stand_in import StandIn
-from treetrain.linear_attention import paths, state_cache
-from treetrain.linear_attention.backends import KERNELS
+from treetrain.linear_attention import paths
 from treetrain.linear_attention.delta_rule import TILE
+from treetrain.linear_attention.scans import KERNELS
 from treetrain.models import recurrent_layers
-from treetrain.softmax_attention.backends import Choice
+from treetrain.softmax_attention.attention import Choice
 from treetrain.testing import linear
 from treetrain.testing.contract import OTHERS, PPO, SFT, check_contract
 from treetrain.testing.float64 import PureFloat64, RoundsToFloat32
@@ -149,10 +149,10 @@ def test_nothing_of_a_pure_float64_run_is_rounded():
 
 @pytest.mark.parametrize("keep", KEEPS)
 def test_states_are_held_only_where_parts_attach_and_room_is_made_once(keep, monkeypatch):
-    made: list[state_cache.StateCache] = []
+    made: list[paths.StateCache] = []
     grown: list[int] = []
 
-    class Watched(state_cache.StateCache):
+    class Watched(paths.StateCache):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.most = 0

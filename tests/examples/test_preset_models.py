@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from treetrain.errors import DataError, UnsupportedModel
-from treetrain.models.loading import load_model, load_tokenizer
-from treetrain.models.presets import PRESETS, TOKENIZER_FOLDER, load_preset_model, preset_config
+from treetrain.models.loading import (
+    PRESETS,
+    TOKENIZER_FOLDER,
+    load_model,
+    load_preset_model,
+    load_tokenizer,
+    preset_config,
+)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from treetrain.models.presets import PRESETS, TOKENIZER_FOLDER, preset_config, preset_tokenizer
+from treetrain.models.loading import PRESETS, TOKENIZER_FOLDER, preset_config, preset_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from support.rules import SHAPES, inputs, layout_of
 from support.stand_in import StandIn
-from treetrain.linear_attention import backends
-from treetrain.linear_attention.backends import KERNELS, TILES, choose_for, choose_rule
+from treetrain.linear_attention import scans as scans_module
 from treetrain.linear_attention.reference import reference_gated_delta
-from treetrain.linear_attention.scans import Scans, scanned_gated_delta
+from treetrain.linear_attention.scans import KERNELS, TILES, Scans, choose_for, choose_rule, scanned_gated_delta
 from treetrain.testing.forests import forests, runs
 from treetrain.testing.linear import relative_error, rms
 
@@ -130,7 +129,7 @@ LONG_RUNS = scans_of([[*range(2000), 5000 + i, *range(1000)] for i in range(4)])
 
 @pytest.fixture
 def kernels_there(monkeypatch):
-    monkeypatch.setattr(backends, "_found", StandIn)
+    monkeypatch.setattr(scans_module, "_found", StandIn)
 
 
 @pytest.mark.parametrize(
@@ -168,19 +167,19 @@ def test_kernels_run_on_long_runs_and_tiles_on_trees_that_fork_often(kernels_the
 def test_it_is_said_why_there_is_no_kernel(monkeypatch, version, says):
     def installed(name):
         if version is None:
-            raise backends.importlib.metadata.PackageNotFoundError(name)
+            raise scans_module.importlib.metadata.PackageNotFoundError(name)
         return version
 
     def broken(name):
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(backends.importlib.metadata, "version", installed)
-    monkeypatch.setattr(backends.importlib, "import_module", broken)
-    backends._found.cache_clear()
+    monkeypatch.setattr(scans_module.importlib.metadata, "version", installed)
+    monkeypatch.setattr(scans_module.importlib, "import_module", broken)
+    scans_module._found.cache_clear()
     try:
         choice = choose_rule(CUDA, torch.bfloat16, 128, 128)
     finally:
-        backends._found.cache_clear()
+        scans_module._found.cache_clear()
     assert choice.name == TILES and says in choice.reason
 
 
@@ -246,9 +245,9 @@ NARROW = [torch.bfloat16, torch.float16]
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels are for CUDA")
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_by_the_real_kernels_a_tree_is_as_exact_as_rows(dtype):
-    if isinstance(backends._found(), str):
-        pytest.skip(backends._found())
-    compare(backends.load_kernel(), CUDA, dtype)
+    if isinstance(scans_module._found(), str):
+        pytest.skip(scans_module._found())
+    compare(scans_module.load_kernel(), CUDA, dtype)
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)

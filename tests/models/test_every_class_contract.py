@@ -17,7 +17,7 @@ from support.every_class_contract import (
 from support.plans import planned
 from support.real_rows import LONGEST, SOURCES, VOCABULARY, loader, with_facts
 from treetrain.engine.engine import TreeEngine
-from treetrain.models.table import FamilyTable
+from treetrain.models.loading import FamilyTable
 from treetrain.testing.contract import PPO, Rows, as_dtype
 
 EXACT = FamilyTable.packaged().of("exact")

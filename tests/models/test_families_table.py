@@ -10,7 +10,7 @@ import transformers
 from support.every_class import KEPT_CASTS, NAMES, ROUGH, Verdict, judge, small_model
 from support.every_class_contract import DOUBLE, RATIO, SINGLE, on_random_forests
 from support.families_page import markdown, stable, to_json
-from treetrain.models.table import FILE, ClassFound, FamilyTable
+from treetrain.models.loading import FILE, ClassFound, FamilyTable
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "families.md"

@@ -3,6 +3,8 @@
 import dataclasses
 import importlib.util
 import sys
+import types
+from collections import Counter
 from unittest import mock
 
 import numpy as np
@@ -13,12 +15,12 @@ import torch.nn.attention.flex_attention as flex_module
 from support.attention_forests import attention_forest, forest_of
 from support.layouts import star
 from treetrain.engine.engine import TreeEngine
-from treetrain.softmax_attention import backends, flex
-from treetrain.softmax_attention.backends import (
+from treetrain.softmax_attention import attention, flex
+from treetrain.softmax_attention.attention import (
     BACKENDS,
     ENVIRONMENT,
+    AttentionTree,
     choose_backend,
-    make_attention,
     runnable,
     using,
     why_not,
@@ -78,15 +80,14 @@ def stand_ins(monkeypatch, with_triton):
     varlen = type(
         "Varlen", (_StandIn,), {"name": "varlen", "takes": VarlenAttention.takes, "_dtypes": (torch.bfloat16,)}
     )
-    monkeypatch.setattr(backends, "VarlenAttention", varlen)
+    monkeypatch.setattr(attention, "VarlenAttention", varlen)
 
 
-def test_the_choice_belongs_to_the_forest_and_the_layer_and_is_recorded(stand_ins):
+def test_the_choice_belongs_to_the_forest_and_the_layer(stand_ins):
     def calls(forest, cache=None, specs=(PLAIN_ATTENTION,), dtype=torch.bfloat16):
-        attention, x = make_attention(forest, CUDA, 64, cache), torch.zeros(len(forest.ends), 2, 8, dtype=dtype)
-        for spec in specs:
-            attention(x, x, x, 1.0, 0, spec, None)
-        return attention.calls
+        x = types.SimpleNamespace(device=CUDA, shape=(len(forest.ends), 2, 8), dtype=dtype)
+        tree = AttentionTree(forest, cache)
+        return Counter(tree.backend(x, x, spec).name for spec in specs)
 
     suitable, bushy = forest_of(star(300, 64)), forest_of(star(300, 3))
     windowed = [PLAIN_ATTENTION, AttentionSpec(AttentionRange(window=9)), PLAIN_ATTENTION]
@@ -103,7 +104,7 @@ def test_the_choice_belongs_to_the_forest_and_the_layer_and_is_recorded(stand_in
 
 def test_a_name_that_is_none_is_refused(monkeypatch):
     with (
-        pytest.raises(ValueError, match=r"'flexx'.*auto, rectangles, varlen, triton, flex, flex-flash"),
+        pytest.raises(ValueError, match=r"'flexx'.*auto, rectangles, varlen, triton, flex"),
         using("flexx"),
     ):
         pass
@@ -114,7 +115,7 @@ def test_a_name_that_is_none_is_refused(monkeypatch):
 
 def test_a_backend_that_cannot_run_says_why_and_what_can(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for name in ("flex", "flex-flash", "varlen", "triton"):
+    for name in ("flex", "varlen", "triton"):
         with using(name), pytest.raises(ValueError, match=r"CUDA device.*those that can: rectangles"):
             choose_backend(CPU)
     with pytest.raises(ValueError, match=r"'varlen' \(the default\) .*Triton is not installed; those that can: none"):
@@ -122,23 +123,14 @@ def test_a_backend_that_cannot_run_says_why_and_what_can(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "triton" else None)
     with using("rectangles"), pytest.raises(ValueError, match=r"the CPU's.*varlen, triton, flex$"):
         choose_backend(CUDA)
-    assert why_not("flex-flash", CUDA) == "the package flash-attn-4 (module flash_attn.cute) is not installed"
     assert runnable(CPU) == ["rectangles"]
 
 
 def test_triton_runs_on_a_cpu_in_its_interpreter_only(monkeypatch, with_triton):
     assert "TRITON_INTERPRET=1" in (why_not("triton", CPU) or "")
-    assert why_not("triton", CUDA) is None and why_not("flex-flash", CUDA) is None
+    assert why_not("triton", CUDA) is None
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert runnable(CPU) == ["rectangles", "triton"]
-
-
-def test_a_missing_parent_package_is_a_missing_package(monkeypatch):
-    def find(name):
-        raise ModuleNotFoundError(name)
-
-    monkeypatch.setattr(importlib.util, "find_spec", find)
-    assert not backends._has_flash_attention_4()
 
 
 def test_an_engine_says_what_it_takes_and_takes_it(monkeypatch):
@@ -159,11 +151,10 @@ def _row():
 
 def test_every_name_is_described_and_made():
     forest = attention_forest([[1, 2], [1, 3]])
-    assert set(backends.DEFAULTS.values()) <= set(BACKENDS)
-    assert make_attention(forest, CPU, 64).name == "rectangles"
+    assert set(attention.DEFAULTS.values()) <= set(BACKENDS)
+    x = torch.zeros(3, 2, 8)
+    assert AttentionTree(forest).backend(x, x, PLAIN_ATTENTION).name == "rectangles"
     assert FlexTreeAttention(forest, CPU).name == "flex"
-    flash = FlexTreeAttention(forest, CPU, kernels="FLASH")
-    assert flash.name == "flex-flash" and flash._kernels == "FLASH"
 
 
 @pytest.mark.parametrize(

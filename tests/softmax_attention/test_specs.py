@@ -12,11 +12,11 @@ from support.attention_forests import attention_forest, forest_of
 from support.layouts import one_segment_per_part, uniform
 from support.parts import PartsByHand, Tensors
 from support.plans import KEEPS
-from treetrain.softmax_attention import kernels, local
+from treetrain.softmax_attention import rectangles
 from treetrain.softmax_attention.kv_cache import KVCache, KVCacheView
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.reference import reference_attention, visible
-from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
+from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest, local_schedule
 from treetrain.testing.forests import bushy_rows, forests, runs, seeded
 from treetrain.testing.linear import relative_error, rms
 from treetrain.tree.attention_range import FULL, AttentionRange
@@ -108,14 +108,14 @@ def test_long_paths_take_rectangles_and_tiles_and_equal_the_reference(visible_ra
     tensors = inputs(len(forest.ends), heads=2, groups=1)
     for call_pairs in (0.0, 1e9):
         assert max(whole_errors(forest, tensors, AttentionSpec(visible_range), call_pairs)) <= 1e-12
-    schedule = local.local_schedule(forest, visible_range, call_pairs=0.0).schedule
+    schedule = local_schedule(forest, visible_range, call_pairs=0.0).schedule
     assert schedule.batches and bool(schedule.rectangles) == rectangles
 
 
 def test_a_window_costs_tokens_times_window_whatever_the_length_of_the_paths():
     length, window = 20_000, 256
     forest = attention_forest([list(range(37)) * (length // 37)])
-    schedule = local.local_schedule(forest, AttentionRange(window=window)).schedule
+    schedule = local_schedule(forest, AttentionRange(window=window)).schedule
     masks = sum(batch.mask.size for batch in schedule.batches if batch.mask is not None)
     pairs = masks + sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in schedule.rectangles)
     assert pairs <= 1.6 * length * window
@@ -165,7 +165,7 @@ def test_the_capped_kernel_holds_few_scores_at_a_time(monkeypatch):
     )
     tensors = inputs(len(forest.ends))
     for most in (1, 1000, 1 << 21):
-        monkeypatch.setattr(kernels, "CAPPED_SCORES", most)
+        monkeypatch.setattr(rectangles, "CAPPED_SCORES", most)
         for call_pairs in (0.0, 2e3, 1e9):
             assert max(whole_errors(forest, tensors, SPECS["cap"], call_pairs)) <= 1e-12
 

@@ -28,16 +28,20 @@ from support.layouts import (  # noqa: E402
 )
 from support.parts import PartsByHand, Tensors  # noqa: E402
 from support.plans import KEEPS  # noqa: E402
-from treetrain.softmax_attention import triton_shapes  # noqa: E402
-from treetrain.softmax_attention.backends import make_attention, using  # noqa: E402
+from treetrain.softmax_attention import triton_attention  # noqa: E402
+from treetrain.softmax_attention.attention import AttentionTree  # noqa: E402
 from treetrain.softmax_attention.reference import reference_attention  # noqa: E402
 from treetrain.softmax_attention.schedule import (  # noqa: E402
     PLAIN_ATTENTION,
     AttentionSpec,
     Forest,
 )
-from treetrain.softmax_attention.triton_attention import TritonTreeAttention  # noqa: E402
-from treetrain.softmax_attention.triton_shapes import Shape, Shapes, candidates, shapes_for  # noqa: E402
+from treetrain.softmax_attention.triton_attention import (  # noqa: E402
+    Shape,
+    Shapes,
+    TritonTreeAttention,
+    shapes_for,
+)
 from treetrain.testing.forests import bushy_rows, forests, runs, seeded  # noqa: E402  # noqa: E402
 from treetrain.testing.linear import relative_error, rms  # noqa: E402
 from treetrain.tree.attention_range import AttentionRange  # noqa: E402
@@ -157,8 +161,8 @@ def test_head_sizes_equal_the_reference(size, dtype):
 
 def test_blocks_smaller_than_a_tile_equal_the_reference(monkeypatch):
     forest = attention_forest(bushy_rows(np.random.default_rng(2), rows=8, segment=9, levels=3))
-    monkeypatch.setattr(triton_shapes, "_chosen", {})
-    triton_shapes.use(16, torch.float32, Shapes(Shape(16, 32, 4, 1), Shape(32, 16, 4, 1), Shape(16, 16, 4, 1)))
+    smaller = Shapes(Shape(16, 32, 4, 1), Shape(32, 16, 4, 1), Shape(16, 16, 4, 1))
+    monkeypatch.setitem(triton_attention.SHAPES, (64, 4), smaller)
     assert shapes_for(16, torch.float32).forward.queries == 16
     check(forest, inputs(len(forest.ends), size=16, sinks=True), AttentionSpec(AttentionRange(window=11)), tile=64)
     check(forest, inputs(len(forest.ends), size=16), tile=64)
@@ -167,8 +171,8 @@ def test_blocks_smaller_than_a_tile_equal_the_reference(monkeypatch):
 @pytest.mark.parametrize("size", [16, 64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_setting_cuts_a_tile_into_whole_blocks(size, dtype):
-    for shapes in candidates(size, dtype).values():
-        assert all(128 % s.queries == 0 and 128 % s.keys == 0 and s.warps in (4, 8) for s in shapes)
+    for s in shapes_for(size, dtype):
+        assert 128 % s.queries == 0 and 128 % s.keys == 0 and s.warps in (4, 8)
 
 
 @pytest.mark.parametrize(
@@ -248,9 +252,10 @@ def test_what_the_kernels_cannot_do_is_refused_by_name():
 @pytest.mark.skipif(GPU, reason="asks for what a machine without GPU says")
 def test_the_dispatcher_takes_the_kernels_when_told():
     forest = attention_forest([[1, 2, 3]])
-    with using("triton"):
-        assert make_attention(forest, DEVICE, 64).name == "triton"
-    assert make_attention(forest, DEVICE, 64).name == "rectangles"
+    tree, given = AttentionTree(forest), inputs(3)[:3]
+    tree(*given, SCALE, backend="triton")
+    tree(*given, SCALE)
+    assert tree.calls == {"triton": 1, "rectangles": 1}
 
 
 @pytest.mark.skipif(not GPU, reason="counts what the compiler makes")

@@ -1,9 +1,9 @@
-"""Settings of the Triton kernels that need no Triton."""
+"""Whether PyTorch's settings allow the Triton kernels less than float32 precision."""
 
 import pytest
 import torch
 
-from treetrain.softmax_attention.triton_shapes import tf32_is_allowed
+from treetrain.device_arrays import tf32_is_allowed
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from support.attention_forests import attention_forest, forest_of
 from support.layouts import star
 from support.parts import Tensors
 from treetrain.softmax_attention import varlen
-from treetrain.softmax_attention.kernels import StockKernel
 from treetrain.softmax_attention.kv_cache import KVCache
+from treetrain.softmax_attention.rectangles import StockKernel
 from treetrain.softmax_attention.reference import reference_attention, visible
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec
 from treetrain.softmax_attention.varlen import DeviceCall, StockVarlen, VarlenAttention, pieces_of, suits, varlen_calls

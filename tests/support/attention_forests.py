@@ -13,9 +13,4 @@ def attention_forest(rows: Rows) -> Forest:
 
 def forest_of(layout) -> Forest:
     """The attention layer's view of a layout."""
-    return Forest(
-        ends=layout.ends,
-        depth=layout.positions,
-        segment_start=layout.segment_start,
-        segment_parent=layout.segment_parent,
-    )
+    return Forest.of(layout)

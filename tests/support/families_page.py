@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from treetrain.models.table import VERDICTS, ClassFound, FamilyTable
+from treetrain.models.loading import VERDICTS, ClassFound, FamilyTable
 
 ERRORS = ("float64", "float32", "rows_float32", "bfloat16")
 

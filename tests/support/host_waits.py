@@ -6,7 +6,6 @@ is not said to be asynchronous, a tensor made of Python numbers, and an index th
 """
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -18,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from treetrain.engine import runtime
-from treetrain.softmax_attention import attention
-from treetrain.softmax_attention.backends import Choice
+from treetrain.softmax_attention.attention import AttentionTree, Choice
 from treetrain.softmax_attention.kv_cache import cached_keys
 
 META = torch.device("meta")
@@ -65,7 +63,7 @@ class StandIn:
     name = "stand-in"
 
     def __init__(self, cache: Any):
-        self._cache, self.calls = cache, Counter({self.name: 1})
+        self._cache = cache
 
     def __call__(self, query, key, value, scale, layer=0, spec=None, sinks=None):
         if self._cache is not None:
@@ -86,7 +84,7 @@ def on_meta() -> Iterator[None]:
 
         # What meta has not: a backend, free memory, autocast.
         replace(runtime, "choose_backend", lambda device: Choice("stand-in", "meta"))
-        replace(attention, "make_attention", lambda forest, device, size, cache=None: StandIn(cache))
+        replace(AttentionTree, "backend", lambda tree, *_: StandIn(tree._cache))
         replace(runtime, "free_bytes", lambda device: None)
         replace(torch, "autocast", lambda *args, **options: contextlib.nullcontext())
         replace(torch, "is_autocast_enabled", lambda kind=None: False)

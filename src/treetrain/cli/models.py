@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _list(as_json: bool) -> None:
-    from treetrain.models.table import VERDICTS, FamilyTable
+    from treetrain.models.loading import VERDICTS, FamilyTable
 
     found = FamilyTable.packaged()
     if as_json:
@@ -95,7 +95,7 @@ def _one(name: str) -> dict[str, Any]:
 
 def _tested(model_type: str) -> tuple[str, str]:
     """Verdict and reason for a model that passes the check, by what the tests found for its class."""
-    from treetrain.models.table import FamilyTable
+    from treetrain.models.loading import FamilyTable
 
     found = FamilyTable.packaged().find(model_type)
     if found is None or found.verdict != "exact":

@@ -31,8 +31,8 @@ from treetrain.engine.packed import model_device
 from treetrain.engine.routing import Routing, switched
 from treetrain.engine.runtime import Runtime
 from treetrain.engine.tensor_parallel import tensor_parallel_mode
-from treetrain.linear_attention.state_cache import StateCache
-from treetrain.models.compiled_layers import compiled_layers
+from treetrain.linear_attention.paths import StateCache
+from treetrain.models.tree_mode import compiled_layers
 from treetrain.planning.plan import Plan
 from treetrain.softmax_attention.kv_cache import CacheRows, KVCache
 from treetrain.tree.layout import Piece, cut

@@ -31,11 +31,10 @@ from torch.utils.checkpoint import checkpoint
 from treetrain.device_arrays import on_device
 from treetrain.engine.distributed import Ranks
 from treetrain.engine.gradients import GradientBuffer, GradientBuffers
-from treetrain.models.capability import Capabilities
-from treetrain.models.heads import IDENTITY, LogitMap
+from treetrain.models.capability import IDENTITY, Capabilities, LogitMap
 from treetrain.models.tree_mode import replaced_forward
 from treetrain.planning.devices import head_chunk_rows
-from treetrain.softmax_attention.backends import why_not
+from treetrain.softmax_attention.attention import why_not
 
 ENVIRONMENT = "TREETRAIN_HEAD"
 KERNELS = ("torch", "triton")

@@ -16,13 +16,13 @@ from treetrain.engine.distributed import Ranks, output_dtype
 from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, scoring_head
 from treetrain.engine.routing import RouterPass
 from treetrain.errors import UnsupportedModel
-from treetrain.linear_attention.paths import Paths
-from treetrain.linear_attention.state_cache import StateView
+from treetrain.linear_attention.paths import Paths, StateView
 from treetrain.models.capability import Capabilities
 from treetrain.models.recurrent_layers import tree_recurrence
 from treetrain.models.tree_mode import RUN_KEYWORD, TreeRun, missing_window, replaced_forward, tree_attention
 from treetrain.softmax_attention.attention import AttentionTree
 from treetrain.softmax_attention.kv_cache import KVCacheView
+from treetrain.softmax_attention.schedule import Forest
 from treetrain.tree.layout import PackedLayout
 
 _NONE = np.zeros(0, np.int64)
@@ -52,7 +52,7 @@ class DeviceLayout:
         # One copy, so that the host need not wait for a GPU at each part.
         ids, positions, rows, edge_row, targets = to_device(arrays, device)
         self.input_ids, self.positions = ids, positions
-        self.tree = AttentionTree(layout, cache)
+        self.tree = AttentionTree(Forest.of(layout), cache)
         self.edges = Edges(rows=rows, edge_row=edge_row, targets=targets, host_edge_row=arrays[3])
 
 

@@ -29,7 +29,7 @@ from treetrain.planning.make import PART_TOKENS, make_plan
 from treetrain.planning.partition import partition
 from treetrain.planning.plan import Plan
 from treetrain.planning.price import CostModel
-from treetrain.softmax_attention.backends import Choice, choose_backend
+from treetrain.softmax_attention.attention import Choice, choose_backend
 from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from treetrain.engine.distributed import Ranks, is_shard, sharded_modules
 from treetrain.engine.lm_head import VocabularyShard
 from treetrain.errors import RanksDisagree, UnsupportedModel
-from treetrain.models.capability import Capabilities, causal_lm
-from treetrain.models.heads import is_plain_linear
+from treetrain.models.capability import Capabilities, causal_lm, is_plain_linear
 from treetrain.models.tree_mode import replaced_forward
 
 STYLES = (

@@ -12,7 +12,7 @@ computed for all tiles at once. Tiles of one depth in the tree of tiles form a *
 level, one small product each.
 
 Shape letters: N tokens, J key heads, H value heads (a multiple of J), K and V sizes of keys and values; n tiles of C
-slots, E exits.
+slots, E exits, x exported tokens or exits of a class, P tiles of all classes.
 """
 
 from collections import defaultdict
@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from treetrain.device_arrays import on_device
@@ -39,13 +40,13 @@ CLASS_PAIRS = 12_000
 class TileClass:
     """Tiles padded to one size, on the device: n tiles of C slots, x exits. Padding repeats token 0."""
 
-    index: Tensor  # int64 [n * C]: the token in every slot
+    index: Int64[Tensor, "slots"]  # the token in every slot
     shape: tuple[int, int]  # (n, C)
-    hidden: Tensor  # bool [n, C, C]: slot j is neither slot i nor an ancestor of it
-    entry: Tensor  # int64 [n]: the state a tile starts from; 0 is the one before the roots, 1 + e that of exit e
-    exit_tile: Tensor  # int64 [x]: the tile of every exit
-    exit_slot: Tensor  # int64 [x]: its slot
-    exit_hidden: Tensor  # bool [x, C]: the row of `hidden` at each exit
+    hidden: Bool[Tensor, "n C C"]  # slot j is neither slot i nor an ancestor of it
+    entry: Int64[Tensor, "n"]  # the state a tile starts from; 0 is the one before the roots, 1 + e that of exit e
+    exit_tile: Int64[Tensor, "x"]  # the tile of every exit
+    exit_slot: Int64[Tensor, "x"]  # its slot
+    exit_hidden: Bool[Tensor, "x C"]  # the row of `hidden` at each exit
     one_each: bool  # every tile has one exit, in order
 
 
@@ -54,11 +55,13 @@ class DeltaTiles:
 
     Args:
         layout: N tokens, N > 0.
-        exported: int64 [x]: tokens whose state is exported.
+        exported: tokens whose state is exported.
         tile: most tokens in a tile.
     """
 
-    def __init__(self, layout: PackedLayout, exported: Int64s, device: torch.device, *, tile: int = TILE):
+    def __init__(
+        self, layout: PackedLayout, exported: Int64[np.ndarray, "x"], device: torch.device, *, tile: int = TILE
+    ):
         tile_of = _tile_of(layout, tile)
         sizes = np.bincount(tile_of)
         order = np.argsort(tile_of, kind="stable")
@@ -112,9 +115,14 @@ class DeltaTiles:
 
 
 def _tile_class(
-    index: Int64s, length: Int64s, entry: Int64s, exit_tile: Int64s, exit_slot: Int64s, ends: Tensor
+    index: Int64[np.ndarray, "n C"],
+    length: Int64[np.ndarray, "n"],
+    entry: Int64[np.ndarray, "n"],
+    exit_tile: Int64[np.ndarray, "x"],
+    exit_slot: Int64[np.ndarray, "x"],
+    ends: Int64[Tensor, "N"],
 ) -> TileClass:
-    """A class from the token in every slot, [n, C], the number of filled slots, [n], and the fields of that name."""
+    """A class from the token in every slot, the number of filled slots, and the fields of that name."""
     device, (count, size) = ends.device, index.shape
     tokens, tile, slot = on_device(index, device), on_device(exit_tile, device), on_device(exit_slot, device)
     filled = torch.arange(size, device=device) < on_device(length, device)[:, None]
@@ -195,8 +203,8 @@ def _packed(pieces: list[tuple[int, list[int]]], tile: int, tiles: list[list[int
     return emptiest
 
 
-def levels_of(parent: Int64s) -> Int64s:
-    """int64 [P]: the number of ancestors of each item; `parent` [P] is the index of an earlier item, or -1."""
+def levels_of(parent: Int64[np.ndarray, "P"]) -> Int64[np.ndarray, "P"]:
+    """The number of ancestors of each item; `parent` is the index of an earlier item, or -1."""
     level = [0] * len(parent)
     for part, above in enumerate(parent.tolist()):
         if above >= 0:
@@ -204,8 +212,8 @@ def levels_of(parent: Int64s) -> Int64s:
     return np.array(level, np.int64)
 
 
-def _padded_sizes(sizes: Int64s) -> Int64s:
-    """int64 [P]: the padded size of each tile: few different sizes, at the least predicted cost."""
+def _padded_sizes(sizes: Int64[np.ndarray, "P"]) -> Int64[np.ndarray, "P"]:
+    """The padded size of each tile: few different sizes, at the least predicted cost."""
     found, counts = np.unique(sizes, return_counts=True)
     best, cut = [0.0], [0]
     for stop in range(1, len(found) + 1):
@@ -228,27 +236,31 @@ KEY_EPSILON = 1e-6
 class _Linear(NamedTuple):
     """The linear maps of one class, from the state that a tile starts from to its outputs and exit states."""
 
-    out: Tensor  # [n, H, C, V]: R
-    of_state: Tensor | None  # [n, H, C, K]: P; None if every tile starts from zero
-    exit_out: Tensor | None  # [x, H, K, V]: B
-    exit_of_state: Tensor | None  # [x, H, K, K]: A
+    out: Float[Tensor, "n H C V"]  # R
+    of_state: Float[Tensor, "n H C K"] | None  # P; None if every tile starts from zero
+    exit_out: Float[Tensor, "x H K V"] | None  # B
+    exit_of_state: Float[Tensor, "x H K K"] | None  # A
 
 
 def gated_delta(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, forest: DeltaTiles, state: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+    query: Float[Tensor, "N J K"],
+    key: Float[Tensor, "N J K"],
+    value: Float[Tensor, "N H V"],
+    decay: Float[Tensor, "N H"],
+    beta: Float[Tensor, "N H"],
+    forest: DeltaTiles,
+    state: Float[Tensor, "H K V"] | None,
+) -> tuple[Float[Tensor, "N H V"], Float[Tensor, "x H K V"] | None]:
     """Run the rule along every path.
 
     Args:
-        query, key: [N, J, K]; normalised here.
-        value: [N, H, V].
-        decay: [N, H], logarithms, at most 0.
-        beta: [N, H], from 0 to 1 (to 2 with negative eigenvalues).
-        state: [H, K, V] before the roots; None is zero.
+        query, key: normalised here.
+        decay: logarithms, at most 0.
+        beta: from 0 to 1 (to 2 with negative eigenvalues).
+        state: before the roots; None is zero.
 
     Returns:
-        [N, H, V], and the states of the exported tokens [x, H, K, V] (None if there are none); both computed and
-        returned in at least float32.
+        The output and the states of the exported tokens (None if there are none), in at least float32.
     """
     wide = torch.promote_types(torch.promote_types(query.dtype, decay.dtype), torch.float32)
     with torch.autocast(query.device.type, enabled=False):
@@ -317,8 +329,10 @@ def _tile(
     return _Linear(out, of_state, exit_out, kept - taken)
 
 
-def _states(made: list[_Linear], forest: DeltaTiles, before: Tensor, *, stateless: bool) -> Tensor:
-    """[1 + E, H, K, V]: the state before the roots, then those at the exits, by level."""
+def _states(
+    made: list[_Linear], forest: DeltaTiles, before: Float[Tensor, "H K V"], *, stateless: bool
+) -> Float[Tensor, "_ H K V"]:
+    """The state before the roots, then those at the exits, by level."""
     exit_out = torch.cat([x.exit_out for x in made if x.exit_out is not None]).index_select(0, forest.exit_order)
     found = [before[None]]
     if stateless:
@@ -337,8 +351,8 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + KEY_EPSILON)
 
 
-def _spread(products: Tensor, between: Tensor) -> Tensor:
-    """Products [n, J, C, C] of the key heads times decays [n, H, C, C] of the value heads -> [n, H, C, C]."""
+def _spread(products: Float[Tensor, "n J C C"], between: Float[Tensor, "n H C C"]) -> Float[Tensor, "n H C C"]:
+    """Products of the key heads times decays of the value heads."""
     n, heads, size, _ = between.shape
     grouped = between.view(n, products.shape[1], -1, size, size)
     return (grouped * products[:, :, None]).view(n, heads, size, size)

@@ -1,20 +1,290 @@
-"""Recurrence along the paths of one packed run, as the recurrent layers of a forward call it."""
+"""Recurrence along the paths of one packed run, as the recurrent layers of a forward call it.
+
+`Paths` runs the convolution of this file and the gated delta rule (`delta_rule.py`, `scans.py`). The recurrent cache
+holds the states that a part passes to the parts below it, and the gradients that come back. Every token of a path has
+keys and values, but one state stands for the whole path down to a token. So states are kept only at tokens where other
+parts attach, one *slot* each. A slot holds what each layer needs to continue (the state of a scan, the last inputs of a
+convolution) and an accumulator of its gradient in float32 (float64 for a float64 model). Autograd sees two functions:
+an entry, whose backward adds to the accumulator, and an export, whose backward reads it.
+
+Shape letters: N tokens, D channels, T taps of a convolution, x exported tokens; J key heads, H value heads, K and V
+sizes of keys and values.
+"""
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from treetrain.linear_attention.backends import KERNELS, choose_for, choose_rule, load_kernel
-from treetrain.linear_attention.convolution import Taps, convolve, make_taps
+from treetrain.device_arrays import on_device
 from treetrain.linear_attention.delta_rule import DeltaTiles, gated_delta
-from treetrain.linear_attention.scans import Scans, scanned_gated_delta
-from treetrain.linear_attention.state_cache import StateView
-from treetrain.softmax_attention.backends import Choice
+from treetrain.linear_attention.scans import KERNELS, Scans, choose_for, choose_rule, load_kernel, scanned_gated_delta
+from treetrain.softmax_attention.attention import Choice
+from treetrain.tree.assemble import Int64s
 from treetrain.tree.layout import PackedLayout
+
+# ---- the recurrent cache
+
+
+Key = tuple[Any, str]
+"""(layer, name of one of its states)."""
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """One state of one layer: values and gradients."""
+
+    value: Float[Tensor, "slots ..."]
+    grad: Float[Tensor, "slots ..."] | None
+
+
+class StateCache:
+    """The states of all layers at the tokens where parts attach.
+
+    Args:
+        tokens: M, the number of tokens of the layout.
+        slots: number of states held at once; `allocate` grows the buffers when it needs more.
+        gradients: whether a backward will follow.
+    """
+
+    def __init__(self, tokens: int, slots: int, *, gradients: bool):
+        self._slots, self._gradients = slots, gradients
+        self._attach = np.zeros(tokens, bool)
+        self._slot_of = np.full(tokens, -1, np.int64)
+        self._top = 0
+        self._buffers: dict[Key, _Buffer] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers made so far."""
+        tensors = [t for buffer in self._buffers.values() for t in (buffer.value, buffer.grad)]
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def attach_at(self, tokens: Int64s) -> None:
+        """Mark tokens (-1 is none) where parts attach; only these get slots."""
+        self._attach[tokens[tokens >= 0]] = True
+
+    def allocate(self, tokens: Int64s) -> Int64s:
+        """Give the next free slots to those tokens where parts attach that have none yet; returns these tokens."""
+        fresh = tokens[self._attach[tokens] & (self._slot_of[tokens] < 0)]
+        slots = slice(self._top, self._top + len(fresh))
+        self._reserve(slots.stop)
+        for buffer in self._buffers.values():
+            if buffer.grad is not None:
+                buffer.grad[slots].zero_()
+        self._slot_of[fresh] = np.arange(slots.start, slots.stop)
+        self._top = slots.stop
+        return fresh
+
+    def release(self, tokens: Int64s) -> None:
+        """Free the slots of these tokens, which must be the last ones that were allocated."""
+        self._slot_of[tokens] = -1
+        self._top -= len(tokens)
+
+    def view(self, tokens: Int64s, attach: int) -> "StateView":
+        """A view for one pass over tokens; `attach` is the token that the pass continues, -1 for none."""
+        exported = np.flatnonzero(self._slot_of[tokens] >= 0)
+        entry = int(self._slot_of[attach]) if attach >= 0 else -1
+        assert attach < 0 or entry >= 0, "a part continues a token whose state was not handed on"
+        return StateView(self, entry, exported, self._slot_of[tokens[exported]])
+
+    def buffer(self, key: Key, like: Tensor) -> _Buffer:
+        """The buffer of a key, allocated at its first call for values [x, ...] like these."""
+        if key not in self._buffers:
+            shape = (self._slots, *like.shape[1:])
+            wide = torch.promote_types(like.dtype, torch.float32)
+            grad = torch.zeros(shape, dtype=wide, device=like.device) if self._gradients else None
+            self._buffers[key] = _Buffer(torch.zeros(shape, dtype=like.dtype, device=like.device), grad)
+        return self._buffers[key]
+
+    def _reserve(self, slots: int) -> None:
+        if slots <= self._slots:
+            return
+        for key, buffer in self._buffers.items():
+            grad = None if buffer.grad is None else _grown(buffer.grad, slots)
+            self._buffers[key] = _Buffer(_grown(buffer.value, slots), grad)
+        self._slots = slots
+
+
+class StateView:
+    """One pass's view of the cache. Made by `StateCache.view`."""
+
+    def __init__(self, cache: StateCache, entry: int, exported: Int64s, slots: Int64s):
+        self.exported = exported
+        """int64 [x]: indices of the pass's tokens whose states are exported."""
+        self.continues = entry >= 0
+        """Whether the pass starts from a state of the cache."""
+        self._cache, self._entry, self._slots = cache, entry, slots
+        self._slot_index: Tensor | None = None
+
+    def _slots_on(self, device: torch.device) -> Tensor:
+        """int64 [x]: the exported tokens' slots, copied to the device once for all layers."""
+        if self._slot_index is None or self._slot_index.device != device:
+            self._slot_index = on_device(self._slots, device)
+        return self._slot_index
+
+    def enter(self, key: Key, *depends: Tensor) -> Tensor:
+        """The state that the pass starts from, in the shape of one slot.
+
+        Args:
+            depends: the tensors from which this pass computes its own states; the entry needs a gradient if they do.
+        """
+        return _Enter.apply(self, key, *depends)  # type: ignore[return-value]
+
+    def export(self, key: Key, out: Tensor, states: Tensor) -> Tensor:
+        """Store the states [x, ...] of the exported tokens. Use the returned `out` in place of the given one.
+
+        Its backward also sends the accumulated gradients into `states`.
+        """
+        return _Export.apply(out, states, self, key) if len(self.exported) else out  # type: ignore[return-value]
+
+    def value(self, key: Key) -> Tensor:
+        """A copy of the entry's value; slots are overwritten while graphs that have read them are alive."""
+        return self._cache._buffers[key].value[self._entry].clone()
+
+    def write(self, key: Key, states: Tensor) -> None:
+        """Write the exported tokens' states."""
+        self._cache.buffer(key, states).value.index_copy_(0, self._slots_on(states.device), states)
+
+    def add_entry_gradient(self, key: Key, grad: Tensor) -> None:
+        """Add a gradient to the accumulator of the entry."""
+        buffer = self._cache._buffers[key]
+        assert buffer.grad is not None
+        buffer.grad[self._entry] += grad
+
+    def collect(self, key: Key) -> Tensor:
+        """The gradients [x, ...] of the exported tokens' states, accumulated by the parts below."""
+        buffer = self._cache._buffers[key]
+        assert buffer.grad is not None
+        return buffer.grad.index_select(0, self._slots_on(buffer.grad.device))
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, view: StateView, key: Key, *depends: Tensor):
+        ctx.view, ctx.key, ctx.count = view, key, len(depends)
+        return view.value(key)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        ctx.view.add_entry_gradient(ctx.key, grad)
+        return (None, None, *[None] * ctx.count)
+
+
+class _Export(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out: Tensor, states: Tensor, view: StateView, key: Key):
+        ctx.view, ctx.key, ctx.dtype = view, key, states.dtype
+        view.write(key, states)
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        states = ctx.view.collect(ctx.key).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        return grad, states, None, None
+
+
+def _grown(tensor: Tensor, slots: int) -> Tensor:
+    grown = tensor.new_zeros((slots, *tensor.shape[1:]))
+    grown[: len(tensor)] = tensor
+    return grown
+
+
+# ---- causal depthwise convolution along paths
+
+
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """The positions of a convolution's taps."""
+
+    width: int
+    """T."""
+    elsewhere: Int64[Tensor, "b"] | None
+    """Tokens whose last T - 1 inputs are not the ones right before them in pre-order; None if there are none."""
+    index: Int64[Tensor, "b T"]
+    """The indices of these tokens' taps in the extended inputs, oldest first."""
+    tails: Int64[Tensor, "x _"]
+    """For every exported token, the indices of the last T - 1 inputs, which its child tokens need."""
+
+
+def make_taps(
+    parent: Int64[np.ndarray, "N"], exported: Int64[np.ndarray, "x"], width: int, device: torch.device
+) -> Taps:
+    """The taps of a forest, in its *extended* inputs: the last T - 1 of the path above it (zeros before a root), then
+    its own in pre-order. `parent` is -1 at roots, `width` is T."""
+    count, before = len(parent), width - 1
+    # For every index of `extended`, the index before it on its path; index 0 stands for everything earlier.
+    back = np.concatenate([np.arange(-1, before - 1), np.where(parent >= 0, parent + before, before - 1)])
+    back[:1] = 0
+    places = np.empty((count, width), np.int64)
+    places[:, -1] = np.arange(count) + before
+    for tap in range(width - 2, -1, -1):
+        places[:, tap] = back[places[:, tap + 1]]
+    apart = np.flatnonzero((places != np.arange(count)[:, None] + np.arange(width)).any(1))
+    return Taps(
+        width=width,
+        elsewhere=on_device(apart, device) if len(apart) else None,
+        index=on_device(places[apart], device),
+        tails=on_device(places[exported, 1:], device),
+    )
+
+
+def convolve(extended: Float[Tensor, "L D"], weight: Float[Tensor, "D T"], taps: Taps) -> Float[Tensor, "L+1-T D"]:
+    """Convolve the L = T - 1 + N extended inputs; computed and returned in at least float32."""
+    return _Convolve.apply(extended, weight, taps)  # type: ignore[return-value]
+
+
+class _Convolve(torch.autograd.Function):
+    """Multiplies shifted inputs by each tap; gathers the inputs of the few tokens right after a fork."""
+
+    @staticmethod
+    def forward(ctx, extended: Tensor, weight: Tensor, taps: Taps):
+        ctx.save_for_backward(extended, weight)
+        ctx.taps = taps
+        source, factor = _wide(extended), _wide(weight)
+        count = len(extended) - taps.width + 1
+        out = source[:count] * factor[:, 0]
+        for tap in range(1, taps.width):
+            out.addcmul_(source[tap : tap + count], factor[:, tap])
+        if taps.elsewhere is not None:
+            out.index_copy_(0, taps.elsewhere, (source[taps.index] * factor.t()).sum(1))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        extended, weight = ctx.saved_tensors
+        taps: Taps = ctx.taps
+        source, factor, count = _wide(extended), _wide(weight), len(grad)
+        behind = None
+        if taps.elsewhere is not None:
+            behind = grad.index_select(0, taps.elsewhere)
+            grad = grad.index_fill(0, taps.elsewhere, 0.0)
+        grad_source, grad_factor = torch.zeros_like(source), torch.empty_like(factor)
+        for tap in range(taps.width):
+            grad_source[tap : tap + count].addcmul_(grad, factor[:, tap])
+            grad_factor[:, tap] = (grad * source[tap : tap + count]).sum(0)
+        if behind is not None:
+            places = taps.index.flatten()
+            grad_source.index_add_(0, places, (behind[:, None] * factor.t()).flatten(0, 1))
+            grad_factor += (behind[:, None] * source[taps.index]).sum(0).t()
+        return grad_source.to(extended.dtype), grad_factor.to(weight.dtype), None
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+# ---- paths
+
 
 _NONE = np.zeros(0, np.int64)
 
@@ -62,16 +332,14 @@ class Paths:
         """Tokens of the run, N."""
         return self._layout.num_tokens
 
-    def convolve(self, layer: Hashable, inputs: Tensor, weight: Tensor) -> Tensor:
-        """Causal depthwise convolution along every path.
+    def convolve(
+        self, layer: Hashable, inputs: Float[Tensor, "N D"], weight: Float[Tensor, "D T"]
+    ) -> Float[Tensor, "N D"]:
+        """Causal depthwise convolution along every path, in at least float32, without bias or activation.
 
         Args:
             layer: key of the layer's states.
-            inputs: [N, D].
-            weight: [D, K]; the last tap multiplies the newest input.
-
-        Returns:
-            [N, D] in at least float32, without bias or activation.
+            weight: the last tap multiplies the newest input.
         """
         width = weight.shape[1]
         taps = self._taps_of(width)
@@ -86,9 +354,15 @@ class Paths:
         return self._states.export((layer, "inputs"), out, extended[taps.tails])
 
     def gated_delta(
-        self, layer: Hashable, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
-    ) -> Tensor:
-        """The gated delta rule along every path; see `delta_rule.gated_delta`. Returns [N, H, V]."""
+        self,
+        layer: Hashable,
+        query: Float[Tensor, "N J K"],
+        key: Float[Tensor, "N J K"],
+        value: Float[Tensor, "N H V"],
+        decay: Float[Tensor, "N H"],
+        beta: Float[Tensor, "N H"],
+    ) -> Float[Tensor, "N H V"]:
+        """The gated delta rule along every path; see `delta_rule.gated_delta`."""
         state = None
         if self._states is not None and self._states.continues:
             state = self._states.enter((layer, "state"), key, value, decay, beta)

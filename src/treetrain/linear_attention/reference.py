@@ -1,13 +1,18 @@
-"""The specification of recurrence on a tree: token by token, each from its parent's state. Slow and obvious."""
+"""The specification of recurrence on a tree: token by token, each from its parent's state. Slow and obvious.
 
+Shape letters: N tokens, D channels, T taps; J key heads, H value heads, K and V sizes of keys and values.
+"""
+
+import numpy as np
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
-from treetrain.tree.assemble import Int64s
 
-
-def reference_convolution(inputs: Tensor, weight: Tensor, parent: Int64s) -> Tensor:
-    """Causal depthwise convolution along paths: inputs [N, D], weight [D, K], parents (-1 at roots) -> [N, D]."""
+def reference_convolution(
+    inputs: Float[Tensor, "N D"], weight: Float[Tensor, "D T"], parent: Int64[np.ndarray, "N"]
+) -> Float[Tensor, "N D"]:
+    """Causal depthwise convolution along paths; `parent` is -1 at roots."""
     rows = []
     for token in range(len(parent)):
         total, at = torch.zeros_like(inputs[0]), token
@@ -20,17 +25,19 @@ def reference_convolution(inputs: Tensor, weight: Tensor, parent: Int64s) -> Ten
 
 
 def reference_gated_delta(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, parent: Int64s, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gated delta rule along paths.
+    query: Float[Tensor, "N J K"],
+    key: Float[Tensor, "N J K"],
+    value: Float[Tensor, "N H V"],
+    decay: Float[Tensor, "N H"],
+    beta: Float[Tensor, "N H"],
+    parent: Int64[np.ndarray, "N"],
+    state: Float[Tensor, "H K V"],
+) -> tuple[Float[Tensor, "N H V"], Float[Tensor, "N H K V"]]:
+    """The output of the gated delta rule along paths, and the state after every token.
 
     Args:
-        query, key: [N, J, K]; value: [N, H, V]; decay, beta: [N, H].
-        parent: int64 [N], -1 at roots.
-        state: [H, K, V], the state that the roots start from.
-
-    Returns:
-        [N, H, V], and the state after every token [N, H, K, V].
+        parent: -1 at roots.
+        state: the state that the roots start from.
     """
     repeat = value.shape[1] // key.shape[1]
     query, key = (x.repeat_interleave(repeat, 1) for x in (query, key))

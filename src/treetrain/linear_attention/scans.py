@@ -1,23 +1,33 @@
-"""The gated delta rule over a forest by flash-linear-attention's kernel, which scans sequences.
+"""The gated delta rule over a forest by flash-linear-attention's kernel, and the choice between it and tiles.
 
-The forest is cut into runs without a fork. The kernel returns only the state after a run's last token, so runs end at
-every fork and at every exported token. A run starts from the state at the end of the run above it. The backward of
-gathering that state adds up the branches' gradients at a fork. Runs of one depth in the tree of runs form a *level*,
-and a level is one call. All runs whose final state is not needed share one last call.
+Tiles (`delta_rule.py`) run everywhere, in any dtype; forks and short branches cost them nothing. The kernel is far
+faster on long runs of tokens, but it restarts at every fork, pads runs to chunks of 64 tokens, and keeps a state in
+memory for every run.
+
+The kernel scans sequences, so the forest is cut into runs without a fork. It returns only the state after a run's last
+token, so runs end at every fork and at every exported token. A run starts from the state at the end of the run above
+it. The backward of gathering that state adds up the branches' gradients at a fork. Runs of one depth in the tree of
+runs form a *level*, and a level is one call. All runs whose final state is not needed share one last call.
 
 Shape letters: N tokens, J key heads, H value heads (a multiple of J), K and V sizes of keys and values; n runs of t
-tokens in a call.
+tokens in a call, x exported tokens.
 """
 
+import importlib
+import importlib.metadata
+import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from treetrain.device_arrays import on_device
 from treetrain.linear_attention.delta_rule import levels_of
+from treetrain.softmax_attention.attention import Choice
 from treetrain.tree.assemble import Int64s, ranges
 from treetrain.tree.layout import PackedLayout
 
@@ -27,11 +37,11 @@ class Call(NamedTuple):
 
     tokens: int
     """t."""
-    offsets: Tensor
-    """int64 [n + 1]: where each run starts among the call's tokens."""
-    offsets_cpu: Tensor
-    entry: Tensor
-    """int64 [n]: index of the state that each run starts from. In a level it counts the final states of the level
+    offsets: Int64[Tensor, "_"]
+    """Where each run starts among the call's tokens, then t."""
+    offsets_cpu: Int64[Tensor, "_"]
+    entry: Int64[Tensor, "n"]
+    """Index of the state that each run starts from. In a level it counts the final states of the level
     before (0 in the first level: the state before the roots). In the last call it counts all states: 0 is the state
     before the roots, 1 + e that of end e."""
 
@@ -109,15 +119,15 @@ def _call(length: Int64s, entry: Int64s, device: torch.device) -> Call:
 
 
 def scanned_gated_delta(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
+    query: Float[Tensor, "N J K"],
+    key: Float[Tensor, "N J K"],
+    value: Float[Tensor, "N H V"],
+    decay: Float[Tensor, "N H"],
+    beta: Float[Tensor, "N H"],
     scans: Scans,
-    state: Tensor | None,
+    state: Float[Tensor, "H K V"] | None,
     kernel: Kernel,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Float[Tensor, "N H V"], Float[Tensor, "x H K V"] | None]:
     """Run the rule along every path, as `delta_rule.gated_delta` does; outputs are in the dtype of `value`.
 
     Args:
@@ -157,3 +167,80 @@ def _scan(kernel: Kernel, piece: Any, call: Call, entry: Tensor, *, final: bool)
         cu_seqlens_cpu=call.offsets_cpu,
     )
     return out[0], after
+
+
+# ---- the choice
+
+
+TILES, KERNELS = "tiles", "flash-linear-attention"
+OLDEST = (0, 6)
+"""Oldest supported version: its kernels allow more value heads than key heads, and lengths on both host and device."""
+CHUNK = 64
+"""Chunk size of the kernels, in tokens."""
+FILLED = 1.5
+"""Largest ratio of padded tokens (runs padded to chunks) to the tree's tokens: runs of about a chunk each. With shorter
+runs the kernels hold more states than tiles do and compute on padding."""
+TOKENS_PER_CALL = 512
+"""Least mean tokens per call of the kernels. Estimated from the number of kernels that a call launches forward and
+backward, not measured."""
+_LARGEST_KEY = 256
+_DTYPES = {torch.bfloat16, torch.float16}
+
+
+def choose_rule(device: torch.device, dtype: torch.dtype, key_size: int, value_size: int) -> Choice:
+    """The faster implementation that is available: the kernels if they are exact enough and installed.
+
+    Args:
+        dtype: dtype of queries, keys and values.
+    """
+    if device.type != "cuda":
+        return Choice(TILES, f"{device.type}: flash-linear-attention's kernels are for CUDA")
+    if dtype not in _DTYPES:
+        how = "multiply float32 in TF32, which is not exact" if dtype == torch.float32 else f"do not take {dtype}"
+        return Choice(TILES, f"flash-linear-attention's kernels {how}")
+    if key_size > _LARGEST_KEY or key_size % 2 or value_size % 2:
+        return Choice(
+            TILES,
+            f"heads of {key_size} and {value_size} entries: flash-linear-attention's kernels take even sizes, keys to "
+            f"{_LARGEST_KEY}",
+        )
+    kernel = _found()
+    if isinstance(kernel, str):
+        return Choice(TILES, kernel)
+    return Choice(KERNELS, "CUDA: one call per level of the tree")
+
+
+def choose_for(scans: Scans, rule: Choice) -> Choice:
+    """The implementation for one forest; `rule` is the result of `choose_rule`."""
+    if rule.name == TILES:
+        return rule
+    tokens, slots = len(scans.order), scans.slots(CHUNK)
+    if slots > FILLED * tokens:
+        return Choice(
+            TILES, f"{scans.runs} runs of {tokens / scans.runs:.0f} tokens would leave chunks of {CHUNK} empty"
+        )
+    if tokens < TOKENS_PER_CALL * scans.calls:
+        return Choice(TILES, f"{tokens} tokens are too few for {scans.calls} calls, one after the other")
+    return Choice(KERNELS, f"CUDA: {scans.runs} runs of {tokens / scans.runs:.0f} tokens in {scans.calls} calls")
+
+
+def load_kernel() -> Kernel:
+    """The kernel of flash-linear-attention, which must be installed."""
+    kernel = _found()
+    assert not isinstance(kernel, str), kernel
+    return kernel
+
+
+@lru_cache(maxsize=1)
+def _found() -> Kernel | str:
+    """The kernel, or why there is none."""
+    try:
+        version = importlib.metadata.version("fla-core")
+    except importlib.metadata.PackageNotFoundError:
+        return "flash-linear-attention is not installed"
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST:
+        return f"flash-linear-attention {version} is older than {'.'.join(map(str, OLDEST))}, which is tested"
+    try:
+        return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    except Exception as error:  # its import looks for drivers, compilers and other libraries
+        return f"flash-linear-attention {version} cannot be imported ({type(error).__name__}: {error})"

@@ -1,20 +1,101 @@
 """Loads models, configurations and tokenizers by one kind of name: a preset, a local folder or a hub id.
 
 A model that would not be exact on a tree is refused from its configuration, before weights are read or downloaded.
+Presets are small built-in models with random weights, for trying things out without a network. Their tokenizer and chat
+template are in the folder presets; `examples/countdown/train_tokenizer.py` trained it. Reading it needs no torch.
 """
 
+import json
+from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from treetrain.errors import DataError, UnsupportedModel
-from treetrain.models.presets import PRESETS, load_preset_model, preset_config, preset_tokenizer
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 
     from treetrain.models.capability import Capabilities
+
+# ---- built-in models
+
+
+TOKENIZER_FOLDER = Path(__file__).parent / "presets"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """The shape of a built-in Qwen3 model; the embedding is shared with the head."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    feed_forward: int
+    heads: int
+    kv_heads: int
+
+
+PRESETS = {
+    "tiny": Preset(parameters=3_672_832, layers=4, hidden=256, feed_forward=768, heads=4, kv_heads=2),
+    "small": Preset(parameters=29_371_008, layers=9, hidden=512, feed_forward=1536, heads=8, kv_heads=4),
+}
+
+
+def preset_config(name: str) -> "Qwen3Config":
+    """The transformers configuration of a built-in model. Raises ValueError, listing the names, for an unknown one."""
+    from transformers import Qwen3Config
+
+    preset = _preset(name)
+    return Qwen3Config(
+        vocab_size=2048,  # exactly the ids of the tokenizer
+        hidden_size=preset.hidden,
+        intermediate_size=preset.feed_forward,
+        num_hidden_layers=preset.layers,
+        num_attention_heads=preset.heads,
+        num_key_value_heads=preset.kv_heads,
+        head_dim=64,
+        max_position_embeddings=16_384,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+
+
+def load_preset_model(name: str, *, seed: int = 0, dtype: "torch.dtype | str" = "float32") -> "PreTrainedModel":
+    """A built-in model with random weights, on the CPU, in evaluation mode.
+
+    The weights are drawn in float32 and then cast, so one seed means the same model in every dtype. The global random
+    state does not change. Raises ValueError for an unknown name.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    config = preset_config(name)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.config.dtype = kind
+    return model.to(dtype=kind).eval()
+
+
+def preset_tokenizer(name: str) -> "PreTrainedTokenizerBase":
+    """The tokenizer and chat template of the built-in models. Raises ValueError for an unknown name."""
+    from transformers import AutoTokenizer
+
+    _preset(name)
+    return AutoTokenizer.from_pretrained(TOKENIZER_FOLDER, local_files_only=True)
+
+
+def _preset(name: str) -> Preset:
+    if name not in PRESETS:
+        raise ValueError(f"no built-in model is named {name!r}; there are: {', '.join(PRESETS)}")
+    return PRESETS[name]
+
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 _FOR_CONFIG = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code", "code_revision")
@@ -265,3 +346,67 @@ def _cannot_load(what: str, name: str, folder: Path | None, error: Exception) ->
 
 def _presets() -> str:
     return ", ".join(PRESETS)
+
+
+# ---- the table of classes
+
+
+FILE = "table.json"
+VERDICTS = ("exact", "refused", "untried")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassFound:
+    """The verdict on one class."""
+
+    model_type: str
+    model_class: str
+    verdict: Literal["exact", "refused", "untried"]
+    """exact: gradients of a small random model equal those of its separate rows; refused: with an error, before any
+    work; untried: the tests could not run it, and it is checked when it is loaded."""
+    reason: str = ""
+    """The error message if refused; why it was not tried if untried; why its bound is wider if exact."""
+    layers: tuple[str, ...] = ()
+    """Kinds of layers of the small model; if it was not run, those that its configuration names."""
+    float64: float | None = None
+    """Worst relative error of the whole gradient in float64 against separate rows; two digits."""
+    float32: float | None = None
+    """The same in float32."""
+    rows_float32: float | None = None
+    """Worst error of the separate rows in float32 against float64; only where it makes the bound wider."""
+    bfloat16: float | None = None
+    """Error in bfloat16 divided by that of the separate rows in bfloat16, pooled over forests."""
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """The three errors, formatted."""
+        ratio = "" if self.bfloat16 is None else f"{self.bfloat16:.2g}"
+        return *("" if x is None else f"{x:.1e}" for x in (self.float64, self.float32)), ratio
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FamilyTable:
+    """All classes of one release of transformers."""
+
+    transformers: str
+    classes: tuple[ClassFound, ...]
+
+    @classmethod
+    def packaged(cls) -> Self:
+        """The table that this release of the library was tested with."""
+        return cls.from_json(resources.files("treetrain.models").joinpath(FILE).read_text(encoding="utf-8"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Parse the text of the file."""
+        data = json.loads(text)
+        found = [ClassFound(**{**entry, "layers": tuple(entry["layers"])}) for entry in data["classes"]]
+        return cls(transformers=data["transformers"], classes=tuple(found))
+
+    def find(self, model_type: str) -> ClassFound | None:
+        """The class of a `model_type`; None if the table does not have it."""
+        return next((found for found in self.classes if found.model_type == model_type), None)
+
+    def of(self, verdict: str) -> tuple[ClassFound, ...]:
+        """The classes with one verdict."""
+        return tuple(found for found in self.classes if found.verdict == verdict)

@@ -1,48 +1,135 @@
-"""`tt.attention`: softmax attention of packed tokens along the paths of their tree, by any backend.
+"""`tt.attention`: softmax attention of packed tokens along the paths of their tree, and the choice of its backend.
+
+On a CPU the backend is rectangles. On a GPU each forest has its own: varlen flash attention where the forest is chains
+and large rectangles, and the Triton kernels elsewhere. The environment variable ``TREETRAIN_ATTENTION`` or the context
+manager `using` names another. All backends compute the same; they differ in speed.
 
 Shape letters: N tokens, H query heads, G key/value heads, D size of query and key heads, V size of value heads.
 """
 
+import importlib.util
+import os
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from treetrain.softmax_attention.backends import make_attention, using
-from treetrain.softmax_attention.kv_cache import KVCacheView
+from treetrain.softmax_attention.flex import FlexTreeAttention
+from treetrain.softmax_attention.kv_cache import CachedAttention, KVCacheView
+from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
+from treetrain.softmax_attention.varlen import VarlenAttention, pieces_of, suits
 from treetrain.tree.attention_range import AttentionRange
-from treetrain.tree.layout import PackedLayout
+
+ENVIRONMENT = "TREETRAIN_ATTENTION"
+BACKENDS = {
+    "rectangles": "stock flash attention calls merged by log-sum-exp",
+    "varlen": "varlen flash attention where a forest is chains and large rectangles, Triton kernels elsewhere",
+    "triton": "Triton kernels over lists of visible tiles",
+    "flex": "FlexAttention with a block mask made from the subtree intervals",
+}
+DEFAULTS = {"cpu": "rectangles", "cuda": "varlen"}
+_named: ContextVar[str | None] = ContextVar("treetrain_attention", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A backend's name and the reason for choosing it."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
+
+@contextmanager
+def using(name: str | None) -> Iterator[None]:
+    """Use this backend within the block, whatever the environment says; None uses the device's default.
+
+    Raises:
+        ValueError: no backend has that name.
+    """
+    if name is not None:
+        _check_name(name, "using")
+    token = _named.set("auto" if name is None else name)
+    try:
+        yield
+    finally:
+        _named.reset(token)
+
+
+def choose_backend(device: torch.device, name: str | None = None) -> Choice:
+    """The backend of that name for a device; None takes what `using`, the environment or the device's default says.
+
+    Raises:
+        NotImplementedError: a device that no backend covers.
+        ValueError: a backend was named that does not exist, or cannot run there.
+    """
+    if device.type not in DEFAULTS:
+        raise NotImplementedError(f"no tree attention for device {device.type!r}; use 'cpu' or 'cuda'")
+    named = name or _named.get()
+    wanted, source = (named, "the program asks for it") if named else (os.environ.get(ENVIRONMENT, ""), ENVIRONMENT)
+    if wanted in ("", "auto"):
+        name, reason = DEFAULTS[device.type], "the default"
+    else:
+        _check_name(wanted, source)
+        name, reason = wanted, f"{ENVIRONMENT}={wanted}" if source == ENVIRONMENT else source
+    hindrance = why_not(name, device)
+    if hindrance is not None:
+        instead = ", ".join(runnable(device)) or "none"
+        raise ValueError(f"tree attention {name!r} ({reason}) cannot run here: {hindrance}; those that can: {instead}")
+    return Choice(name, f"{device.type.upper()}: {reason}: {BACKENDS[name]}")
+
+
+def _check_name(name: str, source: str) -> None:
+    if name not in BACKENDS:
+        raise ValueError(f"{source}: no tree attention is named {name!r}; there are auto, {', '.join(BACKENDS)}")
+
+
+def runnable(device: torch.device) -> list[str]:
+    """The backends that can run on a device."""
+    return [name for name in BACKENDS if why_not(name, device) is None]
+
+
+def why_not(name: str, device: torch.device) -> str | None:
+    """Why a backend cannot run on a device; None if it can."""
+    if name == "rectangles":
+        return None if device.type == "cpu" else "its calls are the CPU's"
+    interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET", "0") == "1"
+    if device.type != "cuda" and not interpreted:
+        return "it needs a CUDA device" + (" (or TRITON_INTERPRET=1)" if name == "triton" else "")
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return None
+
+
+TreeAttention = CachedAttention | FlexTreeAttention
 
 
 class AttentionTree:
     """A packed forest as attention takes it, with all that its layers share (schedules, masks, tile lists).
 
     Args:
-        layout: N tokens.
+        forest: N tokens.
         cache: reads the path above the forest and stores the forest's own keys; None for whole trees.
     """
 
-    def __init__(self, layout: PackedLayout, cache: KVCacheView | None = None):
-        self.num_tokens = layout.num_tokens
+    def __init__(self, forest: Forest, cache: KVCacheView | None = None):
+        self.num_tokens = len(forest.ends)
         self.layer_calls: Counter[Any] = Counter()
         """Number of calls by each layer."""
-        self._cache = cache
-        self._forest = Forest(
-            ends=layout.ends,
-            depth=layout.positions,
-            segment_start=layout.segment_start,
-            segment_parent=layout.segment_parent,
-        )
-        self._backends: dict[tuple[str | None, torch.device], Any] = {}
-
-    @property
-    def calls(self) -> Counter[str]:
+        self.calls: Counter[str] = Counter()
         """Forward calls by the backend that ran."""
-        return sum((backend.calls for backend in self._backends.values()), Counter())
+        self._forest, self._cache = forest, cache
+        self._chosen: dict[tuple[str | None, torch.device], str] = {}
+        self._made: dict[tuple[str, torch.device], TreeAttention | None] = {}
 
     def __call__(
         self,
@@ -66,16 +153,45 @@ class AttentionTree:
         self.layer_calls[layer] += 1
         if not self.num_tokens:
             return query[..., :1].expand(*query.shape[:2], value.shape[2])
-        return self._backend(query, backend)(query, key, value, scale, layer, spec, sinks)
+        chosen = self.backend(query, value, spec, backend)
+        self.calls[chosen.name] += 1
+        return chosen(query, key, value, scale, layer, spec, sinks)
 
-    def _backend(self, query: Tensor, name: str | None) -> Any:
-        """The backend of that name; for None the one that the first call without a name chose."""
-        place = name, query.device
-        if place not in self._backends:
-            with nullcontext() if name is None else using(name):
-                size = query.shape[1] * query.shape[2]
-                self._backends[place] = make_attention(self._forest, query.device, size, self._cache)
-        return self._backends[place]
+    def backend(self, query: Tensor, value: Tensor, spec: AttentionSpec, name: str | None = None) -> TreeAttention:
+        """The backend of a layer with these tensors: the named one; for None the one that the first call chose."""
+        device, place = query.device, (name, query.device)
+        if place not in self._chosen:
+            self._chosen[place] = choose_backend(device, name).name
+        chosen, size = self._chosen[place], query.shape[1] * query.shape[2]
+        if chosen == "varlen":
+            varlen = self._make("varlen", device, size)
+            if isinstance(varlen, VarlenAttention) and varlen.takes(query, value, spec):
+                return varlen
+            chosen = "triton"
+        made = self._make(chosen, device, size)
+        assert made is not None
+        return made
+
+    def _make(self, name: str, device: torch.device, heads_times_size: int) -> TreeAttention | None:
+        """The backend of that name, made once for all layers; None for varlen calls where they do not suit."""
+        place = name, device
+        if place not in self._made:
+            forest, cache = self._forest, self._cache
+            if name == "rectangles":
+                self._made[place] = RectangleAttention(forest, cache=cache, heads_times_size=heads_times_size)
+            elif name == "varlen":
+                # Parts below a path are left to other backends: see varlen.py.
+                below = cache is not None and cache.path_tokens > 0
+                fits = not below and suits(pieces := pieces_of(forest))
+                self._made[place] = VarlenAttention(pieces, device, cache=cache) if fits else None
+            elif name == "triton":
+                # Imports Triton, which not every machine has.
+                from treetrain.softmax_attention.triton_attention import TritonTreeAttention
+
+                self._made[place] = TritonTreeAttention(forest, device, cache=cache)
+            else:
+                self._made[place] = FlexTreeAttention(forest, device, cache=cache)
+        return self._made[place]
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> None:
         given = {"query": query, "key": key, "value": value}
@@ -131,8 +247,8 @@ def attention(
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: logits of an extra key without a value.
         layer: a number or name, different for each layer; needed only in parts, where keys are cached by layer.
-        backend: "rectangles" (CPUs), "flex", "flex-flash", "triton" or "varlen" (GPUs). None chooses by device, or what
-            the environment variable TREETRAIN_ATTENTION names.
+        backend: "rectangles" (CPUs), "flex", "triton" or "varlen" (GPUs). None chooses by device, or what the
+            environment variable TREETRAIN_ATTENTION names.
 
     Returns:
         In the dtype of the query.

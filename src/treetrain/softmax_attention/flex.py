@@ -120,20 +120,19 @@ def _tracing() -> Iterator[None]:
         yield
 
 
-def kernel_options(dtype: torch.dtype, size: int, kernels: str | None = None) -> dict[str, object]:
-    """FlexAttention's kernel options on a GPU: its backend, and block sizes where its defaults do not work.
+def kernel_options(dtype: torch.dtype, size: int) -> dict[str, object]:
+    """FlexAttention's kernel options on a GPU: its Triton kernels, and block sizes where its defaults do not work.
+
+    FlexAttention's own choice below 128 queries is its decoding kernels, which cannot split them where a group has
+    several query heads.
 
     For float32, and for head sizes above 128 other than 256, the default block sizes need more shared memory than a
     multiprocessor has, or spill most registers, according to the compiler's report for sm_90.
 
     Args:
         size: head size, the larger of query's and value's.
-        kernels: FlexAttention's ``BACKEND``; None is "TRITON" for any length. FlexAttention's own choice below 128
-            queries is its decoding kernels, which cannot split them where a group has several query heads.
     """
-    options: dict[str, object] = {"BACKEND": kernels or "TRITON"}
-    if options["BACKEND"] != "TRITON":
-        return options
+    options: dict[str, object] = {"BACKEND": "TRITON"}
     if dtype == torch.float32:
         queries, keys, stages = (64, 32, 2) if size <= 64 else (32, 32, 2) if size <= 128 else (32, 16, 1)
         options |= _forward_blocks(queries, keys, stages, warps=8)
@@ -155,15 +154,13 @@ class FlexTreeAttention:
     Args:
         forest: segments of the packed run.
         cache: reads the path above and stores the forest's own keys; None for whole trees.
-        kernels: FlexAttention's ``BACKEND``, "TRITON" or "FLASH"; None is "TRITON".
     """
 
-    def __init__(
-        self, forest: Forest, device: torch.device, *, cache: KVCacheView | None = None, kernels: str | None = None
-    ):
-        self.name = "flex-flash" if kernels == "FLASH" else "flex"
+    name = "flex"
+
+    def __init__(self, forest: Forest, device: torch.device, *, cache: KVCacheView | None = None):
         self.cache = cache
-        self._forest, self._device, self._kernels = forest, device, kernels
+        self._forest, self._device = forest, device
         self._masks: dict[AttentionRange, tuple[BlockMask, int]] = {}
         self._attend = _compiled() if device.type == "cuda" else flex_attention
 
@@ -193,7 +190,7 @@ class FlexTreeAttention:
             key, value = cached_keys(key, value, self.cache, layer, path)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         options = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-        options["kernel_options"] = kernel_options(q.dtype, max(q.shape[3], v.shape[3]), self._kernels)
+        options["kernel_options"] = kernel_options(q.dtype, max(q.shape[3], v.shape[3]))
         if spec.softcap is not None:
             options["score_mod"] = _capped(spec.softcap)
         if sinks is None:

@@ -5,11 +5,14 @@ gradient in float32 (float64 for a float64 model). In forward a part reads the r
 In backward it adds to the gradients of the path and collects those of its own tokens. Autograd sees none of this, so it
 also works under activation checkpointing, which runs a layer's forward again.
 
-Shape letters: C rows, N tokens of a part, P tokens on a path, X exported tokens, G key/value heads, D size of key
-heads, V size of value heads.
+Shape letters: C rows, N tokens of a part, P tokens on a path, K = P + N keys, X exported tokens, H query heads, G
+key/value heads, D size of query and key heads, V size of value heads.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from treetrain.device_arrays import on_device
+from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec
 
 Rows = slice | Int64[Tensor, "rows"]
 """Rows of a buffer: a slice where they are consecutive, else indices."""
@@ -43,7 +47,7 @@ class KVCache:
 
     def __init__(self, rows: int, device: torch.device, *, gradients: bool):
         self._rows, self._device, self._gradients = rows, device, gradients
-        self._layers: dict[int, _Layer] = {}
+        self._layers: dict[Hashable, _Layer] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -78,7 +82,7 @@ class KVCache:
         exported = np.flatnonzero(own_rows >= 0)
         return KVCacheView(self, path_rows, exported, own_rows[exported])
 
-    def layer(self, number: int, like: Float[Tensor, "N G D"], like_value: Float[Tensor, "N G V"]) -> _Layer:
+    def layer(self, number: Hashable, like: Float[Tensor, "N G D"], like_value: Float[Tensor, "N G V"]) -> _Layer:
         """A layer's buffers, allocated at its first call for keys and values like these."""
         if number not in self._layers:
             self._layers[number] = self._make(like, like_value)
@@ -144,7 +148,7 @@ class KVCacheView:
         self._own, self._own_rows = cache.as_rows(exported), cache.as_rows(exported_rows)
 
     def read(
-        self, layer: int, key: Float[Tensor, "N G D"], value: Float[Tensor, "N G V"], tail: int | None = None
+        self, layer: Hashable, key: Float[Tensor, "N G D"], value: Float[Tensor, "N G V"], tail: int | None = None
     ) -> tuple[Float[Tensor, "P G D"], Float[Tensor, "P G V"]]:
         """Keys and values of the path (or its last `tail` tokens); views if rows are consecutive."""
         buffers, rows = self._cache.layer(layer, key, value), self._rows(tail)
@@ -157,7 +161,7 @@ class KVCacheView:
             self._tails[tail] = self._cache.as_rows(self._path_rows[self.path_tokens - tail :])
         return self._tails[tail]
 
-    def write(self, layer: int, key: Float[Tensor, "N G D"], value: Float[Tensor, "N G V"]) -> None:
+    def write(self, layer: Hashable, key: Float[Tensor, "N G D"], value: Float[Tensor, "N G V"]) -> None:
         """Store the exported tokens' rows of keys and values for the parts below."""
         if self.exports:
             buffers = self._cache.layer(layer, key, value)
@@ -166,7 +170,7 @@ class KVCacheView:
 
     def add_path_gradients(
         self,
-        layer: int,
+        layer: Hashable,
         grad_key: Float[Tensor, "P G D"],
         grad_value: Float[Tensor, "P G V"],
         tail: int | None = None,
@@ -178,7 +182,7 @@ class KVCacheView:
         _add(buffers.key_grad, rows, grad_key)
         _add(buffers.value_grad, rows, grad_value)
 
-    def collect(self, layer: int, grad_key: Float[Tensor, "N G D"], grad_value: Float[Tensor, "N G V"]) -> None:
+    def collect(self, layer: Hashable, grad_key: Float[Tensor, "N G D"], grad_value: Float[Tensor, "N G V"]) -> None:
         """Add the accumulated gradients from the parts below to the part's own, in place."""
         if self.exports:
             buffers = self._cache._layers[layer]
@@ -187,21 +191,122 @@ class KVCacheView:
             _add(grad_value, self._own, _take(buffers.value_grad, self._own_rows))
 
 
-def with_path(
-    cache: KVCacheView | None, tail: int, layer: int, key: Float[Tensor, "N G D"], value: Float[Tensor, "N G V"]
-) -> tuple[Float[Tensor, "{tail}+N G D"], Float[Tensor, "{tail}+N G V"]]:
-    """Keys and values of the last `tail` tokens of the path, then the part's own."""
-    if cache is None or not tail:
-        return key, value
-    path_key, path_value = cache.read(layer, key, value, tail)
-    return torch.cat([path_key, key]), torch.cat([path_value, value])
+class Inputs(NamedTuple):
+    """The tensors of one layer's attention over N tokens below the P tokens of their path that the layer sees."""
+
+    query: Float[Tensor, "N H D"]
+    key: Float[Tensor, "N G D"]
+    value: Float[Tensor, "N G V"]
+    sinks: Float[Tensor, "H"] | None
+    """Logits of an extra key without a value."""
+    path: tuple[Float[Tensor, "P G D"], Float[Tensor, "P G V"]] | None
+    """Keys and values of the path; None if the layer sees none of it."""
+
+    def below_path(self) -> tuple[Float[Tensor, "K G D"], Float[Tensor, "K G V"]]:
+        """Keys and values of the path, then the tokens' own."""
+        if self.path is None:
+            return self.key, self.value
+        return torch.cat([self.path[0], self.key]), torch.cat([self.path[1], self.value])
+
+    def gradients(
+        self, query: Tensor, key: Float[Tensor, "K G D"], value: Float[Tensor, "K G V"], sinks: Tensor | None
+    ) -> "Inputs":
+        """The gradients of the inputs, from those of `below_path`."""
+        if self.path is None:
+            return Inputs(query, key, value, sinks, None)
+        count = len(self.path[0])
+        return Inputs(query, key[count:], value[count:], sinks, (key[:count], value[:count]))
+
+
+class CachedAttention(ABC):
+    """A backend that computes its own gradients. One autograd Function moves keys, values and gradients of the cache.
+
+    Args:
+        cache: reads the path above and stores the forest's own keys; None for whole trees.
+    """
+
+    name: str
+
+    def __init__(self, cache: "KVCacheView | None"):
+        self.cache = cache
+
+    def __call__(
+        self,
+        query: Float[Tensor, "N H D"],
+        key: Float[Tensor, "N G D"],
+        value: Float[Tensor, "N G V"],
+        scale: float,
+        layer: Hashable = 0,
+        spec: AttentionSpec = PLAIN_ATTENTION,
+        sinks: Float[Tensor, "H"] | None = None,
+    ) -> Float[Tensor, "N H V"]:
+        return _Attend.apply(query, key, value, sinks, self, scale, layer, spec)  # type: ignore[return-value]
+
+    def path_seen(self, spec: AttentionSpec) -> int:
+        """The number of last tokens of the path that some token of the forest sees."""
+        return 0 if self.cache is None else self.cache.path_tokens
+
+    @abstractmethod
+    def forward(self, given: Inputs, scale: float, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        """The output [N, H, V] in the dtype of the query, and its log-sum-exp with sinks, in the backend's layout."""
+
+    @abstractmethod
+    def backward(
+        self, grad_out: Tensor, given: Inputs, out: Tensor, lse: Tensor, scale: float, spec: AttentionSpec
+    ) -> Inputs:
+        """The gradients of the inputs. With a cache, those of keys and values are in float32 or wider."""
+
+    def inputs(
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layer: Hashable, spec: AttentionSpec
+    ) -> Inputs:
+        """The inputs with what the layer sees of the path."""
+        seen = self.path_seen(spec)
+        path = None if self.cache is None or not seen else self.cache.read(layer, key, value, seen)
+        return Inputs(query, key, value, sinks, path)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, backend: CachedAttention, scale: float, layer, spec: AttentionSpec):
+        if backend.cache is not None:
+            backend.cache.write(layer, key, value)
+        out, lse = backend.forward(backend.inputs(query, key, value, sinks, layer, spec), scale, spec)
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.call = backend, scale, layer, spec
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: Tensor):
+        *tensors, out, lse = ctx.saved_tensors
+        backend, scale, layer, spec = ctx.call
+        given = backend.inputs(*tensors, layer, spec)
+        grads = backend.backward(grad_out.to(given.query.dtype), given, out, lse, scale, spec)
+        if backend.cache is not None:
+            if grads.path is not None:
+                backend.cache.add_path_gradients(layer, *grads.path, backend.path_seen(spec))
+            backend.cache.collect(layer, grads.key, grads.value)
+        own = (None if x is None else grad.to(x.dtype) for x, grad in zip(tensors, grads))
+        return (*own, None, None, None, None)
+
+
+def sink_gradient(
+    sinks: Float[Tensor, "H"],
+    grad_out: Float[Tensor, "N H V"],
+    out: Float[Tensor, "N H V"],
+    lse: Float[Tensor, "N H"],
+) -> Float[Tensor, "H"]:
+    """Gradient of the sinks: a sink takes the weight exp(sink - lse) and has no value."""
+    wide = lse.dtype
+    share = (sinks.to(wide) - lse).exp_()
+    return -(share * (grad_out.to(wide) * out).sum(-1)).sum(0).to(sinks.dtype)
 
 
 class _CachedKeys(torch.autograd.Function):
     """Puts keys and values of the path in front of a part's own, for a backend that autograd differentiates."""
 
     @staticmethod
-    def forward(ctx, key: Tensor, value: Tensor, cache: KVCacheView, layer: int, path: int):
+    def forward(ctx, key: Tensor, value: Tensor, cache: KVCacheView, layer: Hashable, path: int):
         ctx.cache, ctx.layer, ctx.path = cache, layer, path
         cache.write(layer, key, value)
         path_key, path_value = cache.read(layer, key, value, path)
@@ -220,7 +325,7 @@ class _CachedKeys(torch.autograd.Function):
 
 
 def cached_keys(
-    key: Float[Tensor, "N G D"], value: Float[Tensor, "N G V"], cache: KVCacheView, layer: int, path: int
+    key: Float[Tensor, "N G D"], value: Float[Tensor, "N G V"], cache: KVCacheView, layer: Hashable, path: int
 ) -> tuple[Float[Tensor, "{path}+N G D"], Float[Tensor, "{path}+N G V"]]:
     """Keys and values of the last `path` tokens of the path, then the part's own, which the cache also stores."""
     return _CachedKeys.apply(key, value, cache, layer, path)  # type: ignore[return-value]

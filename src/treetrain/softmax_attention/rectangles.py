@@ -1,4 +1,4 @@
-"""Tree attention on the CPU: kernel calls, chosen in schedule.py and local.py, merged by log-sum-exp.
+"""Tree attention on the CPU: kernel calls, chosen in schedule.py, merged by log-sum-exp.
 
 The backward of softmax attention over a union of key sets is the sum of the backwards over the sets, each computed with
 the *global* output and log-sum-exp. A kernel's backward takes both as arguments, so the backward makes the same calls
@@ -8,27 +8,150 @@ against the cache. With a window or chunks, the last tokens of that path are put
 An attention sink is a key without a value: it enters the log-sum-exp once, after everything else is merged.
 
 Shape letters: N tokens, H query heads, G key/value heads, D size of query and key heads, V size of value heads, C
-pieces in a batch, K keys: the last tokens of the path (none with full attention), then the part's own.
+pieces in a batch of Q queries and K keys: the last tokens of the path (none with full attention), then the part's own.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
-from treetrain.softmax_attention.kernels import CappedKernel, Kernel, StockKernel, sink_gradient
-from treetrain.softmax_attention.kv_cache import KVCacheView, with_path
-from treetrain.softmax_attention.local import local_schedule
-from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Batch, Forest, Schedule, make_schedule
+from treetrain.softmax_attention.kv_cache import CachedAttention, Inputs, KVCacheView, sink_gradient
+from treetrain.softmax_attention.schedule import AttentionSpec, Batch, Forest, Schedule, local_schedule, make_schedule
 from treetrain.tree.attention_range import FULL, AttentionRange
 
 CALL_MICROSECONDS = 350.0
 """Measured cost of one more rectangle, forward and backward with its merge, on one small CPU."""
 PAIR_FLOPS_PER_MICROSECOND = 130e3
 """Measured speed of the stock kernels on two cores of the same CPU."""
+
+
+# ---- kernels: one block of queries against one block of keys
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+CAPPED_SCORES = 1 << 21
+"""Most scores that the capped kernel holds at once, over all heads."""
+
+
+class StockKernel:
+    """The stock CPU flash kernels. Key and value heads of different size are padded with zeros to the larger one."""
+
+    def forward(
+        self,
+        query: Float[Tensor, "C H Q D"],
+        key: Float[Tensor, "C G K D"],
+        value: Float[Tensor, "C G K V"],
+        causal: bool,
+        mask: Float[Tensor, "C 1 Q K"] | None,
+        scale: float,
+    ) -> tuple[Float[Tensor, "C H Q V"], Float[Tensor, "C H Q"]]:
+        """The output and its log-sum-exp.
+
+        Args:
+            causal: only if Q = K and there is no mask.
+            mask: additive.
+        """
+        size, value_size = query.shape[-1], value.shape[-1]
+        if size == value_size:
+            return _flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+        query, key, value = _filled(max(size, value_size), query, key, value)
+        out, lse = _flash(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+        return out[..., :value_size], lse
+
+    def backward(self, grad_out, query, key, value, out, lse, causal, mask, scale) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of query, key and value; `out` and `lse` are those over all keys."""
+        size, value_size = query.shape[-1], value.shape[-1]
+        if size != value_size:
+            tensors = grad_out, query, key, value, out
+            grad_out, query, key, value, out = _filled(max(size, value_size), *tensors)
+        dq, dk, dv = _flash_backward(grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+        return dq[..., :size], dk[..., :size], dv[..., :value_size]
+
+
+def _filled(size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(pad(t, (0, size - t.shape[-1])) for t in tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class CappedKernel:
+    """Attention with scores cap * tanh(score / cap), which no stock CPU kernel has; a few rows of queries at a time."""
+
+    cap: float
+
+    def forward(self, query, key, value, causal, mask, scale):
+        """See `StockKernel`; outputs are in float32 or wider."""
+        wide = torch.promote_types(query.dtype, torch.float32)
+        out = query.new_empty((*query.shape[:3], value.shape[-1]), dtype=wide)
+        lse = query.new_empty(query.shape[:3], dtype=wide)
+        for rows, keys in _row_blocks(query, key, causal):
+            scores, _ = self._scores(query[:, :, rows], key[:, :, keys], rows, causal, mask, scale)
+            lse[:, :, rows] = scores.logsumexp(-1).flatten(1, 2)
+            weights = scores.sub_(scores.logsumexp(-1, keepdim=True)).exp_()
+            out[:, :, rows] = (weights.flatten(2, 3) @ value[:, :, keys].to(wide)).view(out[:, :, rows].shape)
+        return out, lse
+
+    def backward(self, grad_out, query, key, value, out, lse, causal, mask, scale):
+        """See `StockKernel`; gradients are in float32 or wider."""
+        wide = torch.promote_types(query.dtype, torch.float32)
+        dq = query.new_empty(query.shape, dtype=wide)
+        dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (key, value))
+        groups = key.shape[1]
+        for rows, keys in _row_blocks(query, key, causal):
+            q, k, v = query[:, :, rows], key[:, :, keys], value[:, :, keys].to(wide)
+            do = grad_out[:, :, rows].to(wide)
+            scores, slope = self._scores(q, k, rows, causal, mask, scale)
+            weights = scores.sub_(lse[:, :, rows].unflatten(1, (groups, -1)).unsqueeze(-1)).exp_().flatten(2, 3)
+            delta = (do * out[:, :, rows]).sum(-1, keepdim=True)
+            do, delta = _grouped(do, groups), _grouped(delta, groups)
+            dv[:, :, keys] += weights.transpose(-1, -2) @ do
+            grad = (do @ v.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(slope.flatten(2, 3)).mul_(scale)
+            dq[:, :, rows] = (grad @ k.to(wide)).view(q.shape)
+            dk[:, :, keys] += grad.transpose(-1, -2) @ _grouped(q, groups).to(wide)
+        return dq, dk, dv
+
+    def _scores(self, query, key, rows: slice, causal: bool, mask: Tensor | None, scale: float):
+        """Capped and masked scores [C, G, H/G, q, k], and the derivative of the capped by the plain scores."""
+        wide, groups = torch.promote_types(query.dtype, torch.float32), key.shape[1]
+        plain = _grouped(query, groups).to(wide) @ key.to(wide).transpose(-1, -2)
+        tanh = plain.mul_(scale / self.cap).tanh_().unflatten(2, (-1, query.shape[2]))
+        slope = 1 - tanh.square()
+        scores = tanh.mul_(self.cap)
+        if mask is not None:
+            scores += mask[:, :, rows, : key.shape[2]].unsqueeze(2)
+        elif causal:
+            number = torch.arange(key.shape[2])
+            hidden = number > torch.arange(rows.start, rows.start + query.shape[2])[:, None]
+            scores.masked_fill_(hidden, float("-inf"))
+        return scores, slope
+
+
+Kernel = StockKernel | CappedKernel
+
+
+def _grouped(x: Float[Tensor, "C H Q D"], groups: int) -> Float[Tensor, "C groups H/groups*Q D"]:
+    return x.unflatten(1, (groups, -1)).flatten(2, 3)
+
+
+def _row_blocks(query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Yield (queries, keys that they may see) in blocks small enough for ``CAPPED_SCORES``."""
+    pieces, heads, count, _ = query.shape
+    step = max(1, CAPPED_SCORES // max(1, pieces * heads * key.shape[2]))
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        yield slice(start, stop), slice(0, stop if causal else key.shape[2])
+
+
+def _kernel(spec: AttentionSpec) -> Kernel:
+    return StockKernel() if spec.softcap is None else CappedKernel(spec.softcap)
+
+
+# ---- a forest
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +185,7 @@ class _Calls:
         return self._batches[dtype]
 
 
-class RectangleAttention:
+class RectangleAttention(CachedAttention):
     """Tree attention for one forest, used by every layer of a run."""
 
     name = "rectangles"
@@ -82,7 +205,7 @@ class RectangleAttention:
         """
         if call_pairs is None:
             call_pairs = CALL_MICROSECONDS * PAIR_FLOPS_PER_MICROSECOND / (14.0 * heads_times_size)
-        self.cache = cache
+        super().__init__(cache)
         self._forest, self._call_pairs = forest, call_pairs
         self._calls: dict[AttentionRange, _Calls] = {}
 
@@ -91,17 +214,38 @@ class RectangleAttention:
         """The calls of layers with full attention."""
         return self.calls(FULL).schedule
 
-    def __call__(
-        self,
-        query: Float[Tensor, "N H D"],
-        key: Float[Tensor, "N G D"],
-        value: Float[Tensor, "N G V"],
-        scale: float,
-        layer: int = 0,
-        spec: AttentionSpec = PLAIN_ATTENTION,
-        sinks: Float[Tensor, "H"] | None = None,
-    ) -> Float[Tensor, "N H V"]:
-        return _RectangleFunction.apply(query, key, value, sinks, self, scale, layer, spec)  # type: ignore[return-value]
+    def path_seen(self, spec: AttentionSpec) -> int:
+        tail = self.calls(spec.visible_range).tail
+        return super().path_seen(spec) if tail is None else tail
+
+    def forward(self, given: Inputs, scale: float, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        calls, kernel = self.calls(spec.visible_range), _kernel(spec)
+        keys = (given.key, given.value) if calls.tail is None else given.below_path()
+        out, lse = _forward_calls(kernel, calls, given.query, *keys, scale)
+        if calls.tail is None and given.path is not None:
+            q, k, v = (_heads_first(x) for x in (given.query, *given.path))
+            piece, piece_lse = kernel.forward(q, k, v, False, None, scale)
+            _merge(out, lse, _heads_last(piece), _heads_last(piece_lse))
+        if given.sinks is not None:
+            total = torch.logaddexp(lse, given.sinks.to(lse.dtype))
+            out.mul_((lse - total).exp_().unsqueeze(-1))
+            lse = total
+        return out.to(given.query.dtype), lse
+
+    def backward(
+        self, grad_out: Tensor, given: Inputs, out: Tensor, lse: Tensor, scale: float, spec: AttentionSpec
+    ) -> Inputs:
+        calls, kernel = self.calls(spec.visible_range), _kernel(spec)
+        sinks = None if given.sinks is None else sink_gradient(given.sinks, grad_out, out, lse)
+        keys = (given.key, given.value) if calls.tail is None else given.below_path()
+        grads = _backward_calls(kernel, calls, (grad_out, given.query, *keys, out, lse), scale)
+        if calls.tail is not None:
+            return given.gradients(*grads, sinks)
+        path = None
+        if given.path is not None:
+            dq, *path = _call_backward(kernel, (grad_out, given.query, *given.path, out, lse), False, scale)
+            grads[0].add_(dq)
+        return Inputs(*grads, sinks, None if path is None else (path[0], path[1]))
 
     def calls(self, visible_range: AttentionRange) -> _Calls:
         """The calls for layers with this visible range; made at first use."""
@@ -157,62 +301,6 @@ def _heads_first(x: Float[Tensor, "n heads D"]) -> Float[Tensor, "1 heads n D"]:
 
 def _heads_last(x: Float[Tensor, "1 heads n *rest"]) -> Float[Tensor, "n heads *rest"]:
     return x.squeeze(0).transpose(0, 1)
-
-
-class _RectangleFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx,
-        query: Float[Tensor, "N H D"],
-        key: Float[Tensor, "N G D"],
-        value: Float[Tensor, "N G V"],
-        sinks: Float[Tensor, "H"] | None,
-        attention: RectangleAttention,
-        scale: float,
-        layer: int,
-        spec: AttentionSpec,
-    ):
-        cache, calls = attention.cache, attention.calls(spec.visible_range)
-        kernel: Kernel = StockKernel() if spec.softcap is None else CappedKernel(spec.softcap)
-        if cache is not None:
-            cache.write(layer, key, value)
-        keys, values = with_path(cache, calls.tail or 0, layer, key, value)
-        out, lse = _forward_calls(kernel, calls, query, keys, values, scale)
-        if cache is not None and calls.tail is None and cache.path_tokens:
-            q, k, v = (_heads_first(x) for x in (query, *cache.read(layer, key, value)))
-            piece, piece_lse = kernel.forward(q, k, v, False, None, scale)
-            _merge(out, lse, _heads_last(piece), _heads_last(piece_lse))
-        if sinks is not None:
-            total = torch.logaddexp(lse, sinks.to(lse.dtype))
-            out.mul_((lse - total).exp_().unsqueeze(-1))
-            lse = total
-        result = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, sinks, result, lse)
-        ctx.attention, ctx.calls, ctx.kernel, ctx.scale, ctx.layer = attention, calls, kernel, scale, layer
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_out: Tensor):
-        query, key, value, sinks, out, lse = ctx.saved_tensors
-        cache, calls, kernel, scale, layer = ctx.attention.cache, ctx.calls, ctx.kernel, ctx.scale, ctx.layer
-        grad_out, tail = grad_out.to(query.dtype), calls.tail or 0
-        grad_sinks = None if sinks is None else sink_gradient(sinks, grad_out, out, lse)
-        keys, values = with_path(cache, calls.tail or 0, layer, key, value)
-        tensors = grad_out, query, keys, values, out, lse
-        grad_query, grad_key, grad_value = _backward_calls(kernel, calls, tensors, scale)
-        if cache is not None:
-            if calls.tail is None and cache.path_tokens:
-                path = cache.read(layer, key, value)
-                dq, dk, dv = _call_backward(kernel, (grad_out, query, *path, out, lse), False, scale)
-                grad_query += dq
-                cache.add_path_gradients(layer, dk, dv)
-            elif tail:
-                cache.add_path_gradients(layer, grad_key[:tail], grad_value[:tail], tail)
-                grad_key, grad_value = grad_key[tail:], grad_value[tail:]
-            cache.collect(layer, grad_key, grad_value)
-        grads = grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks
-        return (*grads, None, None, None, None)
 
 
 def _forward_calls(

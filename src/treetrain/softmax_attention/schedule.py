@@ -9,12 +9,13 @@ Every visible pair is in exactly one call. The kinds of calls are (docs/design.m
   that is an ancestor of any token of the run is an ancestor of the first one too). Tiles of similar size are padded and
   computed by one masked call. Short rows without a fork are batched in the same way, causally.
 - a *block*: one rectangle for the light subtrees of consecutive forks of a chain, and tiles that also gather the chain
-  below the first of these forks (fork_blocks.py). It serves many small subtrees along a chain.
+  below the first of these forks (`fork_blocks`). It serves many small subtrees along a chain.
 
 The kind is chosen for each subtree, bottom-up, by predicted cost in query-key pairs; a call costs ``call_pairs`` pairs
 on top of its own.
 
-Shape letters: N tokens, S segments, C pieces in a batch, Q query slots, K key slots of a piece.
+Shape letters: N tokens, S segments, B candidate blocks of forks, C pieces in a batch, Q query slots and K key slots of
+a piece.
 """
 
 from collections.abc import Callable
@@ -24,8 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from treetrain.softmax_attention.fork_blocks import Ancestors, fork_blocks, path_tops, tokens_in
 from treetrain.tree.attention_range import FULL, AttentionRange
+from treetrain.tree.layout import PackedLayout
 
 TILE = 64
 """Queries in a tile."""
@@ -55,6 +56,16 @@ class Forest:
     """Parent segment, -1 at roots; a child continues the last token of its parent."""
     segment_start: Int64[np.ndarray, "S+1"]
     """Offsets of the segments in pre-order."""
+
+    @classmethod
+    def of(cls, layout: PackedLayout) -> "Forest":
+        """The forest of a layout."""
+        return cls(
+            ends=layout.ends,
+            depth=layout.positions,
+            segment_parent=layout.segment_parent,
+            segment_start=layout.segment_start,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +209,6 @@ def _decide(forest: Forest, segments: _Segments, costs: _Costs) -> _Decision:
         end=forest.ends[forest.segment_start[:-1]],
         depth=forest.depth,
         max_depth=np.array(segments.max_depth, dtype=np.int64),
-        tile=TILE,
         rectangle=costs.rectangle,
         tiles=costs.tiles,
     )
@@ -381,3 +391,238 @@ def _tile_batch(forest: Forest, tiles: list[Tile], lowest: Int64[np.ndarray, "N"
     # A padded query must see something, or its softmax is undefined; its output is dropped.
     mask[:, slot, paths + slot] |= ~filled
     return Batch(query_index=query - tail, query_length=length, key_index=key, mask=mask)
+
+
+# ---- blocks of forks
+
+MAX_BLOCK_PATH = 512
+"""Longest path of a block's tokens below its first fork. Blocks with longer paths save little and need large masks."""
+BLOCK_TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Sizes of the blocks tried at each fork, in tiles; larger ones would save next to nothing."""
+
+
+class ForkBlocks(NamedTuple):
+    """Candidate blocks, ordered by their last (deepest) fork. A fork is numbered by the segment that ends in it."""
+
+    offset: list[int]
+    """[S + 1]: the last fork of blocks [offset[s], offset[s + 1]) is s."""
+    first: list[int]
+    """[B]: the first (shallowest) fork of each block; less than the last."""
+    cost: list[float]
+    """[B]: predicted cost of the rectangle and the tiles, in query-key pairs."""
+
+
+def path_tops(parent: Int64[np.ndarray, "S"]) -> Int64[np.ndarray, "S"]:
+    """For each segment, the top segment of its path of first children."""
+    index = np.arange(len(parent))
+    return np.maximum.accumulate(np.where(parent != index - 1, index, 0))
+
+
+class Ancestors:
+    """Looks up the ancestors of tokens by depth, the position of every token on its path."""
+
+    def __init__(self, parent: Int64[np.ndarray, "S"], start: Int64[np.ndarray, "S+1"], depth: Int64[np.ndarray, "N"]):
+        self._start, self._parent, self._depth, self._top = start, parent, depth, path_tops(parent)
+
+    def between(self, token: int, low: int, high: int) -> list[tuple[int, int]]:
+        """The proper ancestors of `token` at depths [low, high), as token ranges, shallowest first."""
+        found: list[tuple[int, int]] = []
+        segment, stop = int(np.searchsorted(self._start, token, side="right")) - 1, token
+        while segment >= 0:
+            # A path of first children is contiguous, so it takes one step however many forks it has.
+            top = int(self._top[segment])
+            start = int(self._start[top])
+            depth = int(self._depth[start])
+            piece = max(start, start + low - depth), min(stop, start + high - depth)
+            if piece[0] < piece[1]:
+                found.append(piece)
+            if depth <= low:
+                break
+            segment = int(self._parent[top])
+            stop = int(self._start[segment + 1])
+        return found[::-1]
+
+
+def tokens_in(pieces: list[tuple[int, int]]) -> Int64[np.ndarray, "tokens"]:
+    """The tokens of the ranges, concatenated."""
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(*piece) for piece in pieces)])
+
+
+def fork_blocks(
+    *,
+    parent: Int64[np.ndarray, "S"],
+    start: Int64[np.ndarray, "S+1"],
+    end: Int64[np.ndarray, "S"],
+    depth: Int64[np.ndarray, "N"],
+    max_depth: Int64[np.ndarray, "S"],
+    rectangle: Callable[[Any, Any], Any],
+    tiles: Callable[[Any, Any], Any],
+) -> ForkBlocks:
+    """The blocks worth trying, in O(S log S) time.
+
+    The *light* subtrees of a fork are those of all its children but the first. Take forks i..j of a chain, i above j.
+    In pre-order their light subtrees are adjacent, the deepest fork's first, and form one token range R. All of R sees
+    the chain down to fork i: one unmasked rectangle. R also sees the chain between forks i and j and its own tokens:
+    tiles over R with short paths. So a chain of 100,000 forks needs a few hundred calls, not 100,000.
+
+    Args:
+        parent, start, end: segments and the exclusive ends of their subtrees.
+        depth: position of every token on its path. max_depth: largest depth in each subtree.
+        rectangle: cost as a function of (queries, keys). tiles: cost of (query slots, mean keys outside the tile).
+    """
+    count = len(parent)
+    top = path_tops(parent)
+    forks = np.flatnonzero(top[1:] == top[:-1])  # segments whose first child continues their path
+    if len(forks) < 2:
+        return ForkBlocks([0] * (count + 1), [], [])
+    stop, bottom = end[forks], end[forks + 1]  # light subtrees of a fork: tokens [bottom, stop)
+    below = depth[start[forks + 1]]  # first position on the chain below the fork
+    keys = start[forks + 1] - start[top[forks]]
+    path = np.cumsum(np.diff(top[forks], prepend=top[forks[0]]) != 0)  # numbers the chains
+    highest = _highest_first(path, below, _light_depth(parent, max_depth)[forks])
+    # Ends decrease along a chain; negated and offset by chain number they increase overall, as searchsorted needs.
+    falling = path * (int(end.max()) + 1) - stop
+    depth_sum = np.concatenate([[0], np.cumsum(depth, dtype=np.int64)])
+    last = np.arange(len(forks))
+    first = np.empty((len(forks), len(BLOCK_TILES)), dtype=np.int64)
+    cost = np.empty(first.shape)
+    for k, length in enumerate(BLOCK_TILES):
+        i = np.searchsorted(falling, path * (int(end.max()) + 1) - (bottom + length * TILE))
+        i = np.maximum(i, highest)
+        first[:, k] = i
+        i = np.minimum(i, last)
+        queries = stop[i] - bottom
+        near = depth_sum[stop[i]] - depth_sum[bottom] - queries * below[i]
+        pieces = -(-queries // TILE)
+        # A tile gathers the path of its first token; its later tokens attach higher up and see less of that path.
+        slack = (below - below[i]) / (2 * np.maximum(pieces, 1))
+        cost[:, k] = rectangle(queries, keys[i]) + tiles(pieces * TILE, near / np.maximum(queries, 1) + slack)
+    tried = first < last[:, None]
+    tried[:, 1:] &= first[:, 1:] < first[:, :-1]
+    per_segment = np.zeros(count, dtype=np.int64)
+    per_segment[forks] = tried.sum(axis=1)
+    offset = np.concatenate([[0], np.cumsum(per_segment)])
+    return ForkBlocks(offset.tolist(), forks[first[tried]].tolist(), cost[tried].tolist())
+
+
+def _light_depth(parent: Int64[np.ndarray, "S"], max_depth: Int64[np.ndarray, "S"]) -> Int64[np.ndarray, "S"]:
+    """Largest depth in the light subtrees of each segment's fork; -1 if it has none."""
+    found = np.full(len(parent), -1, dtype=np.int64)
+    light = np.flatnonzero((parent >= 0) & (parent != np.arange(len(parent)) - 1))
+    np.maximum.at(found, parent[light], max_depth[light])
+    return found
+
+
+def _highest_first(
+    path: Int64[np.ndarray, "forks"], below: Int64[np.ndarray, "forks"], deepest: Int64[np.ndarray, "forks"]
+) -> Int64[np.ndarray, "forks"]:
+    """The highest fork from which a block down to each fork has no path longer than ``MAX_BLOCK_PATH``.
+
+    The next fork if there is none.
+    """
+    size = int(max(below.max(), deepest.max())) + 1
+    # below[i] > deepest - MAX_BLOCK_PATH, i on the same chain; positions rise along a chain.
+    needed = np.clip(deepest - MAX_BLOCK_PATH + 1, 0, size)
+    least = np.searchsorted(path * (size + 1) + below, path * (size + 1) + needed)
+    # A block includes all forks between, so the strictest limits it; a fork that fits in no block separates blocks.
+    return np.maximum.accumulate(np.minimum(least, np.arange(len(path)) + 1))
+
+
+# ---- windows and chunks
+
+MOST_QUERIES = 256
+"""Most queries in a tile; a mask has up to three times as many entries per query."""
+QUERIES_PER_WINDOW = 8
+"""The window divided by this is the number of queries in a tile: masked-out work is about the square of a tile."""
+MOST_GATHERED = 1024
+"""A stretch of more keys than this that the whole tile sees is always a rectangle."""
+
+
+class LocalSchedule(NamedTuple):
+    """Calls over the last `tail` keys of the path above, followed by the forest's own keys."""
+
+    schedule: Schedule
+    tail: int
+
+
+def local_schedule(
+    forest: Forest, visible_range: AttentionRange, *, path_tokens: int = 0, call_pairs: float = 8192.0
+) -> LocalSchedule:
+    """Choose the calls of layers with a window or chunks.
+
+    Queries are cut into tiles of consecutive tokens in pre-order. A tile's keys are its own tokens and the path of its
+    first token, from the least depth that any of its tokens sees. All tokens of a tile see some stretch of that path in
+    full; it becomes a rectangle where that pays. The other keys are gathered and masked, tiles of similar length in one
+    call. So work and masks are proportional to tokens times window, whatever the length of the paths.
+
+    Args:
+        forest: its roots are at depth `path_tokens`.
+        path_tokens: number of tokens above the forest; all are ancestors of every token of it.
+        call_pairs: cost of one more call, in query-key pairs.
+    """
+    lowest = visible_range.lowest(forest.depth)
+    tail = max(0, path_tokens - int(lowest.min()))
+    whole = _below_tail(forest, tail)
+    lowest = np.concatenate([np.zeros(tail, np.int64), lowest])
+    size = visible_range.window or visible_range.chunk or TILE
+    queries = min(max(TILE, size // QUERIES_PER_WINDOW), MOST_QUERIES)
+    ancestors = Ancestors(whole.segment_parent, whole.segment_start, whole.depth)
+    schedule, tiles = Schedule(num_tokens=len(forest.ends)), []
+    start = tail
+    while start < len(whole.ends):
+        stop = _tile_stop(whole.depth, lowest, start, queries)
+        tiles.append(_tile(whole.depth, ancestors, lowest, start, stop, tail, call_pairs, schedule.rectangles))
+        start = stop
+    # Tiles share a call if their number of queries rounds up to the same power of two.
+    batches = tile_batches(whole, tiles, lambda queries: 1 << (queries - 1).bit_length(), lowest=lowest, tail=tail)
+    schedule.batches.extend(batches)
+    return LocalSchedule(schedule, tail)
+
+
+def _below_tail(forest: Forest, tail: int) -> Forest:
+    """The forest with the last `tail` tokens of the path above it put in front."""
+    if not tail:
+        return forest
+    count, first = len(forest.ends), int(forest.depth[0])
+    return Forest(
+        ends=np.concatenate([np.full(tail, tail + count), forest.ends + tail]),
+        depth=np.concatenate([np.arange(first - tail, first), forest.depth]),
+        segment_start=np.concatenate([[0], forest.segment_start + tail]),
+        segment_parent=np.concatenate([[-1], forest.segment_parent + 1]),
+    )
+
+
+def _tile_stop(depth: Int64[np.ndarray, "N"], lowest: Int64[np.ndarray, "N"], start: int, queries: int) -> int:
+    """The end of the tile from `start`: at most `queries` tokens, whose depths and lowest visible depths are close."""
+    near, low = depth[start : start + queries], lowest[start : start + queries]
+    shallow = np.minimum.accumulate(near) < near[0] - queries
+    spread = np.maximum.accumulate(low) - np.minimum.accumulate(low) > queries
+    too_far = shallow | spread
+    return start + (int(too_far.argmax()) if too_far.any() else len(near))
+
+
+def _tile(
+    depth: Int64[np.ndarray, "N"],
+    ancestors: Ancestors,
+    lowest: Int64[np.ndarray, "N"],
+    start: int,
+    stop: int,
+    tail: int,
+    call_pairs: float,
+    rectangles: list[tuple[int, int, int, int]],
+) -> Tile:
+    """A tile with the keys that it gathers; appends the stretches that are computed unmasked to `rectangles`."""
+    depth, low = depth[start:stop], lowest[start:stop]
+    own, shallowest, least, most = int(depth[0]), int(depth.min()), int(low.min()), int(low.max())
+    queries = stop - start
+    gathered = []
+    for piece in ancestors.between(start, most, shallowest):
+        keys = piece[1] - piece[0]
+        saved = (TILE_PAIR - 1) * queries * keys - call_pairs - QUERY_PAIRS * queries - KEY_PAIRS * keys
+        if saved > 0 or keys > MOST_GATHERED:
+            rectangles.append((start - tail, stop - tail, *piece))
+        else:
+            gathered.append(piece)
+    above = ancestors.between(start, least, min(most, own))
+    below = ancestors.between(start, max(shallowest, most), own)
+    return Tile(start, stop, tokens_in(above + gathered + below))

@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float32, Int32
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from treetrain.device_arrays import launch, to_device
-from treetrain.softmax_attention.kv_cache import KVCacheView, with_path
-from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
+from treetrain.device_arrays import launch, tf32_is_allowed, to_device
+from treetrain.softmax_attention.kv_cache import CachedAttention, Inputs, KVCacheView
+from treetrain.softmax_attention.schedule import AttentionSpec, Forest
 from treetrain.softmax_attention.tile_lists import TILE, Lists, TileLists, keys_of, make_tile_lists
 from treetrain.softmax_attention.triton_kernels import (
     delta_kernel,
@@ -27,11 +26,55 @@ from treetrain.softmax_attention.triton_kernels import (
     key_gradient_kernel,
     query_gradient_kernel,
 )
-from treetrain.softmax_attention.triton_shapes import Shape, shapes_for, tf32_is_allowed
 from treetrain.tree.attention_range import FULL, AttentionRange
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
+
+
+# ---- block sizes
+
+
+class Shape(NamedTuple):
+    """Block sizes and launch options of one kernel."""
+
+    queries: int
+    """Queries in a block; divides the tile."""
+    keys: int
+    """Keys in a block; divides the tile."""
+    warps: int
+    stages: int
+
+
+class Shapes(NamedTuple):
+    """The settings of a layer's three kernels."""
+
+    forward: Shape
+    query_gradient: Shape
+    key_gradient: Shape
+
+
+# One fixed setting, for reproducible runs: autotuned kernels may sum in another order in the next process. Registers
+# and shared memory were read off the compiler's report for sm_90 (benchmarks/triton_report.py). With 16 bits each
+# kernel spills at most 52 bytes and uses Hopper's wgmma. Its three stages load the data of a step while the step before
+# is computed; with two stages the load would only start at the end of that step.
+SHAPES = {
+    (64, 2): Shapes(Shape(128, 128, 8, 3), Shape(128, 64, 8, 3), Shape(64, 128, 8, 3)),
+    (128, 2): Shapes(Shape(128, 64, 8, 3), Shape(128, 64, 8, 3), Shape(32, 128, 8, 3)),
+    (256, 2): Shapes(Shape(128, 32, 8, 3), Shape(64, 32, 8, 3), Shape(32, 64, 8, 3)),
+    (64, 4): Shapes(Shape(64, 32, 8, 2), Shape(64, 32, 8, 2), Shape(32, 32, 8, 2)),
+    (128, 4): Shapes(Shape(32, 16, 8, 2), Shape(32, 16, 8, 2), Shape(16, 32, 8, 2)),
+    (256, 4): Shapes(Shape(32, 16, 8, 1), Shape(32, 16, 8, 1), Shape(16, 32, 8, 1)),
+}
+"""By largest head size (of query and value) and bytes per number. Tensor cores take float32 only if TF32 is allowed."""
+
+
+def shapes_for(size: int, dtype: torch.dtype) -> Shapes:
+    """The setting for a head size (the larger of query's and value's) and dtype."""
+    return SHAPES[next(largest for largest in (64, 128, 256) if size <= largest), dtype.itemsize]
+
+
+# ---- a forest
 
 
 class _Lists(NamedTuple):
@@ -60,7 +103,7 @@ def _padded(lists: Lists) -> Lists:
     return lists._replace(tiles=np.append(lists.tiles, np.int32(0)))
 
 
-class TritonTreeAttention:
+class TritonTreeAttention(CachedAttention):
     """Tree attention for one forest, used by every layer of a run.
 
     Args:
@@ -72,29 +115,41 @@ class TritonTreeAttention:
     name = "triton"
 
     def __init__(self, forest: Forest, device: torch.device, *, cache: KVCacheView | None = None, tile: int = TILE):
-        self.cache, self.tile = cache, tile
+        super().__init__(cache)
+        self.tile = tile
         self._forest, self._device = forest, device
         self._tables: dict[AttentionRange, _Tables] = {}
 
-    def __call__(
-        self,
-        query: Float[Tensor, "N H D"],
-        key: Float[Tensor, "N G D"],
-        value: Float[Tensor, "N G V"],
-        scale: float,
-        layer: int = 0,
-        spec: AttentionSpec = PLAIN_ATTENTION,
-        sinks: Float[Tensor, "H"] | None = None,
-    ) -> Float[Tensor, "N H V"]:
-        """Raises:
-        ValueError: a dtype or head size that the kernels do not have.
-        """
-        if query.dtype not in DTYPES or max(query.shape[2], value.shape[2]) > LARGEST_HEAD:
+    def path_seen(self, spec: AttentionSpec) -> int:
+        return self.tables(spec.visible_range).path
+
+    def forward(self, given: Inputs, scale: float, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        query, size = given.query, max(given.query.shape[2], given.value.shape[2])
+        if query.dtype not in DTYPES or size > LARGEST_HEAD:
             raise ValueError(
                 f"the Triton kernels take bfloat16, float16 and float32 and heads of up to {LARGEST_HEAD}, got "
-                f"{query.dtype} and heads of {query.shape[2]} and {value.shape[2]}; set TREETRAIN_ATTENTION=flex"
+                f"{query.dtype} and heads of {size}; set TREETRAIN_ATTENTION=flex"
             )
-        return _TreeFunction.apply(query, key, value, sinks, self, scale, layer, spec)  # type: ignore[return-value]
+        tables = self.tables(spec.visible_range)
+        key, value = (x.contiguous() for x in given.below_path())
+        return _forward(query.contiguous(), key, value, given.sinks, tables, self.tile, scale, spec.softcap)
+
+    def backward(
+        self, grad_out: Tensor, given: Inputs, out: Tensor, lse: Tensor, scale: float, spec: AttentionSpec
+    ) -> Inputs:
+        tables, grad_out = self.tables(spec.visible_range), grad_out.contiguous()
+        delta = _delta(out, grad_out)
+        key, value = (x.contiguous() for x in given.below_path())
+        tensors = given.query.contiguous(), key, value, grad_out, lse, delta
+        grad_query = _query_gradient(tensors, tables, self.tile, scale, spec.softcap)
+        # In float32; rounded only after the last addition.
+        grad_keys = _key_gradient(tensors, tables, self.tile, scale, spec.softcap)
+        sinks = None
+        if given.sinks is not None:
+            # A sink takes a share of every query's softmax and has no value.
+            share = torch.exp2(given.sinks.float()[:, None] / math.log(2) - lse)
+            sinks = -(share * delta).sum(1)
+        return given.gradients(grad_query, *grad_keys, sinks)
 
     def tables(self, visible_range: AttentionRange) -> _Tables:
         """The tables of layers with this visible range; made at first use."""
@@ -117,55 +172,6 @@ class TritonTreeAttention:
         depth, lowest = rest[6:] if local else (ends, ends)
         by_query, by_key = _Lists(order, bounds, tiles), _Lists(key_order, key_bounds, key_tiles)
         return _Tables(ends, depth, lowest, by_query, by_key, keys.path, local)
-
-
-class _TreeFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx,
-        query: Float[Tensor, "N H D"],
-        key: Float[Tensor, "N G D"],
-        value: Float[Tensor, "N G V"],
-        sinks: Float[Tensor, "H"] | None,
-        attention: TritonTreeAttention,
-        scale: float,
-        layer: int,
-        spec: AttentionSpec,
-    ):
-        cache, tables = attention.cache, attention.tables(spec.visible_range)
-        if cache is not None:
-            cache.write(layer, key, value)
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        keys, values = with_path(cache, tables.path, layer, key, value)
-        out, lse = _forward(query, keys, values, sinks, tables, attention.tile, scale, spec.softcap)
-        ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.attention, ctx.tables, ctx.scale, ctx.layer, ctx.softcap = attention, tables, scale, layer, spec.softcap
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_out: Tensor):
-        query, key, value, sinks, out, lse = ctx.saved_tensors
-        attention, tables, layer = ctx.attention, ctx.tables, ctx.layer
-        cache, path = attention.cache, tables.path
-        keys, values = with_path(cache, path, layer, key, value)
-        grad_out = grad_out.to(query.dtype).contiguous()
-        delta = _delta(out, grad_out)
-        given = query, keys, values, grad_out, lse, delta
-        grad_query = _query_gradient(given, tables, attention.tile, ctx.scale, ctx.softcap)
-        # In float32; rounded only after the last addition.
-        grad_key, grad_value = _key_gradient(given, tables, attention.tile, ctx.scale, ctx.softcap)
-        if cache is not None:
-            if path:
-                cache.add_path_gradients(layer, grad_key[:path], grad_value[:path], path)
-                grad_key, grad_value = grad_key[path:], grad_value[path:]
-            cache.collect(layer, grad_key, grad_value)
-        grad_sinks = None
-        if sinks is not None:
-            # A sink takes a share of every query's softmax and has no value.
-            share = torch.exp2(sinks.float()[:, None] / math.log(2) - lse)
-            grad_sinks = -(share * delta).sum(1).to(sinks.dtype)
-        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_sinks, None, None, None, None
 
 
 def _sizes(query: Tensor, key: Tensor, value: Tensor, tables: _Tables, tile: int, softcap: float | None):

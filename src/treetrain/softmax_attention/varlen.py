@@ -24,15 +24,12 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import pad
 
 from treetrain.device_arrays import to_device
-from treetrain.softmax_attention.fork_blocks import path_tops
-from treetrain.softmax_attention.kernels import sink_gradient
-from treetrain.softmax_attention.kv_cache import KVCacheView
-from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
+from treetrain.softmax_attention.kv_cache import CachedAttention, Inputs, KVCacheView, sink_gradient
+from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest, path_tops
 from treetrain.tree.layout import ranges
 
 BLOCK = 128
@@ -188,7 +185,7 @@ class StockVarlen:
         )  # fmt: skip
 
 
-class VarlenAttention:
+class VarlenAttention(CachedAttention):
     """Tree attention for one forest without a path above it, used by every layer of a run.
 
     Args:
@@ -208,7 +205,8 @@ class VarlenAttention:
         dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16),
     ):
         assert cache is None or not cache.path_tokens
-        self.cache, self.kernel, self._dtypes = cache, kernel or StockVarlen(), dtypes
+        super().__init__(cache)
+        self.kernel, self._dtypes = kernel or StockVarlen(), dtypes
         calls = varlen_calls(pieces)
         in_order = len(calls) > 0 and len(calls[0].query_offsets) == len(pieces.chains)  # one call holds all chains
         self.calls = [_on_device(call, in_order and number == 0, device) for number, call in enumerate(calls)]
@@ -223,42 +221,18 @@ class VarlenAttention:
         """Whether flash attention has a layer's dtype and head sizes; it has no caps, and no windows across calls."""
         return spec == PLAIN_ATTENTION and query.dtype in self._dtypes and max(query.shape[2], value.shape[2]) <= 256
 
-    def __call__(
-        self,
-        query: Float[Tensor, "N H D"],
-        key: Float[Tensor, "N G D"],
-        value: Float[Tensor, "N G V"],
-        scale: float,
-        layer: int = 0,
-        spec: AttentionSpec = PLAIN_ATTENTION,
-        sinks: Float[Tensor, "H"] | None = None,
-    ) -> Float[Tensor, "N H V"]:
+    def forward(self, given: Inputs, scale: float, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        query, key, value, sinks, _ = given
         assert self.takes(query, value, spec)
-        return _VarlenFunction.apply(query, key, value, sinks, self, scale, layer)  # type: ignore[return-value]
-
-
-def _on_device(call: Call, in_order: bool, device: torch.device) -> DeviceCall:
-    query_offsets, key_offsets = to_device([x.astype(np.int32) for x in (call.query_offsets, call.key_offsets)], device)
-    longest = int(np.diff(call.query_offsets).max()), int(np.diff(call.key_offsets).max())
-    queries, keys = (None, None) if in_order else to_device([call.queries, call.keys], device)
-    return DeviceCall(queries, keys, query_offsets, key_offsets, longest, call.causal)
-
-
-class _VarlenFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query, key, value, sinks, attention: VarlenAttention, scale: float, layer: int):
-        cache, kernel, calls = attention.cache, attention.kernel, attention.calls
-        if cache is not None:
-            cache.write(layer, key, value)
-        heads = _Filled(query, key, value)
+        heads, calls = _Filled(query, key, value), self.calls
         if len(calls) == 1 and calls[0].queries is None:  # rows that share nothing: plain flash attention, no copy
-            out, lse = kernel.forward(*heads.inputs, calls[0], scale)
+            out, lse = self.kernel.forward(*heads.inputs, calls[0], scale)
         else:
             wide = torch.promote_types(query.dtype, torch.float32)
             out = torch.empty_like(heads.inputs[0], dtype=wide)
             lse = query.new_empty((query.shape[1], len(query)), dtype=wide)
             for call in calls:
-                piece, piece_lse = kernel.forward(*heads.taken(call), call, scale)
+                piece, piece_lse = self.kernel.forward(*heads.taken(call), call, scale)
                 at = slice(None) if call.queries is None else call.queries
                 if not call.causal:
                     piece, piece_lse = _merged(out[at], lse[:, at], piece, piece_lse)
@@ -266,40 +240,37 @@ class _VarlenFunction(torch.autograd.Function):
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
             out, lse = out * _per_row(lse - total), total
-        result = out[..., : value.shape[2]].to(query.dtype).contiguous()
-        ctx.save_for_backward(query, key, value, sinks, result, lse)
-        ctx.attention, ctx.scale, ctx.layer = attention, scale, layer
-        return result
+        return out[..., : value.shape[2]].to(query.dtype).contiguous(), lse
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_out: Tensor):
-        query, key, value, sinks, out, lse = ctx.saved_tensors
-        attention, scale, layer = ctx.attention, ctx.scale, ctx.layer
-        cache, kernel, calls = attention.cache, attention.kernel, attention.calls
-        heads, lse = _Filled(query, key, value), lse.contiguous()
-        do, o = heads.filled(grad_out.to(query.dtype)), heads.filled(out)
+    def backward(
+        self, grad_out: Tensor, given: Inputs, out: Tensor, lse: Tensor, scale: float, spec: AttentionSpec
+    ) -> Inputs:
+        query, key, value, sinks, _ = given
+        heads, lse, rest = _Filled(query, key, value), lse.contiguous(), self.calls
+        do, o = heads.filled(grad_out), heads.filled(out)
         wide = torch.promote_types(query.dtype, torch.float32)
-        if calls and calls[0].queries is None:
-            dq, dk, dv = kernel.backward(do, *heads.inputs, o, lse, calls[0], scale)
-            if len(calls) > 1 or cache is not None:  # more gradients will be added
-                dq, dk, dv = (x.to(wide) for x in (dq, dk, dv))
-            rest = calls[1:]
+        if rest and rest[0].queries is None:
+            grads = self.kernel.backward(do, *heads.inputs, o, lse, rest[0], scale)
+            rest = rest[1:]
+            if rest or self.cache is not None:  # more gradients will be added
+                grads = tuple(x.to(wide) for x in grads)
         else:
-            dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in heads.inputs)
-            rest = calls
+            grads = tuple(torch.zeros_like(x, dtype=wide) for x in heads.inputs)
         for call in rest:
             at = call.queries
             assert at is not None and call.keys is not None
-            piece = kernel.backward(do[at], *heads.taken(call), o[at], lse[:, at].contiguous(), call, scale)
-            for total, part, index in zip((dq, dk, dv), piece, (at, call.keys, call.keys)):
+            piece = self.kernel.backward(do[at], *heads.taken(call), o[at], lse[:, at].contiguous(), call, scale)
+            for total, part, index in zip(grads, piece, (at, call.keys, call.keys)):
                 total.index_add_(0, index, part.to(total.dtype))
-        size, value_size = query.shape[2], value.shape[2]
-        if cache is not None:
-            dk, dv = dk[..., :size].contiguous(), dv[..., :value_size].contiguous()
-            cache.collect(layer, dk, dv)
-        grads = dq[..., :size].to(query.dtype), dk[..., :size].to(key.dtype), dv[..., :value_size].to(value.dtype)
-        return *grads, None if sinks is None else sink_gradient(sinks, grad_out, out, lse.t()), None, None, None
+        dq, dk, dv = (x[..., : like.shape[2]].contiguous() for x, like in zip(grads, (query, key, value)))
+        return Inputs(dq, dk, dv, None if sinks is None else sink_gradient(sinks, grad_out, out, lse.t()), None)
+
+
+def _on_device(call: Call, in_order: bool, device: torch.device) -> DeviceCall:
+    query_offsets, key_offsets = to_device([x.astype(np.int32) for x in (call.query_offsets, call.key_offsets)], device)
+    longest = int(np.diff(call.query_offsets).max()), int(np.diff(call.key_offsets).max())
+    queries, keys = (None, None) if in_order else to_device([call.queries, call.keys], device)
+    return DeviceCall(queries, keys, query_offsets, key_offsets, longest, call.causal)
 
 
 class _Filled:
