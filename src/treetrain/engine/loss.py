@@ -38,10 +38,8 @@ def add_metrics(a: Metrics, b: Metrics) -> Metrics:
     for name, (value, weight) in b.items():
         if name in total and name.endswith(("_max", "_min")):
             bound = {"min" if name.endswith("_max") else "max": total[name][0]}
-            found, weighs = (
-                x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in (value, weight)
-            )
-            total[name] = found.clamp(**bound), weighs.clamp(min=total[name][1])
+            value, weight = (torch.as_tensor(x, dtype=torch.float64) for x in (value, weight))
+            total[name] = value.clamp(**bound), weight.clamp(min=total[name][1])
             continue
         before = total.get(name, (0.0, 0.0))
         total[name] = (before[0] + value, before[1] + weight)
