@@ -31,7 +31,7 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 
 def module_name(path: Path) -> str:
-    """treetrain.engine.step for .../engine/step.py, treetrain.engine for .../engine/__init__.py."""
+    """treetrain.engine.score for .../engine/score.py, treetrain.engine for .../engine/__init__.py."""
     parts = ["treetrain", *path.relative_to(SOURCE).with_suffix("").parts]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

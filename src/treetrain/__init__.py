@@ -39,10 +39,10 @@ _PUBLIC = {
     "to_padded": "treetrain.trainers.batches",
     "to_packed": "treetrain.trainers.batches",
     "attention": "treetrain.softmax_attention.attention",
-    "Packed": "treetrain.engine.own_model",
-    "PackedPart": "treetrain.engine.own_model",
-    "pack": "treetrain.engine.own_model",
-    "prediction_logprobs": "treetrain.engine.own_model",
+    "Packed": "treetrain.engine.packed",
+    "PackedPart": "treetrain.engine.packed",
+    "pack": "treetrain.engine.packed",
+    "prediction_logprobs": "treetrain.engine.packed",
     "share_prefixes": "treetrain.trainers.share_prefixes",
     "SharePrefixesMixin": "treetrain.trainers.share_prefixes",
     "PrefixGroupSampler": "treetrain.trainers.groups",
@@ -115,10 +115,10 @@ if TYPE_CHECKING:
     from treetrain.engine.engine import rewards as rewards
     from treetrain.engine.engine import values as values
     from treetrain.engine.loss import StepResult as StepResult
-    from treetrain.engine.own_model import Packed as Packed
-    from treetrain.engine.own_model import PackedPart as PackedPart
-    from treetrain.engine.own_model import pack as pack
-    from treetrain.engine.own_model import prediction_logprobs as prediction_logprobs
+    from treetrain.engine.packed import Packed as Packed
+    from treetrain.engine.packed import PackedPart as PackedPart
+    from treetrain.engine.packed import pack as pack
+    from treetrain.engine.packed import prediction_logprobs as prediction_logprobs
     from treetrain.engine.score import Scored as Scored
     from treetrain.errors import DataError as DataError
     from treetrain.errors import RanksDisagree as RanksDisagree

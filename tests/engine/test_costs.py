@@ -13,12 +13,12 @@ from support import families
 from support.hybrids import make_hybrid, make_hybrid_config
 from support.models import BASE, build, make_model
 from treetrain.engine import costs
-from treetrain.engine.costs import cost_if_countable, cost_of, count, count_config, count_named
+from treetrain.engine.costs import CountStorages, cost_if_countable, cost_of, count, count_config, count_named
 from treetrain.engine.executor import Executor
 from treetrain.engine.lm_head import ScoreRequest
 from treetrain.engine.loss_gradients import Batch, KnownGradients, ScoreTable
-from treetrain.engine.memory import CountStorages, PassCounts
 from treetrain.engine.packed import PackedRun
+from treetrain.engine.runtime import PassCounts
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import check_model
 from treetrain.models.loading import load_model

@@ -2,8 +2,9 @@
 
 import torch
 
-from treetrain.engine import memory
-from treetrain.engine.memory import CountStorages, expandable_segments
+from treetrain.engine import runtime as memory
+from treetrain.engine.costs import CountStorages
+from treetrain.engine.runtime import expandable_segments
 
 CPU = torch.device("cpu")
 

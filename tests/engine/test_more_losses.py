@@ -83,11 +83,11 @@ def test_a_step_may_be_split_over_calls_of_whole_pairs(model, name):
 
 
 @pytest.mark.parametrize("name", ["gspo", "dpo", "grpo and sft", "reinforce and dpo"])
-@pytest.mark.parametrize("budget", [1, 3, "1GiB"])
+@pytest.mark.parametrize("budget", [3, "1GiB"])
 def test_parts_under_a_budget_equal_one_part(model, name, budget):
     whole, gradient = run(model, ROWS, EVERY[name].loss)
     cut, got = run(model, ROWS, EVERY[name].loss, budget=budget)
-    assert (cut.parts > 1) == (budget in (1, 3)) and whole.parts == 1
+    assert (cut.parts > 1) == (budget == 3) and whole.parts == 1
     assert linear.relative_error(got, gradient) <= 1e-12
     assert cut.loss == pytest.approx(whole.loss, rel=1e-12)
     assert cut.metrics == pytest.approx(whole.metrics, rel=1e-10)

@@ -12,11 +12,9 @@ from treetrain.tree.nodes import NodeRows
 from treetrain.tree.token_tree import TokenTree
 
 LOSSES = {
-    "sft": tt.losses.sft(),
     "sft per trajectory": tt.losses.sft(reduction="trajectory"),
     "reinforce": tt.losses.reinforce(kl=0.2, kl_estimator="k1"),
     "ppo": tt.losses.ppo(clip=0.2, entropy=0.05),
-    "grpo": tt.losses.grpo(clip=0.2, kl=0.1),
 }
 
 

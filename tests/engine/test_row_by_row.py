@@ -5,8 +5,8 @@ import pytest
 
 import treetrain as tt
 from support.models import make_model
-from treetrain.engine import step as step_module
-from treetrain.engine.step import rows_instead
+from treetrain.engine import engine as step_module
+from treetrain.engine.engine import rows_instead
 from treetrain.planning.partition import partition
 from treetrain.planning.plan import Plan
 from treetrain.testing import linear

@@ -15,7 +15,7 @@ from support.models import make_model
 from support.passes import unique_ids
 from support.plans import planned
 from treetrain.engine.executor import Executor
-from treetrain.engine.memory import StepOutOfMemory
+from treetrain.engine.runtime import StepOutOfMemory
 from treetrain.planning.price import CostModel
 from treetrain.testing import linear
 from treetrain.testing.float64 import PureFloat64

@@ -13,7 +13,7 @@ from support.node_trees import random_node_tree
 from treetrain import losses
 from treetrain.errors import DataError
 from treetrain.losses import Facts
-from treetrain.losses.token_losses import SFTLoss
+from treetrain.losses.losses import SFTLoss
 from treetrain.tree import Node, NodeTrajectory, TokenTree
 
 MAKE = {

@@ -13,6 +13,7 @@ weight (gradients; autocast's copies) belong to a pass, not to its tokens. Layer
 """
 
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,12 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from treetrain.engine import lm_head
 from treetrain.engine.distributed import is_shard, is_sharded
 from treetrain.engine.lm_head import Scaling, TritonChunk, chunk_type
-from treetrain.engine.memory import CountStorages
 from treetrain.engine.packed import model_device
 from treetrain.errors import UnsupportedModel
 from treetrain.linear_attention.paths import Paths
@@ -232,15 +234,50 @@ def _head_bytes(
     if not capabilities.head_is_linear:
         # Every chunk goes through autograd: logits, the same in float32, log-softmax, its exp, their product.
         return 5 * wide + b, head_pass
-    if head_softmax(capabilities, device, dtype) is TritonChunk:  # the logits become their gradient
-        return b, head_pass
+    bias = getattr(capabilities.head, "bias", None)
+    if chunk_type(dtype, device, bias, Scaling(capabilities.logit_map)) is TritonChunk:
+        return b, head_pass  # the logits become their gradient
     return 2 * wide + (b if b < wide else 0), head_pass
 
 
-def head_softmax(capabilities: Capabilities, device: torch.device, dtype: torch.dtype) -> type[Any]:
-    """The softmax class for a head that is a plain matrix."""
-    bias = getattr(capabilities.head, "bias", None)
-    return chunk_type(dtype, device, bias, Scaling(capabilities.logit_map))
+class CountStorages(TorchDispatchMode):
+    """Counts every storage that an operator makes in the block, while it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        """Bytes alive at this moment."""
+        self.peak = 0
+        """Most bytes that were alive at once; set it to `now` to start again."""
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and _key(tensor) not in given and self.counts(tensor):
+                self.add(tensor)
+        return out
+
+    def counts(self, tensor: torch.Tensor) -> bool:
+        """Whether a new tensor is counted; a subclass may leave some out."""
+        return True
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's storage until it is freed."""
+        storage, key = tensor.untyped_storage(), _key(tensor)
+        if key not in self._alive:
+            self._alive[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._freed, key)
+
+    def _freed(self, key: int) -> None:
+        self.now -= self._alive.pop(key, 0)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 class _Meter(CountStorages):
@@ -412,19 +449,17 @@ def _without_data(model: nn.Module) -> Iterator[Any]:
         return made[id(old)]
 
     copy = module(model)
-    configs = {id(c): c for m in copy.modules() if (c := getattr(m, "config", None)) is not None}
-    before = [(c, c._experts_implementation_internal) for c in configs.values() if hasattr(c, _EXPERTS)]
+    experts = "_experts_implementation_internal"
+    configs = {id(c): c for m in copy.modules() if hasattr(c := getattr(m, "config", None), experts)}
+    before = [(config, getattr(config, experts)) for config in configs.values()]
     try:
         for config, _ in before:  # products of groups of rows, whose shapes do not depend on the routers' choices
-            setattr(config, _EXPERTS, "grouped_mm")
+            setattr(config, experts, "grouped_mm")
         with fake:
             yield copy
     finally:
         for config, value in before:
-            setattr(config, _EXPERTS, value)
-
-
-_EXPERTS = "_experts_implementation_internal"
+            setattr(config, experts, value)
 
 
 def _drop_gradient(parameter: Tensor) -> None:

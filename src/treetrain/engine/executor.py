@@ -11,31 +11,202 @@ them.
     rows in use:     0           0 1         0            0 2         0
 
 Rows of the cache are allocated on the way down and freed on the way up, like a stack.
+
+Under FSDP2 every forward and backward of the model is a collective call. All ranks agree on one sequence of passes
+that holds every rank's own passes in their order. Where a rank has no pass of its own, it runs a stand-in: a forward
+over one token with coefficients of zero, and later a backward with gradients of zero. A stand-in gathers and reduces
+the same weights as the other ranks' passes and adds zeros, so results do not change. Context-parallel ranks have the
+same passes, so they run stand-ins together, each over the whole token.
+
+    rank 0:        forward a    stand-in     backward a   stand-in
+    rank 1:        forward b    forward c    backward c   backward b
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Int64
 from torch import Tensor, nn
 
-from treetrain.engine.collective_passes import CollectivePasses, Reduces
-from treetrain.engine.gradients import GradientBuffers, gradient_buffers, hooks_once
-from treetrain.engine.lm_head import ScoreRequest, Scores
-from treetrain.engine.loss_gradients import KnownGradients, ScoreGradients, ScoreTable
-from treetrain.engine.memory import PassCounts, StepOutOfMemory, out_of_memory_in
+from treetrain.engine.distributed import sharded_modules, waiting_gradients
+from treetrain.engine.lm_head import GradientBuffers, ScoreRequest, Scores, deliver, gradient_buffers
+from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import Routing, switched
-from treetrain.engine.runtime import Runtime
+from treetrain.engine.runtime import PassCounts, Runtime, StepOutOfMemory, out_of_memory_in
 from treetrain.engine.tensor_parallel import tensor_parallel_mode
 from treetrain.linear_attention.paths import StateCache
 from treetrain.models.tree_mode import compiled_layers
+from treetrain.planning.collective_order import Kind, Turn, common_order, spelled
 from treetrain.planning.plan import Plan
 from treetrain.softmax_attention.kv_cache import CacheRows, KVCache
-from treetrain.tree.layout import Piece, cut
+from treetrain.tree.build import build_tree
+from treetrain.tree.layout import Piece, cut, pack
+
+Reduces = Literal["each", "last", "never"]
+"""Which backwards of a run reduce gradients over ranks."""
+
+
+class CollectivePasses:
+    """Takes one rank through the common order; making it is a collective call.
+
+    Args:
+        plan, routing: those of this rank's passes.
+        gradients: whether the parts run backward too.
+    """
+
+    def __init__(self, runtime: Runtime, plan: Plan, routing: Routing | None, *, gradients: bool, reduces: Reduces):
+        self._runtime, self._routing, self._ranks = runtime, routing, runtime.ranks
+        self._shards = sharded_modules(runtime.model, runtime.value_head)
+        own = spelled(event.kind for event in plan.events()) if gradients else "P" * plan.num_parts
+        waits = gradients and reduces != "never" and bool(waiting_gradients(*self._shards))
+        _, answers = self._ranks.agree("an order of passes", lambda: (None, (own, waits)))
+        self._turns = common_order([order for order, _ in self._ranks.of_data(answers)])
+        if not self._turns and any(waits for _, waits in answers):
+            # Stand-ins, which reduce what earlier calls left.
+            self._turns = [Turn("forward", ()), Turn("backward", ())]
+        self._next = 0
+        self._last_backward = max((n for n, turn in enumerate(self._turns) if turn.kind == "backward"), default=-1)
+        # Outputs that later backwards start from: those of stand-ins, and of this rank's own forwards.
+        self._idle_outputs: list[Sequence[Tensor]] = []
+        self._own_outputs: list[Sequence[Tensor]] = []
+        self.begin_backwards(reduces)
+
+    def begin_backwards(self, reduces: Reduces) -> None:
+        """Set which of the following backwards reduce gradients."""
+        self._reduces = reduces
+        if reduces != "each":
+            self._set_reducing(False)
+
+    def before(self, kind: Kind) -> None:
+        """Run stand-ins up to this rank's next pass, which must be of this kind."""
+        self._stand_in_until(lambda turn: self._ranks.data_rank in turn.takers)
+        turn = self._turns[self._next].kind if self._next < len(self._turns) else None
+        assert turn == kind, f"pass {self._next} of the common order is a {turn}, not a {kind}"
+        self._begin()
+
+    def after(self, kind: Kind, outputs: Sequence[Tensor] = ()) -> None:
+        """Record that a pass of this rank has ended.
+
+        Args:
+            outputs: of a forward with graph, the tensors that its backward starts from.
+        """
+        if kind == "forward":
+            self._own_outputs.append(outputs)
+        elif kind == "backward" and self._own_outputs:
+            self._own_outputs.pop()
+
+    def finish(self, *, forwards: bool = False) -> None:
+        """Run stand-ins to the end, or only up to the next backward."""
+        if forwards:
+            self._stand_in_until(lambda turn: turn.kind == "backward")
+            return
+        self._stand_in_until(lambda turn: False)
+        self._idle_outputs.clear()
+        self._own_outputs.clear()
+
+    def close(self) -> None:
+        """Restore FSDP2's reduction setting, and reshard."""
+        if self._reduces != "each":
+            self._set_reducing(True)
+        for module in self._shards:
+            module.reshard()  # a forward without a backward leaves its weights unsharded
+
+    def _set_reducing(self, wanted: bool) -> None:
+        for module in self._shards:
+            module.set_requires_gradient_sync(wanted, recurse=False)
+
+    def _begin(self) -> None:
+        if self._reduces == "last" and self._next == self._last_backward:
+            self._set_reducing(True)
+        self._next += 1
+
+    def _stand_in_until(self, reached: Callable[[Turn], bool]) -> None:
+        """Run stand-ins up to the first turn for which this holds."""
+        while self._next < len(self._turns) and not reached(self._turns[self._next]):
+            kind = self._turns[self._next].kind
+            self._begin()
+            if kind == "backward":
+                outputs = self._idle_outputs.pop() if self._idle_outputs else self._own_outputs.pop()
+                if outputs:
+                    torch.autograd.backward(list(outputs), [torch.zeros_like(output) for output in outputs])
+            else:
+                scores = self._stand_in(graph=kind == "forward")
+                if kind == "forward":
+                    self._idle_outputs.append(scores.live)
+
+    def _stand_in(self, *, graph: bool) -> Scores:
+        """A forward over one token that adds nothing to the result."""
+        runtime, layout, options = self._runtime, pack(build_tree([[0, 0]])), {}
+        if self._routing is not None and self._routing.needed:
+            options["routers"] = self._routing.idle_run(layout.num_tokens)
+        with torch.set_grad_enabled(graph):
+            run = runtime.run_type(runtime.model, runtime.capabilities, layout, **options)
+            zeros = torch.zeros(layout.num_edges, device=run.input_ids.device) if graph else None
+            return run.scores(ScoreRequest(temperature=runtime.temperature, coefficients=zeros, meets_all=True))
+
+
+# ---- gradients and the hooks on them
+
+
+@contextmanager
+def hooks_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """No hook of these parameters runs in the block."""
+    set_aside: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    for hooks in (hooks for p in parameters for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)):
+        if hooks:
+            set_aside.append((hooks, dict(hooks)))
+            hooks.clear()  # in place: autograd holds on to the dictionary itself
+    try:
+        yield
+    finally:
+        for hooks, before in set_aside:
+            hooks.update(before)
+
+
+@contextmanager
+def hooks_once(*modules: nn.Module) -> Iterator[None]:
+    """Run hooks once, at the end of the block, on the sum of all gradients of its backwards.
+
+    After an error, the hooked parameters have their old gradients.
+    """
+    parameters = {p: None for module in modules for p in module.parameters()}
+    hooked = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
+    before = [p.grad for p in hooked]
+    for p in hooked:
+        p.grad = None
+    totals: list[Tensor | None] = []
+    try:
+        with hooks_aside(hooked):
+            yield
+            totals = [p.grad for p in hooked]
+    finally:
+        for p, grad in zip(hooked, before):
+            p.grad = grad
+    for p, total in zip(hooked, totals):
+        if total is not None:
+            deliver(p, total)
+
+
+def gradients_of(parameters: Sequence[nn.Parameter], run: Callable[[], None]) -> tuple[Tensor | None, ...]:
+    """Return the gradients that a call leaves in ``.grad``, and restore ``.grad``. No hook of the parameters runs."""
+    before = [p.grad for p in parameters]
+    try:
+        for p in parameters:
+            p.grad = None
+        with hooks_aside(parameters):
+            run()
+        return tuple(p.grad for p in parameters)
+    finally:
+        for p, grad in zip(parameters, before):
+            p.grad = grad
+
+
+# ---- the passes of a plan
 
 
 class _Forward(NamedTuple):
@@ -43,15 +214,6 @@ class _Forward(NamedTuple):
 
     piece: Piece
     scores: Scores
-
-
-class _Held(NamedTuple):
-    """The places of a part's tokens in the caches."""
-
-    rows: np.ndarray
-    """int64: tokens that got a row for their keys and values."""
-    states: np.ndarray
-    """int64: tokens that got a slot for the recurrent states after them."""
 
 
 class Executor:
@@ -84,7 +246,8 @@ class Executor:
         self._rows = CacheRows(self._cache, plan.layout.num_tokens)
         self._states = StateCache(plan.layout.num_tokens, plan.cached_states, gradients=gradients)
         self._states.attach_at(plan.attach)
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        # By part: tokens that got a row for keys and values, and those with a slot for the recurrent state after them.
         self._graphs: dict[int, _Forward] = {}
         self._buffers: GradientBuffers | None = None
         self._alive, self._backward_begun = 0, False
@@ -178,8 +341,15 @@ class Executor:
             self._passes(),
         ):
             for kind, number in plan.events():
-                if kind == "prefill":
-                    self._prefill(number, gradients)
+                if kind == "prefill":  # without graph, over exported tokens, for their keys and values
+                    first, tokens = plan.prefill_parts(number)[0], plan.prefill_tokens(number)
+                    self._allocate(first, tokens)
+                    table = gradients.table if gradients.needs_scores_early else None
+                    with torch.no_grad():
+                        done = self._forward(tokens, int(plan.attach[first]), table)
+                    if table is not None:
+                        self._between_passes(partial(gradients.scored, *done))
+                    del done
                 elif kind == "forward":
                     if plan.kept[number]:
                         self._allocate(number, plan.exported_tokens(number))
@@ -194,17 +364,6 @@ class Executor:
                     self._release(number)
         self._buffers = None
 
-    def _prefill(self, number: int, gradients: KnownGradients) -> None:
-        """A pass without graph over exported tokens, for their keys and values."""
-        plan, first = self._plan, self._plan.prefill_parts(number)[0]
-        tokens = plan.prefill_tokens(number)
-        self._allocate(first, tokens)
-        table = gradients.table if gradients.needs_scores_early else None
-        with torch.no_grad():
-            done = self._forward(tokens, int(plan.attach[first]), table)
-        if table is not None:
-            self._between_passes(partial(gradients.scored, *done))
-
     def _backward(self, done: _Forward, gradients: KnownGradients) -> None:
         scores, self._backward_begun = done.scores, True
         if self._collective is not None:
@@ -214,7 +373,15 @@ class Executor:
             if scores.linear_loss is not None and scores.values is None and scores.carrier is None:
                 scores.linear_loss.backward()
             else:
-                live = _outputs_with_gradients(scores, gradients.gradients_of(done.piece))
+                known = gradients.gradients_of(done.piece)
+                first, edges = scores.logprobs, known.edges
+                if scores.linear_loss is not None:
+                    first, edges = scores.linear_loss, torch.ones_like(scores.linear_loss)
+                zeros = None if scores.carrier is None else torch.zeros_like(scores.carrier)
+                pairs = zip(
+                    (first, scores.entropies, scores.values, scores.carrier), (edges, known.rows, known.values, zeros)
+                )
+                live = [(x, grad) for x, grad in pairs if x is not None and grad is not None and x.requires_grad]
                 if live:
                     torch.autograd.backward([out for out, _ in live], [grad for _, grad in live])
         if self._collective is not None:
@@ -259,7 +426,7 @@ class Executor:
 
     def _forward(
         self,
-        tokens: np.ndarray,
+        tokens: Int64[np.ndarray, "n"],
         attach: int,
         table: ScoreTable | None,
         coefficients: Callable[[Piece], Tensor | None] | None = None,
@@ -334,25 +501,14 @@ class Executor:
         model, scalar = self._runtime.model, self._runtime.capabilities.scalar
         return [model] if scalar is None or scalar.is_models_own else [model, scalar.module]
 
-    def _allocate(self, part: int, tokens: np.ndarray) -> None:
+    def _allocate(self, part: int, tokens: Int64[np.ndarray, "n"]) -> None:
         """Allocate places in the caches for tokens, above those in use, until `part` is released."""
         self._rows.allocate(tokens)
-        self._held[part] = _Held(tokens, self._states.allocate(tokens))
+        self._held[part] = tokens, self._states.allocate(tokens)
 
     def _release(self, part: int) -> None:
         """Free a part's places in the caches, the last ones allocated, if it has any."""
-        held = self._held.pop(part, None)
-        if held is not None:
-            self._rows.release(held.rows)
-            self._states.release(held.states)
-
-
-def _outputs_with_gradients(scores: Scores, gradients: ScoreGradients) -> list[tuple[Tensor, Tensor]]:
-    """The outputs that a part's backward starts from, and the gradient of each."""
-    first, edges = scores.logprobs, gradients.edges
-    if scores.linear_loss is not None:
-        first, edges = scores.linear_loss, torch.ones_like(scores.linear_loss)
-    zeros = None if scores.carrier is None else torch.zeros_like(scores.carrier)
-    outputs = (first, scores.entropies, scores.values, scores.carrier)
-    pairs = zip(outputs, (edges, gradients.rows, gradients.values, zeros))
-    return [(out, grad) for out, grad in pairs if out is not None and grad is not None and out.requires_grad]
+        if part in self._held:
+            rows, states = self._held.pop(part)
+            self._rows.release(rows)
+            self._states.release(states)

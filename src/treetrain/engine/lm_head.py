@@ -24,13 +24,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from treetrain.device_arrays import on_device
 from treetrain.engine.distributed import Ranks
-from treetrain.engine.gradients import GradientBuffer, GradientBuffers
 from treetrain.models.capability import IDENTITY, Capabilities, LogitMap
 from treetrain.models.tree_mode import replaced_forward
 from treetrain.planning.devices import head_chunk_rows
@@ -45,25 +45,25 @@ KERNELS = ("torch", "triton")
 class Edges:
     """The rows of the hidden states, and the tokens that they predict."""
 
-    rows: Tensor
-    """int64 [R]: index of each row in the packed run."""
-    edge_row: Tensor
-    """int64 [E]: which of the R rows predicts each edge; ascending."""
-    targets: Tensor
-    """int64 [E]: the predicted token ids."""
-    host_edge_row: np.ndarray | None = None
+    rows: Int64[Tensor, "R"]
+    """Index of each row in the packed run."""
+    edge_row: Int64[Tensor, "E"]
+    """Which of the R rows predicts each edge; ascending."""
+    targets: Int64[Tensor, "E"]
+    """The predicted token ids."""
+    host_edge_row: Int64[np.ndarray, "E"] | None = None
     """`edge_row` on the host, if known: reading it from a GPU would wait for queued work."""
 
 
 class Statistics(NamedTuple):
     """Statistics of the predicted distributions for trainers' logs, without gradient."""
 
-    is_top1: Tensor
-    """bool [E]: whether the predicted token is the most likely one."""
-    mean_logits: Tensor
-    """[R]: mean over the vocabulary, of logits divided by the temperature."""
-    log_sum_sq_probs: Tensor
-    """[R]: log of the sum of squared probabilities."""
+    is_top1: Bool[Tensor, "E"]
+    """Whether the predicted token is the most likely one."""
+    mean_logits: Float[Tensor, "R"]
+    """Mean over the vocabulary, of logits divided by the temperature."""
+    log_sum_sq_probs: Float[Tensor, "R"]
+    """Log of the sum of squared probabilities."""
 
     @classmethod
     def empty(cls, edges: int, rows: int, dtype: torch.dtype, device: torch.device) -> "Statistics":
@@ -74,13 +74,13 @@ class Statistics(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The output of the heads: [E] log-probabilities, [R] entropies (or None), the fused loss (or None), and [R] or
-    [R, c] values (or None)."""
+    """The output of the heads."""
 
-    logprobs: Tensor
-    entropies: Tensor | None
-    linear_loss: Tensor | None
-    values: Tensor | None = None
+    logprobs: Float[Tensor, "E"]
+    entropies: Float[Tensor, "R"] | None
+    linear_loss: Float[Tensor, ""] | None
+    """The fused loss: the log-probabilities times known coefficients."""
+    values: Float[Tensor, "R *c"] | None = None
     carrier: Tensor | None = None
     """The model's own output under FSDP2, which hooks it, so every backward must also start from it."""
     statistics: Statistics | None = None
@@ -92,26 +92,12 @@ class Scores:
         return [x for x in (first, self.entropies, self.values, self.carrier) if x is not None and x.requires_grad]
 
 
-class _Zero(torch.autograd.Function):
-    """Zero, with a gradient of zeros."""
-
-    @staticmethod
-    def forward(ctx, given: Tensor):
-        ctx.shape = given.shape
-        return given.new_zeros(())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        return grad.new_zeros(ctx.shape)
-
-
 def zero_of(given: Tensor) -> Tensor:
     """Zero whose backward passes zeros to the graph of `given`, even if it holds infinities."""
-    return _Zero.apply(given)  # type: ignore[return-value]
+    return given.flatten()[:0].sum()
 
 
-def without_logprobs(hidden: Tensor, edges: Edges) -> Scores:
+def without_logprobs(hidden: Float[Tensor, "N D"], edges: Edges) -> Scores:
     """Scores of a run that skips the language-model head: zeros for log-probabilities."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if len(edges.rows) == 0:
@@ -137,17 +123,132 @@ class VocabularyShard:
         dist.all_reduce(own, group=self.ranks.group)
         return own
 
-    def gather(self, own: Tensor) -> Tensor:
-        """[...] of every rank -> [P, ...]."""
+    def gather(self, own: Shaped[Tensor, "*own"]) -> Shaped[Tensor, "P *own"]:
+        """The tensors of all ranks."""
         every = own.new_empty(self.ranks.size, *own.shape)
         dist.all_gather(list(every.unbind()), own.contiguous(), group=self.ranks.group)
         return every
 
-    def own_edges(self, edges: "EdgesOfChunk") -> "tuple[EdgesOfChunk, Tensor]":
-        """The edges with targets numbered within the share, 0 for those of other ranks; and bool [e], which are own."""
+    def own_edges(self, edges: "EdgesOfChunk") -> "tuple[EdgesOfChunk, Bool[Tensor, 'e']]":
+        """The edges with targets numbered within the share, 0 for those of other ranks; and which are own."""
         target = edges.target - self.ranks.rank * self.width
         own = (target >= 0) & (target < self.width)
         return EdgesOfChunk(edges.row, target.where(own, 0)), own
+
+
+# ---- the gradients of embedding and head
+
+# Autograd would make a new [vocabulary, hidden] gradient of each in every part and add it to ``.grad``: as much traffic
+# per part as all layers together. Here every part adds to one buffer per matrix (one for both where they are tied).
+# Autograd gets the sum once, at the end, so that hooks on the parameters see one gradient.
+
+
+class _Deliver(torch.autograd.Function):
+    """Gives a parameter a gradient as if a backward had just computed it."""
+
+    @staticmethod
+    def forward(ctx, parameter: Tensor, gradient: Tensor):
+        ctx.gradient = gradient
+        return parameter.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _):
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient, None
+
+
+def deliver(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Hand a gradient to autograd: the parameter's hooks run, and it is added to ``.grad``."""
+    _Deliver.apply(parameter, gradient).backward()  # type: ignore[union-attr]
+
+
+class GradientBuffer:
+    """The gradient of one matrix, added up over parts."""
+
+    def __init__(self, weight: nn.Parameter):
+        self._weight = weight
+        self._total: Tensor | None = None
+
+    @property
+    def total(self) -> Tensor:
+        """[V, D] in float32 or wider, zero at first; add to it."""
+        if self._total is None:
+            self._total = torch.zeros_like(self._weight, dtype=torch.promote_types(self._weight.dtype, torch.float32))
+        return self._total
+
+    def deliver(self) -> None:
+        """Hand the sum to autograd, as one gradient of the parameter."""
+        if self._total is not None:
+            deliver(self._weight, self._total.to(self._weight.dtype))
+            self._total = None
+
+
+class GradientBuffers:
+    """The buffers of embedding and head."""
+
+    def __init__(self) -> None:
+        self._by_weight: dict[int, GradientBuffer] = {}
+
+    def of(self, weight: Tensor) -> GradientBuffer | None:
+        """The buffer of a matrix; None where autograd must see every gradient."""
+        if not (type(weight) is nn.Parameter and weight.requires_grad):
+            return None
+        return self._by_weight.setdefault(id(weight), GradientBuffer(weight))
+
+    def deliver(self) -> None:
+        """Hand all sums to autograd."""
+        for buffer in self._by_weight.values():
+            buffer.deliver()
+
+
+class _Embed(torch.autograd.Function):
+    """A plain embedding whose gradient goes into a buffer."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, ids: Tensor, padding_idx: int | None, buffer: GradientBuffer):
+        ctx.save_for_backward(ids)
+        ctx.padding_idx, ctx.buffer = padding_idx, buffer
+        return nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        (ids,) = ctx.saved_tensors
+        flat, rows = ids.flatten(), grad.flatten(0, -2).to(ctx.buffer.total.dtype)
+        if ctx.padding_idx is not None:
+            rows = rows.masked_fill((flat == ctx.padding_idx)[:, None], 0.0)
+        ctx.buffer.total.index_add_(0, flat, rows)
+        return None, None, None, None
+
+
+@contextmanager
+def gradient_buffers(model: nn.Module) -> Iterator[GradientBuffers]:
+    """Collect the gradients of embedding and head in buffers during the block; autograd gets them at its end."""
+    buffers = GradientBuffers()
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    # Plain: it only looks rows up, and nothing has replaced its forward.
+    plain = (
+        type(embedding) is nn.Embedding
+        and "forward" not in vars(embedding)
+        and embedding.max_norm is None
+        and not embedding.scale_grad_by_freq
+        and not embedding.sparse
+    )
+    buffer = buffers.of(embedding.weight) if plain else None
+    if buffer is None:
+        yield buffers
+    else:
+
+        def forward(ids: Tensor) -> Tensor:
+            return _Embed.apply(embedding.weight, ids, embedding.padding_idx, buffer)  # type: ignore[return-value]
+
+        with replaced_forward(embedding, forward):
+            yield buffers
+    buffers.deliver()
+
+
+# ---- scores
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,8 +257,8 @@ class ScoreRequest:
 
     temperature: float = 1.0
     need_entropy: bool = False
-    coefficients: Tensor | None = None
-    """[E] d loss / d log-probability, when the loss is linear; the loss is then returned fused."""
+    coefficients: Float[Tensor, "E"] | None = None
+    """d loss / d log-probability, when the loss is linear; the loss is then returned fused."""
     buffers: GradientBuffers | None = None
     """They accumulate the gradient of a fused head's matrix; with None, autograd does."""
     meets_all: bool = False
@@ -171,7 +272,7 @@ class ScoreRequest:
 
 
 def score_edges(
-    hidden: Tensor,
+    hidden: Float[Tensor, "N D"],
     head: nn.Module,
     head_forward: Callable[[Tensor], Tensor],
     edges: Edges,
@@ -184,9 +285,7 @@ def score_edges(
     """Score the wanted edges of a packed run.
 
     Args:
-        hidden: [N, D] hidden states that the model passes to its head.
-        head: the head module.
-        head_forward: the head's forward.
+        hidden: what the model passes to its head.
         fused: the head is a plain ``nn.Linear``, scored from its weight; otherwise it is called chunk by chunk.
         logit_map: what the model does to its logits after the head.
     """
@@ -207,9 +306,7 @@ def score_edges(
         device = hidden.device.type
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         buffer = None if request.buffers is None else request.buffers.of(head.weight)
-        settings = _Settings(
-            edges, scaling, compute, buffer, request.need_entropy, request.keep_logits, request.vocabulary
-        )
+        settings = _Settings(edges, request, scaling, compute, buffer)
         weight, bias = head.weight, head.bias
         if request.vocabulary is not None:
             weight, bias = (None if x is None else x.to_local() for x in (weight, bias))  # type: ignore[operator]
@@ -255,20 +352,6 @@ class HeadCall(NamedTuple):
         return logits.dtype == expected.dtype and torch.equal(logits, expected)
 
 
-def _numbered(scores: Scores, tokens: int, *, meets_all: bool) -> Tensor:
-    """[1, N, 1]: distinct, unevenly spaced numbers, one per token, so that the one kept is known."""
-    like = scores.logprobs
-    carrier = (torch.arange(tokens, device=like.device, dtype=like.dtype) + 0.37).sqrt().view(1, -1, 1)
-    return carrier + zero_of(scores.values) if meets_all and scores.values is not None else carrier
-
-
-def _handed_on(carrier: Tensor, logit_map: LogitMap, dtype: torch.dtype | None) -> Tensor:
-    if logit_map is not IDENTITY:
-        probes = on_device(np.array(PROBES), carrier.device, carrier.dtype)
-        carrier = torch.cat([carrier, probes.view(1, -1, 1)], dim=1)
-    return carrier if dtype is None else carrier.to(dtype)
-
-
 @contextmanager
 def scoring_head(
     capabilities: Capabilities, edges: Edges, request: ScoreRequest, *, handed_on_as: torch.dtype | None = None
@@ -285,21 +368,15 @@ def scoring_head(
     replaced = "forward" in vars(capabilities.head) and request.vocabulary is None
     fused = capabilities.head_is_linear and not replaced
 
-    def score(hidden: Tensor) -> Scores:
-        return score_edges(
-            hidden,
-            capabilities.head,
-            original,
-            edges,
-            request,
-            fused=fused,
-            vocab_size=capabilities.vocab_size,
-            logit_map=logit_map,
-        )
-
     def forward(hidden: Tensor) -> Tensor:
         flat = hidden.flatten(0, 1)
-        scores = score(flat) if capabilities.scores_tokens else without_logprobs(flat, edges)
+        if capabilities.scores_tokens:
+            size, head = capabilities.vocab_size, capabilities.head
+            scores = score_edges(
+                flat, head, original, edges, request, fused=fused, vocab_size=size, logit_map=logit_map
+            )
+        else:
+            scores = without_logprobs(flat, edges)
         if scalar is not None:
             value = partial(scalar.values, original if scalar.is_models_own else scalar.module)
             values = value(flat.index_select(0, edges.rows) if len(edges.rows) else flat[:1])
@@ -309,9 +386,15 @@ def scoring_head(
         if capabilities.scores_tokens:
             carrier = (scores.logprobs if scores.linear_loss is None else scores.linear_loss).view(1, -1, 1)
             carrier = carrier.clone() if request.meets_all else carrier  # FSDP's hook would not follow a view
-        else:
-            carrier = _numbered(scores, len(flat), meets_all=request.meets_all)
-        carrier = _handed_on(carrier, logit_map, handed_on_as)
+        else:  # distinct, unevenly spaced numbers, one per token, so that the one kept is known
+            like = scores.logprobs
+            carrier = (torch.arange(len(flat), device=like.device, dtype=like.dtype) + 0.37).sqrt().view(1, -1, 1)
+            if request.meets_all and scores.values is not None:
+                carrier = carrier + zero_of(scores.values)
+        if logit_map is not IDENTITY:
+            probes = on_device(np.array(PROBES), carrier.device, carrier.dtype)
+            carrier = torch.cat([carrier, probes.view(1, -1, 1)], dim=1)
+        carrier = carrier if handed_on_as is None else carrier.to(handed_on_as)
         version = 0 if carrier.is_inference() else carrier._version
         calls.append(HeadCall(scores, carrier, version, logit_map, scalar is not None and scalar.pooled))
         return carrier
@@ -338,17 +421,17 @@ class Scaling(NamedTuple):
 class EdgesOfChunk(NamedTuple):
     """The edges that are predicted from a chunk's rows."""
 
-    row: Tensor
-    """int64 [e]: row within the chunk; ascending."""
-    target: Tensor
-    """int64 [e]: the predicted token."""
+    row: Int64[Tensor, "e"]
+    """Row within the chunk; ascending."""
+    target: Int64[Tensor, "e"]
+    """The predicted token."""
 
 
 class Entropies(NamedTuple):
-    """[r] entropies of rows, and the gradient of the loss by them."""
+    """Entropies of rows, and the gradient of the loss by them."""
 
-    values: Tensor
-    gradient: Tensor
+    values: Float[Tensor, "r"]
+    gradient: Float[Tensor, "r"]
 
 
 class PlainChunk:
@@ -358,14 +441,19 @@ class PlainChunk:
     logits. For a kept chunk, `gradient` may follow `entropies`, once.
 
     Args:
-        rows: [r, D].
-        weight: [V, D].
         entropy: whether `entropies` will be called.
         backward: whether `gradient` will be called.
     """
 
     def __init__(
-        self, rows: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling, *, entropy: bool, backward: bool
+        self,
+        rows: Float[Tensor, "r D"],
+        weight: Float[Tensor, "V D"],
+        bias: Float[Tensor, "V"] | None,
+        scaling: Scaling,
+        *,
+        entropy: bool,
+        backward: bool,
     ):
         self._scaling = scaling
         logits = nn.functional.linear(rows, weight, bias).to(torch.promote_types(rows.dtype, torch.float32))
@@ -373,48 +461,46 @@ class PlainChunk:
         self._logits = logits if scaling.temperature == 1.0 else logits.div_(scaling.temperature)
         self._are_log_probs = False
 
-    def log_sum_exp(self) -> Tensor:
-        """[r], in the wide dtype."""
+    def log_sum_exp(self) -> Float[Tensor, "r"]:
+        """In the wide dtype, as all results but the gradient."""
         return self._logits.logsumexp(-1)
 
-    def at(self, edges: EdgesOfChunk) -> Tensor:
-        """[e] scaled logits of the predicted tokens, in the wide dtype."""
+    def at(self, edges: EdgesOfChunk) -> Float[Tensor, "e"]:
+        """Scaled logits of the predicted tokens."""
         return self._logits[edges]
 
-    def statistics(self, lse: Tensor, edges: EdgesOfChunk) -> tuple[Tensor, Tensor, Tensor]:
-        """[e] whether each target is the most likely token, [r] mean scaled logits, [r] log of the sum of squared
-        probabilities; leaves the logits as they are."""
-        return self.moments().statistics(self.vocab_size, lse, edges)
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self._logits.shape[-1]
+    def statistics(self, lse: Float[Tensor, "r"], edges: EdgesOfChunk) -> Statistics:
+        """`Statistics` of the chunk; leaves the logits as they are."""
+        return self.moments().statistics(self._logits.shape[-1], lse, edges)
 
     def moments(self) -> "_Moments":
-        """Moments of the logits, for `statistics`; the logits are not changed."""
         return _Moments.of(self._logits)
 
-    def entropies(self, lse: Tensor) -> Tensor:
-        """[r], in nats."""
+    def entropies(self, lse: Float[Tensor, "r"]) -> Float[Tensor, "r"]:
+        """In nats."""
         log_p = self._log_probs(lse)
         return -log_p.exp().mul_(log_p).sum(-1)
 
-    def _log_probs(self, lse: Tensor) -> Tensor:
-        """[r, V]: the logits, changed to log-probabilities once."""
+    def _log_probs(self, lse: Float[Tensor, "r"]) -> Float[Tensor, "r V"]:
+        """The logits, changed to log-probabilities once."""
         if not self._are_log_probs:
             self._logits.sub_(lse[:, None])
             self._are_log_probs = True
         return self._logits
 
     def gradient(
-        self, lse: Tensor, edges: EdgesOfChunk, by_edge: Tensor, by_row: Tensor, entropies: Entropies | None
-    ) -> Tensor:
-        """[r, V]: gradient of the loss by the head's own logits.
+        self,
+        lse: Float[Tensor, "r"],
+        edges: EdgesOfChunk,
+        by_edge: Float[Tensor, "e"],
+        by_row: Float[Tensor, "r"],
+        entropies: Entropies | None,
+    ) -> Float[Tensor, "r V"]:
+        """The gradient of the loss by the head's own logits.
 
         Args:
-            by_edge: [e] gradient of the loss by the log-probabilities.
-            by_row: [r] their sums over each row's edges.
+            by_edge: gradient of the loss by the log-probabilities.
+            by_row: their sums over each row's edges.
         """
         log_p = self._log_probs(lse)
         if entropies is None:
@@ -431,7 +517,14 @@ class TritonChunk(PlainChunk):
     """The same by Triton kernels, for 16-bit and float32 logits without bias and cap."""
 
     def __init__(
-        self, rows: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling, *, entropy: bool, backward: bool
+        self,
+        rows: Float[Tensor, "r D"],
+        weight: Float[Tensor, "V D"],
+        bias: Float[Tensor, "V"] | None,
+        scaling: Scaling,
+        *,
+        entropy: bool,
+        backward: bool,
     ):
         from treetrain.engine import lm_head_kernels  # imports Triton, which may not be installed
 
@@ -440,48 +533,49 @@ class TritonChunk(PlainChunk):
         self._logits = nn.functional.linear(rows, weight)
         self._entropies: Tensor | None = None
 
-    def log_sum_exp(self) -> Tensor:
-        """See `PlainChunk`."""
+    def log_sum_exp(self) -> Float[Tensor, "r"]:
         self._lse, self._entropies = self._kernels.statistics(self._logits, self._factor, entropy=self._entropy)
         return self._lse
 
-    def at(self, edges: EdgesOfChunk) -> Tensor:
-        """See `PlainChunk`."""
+    def at(self, edges: EdgesOfChunk) -> Float[Tensor, "e"]:
         return self._logits[edges].float().mul_(self._factor)
 
     def moments(self) -> "_Moments":
-        """See `PlainChunk`."""
         return _Moments.of(self._logits.float() * self._factor)
 
-    def entropies(self, lse: Tensor) -> Tensor:
-        """See `PlainChunk`."""
+    def entropies(self, lse: Float[Tensor, "r"]) -> Float[Tensor, "r"]:
         assert self._entropies is not None, "entropies are found with the log-sum-exps"
         beyond = lse - self._lse  # 0, or the logits of other shares of the vocabulary
         return (-beyond).exp() * (self._entropies + beyond)
 
     def gradient(
-        self, lse: Tensor, edges: EdgesOfChunk, by_edge: Tensor, by_row: Tensor, entropies: Entropies | None
-    ) -> Tensor:
-        """See `PlainChunk`."""
+        self,
+        lse: Float[Tensor, "r"],
+        edges: EdgesOfChunk,
+        by_edge: Float[Tensor, "e"],
+        by_row: Float[Tensor, "r"],
+        entropies: Entropies | None,
+    ) -> Float[Tensor, "r V"]:
         self._kernels.to_gradient_(self._logits, self._factor, lse, edges, by_edge, by_row, entropies)
         return self._logits
 
 
 class _Moments(NamedTuple):
-    """[r] of scaled logits [r, V]: the highest and its token, the sum, and log-sum-exp of twice the logits."""
+    """Moments of the rows' scaled logits, from which `Statistics` are made."""
 
-    highest: Tensor
-    token: Tensor
-    total: Tensor
-    squares: Tensor
+    highest: Float[Tensor, "r"]
+    token: Int64[Tensor, "r"]
+    """That of the highest logit."""
+    total: Float[Tensor, "r"]
+    squares: Float[Tensor, "r"]
+    """Log-sum-exp of twice the logits."""
 
     @classmethod
-    def of(cls, logits: Tensor) -> "_Moments":
+    def of(cls, logits: Float[Tensor, "r V"]) -> "_Moments":
         return cls(*logits.max(-1), logits.sum(-1), (2 * logits).logsumexp(-1))
 
-    def statistics(self, vocab_size: int, lse: Tensor, edges: EdgesOfChunk) -> tuple[Tensor, Tensor, Tensor]:
-        """See `PlainChunk.statistics`."""
-        return self.token[edges.row] == edges.target, self.total / vocab_size, self.squares - 2 * lse
+    def statistics(self, vocab_size: int, lse: Float[Tensor, "r"], edges: EdgesOfChunk) -> Statistics:
+        return Statistics(self.token[edges.row] == edges.target, self.total / vocab_size, self.squares - 2 * lse)
 
 
 class ShardedChunk:
@@ -493,17 +587,14 @@ class ShardedChunk:
     def __init__(self, own: PlainChunk, vocabulary: VocabularyShard):
         self._own, self._vocabulary = own, vocabulary
 
-    def log_sum_exp(self) -> Tensor:
-        """See `PlainChunk`."""
+    def log_sum_exp(self) -> Float[Tensor, "r"]:
         return self._vocabulary.gather(self._own.log_sum_exp()).logsumexp(0)
 
-    def at(self, edges: EdgesOfChunk) -> Tensor:
-        """See `PlainChunk`."""
+    def at(self, edges: EdgesOfChunk) -> Float[Tensor, "e"]:
         own, is_own = self._vocabulary.own_edges(edges)
         return self._vocabulary.sum(self._own.at(own).where(is_own, 0.0))
 
-    def statistics(self, lse: Tensor, edges: EdgesOfChunk) -> tuple[Tensor, Tensor, Tensor]:
-        """See `PlainChunk`."""
+    def statistics(self, lse: Float[Tensor, "r"], edges: EdgesOfChunk) -> Statistics:
         vocabulary, own = self._vocabulary, self._own.moments()
         own = own._replace(token=own.token + vocabulary.ranks.rank * vocabulary.width)
         every = _Moments(*(vocabulary.gather(x) for x in own))
@@ -511,14 +602,17 @@ class ShardedChunk:
         whole = _Moments(highest, every.token.gather(0, rank[None])[0], every.total.sum(0), every.squares.logsumexp(0))
         return whole.statistics(vocabulary.size, lse, edges)
 
-    def entropies(self, lse: Tensor) -> Tensor:
-        """See `PlainChunk`."""
+    def entropies(self, lse: Float[Tensor, "r"]) -> Float[Tensor, "r"]:
         return self._vocabulary.sum(self._own.entropies(lse))
 
     def gradient(
-        self, lse: Tensor, edges: EdgesOfChunk, by_edge: Tensor, by_row: Tensor, entropies: Entropies | None
-    ) -> Tensor:
-        """See `PlainChunk`; the logits are those of the own share."""
+        self,
+        lse: Float[Tensor, "r"],
+        edges: EdgesOfChunk,
+        by_edge: Float[Tensor, "e"],
+        by_row: Float[Tensor, "r"],
+        entropies: Entropies | None,
+    ) -> Float[Tensor, "r V"]:
         own, is_own = self._vocabulary.own_edges(edges)
         return self._own.gradient(lse, own, by_edge.where(is_own, 0.0), by_row, entropies)
 
@@ -549,12 +643,10 @@ class _Settings(NamedTuple):
     """The arguments of a fused call that are not tensors of the graph."""
 
     edges: Edges
+    request: "ScoreRequest"
     scaling: Scaling
     compute: torch.dtype
     buffer: GradientBuffer | None
-    need_entropy: bool
-    keep_logits: bool
-    vocabulary: VocabularyShard | None
 
 
 class _Chunked(NamedTuple):
@@ -581,7 +673,14 @@ class _LinearHead:
     """Computes logits by chunk in the compute dtype, and sums weight gradients in the wide dtype."""
 
     def __init__(
-        self, rows: Tensor, weight: Tensor, bias: Tensor | None, settings: _Settings, *, backward: bool, needs=()
+        self,
+        rows: Float[Tensor, "R D"],
+        weight: Float[Tensor, "V D"],
+        bias: Float[Tensor, "V"] | None,
+        settings: _Settings,
+        *,
+        backward: bool,
+        needs=(),
     ):
         compute, buffer = settings.compute, settings.buffer
         wide = torch.promote_types(compute, torch.float32)
@@ -596,18 +695,18 @@ class _LinearHead:
             self._by_bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
 
     def chunks(self) -> Iterator[_Chunked]:
-        vocabulary = self._settings.vocabulary  # ranks exchange numbers at every chunk, so all have the same chunks
+        vocabulary = self._settings.request.vocabulary  # ranks exchange numbers at every chunk: all have the same
         size = len(self._weight) if vocabulary is None else vocabulary.width
         return _chunks(self._settings.edges, size, self._rows.device)
 
     def logits(self, chunk: _Chunked) -> PlainChunk | ShardedChunk:
-        x, entropy = self._rows[chunk.rows].to(self._settings.compute), self._settings.need_entropy
-        scaling, vocabulary = self._settings.scaling, self._settings.vocabulary
+        x, entropy = self._rows[chunk.rows].to(self._settings.compute), self._settings.request.need_entropy
+        scaling, vocabulary = self._settings.scaling, self._settings.request.vocabulary
         own = self._type(x, self._weight, self._bias, scaling, entropy=entropy, backward=self._backward)
         return own if vocabulary is None else ShardedChunk(own, vocabulary)
 
-    def add(self, chunk: _Chunked, grad_logits: Tensor) -> None:
-        """Add the gradient of a chunk's logits [r, V], in the wide or the compute dtype."""
+    def add(self, chunk: _Chunked, grad_logits: Float[Tensor, "r V"]) -> None:
+        """Add the gradient of a chunk's logits, in the wide or the compute dtype."""
         narrow = grad_logits.to(self._settings.compute)
         if self._by_rows is not None:
             torch.matmul(narrow, self._weight, out=self._by_rows[chunk.rows])
@@ -620,13 +719,13 @@ class _LinearHead:
     def gradients(self) -> tuple[Tensor | None, ...]:
         """Gradients in the dtypes of the tensors they belong to, without those in a buffer."""
         by_weight = self._by_weight if self._settings.buffer is None else None
-        if self._by_rows is not None and self._settings.vocabulary is not None:
-            self._settings.vocabulary.sum(self._by_rows)
+        if self._by_rows is not None and self._settings.request.vocabulary is not None:
+            self._settings.request.vocabulary.sum(self._by_rows)
         found = zip((self._by_rows, by_weight, self._by_bias), self._given)
         return tuple(None if g is None or x is None else g.to(x.dtype) for g, x in found)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _add_product(total: Float[Tensor, "V D"], left: Float[Tensor, "V r"], right: Float[Tensor, "r D"]) -> None:
     """total += left @ right, without rounding a 16-bit product before it is added to a float32 total on a GPU."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
@@ -644,10 +743,10 @@ class _LinearScores(torch.autograd.Function):
         wide = torch.promote_types(settings.compute, torch.float32)
         logprobs = rows.new_empty(len(settings.edges.targets), dtype=wide)
         lse = rows.new_empty(len(rows), dtype=wide)
-        entropies = rows.new_zeros(len(rows) if settings.need_entropy else 0, dtype=wide)
-        kept: list[PlainChunk | ShardedChunk | None] | None = [] if settings.keep_logits else None
+        entropies = rows.new_zeros(len(rows) if settings.request.need_entropy else 0, dtype=wide)
+        kept: list[PlainChunk | ShardedChunk | None] | None = [] if settings.request.keep_logits else None
         with torch.autocast(rows.device.type, enabled=False):
-            head = _LinearHead(rows, weight, bias, settings, backward=settings.keep_logits)
+            head = _LinearHead(rows, weight, bias, settings, backward=settings.request.keep_logits)
             for chunk in head.chunks():
                 logits = head.logits(chunk)
                 if kept is not None:
@@ -657,7 +756,7 @@ class _LinearScores(torch.autograd.Function):
                 if found is not None:
                     for whole, part in zip(found, logits.statistics(lse[chunk.rows], chunk.own)):
                         whole[chunk.edges if whole is found.is_top1 else chunk.rows] = part
-                if settings.need_entropy:
+                if settings.request.need_entropy:
                     entropies[chunk.rows] = logits.entropies(lse[chunk.rows])
         ctx.save_for_backward(rows, weight, bias, lse, entropies)
         ctx.settings, ctx.kept = settings, kept
@@ -678,7 +777,7 @@ class _LinearScores(torch.autograd.Function):
                 by_edge = grad_logprobs[chunk.edges]
                 by_row = torch.zeros_like(lse[chunk.rows]).index_add_(0, chunk.own.row, by_edge)
                 by_entropy = None
-                if settings.need_entropy:
+                if settings.request.need_entropy:
                     by_entropy = Entropies(entropies[chunk.rows], grad_entropies[chunk.rows])
                 head.add(chunk, logits.gradient(lse[chunk.rows], chunk.own, by_edge, by_row, by_entropy))
         return (*head.gradients(), None, None)

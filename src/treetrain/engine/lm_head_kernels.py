@@ -3,11 +3,14 @@
 Logits keep the dtype of the matrix product; all arithmetic is in float32. The program that owns a logit adds the
 gradients of its edges one after another, so no two programs add to one logit and results are bitwise reproducible. The
 gradient is rounded once, after all additions.
+
+Shape letters: r rows and e edges of a chunk, V vocabulary.
 """
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
+from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from treetrain.device_arrays import launch
@@ -72,8 +75,10 @@ def gradient_kernel(
     tl.store(at, (grad * factor).to(logits_ptr.dtype.element_ty), mask=column < vocabulary)
 
 
-def statistics(logits: Tensor, factor: float, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """float32 [r] log-sum-exps and entropies (or None) of logits [r, V] times a factor above 0."""
+def statistics(
+    logits: Float[Tensor, "r V"], factor: float, *, entropy: bool
+) -> tuple[Float32[Tensor, "r"], Float32[Tensor, "r"] | None]:
+    """Log-sum-exps and entropies (or None) of logits times a factor above 0."""
     count, vocabulary = logits.shape
     lse = logits.new_empty(count, dtype=torch.float32)
     entropies = torch.empty_like(lse) if entropy else None
@@ -95,22 +100,22 @@ def statistics(logits: Tensor, factor: float, *, entropy: bool) -> tuple[Tensor,
 
 
 def to_gradient_(
-    logits: Tensor,
+    logits: Float[Tensor, "r V"],
     factor: float,
-    lse: Tensor,
-    edges: tuple[Tensor, Tensor],
-    by_edge: Tensor,
-    by_row: Tensor,
-    entropies: tuple[Tensor, Tensor] | None,
+    lse: Float[Tensor, "r"],
+    edges: tuple[Int64[Tensor, "e"], Int64[Tensor, "e"]],
+    by_edge: Float[Tensor, "e"],
+    by_row: Float[Tensor, "r"],
+    entropies: tuple[Float[Tensor, "r"], Float[Tensor, "r"]] | None,
 ) -> None:
-    """Overwrite logits [r, V] with their gradient.
+    """Overwrite logits with their gradient.
 
     Args:
-        lse: [r], as `statistics` gives them.
-        edges: int64 [e] row of each, ascending, and [e] the predicted token.
-        by_edge: [e] gradient of the loss by the log-probabilities.
-        by_row: [r] their sums over each row's edges.
-        entropies: [r] entropies and [r] the gradient of the loss by them, or None.
+        lse: as `statistics` gives them.
+        edges: row of each, ascending, and the predicted token.
+        by_edge: gradient of the loss by the log-probabilities.
+        by_row: their sums over each row's edges.
+        entropies: entropies and the gradient of the loss by them, or None.
     """
     (row, target), (count, vocabulary) = edges, logits.shape
     entropy, by_entropy = (lse, lse) if entropies is None else entropies

@@ -4,7 +4,7 @@ A loss has four members: `scope`, `needs`, `normaliser(trajectories)` and the ca
 class `Loss` alone, which evaluates the predictions of many rows in one call. `as_loss` checks any other loss once and
 wraps it in `RowLoss`, which calls it row by row.
 
-K = trajectories, L_k = tokens of trajectory k, T = predictions in use.
+Shape letters: K trajectories, L tokens of one of them, T predictions in use.
 """
 
 import functools
@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self, cast, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from jaxtyping import Bool, Float, Float64, Int64, Shaped
 from torch import Tensor, nn
 
 from treetrain.data.columns import GIVEN
@@ -198,20 +198,26 @@ class Loss:
         """The loss with its options, the same text in every process."""
         return repr(self)
 
-    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: "Facts", values: Tensor | None) -> LossSum:
-        """The unnormalised sum over T predictions, and metrics.
+    def evaluate(
+        self,
+        logprobs: Float[Tensor, "T"],
+        entropies: Float[Tensor, "T"] | None,
+        facts: "Facts",
+        values: Float[Tensor, "T"] | None,
+    ) -> LossSum:
+        """The unnormalised sum over some predictions, and metrics.
 
         Args:
-            logprobs: [T], in nats; 0 where the weight is 0.
-            entropies: [T], in nats, or None.
-            facts: of the same predictions, in the dtype of logprobs. `facts.shares(self.reduction)` [T] are the
-                weights in the sum; `facts.advantages`, `facts.old_logprobs` and so on are [T] too.
-            values: [T], predicted by the model; None unless the loss needs "predicted_values".
+            logprobs: in nats; 0 where the weight is 0.
+            entropies: in nats, or None.
+            facts: of the same predictions, in the dtype of logprobs. `facts.shares(self.reduction)` are the weights in
+                the sum.
+            values: predicted by the model; None unless the loss needs "predicted_values".
         """
         raise NotImplementedError
 
-    def coefficients(self, facts: "Facts") -> Tensor | None:
-        """d sum / d logprobs, [T], where it does not depend on the log-probabilities; else None.
+    def coefficients(self, facts: "Facts") -> Float[Tensor, "T"] | None:
+        """d sum / d logprobs, where it does not depend on the log-probabilities; else None.
 
         The engine can then run the language-model head once per row, forward and backward together.
         """
@@ -268,10 +274,10 @@ class Loss:
         """The unnormalised sum over many trajectories, and metrics (detached, on the device of logprobs).
 
         Args:
-            logprobs: [T], of the predictions that `facts` holds, in nats.
-            entropies: [T], of the distributions they were taken from, in nats; None where not needed.
+            logprobs: [T] of the predictions that `facts` holds, in nats.
+            entropies: [T] of the distributions they were taken from, in nats; None where not needed.
             facts: of the same predictions, in the same order.
-            values: [T], predicted by a value head now for the states before the predicted tokens, or None.
+            values: [T] predicted by a value head now for the states before the predicted tokens, or None.
 
         Raises:
             DataError: a trained trajectory lacks a fact that the loss needs.
@@ -334,7 +340,7 @@ def needs_logprobs(loss: Loss) -> bool:
 class Facts:
     """The facts of T predictions that a loss may read, made by `pack`.
 
-    A fact is an attribute of its name, [T]: `advantages`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`,
+    A fact is an attribute of its name: `advantages`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`,
     `teacher_logprobs` (in nats), `values` and `returns`. It is copied to the device when it is first read, so one that
     no loss reads costs nothing and may be missing; reading one that a trained row lacks raises DataError. A fact is 0
     where the weight is 0, so that a placeholder there cannot cause NaN.
@@ -346,12 +352,12 @@ class Facts:
     dtype: torch.dtype
     """The dtype of all facts, that of the log-probabilities."""
     device: torch.device
-    used: NDArray | None = field(repr=False)
+    used: Bool[np.ndarray, "_"] | Int64[np.ndarray, "_"] | None = field(repr=False)
     """Which predictions these are; see `pack`."""
     all_weighted: bool
     """Whether no prediction has weight 0; known without a device synchronisation."""
-    _weights: NDArray[np.float64] = field(repr=False)
-    _rows: NDArray[np.int64] = field(repr=False)
+    _weights: Float64[np.ndarray, "T"] = field(repr=False)
+    _rows: Int64[np.ndarray, "_"] = field(repr=False)
     _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -361,7 +367,7 @@ class Facts:
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        used: NDArray | None = None,
+        used: Bool[np.ndarray, "_"] | Int64[np.ndarray, "_"] | None = None,
     ) -> Self:
         """Concatenate the facts of trajectories, or take those of merged predictions.
 
@@ -369,8 +375,8 @@ class Facts:
             source: K trajectories; empty and one-token rows are fine, they have no predictions. Or merged predictions.
             device: where the tensors live.
             dtype: of the facts and of the log-probabilities, float32 or float64.
-            used: bool [sum of max(L_k - 1, 0)]: which of all predictions the caller passes to the loss, e.g.
-                those with a weight. Of merged predictions: int64 [T], their numbers. None means all.
+            used: which of all predictions the caller passes to the loss, e.g. those with a weight, a bool for each. Of
+                merged predictions their numbers, int64. None means all.
         """
         if isinstance(source, MergedPredictions):
             weights = source.shares if used is None else source.shares[used]
@@ -393,20 +399,13 @@ class Facts:
     def __len__(self) -> int:
         return self._weights.size
 
-    def __getattr__(self, name: str) -> Tensor:
+    def __getattr__(self, name: str) -> Float[Tensor, "T"]:
         if name not in GIVEN:
             raise AttributeError(f"predictions have no fact {name!r}; there are {', '.join(GIVEN)}")
         return self._tensor(name)
 
-    def of_rows(self, numbers: NDArray[np.int64]) -> tuple[Self, NDArray[np.int64]]:
-        """The facts of some trajectories.
-
-        Args:
-            numbers: int64, ascending: their numbers.
-
-        Returns:
-            Their facts, and int64 [t]: the indices of their predictions among the T.
-        """
+    def of_rows(self, numbers: Int64[np.ndarray, "k"]) -> tuple["Facts", Int64[np.ndarray, "t"]]:
+        """The facts of the trajectories of these numbers, ascending, and the indices of their predictions."""
         wanted = np.zeros(len(self.trajectories), np.bool_)
         wanted[numbers] = True
         lengths = [max(len(trajectory) - 1, 0) for trajectory in self.trajectories]
@@ -421,19 +420,19 @@ class Facts:
         return self.source
 
     @property
-    def rows(self) -> Tensor:
-        """int64 [T]: the trajectory (0..K-1) of each prediction."""
+    def rows(self) -> Int64[Tensor, "T"]:
+        """The trajectory (0..K-1) of each prediction."""
         if "rows" not in self._cache:
             self._cache["rows"] = on_device(self._rows, self.device)
         return self._cache["rows"]
 
     @property
-    def weights(self) -> Tensor:
-        """[T]: loss weights; of merged predictions, their shares."""
+    def weights(self) -> Float[Tensor, "T"]:
+        """Loss weights; of merged predictions, their shares."""
         return self._tensor("weights")
 
-    def shares(self, reduction: Reduction) -> Tensor:
-        """[T]: the factor of each prediction in the sum: its weight, or its weight over the sum of its row's.
+    def shares(self, reduction: Reduction) -> Float[Tensor, "T"]:
+        """The factor of each prediction in the sum: its weight, or its weight over the sum of its row's.
 
         Raises:
             DataError: reduction "trajectory" and a negative weight.
@@ -447,8 +446,8 @@ class Facts:
             )
         return self.weights
 
-    def sum_by_row(self, per_prediction: Tensor) -> Tensor:
-        """Sum [T] over each trajectory: [K], differentiable, 0 for rows without predictions."""
+    def sum_by_row(self, per_prediction: Float[Tensor, "T"]) -> Float[Tensor, "K"]:
+        """The sum over each trajectory, differentiable; 0 for rows without predictions."""
         return per_prediction.new_zeros(len(self.trajectories)).index_add(0, self.rows, per_prediction)
 
     def _tensor(self, name: str) -> Tensor:
@@ -456,8 +455,8 @@ class Facts:
             self._cache[name] = on_device(self._array(name), self.device, self.dtype)
         return self._cache[name]
 
-    def _array(self, name: str) -> NDArray[np.float64]:
-        """[T]: the weights, the shares of rows, or a fact."""
+    def _array(self, name: str) -> Float64[np.ndarray, "T"]:
+        """The weights, the shares of rows, or a fact."""
         if name == "weights":
             return self._weights
         if name == "shares of rows":
@@ -538,9 +537,9 @@ PROTOCOL = (
 
 
 def split_by_trajectory(
-    per_prediction: Tensor, trajectories: Sequence[Trajectory], used: NDArray[np.bool_] | None
-) -> list[Tensor]:
-    """[T] or [T, c] of the used predictions -> one [L_k - 1] or [L_k - 1, c] per trajectory, 0 at unused ones."""
+    per_prediction: Shaped[Tensor, "T *c"], trajectories: Sequence[Trajectory], used: Bool[np.ndarray, "_"] | None
+) -> list[Shaped[Tensor, "_ *c"]]:
+    """The numbers of the used predictions, as one tensor [L - 1] or [L - 1, c] per trajectory, 0 at unused ones."""
     flat = per_prediction
     if used is not None and not used.all():
         place = on_device(np.flatnonzero(used), flat.device)
@@ -721,8 +720,8 @@ def checked_sum(name: str, returned: Any) -> tuple[Any, Mapping[str, Any] | None
 # ---- for those who write losses
 
 
-def weighted_means(watched: dict[str, Tensor], shares: Tensor) -> Metrics:
-    """Metrics: weighted means of per-prediction numbers, [T]."""
+def weighted_means(watched: Mapping[str, Float[Tensor, "T"]], shares: Float[Tensor, "T"]) -> Metrics:
+    """Metrics: weighted means of per-prediction numbers."""
     weight = shares.sum()
     return {name: ((shares * x.detach()).sum(), weight) for name, x in watched.items()}
 

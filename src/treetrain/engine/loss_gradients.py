@@ -5,6 +5,8 @@ scores of edges and rows as the executor computes them. The executor then asks f
 `KnownGradients` has them beforehand (the loss is linear in the log-probabilities, or already evaluated), and
 `StreamedGradients` evaluates a loss as the parts run, each trajectory when its last prediction is scored. A part's
 gradients are complete when everything below it has run, and the executor reads them after that.
+
+Shape letters: K trajectories, T predictions in use, E edges and R rows of the layout, N tokens of the tree.
 """
 
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from treetrain.device_arrays import on_device
@@ -33,27 +36,25 @@ class Selection:
     """Some rows, and the T predictions of theirs that are computed."""
 
     rows: Rows
-    used: np.ndarray
-    """Which predictions: bool [sum of L_k - 1] for trajectories, int64 [T] indices for merged predictions."""
-    edges: np.ndarray
-    """int64 [T]: the edge that each prediction reads."""
-    edge_rows: np.ndarray
-    """int64 [T]: the row of the layout that makes it."""
+    used: Bool[np.ndarray, "_"] | Int64[np.ndarray, "T"]
+    """Which predictions: a bool for each of the trajectories, indices of merged predictions."""
+    edges: Int64[np.ndarray, "T"]
+    """The edge that each prediction reads."""
+    edge_rows: Int64[np.ndarray, "T"]
+    """The row of the layout that makes it."""
 
     def facts(self, like: Tensor) -> Facts:
         """What a loss reads of the predictions, in the dtype and on the device of their log-probabilities."""
         return Facts.pack(self.rows, device=like.device, dtype=like.dtype, used=self.used)
 
-    def at_edges(self, per_edge: Tensor) -> Tensor:
-        """[E] -> [T]."""
+    def at_edges(self, per_edge: Shaped[Tensor, "E"]) -> Shaped[Tensor, "T"]:
         return per_edge.index_select(0, on_device(self.edges, per_edge.device))
 
-    def at_rows(self, per_row: Tensor) -> Tensor:
-        """[R] or [R, c] -> [T] or [T, c]."""
+    def at_rows(self, per_row: Float[Tensor, "R *c"]) -> Float[Tensor, "T *c"]:
         return per_row.index_select(0, on_device(self.edge_rows, per_row.device))
 
-    def per_trajectory(self, per_prediction: Tensor) -> list[Tensor]:
-        """[T] or [T, c] -> one [L_k - 1] or [L_k - 1, c] per trajectory; predictions that were not computed hold 0."""
+    def per_trajectory(self, per_prediction: Shaped[Tensor, "T *c"]) -> list[Shaped[Tensor, "_ *c"]]:
+        """One tensor per trajectory; predictions that were not computed hold 0."""
         assert not isinstance(self.rows, MergedPredictions)
         return split_by_trajectory(per_prediction, self.rows, self.used)
 
@@ -64,23 +65,23 @@ class Batch(Selection):
 
     tree: TokenTree
     layout: PackedLayout
-    offsets: np.ndarray
-    """int64 [K + 1]: start of each row's entries in `used`."""
-    starts: np.ndarray
-    """int64 [K + 1]: start of each row's predictions among the T."""
+    offsets: Int64[np.ndarray, "K_plus_1"]
+    """Start of each row's entries in `used`."""
+    starts: Int64[np.ndarray, "K_plus_1"]
+    """Start of each row's predictions among the T."""
     weighted: bool
     """Whether only predictions with a loss weight are computed."""
 
     @classmethod
     def of(
-        cls, tree: TokenTree, *, weighted: bool, every_token: bool = False, mask: np.ndarray | None = None
+        cls, tree: TokenTree, *, weighted: bool, every_token: bool = False, mask: Bool[np.ndarray, "_"] | None = None
     ) -> "Batch":
         """Select what is computed of a tree.
 
         Args:
             weighted: compute only predictions whose loss weight is not 0; otherwise all of them.
             every_token: also compute tokens that no such prediction depends on.
-            mask: bool [sum of L_k], indexed by predicted token: compute only these; see `predictions_of`.
+            mask: compute only these, indexed by predicted token; see `predictions_of`.
         """
         wanted = tree.trained_predictions if weighted else np.ones(tree.num_flat_tokens, bool)
         predicted = tree.trained_edges()[0] > 0 if weighted else None
@@ -125,15 +126,15 @@ class Batch(Selection):
         )
 
     @cached_property
-    def deepest_row(self) -> np.ndarray:
-        """int64 [K]: the row (0 to R - 1) of the layout that makes each row's last prediction; -1 where it has none."""
+    def deepest_row(self) -> Int64[np.ndarray, "K"]:
+        """The row (0 to R - 1) of the layout that makes each row's last prediction; -1 where it has none."""
         last = self.starts[1:] - 1
         has = last >= self.starts[:-1]
         rows = np.full(len(last), -1, np.int64)
         rows[has] = self.edge_rows[last[has]]
         return rows
 
-    def select(self, numbers: np.ndarray) -> Selection:
+    def select(self, numbers: Int64[np.ndarray, "k"]) -> Selection:
         """Some of the rows."""
         reads = ranges(self.starts[numbers], np.diff(self.starts)[numbers])
         places = ranges(self.offsets[numbers], np.diff(self.offsets)[numbers])
@@ -146,8 +147,8 @@ class Batch(Selection):
         )
 
 
-def predictions_of(tree: TokenTree, mask: Sequence[Any] | None) -> np.ndarray | None:
-    """bool [sum of L_k]: the predictions that a mask selects, indexed by predicted token; False at first tokens.
+def predictions_of(tree: TokenTree, mask: Sequence[Any] | None) -> Bool[np.ndarray, "_"] | None:
+    """The predictions that a mask selects, indexed by predicted token over all rows; False at first tokens.
 
     Args:
         mask: for every trajectory [L_k - 1] bools or weights, as arrays, tensors or lists; None selects all.
@@ -172,8 +173,8 @@ def predictions_of(tree: TokenTree, mask: Sequence[Any] | None) -> np.ndarray | 
     return np.concatenate(pieces)
 
 
-def last_states(tree: TokenTree, capabilities: Capabilities) -> tuple[PackedLayout, np.ndarray]:
-    """The layout that reads one token's state for each trajectory, and the row of each, int64 [K].
+def last_states(tree: TokenTree, capabilities: Capabilities) -> tuple[PackedLayout, Int64[np.ndarray, "K"]]:
+    """The layout that reads one token's state for each trajectory, and the row of each.
 
     The token is the last one; for a sequence-classification model the last that is not padding, as in transformers.
 
@@ -243,8 +244,8 @@ def check_batch(tree: TokenTree, capabilities: Capabilities) -> None:
         )
 
 
-def _through(tree: TokenTree, wrong: np.ndarray) -> tuple[str, int]:
-    """The name of a trajectory through the first of these tokens, bool [N], and that token."""
+def _through(tree: TokenTree, wrong: Bool[np.ndarray, "N"]) -> tuple[str, int]:
+    """The name of a trajectory through the first of these tokens, and that token."""
     token = int(np.argmax(wrong))
     number = int(np.argmax((tree.trajectory_last >= token) & (tree.trajectory_last < tree.end[token])))
     return describe(tree.trajectories[number], number), token
@@ -269,13 +270,13 @@ class ScoreTable:
         self.device, self.num_rows = device, num_rows
         self.logprobs = torch.zeros(num_edges, dtype=dtype, device=device)
         self.entropies = torch.zeros(num_rows, dtype=dtype, device=device) if entropy else None
-        self.values: Tensor | None = None
-        """[R] or [R, c]; None until a value is written, since only a value head knows c."""
+        self.values: Float[Tensor, R * c] | None = None
+        """None until a value is written, since only a value head knows c."""
         self.statistics = Statistics.empty(num_edges, num_rows, dtype, device) if statistics else None
 
     @property
-    def values_or_zeros(self) -> Tensor:
-        """[R] or [R, c]: the values; zeros [R] if none was written."""
+    def values_or_zeros(self) -> Float[Tensor, "R *c"]:
+        """The values; zeros if none was written."""
         return self.logprobs.new_zeros(self.num_rows) if self.values is None else self.values
 
     def write(self, piece: Piece, scores: Scores) -> None:
@@ -292,7 +293,7 @@ class ScoreTable:
                 self.values = torch.zeros(shape, dtype=self.logprobs.dtype, device=self.device)
             self.values[self.index(piece.rows)] = scores.values.detach().to(self.values.dtype)
 
-    def index(self, numbers: np.ndarray) -> Tensor | slice:
+    def index(self, numbers: Int64[np.ndarray, "n"]) -> Int64[Tensor, "n"] | slice:
         """Places on the device; a slice where they are consecutive."""
         if len(numbers) and numbers[-1] - numbers[0] + 1 == len(numbers):
             return slice(int(numbers[0]), int(numbers[-1]) + 1)
@@ -305,35 +306,34 @@ class ScoreTable:
 class ScoreGradients(NamedTuple):
     """Gradients of a loss with respect to scores."""
 
-    edges: Tensor | None
+    edges: Float[Tensor, "E"] | None
     """By log-probabilities; None, here and below, where the loss does not depend on them."""
-    rows: Tensor | None
+    rows: Float[Tensor, "R"] | None
     """By entropies."""
-    values: Tensor | None
+    values: Float[Tensor, "R *c"] | None
 
 
 class KnownGradients:
-    """Gives gradients that are known beforehand, and collects the scores.
-
-    Args:
-        edges: [E] d loss / d log-probability.
-        rows: [R] d loss / d entropy, or None.
-        values: [R] or [R, c] d loss / d value, or None.
-    """
+    """Gives gradients by log-probability, entropy and value that are known beforehand, and collects the scores."""
 
     needs_scores_early = False
     """Whether a pass without graph must score its edges, since trajectories that end below read them."""
 
-    def __init__(self, table: ScoreTable, edges: Tensor, rows: Tensor | None = None, values: Tensor | None = None):
+    def __init__(
+        self,
+        table: ScoreTable,
+        edges: Float[Tensor, "E"],
+        rows: Float[Tensor, "R"] | None = None,
+        values: Float[Tensor, "R *c"] | None = None,
+    ):
         self.table, self._edges, self._rows, self._values = table, edges, rows, values
         self.needs_entropy = rows is not None
 
-    def coefficients(self, piece: Piece) -> Tensor | None:
-        """[e] d loss / d log-probability where it is known before the piece is scored; else None."""
+    def coefficients(self, piece: Piece) -> Float[Tensor, "e"] | None:
+        """d loss / d log-probability where it is known before the piece is scored; else None."""
         return None if self.needs_entropy else self._edges[self.table.index(piece.edges)]
 
     def scored(self, piece: Piece, scores: Scores) -> None:
-        """Take the scores of a piece."""
         self.table.write(piece, scores)
 
     def gradients_of(self, piece: Piece) -> ScoreGradients:
@@ -360,7 +360,7 @@ class StreamedGradients(KnownGradients):
         self.total: Any = 0.0
         self.sums: Metrics = {}
 
-    def coefficients(self, piece: Piece) -> Tensor | None:
+    def coefficients(self, piece: Piece) -> Float[Tensor, "e"] | None:
         """Known for a piece that is scored a second time: every trajectory that reads it has ended."""
         if self.needs_entropy or not self._seen[piece.rows].all():
             return None
@@ -379,7 +379,7 @@ class StreamedGradients(KnownGradients):
         if self._loss.reads_untrained:
             self._evaluate(self._order[: np.searchsorted(self._ends, 0)])
 
-    def _evaluate(self, numbers: np.ndarray) -> None:
+    def _evaluate(self, numbers: Int64[np.ndarray, "k"]) -> None:
         if not len(numbers):
             return
         rows, table = self._batch.select(np.sort(numbers)), self.table
@@ -395,13 +395,10 @@ class StreamedGradients(KnownGradients):
                 sum_of.index_add_(0, on_device(places, table.device), gradient.double())
 
 
-def added_up(like: Tensor, places: np.ndarray, gradients: Tensor | None) -> Tensor:
-    """Gradients, summed at the places that their scores came from, in the shape and dtype of `like`.
-
-    Args:
-        places: int64 [T]: indices into `like`.
-        gradients: [T] or [T, c]; None: zeros.
-    """
+def added_up(
+    like: Float[Tensor, "places *c"], places: Int64[np.ndarray, "T"], gradients: Float[Tensor, "T *c"] | None
+) -> Float[Tensor, "places *c"]:
+    """Gradients (None: zeros), summed at the places that their scores came from, in the dtype of `like`."""
     # Summed in float64: thousands of rows may add to a place.
     total = torch.zeros_like(like, dtype=torch.float64)
     if gradients is not None:
@@ -413,18 +410,14 @@ def evaluate_gradients(
     loss: Loss,
     normaliser: float,
     rows: Selection,
-    logprobs: Tensor,
-    entropies: Tensor | None,
-    values: Tensor | None,
+    logprobs: Float[Tensor, "E"],
+    entropies: Float[Tensor, "R"] | None,
+    values: Float[Tensor, "R *c"] | None,
 ) -> tuple[Tensor, Metrics, ScoreGradients]:
     """A loss over some rows, divided by the normaliser, its metrics and its gradients per prediction.
 
-    It is computed outside the model's graph.
-
-    Args:
-        logprobs: [E] of all edges.
-        entropies: [R] of all rows, or None.
-        values: [R] or [R, c] of all rows; None where no row has been scored, or the loss needs none.
+    It is computed outside the model's graph, from the scores of all edges and rows. `values` is None where no row has
+    been scored, or the loss needs none.
     """
     if values is None and "predicted_values" in loss.needs:
         values = logprobs.new_zeros(len(rows.edge_rows) and int(rows.edge_rows.max()) + 1)

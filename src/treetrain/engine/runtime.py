@@ -1,11 +1,17 @@
-"""A model with its budget and its ranks: all that a call of the engine needs to plan a batch and run the plan."""
+"""A model with its budget, ranks and memory: all that a call of the engine needs to plan a batch and run the plan.
+
+A step that runs out of memory is rolled back and starts over in smaller parts (`Runtime.within_memory`).
+"""
 
 import os
+import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,19 +20,26 @@ from torch import nn
 
 from treetrain.engine.context_parallel import check_context
 from treetrain.engine.costs import cost_if_countable, cost_of
-from treetrain.engine.distributed import Ranks, check_same, is_shard, is_sharded, own_part, ranks_of, unwrapped
-from treetrain.engine.gradients import Rollback
+from treetrain.engine.distributed import (
+    Ranks,
+    check_same,
+    drop_waiting_gradients,
+    is_shard,
+    is_sharded,
+    own_part,
+    ranks_of,
+    unwrapped,
+    waiting_gradients,
+)
 from treetrain.engine.lm_head import VocabularyShard
 from treetrain.engine.loss_gradients import ScoreTable
-from treetrain.engine.memory import PassCounts, StepOutOfMemory, callers_level, free_bytes
-from treetrain.engine.packed import PackedRun, model_device, wide_dtype
+from treetrain.engine.packed import PackedRun, model_device, plan_of_any_model, wide_dtype
 from treetrain.engine.routing import Routing
 from treetrain.engine.tensor_parallel import tensor_parallel_ranks, vocabulary_shard
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities, check_model
 from treetrain.planning.budget import Bytes, parse_budget
-from treetrain.planning.make import PART_TOKENS, make_plan
-from treetrain.planning.partition import partition
+from treetrain.planning.make import make_plan
 from treetrain.planning.plan import Plan
 from treetrain.planning.price import CostModel
 from treetrain.softmax_attention.attention import Choice, choose_backend
@@ -34,13 +47,195 @@ from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
 
+T = TypeVar("T")
 AMPLE = 2
 """If this many times a predicted peak is free, the peak fits in spite of prediction errors."""
 LAST_RESORT_TOKENS = 256
 """The token budget that is tried if no plan is predicted to fit into free memory."""
-PASS_TOKENS, FORWARD_SHARE = 40.0, 0.35
-"""For a model that cannot be counted: the fixed cost of a pass in tokens, and a forward's share of a step. Every plan
-within a budget is exact, so a wrong guess costs time only."""
+CPU_SHARE, CUDA_SHARE = 0.8, 0.9
+"""How much of the free memory a plan may use: predictions err by up to a tenth, and a CPU's memory is shared."""
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that a plan may use now: the device's free memory times `CPU_SHARE` or `CUDA_SHARE`.
+
+    CPU: MemAvailable, or what the control group leaves if that is less; None without /proc/meminfo. CUDA: free memory,
+    and what PyTorch's allocator has reserved but not allocated.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(CUDA_SHARE * (free + held))
+    available = _available()
+    if available is None:
+        return None
+    limits = [left for group in _control_groups() if (left := _left(group)) is not None]
+    return int(CPU_SHARE * max(min([available, *limits]), 0))
+
+
+def _available() -> int | None:
+    meminfo = Path("/proc/meminfo")
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text() if meminfo.exists() else "", re.MULTILINE)
+    return int(match.group(1)) * 1024 if match else None
+
+
+def _control_groups() -> list[Path]:
+    """Folders of the control groups that this process is in, innermost first (version 2, then version 1)."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    folders = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        if controllers in ("", "memory"):
+            base = _CGROUP / controllers
+            inner = base / name.lstrip("/")
+            folders += [inner, *[parent for parent in inner.parents if parent.is_relative_to(base)]]
+    return folders
+
+
+def _left(group: Path) -> int | None:
+    """The limit of a control group minus its use, without inactive file cache; None if it has no limit."""
+    for limit_name, use_name, cache_name in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit, use = (group / limit_name).read_text().strip(), int((group / use_name).read_text())
+            cache = re.search(rf"^{cache_name} (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        except (OSError, ValueError):
+            continue
+        if not limit.isdigit() or int(limit) >= 1 << 60:  # version 1 writes "none" as a huge number
+            return None
+        return int(limit) - use + (int(cache.group(1)) if cache else 0)
+    return None
+
+
+def expandable_segments() -> None:
+    """Let the CUDA allocator grow its segments from now on, unless the user's environment configures the allocator.
+
+    Parts differ in size, so blocks of fixed segments would rarely fit the next part.
+    """
+    if torch.cuda.is_available() and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a GPU or on the CPU (whose allocator raises a plain RuntimeError)."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    message = str(error)
+    allocators = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+    # The driver says "out of memory", and PyTorch and Triton name CUDA beside it. A kernel that asks for too much
+    # shared memory is "out of resource".
+    return any(name in message for name in allocators) or ("out of memory" in message and "CUDA" in message)
+
+
+class StepOutOfMemory(RuntimeError):
+    """Memory ran out in a step.
+
+    Args:
+        tokens: tokens that were being computed, or whose graph was alive.
+        backward_begun: whether a backward had started, so that gradients may be incomplete.
+    """
+
+    def __init__(self, tokens: int, *, backward_begun: bool):
+        super().__init__(f"out of memory with {tokens} tokens alive")
+        self.tokens, self.backward_begun = tokens, backward_begun
+
+
+class out_of_memory_in:
+    """Raises StepOutOfMemory in place of any error of an allocator in the block.
+
+    This is a class, not a generator: from Python 3.12 on, a generator that raises another error leaves the first in a
+    reference cycle with its frames. The graph that did not fit would stay alive during the next try.
+
+    Args:
+        make: creates the error.
+    """
+
+    def __init__(self, make: Callable[[], StepOutOfMemory]):
+        self._make = make
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: type | None, error: BaseException | None, _traceback: Any) -> None:
+        if error is not None and is_out_of_memory(error):
+            raise self._make() from error
+
+
+@dataclass
+class PassCounts:
+    """Counts the passes of one try of a step."""
+
+    parts: int = 0
+    """Parts that ran forward with graph."""
+    tokens_without_graph: int = 0
+    attention: Counter[str] = field(default_factory=Counter)
+    """Attention calls of forwards, by backend."""
+
+
+def callers_level() -> int:
+    """The stack level, seen from the caller, of the first frame that is neither ours nor torch's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("treetrain", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+class Rollback:
+    """Undoes the gradients of a failed step, or reports that it cannot. Create it before the step.
+
+    Args:
+        parameters: all that the step may add gradients to.
+        modules: what FSDP2 may have sharded.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *modules: nn.Module | None):
+        self._parameters, self._modules = parameters, modules
+        self._obstacle: str | None = None
+        if waiting_gradients(*modules):
+            self._obstacle = (
+                "gradients of earlier calls waited to be reduced (sync=False) and are dropped: begin the step again"
+            )
+        elif any(p.grad is not None for p in parameters):
+            self._obstacle = "gradients of earlier calls lay in .grad"
+
+    def attempt(self, run: Callable[[], T]) -> T:
+        """Call a function; if it fails, gradients are restored, or the error says that they are not."""
+        try:
+            return run()
+        except StepOutOfMemory as error:
+            if error.backward_begun and self._obstacle is not None:
+                raise RuntimeError(
+                    f"{error}; {self._obstacle}, so the step cannot start over, and its gradients are incomplete: set "
+                    f"them to None (zero_grad) and run the step again with budget={max(error.tokens // 2, 1)} or less"
+                ) from error
+            if error.backward_begun:
+                self.undo(error)
+            raise
+        except BaseException as error:
+            self.undo(error)
+            raise
+
+    def undo(self, error: BaseException) -> None:
+        """Restore the gradients, or note on the error that this is impossible."""
+        drop_waiting_gradients(*self._modules)
+        if self._obstacle is None:
+            for parameter in self._parameters:
+                parameter.grad = None
+            return
+        note = f"{self._obstacle}; what this step has added to them is incomplete"
+        if note not in getattr(error, "__notes__", []):
+            error.add_note(note)
+
+
+# ---- plans
 
 
 def plan_within(layout: PackedLayout, budget: int | Bytes | None, model: nn.Module, *, free: int | None = None) -> Plan:
@@ -67,21 +262,6 @@ def plan_within(layout: PackedLayout, budget: int | Bytes | None, model: nn.Modu
         # The user set no bound and predictions can be wrong, so small parts are tried; out of memory is handled.
         warnings.warn(f"more memory is predicted than is free ({error}); small parts are tried", stacklevel=2)
         return make_plan(layout, cost, budget=LAST_RESORT_TOKENS)
-
-
-def plan_of_any_model(layout: PackedLayout, budget: int | None, device: torch.device) -> Plan:
-    """The plan of a model that cannot be counted; without a budget in tokens, parts are of a size that runs well."""
-
-    def seconds(plan: Plan) -> float:
-        passes = plan.num_parts + FORWARD_SHARE * plan.num_prefills
-        return PASS_TOKENS * passes + plan.layout.num_tokens + FORWARD_SHARE * plan.recomputed_tokens
-
-    size = PART_TOKENS["cuda" if device.type == "cuda" else "cpu"]
-    tokens, target = (max(layout.num_tokens, 1), size) if budget is None else (budget, None)
-    return partition(layout, tokens, seconds, part_tokens=target)
-
-
-T = TypeVar("T")
 
 
 class Runtime:
@@ -111,6 +291,7 @@ class Runtime:
         self.context, self.tensor = Ranks(context), tensor_parallel_ranks(model, group, context)
         self.ranks, self.reduce = ranks_of(model, group, value_head, self.same_rows), reduce
         self.collective = is_sharded(model)
+        self._may_compile = not self.collective and self.tensor.alone
         if compile_layers and not self._may_compile:
             raise UnsupportedModel(
                 "compile_layers=True with a model in FSDP2 or tensor parallel, whose layers communicate by hooks, has "
@@ -131,8 +312,6 @@ class Runtime:
         elif self.budget is not None:
             self.budget *= self.context.size
 
-    # ---- the ranks
-
     @property
     def same_rows(self) -> Ranks:
         """The ranks that hold the same rows and run the same plan (context or tensor parallel)."""
@@ -144,10 +323,6 @@ class Runtime:
         return self.ranks if self.collective else self.same_rows
 
     # ---- the model
-
-    @property
-    def _may_compile(self) -> bool:
-        return not self.collective and self.tensor.alone
 
     @property
     def vocabulary(self) -> VocabularyShard | None:
@@ -249,18 +424,15 @@ class Runtime:
         Processes on one host share its memory. Ranks that run the same plan have the least of their free bytes;
         context-parallel ranks, times their number.
         """
-        every = self.same_rows.gather(self._own_free_bytes())
-        return None if None in every else min(x for x in every if x is not None) * self.context.size
-
-    def _own_free_bytes(self) -> int | None:
         device = model_device(self.model)
         free = free_bytes(device)
-        if free is None:
-            return None
-        if not self.ranks.alone and device.type == "cpu":
-            free //= int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.size))
-        absent = (p for p in self.parameters if p.requires_grad and p.grad is None)
-        return max(free - sum(x.numel() * x.element_size() for x in map(own_part, absent)), 0)
+        if free is not None:
+            if not self.ranks.alone and device.type == "cpu":
+                free //= int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.size))
+            absent = (own_part(p) for p in self.parameters if p.requires_grad and p.grad is None)
+            free = max(free - sum(x.numel() * x.element_size() for x in absent), 0)
+        every = self.same_rows.gather(free)
+        return None if None in every else min(x for x in every if x is not None) * self.context.size
 
     def has_room(self, plan: Plan, extra: float | None = None) -> bool:
         """Whether a plan's predicted peak fits the budget or free memory; False if the model cannot be counted.

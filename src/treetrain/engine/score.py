@@ -17,17 +17,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor, nn
 
 from treetrain.device_arrays import on_device
-from treetrain.engine.collective_passes import Reduces
 from treetrain.engine.distributed import check_same, own_part
-from treetrain.engine.executor import Executor
+from treetrain.engine.executor import Executor, Reduces
 from treetrain.engine.loss_gradients import Batch, KnownGradients, ScoreTable, added_up
-from treetrain.engine.memory import PassCounts
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import Routing
-from treetrain.engine.runtime import Runtime
+from treetrain.engine.runtime import PassCounts, Runtime
 from treetrain.errors import RanksDisagree
 from treetrain.planning.plan import Plan
 from treetrain.tree.token_tree import TokenTree
@@ -152,8 +151,8 @@ class Scoring:
 class States(NamedTuple):
     """The states whose values are scored in place of predictions."""
 
-    rows: np.ndarray
-    """int64 [T]: rows of the layout."""
+    rows: Int64[np.ndarray, "T"]
+    """Rows of the layout."""
     lengths: list[int] | None
     """How many belong to each trajectory; None: one, which is its reward."""
 
@@ -170,8 +169,8 @@ class Scored:
     """K tensors [L_k - 1], in nats: entropy of the distribution that token t + 1 was drawn from; None if not asked."""
     values: list[Tensor] | None
     """K tensors [L_k - 1] or [L_k - 1, c]: value of the state before token t + 1; None if not asked for."""
-    rewards: Tensor | None
-    """[K] or [K, c]: a reward model's value of every trajectory; None if not asked for."""
+    rewards: Float[Tensor, "K *c"] | None
+    """A reward model's value of every trajectory; None if not asked for."""
     is_top1: list[Tensor] | None
     """K tensors bool [L_k - 1]: whether token t + 1 is the most likely one; None without statistics."""
     mean_logits: list[Tensor] | None
@@ -290,8 +289,8 @@ class Scored:
         if sync:
             runtime.average_gradients()
 
-    def _weight_sums(self) -> Tensor:
-        """[P] sums of the weights, frozen ones too (a part that runs again would see their new values).
+    def _weight_sums(self) -> Float64[Tensor, "parameters"]:
+        """Sums of the weights, frozen ones too (a part that runs again would see their new values).
 
         Version counters are not enough: fused optimisers and writes through ``.data`` do not change them.
         """

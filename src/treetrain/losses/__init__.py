@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any, get_args, get_type_hints
 
 from treetrain.engine.loss import Facts, Loss, Metrics, Reduction, add_metrics, mean_metrics
-from treetrain.losses.mix import Mixture, mix
-from treetrain.losses.preference import dpo
-from treetrain.losses.token_losses import (
+from treetrain.losses.losses import (
     IMPORTANCE_MODES,
     KL_ESTIMATORS,
     ImportanceMode,
@@ -16,6 +14,7 @@ from treetrain.losses.token_losses import (
     PolicyLoss,
     dapo,
     distill,
+    dpo,
     dr_grpo,
     grpo,
     gspo,
@@ -24,6 +23,7 @@ from treetrain.losses.token_losses import (
     sft,
     value,
 )
+from treetrain.losses.mix import Mixture, mix
 
 LOSSES: dict[str, Callable[..., Loss]] = {
     "sft": sft,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from treetrain.data.trajectory import Trajectory
@@ -95,7 +95,7 @@ class Mixture(Loss):
             metrics[f"{name}/loss"] = (value.detach(), loss.total_weight(own.trajectories))
         return total, metrics
 
-    def coefficients(self, facts: Facts) -> Tensor | None:
+    def coefficients(self, facts: Facts) -> Float[Tensor, "T"] | None:
         total = torch.zeros(len(facts), dtype=facts.dtype, device=facts.device)
         for _, loss, scale, own, places in self._parts(facts):
             known = loss.coefficients(own)
@@ -104,8 +104,8 @@ class Mixture(Loss):
             total = total + scale * known if places is None else total.index_add(0, places, scale * known)
         return total
 
-    def _parts(self, facts: Facts) -> Iterator[tuple[str, Loss, float, Facts, Tensor | None]]:
-        """For every loss with rows here: name, loss, factor, facts, int64 [t] indices of predictions (None: all)."""
+    def _parts(self, facts: Facts) -> Iterator[tuple[str, Loss, float, Facts, Int64[Tensor, "t"] | None]]:
+        """For every loss with rows here: name, loss, factor, facts, and indices of its predictions (None: all)."""
         parts = zip(self.losses.items(), self.weights.values(), self._known_totals(), self._assign(facts.trajectories))
         for (name, loss), weight, whole, rows in parts:
             if whole == 0 or not len(rows):
@@ -124,7 +124,7 @@ class Mixture(Loss):
             )
         return self.totals
 
-    def _assign(self, trajectories: Sequence[Trajectory]) -> list[NDArray[np.int64]]:
+    def _assign(self, trajectories: Sequence[Trajectory]) -> list[Int64[np.ndarray, "_"]]:
         """Numbers of the rows of every loss, ascending."""
         if self.select is None:
             return [np.arange(len(trajectories))] * len(self.losses)

@@ -23,7 +23,7 @@ from treetrain.engine.engine import LinearEngine, TreeEngine
 from treetrain.engine.loss import as_loss, describe
 from treetrain.engine.packed import model_device
 from treetrain.errors import DataError
-from treetrain.losses.token_losses import PolicyLoss
+from treetrain.losses.losses import PolicyLoss
 from treetrain.planning.balance import dispatch
 from treetrain.planning.make import PART_TOKENS
 from treetrain.trainers.arguments import TreeArguments

@@ -27,7 +27,7 @@ from treetrain.data.columns import sorted_by_prefix
 from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import is_sharded
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.gradients import gradients_of
+from treetrain.engine.executor import gradients_of
 from treetrain.engine.score import Scored, switches_of
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm

@@ -22,10 +22,10 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.engine.distributed import is_sharded
 from treetrain.engine.engine import TreeEngine
 from treetrain.engine.loss import Facts, Metrics, StepResult, add_metrics, mean_metrics, summed
-from treetrain.engine.memory import expandable_segments
 from treetrain.engine.routing import RouterBalance
+from treetrain.engine.runtime import expandable_segments
 from treetrain.errors import DataError
-from treetrain.losses.token_losses import PolicyLoss
+from treetrain.losses.losses import PolicyLoss
 from treetrain.trainers.arguments import MUON, TreeArguments, muon_and_options
 from treetrain.trainers.callbacks import EXECUTION, StepLog, peak_memory_bytes
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin

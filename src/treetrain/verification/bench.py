@@ -21,12 +21,11 @@ from torch import nn
 
 from treetrain.engine.costs import cost_if_countable, cost_of
 from treetrain.engine.engine import LinearEngine, TreeEngine
-from treetrain.engine.gradients import gradient_buffers
-from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, scoring_head
+from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, gradient_buffers, scoring_head
 from treetrain.engine.loss import as_loss
 from treetrain.engine.packed import PackedRun, model_device
 from treetrain.errors import UnsupportedModel
-from treetrain.losses.token_losses import sft
+from treetrain.losses.losses import sft
 from treetrain.models.capability import Capabilities, check_model
 from treetrain.planning.budget import Bytes
 from treetrain.planning.plan import Plan

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import TreeEngine
-from treetrain.engine.gradients import gradients_of
+from treetrain.engine.executor import gradients_of
 from treetrain.engine.loss import Loss, as_loss, needs_logprobs
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import RouterBalance, by_place, route_as_recorded
 from treetrain.engine.tensor_parallel import tensor_parallel_mode, tensor_parallel_ranks
 from treetrain.errors import UnsupportedModel
-from treetrain.losses.token_losses import sft
+from treetrain.losses.losses import sft
 from treetrain.models.capability import check_model
 from treetrain.models.tree_mode import replaced_forward
 from treetrain.planning.budget import Bytes

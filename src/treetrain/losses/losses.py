@@ -1,4 +1,4 @@
-"""Losses that are sums over tokens: cross-entropy, policy losses, distillation and values.
+"""The losses: cross-entropy, policy losses, values, distillation and direct preference optimisation.
 
 Notation: l = the log-probability now, old = that under the policy that sampled the row, A = the advantage,
 r = exp(l - old); v = the value predicted for the state before a token, R = its return, both in the unit of the rewards.
@@ -7,12 +7,17 @@ All policy losses are one class, with REINFORCE, PPO, GRPO, DAPO, Dr. GRPO and G
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Literal, TypedDict, Unpack, get_args
+from collections.abc import Callable, Hashable, Sequence
+from typing import ClassVar, Literal, TypedDict, Unpack, get_args
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from torch import Tensor
 
+from treetrain.data.trajectory import Trajectory
+from treetrain.device_arrays import on_device
 from treetrain.engine.loss import (
     Facts,
     Loss,
@@ -20,13 +25,17 @@ from treetrain.engine.loss import (
     Metrics,
     Reduction,
     Rows,
+    Scope,
     check_choice,
     check_flag,
     check_number,
     check_positive,
+    describe,
     extremes,
+    require_nonnegative_weights,
     weighted_means,
 )
+from treetrain.errors import DataError
 from treetrain.tree.merged import MergedPredictions
 
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -49,7 +58,7 @@ class SFTLoss(Loss):
         total = -(shares * logprobs).sum()
         return total, {"nll": (total.detach(), shares.sum())}
 
-    def coefficients(self, facts: Facts) -> Tensor:
+    def coefficients(self, facts: Facts) -> Float[Tensor, "T"]:
         return -facts.shares(self.reduction)
 
 
@@ -71,7 +80,7 @@ def sft(*, reduction: Reduction = "token") -> SFTLoss:
 # ---- divergences from sampled tokens alone, and the correction for the sampler's numerics
 
 
-def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+def k1(logprobs: Float[Tensor, "T"], ref_logprobs: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
     """l - ref: unbiased, can be negative, high variance.
 
     As a loss its gradient is that of l alone, with mean 0 on tokens sampled from the policy: it measures
@@ -80,12 +89,12 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return logprobs - ref_logprobs
 
 
-def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+def k2(logprobs: Float[Tensor, "T"], ref_logprobs: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
     """(l - ref)^2 / 2: biased, never negative; its gradient estimates that of KL(policy || reference) without bias."""
     return 0.5 * (logprobs - ref_logprobs).square()
 
 
-def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+def k3(logprobs: Float[Tensor, "T"], ref_logprobs: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
     """exp(ref - l) - 1 - (ref - l): unbiased, never negative, low variance.
 
     GRPO uses it (arXiv 2402.03300, eq. 4).
@@ -95,14 +104,14 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-"""KL(policy || reference) per token, [T] and [T] -> [T], for tokens sampled from the policy.
+"""KL(policy || reference) per token, for tokens sampled from the policy.
 
 Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html
 """
 
 
-def sampler_log_ratio(old: Tensor, facts: Facts, mode: ImportanceMode) -> Tensor:
-    """[T]: old - rollout of each token, or (sequence modes) its sum over the row's trained tokens."""
+def sampler_log_ratio(old: Float[Tensor, "T"], facts: Facts, mode: ImportanceMode) -> Float[Tensor, "T"]:
+    """old - rollout of each token, or (sequence modes) its sum over the row's trained tokens."""
     log_ratio = old - facts.rollout_logprobs
     if mode.startswith("token"):
         return log_ratio
@@ -111,21 +120,23 @@ def sampler_log_ratio(old: Tensor, facts: Facts, mode: ImportanceMode) -> Tensor
 
 
 @torch.no_grad()
-def importance(old: Tensor, facts: Facts, cap: float, mode: ImportanceMode) -> tuple[Tensor, dict[str, Tensor]]:
+def importance(
+    old: Float[Tensor, "T"], facts: Facts, cap: float, mode: ImportanceMode
+) -> tuple[Float[Tensor, "T"], dict[str, Float[Tensor, "T"]]]:
     """Truncated importance sampling for rows that were sampled with other numerics than training's.
 
     The policy term is multiplied by exp(d), bounded, with d = old - rollout: the log-probability of a token in
     training's numerics minus the one that the sampler recorded.
 
     Args:
-        old: [T], log-probabilities in training's numerics of the policy that sampled the rows.
+        old: log-probabilities in training's numerics of the policy that sampled the rows.
         facts: with rollout_logprobs.
         cap: the largest exp(d), above 0.
         mode: "token": exp(d) of each token. "sequence": exp(sum of d over the row's trained tokens) for all of them.
             A factor above the cap becomes the cap (truncate) or 0 (mask).
 
     Returns:
-        [T] factors without gradient; [T] numbers to log, by name.
+        Factors without gradient; numbers to log, by name.
     """
     old = old.detach()
     log_ratio = sampler_log_ratio(old, facts, mode)
@@ -145,9 +156,9 @@ def importance(old: Tensor, facts: Facts, cap: float, mode: ImportanceMode) -> t
 
 
 def clipped_value_loss(
-    predicted: Tensor, facts: Facts, *, clip: float | None, reduction: Reduction
+    predicted: Float[Tensor, "T"], facts: Facts, *, clip: float | None, reduction: Reduction
 ) -> tuple[Tensor, Metrics]:
-    """The sum and the metrics of `value`, for predicted values [T]."""
+    """The sum and the metrics of `value`."""
     returns, shares = facts.returns, facts.shares(reduction)
     error = (predicted - returns).square()
     held = torch.zeros_like(error, dtype=torch.bool)
@@ -324,24 +335,26 @@ class PolicyLoss(Loss):
         merged = isinstance(rows, MergedPredictions)
         return self.length * (rows.num_trained if merged else sum(bool(row.weights.any()) for row in rows))
 
-    def sampling_logprobs(self, logprobs: Tensor, facts: Facts) -> Tensor:
-        """[T] without gradient: under the policy that sampled the rows, in training's numerics."""
+    def sampling_logprobs(self, logprobs: Float[Tensor, "T"], facts: Facts) -> Float[Tensor, "T"]:
+        """Without gradient: under the policy that sampled the rows, in training's numerics."""
         return facts.old_logprobs if self.clipped and not self.on_policy else logprobs.detach()
 
-    def log_ratio(self, logprobs: Tensor, facts: Facts) -> Tensor:
-        """[T]: ln r of every token, or of the row it is in."""
+    def log_ratio(self, logprobs: Float[Tensor, "T"], facts: Facts) -> Float[Tensor, "T"]:
+        """ln r of every token, or of the row it is in."""
         difference = logprobs - self.sampling_logprobs(logprobs, facts)
         if self.surrogate == "clipped":
             return difference
         mean = self._mean_of_row(difference, facts)
         return mean if self.level == "sequence" else mean.detach() + (difference - difference.detach())
 
-    def _mean_of_row(self, per_prediction: Tensor, facts: Facts) -> Tensor:
-        """[T]: the weighted mean over the row that each prediction is in."""
+    def _mean_of_row(self, per_prediction: Float[Tensor, "T"], facts: Facts) -> Float[Tensor, "T"]:
+        """The weighted mean over the row that each prediction is in."""
         return facts.sum_by_row(facts.shares("trajectory") * per_prediction)[facts.rows]
 
-    def _policy_term(self, logprobs: Tensor, facts: Facts) -> tuple[Tensor, dict[str, Tensor]]:
-        """The policy loss per token, [T], and numbers to log per token, each [T]."""
+    def _policy_term(
+        self, logprobs: Float[Tensor, "T"], facts: Facts
+    ) -> tuple[Float[Tensor, "T"], dict[str, Float[Tensor, "T"]]]:
+        """The policy loss per token, and numbers to log per token."""
         advantages = facts.advantages
         if not self.clipped:
             return -advantages * logprobs, {}
@@ -387,7 +400,7 @@ class PolicyLoss(Loss):
         of_values, value_metrics = clipped_value_loss(values, facts, clip=self.value_clip, reduction=self.reduction)
         return total + self.value_coefficient * of_values, metrics | value_metrics
 
-    def coefficients(self, facts: Facts) -> Tensor | None:
+    def coefficients(self, facts: Facts) -> Float[Tensor, "T"] | None:
         # On policy r = 1, so the gradient of the policy term is -A whatever l is.
         constant = (self.on_policy or not self.clipped) and self.importance_cap is None
         kl_is_linear = self.kl == 0 or self.kl_estimator == "k1"
@@ -589,3 +602,123 @@ def distill(
     return DistillLoss(
         estimator=estimator, reduction=reduction, importance_cap=importance_cap, importance_mode=importance_mode
     )
+
+
+# ---- direct preference optimisation
+
+
+def find_pairs(trajectories: Sequence[Trajectory]) -> tuple[Int64[np.ndarray, "P"], Int64[np.ndarray, "P"]]:
+    """Numbers of the chosen and of the rejected row of every pair that trains something.
+
+    Rows with nothing to train need no pair.
+
+    Raises:
+        DataError: a trained row without a pair; a pair that is not one chosen and one rejected row.
+    """
+    members: dict[Hashable, tuple[list[int], list[int]]] = {}
+    trained: set[Hashable] = set()
+    for number, row in enumerate(trajectories):
+        has_weight = bool(row.weights.any())
+        if row.pair is None:
+            if has_weight:
+                raise DataError(
+                    f"{describe(row, number)} is trained but has no pair; give pair=... and chosen=True or False, or "
+                    "loss_weights=0 to keep it as context"
+                )
+            continue
+        if row.chosen is None:
+            raise DataError(
+                f"{describe(row, number)} of pair {row.pair!r} does not say whether it is chosen; give chosen=True "
+                "or chosen=False"
+            )
+        members.setdefault(row.pair, ([], []))[0 if row.chosen else 1].append(number)
+        if has_weight:
+            trained.add(row.pair)
+    for pair, kinds in members.items():
+        if [len(rows) for rows in kinds] != [1, 1]:
+            names = [
+                f"{kind} {', '.join(describe(trajectories[number], number) for number in rows) or 'none'}"
+                for kind, rows in zip(("chosen", "rejected"), kinds)
+            ]
+            raise DataError(
+                f"pair {pair!r} has {len(kinds[0])} chosen and {len(kinds[1])} rejected rows ({'; '.join(names)}); a "
+                "pair is one of each: give other pairs other names, and all rows of a pair in one call"
+            )
+    counted = [rows for pair, rows in members.items() if pair in trained]
+    chosen, rejected = ([rows[kind][0] for rows in counted] for kind in (0, 1))
+    return np.array(chosen, np.int64), np.array(rejected, np.int64)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DPOLoss(Loss):
+    """-log sigmoid(beta (c - r)), the mean over pairs. Made by `dpo`. The engine scores all rows before the first
+    gradient."""
+
+    scope: ClassVar[Scope] = "batch"
+    reduction: Reduction = dataclasses.field(default="trajectory", init=False, repr=False)
+
+    beta: float
+    label_smoothing: float
+    reference_free: bool
+
+    def __post_init__(self) -> None:
+        Loss.__post_init__(self)
+        check_positive("beta", self.beta)
+        check_number("label_smoothing", self.label_smoothing, 0.0, 0.5)
+        check_flag("reference_free", self.reference_free)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("logprobs", "pair", "chosen", *(() if self.reference_free else ("ref_logprobs",)))
+
+    def check(self, trajectories: Sequence[Trajectory]) -> None:
+        """Raise DataError for a missing fact, or rows that are not pairs; see `find_pairs`."""
+        find_pairs(trajectories)
+        Loss.check(self, trajectories)
+
+    def total_weight(self, trajectories: Sequence[Trajectory]) -> float:
+        """The number of pairs with something to train. Raises DataError for a negative weight."""
+        require_nonnegative_weights(trajectories)
+        return float(len(find_pairs(trajectories)[0]))
+
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
+        chosen, rejected = (on_device(rows, logprobs.device) for rows in find_pairs(facts.trajectories))
+        above = logprobs if self.reference_free else logprobs - facts.ref_logprobs
+        score = facts.sum_by_row(facts.weights * above)
+        likelihood = facts.sum_by_row(facts.weights * logprobs.detach())
+        margin = self.beta * (score[chosen] - score[rejected])
+        losses = -F.logsigmoid(margin)
+        if self.label_smoothing:
+            losses = (1 - self.label_smoothing) * losses - self.label_smoothing * F.logsigmoid(-margin)
+        rewards = self.beta * score.detach()
+        watched = {
+            "accuracy": (rewards[chosen] > rewards[rejected]).to(losses.dtype),
+            "margin": rewards[chosen] - rewards[rejected],
+            "chosen_reward": rewards[chosen],
+            "rejected_reward": rewards[rejected],
+            "chosen_logps": likelihood[chosen],
+            "rejected_logps": likelihood[rejected],
+        }
+        return losses.sum(), {name: (x.sum(), x.new_full((), float(len(x)))) for name, x in watched.items()}
+
+
+def dpo(*, beta: float = 0.1, label_smoothing: float = 0.0, reference_free: bool = False) -> DPOLoss:
+    """Direct preference optimisation (arXiv 2305.18290, eq. 7): -log sigmoid(beta (c - r)), the mean over pairs.
+
+    c and r are sums over the tokens of the chosen and the rejected row of w (l - ref): w the loss weight, l the
+    log-probability now, ref that under the reference policy. Rows of one `pair`, one with `chosen` True and one with
+    False, must be in one call. A row without loss weights scores 0; a pair of such rows is not counted.
+
+    Args:
+        beta: above 0; how strongly the policy is held to the reference.
+        label_smoothing: 0 to 0.5, the assumed rate of swapped labels (conservative DPO: the loss of the pair and of
+            the swapped pair, weighted 1 - label_smoothing and label_smoothing).
+        reference_free: ref = 0; otherwise every trained row needs ref_logprobs.
+
+    Metrics: accuracy (chosen reward above the rejected), margin, chosen_reward and rejected_reward (beta times the
+    score), chosen_logps and rejected_logps (sums of w l), all means over pairs.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+    return DPOLoss(beta=beta, label_smoothing=label_smoothing, reference_free=reference_free)
