@@ -238,6 +238,20 @@ SECTIONS = (
         },
     ),
     Section(
+        "Reading",
+        "Megabytes of JSONL a second of CPU time, in one process: parsed by `json.loads` alone, read and checked "
+        "record by record, and made into rows (rendered and tokenised, except for token rows).",
+        "read_speed.csv",
+        ("kind",),
+        {
+            "file": "kind",
+            "MB": lambda row: f"{int(row['file_bytes']) / 1e6:.1f}",
+            "json.loads": "json_loads_mb_per_s",
+            "before tokenisation": "parsed_mb_per_s",
+            "rows": "rows_mb_per_s",
+        },
+    ),
+    Section(
         "Lost sharing",
         "Causes planted in 40 conversations of the tool agent, one row per LLM call: what `treetrain inspect` finds, "
         "and the ideal speed-up (qwen3-8b) that it predicts without the cause against that of the same conversations "

@@ -405,6 +405,8 @@ class _Reading:
             raise DataError(
                 f"the record is not as format {self.kind.name} has them ({type(error).__name__}: {shortened(error)})"
             ) from error
+        if not rows:
+            self.notes.add("the record has no rows")
         for row in rows:
             if not isinstance(row, Mapping) or not any(name in row for name in ("input_ids", "messages", "completion")):
                 raise DataError(f"no `input_ids` or `messages` in the row {quoted(row)} of format {self.kind.name}")

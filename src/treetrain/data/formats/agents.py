@@ -41,6 +41,8 @@ def read_swe_agent(record: Record, notes: Notes) -> list[Record]:
     queries = [step.get("query") for step in objects(record, "trajectory")]
     known = {"episode": notes.place} | facts(record)
     if len(answers) != len(queries) or not all(isinstance(query, list) and len(query) > 1 for query in queries):
+        if queries:
+            notes.add("the queries of the steps do not fit the answers of the history, which is read in their place")
         return [known | {"messages": history}]
     calls = [[_swe_message(entry) for entry in objects({"query": query}, "query")] for query in queries]
     return [known | {"messages": [*call, answer], "train": "last"} for call, answer in zip(calls, answers)]

@@ -59,9 +59,15 @@ def forests_of(record: Record, notes: Notes) -> list[Forest]:
     return forests
 
 
+def _nodes(record: Record) -> list[dict[str, Any]]:
+    if not (given := objects(record, "nodes")):
+        raise DataError("`nodes` is missing or empty, expected a list of nodes")
+    return given
+
+
 def _own(record: Record, notes: Notes) -> Forest:
     notes.unused_keys(record, RECORD_KEYS)
-    given = objects(record, "nodes")
+    given = _nodes(record)
     index: dict[Any, int] = {}
     for number, node in enumerate(given):
         name = node.get("id", number)
@@ -114,7 +120,7 @@ def _own(record: Record, notes: Notes) -> Forest:
 def _trace(trace: Record, known: dict[str, Any]) -> Forest:
     """A trace of verifiers: a node holds one message, its tokens, and log-probabilities of the sampled ones alone."""
     nodes: list[dict[str, Any]] = []
-    given = objects(trace, "nodes")
+    given = _nodes(trace)
     for number, node in enumerate(given):
         parent = node.get("parent")
         if parent is not None and not (isinstance(parent, int) and 0 <= parent < len(given)):

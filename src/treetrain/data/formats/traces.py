@@ -12,6 +12,7 @@ from treetrain.data.records import Format, Notes, Record, facts, field, look_up,
 from treetrain.errors import DataError, quoted
 
 OTHER = "spans and runs that are no LLM call are not rows"
+UNANSWERED = "an LLM call without an answer is no row"
 LANGCHAIN_ROLES = {
     "human": "user",
     "ai": "assistant",
@@ -37,6 +38,8 @@ def read_spans(record: Record, notes: Notes) -> list[Record]:
         else:
             notes.add(OTHER)
             continue
+        if not answers:
+            notes.add(UNANSWERED)
         trace = next(
             (found for path in ("trace_id", "traceId", "context.trace_id") if (found := look_up(span, path))), None
         )
@@ -200,6 +203,8 @@ def read_langsmith(record: Record, notes: Notes) -> list[Record]:
         else:
             answers = [outputs.get("output", outputs.get("message", outputs))]
         prompt = [_langchain(message) for message in messages]
+        if not answers:
+            notes.add(UNANSWERED)
         known |= {"tools": tools} if tools else {}
         rows += [known | {"messages": [*prompt, _langchain(answer)], "train": "last"} for answer in answers]
     return rows
