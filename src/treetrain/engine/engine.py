@@ -472,7 +472,7 @@ def plan_step(runtime: Runtime, step: Step, *, sync: bool, balance: RouterBalanc
     same, room, offers = zip(*answers)
     for name in same[0]:
         check_same(name, [settings[name] for settings in same])
-    numbers = choose(ranks.of_data(offers)) if runtime.collective else [0] * ranks.data_size
+    numbers = choose(ranks.of_data(list(offers))) if runtime.collective else [0] * ranks.data_size
     chosen, at_last = numbers[ranks.data_rank], all(has[number] for has, number in zip(ranks.of_data(room), numbers))
     way, batch = own[chosen], step.batch
     if way.tree is not batch.tree:

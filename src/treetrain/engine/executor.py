@@ -51,6 +51,9 @@ Reduces = Literal["each", "last", "never"]
 """Which backwards of a run reduce gradients over ranks."""
 
 
+# ---- the common order of passes under FSDP2
+
+
 class CollectivePasses:
     """Takes one rank through the common order; making it is a collective call.
 

@@ -270,8 +270,8 @@ class ScoreTable:
         self.device, self.num_rows = device, num_rows
         self.logprobs = torch.zeros(num_edges, dtype=dtype, device=device)
         self.entropies = torch.zeros(num_rows, dtype=dtype, device=device) if entropy else None
-        self.values: Float[Tensor, R * c] | None = None
-        """None until a value is written, since only a value head knows c."""
+        self.values: Tensor | None = None
+        """[R] or [R, c]; None until a value is written, since only a value head knows c."""
         self.statistics = Statistics.empty(num_edges, num_rows, dtype, device) if statistics else None
 
     @property
