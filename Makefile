@@ -22,7 +22,7 @@ PY = $(abspath $(VENV))/bin/python
 READY = $(VENV)/.installed
 endif
 
-.PHONY: help demo test test-full pytest-fast pytest-all test-verl bench lint clean-venv active-environment
+.PHONY: help demo test test-full pytest-fast pytest-all test-verl test-axolotl bench lint clean-venv active-environment
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make test       lint, types and all tests but the slow ones"
 	@echo "make test-full  lint, types and all tests"
 	@echo "make test-verl  verl's engine with and without trees, in an environment of its own"
+	@echo "make test-axolotl  Axolotl's trainer with and without the plugin, in an environment of its own"
 	@echo "make bench      run all benchmarks, write their rows to benchmarks/results, write BENCHMARKS.md"
 	@echo "make lint       ruff and pyright alone"
 	@echo "variables: VENV=folder, ACTIVE=1 (the active environment), PYTHON=python3.12, TORCH=torch==2.13.0, PYTEST_ARGS=..."
@@ -54,8 +55,18 @@ pytest-all: $(READY)
 test-verl: VENV = .venv-verl
 test-verl:
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q verl==0.9.1 transformers==5.10.4 pytest beartype -e .
+	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q verl==0.9.1 transformers==5.10.4 fastapi uvicorn pytest beartype -e .
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/integrations/test_verl.py
+
+# Axolotl's own requirements hold much that its trainer does not need.
+AXOLOTL = transformers==5.16.1 peft==0.20.0 accelerate==1.13.0 datasets==4.8.4 trl==1.9.0 evaluate==0.4.1 triton \
+	addict fire art colorama einops numba pillow scipy typer python-dotenv schedulefree posthog wandb nvidia-ml-py lm_eval==0.4.11
+test-axolotl: VENV = .venv-axolotl
+test-axolotl:
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q "$(TORCH)" && $(VENV)/bin/python -m pip install -q $(AXOLOTL) pytest beartype -e .
+	$(VENV)/bin/python -m pip install -q --no-deps axolotl==0.19.0 axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q tests/integrations/test_axolotl.py
 
 bench: $(READY)
 	$(PY) benchmarks/run_all.py

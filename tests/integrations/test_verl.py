@@ -3,6 +3,7 @@
 import functools
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,27 +22,10 @@ LOSSES = {
 }
 
 
-def register_cpu_platform() -> None:
-    """verl runs on GPUs; its platform registry takes a platform for CPUs."""
-    from verl.plugin.platform.platform_cuda import PlatformCUDA
-    from verl.plugin.platform.platform_manager import set_platform
-
-    class Cpu(PlatformCUDA):
-        device_name, vendor_name, device_module = "cpu", "none", torch.cpu
-        communication_backend_name = lambda self: "gloo"  # noqa: E731
-        is_available = lambda self: True  # noqa: E731
-        current_device = lambda self: torch.device("cpu")  # noqa: E731
-        empty_cache = synchronize = lambda self, *_: None
-
-    set_platform(Cpu())
-
-
-def make_engine(vendor: str, folder: str, **options: Any) -> Any:
-    """An engine of verl in training mode, made as its workers make it."""
+def configurations(folder: str, **options: Any) -> tuple[Any, Any, Any, Any]:
+    """verl's own configurations of a model, its engine, optimizer and checkpoints."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine import EngineRegistry
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
     dtypes = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), options.pop("dtype", "fp32"))
     attention = {"attn_implementation": "sdpa"}  # verl asks for flash_attention_2 otherwise
@@ -49,13 +33,22 @@ def make_engine(vendor: str, folder: str, **options: Any) -> Any:
     config = FSDPEngineConfig(**{"strategy": "fsdp2", "mixed_precision": dtypes, "use_torch_compile": False} | options)
     # The constant schedule divides by the warm-up steps it is given.
     optimizer = FSDPOptimizerConfig(lr=1e-3, lr_warmup_steps=0, total_training_steps=9)
+    return model, config, optimizer, CheckpointConfig()
+
+
+def make_engine(vendor: str, folder: str, **options: Any) -> Any:
+    """An engine of verl in training mode, made as its workers make it."""
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    settings = configurations(folder, **options)
     if vendor:
         os.environ["VERL_ENGINE_VENDOR"] = vendor
-        kind = EngineRegistry.get_engine_cls("language_model", config.strategy)
+        kind = EngineRegistry.get_engine_cls("language_model", settings[1].strategy)
     else:
         kind = FSDPEngineWithLMHead
     torch.manual_seed(0)  # adapters start at random
-    engine = kind(model, config, optimizer, CheckpointConfig())
+    engine = kind(*settings)
     engine.initialize()
     return engine
 
@@ -144,14 +137,18 @@ def difference(one: Any, other: Any) -> float:
     return float((one - other).abs().max() / other.abs().max().clamp(min=1e-6)) if one.numel() else 0.0
 
 
+def started(rank: int, world: int, port: int) -> None:
+    """Make this process a rank."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
+
+
 def compare(
     rank: int, world: int, port: int, folder: str, loss: str, settings: dict, options: dict, queue: Any
 ) -> None:
     """Run both engines on a rank and put the differences into a queue."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
-    register_cpu_platform()
+    started(rank, world, port)
     plain, tree = (make_engine(vendor, folder, **options) for vendor in ("", "treetrain"))
     assert type(tree).__name__ == "TreeFSDPEngine"
     found: dict[str, float] = {}
@@ -216,15 +213,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
-def differences(world: int, *args: Any) -> dict[str, float]:
-    """The largest difference of each number over the ranks."""
+def on_ranks(function: Any, world: int, *args: Any) -> list[dict[str, Any]]:
+    """What a function puts into a queue on every rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(compare, (world, port, *args, queue), nprocs=world)
-    found = [queue.get() for _ in range(world)]
-    return {name: max(f[name] for f in found) for name in found[0]}
+    mp.spawn(function, (world, port, *args, queue), nprocs=world)
+    return [queue.get() for _ in range(world)]
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables that a user sets, and verl's platform for CPUs."""
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "support.verl_cpu,treetrain.integrations.verl")
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -239,13 +242,90 @@ def differences(world: int, *args: Any) -> dict[str, float]:
     ids=["ppo", "ppo-2-ranks-recomputed", "gspo-2-ranks", "sft-2-ranks", "ppo-lora"],
 )
 def test_log_probabilities_losses_metrics_weights_and_gradients_are_verls(
-    folder: str, monkeypatch: pytest.MonkeyPatch, world: int, loss: str, settings: dict, options: dict
+    folder: str, world: int, loss: str, settings: dict, options: dict
 ) -> None:
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "treetrain.integrations.verl")
-    found = differences(world, folder, loss, settings, options)
+    of_ranks = on_ranks(compare, world, folder, loss, settings, options)
+    found = {name: max(told[name] for told in of_ranks) for name in of_ranks[0]}
     assert {"log_probs", "gradients", "loss 2"} <= set(found)
     wrong = {name: value for name, value in found.items() if not value <= 2e-5}
     assert not wrong, found
+
+
+def bfloat16_errors(rank: int, world: int, port: int, folder: str, queue: Any) -> None:
+    """How far bfloat16 is from verl's engine in float32: verl's own engine and treetrain's."""
+    started(rank, world, port)
+    found = []
+    for vendor, dtype in (("", "fp32"), ("", "bf16"), ("treetrain", "bf16")):
+        engine = make_engine(vendor, folder, dtype=dtype)
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            engine.forward_backward_batch(make_batch(0, "ppo"), make_loss("ppo"))
+            gradients = [whole(p.grad).flatten().double() for p in engine.module.parameters()]
+        with engine.eval_mode():
+            scores = engine.infer_batch(make_batch(0, "ppo"))["model_output"]["log_probs"].values().double()
+        found.append((torch.cat(gradients), scores))
+    read = found[2][1] != 0
+    errors = {}
+    for name, (truth, own, tree) in zip(("gradients", "log_probs"), zip(*found)):
+        if name == "log_probs":
+            truth, own, tree = truth[read], own[read], tree[read]
+        errors[name] = float((own - truth).norm()), float((tree - truth).norm())
+    queue.put(errors)
+
+
+def steps_of_one(rank: int, world: int, port: int, folder: str, queue: Any) -> None:
+    """Log-probabilities, and losses and gradient norms of two steps, of verl's own engine in one process."""
+    started(rank, world, port)
+    engine, found = make_engine("", folder), {}
+    with engine.eval_mode():
+        found["log_probs"] = engine.infer_batch(make_batch(0, "ppo"))["model_output"]["log_probs"].values().numpy()
+    for name in ("loss", "grad_norm"):
+        found[name] = []
+    for _ in range(2):
+        with engine.train_mode():
+            told = engine.train_batch(make_batch(0, "ppo"), loss_function=make_loss("ppo"))
+        found["loss"].append(sum(told["loss"]) if isinstance(told["loss"], list) else told["loss"])
+        found["grad_norm"].append(float(told["metrics"]["grad_norm"]))
+    queue.put(found)
+
+
+def test_bfloat16_errs_no_more_than_in_verls_engine(folder: str) -> None:
+    (errors,) = on_ranks(bfloat16_errors, 1, folder)
+    for name, (own, tree) in errors.items():
+        assert 0 < tree <= 1.5 * own, (name, errors)
+
+
+def test_verls_ray_workers_give_the_numbers_of_verls_engine_in_one_process(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("uvicorn", reason="verl's workers import it")
+    import ray
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config import TrainingWorkerConfig
+
+    from support.verl_cpu import ray_workers
+
+    (plain,) = on_ranks(steps_of_one, 1, folder)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    names = "model_config", "engine_config", "optimizer_config", "checkpoint_config"
+    config = TrainingWorkerConfig(model_type="language_model", **dict(zip(names, configurations(folder))))
+    here = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parent)])
+    variables = {name: os.environ[name] for name in ("VERL_USE_EXTERNAL_MODULES", "VERL_PLATFORM")}
+    variables |= {"VERL_ENGINE_VENDOR": "treetrain", "OMP_NUM_THREADS": "1", "PYTHONPATH": here}
+    try:
+        workers = ray_workers(2, config, variables)
+        workers.reset()
+        workers.set_loss_fn(make_loss("ppo"))
+        scored = workers.infer_batch(make_batch(0, "ppo", compute_loss=False)).get()["log_probs"].values()
+        read = scored != 0  # of the responses
+        assert difference(scored[read], torch.from_numpy(plain["log_probs"])[read]) <= 2e-5
+        for step in range(2):
+            told = tu.get(workers.train_batch(make_batch(0, "ppo")).get(), "metrics")
+            for name in ("loss", "grad_norm"):
+                assert told[name] == pytest.approx(plain[name][step], rel=2e-5), (name, step, told)
+    finally:
+        ray.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,19 @@ The loss is over all tokens, but the choices have no gradient. So once all choic
 probability is E * f_e / tokens times the token's count, whatever else is in the pass. The backward of the router's
 output weights adds it, so it needs no graph of its own and works with activation checkpointing.
 
-Shape letters: n tokens of a pass, N of the tree, E experts, k of them per token.
+Shape letters: n tokens of a pass, N of the tree, E experts, k of them per token, P layers with experts.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from jaxtyping import Float, Float64, Int, Int64
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
@@ -27,7 +29,8 @@ from treetrain.device_arrays import on_device
 from treetrain.engine.context_parallel import Share
 from treetrain.engine.loss import Metrics, add_metrics
 from treetrain.errors import UnsupportedModel
-from treetrain.models.moe import MixtureOfExperts, Router, as_routed, routers_switched
+from treetrain.models.moe import MixtureOfExperts, Router
+from treetrain.models.tree_mode import TreeRun, enclosing_runs, replaced_forward
 from treetrain.tree.stats import trajectories_through
 from treetrain.tree.token_tree import TokenTree
 
@@ -44,14 +47,14 @@ experts are chosen about equally often; their rounding errors do not."""
 class RouterBalance:
     """How a batch spreads over the experts, summed over layers and trajectories; add those of batches."""
 
-    choices: Tensor
-    """float64 [E]: how often each expert is chosen."""
-    probabilities: Tensor
-    """float64 [E]: sums of the routers' probabilities."""
+    choices: Float64[Tensor, "E"]
+    """How often each expert is chosen."""
+    probabilities: Float64[Tensor, "E"]
+    """Sums of the routers' probabilities."""
     tokens: float
     """Tokens of all rows times layers with experts."""
 
-    def __add__(self, other: Self) -> "RouterBalance":
+    def __add__(self, other: "RouterBalance") -> "RouterBalance":
         return RouterBalance(
             choices=self.choices + other.choices,
             probabilities=self.probabilities + other.probabilities,
@@ -65,28 +68,31 @@ class RouterBalance:
         )
 
     @property
-    def loss(self) -> Tensor:
-        """The auxiliary loss of a step of these tokens, before its coefficient; float64."""
+    def loss(self) -> Float64[Tensor, ""]:
+        """The auxiliary loss of a step of these tokens, before its coefficient."""
         return self.share_of(self)
 
-    def share_of(self, whole: "RouterBalance") -> Tensor:
+    def share_of(self, whole: "RouterBalance") -> Float64[Tensor, ""]:
         """These tokens' share of the auxiliary loss of a whole step."""
         return (whole.choices / whole.tokens) @ (self.probabilities / whole.tokens) * len(self.choices)
 
     @property
-    def slope(self) -> Tensor:
-        """float64 [E]: gradient of the loss by each token's probabilities."""
+    def slope(self) -> Float64[Tensor, "E"]:
+        """The gradient of the loss by each token's probabilities."""
         return (len(self.choices) / self.tokens**2) * self.choices
 
     @classmethod
     def of(
-        cls, probabilities: Tensor, top_k: int, weights: Tensor | None = None, tokens: float | None = None
+        cls,
+        probabilities: Float[Tensor, "n E"],
+        top_k: int,
+        weights: Int[Tensor, "n"] | None = None,
+        tokens: float | None = None,
     ) -> "RouterBalance":
         """The balance of one router's pass.
 
         Args:
-            probabilities: [n, E].
-            weights: [n]: how often each token counts; None: once.
+            weights: how often each token counts; None: once.
             tokens: the sum of the weights. (Reading it from a GPU would wait for the work queued there.)
         """
         assert (weights is None) == (tokens is None)
@@ -146,11 +152,11 @@ class Routing:
         if self.whole is None and self.balance.tokens:
             self.whole = self.balance
 
-    def run(self, tree_index: np.ndarray, *, final: bool) -> "RouterPass":
+    def run(self, tree_index: Int[np.ndarray, "n"], *, final: bool) -> "RouterPass":
         """The `RouterPass` of one pass.
 
         Args:
-            tree_index: int64 [n]: its tokens.
+            tree_index: its tokens.
             final: whether no later pass of the same run has these tokens.
         """
         recorded = None if self._recorded is None else on_device(self._recorded[tree_index], self._device)
@@ -177,8 +183,8 @@ class Routing:
         self._slope_to_verify = self._slope_to_verify and not torch.is_grad_enabled()
 
     @property
-    def loss(self) -> Tensor:
-        """float64: these tokens' share of the auxiliary loss, before its coefficient."""
+    def loss(self) -> Float64[Tensor, ""]:
+        """These tokens' share of the auxiliary loss, before its coefficient."""
         return self.balance.share_of(self.whole or self.balance) if self.balance.tokens else self.balance.choices.sum()
 
     def added_to(self, total: Any, sums: Metrics) -> tuple[Any, Metrics]:
@@ -189,8 +195,8 @@ class Routing:
         part = 1.0 if self.whole is None else self.balance.tokens / self.whole.tokens
         return total + self.scale * self.loss, add_metrics(sums, {METRIC: (self.loss, part)})
 
-    def slope(self, counts: Tensor) -> Tensor:
-        """[n, E]: d loss / d probability of some tokens, float64."""
+    def slope(self, counts: Int[Tensor, "n"]) -> Float64[Tensor, "n E"]:
+        """d loss / d probability of some tokens."""
         return counts.double()[:, None] * (self.scale * (self.whole or self.balance).slope)
 
 
@@ -206,20 +212,43 @@ def check_auxiliary(experts: MixtureOfExperts | None, wanted: bool) -> None:
         )
 
 
-def switched(
-    model: nn.Module, experts: MixtureOfExperts | None, routing: Routing | None
-) -> AbstractContextManager[None]:
-    """Replace the routers' forwards during a block, for a step that needs it."""
+@contextmanager
+def switched(model: nn.Module, experts: MixtureOfExperts | None, routing: Routing | None) -> Iterator[None]:
+    """Pass every call of a router to the current run, during the block, for a step that needs it.
+
+    Raises:
+        UnsupportedModel: within the block, when a router is called outside of any run.
+    """
     if experts is None or routing is None or not routing.needed:
-        return nullcontext()
-    return routers_switched(model, experts)
+        yield
+        return
+    with enclosing_runs(model, [router.module for router in experts.routers]) as current_run, ExitStack() as stack:
+        for router in experts.routers:
+            forward = partial(_in_run, current_run, router, router.module.forward)
+            stack.enter_context(replaced_forward(router.module, forward))
+        yield
 
 
-def by_place(experts: MixtureOfExperts, recorded: np.ndarray | None) -> np.ndarray | None:
-    """int64 [N, places, k]: recorded experts by layer with experts; None where there are none.
+def _in_run(
+    current_run: Callable[[], TreeRun | None], router: Router, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    run = current_run()
+    if run is None:
+        raise UnsupportedModel(
+            f"{router.name} was called outside of a layer that is told the tree run (by activation checkpointing of a "
+            "part of a layer?), so its recorded experts and auxiliary loss are not known; put the checkpointing around "
+            "whole layers."
+        )
+    return forward(*args, **kwargs) if run.routers is None else run.routers.route(router, forward, *args, **kwargs)
+
+
+def by_place(
+    experts: MixtureOfExperts, recorded: Int[np.ndarray, "N layers k"] | None
+) -> Int64[np.ndarray, "N P k"] | None:
+    """Recorded experts by layer with experts; None where there are none.
 
     Args:
-        recorded: [N, layers, k] of the layers with experts or of all, or None.
+        recorded: of the layers with experts, or of all layers.
     """
     if recorded is None or not (recorded >= 0).any():
         return None
@@ -232,10 +261,10 @@ class RouterPass:
     """The routers during one pass."""
 
     routing: Routing
-    recorded: Tensor | None
-    """int64 [n, places, k]: recorded experts."""
-    counts: Tensor | None
-    """int64 [n]: trajectories through each token; None without an auxiliary loss."""
+    recorded: Int64[Tensor, "n P k"] | None
+    """Recorded experts."""
+    counts: Int64[Tensor, "n"] | None
+    """Trajectories through each token; None without an auxiliary loss."""
     tokens: float = 0.0
     """The sum of the counts."""
     collects: bool = False
@@ -272,18 +301,18 @@ class RouterPass:
             )
         if self.counts is None:
             return output
-        routed = as_routed(router, output, len(self.counts))
-        probabilities = routed.logits.softmax(-1)
-        top_k = routed.chosen.shape[-1]
-        logits = routed.logits if self.own is None else self.own.note(routed.logits, probabilities, top_k)
+        logits, weights, chosen = _checked(router, output, len(self.counts))
+        probabilities = logits.softmax(-1)
+        top_k = chosen.shape[-1]
+        if self.own is not None:
+            logits = self.own.note(logits, probabilities, top_k)
         if self.collects:
             found = RouterBalance.of(probabilities.detach(), top_k, self.counts, self.tokens)
             self.balance = found if self.balance is None else self.balance + found
         if not (torch.is_grad_enabled() and probabilities.requires_grad):
             return output
         copies = 1 if self.share is None else self.share.ranks.size  # as all gradients of a share
-        weights = _Balanced.apply(routed.weights, probabilities, self.counts * copies, self.routing)
-        return logits, weights, routed.chosen
+        return logits, _Balanced.apply(weights, probabilities, self.counts * copies, self.routing), chosen
 
     def close(self, outputs: Any) -> None:
         """End the forward: its balance counts; layers that run again later do not.
@@ -306,6 +335,24 @@ class RouterPass:
             own, self.own = self.own, None
             own.check(getattr(outputs, "aux_loss", None))
             self.routing.verified()
+
+
+def _checked(router: Router, output: Any, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A router's output: logits [n, E], weights [n, k] of the chosen experts' outputs, and int64 [n, k] these experts.
+
+    Raises:
+        UnsupportedModel: the output has another form.
+    """
+    if isinstance(output, tuple) and len(output) == 3 and all(isinstance(x, Tensor) for x in output):
+        logits, weights, chosen = output
+        usual = logits.dim() == chosen.dim() == 2 and weights.shape == chosen.shape and not chosen.is_floating_point()
+        if usual and len(logits) == len(chosen) == tokens:
+            return logits, weights, chosen
+    form = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in output]
+    raise UnsupportedModel(
+        f"{router.name} ({type(router.module).__name__}) returns {form}; logits [{tokens}, experts], weights and "
+        f"numbers of the chosen experts [{tokens}, k] were expected, so its auxiliary loss is not supported."
+    )
 
 
 class _Balanced(torch.autograd.Function):
@@ -334,8 +381,10 @@ class OwnAuxiliary:
         self._whole: RouterBalance | None = None
         self._live: list[tuple[Tensor, Tensor]] = []
 
-    def note(self, logits: Tensor, probabilities: Tensor, top_k: int) -> Tensor:
-        """Add one router's logits and probabilities, [n, E]; every token counts once.
+    def note(
+        self, logits: Float[Tensor, "n E"], probabilities: Float[Tensor, "n E"], top_k: int
+    ) -> Float[Tensor, "n E"]:
+        """Add one router's logits and probabilities; every token counts once.
 
         Returns:
             The logits for the model's own loss: a graph node that nothing else uses, so that its gradient is that of
@@ -387,7 +436,7 @@ class OwnAuxiliary:
 
 def route_as_recorded(
     router: Router,
-    recorded: Tensor,
+    recorded: Int64[Tensor, "n k"],
     experts: MixtureOfExperts,
     forward: Callable[..., Any],
     *args: Any,
@@ -396,7 +445,7 @@ def route_as_recorded(
     """The output of a router that uses recorded experts.
 
     Args:
-        recorded: int64 [n, k]; -1 leaves a token to the router.
+        recorded: -1 leaves a token to the router.
 
     Raises:
         UnsupportedModel: a router that does not choose by one torch.topk.

@@ -62,13 +62,14 @@ class TreeFSDPEngine(FSDPEngineWithLMHead):
             model_output with jagged log_probs (and entropy, sum_pi_squared) [K, L_k], loss and metrics. Entry t of a
             row is about token t + 1; entries that no loss of verl reads hold 0.
         """
-        data = data.to(get_device_id())
         group = self.get_data_parallel_group()
-        tokens = data["loss_mask"].sum()
+        tokens = data["loss_mask"].sum().to(get_device_id())
         torch.distributed.all_reduce(tokens, group=group)
+        # A batch that came through Ray is locked once it is on a device.
         tu.assign_non_tensor(
             data, sp_size=1, dp_size=self.get_data_parallel_size(), batch_num_tokens=int(tokens.item())
         )
+        data = data.to(get_device_id())
         asks_for = {name: self._asks(data, name) for name in ("calculate_entropy", "calculate_sum_pi_squared")}
         narrow = self._autocast_dtype != torch.float32
         autocast = torch.autocast(get_device_name(), self._autocast_dtype) if narrow else nullcontext()

@@ -1,21 +1,18 @@
 """Mixtures of experts: finds a model's routers and checks that they are exact on a tree.
 
 Routers and experts act on every token independently, so they are exact on a packed tree unless a router draws random
-numbers or experts drop tokens beyond a capacity. Two features need more: the auxiliary loss, which covers all tokens of
-all rows, and replaying recorded choices of experts. For these a step intercepts the routers (`routers_switched`).
+numbers or experts drop tokens beyond a capacity. ``engine/routing.py`` has what needs more: the auxiliary loss, which
+covers all tokens of all rows, and recorded choices of experts.
 """
 
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from treetrain.errors import UnsupportedModel
-from treetrain.models.tree_mode import TreeRun, enclosing_runs, replaced_forward
 
 _LOSS = "load_balancing_loss_func"
 """The name of the auxiliary loss function in a model's own file in transformers."""
@@ -161,60 +158,4 @@ def _auxiliary(lm: nn.Module, config: Any) -> float:
     raise UnsupportedModel(
         f"output_router_logits=True: {type(lm).__name__} adds an auxiliary loss of its routers, whose coefficient is "
         "kept under a name that is unknown here; set config.output_router_logits=False to train without it."
-    )
-
-
-@contextmanager
-def routers_switched(model: nn.Module, experts: MixtureOfExperts) -> Iterator[None]:
-    """Pass every call of a router to the current run, within the block.
-
-    Raises:
-        UnsupportedModel: within the block, when a router is called outside of any run.
-    """
-    with enclosing_runs(model, [router.module for router in experts.routers]) as current_run, ExitStack() as stack:
-        for router in experts.routers:
-            stack.enter_context(replaced_forward(router.module, _routing(router, current_run)))
-        yield
-
-
-def _routing(router: Router, current_run: Callable[[], TreeRun | None]) -> Callable[..., Any]:
-    original = router.module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        tree_run = current_run()
-        if tree_run is None:
-            raise UnsupportedModel(
-                f"{router.name} was called outside of a layer that is told the tree run (by activation checkpointing "
-                "of a part of a layer?), so its recorded experts and auxiliary loss are not known; put the "
-                "checkpointing around whole layers."
-            )
-        run = tree_run.routers
-        return original(*args, **kwargs) if run is None else run.route(router, original, *args, **kwargs)
-
-    return forward
-
-
-class Routed(NamedTuple):
-    """The output of a router in the usual form; N tokens, E experts, k of them chosen per token."""
-
-    logits: Tensor
-    """[N, E]."""
-    weights: Tensor
-    """[N, k]: the weights of the chosen experts' outputs."""
-    chosen: Tensor
-    """int64 [N, k]."""
-
-
-def as_routed(router: Router, output: Any, tokens: int) -> Routed:
-    """A router's output as `Routed`. Raises UnsupportedModel if it has another form."""
-    form = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in output]
-    if isinstance(output, tuple) and len(output) == 3 and all(isinstance(x, Tensor) for x in output):
-        routed = Routed(*output)
-        pair = routed.chosen.shape
-        usual = routed.logits.dim() == 2 and len(pair) == 2 and routed.weights.shape == pair
-        if usual and len(routed.logits) == pair[0] == tokens and not routed.chosen.is_floating_point():
-            return routed
-    raise UnsupportedModel(
-        f"{router.name} ({type(router.module).__name__}) returns {form}; logits [{tokens}, experts], weights and "
-        f"numbers of the chosen experts [{tokens}, k] were expected, so its auxiliary loss is not supported."
     )

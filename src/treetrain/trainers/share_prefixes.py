@@ -66,6 +66,8 @@ SEAMS: dict[str, Seam] = {
     "RewardTrainer": "rewards",
 }
 """TRL's trainers by the name of their class."""
+HANDING_ON = ("treetrain.", "axolotl.core.trainers.base")
+"""Modules of trainers whose compute_loss hands the batch on to that of `transformers.Trainer`."""
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest relative difference by the dtype of the computation. TRL's own head always sums in float32."""
 ROWS, PARAMETERS = 3, 8
@@ -608,7 +610,7 @@ def check_trainer(trainer: Any, seam: Seam) -> None:
             )
     if seam != "loss":
         return
-    kinds = [kind for kind in type(trainer).__mro__ if not kind.__module__.startswith("treetrain.")]
+    kinds = [kind for kind in type(trainer).__mro__ if not kind.__module__.startswith(HANDING_ON)]
     if next(kind for kind in kinds if "compute_loss" in vars(kind)) is not Trainer:
         raise ValueError(
             f"{type(trainer).__name__} overrides compute_loss, whose calls of the model are not known here; derive it "
