@@ -20,11 +20,17 @@ import rows as result_rows
 import treetrain as tt
 from dispatch import codet_humaneval, tau_airline_calls
 from tree_build import rollouts
-from treetrain.planning.collective_order import Candidate, Passes, candidates, choose, offers_of, order_seconds
-from treetrain.planning.cost import ModelShape
+from treetrain.planning.collective_order import (
+    Candidate,
+    Passes,
+    candidates,
+    choose,
+    offers_of,
+    order_seconds,
+    plan_ranks,
+)
+from treetrain.planning.cost import CostModel, ModelShape
 from treetrain.planning.devices import DEVICES
-from treetrain.planning.make import plan_ranks
-from treetrain.planning.price import CostModel
 from treetrain.planning.simulate import Split, state_bytes
 from treetrain.tree import build_tree
 from treetrain.tree.layout import PackedLayout, pack

@@ -55,9 +55,8 @@ from treetrain.planning.plan import Plan
 from treetrain.softmax_attention.attention import AttentionTree, runnable, using
 from treetrain.softmax_attention.reference import reference_attention
 from treetrain.softmax_attention.schedule import AttentionSpec, Forest
-from treetrain.tree.attention_range import AttentionRange
 from treetrain.tree.build import build_tree
-from treetrain.tree.layout import pack
+from treetrain.tree.layout import AttentionRange, pack
 from treetrain.tree.stats import ideal_speedup, linear_work, tree_work
 
 MINUTES = {"A": 4.0, "B": 9.0, "C": 9.0}

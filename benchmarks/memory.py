@@ -22,7 +22,7 @@ from torch import nn
 
 import rows as result_rows
 import treetrain as tt
-from treetrain.planning.budget import Bytes
+from treetrain.planning.make import Bytes
 from workloads import DATA, load_workload, model_30m
 
 LEAVES, PATH = 64, 4096

@@ -120,7 +120,7 @@ def steps(rank: int, size: int, parallel: str, batch: list[Any], repeats: int, f
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     import treetrain as tt
     from treetrain.engine.costs import cost_of
@@ -133,7 +133,7 @@ def steps(rank: int, size: int, parallel: str, batch: list[Any], repeats: int, f
     sharing: dict[str, Any] = {}
     if parallel == "tensor":
         config = DistributedConfig(tp_plan="auto", tp_size=size)
-        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config).eval()
     else:
         model = small_model()
     own = [range(len(batch))] * size
@@ -148,7 +148,7 @@ def steps(rank: int, size: int, parallel: str, batch: list[Any], repeats: int, f
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     calls = counted(model)
-    optimiser = torch.optim.AdamW(model.parameters(), foreach=True)
+    optimiser = torch.optim.AdamW(model.parameters(), foreach=parallel != "tensor")  # not with DTensors beside tensors
     engine = tt.TreeEngine(model, budget=BUDGET, **sharing)
     walls, works = [], []
     for number in range(repeats + 1):
@@ -237,7 +237,7 @@ def compared(
 ) -> dict[str, Any]:
     """A row: predicted beside measured. Raises RuntimeError where counts differ."""
     from treetrain.engine.costs import cost_of
-    from treetrain.planning.make import plan_ranks
+    from treetrain.planning.collective_order import plan_ranks
 
     cost, split, preset = cost_of(small_model()), splits(size)[parallel], Device.of_kind("cpu", 4)
     device, speeds = described(told, cost.speeds, cost.counts.parameters)

@@ -194,7 +194,7 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
 
     import treetrain as tt
     from treetrain.engine.costs import count
-    from treetrain.planning.price import budget_share
+    from treetrain.planning.cost import budget_share
     from treetrain.tree.stats import ideal_speedup
     from treetrain.verification.bench import keep_memory
 

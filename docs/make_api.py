@@ -51,7 +51,7 @@ USED = {
     "SafeCheckpointsMixin": "train step_size",
     "Plan": "explain explanation events num_parts peak_tokens recomputed_tokens",
     "CostModel": "from_shape seconds seconds_by peak_bytes bytes_by",
-    "ModelShape": "named parameters flops",
+    "ModelShape": "named parameters counts",
     "losses.Loss": "sums_tokens for_step normaliser total_weight check evaluate coefficients",
 }
 """Members that users of a class call; of a class that is not named here, all that are public. Fields are as well."""

@@ -16,12 +16,12 @@ _PUBLIC = {
     "from_messages": "treetrain.data.load",
     "load": "treetrain.data.load",
     "TokenTree": "treetrain.tree.token_tree",
-    "load_tree": "treetrain.tree.load_tree",
+    "load_tree": "treetrain.tree.build",
     "build_tree": "treetrain.tree.build",
     "Node": "treetrain.tree.nodes",
     "NodeTrajectory": "treetrain.tree.nodes",
     "ModelShape": "treetrain.planning.cost",
-    "CostModel": "treetrain.planning.price",
+    "CostModel": "treetrain.planning.cost",
     "Plan": "treetrain.planning.plan",
     "dispatch": "treetrain.planning.balance",
     "make_plan": "treetrain.planning.make",
@@ -126,11 +126,11 @@ if TYPE_CHECKING:
     from treetrain.models.loading import load_model as load_model
     from treetrain.models.loading import load_tokenizer as load_tokenizer
     from treetrain.planning.balance import dispatch as dispatch
+    from treetrain.planning.cost import CostModel as CostModel
     from treetrain.planning.cost import ModelShape as ModelShape
     from treetrain.planning.cost import stats as stats
     from treetrain.planning.make import make_plan as make_plan
     from treetrain.planning.plan import Plan as Plan
-    from treetrain.planning.price import CostModel as CostModel
     from treetrain.softmax_attention.attention import attention as attention
     from treetrain.trainers.arguments import TreeArguments as TreeArguments
     from treetrain.trainers.batches import from_packed as from_packed
@@ -144,7 +144,7 @@ if TYPE_CHECKING:
     from treetrain.trainers.share_prefixes import share_prefixes as share_prefixes
     from treetrain.trainers.tree_trainer import TreeTrainer as TreeTrainer
     from treetrain.tree.build import build_tree as build_tree
-    from treetrain.tree.load_tree import load_tree as load_tree
+    from treetrain.tree.build import load_tree as load_tree
     from treetrain.tree.nodes import Node as Node
     from treetrain.tree.nodes import NodeTrajectory as NodeTrajectory
     from treetrain.tree.token_tree import TokenTree as TokenTree

@@ -10,10 +10,9 @@ import pytest
 from treetrain.data.load import load
 from treetrain.engine.costs import count_named
 from treetrain.models.loading import preset_tokenizer
-from treetrain.planning.cost import ModelShape
+from treetrain.planning.cost import CostModel, ModelShape
 from treetrain.planning.devices import Device
 from treetrain.planning.make import make_plan
-from treetrain.planning.price import CostModel
 from treetrain.tree.build import build_tree
 from treetrain.tree.stats import tree_stats
 
@@ -53,8 +52,8 @@ def test_the_group_with_most_tokens_comes_first(treetrain, tmp_path) -> None:
 def test_the_shape_behind_the_flop_figures_is_always_named(treetrain, token_file, model_folder) -> None:
     tree = build_tree(load(token_file).trajectories)
     for argv, name, assumed, shape in (
-        ([], "qwen3-8b", True, ModelShape.named("qwen3-8b")),
-        (["--shape", "qwen3-0.6b"], "qwen3-0.6b", False, ModelShape.named("qwen3-0.6b")),
+        ([], "qwen3-8b", True, ModelShape.named("qwen3-8b").counts()),
+        (["--shape", "qwen3-0.6b"], "qwen3-0.6b", False, ModelShape.named("qwen3-0.6b").counts()),
         (["--model", "tiny"], "tiny", False, count_named("tiny")),
         (["--model", model_folder], model_folder, False, count_named(model_folder)),
     ):

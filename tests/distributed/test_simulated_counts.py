@@ -10,8 +10,8 @@ from support.models import make_model
 from support.rank_counts import counted_step
 from support.rank_work import KEYS
 from treetrain.engine.costs import cost_of
+from treetrain.planning.collective_order import RankPlans, plan_ranks
 from treetrain.planning.devices import Device
-from treetrain.planning.make import RankPlans, plan_ranks
 from treetrain.planning.simulate import Split, engine_cost, simulate
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack

@@ -55,7 +55,7 @@ def test_tokens_bound_the_graphs_that_are_alive_at_once(model, budget):
     assert max(map(len, seen.graph)) <= int(budget)
 
 
-@pytest.mark.parametrize("budget", [None, "1GiB", "1.5 GB", "2e9B", tt.planning.budget.Bytes(1 << 30)], ids=str)
+@pytest.mark.parametrize("budget", [None, "1GiB", "1.5 GB", "2e9B", tt.planning.make.Bytes(1 << 30)], ids=str)
 def test_a_small_batch_runs_at_once_where_memory_is_ample(model, budget):
     with watched(model) as seen, PureFloat64():
         got = linear.gradients(model, pairs_loss(tt.logprobs(model, IDS, budget=budget)))

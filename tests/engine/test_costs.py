@@ -23,8 +23,7 @@ from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import check_model
 from treetrain.models.loading import load_model
 from treetrain.planning.partition import partition
-from treetrain.tree.attention_range import AttentionRange
-from treetrain.tree.layout import pack
+from treetrain.tree.layout import AttentionRange, pack
 
 CPU = torch.device("cpu")
 FAMILIES = [*(name for name in families.FAMILIES if name not in families.MAMBA), "olmo_hybrid", "lfm2"]

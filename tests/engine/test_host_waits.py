@@ -23,9 +23,8 @@ from treetrain.softmax_attention.flex import FlexTreeAttention
 from treetrain.softmax_attention.schedule import Forest
 from treetrain.softmax_attention.varlen import VarlenAttention, pieces_of
 from treetrain.testing.forests import dress, whole_pairs
-from treetrain.tree.attention_range import FULL, AttentionRange
 from treetrain.tree.build import build_tree
-from treetrain.tree.layout import pack
+from treetrain.tree.layout import FULL, AttentionRange, pack
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2], [5, 5, 5]]
 ROWS = whole_pairs(dress(IDS, 5))

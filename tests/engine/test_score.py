@@ -16,7 +16,7 @@ from support.passes import unique_ids
 from support.plans import planned
 from treetrain.engine.executor import Executor
 from treetrain.engine.runtime import StepOutOfMemory
-from treetrain.planning.price import CostModel
+from treetrain.planning.cost import CostModel
 from treetrain.testing import linear
 from treetrain.testing.float64 import PureFloat64
 from treetrain.testing.forests import VOCAB, dress, forests

@@ -11,7 +11,7 @@ from support.attention_forests import attention_forest
 from treetrain.errors import UnsupportedModel
 from treetrain.models.tree_mode import INTERFACE, RangeMask, TreeRun, _tree_attention, mask_of
 from treetrain.softmax_attention.rectangles import RectangleAttention
-from treetrain.tree.attention_range import AttentionRange
+from treetrain.tree.layout import AttentionRange
 
 
 def layer(kind: str | None = None, softcap: float | None = None, sinks: int = 0) -> nn.Module:

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.planning.balance import PASS_TOKENS, Balancer, Dispatch, cut_evenly, dispatch, range_costs
-from treetrain.planning.cost import ModelShape
-from treetrain.planning.price import CostModel
+from treetrain.planning.cost import CostModel, ModelShape
 from treetrain.testing.forests import trajectories
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack

@@ -13,13 +13,12 @@ from treetrain.planning.collective_order import (
     largest_first,
     offers_of,
     order_seconds,
-    spelled,
+    plan_ranks,
     timed_order,
 )
-from treetrain.planning.cost import ModelShape
-from treetrain.planning.make import make_plan, plan_ranks
+from treetrain.planning.cost import CostModel, ModelShape, Passes
+from treetrain.planning.make import make_plan
 from treetrain.planning.plan import Plan
-from treetrain.planning.price import CostModel, Passes
 from treetrain.testing.forests import trajectories
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
@@ -162,7 +161,7 @@ def test_the_seconds_of_a_plans_passes_add_up_to_those_of_the_cost_model(rows, c
     tree = build_tree(rows)
     plan = uniform(pack(tree, tree.trained_edges()[0] > 0), chunk, keep)
     passes = PRICES.passes(plan)
-    assert passes.kinds == spelled(event.kind for event in plan.events())
+    assert passes.kinds == plan.kinds
     assert sum(passes.seconds) == pytest.approx(PRICES.seconds(plan), rel=1e-9)
 
 
@@ -173,7 +172,7 @@ def test_the_common_order_holds_every_ranks_own_and_a_turn_takes_as_long_as_its_
     order = timed_order(ranks)
     assert sum(len(turn.takers) for turn, _ in order) == sum(map(len, kinds))
     for own in kinds:
-        left = iter(spelled(turn.kind for turn, _ in order))
+        left = iter("".join(turn.kind[0].upper() for turn, _ in order))
         assert all(kind in left for kind in own), "a rank's passes in their order"
     own_seconds = [sum(passes.seconds) for passes in ranks]
     assert max(own_seconds) - 1e-9 <= sum(seconds for _, seconds in order) <= sum(own_seconds) + 1e-9
@@ -188,6 +187,6 @@ def test_ranks_of_one_sequence_wait_for_nobody():
 def test_a_backward_waits_while_another_rank_has_a_forward_to_run():
     short, long = Passes("FB", [1.0, 1.0]), Passes("FFBB", [5.0, 5.0, 7.0, 7.0])
     order = timed_order([short, short, long])
-    assert spelled(turn.kind for turn, _ in order) == "FFBB"
+    assert "".join(turn.kind[0].upper() for turn, _ in order) == "FFBB"
     assert [seconds for _, seconds in order] == [5.0, 5.0, 7.0, 7.0]
     assert [len(turn.takers) for turn, _ in order] == [3, 1, 3, 1]

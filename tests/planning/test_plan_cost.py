@@ -8,7 +8,7 @@ import pytest
 from treetrain.errors import UnsupportedModel
 from treetrain.planning import ModelShape
 from treetrain.tree import build_tree
-from treetrain.tree.attention_range import FULL, AttentionRange
+from treetrain.tree.layout import FULL, AttentionRange
 from treetrain.tree.stats import ideal_speedup, linear_work, tree_stats, tree_work
 
 
@@ -21,6 +21,8 @@ from treetrain.tree.stats import ideal_speedup, linear_work, tree_stats, tree_wo
         ("qwen3-8b", 8_190_735_360),
         ("qwen3-14b", 14_768_307_200),
         ("qwen3-32b", 32_762_123_264),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
         ("Llama-3.1-8B", 8_030_261_248),
     ],
 )
@@ -59,11 +61,11 @@ def test_step_flops_are_three_forwards_counted_by_hand():
     layer = 8 * 12 + 2 * 8 * 6 + 12 * 8 + 3 * 8 * 12
     assert shape.layer_parameters == layer
     forward = 2 * (10 * 2 * layer + 55 * 4 * (2 * 3 + 2 * 3)) + 7 * 2 * 8 * 50
-    assert shape.flops(tokens=10, pairs=55, head_rows=7) == 3 * forward
+    assert shape.counts().flops(tokens=10, pairs=55, head_rows=7) == 3 * forward
 
 
 def test_the_ideal_of_a_tree_is_the_ratio_of_its_works():
-    shape = ModelShape.named("qwen3-0.6b")
+    shape = ModelShape.named("qwen3-0.6b").counts()
     tree = build_tree([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 5]])
     ours = shape.flops(3, 6, 3)
     assert ideal_speedup(tree, shape) == shape.flops(9, 18, 9) / ours == tree_stats(tree, shape).flop_speedup
@@ -85,7 +87,7 @@ def test_the_ideal_of_a_model_with_windows_counts_the_pairs_it_sees():
 
 
 def test_rows_that_share_nothing_gain_nothing():
-    assert ideal_speedup(build_tree([[1, 2], [3, 4, 5]]), ModelShape.named("qwen3-8b")) == 1
+    assert ideal_speedup(build_tree([[1, 2], [3, 4, 5]]), ModelShape.named("qwen3-8b").counts()) == 1
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treetrain.planning.cost import ModelShape
+from treetrain.planning.cost import CostModel, ModelShape, Speeds
 from treetrain.planning.devices import HEAD_CHUNK_LOGITS, HEAD_CHUNK_ROWS, head_chunk_rows
 from treetrain.planning.plan import Plan
-from treetrain.planning.price import CostModel, Speeds
 from treetrain.testing.forests import forests
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack
@@ -61,7 +60,7 @@ def test_one_part_costs_its_flops_one_pass_and_the_bytes_of_it():
     cost = distinct(backward_ratio=2.0, layers=1.0, attention=1.0, head=1.0)
     layout = pack(build_tree(ROWS))
     plan = Plan.of_parts(layout, np.zeros(layout.num_tokens, np.int64))
-    flops = SHAPE.flops(layout.num_tokens, layout.pairs, len(layout.rows))
+    flops = SHAPE.counts().flops(layout.num_tokens, layout.pairs, len(layout.rows))
     assert cost.seconds(plan) == pytest.approx(flops + cost.speeds.graph_pass, rel=1e-12)
 
 
@@ -125,7 +124,7 @@ def test_peak_bytes_are_the_most_alive_at_any_event(plan, largest):
     assert not alive and not cached
     step = c.step + 200 * plan.layout.num_tokens if plan.num_parts else 0.0
     held = c.cache_token * most_cached + c.cache_state * most_states
-    with mock.patch("treetrain.planning.price.head_chunk_rows", lambda vocab, device: 3):
+    with mock.patch("treetrain.planning.cost.head_chunk_rows", lambda vocab, device: 3):
         found = cost.bytes_by(plan)
     assert sum(found.values()) - found["allocator"] == pytest.approx(most + held + step, rel=1e-9)
     if plan.num_parts:

@@ -29,7 +29,7 @@ from treetrain.softmax_attention.flex import FlexTreeAttention
 from treetrain.softmax_attention.kv_cache import KVCache
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec
 from treetrain.softmax_attention.varlen import VarlenAttention
-from treetrain.tree.attention_range import AttentionRange
+from treetrain.tree.layout import AttentionRange
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 _traced = torch.compile

@@ -19,9 +19,8 @@ from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec
 from treetrain.softmax_attention.tile_lists import keys_of, make_tile_lists
 from treetrain.testing.forests import bushy_rows, forests, runs
 from treetrain.testing.linear import relative_error
-from treetrain.tree.attention_range import FULL, AttentionRange
 from treetrain.tree.build import build_tree
-from treetrain.tree.layout import cut, pack
+from treetrain.tree.layout import FULL, AttentionRange, cut, pack
 
 CPU = torch.device("cpu")
 RANGES = st.one_of(

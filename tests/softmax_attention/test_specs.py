@@ -19,9 +19,8 @@ from treetrain.softmax_attention.reference import reference_attention, visible
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest, local_schedule
 from treetrain.testing.forests import bushy_rows, forests, runs, seeded
 from treetrain.testing.linear import relative_error, rms
-from treetrain.tree.attention_range import FULL, AttentionRange
 from treetrain.tree.build import build_tree
-from treetrain.tree.layout import PackedLayout, pack
+from treetrain.tree.layout import FULL, AttentionRange, PackedLayout, pack
 
 SCALE = 0.4
 NAMES = ("out", "dq", "dk", "dv", "dsinks")

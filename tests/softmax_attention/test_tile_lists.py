@@ -12,7 +12,7 @@ from treetrain.device_arrays import to_device
 from treetrain.softmax_attention.reference import visible
 from treetrain.softmax_attention.tile_lists import Keys, Lists, keys_of, make_tile_lists
 from treetrain.testing.forests import bushy_rows, forests, runs
-from treetrain.tree.attention_range import FULL, AttentionRange
+from treetrain.tree.layout import FULL, AttentionRange
 
 RANGES = st.one_of(
     st.just(FULL),

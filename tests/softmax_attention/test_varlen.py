@@ -19,7 +19,7 @@ from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec
 from treetrain.softmax_attention.varlen import DeviceCall, StockVarlen, VarlenAttention, pieces_of, suits, varlen_calls
 from treetrain.testing.forests import bushy_rows, forests, runs
 from treetrain.testing.linear import relative_error
-from treetrain.tree.attention_range import AttentionRange
+from treetrain.tree.layout import AttentionRange
 
 SCALE = 0.4
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from treetrain.planning import partition
+from treetrain.planning.partition import _Cutter
 from treetrain.planning.plan import Plan
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout, pack, segments
@@ -62,8 +62,9 @@ Keep = Literal["none", "all", "mixed"]
 
 
 def uniform(layout: PackedLayout, chunk: int, keep: Keep = "none") -> Plan:
-    """Parts of at most so many tokens; how many are alive does not matter."""
-    return _kept(layout, partition.uniform(layout, chunk).part_of, keep)
+    """Few parts of at most so many tokens; how many are alive does not matter."""
+    cutter = _Cutter(layout, chunk, chunk, 0)
+    return _kept(layout, cutter.plan(np.full(len(cutter.region_size), chunk), recompute=True).part_of, keep)
 
 
 def one_segment_per_part(layout: PackedLayout, keep: Keep = "none") -> Plan:

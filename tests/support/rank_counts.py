@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import treetrain as tt
@@ -26,7 +27,7 @@ class Moved(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+            tensors = [x for x in _pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
             if tensors and tensors[0].is_floating_point():
                 self.bytes[func._overloadpacket.__name__] += max(x.nbytes for x in tensors)
         return func(*args, **(kwargs or {}))
@@ -37,7 +38,7 @@ def counted_step(
 ) -> dict[str, Any]:
     """One step on rows that are dispatched over the ranks, as counted on this one."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    sizes = dict(KEYS, num_attention_heads=4, vocab_size=40)
+    sizes: dict[str, Any] = dict(KEYS, num_attention_heads=4, vocab_size=40)
     model, alone = make_model("qwen3", **sizes), make_model("qwen3", **sizes)
     own = range(len(rows))
     sharing: dict[str, Any] = {"context": group} if parallel == "context" else {}

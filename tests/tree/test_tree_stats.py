@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.tree import build_tree
-from treetrain.tree.attention_range import FULL
+from treetrain.tree.layout import FULL
 from treetrain.tree.stats import distinct_rows, linear_work, tree_stats, tree_work
 
 

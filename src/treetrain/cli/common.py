@@ -152,7 +152,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def _budget(text: str) -> Any:
-    from treetrain.planning.budget import parse_budget
+    from treetrain.planning.make import parse_budget
 
     try:
         return parse_budget(text)
@@ -207,7 +207,7 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
     """
     from treetrain.data.load import detect_format, load
     from treetrain.data.records import Notes
-    from treetrain.tree.load_tree import holds_token_trees, load_tree
+    from treetrain.tree.build import holds_token_trees, load_tree
 
     files = list(files or options.files)
     kind, why = detect_format(files[0], options.format, options.map)

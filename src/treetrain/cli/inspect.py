@@ -141,9 +141,9 @@ def _views(options: Namespace, found: "ReadRows", shape: "Shape") -> "tuple[View
 
 def _plan(options: Namespace, inspection: "Inspection") -> "Plan":
     """The plan of all rows as one batch."""
+    from treetrain.planning.cost import CostModel
     from treetrain.planning.devices import Device
     from treetrain.planning.make import make_plan
-    from treetrain.planning.price import CostModel
 
     if options.calibrate:
         from treetrain.verification.bench import measured_cost

@@ -37,14 +37,12 @@ from treetrain.models.capability import Capabilities, causal_lm, check_model
 from treetrain.models.loading import load_config, model_without_weights
 from treetrain.models.recurrent_layers import tree_recurrence
 from treetrain.models.tree_mode import RUN_KEYWORD, RangeMask, TreeRun, replaced_forward, tree_attention
-from treetrain.planning.cost import WIDE, ModelCounts
+from treetrain.planning.cost import WIDE, CostModel, ModelCounts
 from treetrain.planning.devices import Device
-from treetrain.planning.price import CostModel
 from treetrain.planning.simulate import Split, engine_cost
 from treetrain.softmax_attention.schedule import AttentionSpec
-from treetrain.tree.attention_range import FULL
 from treetrain.tree.build import build_tree
-from treetrain.tree.layout import pack
+from treetrain.tree.layout import FULL, pack
 
 TOKENS = 512
 """Tokens of the counted pass; more if a weight has a dimension of that size."""

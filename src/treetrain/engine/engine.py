@@ -37,9 +37,8 @@ from treetrain.engine.routing import RouterBalance, Routing, check_auxiliary
 from treetrain.engine.runtime import AMPLE, PassCounts, Rollback, Runtime
 from treetrain.engine.score import Scored, Scoring, States
 from treetrain.errors import DataError, RanksDisagree, UnsupportedModel
-from treetrain.planning.budget import Bytes
 from treetrain.planning.collective_order import Candidate, candidates, choose, offers_of
-from treetrain.planning.make import PART_TOKENS
+from treetrain.planning.make import PART_TOKENS, Bytes
 from treetrain.planning.partition import whole_trees
 from treetrain.planning.plan import Plan
 from treetrain.tree.build import Row, as_tree, build_tree

@@ -41,7 +41,7 @@ from treetrain.engine.runtime import PassCounts, Runtime, StepOutOfMemory, out_o
 from treetrain.engine.tensor_parallel import tensor_parallel_mode
 from treetrain.linear_attention.paths import StateCache
 from treetrain.models.tree_mode import compiled_layers
-from treetrain.planning.collective_order import Kind, Turn, common_order, spelled
+from treetrain.planning.collective_order import Kind, Turn, common_order
 from treetrain.planning.plan import Plan
 from treetrain.softmax_attention.kv_cache import CacheRows, KVCache
 from treetrain.tree.build import build_tree
@@ -65,7 +65,7 @@ class CollectivePasses:
     def __init__(self, runtime: Runtime, plan: Plan, routing: Routing | None, *, gradients: bool, reduces: Reduces):
         self._runtime, self._routing, self._ranks = runtime, routing, runtime.ranks
         self._shards = sharded_modules(runtime.model, runtime.value_head)
-        own = spelled(event.kind for event in plan.events()) if gradients else "P" * plan.num_parts
+        own = plan.kinds if gradients else "P" * plan.num_parts
         waits = gradients and reduces != "never" and bool(waiting_gradients(*self._shards))
         _, answers = self._ranks.agree("an order of passes", lambda: (None, (own, waits)))
         self._turns = common_order([order for order, _ in self._ranks.of_data(answers)])

@@ -26,7 +26,7 @@ from treetrain.data.columns import GIVEN
 from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
 from treetrain.device_arrays import on_device
 from treetrain.errors import DataError
-from treetrain.tree.merged import MergedPredictions
+from treetrain.tree.nodes import MergedPredictions
 
 Metrics = dict[str, tuple[Any, Any]]
 """Name -> (weighted sum, weight), numbers or scalar tensors; those of parts, micro-batches and ranks are added."""

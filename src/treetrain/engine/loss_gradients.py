@@ -25,7 +25,7 @@ from treetrain.engine.loss import Facts, Loss, Metrics, Rows, add_metrics, descr
 from treetrain.errors import DataError
 from treetrain.models.capability import Capabilities
 from treetrain.tree.layout import PackedLayout, Piece, flat_reads, pack, pack_states, ranges
-from treetrain.tree.merged import MergedPredictions
+from treetrain.tree.nodes import MergedPredictions
 from treetrain.tree.token_tree import TokenTree
 
 # ---- predictions

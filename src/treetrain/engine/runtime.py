@@ -38,10 +38,9 @@ from treetrain.engine.routing import Routing
 from treetrain.engine.tensor_parallel import tensor_parallel_ranks, vocabulary_shard
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities, check_model
-from treetrain.planning.budget import Bytes, parse_budget
-from treetrain.planning.make import make_plan
+from treetrain.planning.cost import CostModel
+from treetrain.planning.make import Bytes, make_plan, parse_budget
 from treetrain.planning.plan import Plan
-from treetrain.planning.price import CostModel
 from treetrain.softmax_attention.attention import Choice, choose_backend
 from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import PackedLayout

@@ -18,9 +18,9 @@ from treetrain.inspection.sample import Estimate
 from treetrain.planning.cost import ModelCounts
 from treetrain.planning.plan import Plan
 from treetrain.tree.assemble import Int64s
-from treetrain.tree.attention_range import pairs_of_rows
 from treetrain.tree.build import build_tree
-from treetrain.tree.stats import TreeStats, ideal_speedup, linear_work, needed_tokens, tree_stats, tree_work
+from treetrain.tree.layout import needed_tokens, pairs_of_rows
+from treetrain.tree.stats import TreeStats, ideal_speedup, linear_work, tree_stats, tree_work
 from treetrain.tree.token_tree import TokenTree
 
 SAMPLED = 4_000_000

@@ -36,7 +36,7 @@ from treetrain.engine.loss import (
     weighted_means,
 )
 from treetrain.errors import DataError
-from treetrain.tree.merged import MergedPredictions
+from treetrain.tree.nodes import MergedPredictions
 
 KLEstimator = Literal["k1", "k2", "k3"]
 ImportanceMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]

@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from treetrain.errors import UnsupportedModel
 from treetrain.linear_attention.paths import Paths
 from treetrain.softmax_attention.schedule import AttentionSpec
-from treetrain.tree.attention_range import FULL, AttentionRange
+from treetrain.tree.layout import FULL, AttentionRange
 
 INTERFACE = "treetrain"
 RUN_KEYWORD = "treetrain_run"

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float64, Int64
 from numpy.typing import NDArray
 
-from treetrain.planning.cost import ModelShape
-from treetrain.planning.price import CostModel, Floats
+from treetrain.planning.cost import CostModel, ModelShape
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.build import Row, as_tree
 from treetrain.tree.nodes import NodeRows
@@ -42,14 +42,14 @@ class Dispatch:
 
     trajectories: list[Int64s]
     """Per rank: the numbers of its trajectories, ascending; may be empty."""
-    seconds: Floats
-    """float64 [ranks]: predicted seconds of a step's work, waiting and communication excluded."""
-    tokens: Int64s
-    """int64 [ranks]: tokens that a rank computes."""
+    seconds: Float64[np.ndarray, "ranks"]
+    """Predicted seconds of a step's work, waiting and communication excluded."""
+    tokens: Int64[np.ndarray, "ranks"]
+    """Tokens that a rank computes."""
     unique: int
     """Tokens that one process would compute."""
-    rank_of: Int64s = field(repr=False)
-    """int64 [K]: the rank of every trajectory."""
+    rank_of: Int64[np.ndarray, "K"] = field(repr=False)
+    """The rank of every trajectory."""
 
 
 def dispatch(
@@ -133,8 +133,8 @@ class Balancer:
             rank_of=rank_of,
         )
 
-    def _rank_of(self, bounds: Int64s) -> Int64s:
-        """int64 [K]: every row's rank; rows with nothing to compute join their neighbours."""
+    def _rank_of(self, bounds: Int64s) -> Int64[np.ndarray, "K"]:
+        """Every row's rank; rows with nothing to compute join their neighbours."""
         rows, ranks = self._rows, len(bounds) - 1
         rank_of = np.searchsorted(bounds, self._place, side="right") - 1
         rest = np.flatnonzero(self._place < 0)
@@ -146,12 +146,14 @@ class Balancer:
         return rank_of
 
 
-def cut_evenly(opened: Int64s, closed: Int64s, ranges: int, slack: int = 0) -> Int64s:
-    """int64 [ranges + 1]: bounds, from 0 to U, that cut U places so that the costliest range is as cheap as possible.
+def cut_evenly(
+    opened: Int64[np.ndarray, "_"], closed: Int64[np.ndarray, "_"], ranges: int, slack: int = 0
+) -> Int64[np.ndarray, "_"]:
+    """Ranges + 1 entries: bounds, from 0 to U, that cut U places so that the costliest range is as cheap as possible.
 
     Args:
-        opened: int64 [U + 1], ascending: the cost of all tokens first needed before each place.
-        closed: int64 [U + 1], ascending: the cost of all tokens last needed before each place.
+        opened: U + 1 entries, ascending: the cost of all tokens first needed before each place.
+        closed: U + 1 entries, ascending: the cost of all tokens last needed before each place.
         slack: how far a range may exceed the smallest limit, to reduce the cost that is paid twice.
     """
     last = len(opened) - 1
@@ -182,8 +184,8 @@ def cut_evenly(opened: Int64s, closed: Int64s, ranges: int, slack: int = 0) -> I
     return np.array([0, *bounds[::-1]], np.int64)
 
 
-def range_costs(opened: Int64s, closed: Int64s, bounds: Int64s) -> Int64s:
-    """int64 [R]: the costs of the ranges between R + 1 bounds; 0 for empty ranges."""
+def range_costs(opened: Int64s, closed: Int64s, bounds: Int64s) -> Int64[np.ndarray, "R"]:
+    """The costs of the ranges between R + 1 bounds; 0 for empty ranges."""
     return np.where(np.diff(bounds) > 0, opened[bounds[1:]] - closed[bounds[:-1]], 0)
 
 
@@ -191,8 +193,8 @@ def _sums(values: NDArray[np.int64]) -> Int64s:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])
 
 
-def _last_computed(tree: TokenTree, lengths: Int64s) -> Int64s:
-    """int64 [K]: tree index of the last of each trajectory's first `lengths` tokens; -1 for none."""
+def _last_computed(tree: TokenTree, lengths: Int64s) -> Int64[np.ndarray, "K"]:
+    """Tree index of the last of each trajectory's first `lengths` tokens; -1 for none."""
     last = np.full(tree.num_trajectories, -1, np.int64)
     for row, segment in tree.climb(np.where(lengths > 0, tree.trajectory_last, -1), lengths - 1):
         start = tree.segment_start[segment]
@@ -208,12 +210,12 @@ class _Needed(NamedTuple):
     last: Int64s
 
 
-def _tokens_needed(tree: TokenTree, ends: Int64s, places: Int64s) -> _Needed:
+def _tokens_needed(tree: TokenTree, ends: Int64[np.ndarray, "C"], places: Int64[np.ndarray, "C"]) -> _Needed:
     """Tokens needed in the layers. A row needs a token if it ends at it or below it.
 
     Args:
-        ends: int64 [C], ascending: the last token that each row needs.
-        places: int64 [C]: the place of each row.
+        ends: ascending: the last token that each row needs.
+        places: the place of each row.
     """
     before = np.searchsorted(ends, np.arange(tree.num_tokens + 1))
     low, high = before[:-1], before[tree.end]

@@ -19,25 +19,23 @@ of candidates whose common order is the fastest found. The search is determinist
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from treetrain.planning.balance import Balancer
-from treetrain.planning.budget import Bytes, within_bytes
-from treetrain.planning.explain import Purpose
+from treetrain.planning.balance import Balancer, Dispatch
+from treetrain.planning.cost import CostModel, Passes
+from treetrain.planning.make import Bytes, Purpose, make_plan, trained_layout, within_bytes
 from treetrain.planning.partition import partition
 from treetrain.planning.plan import Plan, depth_first
-from treetrain.planning.price import CostModel, Passes
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
 
 Kind = Literal["prefill", "forward", "backward"]
-LETTERS: dict[Kind, str] = {"prefill": "P", "forward": "F", "backward": "B"}
-KINDS: dict[str, Kind] = {letter: kind for kind, letter in LETTERS.items()}
+KINDS: dict[str, Kind] = {"P": "prefill", "F": "forward", "B": "backward"}
 SMALLER = (0.85, 0.7, 0.55)
 """Plans are also offered for these fractions of the budget, to get parts of other sizes."""
 RUNS_OFFERED, RUNS_WITHIN = 3, 1.5
@@ -73,13 +71,8 @@ class Offer(NamedTuple):
     passes: Passes
 
 
-def spelled(kinds: Iterable[Kind]) -> str:
-    """Encode a sequence of passes, one letter each: P(refill), F(orward), B(ackward)."""
-    return "".join(LETTERS[kind] for kind in kinds)
-
-
 def common_order(ranks: Sequence[str]) -> list[Turn]:
-    """Merge the ranks' sequences, as `spelled`, into one that contains each of them in order."""
+    """Merge the ranks' sequences, as `Plan.kinds`, into one that contains each of them in order."""
     at = [0] * len(ranks)
     turns = []
     while True:
@@ -158,7 +151,7 @@ def offers_of(own: Sequence[Candidate]) -> list[Offer]:
         if isinstance(made_for, Purpose):
             passes = made_for.cost.passes(candidate.plan)
         else:
-            kinds = spelled(event.kind for event in candidate.plan.events())
+            kinds = candidate.plan.kinds
             passes = Passes(kinds, [1.0] * len(kinds))
         offers.append(Offer(candidate.name, passes))
     return offers
@@ -256,3 +249,45 @@ def _in_runs(
         offered += 1
         if offered == RUNS_OFFERED:
             return
+
+
+class RankPlans(NamedTuple):
+    """A batch divided over ranks, and the plan of each rank for a tree of its rows in the order of their numbers."""
+
+    dispatch: Dispatch
+    plans: list[Plan]
+    """Without parts where a rank computes nothing."""
+
+
+def plan_ranks(
+    tree: TokenTree,
+    cost: CostModel,
+    ranks: int,
+    *,
+    budget: Any = None,
+    free_bytes: int | None = None,
+    aligned: bool = False,
+    balancer: Balancer | None = None,
+) -> RankPlans:
+    """Divide a batch over ranks and plan each, within the same budget or the same free bytes.
+
+    Args:
+        aligned: whether the ranks run every pass together, as under FSDP; see `collective_order`. A rank's rows may
+            then be cut into runs that share nothing, if that is faster.
+        balancer: that of the tree, if it has been made.
+
+    Raises:
+        ValueError: an invalid number of ranks, or a budget that is invalid or too small for some rank.
+    """
+    dispatch, plans = (balancer or Balancer(tree, cost)).over(ranks), []
+    trees = [build_tree([tree.trajectories[number] for number in own.tolist()]) for own in dispatch.trajectories]
+    for rank, own in enumerate(trees):
+        try:
+            plans.append(make_plan(own, cost, budget=budget, free_bytes=free_bytes))
+        except ValueError as error:
+            raise ValueError(f"rank {rank} of {ranks}: {error}") from error
+    if aligned:
+        offered = [candidates(own, plan, trained_layout, free_bytes=free_bytes) for own, plan in zip(trees, plans)]
+        chosen = choose([offers_of(own) for own in offered])
+        plans = [own[number].plan for own, number in zip(offered, chosen)]
+    return RankPlans(dispatch, plans)

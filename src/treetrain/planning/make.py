@@ -1,20 +1,228 @@
-"""Find a plan for a budget in tokens or bytes, for one process or for each of several ranks."""
+"""Find a plan for a budget in tokens or bytes, and explain it in words and numbers."""
 
+import math
+import re
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
-from treetrain.planning.balance import Balancer, Dispatch
-from treetrain.planning.budget import Bytes, parse_budget, within_bytes
-from treetrain.planning.collective_order import candidates, choose, offers_of
-from treetrain.planning.cost import ModelShape
-from treetrain.planning.explain import Purpose
+import numpy as np
+
+from treetrain.planning.cost import CostModel, ModelShape
 from treetrain.planning.partition import partition
-from treetrain.planning.plan import Plan
-from treetrain.planning.price import CostModel
-from treetrain.tree.build import Row, as_tree, build_tree
+from treetrain.planning.plan import Plan, heights, least_recomputed
+from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.token_tree import TokenTree
+
+_UNITS = {"b": 1} | {
+    f"{letter}{ending}": base ** (power + 1)
+    for power, letter in enumerate("kmgt")
+    for ending, base in (("ib", 1024), ("b", 1000))
+}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e\+?[0-9]{1,2})?\s*([a-z]+)")
+_SMALLEST_PARTS = 10_000
+"""The smallest budget tried for a budget in bytes: this fraction of the tokens, at least one."""
+_TRIES, _CLOSE = 40, 0.97
+"""The search for a budget in bytes stops after so many plans, or when the peak reaches this share of the budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """A number of bytes."""
+
+    count: int
+
+    def __str__(self) -> str:
+        size, unit = float(self.count), "B"
+        for larger in ("KiB", "MiB", "GiB", "TiB"):
+            if size < 1024:
+                break
+            size, unit = size / 1024, larger
+        return f"{self.count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def parse_budget(value: Any) -> int | Bytes | None:
+    """Read a budget.
+
+    Args:
+        value: a number of tokens (also as text, "4096"), bytes as text with a unit ("8GiB", "1.5 GB", "2e9B";
+            KiB MiB GiB TiB are powers of 1024, KB MB GB TB of 1000), Bytes, or None for no budget.
+
+    Raises:
+        ValueError: anything else, or less than 1.
+    """
+    budget: int | Bytes | None = None
+    if value is None or isinstance(value, Bytes):
+        budget = value
+    elif isinstance(value, int | np.integer) and not isinstance(value, bool):
+        budget = int(value)
+    elif isinstance(value, str):
+        text = value.strip().lower()
+        match = _SIZE.fullmatch(text)
+        if re.fullmatch("[0-9]+", text):
+            budget = int(text)
+        elif match is not None and match[3] in _UNITS:
+            budget = Bytes(int(float(match[1] + (match[2] or "")) * _UNITS[match[3]]))
+    count = budget.count if isinstance(budget, Bytes) else budget
+    if value is not None and (count is None or count < 1):
+        raise ValueError(
+            f"budget={value!r}: give a whole number of tokens from 1 (4096), or bytes with a unit: B, KiB, MiB, GiB, "
+            'TiB, KB, MB, GB or TB ("8GiB", "900 MB")'
+        )
+    return budget
+
+
+def within_bytes(layout: PackedLayout, cost: CostModel, limit: Bytes) -> tuple[Plan, int]:
+    """Find the plan of the largest budget in tokens that is predicted to fit, and that budget.
+
+    Predicted peaks grow with the budget, nearly in proportion to it. So the search interpolates linearly between a
+    budget that fits and one that does not.
+
+    Raises:
+        ValueError: no plan fits.
+    """
+    tokens = max(layout.num_tokens, 1)
+    smallest = max(1, tokens // _SMALLEST_PARTS)
+    fits: tuple[int, float, Plan] | None = None
+    above, peak_above = tokens + 1, math.inf  # the smallest budget that did not fit
+    guess = tokens
+    for _ in range(_TRIES):
+        plan = partition(layout, guess, cost.seconds)
+        peak = cost.peak_bytes(plan)
+        if peak <= limit.count:
+            fits = guess, peak, plan
+        else:
+            above, peak_above = guess, peak
+        if fits is None:
+            if above <= smallest:
+                break
+            guess = max(smallest, min(int(above * limit.count / peak_above * 0.9), above // 2))
+        else:
+            low, low_peak, _ = fits
+            if low_peak >= _CLOSE * limit.count or above - low <= max(1, low // 50):
+                break
+            share = (limit.count - low_peak) / (peak_above - low_peak)
+            guess = min(max(low + int((above - low) * min(max(share, 0.1), 0.9)), low + 1), above - 1)
+    if fits is None:
+        least = Bytes(math.ceil(peak_above))
+        raise ValueError(
+            f"budget={limit}: the smallest plan of this batch, {smallest} tokens at once, needs {least} "
+            f"({least.count} bytes) above model, gradients and optimiser state; give at least that"
+        )
+    return fits[2], fits[0]
+
+
+SCORED_FIRST = {
+    "kept": "all parts run forward once; their graphs are kept until the loss is known",
+    "recomputed": "all parts run forward without graph, and again with graph when the loss is known (4/3 of the work)",
+}
+"""Texts for plans whose loss is known only when everything has been scored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Purpose:
+    """The cost model and the budget that a plan was made for."""
+
+    cost: CostModel
+    budget: int | Bytes | None
+    """As given."""
+    tokens: int | None
+    """The resulting budget in tokens; None for no bound."""
+
+    def explanation(self, plan: Plan) -> dict[str, Any]:
+        """The plan's numbers as plain JSON data; "budgets" has one entry per budget of the table."""
+        by = self.cost.seconds_by(plan)
+        recomputed = plan.prefill >= 0
+        longest = int(heights(plan.layout).max(initial=0))
+        given = self.budget
+        return {
+            "budget": given.count if isinstance(given, Bytes) else given,
+            "budget_unit": "bytes" if isinstance(given, Bytes) else "tokens",
+            "budget_tokens": self.tokens,
+            "tokens": plan.layout.num_tokens,
+            "longest_path": longest,
+            "parts": plan.num_parts,
+            "leaf_parts": int((~plan.is_inner).sum()),
+            "kept_parts": int(plan.kept.sum()),
+            "recomputed_parts": int(recomputed.sum()),
+            "largest_part": int(plan.sizes.max(initial=0)),
+            "median_part": float(np.median(plan.sizes)) if plan.num_parts else 0.0,
+            "kept_tokens": int(plan.sizes[plan.kept].sum()),
+            "recomputed_tokens": plan.recomputed_tokens,
+            "least_recomputed_tokens": least_recomputed(plan.layout, longest if self.tokens is None else self.tokens),
+            "passes_without_graph": plan.num_prefills + plan.num_parts * (plan.scores_first == "recomputed"),
+            "scores_first": plan.scores_first,
+            "peak_tokens": plan.peak_tokens,
+            "peak_bytes": self.cost.peak_bytes(plan),
+            "peak_bytes_by": self.cost.bytes_by(plan),
+            "seconds": self.cost.seconds(plan),
+            "seconds_by": by,
+            "seconds_recomputation": by["recomputation"],
+            "seconds_fixed": by["passes"],
+            "speeds": self.cost.speeds.source,
+            "budgets": self._other_budgets(plan, longest),
+        }
+
+    def explain(self, plan: Plan) -> str:
+        """The same as text of at most 100 columns."""
+        facts = self.explanation(plan)
+        f = {name: f"{value:,}" if isinstance(value, int) else value for name, value in facts.items()}
+        given = "none given: " if self.budget is None else f"{self.budget}: " * isinstance(self.budget, Bytes)
+        alive = "no bound" if self.tokens is None else f"{f['budget_tokens']} tokens alive at once"
+        kinds = f"{f['leaf_parts']} leaves, {f['kept_parts']} kept, {f['recomputed_parts']} recomputed"
+        seconds = [f"{facts[name]:.3g} s" for name in ("seconds", "seconds_recomputation", "seconds_fixed")]
+        sentences = {
+            "budget": given + alive,
+            "parts": f"{f['parts']}: {kinds}; largest {f['largest_part']} tokens, median {f['median_part']:,.0f}",
+            "tokens": f"{f['tokens']} computed, {f['kept_tokens']} in kept parts; longest path {f['longest_path']}",
+            "recomputed": f"{f['recomputed_tokens']} tokens forward; {f['least_recomputed_tokens']} is the least "
+            "possible at this budget",
+            "passes": f"{f['parts']} with graph, {f['passes_without_graph']} without",
+            "scored first": SCORED_FIRST.get(facts["scores_first"], ""),
+            "alive at once": f"{f['peak_tokens']} tokens",
+            "peak memory": f"{Bytes(round(facts['peak_bytes']))} above model, gradients and optimiser state "
+            "(predicted)",
+            "time of a step": f"{seconds[0]} (predicted): {seconds[1]} recomputation, {seconds[2]} passes' fixed cost",
+            "speeds": facts["speeds"],
+        }
+        lines = [f"{name:<17}{text}" for name, text in sentences.items() if text]
+        lines += ["", f"{'budget, tokens':>15}{'parts':>9}{'recomputed':>13}{'peak':>12}{'step':>11}{'speed':>8}"]
+        for row in facts["budgets"]:
+            words = ", ".join(filter(None, ["this plan" if row["this_plan"] else "", row["name"]]))
+            budget = "none" if row["budget_tokens"] is None else f"{row['budget_tokens']:,}"
+            peak = str(Bytes(round(row["peak_bytes"])))
+            line = f"{budget:>15}{row['parts']:>9,}{row['recomputed_tokens']:>13,}{peak:>12}"
+            lines.append(f"{line}{row['seconds']:>9.3g} s{row['relative_speed']:>7.2f}x  {words}".rstrip())
+        return "\n".join(lines)
+
+    def _other_budgets(self, plan: Plan, longest: int) -> list[dict[str, Any]]:
+        """This plan and plans of smaller and larger budgets, which are made here."""
+        tokens = plan.layout.num_tokens
+        quarter, own = -(-tokens // 4), tokens if self.tokens is None else self.tokens
+        wanted = {-(-own // 4), own // 2, 2 * own, 4 * own, longest, quarter, tokens}
+        budgets = {min(max(budget, 1), tokens) for budget in wanted if tokens} - {self.tokens}
+        plans: list[tuple[int | None, Plan]] = [(b, partition(plan.layout, b, self.cost.seconds)) for b in budgets]
+        plans.append((self.tokens, plan))
+        plans.sort(key=lambda entry: (entry[0] is None, entry[0] or 0))
+        names = {longest: "longest path", quarter: "quarter of the tree", tokens: "whole tree"}
+        rows, own_seconds = [], self.cost.seconds(plan)
+        for budget, other in plans:
+            seconds = self.cost.seconds(other)
+            rows.append(
+                {
+                    "budget_tokens": budget,
+                    "this_plan": other is plan,
+                    "name": names.get(budget, "") if budget else "",
+                    "parts": other.num_parts,
+                    "recomputed_tokens": other.recomputed_tokens,
+                    "peak_bytes": self.cost.peak_bytes(other),
+                    "seconds": seconds,
+                    "relative_speed": own_seconds / seconds if seconds else 1.0,
+                }
+            )
+        return rows
+
 
 PART_TOKENS = {"cpu": 8192, "cuda": 32_768}
 """Size that parts need not exceed if no budget binds, by kind of device: measured on a CPU, an estimate for a GPU.
@@ -45,7 +253,7 @@ def make_plan(
         DataError: invalid rows.
     """
     cost, budget = CostModel.of(cost), parse_budget(budget)
-    layout = rows if isinstance(rows, PackedLayout) else _trained(as_tree(rows))
+    layout = rows if isinstance(rows, PackedLayout) else trained_layout(as_tree(rows))
     if isinstance(budget, Bytes):
         plan, tokens = within_bytes(layout, cost, budget)
     elif budget is not None:
@@ -58,48 +266,6 @@ def make_plan(
     return replace(plan, made_for=Purpose(cost=cost, budget=budget, tokens=tokens))
 
 
-class RankPlans(NamedTuple):
-    """A batch divided over ranks, and the plan of each rank for a tree of its rows in the order of their numbers."""
-
-    dispatch: Dispatch
-    plans: list[Plan]
-    """Without parts where a rank computes nothing."""
-
-
-def plan_ranks(
-    tree: TokenTree,
-    cost: CostModel,
-    ranks: int,
-    *,
-    budget: Any = None,
-    free_bytes: int | None = None,
-    aligned: bool = False,
-    balancer: Balancer | None = None,
-) -> RankPlans:
-    """Divide a batch over ranks and plan each, within the same budget or the same free bytes.
-
-    Args:
-        aligned: whether the ranks run every pass together, as under FSDP; see `collective_order`. A rank's rows may
-            then be cut into runs that share nothing, if that is faster.
-        balancer: that of the tree, if it has been made.
-
-    Raises:
-        ValueError: an invalid number of ranks, or a budget that is invalid or too small for some rank.
-    """
-    dispatch, plans = (balancer or Balancer(tree, cost)).over(ranks), []
-    trees = [build_tree([tree.trajectories[number] for number in own.tolist()]) for own in dispatch.trajectories]
-    for rank, own in enumerate(trees):
-        try:
-            plans.append(make_plan(own, cost, budget=budget, free_bytes=free_bytes))
-        except ValueError as error:
-            raise ValueError(f"rank {rank} of {ranks}: {error}") from error
-    if aligned:
-        offered = [candidates(own, plan, _trained, free_bytes=free_bytes) for own, plan in zip(trees, plans)]
-        chosen = choose([offers_of(own) for own in offered])
-        plans = [own[number].plan for own, number in zip(offered, chosen)]
-    return RankPlans(dispatch, plans)
-
-
-def _trained(tree: TokenTree) -> PackedLayout:
+def trained_layout(tree: TokenTree) -> PackedLayout:
     """The layout of the tokens that training computes."""
     return pack(tree, tree.trained_edges()[0] > 0)

@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush, heapreplace
 
 import numpy as np
+from jaxtyping import Int64
 
 from treetrain.planning.plan import Bools, Plan, segment_heights
 from treetrain.tree.assemble import Int64s
@@ -100,12 +101,6 @@ def whole_trees(layout: PackedLayout, target: int) -> Plan:
     return Plan.of_parts(layout, np.repeat(np.array(groups, np.int64), sizes))
 
 
-def uniform(layout: PackedLayout, chunk: int) -> Plan:
-    """Cut into few parts of at most `chunk` tokens (at least 1) each; none is kept."""
-    cutter = _Cutter(layout, chunk, chunk, 0)
-    return cutter.plan(np.full(len(cutter.region_size), chunk), recompute=True)
-
-
 def _fastest(cutter: "_Cutter", seconds: Seconds) -> Plan:
     """Cut the regions with small subtrees of several sizes, and take the fastest plan."""
     all_kept, target, tokens = cutter.largest_small(), cutter.target, cutter.layout.num_tokens
@@ -157,8 +152,8 @@ class _Cutter:
         self._cut = np.flatnonzero(self.in_big & ~is_leaf)
         self._above, self._start = self.above.tolist(), self.start.tolist()
 
-    def largest_small(self) -> Int64s:
-        """int64 [R]: the largest size of small subtrees for which all inner tokens of a region can be kept.
+    def largest_small(self) -> Int64[np.ndarray, "R"]:
+        """The largest size of small subtrees for which all inner tokens of a region can be kept.
 
         Bisection works, since paths of inner tokens get shorter as small subtrees get larger. Small subtrees that are a
         single path never matter: a whole path is within the budget.
@@ -176,11 +171,11 @@ class _Cutter:
             low[big], high[big] = np.where(fits, middle[big], low[big]), np.where(fits, high[big], middle[big] - 1)
         return low
 
-    def plan(self, small: Int64s, *, recompute: bool = False) -> Plan:
+    def plan(self, small: Int64[np.ndarray, "R"], *, recompute: bool = False) -> Plan:
         """Cut every region.
 
         Args:
-            small: int64 [R]: largest size of a small subtree in each region.
+            small: largest size of a small subtree in each region.
             recompute: whether to recompute all inner tokens, even those that could be kept.
         """
         inner, region = self.too_tall.copy(), self.region_of[self._cut]
@@ -205,8 +200,8 @@ class _Cutter:
         part_of, kept = pieces.parts(self.layout.num_tokens)
         return Plan.of_parts(self.layout, part_of, kept, prefill_limit=self.prefill_limit)
 
-    def _need(self, inner: Int64s, owner: Int64s, size: Int64s) -> Int64s:
-        """int64 [S]: most tokens alive below each segment's last inner token if all inner tokens below are kept."""
+    def _need(self, inner: Int64s, owner: Int64s, size: Int64s) -> Int64[np.ndarray, "S"]:
+        """Most tokens alive below each segment's last inner token if all inner tokens below are kept."""
         largest = np.zeros(len(inner) + 1, np.int64)  # the last entry is for owner -1
         np.maximum.at(largest, owner, size)
         need, count, above = largest.tolist(), inner.tolist(), self._above

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
+from jaxtyping import Bool, Int64
 from numpy.typing import NDArray
 
 from treetrain.tree.assemble import Int64s
@@ -32,7 +33,7 @@ class Event(NamedTuple):
 
 
 class Explainer(Protocol):
-    """Explains a plan: `planning.explain.Purpose`, which knows the budget and the cost model."""
+    """Explains a plan: `planning.make.Purpose`, which knows the budget and the cost model."""
 
     def explain(self, plan: "Plan") -> str: ...
     def explanation(self, plan: "Plan") -> dict[str, Any]: ...
@@ -48,18 +49,18 @@ class Plan:
 
     layout: PackedLayout
     """The tokens and edges that are computed."""
-    part_of: Int64s
-    """int64 [M]: the part of every token."""
-    parent: Int64s
-    """int64 [P]: the part that holds the attach token; -1 at roots."""
-    attach: Int64s
-    """int64 [P]: the token that all pieces of the part continue; -1 at roots."""
-    kept: Bools
-    """bool [P]: inner parts whose graph stays alive while the parts below run."""
-    exported: Bools
-    """bool [M]: tokens with descendants in another part."""
-    prefill: Int64s
-    """int64 [P]: the prefill that runs a recomputed part's exported tokens; -1 for kept parts and leaves."""
+    part_of: Int64[np.ndarray, "M"]
+    """The part of every token."""
+    parent: Int64[np.ndarray, "P"]
+    """The part that holds the attach token; -1 at roots."""
+    attach: Int64[np.ndarray, "P"]
+    """The token that all pieces of the part continue; -1 at roots."""
+    kept: Bool[np.ndarray, "P"]
+    """Inner parts whose graph stays alive while the parts below run."""
+    exported: Bool[np.ndarray, "M"]
+    """Tokens with descendants in another part."""
+    prefill: Int64[np.ndarray, "P"]
+    """The prefill that runs a recomputed part's exported tokens; -1 for kept parts and leaves."""
     scores_first: Literal["no", "kept", "recomputed"] = "no"
     """When the loss is evaluated. no: for each trajectory as soon as its last prediction is scored. kept: after all
     parts have run forward, and all graphs are kept until then. recomputed: after all parts have run once without graph;
@@ -69,14 +70,19 @@ class Plan:
 
     @classmethod
     def of_parts(
-        cls, layout: PackedLayout, part_of: Int64s, kept: Bools | None = None, *, prefill_limit: int = 0
+        cls,
+        layout: PackedLayout,
+        part_of: Int64[np.ndarray, "M"],
+        kept: Bool[np.ndarray, "P"] | None = None,
+        *,
+        prefill_limit: int = 0,
     ) -> Self:
         """Create the plan of a given partition.
 
         Args:
             layout: M tokens.
-            part_of: int64 [M]: any numbering 0..P-1 of the parts.
-            kept: bool [P], in that numbering; ignored for leaves. None keeps none.
+            part_of: any numbering 0..P-1 of the parts.
+            kept: in that numbering; ignored for leaves. None keeps none.
             prefill_limit: a recomputed part shares the prefill of the recomputed part directly above it while the
                 prefill has at most this many tokens; 0 gives each part a prefill of its own.
 
@@ -134,13 +140,13 @@ class Plan:
         return int(self.prefill.max(initial=-1)) + 1
 
     @cached_property
-    def sizes(self) -> Int64s:
-        """int64 [P]: tokens of each part."""
+    def sizes(self) -> Int64[np.ndarray, "P"]:
+        """Tokens of each part."""
         return np.bincount(self.part_of, minlength=self.num_parts)
 
     @cached_property
-    def is_inner(self) -> Bools:
-        """bool [P]: parts with parts below them."""
+    def is_inner(self) -> Bool[np.ndarray, "P"]:
+        """Parts with parts below them."""
         return self.kept | (self.prefill >= 0)
 
     @cached_property
@@ -148,8 +154,8 @@ class Plan:
         order = np.argsort(self.part_of, kind="stable")
         return order, np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)])
 
-    def tokens(self, part: int) -> Int64s:
-        """int64 [m]: a part's tokens, ascending."""
+    def tokens(self, part: int) -> Int64[np.ndarray, "m"]:
+        """A part's tokens, ascending."""
         order, offsets = self._by_part
         return order[offsets[part] : offsets[part + 1]]
 
@@ -160,8 +166,8 @@ class Plan:
             members[self.prefill[part]].append(part)
         return members
 
-    def prefill_tokens(self, number: int) -> Int64s:
-        """int64 [m]: tokens of a prefill, ascending."""
+    def prefill_tokens(self, number: int) -> Int64[np.ndarray, "m"]:
+        """Tokens of a prefill, ascending."""
         tokens = np.concatenate([self.tokens(part) for part in self._members[number]])
         return np.sort(tokens[self.exported[tokens]])
 
@@ -169,8 +175,8 @@ class Plan:
         """The recomputed parts of a prefill; the first one is above the others."""
         return self._members[number]
 
-    def path(self, token: int) -> Int64s:
-        """int64 [depth + 1]: the tokens from the root down to one."""
+    def path(self, token: int) -> Int64[np.ndarray, "_"]:
+        """Depth + 1 entries: the tokens from the root down to one."""
         return path_to(token, self.layout.segment_start, self.layout.segment_parent)
 
     def traverse(self) -> Iterator[tuple[Literal["enter", "leave"], int]]:
@@ -204,8 +210,13 @@ class Plan:
             elif self.prefill[part] >= 0 and self._members[self.prefill[part]][0] == part:
                 yield Event("prefill", int(self.prefill[part]))
 
-    def exported_tokens(self, part: int) -> Int64s:
-        """int64 [x]: a part's tokens that have descendants in other parts, ascending."""
+    @property
+    def kinds(self) -> str:
+        """The events, one letter each: P(refill), F(orward), B(ackward)."""
+        return "".join(event.kind[0].upper() for event in self.events())
+
+    def exported_tokens(self, part: int) -> Int64[np.ndarray, "x"]:
+        """A part's tokens that have descendants in other parts, ascending."""
         tokens = self.tokens(part)
         return tokens[self.exported[tokens]]
 
@@ -232,8 +243,8 @@ class Plan:
         return int((self._above(filled) + filled).max(initial=0))
 
     @cached_property
-    def is_recomputed_token(self) -> Bools:
-        """bool [M]: tokens that run forward in a prefill and again in their part."""
+    def is_recomputed_token(self) -> Bool[np.ndarray, "M"]:
+        """Tokens that run forward in a prefill and again in their part."""
         return self.exported & (self.prefill >= 0)[self.part_of] if self.num_parts else self.exported
 
     @cached_property
@@ -257,8 +268,8 @@ class Plan:
         return np.array(above, per_part.dtype)
 
     @cached_property
-    def alive(self) -> Int64s:
-        """int64 [P]: tokens whose graph is alive while each part runs, kept ones included."""
+    def alive(self) -> Int64[np.ndarray, "P"]:
+        """Tokens whose graph is alive while each part runs, kept ones included."""
         return self.sizes + self.graphs_beside(self.sizes)
 
     @property
@@ -295,8 +306,8 @@ def least_recomputed(layout: PackedLayout, budget: int) -> int:
     return int((heights(layout) > budget).sum())
 
 
-def segment_heights(layout: PackedLayout) -> Int64s:
-    """int64 [S]: tokens on the longest path down from each segment's first token."""
+def segment_heights(layout: PackedLayout) -> Int64[np.ndarray, "S"]:
+    """Tokens on the longest path down from each segment's first token."""
     above = layout.segment_parent.tolist()
     top = np.diff(layout.segment_start).tolist()
     below = [0] * (len(above) + 1)
@@ -306,8 +317,8 @@ def segment_heights(layout: PackedLayout) -> Int64s:
     return np.array(top, np.int64)
 
 
-def heights(layout: PackedLayout) -> Int64s:
-    """int64 [M]: tokens on the longest path from each token down, itself included."""
+def heights(layout: PackedLayout) -> Int64[np.ndarray, "M"]:
+    """Tokens on the longest path from each token down, itself included."""
     start, length = layout.segment_start[:-1], np.diff(layout.segment_start)
     return np.repeat(segment_heights(layout) + start, length) - np.arange(len(layout.parent))
 

@@ -26,13 +26,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treetrain.planning.balance import Balancer
-from treetrain.planning.budget import Bytes, parse_budget
-from treetrain.planning.collective_order import timed_order
-from treetrain.planning.cost import WIDE, ModelCounts
+from treetrain.planning.collective_order import plan_ranks, timed_order
+from treetrain.planning.cost import WIDE, CostModel, ModelCounts, Speeds, WeightLinks
 from treetrain.planning.devices import Collective, Device
-from treetrain.planning.make import plan_ranks
+from treetrain.planning.make import Bytes, parse_budget
 from treetrain.planning.plan import Plan
-from treetrain.planning.price import CostModel, Speeds, WeightLinks
 from treetrain.tree.token_tree import TokenTree
 
 OPTIMISER_BYTES = 28
@@ -175,11 +173,10 @@ def splits_of(
             over = {ranks // t, 1} | ({node // t} if ranks > node and node % t == 0 else set())
             for shards in sorted(over, reverse=True):
                 within = [n for n in experts if shards * t % n == 0]
-                # Every size within these three lies between them.
+                # Without a given size: no division, the largest within a node, and the largest of all.
                 tried = {1, max(n for n in within if n <= node), max(within)}
-                found += [
-                    Split(ranks, t, c, e, shards) for e in sorted(tried if expert is None else {expert} & {*within})
-                ]
+                tried = tried if expert is None else {expert} & {*within}
+                found += [Split(ranks, t, c, e, shards) for e in sorted(tried)]
     if not found:
         given = context, tensor, expert
         sizes = ", ".join(f"{a} x {b}" for a in fits for b in tensors if a * b in fits)

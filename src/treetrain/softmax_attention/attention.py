@@ -25,7 +25,7 @@ from treetrain.softmax_attention.kv_cache import CachedAttention, KVCacheView
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.softmax_attention.varlen import VarlenAttention, pieces_of, suits
-from treetrain.tree.attention_range import AttentionRange
+from treetrain.tree.layout import AttentionRange
 
 ENVIRONMENT = "TREETRAIN_ATTENTION"
 BACKENDS = {

@@ -22,8 +22,7 @@ from treetrain.device_arrays import on_device
 from treetrain.softmax_attention.kv_cache import KVCacheView, cached_keys
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.softmax_attention.tile_lists import TILE, Keys, keys_of, make_tile_lists
-from treetrain.tree.attention_range import FULL, AttentionRange
-from treetrain.tree.layout import ranges
+from treetrain.tree.layout import FULL, AttentionRange, ranges
 
 BLOCK = TILE
 """Tokens in a block of queries or keys, FlexAttention's default."""

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from treetrain.softmax_attention.kv_cache import CachedAttention, Inputs, KVCacheView, sink_gradient
 from treetrain.softmax_attention.schedule import AttentionSpec, Batch, Forest, Schedule, local_schedule, make_schedule
-from treetrain.tree.attention_range import FULL, AttentionRange
+from treetrain.tree.layout import FULL, AttentionRange
 
 CALL_MICROSECONDS = 350.0
 """Measured cost of one more rectangle, forward and backward with its merge, on one small CPU."""

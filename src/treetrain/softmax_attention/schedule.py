@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from treetrain.tree.attention_range import FULL, AttentionRange
-from treetrain.tree.layout import PackedLayout
+from treetrain.tree.layout import FULL, AttentionRange, PackedLayout
 
 TILE = 64
 """Queries in a tile."""

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from treetrain.tree.attention_range import FULL, AttentionRange
-from treetrain.tree.layout import ranges
+from treetrain.tree.layout import FULL, AttentionRange, ranges
 
 TILE = 128
 """Tokens in a tile."""

@@ -26,7 +26,7 @@ from treetrain.softmax_attention.triton_kernels import (
     key_gradient_kernel,
     query_gradient_kernel,
 )
-from treetrain.tree.attention_range import FULL, AttentionRange
+from treetrain.tree.layout import FULL, AttentionRange
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
-from treetrain.planning.budget import Bytes, parse_budget
+from treetrain.planning.make import Bytes, parse_budget
 
 MUON = "muon"
 """A value of `optim` that transformers does not have."""

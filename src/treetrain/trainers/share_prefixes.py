@@ -32,7 +32,7 @@ from treetrain.engine.score import Scored, switches_of
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import causal_lm
 from treetrain.models.tree_mode import RUN_KEYWORD
-from treetrain.planning.budget import Bytes
+from treetrain.planning.make import Bytes
 from treetrain.trainers.batches import IGNORED, TREE_INDEX, Rows, model_inputs, rows_of, tree_of
 from treetrain.trainers.checkpoints import replaced
 from treetrain.tree.stats import linear_work, tree_work

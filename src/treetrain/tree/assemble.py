@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int32, Int64
 from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
@@ -46,16 +47,20 @@ class Pieces(NamedTuple):
 
 
 def assemble(
-    buffer: Int32s, run_start: Int64s, run_length: Int64s, run_attach: Int64s, last: Int64s
+    buffer: Int32[np.ndarray, "B"],
+    run_start: Int64[np.ndarray, "R"],
+    run_length: Int64[np.ndarray, "R"],
+    run_attach: Int64[np.ndarray, "R"],
+    last: Int64[np.ndarray, "K"],
 ) -> tuple[TreeArrays, Callable[[Int64s], Int64s]]:
     """Lay out runs of tokens as one tree in depth-first pre-order, heaviest child first.
 
     Args:
-        buffer: int32 [B]; run r is buffer[run_start[r] : run_start[r] + run_length[r]]; gaps are allowed.
-        run_start: int64 [R], increasing.
-        run_length: int64 [R], each >= 1.
-        run_attach: int64 [R], the buffer position, in an earlier run, that the run continues; -1 for a root.
-        last: int64 [K], the buffer position of every trajectory's last token, -1 for an empty one.
+        buffer: run r is buffer[run_start[r] : run_start[r] + run_length[r]]; gaps are allowed.
+        run_start: first buffer positions, increasing.
+        run_length: tokens of each run, at least 1.
+        run_attach: the buffer position, in an earlier run, that the run continues; -1 for a root.
+        last: the buffer position of every trajectory's last token, -1 for an empty one.
 
     Runs that attach to the same position must start with different tokens or keys: nothing is merged here.
 

@@ -1,20 +1,29 @@
-"""Build a token tree from rows of token ids: sort, compare neighbours, keep each row's new tokens.
+"""Build a token tree from rows of token ids, or read it from a file of trees.
+
+Rows are sorted and compared with their neighbours; each row adds its new tokens.
 
 In sorted order, no earlier row shares a longer prefix with a row than its predecessor does, so one comparison finds the
 shared prefix. The rest of the row is one run of tokens, attached where the shared prefix ends; `assemble` lays out the
 runs.
 """
 
+import os
 from array import array
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int32, Int64
 from numpy.typing import NDArray
 
-from treetrain.data.trajectory import MAX_TOKEN_ID, Trajectory
+from treetrain.data.chat import ChatReader
+from treetrain.data.formats.nodes import Forest, content_of, forests_of, weighted_messages
+from treetrain.data.load import check_positions, check_vocabulary
+from treetrain.data.records import Notes, ReadSettings, read_records
+from treetrain.data.trajectory import MAX_TOKEN_ID, PER_TOKEN_FACTS, Trajectory
 from treetrain.errors import DataError, quoted
 from treetrain.tree.assemble import Int32s, Int64s, assemble
+from treetrain.tree.nodes import Count, Node, NodeTrajectory
 from treetrain.tree.token_tree import TokenTree
 
 _BLOCK = 1 << 18  # tokens compared at once: bounds the temporaries, and fits the cache
@@ -22,7 +31,9 @@ _BLOCK = 1 << 18  # tokens compared at once: bounds the temporaries, and fits th
 Row = Trajectory | Sequence[int] | NDArray[Any]
 
 
-def build_tree(sequences: Sequence[Row], *, merge: bool = True, apart: Int64s | None = None) -> TokenTree:
+def build_tree(
+    sequences: Sequence[Row], *, merge: bool = True, apart: Int64[np.ndarray, "K"] | None = None
+) -> TokenTree:
     """Merge rows into one prefix forest: each shared prefix is stored once.
 
     Args:
@@ -30,7 +41,7 @@ def build_tree(sequences: Sequence[Row], *, merge: bool = True, apart: Int64s | 
             that are prefixes of other rows, empty rows and rows of one token are allowed.
             Trajectories with different `key` share no token; tokens with different recorded `experts` are not merged.
         merge: False keeps every row as a separate tree, as in the linear baseline.
-        apart: int64 [K], from 0: rows with different numbers share no token.
+        apart: rows with different numbers (from 0) share no token.
 
     Raises:
         DataError: an id that is negative, above int32 or not an integer; recorded experts of different shapes. The
@@ -154,13 +165,12 @@ def _key_ranks(rows: Sequence[Trajectory | None], apart: Int64s | None) -> Int64
 
 
 def _name_by_experts(
-    rows: Sequence[Trajectory | None], ids: Int32s, lengths: Int64s
+    rows: Sequence[Trajectory | None], ids: Int32[np.ndarray, "flat"], lengths: Int64[np.ndarray, "K"]
 ) -> tuple[Int32s, Int32s, NDArray[np.int16]]:
     """Number every distinct pair of a token id and its recorded experts (-1 where none are recorded).
 
     Args:
-        ids: int32 [flat], the rows concatenated.
-        lengths: int64 [K].
+        ids: the rows concatenated.
 
     Returns:
         names: int32 [flat], the number of every token.
@@ -199,12 +209,11 @@ def _name_by_experts(
     return names.reshape(-1).astype(np.int32), ids[at], choices[at]
 
 
-def shared_prefixes(flat: Int32s, length: Int64s) -> Int64s:
+def shared_prefixes(flat: Int32[np.ndarray, "B"], length: Int64[np.ndarray, "K"]) -> Int64s:
     """Number of leading tokens that each row shares with the row before it.
 
     Args:
-        flat: int32 [B], the rows concatenated.
-        length: int64 [K].
+        flat: the rows concatenated.
     """
     count = len(length)
     shared = np.zeros(count, np.int64)
@@ -242,3 +251,102 @@ def _attach_points(start: Int64s, shared: Int64s) -> Int64s:
             smaller[row] = above
     owner = np.array(smaller, np.int64)
     return np.where(owner >= 0, start[owner] + shared - 1, -1) if len(values) else owner
+
+
+def holds_token_trees(path: str | os.PathLike[str]) -> bool:
+    """Whether the first record of a file of the format `nodes` has tokens, not messages, which a template renders."""
+    _, record = next(iter(read_records(path)))
+    forests = [] if isinstance(record, DataError) else forests_of(record, Notes())
+    return not any("messages" in node for forest in forests for node in forest.nodes)
+
+
+def load_tree(
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    tokenizer: Any = None,
+    chat_template: str | None = None,
+    count: Count = "per trajectory",
+    vocab_size: int | None = None,
+    max_positions: int | None = None,
+    notes: Notes | None = None,
+) -> TokenTree:
+    """Read files of the format `nodes` into one tree; equal to `build_tree` of the rows that `tt.load` reads from them.
+
+    Args:
+        path: a file or folder whose records have `nodes`, or several; see docs/data.md.
+        tokenizer: a transformers tokenizer; needed for nodes of messages only.
+        chat_template: replaces the tokenizer's own: "chatml" (built in), a file, or the template's text.
+        count: as in `TokenTree.from_nodes`.
+        vocab_size: reject token ids at or above this.
+        max_positions: reject trajectories with more tokens than this.
+        notes: receives remarks on keys that are not used.
+
+    Raises:
+        DataError: a record that cannot be used; messages that the template writes differently once others follow.
+    """
+    nodes: list[Node] = []
+    ends: list[NodeTrajectory] = []
+    chat: ChatReader | None = None
+    notes = notes or Notes()
+    paths = [path] if isinstance(path, str | os.PathLike) else list(path)
+    for place, record in (found for one in paths for found in read_records(one)):
+        notes.place = place
+        try:
+            if isinstance(record, DataError):
+                raise record
+            for forest in forests_of(record, notes):
+                if any("messages" in node for node in forest.nodes):
+                    chat = chat or ChatReader(ReadSettings(tokenizer=tokenizer, chat_template=chat_template))
+                    _tokenise(forest, chat, notes)
+                first = len(nodes)
+                for number, node in enumerate(forest.nodes):
+                    try:
+                        content = content_of(node)
+                        check_vocabulary(content.ids, vocab_size)
+                    except DataError as error:
+                        raise DataError(f"node {number}: {error}") from error
+                    facts = {name: getattr(content, name) for name in PER_TOKEN_FACTS}
+                    parent = None if node["parent"] is None else node["parent"] + first
+                    nodes.append(Node(parent, content.ids, **facts, key=content.key))
+                for number, end in enumerate(forest.ends):
+                    known = {name: end.get(name) for name in ("reward", "pair", "chosen", "episode")}
+                    known["group"] = next((end[name] for name in ("group_id", "group", "task_id") if name in end), None)
+                    known["id"] = f"{end.get('id', place)}/{number}"
+                    ends.append(NodeTrajectory(node=end["node"] + first, **known))
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from error
+    files = ", ".join(map(str, paths))
+    try:
+        tree = TokenTree.from_nodes(nodes, ends, unused="drop", count=count)
+    except DataError as error:
+        raise DataError(f"{files}: {error}") from error
+    if ends:
+        longest = int(tree.trajectory_length.argmax())
+        try:
+            check_positions(ends[longest].id, int(tree.trajectory_length[longest]), max_positions)
+        except DataError as error:
+            raise DataError(f"{files}: {error}") from error
+    return tree
+
+
+def _tokenise(forest: Forest, chat: ChatReader, notes: Notes) -> None:
+    """Give nodes of messages their ids and weights: what the text up to a node has after the text up to its parent."""
+    if not all("messages" in node for node in forest.nodes):
+        raise DataError("some nodes have tokens and some messages; give one of them")
+    said = [weighted_messages(node) for node in forest.nodes]
+    whole: dict[int, Any] = {}
+    for number in range(len(forest.nodes)):
+        for node in forest.path(number):
+            if node in whole:
+                continue
+            messages = [message for above in forest.path(node) for message in said[above]]
+            (row,) = chat({**forest.shared, "messages": messages}, notes)
+            parent = forest.nodes[node]["parent"]
+            begin = 0 if parent is None else len(whole[parent])
+            if parent is not None and not np.array_equal(row.ids[:begin], whole[parent].ids):
+                raise DataError(
+                    f"node {node}: the chat template writes the messages above it differently once its own follow; "
+                    "pass another template, e.g. chatml, or read the file with tt.load"
+                )
+            whole[node] = row
+            forest.nodes[node] |= {"ids": row.ids[begin:].tolist(), "loss_weights": row.weights[begin:].tolist()}

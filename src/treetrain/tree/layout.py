@@ -1,13 +1,14 @@
-"""The tokens of a tree that a forward computes, their predictions (edges), and pieces of both."""
+"""The tokens of a tree that a forward computes, their predictions (edges), pieces of both, and how far tokens see."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Int64
 from numpy.typing import NDArray
 
 from treetrain.tree.assemble import Int64s, ranges
-from treetrain.tree.stats import needed_tokens
 from treetrain.tree.token_tree import TokenTree
 
 Bools = NDArray[np.bool_]
@@ -20,30 +21,29 @@ class PackedLayout:
     A row here is a position whose hidden state predicts a token.
     """
 
-    input_ids: Int64s
-    """int64 [M]."""
-    positions: Int64s
-    """int64 [M]: depth in the tree (rotary position); a piece below other tokens starts above 0."""
-    parent: Int64s
-    """int64 [M]: the token before it on its path; -1 if that is not in this layout."""
-    ends: Int64s
-    """int64 [M]: subtree ends; token i sees token j when j <= i < ends[j]."""
-    tree_index: Int64s
-    """int64 [M]: tree index of each token."""
-    segment_start: Int64s
-    """int64 [S + 1]: starts of the maximal runs without a fork."""
-    segment_parent: Int64s
-    """int64 [S]: -1 at roots."""
-    edge_rows: Int64s
-    """int64 [E], ascending: the position whose hidden state predicts the edge's token."""
-    edge_targets: Int64s
-    """int64 [E]: the predicted token ids."""
-    edge_tokens: Int64s
-    """int64 [E]: tree index of the predicted token."""
-    rows: Int64s
-    """int64 [R], ascending: the positions with an edge; the LM head runs only on these."""
-    edge_row_index: Int64s
-    """int64 [E]: index into `rows`."""
+    input_ids: Int64[np.ndarray, "M"]
+    positions: Int64[np.ndarray, "M"]
+    """Depth in the tree (rotary position); a piece below other tokens starts above 0."""
+    parent: Int64[np.ndarray, "M"]
+    """The token before it on its path; -1 if that is not in this layout."""
+    ends: Int64[np.ndarray, "M"]
+    """Subtree ends; token i sees token j when j <= i < ends[j]."""
+    tree_index: Int64[np.ndarray, "M"]
+    """Tree index of each token."""
+    segment_start: Int64[np.ndarray, "_"]
+    """S + 1 entries: starts of the maximal runs without a fork."""
+    segment_parent: Int64[np.ndarray, "S"]
+    """-1 at roots."""
+    edge_rows: Int64[np.ndarray, "E"]
+    """Ascending: the position whose hidden state predicts the edge's token."""
+    edge_targets: Int64[np.ndarray, "E"]
+    """The predicted token ids."""
+    edge_tokens: Int64[np.ndarray, "E"]
+    """Tree index of the predicted token."""
+    rows: Int64[np.ndarray, "R"]
+    """Ascending: the positions with an edge; the LM head runs only on these."""
+    edge_row_index: Int64[np.ndarray, "E"]
+    """Index into `rows`."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,29 +65,29 @@ class Piece(NamedTuple):
     """Some tokens of a layout as a layout of their own."""
 
     layout: PackedLayout
-    edges: Int64s
-    """int64 [e]: indices of these edges in the whole layout."""
-    rows: Int64s
-    """int64 [r]: indices of these rows in the whole layout."""
+    edges: Int64[np.ndarray, "e"]
+    """Indices of these edges in the whole layout."""
+    rows: Int64[np.ndarray, "r"]
+    """Indices of these rows in the whole layout."""
 
 
 class FlatReads(NamedTuple):
     """The T used flat predictions and the edge that each reads, trajectory by trajectory."""
 
-    edges: Int64s
-    """int64 [T]: the edge that each used prediction reads."""
-    index: Int64s
-    """int64 [T]: their indices in the concatenation of the trajectories' (L_k - 1) predictions."""
+    edges: Int64[np.ndarray, "T"]
+    """The edge that each used prediction reads."""
+    index: Int64[np.ndarray, "T"]
+    """Their indices in the concatenation of the trajectories' (L_k - 1) predictions."""
     total: int
     """Length of that concatenation (an empty trajectory adds 0)."""
 
 
-def pack(tree: TokenTree, predicted: Bools | None = None, *, trim: bool = True) -> PackedLayout:
+def pack(tree: TokenTree, predicted: Bool[np.ndarray, "N"] | None = None, *, trim: bool = True) -> PackedLayout:
     """Lay out the tokens of a tree that must be computed.
 
     Args:
         tree: N unique tokens.
-        predicted: bool [N]: whether the prediction of each token is wanted (roots have none and are ignored).
+        predicted: whether the prediction of each token is wanted (roots have none and are ignored).
             None wants all of them.
         trim: keep only tokens that a wanted prediction depends on (its predecessor and the path above that);
             False keeps every tree token.
@@ -116,14 +116,14 @@ def pack(tree: TokenTree, predicted: Bools | None = None, *, trim: bool = True) 
     )
 
 
-def pack_states(tree: TokenTree, wanted: Bools | None = None) -> PackedLayout:
+def pack_states(tree: TokenTree, wanted: Bool[np.ndarray, "N"] | None = None) -> PackedLayout:
     """Lay out a whole tree to read tokens' own hidden states instead of predictions.
 
     Edges go from tokens to themselves: edge and row e stand for the e-th wanted token, and its id is the target.
 
     Args:
         tree: N unique tokens, all of which are computed.
-        wanted: bool [N]: tokens whose states are read; None means all.
+        wanted: tokens whose states are read; None means all.
     """
     at = np.arange(tree.num_tokens) if wanted is None else np.flatnonzero(wanted)
     return _layout(
@@ -138,11 +138,11 @@ def pack_states(tree: TokenTree, wanted: Bools | None = None) -> PackedLayout:
     )
 
 
-def cut(layout: PackedLayout, tokens: Int64s) -> Piece:
+def cut(layout: PackedLayout, tokens: Int64[np.ndarray, "m"]) -> Piece:
     """Select some tokens of a layout and the edges they predict, in the same order.
 
     Args:
-        tokens: int64 [m], ascending.
+        tokens: positions in the layout, ascending.
     """
     place = np.full(layout.num_tokens + 1, -1, np.int64)
     place[tokens] = np.arange(len(tokens))
@@ -177,11 +177,11 @@ def _layout(*, parent: Int64s, edge_rows: Int64s, **arrays: Int64s) -> PackedLay
     )
 
 
-def flat_reads(tree: TokenTree, layout: PackedLayout, used: Bools) -> FlatReads:
+def flat_reads(tree: TokenTree, layout: PackedLayout, used: Bool[np.ndarray, "flat"]) -> FlatReads:
     """Find the edge that each used prediction of each trajectory reads.
 
     Args:
-        used: bool [flat], over the concatenated trajectories' tokens (entry 0 of each is ignored);
+        used: over the concatenated trajectories' tokens (entry 0 of each is ignored);
             each used prediction's edge must be in the layout.
     """
     offsets, index = tree.paths()
@@ -201,11 +201,11 @@ def flat_reads(tree: TokenTree, layout: PackedLayout, used: Bools) -> FlatReads:
     )
 
 
-def segments(parent: Int64s) -> tuple[Int64s, Int64s]:
+def segments(parent: Int64[np.ndarray, "M"]) -> tuple[Int64s, Int64s]:
     """Split a forest in pre-order into maximal runs without a fork: (start int64 [S + 1], parent segment int64 [S]).
 
     Args:
-        parent: int64 [M], each token's parent, -1 at roots.
+        parent: each token's parent, -1 at roots.
     """
     count = len(parent)
     children = np.bincount(parent + 1, minlength=count + 1)[1:]
@@ -214,3 +214,67 @@ def segments(parent: Int64s) -> tuple[Int64s, Int64s]:
     of = np.cumsum(opens) - 1
     before = parent[start]
     return np.append(start, count), np.where(before >= 0, of[before], -1)
+
+
+def needed_tokens(tree: TokenTree, edges: Int64s) -> Bool[np.ndarray, "N"]:
+    """Tokens at or above the predecessor of an edge (an edge is given by its predicted token)."""
+    reads = np.zeros(tree.num_tokens + 1, np.int64)
+    reads[tree.parent[edges] + 1] = 1
+    reads = np.cumsum(reads)
+    return reads[tree.end] > reads[:-1]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRange:
+    """The tokens of its path that a token sees: all of them, a sliding window, or its chunk. It always sees itself.
+
+    Distances are counted along the path, so a window or chunk across a fork or a part boundary covers the same tokens
+    as in the separate row.
+    """
+
+    window: int | None = None
+    """A token at depth d sees depths above d - window."""
+    chunk: int | None = None
+    """A token at depth d sees depths from (d // chunk) * chunk on."""
+
+    def __post_init__(self) -> None:
+        sizes = [size for size in (self.window, self.chunk) if size is not None]
+        if len(sizes) > 1 or any(size < 1 for size in sizes):
+            raise ValueError(f"{self}: give one size of at least 1, or none")
+
+    def lowest(self, depth: Any) -> Any:
+        """The smallest depth visible from each depth; takes and returns an integer array or tensor."""
+        if self.window is not None:
+            return (depth - (self.window - 1)).clip(0)
+        if self.chunk is not None:
+            return depth // self.chunk * self.chunk
+        return depth * 0
+
+    def seen(self, depth: Any) -> Any:
+        """Number of tokens visible from each depth, the token itself included."""
+        return depth - self.lowest(depth) + 1
+
+    def __str__(self) -> str:
+        if self.window is not None:
+            return f"a window of {self.window}"
+        return "full attention" if self.chunk is None else f"chunks of {self.chunk}"
+
+
+FULL = AttentionRange()
+
+Pairs = int | Mapping[AttentionRange, int]
+"""Visible pairs per head and layer: one number for full attention, or a number per range."""
+
+
+def pairs_at(depth: Int64s, ranges: Sequence[AttentionRange] = (FULL,)) -> Pairs:
+    """Visible pairs of tokens at these depths of their paths: a number for full attention alone, else by range."""
+    pairs = {each: int(each.seen(depth).sum(dtype=np.int64)) for each in ranges}
+    return pairs[FULL] if tuple(ranges) == (FULL,) else pairs
+
+
+def pairs_of_rows(lengths: Int64s, ranges: Sequence[AttentionRange] = (FULL,)) -> Pairs:
+    """Visible pairs of separate rows of these lengths."""
+    # A row's pairs depend on its length alone, so a running sum over depths is enough.
+    depth = np.arange(int(lengths.max(initial=0)))
+    pairs = {each: int(np.append(0, np.cumsum(each.seen(depth)))[lengths].sum()) for each in ranges}
+    return pairs[FULL] if tuple(ranges) == (FULL,) else pairs

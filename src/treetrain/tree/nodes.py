@@ -2,20 +2,30 @@
 
 Nothing is flattened. Nodes are checked one by one and inserted into a set of runs of tokens, which `assemble` lays out
 like the rows of `build_tree`. Sums over the trajectories through a node are computed on the tree of nodes.
+
+The rows through each node are merged into a few trained predictions, without building any row.
+
+All rows through a node share the node's weights and facts; only a row's own advantage (NodeTrajectory) may differ. So
+the rows through a node form at most four sets: rows that use the node's advantages, and rows with an own advantage
+below, at and above 0. Each set gives one prediction per trained token of the node, where S is the sum of the rows'
+shares and A the share-weighted mean of their advantages. Then sum_k share_k x(l, A_k) = S x(l, A), exactly, for every x
+that is affine in the advantage on each side of 0.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Float64, Int64
 from numpy.typing import ArrayLike, NDArray
 
 from treetrain.data.columns import GIVEN
 from treetrain.data.trajectory import PER_TOKEN_FACTS, LazyTrajectories, Trajectory, common_prefix
 from treetrain.errors import DataError
-from treetrain.tree.assemble import Int32s, Int64s, TreeArrays, assemble
+from treetrain.tree.assemble import Int32s, Int64s, TreeArrays, assemble, ranges
 
 Float64s = NDArray[np.float64]
 Count = Literal["per trajectory", "once"]
@@ -92,10 +102,10 @@ class NodeRows(LazyTrajectories):
     """Index of each trajectory's last node."""
     owner: list[int]
     """With count="once", the first trajectory through each node, which counts its tokens; else empty."""
-    tree_index: Int64s
-    """int64 [T]: tree index of every token of the nodes, concatenated over nodes."""
-    depth: Int64s
-    """int64 [T]: depth of these tokens."""
+    tree_index: Int64[np.ndarray, "T"]
+    """Tree index of every token of the nodes, concatenated over nodes."""
+    depth: Int64[np.ndarray, "T"]
+    """Depth of these tokens."""
     tree_tokens: int
     """Tokens of the tree."""
 
@@ -135,19 +145,19 @@ class NodeRows(LazyTrajectories):
         return path[::-1]
 
     @cached_property
-    def place(self) -> Int64s:
-        """int64 [T]: the node of every token."""
+    def place(self) -> Int64[np.ndarray, "T"]:
+        """The node of every token."""
         return np.repeat(np.arange(len(self.contents)), np.array([len(part) for part in self.contents], np.int64))
 
     @cached_property
-    def weights(self) -> Float64s:
-        """[T]: loss weight of every token; 0 at a root, which is never predicted."""
+    def weights(self) -> Float64[np.ndarray, "T"]:
+        """Loss weight of every token; 0 at a root, which is never predicted."""
         given = [np.ones(len(part)) if part.loss_weights is None else part.loss_weights for part in self.contents]
         return np.where(self.depth > 0, np.concatenate([np.zeros(0), *given]), 0.0)
 
     @cached_property
-    def is_trained(self) -> NDArray[np.bool_]:
-        """bool [n]: nodes with a loss weight."""
+    def is_trained(self) -> Bool[np.ndarray, "n"]:
+        """Nodes with a loss weight."""
         return np.bincount(self.place, self.weights != 0, minlength=len(self.contents)) > 0
 
     def trained_edges(self, rows: NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
@@ -159,8 +169,8 @@ class NodeRows(LazyTrajectories):
         deepest[self.place[trained]] = self.depth[trained]  # the last write wins, so the deepest is kept
         return uses, self.along_rows(deepest, max).astype(np.int64) * rows
 
-    def sum_over_rows(self, per_row: NDArray[Any]) -> Float64s:
-        """[n]: for each node, the sum of `per_row` over the trajectories that count its tokens."""
+    def sum_over_rows(self, per_row: NDArray[Any]) -> Float64[np.ndarray, "n"]:
+        """For each node, the sum of `per_row` over the trajectories that count its tokens."""
         if self.owner:
             return per_row[np.array(self.owner, np.int64)].astype(np.float64)
         total = np.bincount(np.array(self.ends, np.int64), weights=per_row, minlength=len(self.parents)).tolist()
@@ -169,8 +179,8 @@ class NodeRows(LazyTrajectories):
                 total[self.parents[node]] += total[node]
         return np.array(total, np.float64)
 
-    def along_rows(self, per_node: NDArray[Any], join: Callable[[Any, Any], Any]) -> Float64s:
-        """[K]: for each trajectory, `per_node` joined over the nodes whose tokens it counts; 0 if it counts none."""
+    def along_rows(self, per_node: NDArray[Any], join: Callable[[Any, Any], Any]) -> Float64[np.ndarray, "K"]:
+        """For each trajectory, `per_node` joined over the nodes whose tokens it counts; 0 if it counts none."""
         joined = per_node.tolist()
         for node, above in enumerate(self.parents):
             # The nodes that a trajectory owns form the end of its path.
@@ -345,3 +355,134 @@ def _insert(contents: Sequence[Int32s], parents: list[int], keys: list[Hashable]
     return _Runs(
         buffer, begins, np.array(stop, np.int64) - begins, np.array(attach, np.int64), last, np.concatenate(position)
     )
+
+
+Reduction = Literal["token", "trajectory"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MergedPredictions:
+    """T predictions with a loss weight, each for all rows that share it and its facts."""
+
+    reduction: Reduction
+    """How shares are computed: "token", or "trajectory", which divides a row's weights by their sum."""
+    tokens: Int64[np.ndarray, "T"]
+    """Ascending: tree index of the predicted token. A token may occur several times."""
+    shares: Float64[np.ndarray, "T"]
+    """Total weight of the rows in the loss's sum; never 0."""
+    facts: Mapping[str, Float64s]
+    """[T] each, by name; advantages are share-weighted means over the rows. Without those that a trained row lacks."""
+    normaliser: float
+    """The sum of the shares ("token"), or the number of rows with a weight above 0 ("trajectory")."""
+    num_trained: int
+    """The number of rows with a weight above 0."""
+    lacking: Mapping[str, str]
+    """Name of a fact -> the first node trained without it ("node 7")."""
+    negative: str | None
+    """The first loss weight below 0 ("node 7: loss_weights[0] = -1"); None if there is none."""
+
+    def __len__(self) -> int:
+        """T."""
+        return len(self.tokens)
+
+    def reads(self, edge_tokens: Int64[np.ndarray, "E"]) -> tuple[Int64s, Int64s]:
+        """Find the predictions that read the given edges, of a layout or of a piece of one.
+
+        Args:
+            edge_tokens: the predicted token of each edge, all different.
+
+        Returns:
+            edges: int64 [t], ascending, 0 to E - 1: the edge that each of t predictions reads.
+            index: int64 [t], 0 to T - 1: indices of these predictions.
+        """
+        first = np.searchsorted(self.tokens, edge_tokens)
+        count = np.searchsorted(self.tokens, edge_tokens, side="right") - first
+        return np.repeat(np.arange(len(edge_tokens)), count), ranges(first, count)
+
+
+def merge(rows: NodeRows, reduction: Reduction) -> MergedPredictions:
+    """See TokenTree.merged."""
+    if reduction not in ("token", "trajectory"):
+        raise ValueError(f"reduction is {reduction!r}; allowed are 'token', 'trajectory'")
+    if rows.owner and reduction == "trajectory":
+        raise ValueError("tokens count once (count='once'), so they have no mean over trajectories; reduce by 'token'")
+    negative = _negative(rows)
+    if negative is not None and reduction == "trajectory":
+        raise DataError(
+            f"{negative}, but a mean over each trajectory needs weights of 0 or more; put signs into advantages and "
+            'use the reinforce loss, or use reduction="token" and give the normaliser of the step yourself'
+        )
+    totals = rows.along_rows(np.bincount(rows.place, rows.weights, minlength=len(rows.contents)), operator.add)
+    per_row = np.ones(len(totals))
+    if reduction == "trajectory":
+        per_row = np.divide(1.0, totals, out=np.zeros(len(totals)), where=totals > 0)
+    own = np.array([np.nan if row.advantages is None else row.advantages for row in rows.rows], np.float64)
+    lacking = _lacking(rows, own)
+    facts = {name: _on_tokens(rows, name) for name in GIVEN if name not in lacking}
+
+    trained = np.flatnonzero(rows.weights)
+    node = rows.place[trained]
+    none = np.zeros(0)
+    parts = [(trained[:0], none, none)]
+    for members in (np.isnan(own), own < 0, own == 0, own > 0):
+        if not members.any():
+            continue
+        share = rows.sum_over_rows(np.where(members, per_row, 0.0))
+        at, here = trained[share[node] > 0], node[share[node] > 0]
+        if np.isnan(own[members][0]):
+            advantage = facts["advantages"][at] if "advantages" in facts else none
+        else:
+            advantage = rows.sum_over_rows(np.where(members, per_row * own, 0.0))[here] / share[here]
+        parts.append((at, rows.weights[at] * share[here], advantage))
+    at, shares, advantages = (np.concatenate(column) for column in zip(*parts))
+    order = np.argsort(rows.tree_index[at], kind="stable")
+    at, shares = at[order], shares[order]
+    facts = {name: values[at] for name, values in facts.items()}
+    if "advantages" not in lacking:
+        facts["advantages"] = advantages[order]
+    return MergedPredictions(
+        reduction=reduction,
+        tokens=rows.tree_index[at],
+        shares=shares,
+        facts=facts,
+        normaliser=float(shares.sum() if reduction == "token" else (totals > 0).sum()),
+        num_trained=int((totals > 0).sum()),
+        lacking=lacking,
+        negative=negative,
+    )
+
+
+def _on_tokens(rows: NodeRows, name: str) -> Float64[np.ndarray, "T"]:
+    """A fact of the nodes' tokens, concatenated over nodes; 0 on nodes without it."""
+    given = [getattr(part, name) for part in rows.contents]
+    blank = [np.zeros(len(part)) if fact is None else fact for part, fact in zip(rows.contents, given)]
+    return np.concatenate([np.zeros(0), *blank])
+
+
+def _negative(rows: NodeRows) -> str | None:
+    if not (rows.weights < 0).any():
+        return None
+    at = int((rows.weights < 0).argmax())
+    place = int(rows.place[at])
+    entry = at - int(np.searchsorted(rows.place, place))
+    return f"node {rows.numbers[place]}: loss_weights[{entry}] = {rows.weights[at]:g}"
+
+
+def _lacking(rows: NodeRows, own: Float64[np.ndarray, "K"]) -> dict[str, str]:
+    """For every fact that a trained row lacks, the first node without it.
+
+    Args:
+        own: the rows' own advantages, NaN for rows that use the nodes'.
+    """
+    lacking = {}
+    for name in GIVEN:
+        misses = rows.is_trained & np.array([getattr(part, name) is None for part in rows.contents], bool)
+        if name == "advantages":
+            misses &= rows.sum_over_rows(np.isnan(own)) > 0
+        if misses.any():
+            node = int(misses.argmax())
+            lacking[name] = f"node {rows.numbers[node]}"
+            if name == "advantages" and not np.isnan(own).all():
+                row = next(k for k in np.flatnonzero(np.isnan(own)).tolist() if node in rows.path(k))
+                lacking[name] += f" (of trajectory number {row}, counted from 0)"
+    return lacking

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from jaxtyping import Bool, Int64
 from numpy.typing import NDArray
 
-from treetrain.tree.assemble import Int64s
-from treetrain.tree.attention_range import FULL, AttentionRange, Pairs, pairs_at, pairs_of_rows
+from treetrain.tree.layout import FULL, AttentionRange, Pairs, needed_tokens, pairs_at, pairs_of_rows
 from treetrain.tree.token_tree import TokenTree
 
 Bools = NDArray[np.bool_]
@@ -82,7 +82,7 @@ def tree_stats(tree: TokenTree, shape: FlopCounter | None = None) -> TreeStats:
 
     Args:
         tree: the batch.
-        shape: the model's shape (`ModelShape`, or anything that counts FLOPs); None leaves the FLOP speed-ups out.
+        shape: the model's counts (`ModelCounts`, or anything that counts FLOPs); None leaves the FLOP speed-ups out.
     """
     flat, unique = tree.num_flat_tokens, tree.num_tokens
     children = np.bincount(tree.parent[tree.parent >= 0], minlength=unique)
@@ -130,13 +130,15 @@ def ideal_speedup(tree: TokenTree, shape: FlopCounter, *, dedup: bool = False) -
     return shape.flops(*linear_work(tree, ranges, rows)) / ours if ours else 1.0
 
 
-def tree_work(tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,), among: Bools | None = None) -> Work:
+def tree_work(
+    tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,), among: Bool[np.ndarray, "N"] | None = None
+) -> Work:
     """The work of the tree in one packed pass: each token that a trained prediction depends on, once.
 
     Args:
         tree: the batch.
         ranges: how far the model's layers see, each once.
-        among: bool [N]; count only these tokens. None counts all.
+        among: count only these tokens. None counts all.
     """
     uses, _ = tree.trained_edges()
     edges = np.flatnonzero(uses)
@@ -149,20 +151,22 @@ def tree_work(tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,), among
     return Work(int(kept.sum()), pairs, int(predicts.sum()))
 
 
-def linear_work(tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,), rows: Bools | None = None) -> Work:
+def linear_work(
+    tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,), rows: Bool[np.ndarray, "K"] | None = None
+) -> Work:
     """The work of the linear baseline: every trajectory up to the token that predicts its last trained token.
 
     Args:
         tree: the batch.
         ranges: how far the model's layers see, each once.
-        rows: bool [K]; count only these trajectories. None counts all.
+        rows: count only these trajectories. None counts all.
     """
     uses, length = tree.trained_edges(rows)
     return Work(int(length.sum()), pairs_of_rows(length, ranges), int(uses.sum()))
 
 
-def distinct_rows(tree: TokenTree) -> Bools:
-    """bool [K]: marks one non-empty trajectory per distinct token sequence, the one trained furthest."""
+def distinct_rows(tree: TokenTree) -> Bool[np.ndarray, "K"]:
+    """Marks one non-empty trajectory per distinct token sequence, the one trained furthest."""
     _, deepest = tree.trained_edges()
     order = np.lexsort((-deepest, tree.trajectory_last))
     last = tree.trajectory_last[order]
@@ -171,19 +175,11 @@ def distinct_rows(tree: TokenTree) -> Bools:
     return mark
 
 
-def trajectories_through(tree: TokenTree) -> Int64s:
-    """int64 [N]: number of trajectories through each token."""
+def trajectories_through(tree: TokenTree) -> Int64[np.ndarray, "N"]:
+    """Number of trajectories through each token."""
     ends = np.bincount(tree.trajectory_last[tree.trajectory_last >= 0] + 1, minlength=tree.num_tokens + 1)
     before = np.cumsum(ends)
     return before[tree.end] - before[:-1]
-
-
-def needed_tokens(tree: TokenTree, edges: Int64s) -> Bools:
-    """bool [N]: tokens at or above the predecessor of an edge (an edge is given by its predicted token)."""
-    reads = np.zeros(tree.num_tokens + 1, np.int64)
-    reads[tree.parent[edges] + 1] = 1
-    reads = np.cumsum(reads)
-    return reads[tree.end] > reads[:-1]
 
 
 def _most_on_a_path(tree: TokenTree, marked: Bools) -> int:

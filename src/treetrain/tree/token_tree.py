@@ -6,12 +6,12 @@ from functools import cached_property
 from typing import Literal, Self
 
 import numpy as np
+from jaxtyping import Bool, Int16, Int32, Int64
 from numpy.typing import NDArray
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.tree.assemble import Int32s, Int64s
-from treetrain.tree.merged import MergedPredictions, Reduction, merge
-from treetrain.tree.nodes import Count, Node, NodeRows, NodeTrajectory, grow
+from treetrain.tree.assemble import Int64s
+from treetrain.tree.nodes import Count, MergedPredictions, Node, NodeRows, NodeTrajectory, Reduction, grow, merge
 
 Bools = NDArray[np.bool_]
 
@@ -29,26 +29,26 @@ class TokenTree:
                          end       6  6  6  5  5  6
     """
 
-    tokens: Int32s
-    """int32 [N]: token ids."""
-    parent: Int64s
-    """int64 [N]: the token before it on its path; -1 at roots."""
-    depth: Int32s
-    """int32 [N]: number of tokens before it on its path (its rotary position)."""
-    end: Int64s
-    """int64 [N]: one past the last token of its subtree."""
-    segment_start: Int64s
-    """int64 [S + 1]: segment s is tokens [segment_start[s], segment_start[s + 1]), a run without a fork."""
-    segment_parent: Int64s
-    """int64 [S]: the segment whose last token it continues; -1 at roots."""
-    trajectory_last: Int64s
-    """int64 [K]: each trajectory's last token; -1 for an empty one."""
-    trajectory_length: Int64s
-    """int64 [K]: tokens of each trajectory."""
+    tokens: Int32[np.ndarray, "N"]
+    """Token ids."""
+    parent: Int64[np.ndarray, "N"]
+    """The token before it on its path; -1 at roots."""
+    depth: Int32[np.ndarray, "N"]
+    """Number of tokens before it on its path (its rotary position)."""
+    end: Int64[np.ndarray, "N"]
+    """One past the last token of its subtree."""
+    segment_start: Int64[np.ndarray, "_"]
+    """S + 1 entries: segment s is tokens [segment_start[s], segment_start[s + 1]), a run without a fork."""
+    segment_parent: Int64[np.ndarray, "S"]
+    """The segment whose last token it continues; -1 at roots."""
+    trajectory_last: Int64[np.ndarray, "K"]
+    """Each trajectory's last token; -1 for an empty one."""
+    trajectory_length: Int64[np.ndarray, "K"]
+    """Tokens of each trajectory."""
     rows: Sequence[Trajectory | None] | NodeRows = field(repr=False)
     """The K trajectories with their facts, None for a row given as ids only; `NodeRows` for a tree made from nodes."""
-    experts: NDArray[np.int16] | None = field(default=None, repr=False)
-    """int16 [N, layers, k]: recorded experts of each token, -1 where the router chooses; None if none were recorded."""
+    experts: Int16[np.ndarray, "N layers k"] | None = field(default=None, repr=False)
+    """Recorded experts of each token, -1 where the router chooses; None if none were recorded."""
 
     @classmethod
     def from_nodes(
@@ -121,16 +121,18 @@ class TokenTree:
         ids = self.tokens
         return [Trajectory(ids[self.path(k)]) if row is None else row for k, row in enumerate(self.rows)]
 
-    def path(self, number: int) -> Int64s:
-        """int64 [L_k]: tree indices of one trajectory, from its first token to its last."""
+    def path(self, number: int) -> Int64[np.ndarray, "L_k"]:
+        """Tree indices of one trajectory, from its first token to its last."""
         return path_to(int(self.trajectory_last[number]), self.segment_start, self.segment_parent)
 
-    def climb(self, tokens: Int64s, depth: Int64s | int = 0) -> Iterator[tuple[Int64s, Int64s]]:
+    def climb(
+        self, tokens: Int64[np.ndarray, "k"], depth: Int64[np.ndarray, "k"] | int = 0
+    ) -> Iterator[tuple[Int64s, Int64s]]:
         """Go from tokens up their paths, all at once, one segment per step.
 
         Args:
-            tokens: int64 [k]; -1 is skipped.
-            depth: int64 [k]: stop at the segment that holds this depth; 0 goes to the root.
+            tokens: -1 is skipped.
+            depth: stop at the segment that holds this depth; 0 goes to the root.
 
         Yields:
             Indices of the tokens that have not stopped, and the current segment of each.
@@ -162,8 +164,8 @@ class TokenTree:
         return offsets, np.cumsum(index, out=index)
 
     @cached_property
-    def trained_predictions(self) -> Bools:
-        """bool [flat]: tokens whose prediction has a loss weight, over the concatenated trajectories."""
+    def trained_predictions(self) -> Bool[np.ndarray, "flat"]:
+        """Tokens whose prediction has a loss weight, over the concatenated trajectories."""
         trained = np.ones(self.num_flat_tokens, bool)
         start = np.cumsum(self.trajectory_length) - self.trajectory_length
         for first, length, row in zip(start.tolist(), self.trajectory_length.tolist(), self.rows, strict=True):
@@ -172,11 +174,11 @@ class TokenTree:
         trained[start[self.trajectory_length > 0]] = False
         return trained
 
-    def trained_edges(self, rows: Bools | None = None) -> tuple[Int64s, Int64s]:
+    def trained_edges(self, rows: Bool[np.ndarray, "K"] | None = None) -> tuple[Int64s, Int64s]:
         """Count the trained predictions of the tree, without flattening a tree made from nodes.
 
         Args:
-            rows: bool [K], the trajectories that count; None counts all (and is cached).
+            rows: the trajectories that count; None counts all (and is cached).
 
         Returns:
             uses: int64 [N], how many trajectories train the prediction of each token (0 at roots).
@@ -222,8 +224,8 @@ class TokenTree:
         return {}
 
 
-def path_to(token: int, segment_start: Int64s, segment_parent: Int64s) -> Int64s:
-    """int64 [depth + 1]: the tokens from the root to `token`; empty for -1. Segments are a tree's or a layout's."""
+def path_to(token: int, segment_start: Int64s, segment_parent: Int64s) -> Int64[np.ndarray, "_"]:
+    """Depth + 1 entries: the tokens from the root to `token`; empty for -1. Segments are a tree's or a layout's."""
     pieces, stop = [np.zeros(0, np.int64)], token + 1
     segment = int(np.searchsorted(segment_start, token, side="right")) - 1
     while segment >= 0:

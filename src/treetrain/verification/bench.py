@@ -27,9 +27,9 @@ from treetrain.engine.packed import PackedRun, model_device
 from treetrain.errors import UnsupportedModel
 from treetrain.losses.losses import sft
 from treetrain.models.capability import Capabilities, check_model
-from treetrain.planning.budget import Bytes
+from treetrain.planning.cost import CostModel, budget_share
+from treetrain.planning.make import Bytes
 from treetrain.planning.plan import Plan
-from treetrain.planning.price import CostModel, budget_share
 from treetrain.tree.build import Row, as_tree, build_tree
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.stats import ideal_speedup

@@ -30,12 +30,12 @@ def measured_links() -> dict[str, float]:
     figures: dict[str, float] = {"node_ranks": local, "link_efficiency": 1.0}
     if local > 1:
         own, _ = dist.new_subgroups(local)
-        fixed, speed, slower = _links_within(own)
+        fixed, speed, slower = _links_within(own)  # type: ignore[arg-type]
         figures |= {"link_bandwidth": speed, "network_bandwidth": speed, "reduce_scatter": slower}
         figures |= {"collective_seconds": fixed / 2, "link_seconds": fixed / 2 / (local - 1)}
     if size > local:
         groups = [dist.new_group(list(range(first, size, local))) for first in range(local)]
-        fixed, speed, slower = _links_within(groups[rank % local])
+        fixed, speed, slower = _links_within(groups[rank % local])  # type: ignore[arg-type]
         step = max(fixed - figures.get("collective_seconds", 0.0), 0.0) / (size // local - 1)
         figures = {"link_bandwidth": speed, "reduce_scatter": slower, "collective_seconds": 0.0} | figures
         figures |= {"network_bandwidth": speed, "network_seconds": step}

@@ -26,7 +26,7 @@ from treetrain.errors import UnsupportedModel
 from treetrain.losses.losses import sft
 from treetrain.models.capability import check_model
 from treetrain.models.tree_mode import replaced_forward
-from treetrain.planning.budget import Bytes
+from treetrain.planning.make import Bytes
 from treetrain.tree.build import Row, as_tree, build_tree
 from treetrain.tree.token_tree import TokenTree
 
