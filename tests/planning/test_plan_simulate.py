@@ -177,6 +177,18 @@ def test_a_split_that_does_not_fit_says_how_many_bytes_are_needed():
     assert isinstance(shards, Refused) and "the smallest plan of this batch" in shards.reason
 
 
+def test_the_engine_runs_data_and_context_parallel_together_and_tensor_parallel_alone():
+    runs = [Split(8), Split(8, shards=8), Split(8, shards=4), Split(8, context=2), Split(8, context=2, shards=8)]
+    runs += [Split(8, context=2, shards=2), Split(4, tensor=4), Split(4, tensor=4, expert=4)]
+    refused = [
+        Split(8, context=2, shards=4),
+        Split(8, tensor=4),
+        Split(8, tensor=2, shards=4),
+        Split(8, expert=2, shards=8),
+    ]
+    assert all(split.in_engine for split in runs) and not any(split.in_engine for split in refused)
+
+
 def test_a_thousand_ranks_are_simulated_and_idle_ones_counted():
     found = one(Split(1024, shards=8))
     assert found.idle_ranks >= 960 and math.isfinite(found.step_seconds)

@@ -66,10 +66,11 @@ class Split(NamedTuple):
 
     @property
     def in_engine(self) -> bool:
-        """Whether `TreeEngine` runs it: data parallel with FSDP2 or whole copies; context parallel; or tensor parallel,
-        with experts over the same ranks."""
-        alone = self.data == self.shards == 1 and self.expert in (1, self.tensor)
-        return (self.tensor == self.context == self.expert == 1) or (alone and 1 in (self.tensor, self.context))
+        """Whether `TreeEngine` runs it: data and context parallel, with whole weights or FSDP2 over all ranks or over
+        those of a context group; or tensor parallel alone, with experts over the same ranks."""
+        if self.tensor == self.expert == 1:
+            return self.context == 1 or self.shards in (1, self.context, self.ranks)
+        return self.data == self.context == self.shards == 1 and self.expert in (1, self.tensor)
 
     def __str__(self) -> str:
         sizes = {"data": self.data, "context": self.context, "tensor": self.tensor, "expert": self.expert}
