@@ -30,8 +30,14 @@ MIXED_PLANS = {
 }
 
 
-@pytest.mark.parametrize("reduce", ["part", "step"])
-@pytest.mark.parametrize("plans", MIXED_PLANS)
+@pytest.mark.parametrize(
+    ("plans", "reduce"),
+    [
+        pytest.param(plans, reduce, marks=() if number % 2 == (reduce == "part") else pytest.mark.slow)
+        for number, plans in enumerate(MIXED_PLANS)
+        for reduce in ("part", "step")
+    ],
+)
 def test_ranks_may_have_plans_of_different_shapes(run_on_ranks, plans, reduce) -> None:
     check(run_on_ranks, Job("fsdp", "ppo entropy", shapes=MIXED_PLANS[plans], reduce=reduce))
     check(run_on_ranks, Job("fsdp", "sft", shapes=MIXED_PLANS[plans], reduce=reduce, seed=1))
@@ -90,7 +96,7 @@ def test_kinds_of_models(run_on_ranks, kind) -> None:
     check(run_on_ranks, dataclasses.replace(job, budget=9, split="first has all"))
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_in_bfloat16_the_error_is_that_of_rows_alone(run_on_ranks, parallel) -> None:
     for shape in ("1 part", "chunks of 2"):
         errors = np.array(run_on_ranks(bfloat16_errors, parallel, 4, shape)[0])

@@ -15,8 +15,16 @@ def check(run_on_ranks, how, *, keeps=(True,), calls=1, split="round", changes=Q
     return [told["scores_first"] for told in found]
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
-@pytest.mark.parametrize("split", ["round", "halves", "first has all", "last has all"])
+def alternating(cases):
+    """Each case under one way, the next under the other; the rest are slow."""
+    return [
+        pytest.param(how, case, marks=() if number % 2 == (how == "fsdp") else pytest.mark.slow)
+        for number, case in enumerate(cases)
+        for how in ("ddp", "fsdp")
+    ]
+
+
+@pytest.mark.parametrize(("how", "split"), alternating(["round", "halves", "first has all", "last has all"]))
 def test_ranks_have_rows_of_their_own_or_none(run_on_ranks, how, split):
     for keeps in ((True,), (False,)):
         check(run_on_ranks, how, keeps=keeps, split=split)
@@ -34,8 +42,7 @@ def test_a_step_may_be_accumulated(run_on_ranks, how):
         check(run_on_ranks, how, keeps=keeps, calls=3)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_moe", "gemma3_text"])
+@pytest.mark.parametrize(("how", "family"), alternating(["qwen3_5_text", "qwen3_moe", "gemma3_text"]))
 def test_kinds_of_models(run_on_ranks, how, family):
     for keeps in ((True,), (False,)):
         check(run_on_ranks, how, keeps=keeps, changes=(family, ()), split="halves")

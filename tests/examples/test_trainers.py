@@ -88,6 +88,7 @@ def test_a_game_is_played_by_the_methods_that_trl_offers_as_tools():
     assert game.submit(numbers[0]).endswith("The end.")
 
 
+@pytest.mark.slow
 def test_dpo_in_trl_begins_at_the_reference_and_shares_its_pairs():
     trainer = trl_dpo.main(steps=2, model=load_model("tiny"))
     losses = logged(trainer, "loss")

@@ -208,9 +208,9 @@ def test_random_combs_equal_the_reference(small_bounds, dtype, tolerance):
 def test_a_comb_deeper_than_any_tile_equals_the_reference(dtype, tolerance):
     rng = np.random.default_rng(4)
     for forest in (
-        regular_comb(1400, 1, 1),
-        regular_comb(1500, 10, 5),
-        forest_from_parents(np.array(random_comb(rng, 1200, 0.1, 20))),
+        regular_comb(900, 1, 1),
+        regular_comb(1000, 10, 5),
+        forest_from_parents(np.array(random_comb(rng, 800, 0.1, 20))),
     ):
         assert blocks_in(forest, make_schedule(forest, call_pairs=8e3))
         assert max(outputs(forest, dtype, 8e3)) <= tolerance
