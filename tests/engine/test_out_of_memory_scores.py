@@ -60,18 +60,18 @@ def primitive(model, budget: int | None, **limits) -> tuple[list[int], torch.Ten
 @pytest.mark.parametrize(
     ("budget", "limits", "warned"),
     [
-        (None, {"graph": 9}, 1),
         (None, {"graph": 2}, 2),
         (None, {"graph": 5, "plain": 5}, 2),
-        (None, {"total": 6}, 2),
         (None, {"alive": 9}, 1),
-        (None, {"backward": 9}, 1),
         (None, {"backward": 2}, 1),
         (12, {"plain": 7}, 2),
-        (12, {"graph": 5}, 1),
         (12, {"total": 6}, 2),
-        (12, {"backward": 5}, 1),
         (12, {"backward_alive": 1}, 1),
+        pytest.param(None, {"graph": 9}, 1, marks=pytest.mark.slow),
+        pytest.param(None, {"total": 6}, 2, marks=pytest.mark.slow),
+        pytest.param(None, {"backward": 9}, 1, marks=pytest.mark.slow),
+        pytest.param(12, {"graph": 5}, 1, marks=pytest.mark.slow),
+        pytest.param(12, {"backward": 5}, 1, marks=pytest.mark.slow),
     ],
     ids=str,
 )

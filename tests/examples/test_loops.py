@@ -90,7 +90,7 @@ def test_a_pair_is_two_games_of_one_task_and_the_better_one_is_chosen():
 
 
 def test_an_own_loss_falls():
-    losses = own_loss.main(steps=3, games=1)
+    losses = own_loss.main(steps=3, games=2)
     assert losses[-1] < 0.8 * losses[0]
 
 
