@@ -1,5 +1,6 @@
 """Memory-mapped rows are those that are loaded, as strictly checked, converted once."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -16,13 +17,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.same_rows import assert_same_rows
 from treetrain.data import arrow, load
 from treetrain.data.advantages import advantages_of_groups
 from treetrain.data.arrow import MappedTrajectories, write_trajectories
 from treetrain.data.columns import GIVEN, columns_of
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
+
+
+def assert_same_rows(found: list[Trajectory], expected: list[Trajectory]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        for field in dataclasses.fields(Trajectory):
+            a, b = getattr(one, field.name), getattr(other, field.name)
+            if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+                assert a.dtype == b.dtype and np.array_equal(a, b), field.name
+            else:
+                assert type(a) is type(b) and a == b, field.name
+
 
 NAMES = ("tokens", "weight", "trained", "negative", "signal", "reward", "chosen", "group", "pair", "episode", "key")
 FULL = {

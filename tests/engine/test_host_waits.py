@@ -1,30 +1,115 @@
 """Nothing in a step on one device waits for it: shown on meta, where there is nothing to wait for.
 
-What is put out of the way for that is named in `support/host_waits.py`; what waits in truth has a test at the end.
+Tensors on meta have shapes and no values, so `.item()`, `.tolist()`, `bool()`, `.cpu()`, `nonzero` and boolean masks
+raise by themselves. `noticed` looks for what a GPU would also wait for and meta would not: a copy from the host that is
+not asynchronous, a tensor made of Python numbers, and an index that lies on the host. What does wait has a test at the
+end.
 """
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import transformers.masking_utils
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import treetrain as tt
-from support.host_waits import META, noticed, on_meta
 from support.models import make_model
 from support.plans import planned
 from treetrain.device_arrays import on_device
+from treetrain.engine import runtime
 from treetrain.engine.engine import LinearEngine
 from treetrain.engine.lm_head import HeadCall
 from treetrain.linear_attention.scans import Scans
 from treetrain.losses import dpo, gspo, mix, ppo, reinforce, sft
+from treetrain.softmax_attention.attention import AttentionTree, Choice
 from treetrain.softmax_attention.flex import FlexTreeAttention
+from treetrain.softmax_attention.kv_cache import cached_keys
 from treetrain.softmax_attention.schedule import Forest
 from treetrain.softmax_attention.varlen import VarlenAttention, pieces_of
 from treetrain.testing.forests import dress, whole_pairs
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import FULL, AttentionRange, pack
+
+META = torch.device("meta")
+
+
+MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
+
+
+class _Made(TorchFunctionMode):
+    """Numbers of the host that become a tensor there, which no dispatcher sees."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        there = func in MADE_OF_NUMBERS and made.device == META
+        assert not there or (isinstance(args[0], Tensor) and func is torch.as_tensor), f"waits: {func} of the host's"
+        return made
+
+
+class _Copied(TorchDispatchMode):
+    """Copies from the host that are waited for, and what reads its tensors where they are."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        from_host = [x for x in tensors if x.device.type == "cpu" and x.dim()]
+        there = any(x.device.type == "meta" for x in tensors) or torch.device(kwargs.get("device") or "cpu") == META
+        copies = func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+        assert not (copies and from_host and there and not kwargs.get("non_blocking")), f"waits: {func} from the host"
+        assert copies or not (from_host and there), f"waits: {func} reads a tensor of the host"
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def noticed() -> Iterator[None]:
+    """Raise where a GPU in place of meta would be waited for, and meta itself does not see it."""
+    with _Made(), _Copied():
+        yield
+
+
+class StandIn:
+    """In place of tree attention: the right shapes, and all of the cache."""
+
+    name = "stand-in"
+
+    def __init__(self, cache: Any):
+        self._cache = cache
+
+    def __call__(self, query, key, value, scale, layer=0, spec=None, sinks=None):
+        if self._cache is not None:
+            key, value = cached_keys(key, value, self._cache, layer, self._cache.path_tokens)
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+
+
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """Let steps run on meta; everything that is put out of the way for it is named here."""
+    with contextlib.ExitStack() as stack:
+
+        def replace(target: Any, name: str, found: Any) -> None:
+            stack.enter_context(mock.patch.object(target, name, found))
+
+        # What meta has not: a backend, free memory, autocast.
+        replace(runtime, "choose_backend", lambda device: Choice("stand-in", "meta"))
+        replace(AttentionTree, "backend", lambda tree, *_: StandIn(tree._cache))
+        replace(runtime, "free_bytes", lambda device: None)
+        replace(torch, "autocast", lambda *args, **options: contextlib.nullcontext())
+        replace(torch, "is_autocast_enabled", lambda kind=None: False)
+        replace(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+        stack.enter_context(noticed())
+        yield
+
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2], [5, 5, 5]]
 ROWS = whole_pairs(dress(IDS, 5))

@@ -1,15 +1,32 @@
 """DPO: numbers worked out by hand, what a pair is, and what is refused."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from support.loss_rows import sigmoid, value_and_gradients
 from treetrain import losses
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def value_and_gradients(
+    loss: Any, rows: Sequence[Trajectory], now: Sequence[Sequence[float]]
+) -> tuple[float, list[list[float]], dict[str, float]]:
+    """Value, gradient of every row and mean metrics, at the rows' log-probabilities `now`."""
+    logprobs = [torch.tensor(row, dtype=torch.float64, requires_grad=True) for row in now]
+    total, metrics = loss(logprobs, None, rows)
+    value = total / loss.normaliser(rows)
+    found = torch.autograd.grad(value, logprobs, allow_unused=True, materialize_grads=True)
+    return value.item(), [gradient.tolist() for gradient in found], losses.mean_metrics(metrics)
+
 
 # Pair p: tokens b and c of row 0, token d of row 2, weighted 1, 2 and 1; the prompt is not trained.
 # Pair q: one token each. Row 1 belongs to no pair and is context.

@@ -1,16 +1,104 @@
 """Every causal LM class of transformers is exact on a tree or refused by name; the table of them is up to date."""
 
+import json
 import os
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
 
 from support.every_class import KEPT_CASTS, NAMES, ROUGH, Verdict, judge, small_model
 from support.every_class_contract import DOUBLE, RATIO, SINGLE, on_random_forests
-from support.families_page import markdown, stable, to_json
-from treetrain.models.loading import FILE, ClassFound, FamilyTable
+from treetrain.models.loading import FILE, VERDICTS, ClassFound, FamilyTable
+
+ERRORS = ("float64", "float32", "rows_float32", "bfloat16")
+
+
+def stable(found: ClassFound) -> tuple[Any, ...]:
+    """The part of an entry that every machine finds: all but the errors, whose digits are those of rounding."""
+    return found.model_type, found.model_class, found.verdict, found.reason, found.layers
+
+
+def to_json(table: FamilyTable) -> str:
+    """Plain JSON, one class per line, so that a change is seen in a diff."""
+    lines = ",\n".join(f"  {json.dumps(_plain(found))}" for found in table.classes)
+    return f'{{"transformers": {json.dumps(table.transformers)}, "classes": [\n{lines}\n]}}\n'
+
+
+def _plain(found: ClassFound) -> dict[str, Any]:
+    return {name: value for name, value in asdict(found).items() if name not in ERRORS or value is not None}
+
+
+def markdown(table: FamilyTable) -> str:
+    """The page of the documentation."""
+    exact, refused, untried = (table.of(verdict) for verdict in VERDICTS)
+    counts = {"all": len(table.classes), "exact": len(exact), "refused": len(refused)}
+    parts = [
+        _INTRODUCTION.format(version=table.transformers, **counts),
+        f"## Exact ({len(exact)})\n",
+        _rows(_EXACT_COLUMNS, [_exact(found) for found in exact]),
+        f"\n## Refused ({len(refused)})\n",
+        _rows(("model_type", "class", "why"), [_why(found) for found in refused]),
+        f"\n## Not tried ({len(untried)})\n\nThese are checked when they are loaded, as every model is.\n",
+        _rows(("model_type", "class", "why"), [_why(found) for found in untried]),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+_EXACT_COLUMNS = ("model_type", "class", "layers of the model tested", "float64", "float32", "bfloat16 / rows")
+
+
+def _exact(found: ClassFound) -> tuple[str, ...]:
+    name = f"{found.model_type} (1)" if found.reason else found.model_type
+    double, single, ratio = found.errors
+    if found.rows_float32 is not None:
+        single = f"{single} (rows {found.rows_float32:.1e})"
+    return name, found.model_class, ", ".join(found.layers), double, single, ratio
+
+
+def _why(found: ClassFound) -> tuple[str, ...]:
+    return found.model_type, found.model_class, found.reason
+
+
+def _rows(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [f"| {' | '.join(columns)} |", f"| {' | '.join('---' for _ in columns)} |"]
+    return "\n".join(lines + [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows])
+
+
+_INTRODUCTION = """# Model families
+
+The tests write this page (`tests/models/test_families_table.py`); do not edit it. transformers {version} has {all}
+causal LM classes. The tests make a small model of each, with random weights, and run it on trees. Models that may be
+encoders are made as decoders.
+
+- *Exact* ({exact}): the gradient of all weights equals that of the rows run one by one, with the tree as one part and
+  in several.
+- *Refused* ({refused}): an error names the reason before any gradient. No class gave a wrong gradient.
+
+**Errors.** They are relative errors of the gradient of all weights, the worst over random forests and parts, with SFT
+and with PPO-clip and entropy. The bounds are 1e-12 in float64 and 1e-5 in float32. In float64 the library's own float32
+casts are lifted. The last column divides the tree's bfloat16 error by that of the rows, both against float64 and pooled
+over the forests. Its bound is 1.5.
+
+- Three forests are pooled, for ReLU models (OPT, CTRL) 24. A unit whose input is within rounding of zero passes all of
+  its gradient or none, so few forests are not enough.
+- In models with experts, tree and rows use the experts that the float32 rows choose. Otherwise a choice that rounding
+  changes would count as an error.
+- The last column is empty if the choice of experts cannot be set, or if the rows' own bfloat16 gradient is not finite
+  (Gemma 3n).
+- `(1)` marks a wider bound. Either the library's casts could not be lifted (1e-5 in float64), or the float32 rows are
+  more than 3e-6 off the float64 gradient (three times their error, which is shown beside the tree's).
+
+`tests/models/test_every_class_contract.py` checks the same on real trajectories.
+
+**Other models.** The decision depends on what a layer is and asks for, not on the model's name. So another model of the
+same layers is exact as well. `treetrain models --model NAME_OR_FOLDER` answers for one model from its configuration,
+without weights. `treetrain verify` checks it on your rows.
+"""
+
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "families.md"

@@ -103,6 +103,8 @@ PARTICULAR: dict[str, dict[str, Any]] = {  # what a class needs that no other do
         "max_seq_len": 64,
     },
     "git": {"vision_config": _SMALL_VISION},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "musicgen": _CODEBOOKS,
     "musicgen_melody": _CODEBOOKS,
     "qwen4_exp": _INDEXER | _NGRAMS | {"indexer_n_heads": 2, "layer_types": ["linear_attention", "indexed_attention"]},
