@@ -1,6 +1,7 @@
 """Chains with small subtrees at many forks: few calls, every pair once, in seconds."""
 
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,12 +22,10 @@ from support.schedules import (
     star,
     straight,
 )
-from treetrain.softmax_attention import fork_blocks as forks_module
 from treetrain.softmax_attention import schedule as schedule_module
-from treetrain.softmax_attention.fork_blocks import ForkBlocks, fork_blocks, path_tops
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.reference import reference_attention
-from treetrain.softmax_attention.schedule import Forest, Schedule, make_schedule
+from treetrain.softmax_attention.schedule import Forest, ForkBlocks, Schedule, fork_blocks, make_schedule, path_tops
 from treetrain.testing.forests import runs, seeded
 from treetrain.testing.linear import relative_error
 
@@ -40,7 +39,7 @@ def small_bounds(monkeypatch):
     def bounds(tile: int, block_path: int, tile_path: int) -> None:
         monkeypatch.setattr(schedule_module, "TILE", tile)
         monkeypatch.setattr(schedule_module, "MAX_TILE_PATH", tile_path)
-        monkeypatch.setattr(forks_module, "MAX_BLOCK_PATH", block_path)
+        monkeypatch.setattr(schedule_module, "MAX_BLOCK_PATH", block_path)
 
     return bounds
 
@@ -117,7 +116,7 @@ def cost_by_hand(forest: Forest, first: int, last: int, top: int, tile: int) -> 
     return round(1000.0 * len(tokens) * (start[first + 1] - start[top]) + pieces * tile * path, 6)
 
 
-def blocks_of(forest: Forest, tile: int) -> ForkBlocks:
+def blocks_of(forest: Forest) -> ForkBlocks:
     deepest = [forest.depth[s : forest.ends[s]].max() for s in forest.segment_start[:-1]]
     return fork_blocks(
         start=forest.segment_start,
@@ -125,7 +124,6 @@ def blocks_of(forest: Forest, tile: int) -> ForkBlocks:
         end=forest.ends[forest.segment_start[:-1]],
         depth=forest.depth,
         max_depth=np.array(deepest),
-        tile=tile,
         rectangle=lambda queries, keys: 1000.0 * queries * keys,
         tiles=lambda slots, path: slots * path,
     )
@@ -133,15 +131,16 @@ def blocks_of(forest: Forest, tile: int) -> ForkBlocks:
 
 @pytest.mark.parametrize("bound", [3, 12, 100])
 def test_blocks_are_the_longest_that_fill_their_tiles_with_paths_below_the_bound(monkeypatch, bound):
-    monkeypatch.setattr(forks_module, "MAX_BLOCK_PATH", bound)
-    monkeypatch.setattr(forks_module, "BLOCK_TILES", (1, 2, 5))
+    monkeypatch.setattr(schedule_module, "MAX_BLOCK_PATH", bound)
+    monkeypatch.setattr(schedule_module, "BLOCK_TILES", (1, 2, 5))
     found_any = [0]
 
     @seeded(str(bound))
     @runs(30, derandomize=False)
     @given(combs(max_chain=25, max_leg=4), st.sampled_from([2, 5]))
     def every_comb(forest, tile):
-        blocks = blocks_of(forest, tile)
+        with mock.patch.object(schedule_module, "TILE", tile):
+            blocks = blocks_of(forest)
         found = {
             (blocks.first[b], last, round(blocks.cost[b], 6))
             for last in range(len(forest.segment_parent))
@@ -251,7 +250,7 @@ def test_masks_stay_small_on_deep_combs():
     forest = regular_comb(20_001, 1, 1)
     schedule = make_schedule(forest, call_pairs=1e5)
     scores = sum(batch.mask.size for batch in schedule.batches if batch.mask is not None)
-    assert scores <= 2 * len(forest.ends) * (schedule_module.TILE + forks_module.MAX_BLOCK_PATH / 2)
+    assert scores <= 2 * len(forest.ends) * (schedule_module.TILE + schedule_module.MAX_BLOCK_PATH / 2)
 
 
 def test_single_tokens_are_not_padded():
