@@ -9,6 +9,7 @@ from support.models import make_model
 from support.more_cases import EVERY, GROUPS
 from support.plans import KEEPS, SHAPES, planned
 from treetrain.engine.engine import LinearEngine
+from treetrain.engine.loss import summed
 from treetrain.testing import linear
 from treetrain.testing.contract import OTHERS, check_contract, expected
 from treetrain.testing.float64 import PureFloat64
@@ -76,10 +77,7 @@ def test_a_step_may_be_split_over_calls_of_whole_pairs(model, name):
             results.append(tt.TreeEngine(model).forward_backward(rows, bound, normaliser))
     assert linear.relative_error(linear.gradients(model), gradient) <= 1e-12
     assert sum(r.loss for r in results) == pytest.approx(whole.loss, rel=1e-12)
-    for metric, (total, weight) in whole.metric_sums.items():
-        added = [r.metric_sums.get(metric, (0.0, 0.0)) for r in results]
-        assert sum(float(a) for a, _ in added) == pytest.approx(float(total), rel=1e-10, abs=1e-12)
-        assert sum(float(b) for _, b in added) == pytest.approx(float(weight), rel=1e-10)
+    assert summed(results).metrics == pytest.approx(whole.metrics, rel=1e-10, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ["gspo", "dpo", "grpo and sft", "reinforce and dpo"])
