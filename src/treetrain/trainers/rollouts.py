@@ -209,7 +209,7 @@ class RunningBatch(TrainerCallback):
         self.number = -1
         self.stopped = False
         """The policy is too far from the old one: the remaining updates of the batch are skipped."""
-        self.scores: dict[str, dict[int, Float[np.ndarray, predictions]]] = {}
+        self.scores: dict[str, dict[int, NDArray[np.floating]]] = {}
         """Name of the fact -> number of the row -> log-probabilities."""
 
     def start_step(self, number: int) -> None:
