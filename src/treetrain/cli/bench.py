@@ -26,8 +26,6 @@ def make_parser() -> Parser:
     parser.sample_options()
     text = "Measured rounds, in each of which every engine runs once; the median counts."
     parser.option("repeats", text, 5, type=at_least(1))
-    text = "Rounds that are not counted; the slower baselines drop out after them."
-    parser.option("warmup", text, 1, type=at_least(1))
     return parser
 
 
@@ -37,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
     from treetrain.verification.bench import bench
 
     model, rows = sample(options)
-    how = {name: getattr(options, name) for name in ("budget", "temperature", "repeats", "warmup")}
+    how = {name: getattr(options, name) for name in ("budget", "temperature", "repeats")}
     with console(stderr=True).status("loading") as status:
         report = bench(model, rows, progress=status.update, **how)
     if options.json:
