@@ -36,7 +36,7 @@ def test_the_help_of_a_command_has_examples_and_a_sentence_for_every_option(tree
     answer = treetrain(command, "--help")
     assert answer.code == 0 and f"treetrain {command} " in answer.out.split("examples:")[1]
     actions = importlib.import_module(f"treetrain.cli.{command}").make_parser()._actions
-    assert len(actions) >= 4 and all(action.help and action.help[0].isalpha() for action in actions)
+    assert len(actions) >= 3 and all(action.help and action.help[0].isalpha() for action in actions)
 
 
 def test_the_overview_names_every_command(treetrain) -> None:
