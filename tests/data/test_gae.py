@@ -52,8 +52,8 @@ def test_rows_without_predictions_have_no_advantages(length):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: tt.gae([0, 1], [0, 1, 2]), r"rewards have shape \(2,\); give \[3\]"),
-        (lambda: tt.gae([0, 1], [0, np.nan]), r"values\[1\] = nan"),
+        (lambda: tt.gae([0, 1], [0, 1, 2]), "rewards has 2 entries, but there are 3 token ids"),
+        (lambda: tt.gae([0, 1], [0, np.nan]), r"values\[1\] is nan"),
         (lambda: tt.gae([0, 5, 0], [0, 1, 2], actions=[0, 0, 1]), r"rewards\[1\] = 5 comes before any action"),
         (lambda: tt.gae([0, 1], [0, 1], gamma=1.5), "gamma is 1.5"),
         (lambda: tt.gae([0, 1], [0, 1], lam=-1), "lam is -1"),

@@ -51,13 +51,13 @@ def test_changing_the_callers_buffers_afterwards_does_not_change_the_row():
         ({"ids": [True, False]}, "bool, expected whole numbers"),
         ({"ids": [[1, 2], [3, 4]]}, r"shape \(2, 2\)"),
         ({"ids": [[1], [3, 4]]}, "no flat list"),
-        ({"ids": [1, 2], "values": [1]}, "values have 1 entries, ids have 2.*entry 0"),
-        ({"ids": [1, 2], "old_logprobs": [1, 2, 3]}, "old_logprobs have 3 entries, ids have 2"),
-        ({"ids": [1, 2], "returns": 3.0}, r"returns have shape \(\), ids have 2"),
-        ({"ids": [1, 2], "loss_weights": [0, NAN]}, r"loss_weights\[1\] = nan is not finite"),
-        ({"ids": [], "loss_weights": NAN}, "loss_weights = nan is not finite"),
-        ({"ids": [1, 2], "advantages": float("inf")}, "advantages = inf is not finite"),
-        ({"ids": [1], "ref_logprobs": ["x"]}, "ref_logprobs are not numbers"),
+        ({"ids": [1, 2], "values": [1]}, "values has 1 entries, but there are 2 token ids.*entry 0"),
+        ({"ids": [1, 2], "old_logprobs": [1, 2, 3]}, "old_logprobs has 3 entries, but there are 2 token ids"),
+        ({"ids": [1, 2], "returns": 3.0}, r"returns is 3.0, but there are 2"),
+        ({"ids": [1, 2], "loss_weights": [0, NAN]}, r"loss_weights\[1\] is nan; give a finite"),
+        ({"ids": [], "loss_weights": NAN}, r"loss_weights\[0\] is nan; give a finite"),
+        ({"ids": [1, 2], "advantages": float("inf")}, r"advantages\[0\] is inf; give a finite"),
+        ({"ids": [1], "ref_logprobs": ["x"]}, "ref_logprobs is no flat list of numbers"),
         ({"ids": [1], "reward": NAN}, "reward is nan"),
         ({"ids": [1], "reward": "0.5"}, "reward is '0.5'"),
         ({"ids": [1], "reward": [1]}, r"reward is \[1\]"),
@@ -76,7 +76,7 @@ def test_replace_changes_the_named_fields_and_checks_again():
     assert other.advantages is not None and other.advantages.tolist() == [3, 3]
     assert (other.reward, other.group, other.id, other.key, other.episode) == (1.0, "g", "a", "k", "e")
     assert row.advantages is None
-    with pytest.raises(DataError, match=re.escape("advantages have 3 entries, ids have 2")):
+    with pytest.raises(DataError, match=re.escape("advantages has 3 entries, but there are 2 token ids")):
         row.replace(advantages=[1, 2, 3])
 
 

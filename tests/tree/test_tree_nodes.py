@@ -131,7 +131,7 @@ def test_nodes_that_split_the_same_tokens_differently_are_merged():
         ([Node(None, [1]), Node(0, [2]), Node(0, [3])], [1], r"node 2 is on no trajectory \(1 of 3"),
         ([Node(None, [1])], [1], "trajectory 0: 1 is no node"),
         ([Node(None, [-1])], [0], r"node 0: ids\[0\] = -1 is negative"),
-        ([Node(None, [1, 2], values=[1.0])], [0], "node 0: values have 1 entries, ids have 2"),
+        ([Node(None, [1, 2], values=[1.0])], [0], "node 0: values has 1 entries, but there are 2 token ids"),
     ],
 )
 def test_bad_nodes_are_refused_by_number(nodes, ends, says):

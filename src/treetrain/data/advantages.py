@@ -4,10 +4,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from jaxtyping import Float64, Int64
+from numpy.typing import ArrayLike
 
 from treetrain.data.columns import columns_of
-from treetrain.data.trajectory import Trajectory
+from treetrain.data.trajectory import Trajectory, per_token
 from treetrain.errors import DataError
 
 
@@ -58,8 +59,8 @@ def advantages_of_groups(
     eps: float = 1e-4,
     leave_one_out: bool = False,
     clip: float | None = None,
-) -> NDArray[np.float64]:
-    """[K]: the advantage of every row, computed from `columns_of(rows)`; see `group_advantages`."""
+) -> Float64[np.ndarray, "K"]:
+    """The advantage of every row, computed from `columns_of(rows)`; see `group_advantages`."""
     if leave_one_out and not subtract_mean:
         raise ValueError("leave_one_out says which mean is subtracted, but subtract_mean is False; give one of them")
     if clip is not None and not clip > 0:
@@ -103,10 +104,10 @@ def _name(rows: Sequence[Trajectory], number: int) -> str:
 
 
 class Advantages(NamedTuple):
-    """Per-token advantages and returns of a row, [L] float64; entry 0 is 0 and unused, as in a `Trajectory`."""
+    """Per-token advantages and returns of a row; entry 0 is 0 and unused, as in a `Trajectory`."""
 
-    advantages: NDArray[np.float64]
-    returns: NDArray[np.float64]
+    advantages: Float64[np.ndarray, "L"]
+    returns: Float64[np.ndarray, "L"]
     """Advantage plus value: the critic's target."""
 
 
@@ -166,8 +167,8 @@ def gae(
     return Advantages(advantages, returns)
 
 
-def _earned(rewards: NDArray[np.float64], steps: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[S]: sum of the rewards from each action to the next."""
+def _earned(rewards: Float64[np.ndarray, "L"], steps: Int64[np.ndarray, "S"]) -> Float64[np.ndarray, "S"]:
+    """The sum of the rewards from each action to the next."""
     before = rewards[1 : steps[0]] if len(steps) else rewards[1:]
     if before.any():
         at = 1 + int(np.flatnonzero(before)[0])
@@ -177,13 +178,8 @@ def _earned(rewards: NDArray[np.float64], steps: NDArray[np.int64]) -> NDArray[n
     return np.add.reduceat(rewards, steps) if len(steps) else np.zeros(0)
 
 
-def _numbers(name: str, given: ArrayLike, length: int | None = None) -> NDArray[np.float64]:
-    array = np.asarray(given, np.float64)
-    if array.ndim != 1 or (length is not None and len(array) != length):
-        wanted = "[L]" if length is None else f"[{length}], as the values have"
-        raise DataError(f"{name} have shape {array.shape}; give {wanted}")
-    # Entry 0 is unused, so it is not checked.
-    if not np.isfinite(array[1:]).all():
-        at = 1 + int(np.flatnonzero(~np.isfinite(array[1:]))[0])
-        raise DataError(f"{name}[{at}] = {array[at]}; give finite numbers")
-    return array
+def _numbers(name: str, given: ArrayLike, length: int | None = None) -> Float64[np.ndarray, "L"]:
+    array = np.array(given, np.float64)
+    if array.ndim == 1:
+        array[:1] = 0.0  # unused, so it is not checked
+    return per_token(array, name, array.size if length is None else length)

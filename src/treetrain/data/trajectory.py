@@ -7,10 +7,12 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Self, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from jaxtyping import Float64, Int16, Int32, Shaped
+from numpy.typing import ArrayLike
 
 from treetrain.errors import DataError, quoted, shortened
 
+PerToken = Float64[np.ndarray, "L"]
 MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 PER_TOKEN_FACTS = (
     "loss_weights",
@@ -59,15 +61,15 @@ class Trajectory:
         DataError: invalid token ids, fields of another length than `ids`, NaN or infinite numbers.
     """
 
-    ids: NDArray[np.int32]
-    loss_weights: NDArray[np.float64] | None
-    advantages: NDArray[np.float64] | None
-    old_logprobs: NDArray[np.float64] | None
-    ref_logprobs: NDArray[np.float64] | None
-    rollout_logprobs: NDArray[np.float64] | None
-    teacher_logprobs: NDArray[np.float64] | None
-    values: NDArray[np.float64] | None
-    returns: NDArray[np.float64] | None
+    ids: Int32[np.ndarray, "L"]
+    loss_weights: PerToken | None
+    advantages: PerToken | None
+    old_logprobs: PerToken | None
+    ref_logprobs: PerToken | None
+    rollout_logprobs: PerToken | None
+    teacher_logprobs: PerToken | None
+    values: PerToken | None
+    returns: PerToken | None
     reward: float | None
     group: Hashable
     pair: Hashable
@@ -75,7 +77,7 @@ class Trajectory:
     id: Hashable
     key: Hashable
     episode: Hashable
-    experts: NDArray[np.int16] | None
+    experts: Int16[np.ndarray, "L layers k"] | None
 
     def __init__(
         self,
@@ -98,8 +100,6 @@ class Trajectory:
         episode: Hashable = None,
         experts: ArrayLike | None = None,
     ) -> None:
-        row = "trajectory" if id is None else f"trajectory {quoted(id)}"
-        token_ids = _token_ids(ids, row)
         facts: dict[str, Any] = {
             "loss_weights": loss_weights,
             "advantages": advantages,
@@ -110,13 +110,21 @@ class Trajectory:
             "values": values,
             "returns": returns,
         }
-        for name, value in facts.items():
-            facts[name] = None if value is None else _per_token(value, name, token_ids.size, row)
         names: dict[str, Any] = {"group": group, "pair": pair, "id": id, "key": key, "episode": episode}
-        for name, value in names.items():
-            _check_hashable(value, name, row)
-        facts |= {"ids": token_ids, "reward": _reward(reward, row), "chosen": _chosen(chosen, row)} | names
-        facts["experts"] = None if experts is None else _experts(experts, token_ids.size, row)
+        try:
+            token_ids = _token_ids(ids)
+            for name, value in facts.items():
+                if name in SCALAR_FACTS and value is not None and np.ndim(value) == 0:
+                    per_token([value], name, 1)
+                    value = np.full(token_ids.size, value)
+                facts[name] = None if value is None else per_token(value, name, token_ids.size)
+            for name, value in names.items():
+                if value.__hash__ is None:
+                    raise DataError(f"{name} is a {type(value).__name__}; give a string, number or tuple")
+            facts |= {"ids": token_ids, "reward": _reward(reward), "chosen": _chosen(chosen)} | names
+            facts["experts"] = None if experts is None else _experts(experts, token_ids.size)
+        except DataError as error:
+            raise DataError(f"trajectory{'' if id is None else f' {quoted(id)}'}: {error}") from error
         for name, value in facts.items():
             object.__setattr__(self, name, value)
 
@@ -124,8 +132,8 @@ class Trajectory:
         return self.ids.size
 
     @property
-    def weights(self) -> NDArray[np.float64]:
-        """Loss weights as the losses use them: float64 [L], ones if none were given, entry 0 always 0."""
+    def weights(self) -> PerToken:
+        """Loss weights as the losses use them: ones if none were given, entry 0 always 0."""
         weights = np.ones(self.ids.size) if self.loss_weights is None else self.loss_weights.copy()
         weights[:1] = 0.0
         return weights
@@ -162,81 +170,81 @@ class LazyTrajectories(Sequence[Trajectory]):
         return self.row(number % len(self))
 
 
-def common_prefix(one: NDArray[Any], other: NDArray[Any]) -> int:
+def common_prefix(one: Shaped[np.ndarray, "A"], other: Shaped[np.ndarray, "B"]) -> int:
     """Number of leading entries that two arrays share."""
     length = min(one.size, other.size)
     different = one[:length] != other[:length]
     return int(different.argmax()) if different.any() else length
 
 
-def _token_ids(ids: ArrayLike, row: str) -> NDArray[np.int32]:
-    try:
-        array = np.asarray(ids)
-    except ValueError as error:
-        raise DataError(
-            f"{row}: ids are no flat list ({shortened(error)}); give one list of numbers per row"
-        ) from error
-    if array.ndim != 1:
-        raise DataError(f"{row}: ids have shape {array.shape}, expected [L]; give one trajectory per row")
-    if array.size == 0:
-        return np.zeros(0, np.int32)
-    if array.dtype.kind not in "iu":
-        raise DataError(f"{row}: ids are of type {array.dtype}, expected whole numbers")
-    for bad, what in ((array < 0, "negative"), (array > MAX_TOKEN_ID, f"above {MAX_TOKEN_ID}")):
-        if bad.any():
-            at = int(bad.argmax())
-            raise DataError(f"{row}: ids[{at}] = {array[at]} is {what}; token ids are 0 to {MAX_TOKEN_ID}")
-    return np.array(array, np.int32, order="C")
+def per_token(value: Any, name: str, length: int, *, nulls: bool = False) -> PerToken:
+    """A finite number for each of `length` tokens. With `nulls`, NaN and None are NaN.
 
-
-def _per_token(value: ArrayLike, name: str, length: int, row: str) -> NDArray[np.float64]:
+    Raises:
+        DataError: the message begins with the name.
+    """
     try:
         # Always a copy: the caller may reuse its buffer.
-        array = np.array(value, dtype=np.float64, order="C")
+        array = np.array(value, np.float64, order="C")
     except (TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"{row}: {name} are not numbers ({shortened(error)})") from error
-    if array.ndim == 0 and name in SCALAR_FACTS:
-        array = np.full(length, float(array))
-        if not np.isfinite(np.float64(value)):  # type: ignore[arg-type]
-            raise DataError(f"{row}: {name} = {value} is not finite")
+        raise DataError(f"{name} is no flat list of numbers ({shortened(error)})") from error
     if array.shape != (length,):
-        given = f"{array.size} entries" if array.ndim == 1 else f"shape {array.shape}"
-        hint = "; entry 0, which is unused, is counted too" if array.shape == (length - 1,) else ""
-        raise DataError(f"{row}: {name} have {given}, ids have {length}; give one entry per token{hint}")
-    finite = np.isfinite(array)
+        given = f"is {quoted(value)}" if array.ndim == 0 else f"has shape {array.shape}"
+        given = f"has {array.size} entries" if array.ndim == 1 else given
+        hint = "; entry 0, which predicts nothing, is counted too" if array.shape == (length - 1,) else ""
+        raise DataError(f"{name} {given}, but there are {length} token ids; give one number per token{hint}")
+    finite = np.isfinite(array) | (nulls & np.isnan(array))
     if not finite.all():
         at = int(finite.argmin())
-        raise DataError(f"{row}: {name}[{at}] = {array[at]} is not finite; use 0 where there is no value")
+        raise DataError(f"{name}[{at}] is {array[at]:g}; give a finite number")
     return array
 
 
-def _experts(experts: ArrayLike, length: int, row: str) -> NDArray[np.int16]:
+def _token_ids(ids: ArrayLike) -> Int32[np.ndarray, "L"]:
+    try:
+        array = np.asarray(ids)
+    except ValueError as error:
+        raise DataError(f"ids are no flat list ({shortened(error)}); give one list of numbers per row") from error
+    if array.ndim != 1:
+        raise DataError(f"ids have shape {array.shape}, expected [L]; give one trajectory per row")
+    if array.size == 0:
+        return np.zeros(0, np.int32)
+    if array.dtype.kind not in "iu":
+        raise DataError(f"ids are of type {array.dtype}, expected whole numbers")
+    for bad, what in ((array < 0, "negative"), (array > MAX_TOKEN_ID, f"above {MAX_TOKEN_ID}")):
+        if bad.any():
+            at = int(bad.argmax())
+            raise DataError(f"ids[{at}] = {array[at]} is {what}; token ids are 0 to {MAX_TOKEN_ID}")
+    return np.array(array, np.int32, order="C")
+
+
+def _experts(experts: ArrayLike, length: int) -> Int16[np.ndarray, "L layers k"]:
     try:
         array = np.asarray(experts)
     except ValueError as error:
-        raise DataError(f"{row}: experts are no [L, layers, k] block of numbers ({shortened(error)})") from error
+        raise DataError(f"experts are no [L, layers, k] block of numbers ({shortened(error)})") from error
     if array.ndim != 3 or len(array) != length:
         hint = "; give -1 for a token whose experts were not recorded" if len(array) == length - 1 else ""
-        raise DataError(f"{row}: experts have shape {array.shape}, expected [{length}, layers, k]{hint}")
+        raise DataError(f"experts have shape {array.shape}, expected [{length}, layers, k]{hint}")
     if array.size and array.dtype.kind not in "iu":
-        raise DataError(f"{row}: experts are of type {array.dtype}, expected whole numbers")
+        raise DataError(f"experts are of type {array.dtype}, expected whole numbers")
     most = int(np.iinfo(np.int16).max)
     if array.size and not -1 <= array.min() <= array.max() <= most:
         bad = array.min() if array.min() < -1 else array.max()
-        raise DataError(f"{row}: experts hold {bad}; they are numbered 0 to {most}, and -1 where none was recorded")
+        raise DataError(f"experts hold {bad}; they are numbered 0 to {most}, and -1 where none was recorded")
     ordered = np.sort(array, axis=-1)
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     wrong = (twice.any(-1) | ((array < 0).any(-1) & (array >= 0).any(-1))) if array.size else np.zeros((0, 0), bool)
     if wrong.any():
         token, layer = np.argwhere(wrong)[0].tolist()
         raise DataError(
-            f"{row}: experts[{token}][{layer}] = {array[token, layer].tolist()}; the experts of a token differ, and -1 "
-            "stands for all of them or none"
+            f"experts[{token}][{layer}] = {array[token, layer].tolist()}; the experts of a token differ, and -1 stands "
+            "for all of them or none"
         )
     return np.array(array, np.int16, order="C")
 
 
-def _reward(reward: float | None, row: str) -> float | None:
+def _reward(reward: float | None) -> float | None:
     if reward is None:
         return None
     try:
@@ -244,18 +252,11 @@ def _reward(reward: float | None, row: str) -> float | None:
     except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not math.isfinite(value):
-        raise DataError(f"{row}: reward is {quoted(reward)}, expected one finite number")
+        raise DataError(f"reward is {quoted(reward)}, expected one finite number")
     return value
 
 
-def _chosen(chosen: bool | None, row: str) -> bool | None:
+def _chosen(chosen: bool | None) -> bool | None:
     if chosen is None or isinstance(chosen, bool | np.bool_):
         return None if chosen is None else bool(chosen)
-    raise DataError(f"{row}: chosen is {quoted(chosen)}, expected True, False or None")
-
-
-def _check_hashable(value: object, name: str, row: str) -> None:
-    try:
-        hash(value)
-    except TypeError as error:
-        raise DataError(f"{row}: {name} is a {type(value).__name__}; give a string, number or tuple") from error
+    raise DataError(f"chosen is {quoted(chosen)}, expected True, False or None")

@@ -21,7 +21,7 @@ from treetrain.data.records import (
     parsed,
     row_facts,
 )
-from treetrain.data.trajectory import Trajectory
+from treetrain.data.trajectory import Trajectory, per_token
 from treetrain.errors import DataError, quoted, shortened
 
 IGNORED_LABEL = -100  # the Hugging Face and PyTorch mark for "not trained"
@@ -123,7 +123,7 @@ def _weights(row: Record, ids: NDArray[np.int32], keep: slice, length: int) -> N
     """The product of labels, mask and weights given in the row; None if there are none."""
     given = []
     if row.get("labels") is not None:
-        labels = _numbers(row["labels"], "labels", length)[keep]
+        labels = per_token(row["labels"], "labels", length)[keep]
         wrong = (labels != IGNORED_LABEL) & (labels != ids)
         if wrong.any():
             at, trained = int(wrong.argmax()), labels[:-1] != IGNORED_LABEL
@@ -137,7 +137,7 @@ def _weights(row: Record, ids: NDArray[np.int32], keep: slice, length: int) -> N
     if row.get("loss_mask") is not None:
         given.append(_zeros_and_ones(row["loss_mask"], "loss_mask", length, "use loss_weights for other weights")[keep])
     if row.get("loss_weights") is not None:
-        weights = _numbers(row["loss_weights"], "loss_weights", length)[keep]
+        weights = per_token(row["loss_weights"], "loss_weights", length)[keep]
         if weights.min(initial=0) < 0:
             at = int(weights.argmin())
             raise DataError(
@@ -159,7 +159,7 @@ def _fact(
     name, value = given[0], row[given[0]]
     if names == PER_TOKEN_KEYS["advantages"] and not isinstance(value, list):
         return value  # one number for the whole row; the trajectory checks it
-    entries, raw = _numbers(value, name, length, nulls=True)[keep], value[keep]
+    entries, raw = per_token(value, name, length, nulls=True)[keep], value[keep]
     for at in np.flatnonzero(np.isnan(entries)):
         if raw[at] is not None:
             raise DataError(f"{name}[{at}] is NaN; give a finite number")
@@ -185,30 +185,11 @@ def _experts(value: Any, length: int, keep: slice) -> NDArray[Any] | None:
 
 
 def _zeros_and_ones(value: Any, name: str, length: int, cure: str) -> NDArray[np.float64]:
-    entries = _numbers(value, name, length)
+    entries = per_token(value, name, length)
     odd = (entries != 0) & (entries != 1)
     if odd.any():
         raise DataError(f"{name}[{int(odd.argmax())}] is {entries[odd][0]:g}, expected 0 or 1; {cure}")
     return entries
-
-
-def _numbers(value: Any, name: str, length: int, *, nulls: bool = False) -> NDArray[np.float64]:
-    if not isinstance(value, list | tuple | np.ndarray):
-        raise DataError(f"{name} is {quoted(value)}, expected a list with one number per token")
-    if len(value) != length:
-        hint = "; entry 0, which predicts nothing, is counted too" if len(value) == length - 1 else ""
-        raise DataError(f"{name} has {len(value)} entries, input_ids has {length}; give one per token{hint}")
-    try:
-        array = np.array(value, np.float64)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"{name} is no flat list of numbers ({shortened(error)})") from error
-    if array.ndim != 1:
-        raise DataError(f"{name} has shape {array.shape}, expected a flat list of {length} numbers")
-    finite = np.isfinite(array) | (nulls & np.isnan(array))
-    if not finite.all():
-        at = int(finite.argmin())
-        raise DataError(f"{name}[{at}] is {quoted(value[at])}; give a finite number")
-    return array
 
 
 # Prompts and answers
