@@ -114,13 +114,15 @@ class Trajectory:
         try:
             token_ids = _token_ids(ids)
             for name, value in facts.items():
-                if name in SCALAR_FACTS and value is not None and np.ndim(value) == 0:
+                if name in SCALAR_FACTS and (np.isscalar(value) or getattr(value, "ndim", 1) == 0):
                     per_token([value], name, 1)
                     value = np.full(token_ids.size, value)
                 facts[name] = None if value is None else per_token(value, name, token_ids.size)
             for name, value in names.items():
-                if value.__hash__ is None:
-                    raise DataError(f"{name} is a {type(value).__name__}; give a string, number or tuple")
+                try:
+                    hash(value)
+                except TypeError as error:
+                    raise DataError(f"{name} is a {type(value).__name__}; give a string, number or tuple") from error
             facts |= {"ids": token_ids, "reward": _reward(reward), "chosen": _chosen(chosen)} | names
             facts["experts"] = None if experts is None else _experts(experts, token_ids.size)
         except DataError as error:
