@@ -9,7 +9,7 @@ import pytest
 from support.saved import save_small_model
 from support.threads import one_thread
 from treetrain.cli import main
-from treetrain.models.loading import preset_tokenizer
+from treetrain.models.loading import load_tokenizer
 
 __all__ = ["one_thread"]
 
@@ -18,7 +18,7 @@ __all__ = ["one_thread"]
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A saved Qwen3 of 80 thousand weights with the built-in tokenizer."""
     folder = tmp_path_factory.mktemp("model")
-    preset_tokenizer("tiny").save_pretrained(folder)
+    load_tokenizer("tiny").save_pretrained(folder)
     return save_small_model(folder, vocabulary=2048, positions=256)
 
 

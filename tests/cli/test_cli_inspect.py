@@ -9,7 +9,7 @@ import pytest
 
 from treetrain.data.load import load
 from treetrain.engine.costs import count_named
-from treetrain.models.loading import preset_tokenizer
+from treetrain.models.loading import load_tokenizer
 from treetrain.planning.cost import CostModel, ModelShape
 from treetrain.planning.devices import Device
 from treetrain.planning.make import make_plan
@@ -205,7 +205,7 @@ def test_real_conversations_share_most_of_their_tokens_in_the_calls_view(
     argv = ("inspect", str(path), "--tokenizer", "tiny", "--chat-template", "chatml", "--view", "calls", "--json")
     report = treetrain(*argv).json
     assert report["diagnosis"]["broken"] == 0 and report["file"]["overlap"] > 0.7
-    rows = load(path, tokenizer=preset_tokenizer("tiny"), view="calls", chat_template="chatml").trajectories
+    rows = load(path, tokenizer=load_tokenizer("tiny"), view="calls", chat_template="chatml").trajectories
     assert report["file"]["unique"] == build_tree(rows).num_tokens
 
 

@@ -7,7 +7,7 @@ import pytest
 from treetrain.data import arrow
 from treetrain.data.load import _Reading, load
 from treetrain.errors import DataError
-from treetrain.models.loading import preset_tokenizer
+from treetrain.models.loading import load_tokenizer
 
 
 def conversations(count: int, start: int = 0) -> list[dict]:
@@ -40,7 +40,7 @@ def same(one, other) -> bool:
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_rows_and_remarks_are_those_without_a_cache(log, tmp_path, small_chunks, processes) -> None:
-    given = {"tokenizer": preset_tokenizer("tiny"), "on_error": "skip"}
+    given = {"tokenizer": load_tokenizer("tiny"), "on_error": "skip"}
     plain = load(log, **given)
     assert len(plain.skipped) == 1 and any("'odd'" in note and "9 times" in note for note in plain.notes)
     assert same(load(log, **given, cache=tmp_path / "cache", processes=processes), plain)
@@ -49,7 +49,7 @@ def test_rows_and_remarks_are_those_without_a_cache(log, tmp_path, small_chunks,
 
 
 def test_only_new_records_are_tokenised_again(log, tmp_path, small_chunks, monkeypatch) -> None:
-    given = {"tokenizer": preset_tokenizer("tiny"), "on_error": "skip", "cache": tmp_path / "cache"}
+    given = {"tokenizer": load_tokenizer("tiny"), "on_error": "skip", "cache": tmp_path / "cache"}
     before = load(log, **given)
     tokenised = []
     whole = _Reading.__call__
@@ -65,4 +65,4 @@ def test_only_new_records_are_tokenised_again(log, tmp_path, small_chunks, monke
 
 def test_a_bad_record_stops_with_its_place(log, tmp_path, small_chunks) -> None:
     with pytest.raises(DataError, match=r"log\.jsonl line 5: "):
-        load(log, tokenizer=preset_tokenizer("tiny"), cache=tmp_path / "cache")
+        load(log, tokenizer=load_tokenizer("tiny"), cache=tmp_path / "cache")

@@ -119,10 +119,9 @@ def test_the_cache_is_made_once_and_holds_what_the_plan_says(model, caches, shap
     engine.forward_backward(dress(IDS[tree], 1), LOSSES[loss])
     (cache,), plan = caches, engine.plans[-1]
     assert max(cache.reserved) == cache.first_rows == plan.cached_tokens, "rows held at once"
-    assert len(cache.buffers) == (2 if (plan.parent >= 0).any() else 0), "one buffer per layer"
-    for number, layer in cache._layers.items():
-        assert (layer.key.data_ptr(), layer.value.data_ptr()) == cache.buffers[number]
-        assert len(layer.key) == plan.cached_tokens
+    assert len(cache.made_at) == (4 if (plan.parent >= 0).any() else 0), "keys and values of two layers"
+    for key, buffer in cache._buffers.items():
+        assert buffer.value.data_ptr() == cache.made_at[key] and len(buffer.value) == plan.cached_tokens
     writing = sum(int((own >= 0).any()) for _, own in cache.views)
     passes = int(plan.is_inner.sum()) + plan.num_prefills
     assert writing == passes, "closed parts hand nothing on"
@@ -164,7 +163,7 @@ def test_scores_of_parts_are_those_of_the_rows_in_one_pass_without_graph(model, 
     assert [len(p) for p in seen.plain] == plan.sizes.tolist()
     (cache,) = caches
     assert max(cache.reserved) <= cache.first_rows == plan.cached_tokens
-    assert all(layer.key_grad is None for layer in cache._layers.values())
+    assert all(buffer.grad is None for buffer in cache._buffers.values())
     with PureFloat64():
         reference = linear.score_rows(model, IDS[tree])
     for got, row in zip(logps + entropies, reference[0] + reference[1]):

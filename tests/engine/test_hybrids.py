@@ -159,9 +159,9 @@ def test_states_are_held_only_where_parts_attach_and_room_is_made_once(keep, mon
             made.append(self)
 
         def allocate(self, tokens):
-            before = self._slots
+            before = self._rows
             fresh = super().allocate(tokens)
-            grown.append(self._slots - before)
+            grown.append(self._rows - before)
             self.most = max(self.most, self._top)
             return fresh
 
@@ -173,7 +173,7 @@ def test_states_are_held_only_where_parts_attach_and_room_is_made_once(keep, mon
         engine(model).forward_backward(dress(SMALL, 5), SFT.loss)
         slots, plan = made[-1], engine.plans[-1]
         assert not any(grown) and slots._top == 0
-        assert slots.most == slots._slots == plan.cached_states
+        assert slots.most == slots._rows == plan.cached_states
         attach = np.unique(plan.attach[plan.attach >= 0])
         assert slots.most <= len(attach) and (slots.most > 0) == (len(attach) > 0)
         # Three recurrent layers, each with a state and the last three inputs, values and gradients.

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from treetrain.models.loading import PRESETS, TOKENIZER_FOLDER, preset_config, preset_tokenizer
+from treetrain.models.loading import PRESETS, TOKENIZER_FOLDER, load_config, load_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return preset_tokenizer("tiny")
+    return load_tokenizer("tiny")
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_no_token_holds_two_digits(tokenizer):
 
 
 def test_the_vocabulary_is_that_of_every_preset_and_the_special_tokens_are_where_the_config_says(tokenizer):
-    assert {preset_config(name).vocab_size for name in PRESETS} == {len(tokenizer)}
+    assert {load_config(name).vocab_size for name in PRESETS} == {len(tokenizer)}
     ids = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     assert ids == [tokenizer.pad_token_id, 1, tokenizer.eos_token_id] == [0, 1, 2]
 

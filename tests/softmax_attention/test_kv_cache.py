@@ -153,11 +153,10 @@ def test_bfloat16_parts_err_no_more_than_the_whole_in_bfloat16():
 def test_gradients_are_added_up_in_float32_or_wider():
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64,) * 2):
         cache = KVCache(3, torch.device("cpu"), gradients=True)
-        layer = cache.layer(0, torch.zeros(5, 2, 4, dtype=dtype), torch.zeros(5, 2, 8, dtype=dtype))
-        assert (layer.key.shape, layer.value.shape) == ((3, 2, 4), (3, 2, 8))
-        assert (layer.key.dtype, layer.value.dtype) == (dtype, dtype)
-        assert layer.key_grad is not None and layer.value_grad is not None
-        assert (layer.key_grad.dtype, layer.value_grad.dtype) == (wide, wide)
+        for name, like in (("key", torch.zeros(5, 2, 4, dtype=dtype)), ("value", torch.zeros(5, 2, 8, dtype=dtype))):
+            made = cache.buffer((0, name), like)
+            assert made.value.shape == made.grad.shape == (3, *like.shape[1:])
+            assert (made.value.dtype, made.grad.dtype) == (dtype, wide)
         size, wide_size = torch.finfo(dtype).bits // 8, torch.finfo(wide).bits // 8
         assert cache.num_bytes == 3 * 2 * (4 + 8) * (size + wide_size)
 
@@ -176,8 +175,7 @@ def test_a_thousand_small_gradients_are_not_lost_in_bfloat16():
 
 def test_a_carry_without_gradients_has_no_room_for_them():
     cache = KVCache(3, torch.device("cpu"), gradients=False)
-    layer = cache.layer(0, torch.zeros(5, 2, 4), torch.zeros(5, 2, 4))
-    assert layer.key_grad is None and layer.value_grad is None and cache.num_bytes == 3 * 2 * 8 * 4
+    assert cache.buffer(0, torch.zeros(5, 2, 4)).grad is None and cache.num_bytes == 3 * 2 * 4 * 4
 
 
 def test_room_that_is_made_later_keeps_what_is_there():
@@ -187,10 +185,10 @@ def test_room_that_is_made_later_keeps_what_is_there():
     view.write(0, key, value)
     path = cache.view(np.array([1, 0]), np.array([-1]))
     path.add_path_gradients(0, key, value)
-    before = cache.layer(0, key, value).key
-    cache.reserve(2)
-    assert cache.layer(0, key, value).key is before
-    cache.reserve(7)
+    before = cache.buffer((0, "key"), key).value
+    cache.clear(slice(2, 2))
+    assert cache.buffer((0, "key"), key).value is before
+    cache.clear(slice(2, 7))
     got = path.read(0, key, value)
     assert torch.equal(got[0], key) and torch.equal(got[1], value)
     grads = torch.zeros_like(key), torch.zeros_like(value)
@@ -214,7 +212,7 @@ def test_rows_given_again_start_without_gradients():
     view = cache.view(np.arange(4), np.arange(4))
     view.write(0, key, value)
     view.add_path_gradients(0, key, value)
-    cache.clear_gradients(slice(1, 3))
+    cache.clear(slice(1, 3))
     grads = torch.zeros_like(key), torch.zeros_like(value)
     view.collect(0, *grads)
     for grad, given_up in zip(grads, (key, value)):

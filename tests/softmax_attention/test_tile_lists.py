@@ -82,7 +82,8 @@ def check(forest, path: int, visible_range: AttentionRange, tile: int) -> None:
         assert (full == (every & before)).all()
     for mine, other in zip((full, part), listed(visits.by_key, grid.shape[0])):
         assert (mine == other.T).all(), "both sides list the same pairs"
-    assert (visits.visited, visits.unmasked) == ((full | part).sum(), full.sum())
+    begin, middle, _ = visits.by_query.bounds.T.astype(int)
+    assert (len(visits.by_query.tiles), (middle - begin).sum()) == ((full | part).sum(), full.sum())
 
 
 @runs(150)
@@ -106,7 +107,7 @@ def test_tiles_of_the_size_that_kernels_use(trunk, path):
 
 def test_a_forest_of_nothing_visits_nothing():
     visits = make_tile_lists(keys_of(np.zeros(0, np.int64), np.zeros(0, np.int64), 5), 4)
-    assert visits.visited == 0 and len(visits.by_query.order) == 0
+    assert len(visits.by_query.tiles) == 0 and len(visits.by_query.order) == 0
     assert visits.by_key.bounds.tolist() == [[0, 0, 0]] * 2, "the path's gradients are written, as zeros"
 
 
@@ -114,9 +115,9 @@ def test_lists_grow_with_what_is_visible_and_not_with_the_square_of_the_tokens()
     leaves = star(4000, 128)  # half a million tokens, every one of which sees 129 at most
     visits = make_tile_lists(keys_of(leaves.ends, leaves.positions))
     tiles = -(-leaves.num_tokens // 128)
-    assert tiles == 4001 and visits.visited <= 3 * tiles
+    assert tiles == 4001 and len(visits.by_query.tiles) <= 3 * tiles
     window = make_tile_lists(keys_of(np.full(128_000, 128_000), np.arange(128_000), 0, AttentionRange(window=512)))
-    assert window.visited <= 6 * 1000
+    assert len(window.by_query.tiles) <= 6 * 1000
     nested = nested_forks(100_000)
     assert make_tile_lists(keys_of(nested.ends, nested.positions)).visited <= (200_000 // 128 + 1) ** 2
 

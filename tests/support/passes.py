@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from treetrain.engine import executor
 from treetrain.engine.engine import TreeEngine
 from treetrain.planning.plan import Plan
+from treetrain.softmax_attention.kv_cache import Buffer
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import PackedLayout
 
@@ -57,18 +58,18 @@ class WatchedCache(executor.KVCache):
     def __init__(self, rows: int, device: torch.device, *, gradients: bool):
         super().__init__(rows, device, gradients=gradients)
         self.first_rows, self.reserved = rows, [0]
-        self.buffers: list[tuple] = []
+        self.made_at: dict[Any, int] = {}
         self.views: list[tuple[np.ndarray, np.ndarray]] = []
         self.made.append(self)
 
-    def reserve(self, rows: int) -> None:
-        self.reserved.append(rows)
-        super().reserve(rows)
+    def clear(self, rows: slice) -> None:
+        self.reserved.append(rows.stop)
+        super().clear(rows)
 
-    def _make(self, *args: Any):
-        layer = super()._make(*args)
-        self.buffers.append(tuple(t.data_ptr() for t in (layer.key, layer.value)))
-        return layer
+    def buffer(self, key: Any, like: Tensor) -> Buffer:
+        found = super().buffer(key, like)
+        self.made_at.setdefault(key, found.value.data_ptr())
+        return found
 
     def view(self, path_rows: np.ndarray, own_rows: np.ndarray):
         self.views.append((path_rows, own_rows))

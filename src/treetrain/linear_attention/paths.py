@@ -26,6 +26,7 @@ from treetrain.device_arrays import on_device
 from treetrain.linear_attention.delta_rule import DeltaTiles, gated_delta
 from treetrain.linear_attention.scans import KERNELS, Scans, choose_for, choose_rule, load_kernel, scanned_gated_delta
 from treetrain.softmax_attention.attention import Choice
+from treetrain.softmax_attention.kv_cache import RowBuffers
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.layout import PackedLayout
 
@@ -36,15 +37,7 @@ Key = tuple[Any, str]
 """(layer, name of one of its states)."""
 
 
-@dataclass(slots=True)
-class _Buffer:
-    """One state of one layer: values and gradients."""
-
-    value: Float[Tensor, "slots ..."]
-    grad: Float[Tensor, "slots ..."] | None
-
-
-class StateCache:
+class StateCache(RowBuffers):
     """The states of all layers at the tokens where parts attach.
 
     Args:
@@ -54,17 +47,10 @@ class StateCache:
     """
 
     def __init__(self, tokens: int, slots: int, *, gradients: bool):
-        self._slots, self._gradients = slots, gradients
+        super().__init__(slots, gradients=gradients)
         self._attach = np.zeros(tokens, bool)
         self._slot_of = np.full(tokens, -1, np.int64)
         self._top = 0
-        self._buffers: dict[Key, _Buffer] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all buffers made so far."""
-        tensors = [t for buffer in self._buffers.values() for t in (buffer.value, buffer.grad)]
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def attach_at(self, tokens: Int64s) -> None:
         """Mark tokens (-1 is none) where parts attach; only these get slots."""
@@ -74,10 +60,7 @@ class StateCache:
         """Give the next free slots to those tokens where parts attach that have none yet; returns these tokens."""
         fresh = tokens[self._attach[tokens] & (self._slot_of[tokens] < 0)]
         slots = slice(self._top, self._top + len(fresh))
-        self._reserve(slots.stop)
-        for buffer in self._buffers.values():
-            if buffer.grad is not None:
-                buffer.grad[slots].zero_()
+        self.clear(slots)
         self._slot_of[fresh] = np.arange(slots.start, slots.stop)
         self._top = slots.stop
         return fresh
@@ -94,23 +77,6 @@ class StateCache:
         assert attach < 0 or entry >= 0, "a part continues a token whose state was not handed on"
         return StateView(self, entry, exported, self._slot_of[tokens[exported]])
 
-    def buffer(self, key: Key, like: Tensor) -> _Buffer:
-        """The buffer of a key, allocated at its first call for values [x, ...] like these."""
-        if key not in self._buffers:
-            shape = (self._slots, *like.shape[1:])
-            wide = torch.promote_types(like.dtype, torch.float32)
-            grad = torch.zeros(shape, dtype=wide, device=like.device) if self._gradients else None
-            self._buffers[key] = _Buffer(torch.zeros(shape, dtype=like.dtype, device=like.device), grad)
-        return self._buffers[key]
-
-    def _reserve(self, slots: int) -> None:
-        if slots <= self._slots:
-            return
-        for key, buffer in self._buffers.items():
-            grad = None if buffer.grad is None else _grown(buffer.grad, slots)
-            self._buffers[key] = _Buffer(_grown(buffer.value, slots), grad)
-        self._slots = slots
-
 
 class StateView:
     """One pass's view of the cache. Made by `StateCache.view`."""
@@ -120,10 +86,10 @@ class StateView:
         """int64 [x]: indices of the pass's tokens whose states are exported."""
         self.continues = entry >= 0
         """Whether the pass starts from a state of the cache."""
-        self._cache, self._entry, self._slots = cache, entry, slots
+        self.cache, self.entry, self._slots = cache, entry, slots
         self._slot_index: Tensor | None = None
 
-    def _slots_on(self, device: torch.device) -> Tensor:
+    def slots_on(self, device: torch.device) -> Tensor:
         """int64 [x]: the exported tokens' slots, copied to the device once for all layers."""
         if self._slot_index is None or self._slot_index.device != device:
             self._slot_index = on_device(self._slots, device)
@@ -144,37 +110,18 @@ class StateView:
         """
         return _Export.apply(out, states, self, key) if len(self.exported) else out  # type: ignore[return-value]
 
-    def value(self, key: Key) -> Tensor:
-        """A copy of the entry's value; slots are overwritten while graphs that have read them are alive."""
-        return self._cache._buffers[key].value[self._entry].clone()
-
-    def write(self, key: Key, states: Tensor) -> None:
-        """Write the exported tokens' states."""
-        self._cache.buffer(key, states).value.index_copy_(0, self._slots_on(states.device), states)
-
-    def add_entry_gradient(self, key: Key, grad: Tensor) -> None:
-        """Add a gradient to the accumulator of the entry."""
-        buffer = self._cache._buffers[key]
-        assert buffer.grad is not None
-        buffer.grad[self._entry] += grad
-
-    def collect(self, key: Key) -> Tensor:
-        """The gradients [x, ...] of the exported tokens' states, accumulated by the parts below."""
-        buffer = self._cache._buffers[key]
-        assert buffer.grad is not None
-        return buffer.grad.index_select(0, self._slots_on(buffer.grad.device))
-
 
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, view: StateView, key: Key, *depends: Tensor):
         ctx.view, ctx.key, ctx.count = view, key, len(depends)
-        return view.value(key)
+        # A copy: slots are overwritten while graphs that have read them are alive.
+        return view.cache.value(key)[view.entry].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        ctx.view.add_entry_gradient(ctx.key, grad)
+        ctx.view.cache.grad(ctx.key)[ctx.view.entry] += grad
         return (None, None, *[None] * ctx.count)
 
 
@@ -182,20 +129,17 @@ class _Export(torch.autograd.Function):
     @staticmethod
     def forward(ctx, out: Tensor, states: Tensor, view: StateView, key: Key):
         ctx.view, ctx.key, ctx.dtype = view, key, states.dtype
-        view.write(key, states)
+        view.cache.buffer(key, states).value.index_copy_(0, view.slots_on(states.device), states)
         return out.view_as(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        states = ctx.view.collect(ctx.key).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        states = None
+        if ctx.needs_input_grad[1]:
+            states = ctx.view.cache.grad(ctx.key)
+            states = states.index_select(0, ctx.view.slots_on(states.device)).to(ctx.dtype)
         return grad, states, None, None
-
-
-def _grown(tensor: Tensor, slots: int) -> Tensor:
-    grown = tensor.new_zeros((slots, *tensor.shape[1:]))
-    grown[: len(tensor)] = tensor
-    return grown
 
 
 # ---- causal depthwise convolution along paths

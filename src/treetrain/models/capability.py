@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -103,7 +104,7 @@ IDENTITY = LogitMap()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalarHead:
-    """A head that maps hidden states [n, D] to values [n] or [n, c], each state independently."""
+    """A head that maps each of n hidden states of size D to one value, or to c values."""
 
     module: nn.Module
     is_models_own: bool
@@ -115,8 +116,8 @@ class ScalarHead:
     pad_token: int | None = None
     """The padding id that such a model skips to find the last token of a row."""
 
-    def values(self, forward: Callable[[Tensor], Any], rows: Tensor) -> Tensor:
-        """The values [n] or [n, c] of rows [n, D], in float32 or wider.
+    def values(self, forward: Callable[[Tensor], Any], rows: Float[Tensor, "n D"]) -> Float[Tensor, "n *c"]:
+        """The values, in float32 or wider.
 
         Args:
             forward: the forward of the module.

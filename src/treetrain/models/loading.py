@@ -16,87 +16,16 @@ from treetrain.errors import DataError, UnsupportedModel
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from treetrain.models.capability import Capabilities
 
-# ---- built-in models
-
-
 TOKENIZER_FOLDER = Path(__file__).parent / "presets"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
-    """The shape of a built-in Qwen3 model; the embedding is shared with the head."""
-
-    parameters: int
-    layers: int
-    hidden: int
-    feed_forward: int
-    heads: int
-    kv_heads: int
-
-
 PRESETS = {
-    "tiny": Preset(parameters=3_672_832, layers=4, hidden=256, feed_forward=768, heads=4, kv_heads=2),
-    "small": Preset(parameters=29_371_008, layers=9, hidden=512, feed_forward=1536, heads=8, kv_heads=4),
+    "tiny": {"layers": 4, "hidden": 256, "feed_forward": 768, "heads": 4, "kv_heads": 2},
+    "small": {"layers": 9, "hidden": 512, "feed_forward": 1536, "heads": 8, "kv_heads": 4},
 }
-
-
-def preset_config(name: str) -> "Qwen3Config":
-    """The transformers configuration of a built-in model. Raises ValueError, listing the names, for an unknown one."""
-    from transformers import Qwen3Config
-
-    preset = _preset(name)
-    return Qwen3Config(
-        vocab_size=2048,  # exactly the ids of the tokenizer
-        hidden_size=preset.hidden,
-        intermediate_size=preset.feed_forward,
-        num_hidden_layers=preset.layers,
-        num_attention_heads=preset.heads,
-        num_key_value_heads=preset.kv_heads,
-        head_dim=64,
-        max_position_embeddings=16_384,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-
-
-def load_preset_model(name: str, *, seed: int = 0, dtype: "torch.dtype | str" = "float32") -> "PreTrainedModel":
-    """A built-in model with random weights, on the CPU, in evaluation mode.
-
-    The weights are drawn in float32 and then cast, so one seed means the same model in every dtype. The global random
-    state does not change. Raises ValueError for an unknown name.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    config = preset_config(name)
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.config.dtype = kind
-    return model.to(dtype=kind).eval()
-
-
-def preset_tokenizer(name: str) -> "PreTrainedTokenizerBase":
-    """The tokenizer and chat template of the built-in models. Raises ValueError for an unknown name."""
-    from transformers import AutoTokenizer
-
-    _preset(name)
-    return AutoTokenizer.from_pretrained(TOKENIZER_FOLDER, local_files_only=True)
-
-
-def _preset(name: str) -> Preset:
-    if name not in PRESETS:
-        raise ValueError(f"no built-in model is named {name!r}; there are: {', '.join(PRESETS)}")
-    return PRESETS[name]
-
-
+"""Qwen3 models of 3.7 and 29.4 million parameters; the embedding is shared with the head."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 _FOR_CONFIG = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code", "code_revision")
 
@@ -125,7 +54,7 @@ def load_model(
     if name in PRESETS:
         if options:
             raise ValueError(f"the preset {name!r} takes no options, got: {', '.join(sorted(options))}")
-        return load_preset_model(name, seed=seed, dtype="float32" if dtype == "auto" else dtype)
+        return _preset_model(name, seed, "float32" if dtype == "auto" else dtype)
     folder = _model_folder(name)
     source = str(folder or name)
     _check_source(name, source, options)
@@ -152,7 +81,7 @@ def load_config(name_or_path: str | Path) -> "PreTrainedConfig":
     """The configuration of a model named as in `load_model`. Raises DataError or UnsupportedModel as it does."""
     name = str(name_or_path)
     if name in PRESETS:
-        return preset_config(name)
+        return _preset_config(**PRESETS[name])
     folder = _model_folder(name)
     from transformers import AutoConfig
 
@@ -175,9 +104,7 @@ def load_tokenizer(name_or_path: str | Path, **options: Any) -> "PreTrainedToken
         DataError: the folder holds no tokenizer, or the hub cannot give it.
     """
     name = str(name_or_path)
-    if name in PRESETS:
-        return preset_tokenizer(name)
-    folder = _local_folder(name)
+    folder = None if name in PRESETS else _local_folder(name)
     if folder is not None and not any((folder / file).is_file() for file in TOKENIZER_FILES):
         raise DataError(
             f"{folder} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); save one there with "
@@ -185,10 +112,44 @@ def load_tokenizer(name_or_path: str | Path, **options: Any) -> "PreTrainedToken
         )
     from transformers import AutoTokenizer
 
+    if name in PRESETS:
+        return AutoTokenizer.from_pretrained(TOKENIZER_FOLDER, local_files_only=True)
     try:
         return AutoTokenizer.from_pretrained(str(folder or name), **options)
     except (OSError, ValueError) as error:
         raise _cannot_load("tokenizer", name, folder, error) from error
+
+
+def _preset_config(*, layers: int, hidden: int, feed_forward: int, heads: int, kv_heads: int) -> "PreTrainedConfig":
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=2048,  # exactly the ids of the tokenizer
+        hidden_size=hidden,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=64,
+        max_position_embeddings=16_384,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+
+
+def _preset_model(name: str, seed: int, dtype: "torch.dtype | str") -> "PreTrainedModel":
+    """The weights are drawn in float32 and then cast, so one seed means the same model in every dtype."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(load_config(name), dtype=torch.float32)
+    model.config.dtype = kind
+    return model.to(dtype=kind).eval()
 
 
 def model_without_weights(config: Any, **options: Any) -> "nn.Module | None":

@@ -7,7 +7,7 @@ In tree mode a layer's projections, gate, norm and output are called as the laye
 them work; only the convolution and the rule that mix tokens are replaced. Three kinds of gated DeltaNet are supported,
 which differ in their projections (Qwen3-Next, Qwen3.5, OLMo hybrid), and gated short convolutions (LFM2).
 
-Shape letters: N tokens, J key heads, H value heads, K and V sizes of keys and values.
+Shape letters: N tokens, D size of hidden states, J key heads, H value heads, K and V sizes of keys and values.
 """
 
 import copy
@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
@@ -28,10 +29,12 @@ from treetrain.models.tree_mode import TreeRun, enclosing_runs, replaced_forward
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
 
-# ---- forwards in tree mode: (layer, hidden states [1, N, D], paths) -> [1, N, D]
+# ---- forwards in tree mode
+
+Hidden = Float[Tensor, "1 N D"]
 
 
-def _fused_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
+def _fused_projections(layer: Any, hidden: Hidden, paths: Paths) -> Hidden:
     """Two projections with outputs interleaved by key head (Qwen3-Next)."""
     parts = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(hidden), layer.in_proj_ba(hidden))
     query, key, value, gate, beta, step = parts
@@ -40,7 +43,7 @@ def _fused_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
     return layer.out_proj(_gated_norm(layer.norm, out, gate, hidden))
 
 
-def _split_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
+def _split_projections(layer: Any, hidden: Hidden, paths: Paths) -> Hidden:
     """One projection for queries, keys and values, one for each other input (Qwen3.5)."""
     mixed, gate = layer.in_proj_qkv(hidden), layer.in_proj_z(hidden)
     beta, step = layer.in_proj_b(hidden), layer.in_proj_a(hidden)
@@ -48,7 +51,7 @@ def _split_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
     return layer.out_proj(_gated_norm(layer.norm, out, gate, hidden))
 
 
-def _separate_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
+def _separate_projections(layer: Any, hidden: Hidden, paths: Paths) -> Hidden:
     """A separate projection for each input; beta may be up to 2 (OLMo hybrid)."""
     mixed = torch.cat([layer.q_proj(hidden), layer.k_proj(hidden), layer.v_proj(hidden)], -1)
     beta = layer.b_proj(hidden).sigmoid()
@@ -57,7 +60,7 @@ def _separate_projections(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
     return layer.o_proj(_gated_norm(layer.o_norm, out, layer.g_proj(hidden), hidden))
 
 
-def _short_convolution(layer: Any, hidden: Tensor, paths: Paths) -> Tensor:
+def _short_convolution(layer: Any, hidden: Hidden, paths: Paths) -> Hidden:
     """A convolution between two gates (LFM2)."""
     before, after, values = layer.in_proj(hidden).chunk(3, -1)
     gated, weight, bias = (before * values)[0], layer.conv.weight.squeeze(1), layer.conv.bias
@@ -100,8 +103,10 @@ def _gated_delta(layer: Any, mixed: Tensor, beta: Tensor, step: Tensor, paths: P
     return out if ranks is None else ranks.to_tokens(out.flatten(1)).unflatten(-1, (-1, layer.head_v_dim))
 
 
-def _gated_norm(norm: Any, out: Tensor, gate: Tensor, hidden: Tensor) -> Tensor:
-    """The gated norm of every head. out [N, H, V], gate [1, N, H, V] or [1, N, H V] -> [1, N, H V]."""
+def _gated_norm(
+    norm: Any, out: Float[Tensor, "N H V"], gate: Float[Tensor, "1 N ..."], hidden: Hidden
+) -> Float[Tensor, "1 N H*V"]:
+    """The gated norm of every head."""
     size = out.shape[-1]
     return norm(out.reshape(-1, size), gate.reshape(-1, size)).reshape(*hidden.shape[:2], -1)
 
@@ -312,7 +317,7 @@ def _tree_forward(
     treetrain_run: TreeRun | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """The forward of a recurrent layer in tree mode. [1, N, D] -> [1, N, D]."""
+    """The forward of a recurrent layer in tree mode."""
     name, run = type(layer).__name__, treetrain_run or current_run()
     if run is None or run.paths is None:
         raise UnsupportedModel(

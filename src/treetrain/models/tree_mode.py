@@ -8,6 +8,8 @@ No mask is built. A model makes its masks by transformers' functions, which comp
 ones and pass it to the mask interface registered for the attention implementation. Ours takes it apart and returns the
 range that each layer sees in place of the mask (`RangeMask`). It refuses any unknown part, so a layer never sees more
 or less than in the model itself.
+
+Shape letters: N tokens, H query heads, G key/value heads, D size of query and key heads, V size of value heads.
 """
 
 import inspect
@@ -17,6 +19,7 @@ from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
@@ -50,15 +53,15 @@ class AttentionBackend(Protocol):
 
     def __call__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        query: Float[Tensor, "N H D"],
+        key: Float[Tensor, "N G D"],
+        value: Float[Tensor, "N G V"],
         scale: float,
         layer: int,
         spec: AttentionSpec,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """query [N, H, D], key [N, G, D], value [N, G, V] -> [N, H, V]; `layer` is the key of the layer's cache."""
+        sinks: Float[Tensor, "H"] | None,
+    ) -> Float[Tensor, "N H V"]:
+        """`layer` is the key of the layer's cache."""
         ...
 
 
@@ -73,11 +76,11 @@ class RouterRun(Protocol):
 class TreeRun:
     """Everything that the layers of one forward need, and a record of the layers that ran."""
 
-    def __init__(self, attention: AttentionBackend, tokens: int, positions: Tensor | None = None):
+    def __init__(self, attention: AttentionBackend, tokens: int, positions: Int64[Tensor, "N"] | None = None):
         self.attention = attention
         self.tokens = tokens
         self.positions = positions
-        """int64 [N]: every token's position on its path."""
+        """Every token's position on its path."""
         self.layers_seen: set[int] = set()
         self.layers_twice: set[int] = set()
         """Layers that called attention more than once; layers that backward runs again are counted here too."""
@@ -218,8 +221,10 @@ def _scales_queries(module: nn.Module) -> bool:
     return all(hasattr(module, field) for field in fields) and not module.use_rope
 
 
-def _scaled_by_position(module: nn.Module, query: Tensor, positions: Tensor | None) -> Tensor:
-    """Scale queries [1, H, N, D] as the layer would in a single row; unchanged for layers that do not scale."""
+def _scaled_by_position(
+    module: nn.Module, query: Float[Tensor, "1 H N D"], positions: Int64[Tensor, "N"] | None
+) -> Float[Tensor, "1 H N D"]:
+    """Scale queries as the layer would in a single row; unchanged for layers that do not scale."""
     if not _scales_queries(module) or not getattr(getattr(module, "config", None), _TUNING, False):
         return query
     assert positions is not None

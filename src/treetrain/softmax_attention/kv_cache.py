@@ -28,49 +28,67 @@ Rows = slice | Int64[Tensor, "rows"]
 
 
 @dataclass(slots=True)
-class _Layer:
-    """One layer's buffers; the gradients are None if no backward follows."""
+class Buffer:
+    """One tensor of one layer; the gradient is None if no backward follows."""
 
-    key: Float[Tensor, "C G D"]
-    value: Float[Tensor, "C G V"]
-    key_grad: Float[Tensor, "C G D"] | None
-    value_grad: Float[Tensor, "C G V"] | None
+    value: Float[Tensor, "C ..."]
+    grad: Float[Tensor, "C ..."] | None
 
 
-class KVCache:
-    """The buffers of all layers.
+class RowBuffers:
+    """Tensors of all layers by key, with rows of their own for every token that is held.
 
     Args:
-        rows: C, the number of tokens held at once; `reserve` makes room for more.
+        rows: C, the number of tokens held at once; `clear` makes room for more.
         gradients: whether a backward will follow.
     """
 
-    def __init__(self, rows: int, device: torch.device, *, gradients: bool):
-        self._rows, self._device, self._gradients = rows, device, gradients
-        self._layers: dict[Hashable, _Layer] = {}
+    def __init__(self, rows: int, *, gradients: bool):
+        self._rows, self._gradients = rows, gradients
+        self._buffers: dict[Hashable, Buffer] = {}
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers made so far."""
-        layers = self._layers.values()
-        tensors = [t for layer in layers for t in (layer.key, layer.value, layer.key_grad, layer.value_grad)]
+        tensors = [t for buffer in self._buffers.values() for t in (buffer.value, buffer.grad)]
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
-    def reserve(self, rows: int) -> None:
-        """Grow the buffers to at least this many rows, keeping their contents."""
-        if rows <= self._rows:
-            return
-        for number, layer in self._layers.items():
-            grads = [None if t is None else _grown(t, rows) for t in (layer.key_grad, layer.value_grad)]
-            self._layers[number] = _Layer(_grown(layer.key, rows), _grown(layer.value, rows), *grads)
-        self._rows = rows
+    def clear(self, rows: slice) -> None:
+        """Zero the gradients of newly allocated rows; grows the buffers, with their contents, if they have fewer."""
+        grow = rows.stop > self._rows
+        self._rows = max(self._rows, rows.stop)
+        for buffer in self._buffers.values():
+            if grow:
+                buffer.value = _grown(buffer.value, self._rows)
+                buffer.grad = None if buffer.grad is None else _grown(buffer.grad, self._rows)
+            if buffer.grad is not None:
+                buffer.grad[rows].zero_()
 
-    def clear_gradients(self, rows: slice) -> None:
-        """Zero the gradients of newly allocated rows."""
-        for layer in self._layers.values():
-            if layer.key_grad is not None and layer.value_grad is not None:
-                layer.key_grad[rows].zero_()
-                layer.value_grad[rows].zero_()
+    def buffer(self, key: Hashable, like: Float[Tensor, "_ ..."]) -> Buffer:
+        """The buffer of a key, allocated at its first call for rows like these."""
+        if key not in self._buffers:
+            shape, wide = (self._rows, *like.shape[1:]), torch.promote_types(like.dtype, torch.float32)
+            grad = torch.zeros(shape, dtype=wide, device=like.device) if self._gradients else None
+            self._buffers[key] = Buffer(torch.zeros(shape, dtype=like.dtype, device=like.device), grad)
+        return self._buffers[key]
+
+    def value(self, key: Hashable) -> Tensor:
+        """The rows of a key."""
+        return self._buffers[key].value
+
+    def grad(self, key: Hashable) -> Tensor:
+        """The accumulated gradients of a key."""
+        grad = self._buffers[key].grad
+        assert grad is not None
+        return grad
+
+
+class KVCache(RowBuffers):
+    """The keys and values of all layers."""
+
+    def __init__(self, rows: int, device: torch.device, *, gradients: bool):
+        super().__init__(rows, gradients=gradients)
+        self._device = device
 
     def view(self, path_rows: Int64[np.ndarray, "P"], own_rows: Int64[np.ndarray, "N"]) -> "KVCacheView":
         """A view of the rows that one pass of a part reads and writes.
@@ -81,20 +99,6 @@ class KVCache:
         """
         exported = np.flatnonzero(own_rows >= 0)
         return KVCacheView(self, path_rows, exported, own_rows[exported])
-
-    def layer(self, number: Hashable, like: Float[Tensor, "N G D"], like_value: Float[Tensor, "N G V"]) -> _Layer:
-        """A layer's buffers, allocated at its first call for keys and values like these."""
-        if number not in self._layers:
-            self._layers[number] = self._make(like, like_value)
-        return self._layers[number]
-
-    def _make(self, key: Tensor, value: Tensor) -> _Layer:
-        def buffer(like: Tensor, dtype: torch.dtype) -> Tensor:
-            return torch.zeros((self._rows, *like.shape[1:]), dtype=dtype, device=self._device)
-
-        wide = torch.promote_types(key.dtype, torch.float32)
-        grads = (buffer(key, wide), buffer(value, wide)) if self._gradients else (None, None)
-        return _Layer(buffer(key, key.dtype), buffer(value, value.dtype), *grads)
 
     def as_rows(self, rows: Int64[np.ndarray, "rows"]) -> Rows:
         """A slice if the rows are consecutive, else a tensor of indices on the device."""
@@ -120,8 +124,7 @@ class CacheRows:
     def allocate(self, tokens: Int64[np.ndarray, "X"]) -> None:
         """Give the next free rows to these tokens; the gradients of the rows start at 0."""
         rows = slice(self._in_use, self._in_use + len(tokens))
-        self._cache.reserve(rows.stop)
-        self._cache.clear_gradients(rows)
+        self._cache.clear(rows)
         self._row_of[tokens] = np.arange(rows.start, rows.stop)
         self._in_use = rows.stop
 
@@ -151,8 +154,9 @@ class KVCacheView:
         self, layer: Hashable, key: Float[Tensor, "N G D"], value: Float[Tensor, "N G V"], tail: int | None = None
     ) -> tuple[Float[Tensor, "P G D"], Float[Tensor, "P G V"]]:
         """Keys and values of the path (or its last `tail` tokens); views if rows are consecutive."""
-        buffers, rows = self._cache.layer(layer, key, value), self._rows(tail)
-        return _take(buffers.key, rows), _take(buffers.value, rows)
+        rows = self._rows(tail)
+        keys, values = self._cache.buffer((layer, "key"), key), self._cache.buffer((layer, "value"), value)
+        return _take(keys.value, rows), _take(values.value, rows)
 
     def _rows(self, tail: int | None) -> Rows:
         if tail is None or tail == self.path_tokens:
@@ -164,9 +168,8 @@ class KVCacheView:
     def write(self, layer: Hashable, key: Float[Tensor, "N G D"], value: Float[Tensor, "N G V"]) -> None:
         """Store the exported tokens' rows of keys and values for the parts below."""
         if self.exports:
-            buffers = self._cache.layer(layer, key, value)
-            _put(buffers.key, self._own_rows, _take(key, self._own))
-            _put(buffers.value, self._own_rows, _take(value, self._own))
+            for name, x in (("key", key), ("value", value)):
+                _put(self._cache.buffer((layer, name), x).value, self._own_rows, _take(x, self._own))
 
     def add_path_gradients(
         self,
@@ -176,19 +179,15 @@ class KVCacheView:
         tail: int | None = None,
     ) -> None:
         """Add gradients (of the whole path, or of its last `tail` tokens) to the accumulators of the path."""
-        buffers = self._cache._layers[layer]
-        assert buffers.key_grad is not None and buffers.value_grad is not None
         rows = self._rows(tail)
-        _add(buffers.key_grad, rows, grad_key)
-        _add(buffers.value_grad, rows, grad_value)
+        _add(self._cache.grad((layer, "key")), rows, grad_key)
+        _add(self._cache.grad((layer, "value")), rows, grad_value)
 
     def collect(self, layer: Hashable, grad_key: Float[Tensor, "N G D"], grad_value: Float[Tensor, "N G V"]) -> None:
         """Add the accumulated gradients from the parts below to the part's own, in place."""
         if self.exports:
-            buffers = self._cache._layers[layer]
-            assert buffers.key_grad is not None and buffers.value_grad is not None
-            _add(grad_key, self._own, _take(buffers.key_grad, self._own_rows))
-            _add(grad_value, self._own, _take(buffers.value_grad, self._own_rows))
+            _add(grad_key, self._own, _take(self._cache.grad((layer, "key")), self._own_rows))
+            _add(grad_value, self._own, _take(self._cache.grad((layer, "value")), self._own_rows))
 
 
 class Inputs(NamedTuple):

@@ -35,10 +35,6 @@ class TileLists(NamedTuple):
 
     by_query: Lists
     by_key: Lists
-    visited: int
-    """P."""
-    unmasked: int
-    """Pairs of tiles in which every query sees every key."""
 
 
 class Keys(NamedTuple):
@@ -96,7 +92,7 @@ def make_tile_lists(keys: Keys, tile: int = TILE) -> TileLists:
     if count == 0:
         nothing = Lists(np.zeros((0, 3), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32))
         none = np.zeros((-(-total // tile), 3), np.int32)
-        return TileLists(nothing, Lists(none, nothing.tiles, np.arange(len(none), dtype=np.int32)), 0, 0)
+        return TileLists(nothing, Lists(none, nothing.tiles, np.arange(len(none), dtype=np.int32)))
     starts = np.arange(0, total, tile)
     stops = np.minimum(starts + tile, total)
     furthest, nearest = (f.reduceat(keys.ends, starts).astype(np.int64) for f in (np.maximum, np.minimum))
@@ -113,9 +109,7 @@ def make_tile_lists(keys: Keys, tile: int = TILE) -> TileLists:
     if keys.lowest is not None:
         key_tile, query_tile, whole = _in_sight(keys, key_tile, query_tile, whole, starts, tile)
     tiles = -(-count // tile)
-    by_query = _lists(query_tile, key_tile, whole, tiles)
-    by_key = _lists(key_tile, query_tile, whole, len(starts))
-    return TileLists(by_query, by_key, len(whole), int(whole.sum()))
+    return TileLists(_lists(query_tile, key_tile, whole, tiles), _lists(key_tile, query_tile, whole, len(starts)))
 
 
 def _in_sight(keys: Keys, key_tile, query_tile, whole, key_starts, tile: int):
