@@ -1,9 +1,9 @@
 """Checks the array shapes that the library's signatures state.
 
 `tests/conftest.py` calls `check_shapes`, so shapes are checked in pytest's processes and nowhere else. A function is
-wrapped only if its annotations name a shape, and only these annotations are checked: pyright checks the others. So
-closures that are traced, Triton kernels and hot loops stay as they are. See docs/log.md for why this is not jaxtyping's
-own import hook, which wraps every function.
+wrapped only if it is public and its annotations name a shape, and only these annotations are checked: pyright checks
+the others. So closures that are traced, Triton kernels and hot loops stay as they are. See docs/log.md for why this is
+not jaxtyping's own import hook, which wraps every function.
 """
 
 import sys
@@ -53,6 +53,8 @@ class _Loader(SourceFileLoader):
 def _wrap_functions(owner: ModuleType | type, module: str) -> None:
     """Wrap what a module or class defines itself: functions, methods, properties, and the fields of data classes."""
     for name, value in list(vars(owner).items()):
+        if name.startswith("_") and not name.endswith("__"):
+            continue  # private helpers are called too often
         function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
         ours = isinstance(function, FunctionType) and getattr(owner, "__module__", module) == module
         if ours and function.__module__ == module and any(map(_has_shape, function.__annotations__.values())):
