@@ -53,8 +53,8 @@ class _Loader(SourceFileLoader):
 def _wrap_functions(owner: ModuleType | type, module: str) -> None:
     """Wrap what a module or class defines itself: functions, methods, properties, and the fields of data classes."""
     for name, value in list(vars(owner).items()):
-        if name.startswith("_") and not name.endswith("__"):
-            continue  # private helpers are called too often
+        if name.startswith("_") and name not in ("__call__", "__init__"):
+            continue  # private helpers and named tuples are made too often
         function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
         ours = isinstance(function, FunctionType) and getattr(owner, "__module__", module) == module
         if ours and function.__module__ == module and any(map(_has_shape, function.__annotations__.values())):
