@@ -46,7 +46,8 @@ class _Finder(MetaPathFinder):
 class _Loader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        for owner in (module, *filter(lambda x: isinstance(x, type), vars(module).values())):
+        classes = [x for x in vars(module).values() if isinstance(x, type) and not x.__name__.startswith("_")]
+        for owner in (module, *classes):
             _wrap_functions(owner, module.__name__)
 
 
