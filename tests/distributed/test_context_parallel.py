@@ -71,7 +71,8 @@ BESIDE = {
 def test_on_a_mesh_of_data_and_context(run_on_ranks, beside):
     job = dataclasses.replace(BESIDE[beside], parallel="context", beside=beside, changes=KEYS)
     check(run_on_ranks, job, size=4)
-    check(run_on_ranks, dataclasses.replace(job, loss="sft", calls=3, split="first has all"), size=4)
+    if beside in ("shards", "group"):
+        check(run_on_ranks, dataclasses.replace(job, loss="sft", calls=3, split="first has all"), size=4)
 
 
 def test_four_ranks(run_on_ranks):
@@ -141,7 +142,7 @@ def test_an_error_on_one_rank_ends_all_of_them_with_its_message(run_on_ranks):
     assert first.startswith("RanksDisagree") and "rank 1" in first and "10000" in first
     assert "10000" in second
     for told in run_on_ranks(_trapped, "other rows"):
-        assert told.startswith("RanksDisagree") and "rows" in told
+        assert told.startswith("RanksDisagree: the ranks differ in their rows"), told
     first, second = run_on_ranks(_trapped, "no advantages")
     assert first.startswith("RanksDisagree: preparing the loss stopped on all ranks, because of rank 1")
     assert second.startswith("DataError") and "advantages" in second

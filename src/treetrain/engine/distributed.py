@@ -178,13 +178,16 @@ class Ranks:
                 p.grad = part.view_as(p).to(p.dtype, copy=True)
 
 
-def check_same(name: str, values: list[Any]) -> None:
-    """Raise RanksDisagree unless all ranks have the same value."""
+CALL = "make the same calls with the same settings (their rows alone may differ)"
+
+
+def check_same(name: str, values: list[Any], must: str = CALL) -> None:
+    """Raise RanksDisagree, which says what ranks must do, unless all of them have the same value."""
     other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
     if other is not None:
         raise RanksDisagree(
             f"the ranks differ in {name}: rank 0 has {values[0]!r}, rank {other} {values[other]!r}; all of them must "
-            "make the same calls with the same settings (their rows alone may differ)"
+            f"{must}"
         )
 
 

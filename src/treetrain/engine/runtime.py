@@ -407,7 +407,7 @@ class Runtime:
             for number, own in ranks.gather((self.ranks.data_rank, hashes)):
                 by_set.setdefault(number, []).append(own)
             for same in by_set.values():
-                check_same("their rows (as hashes)", same)
+                check_same("their rows (as hashes)", same, "pass the same rows, as they run them together")
 
     def average_gradients(self) -> None:
         """Average the gradients of weights that several ranks hold as a whole, over these ranks.
