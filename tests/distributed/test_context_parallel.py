@@ -61,7 +61,13 @@ def test_values_checkpointed_layers_and_several_calls(run_on_ranks):
 
 BESIDE = {
     "shards": Job(shapes=(("chunks of 7", "mixed"), ("chunks of 2", "none"))),
-    "hybrid": Job(loss="gspo", shapes=(("1 part", "all"), ("chunks of 7", "none")), split="halves", lora=True),
+    "hybrid": Job(
+        loss="gspo",
+        shapes=(("1 part", "all"), ("chunks of 7", "none")),
+        split="halves",
+        family="qwen3_5_deep",
+        lora=True,
+    ),
     "group": Job(loss="dpo", budget=3),
     "ddp": Job(loss="ppo entropy", budget=3, family="qwen3_5_deep"),
 }

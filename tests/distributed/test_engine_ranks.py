@@ -96,7 +96,10 @@ def test_kinds_of_models(run_on_ranks, kind) -> None:
     check(run_on_ranks, dataclasses.replace(job, budget=9, split="first has all"))
 
 
-@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.parametrize(
+    "parallel",
+    [pytest.param("ddp", marks=pytest.mark.slow), "fsdp", pytest.param("context", marks=pytest.mark.slow)],
+)
 def test_in_bfloat16_the_error_is_that_of_rows_alone(run_on_ranks, parallel) -> None:
     for shape in ("1 part", "chunks of 2"):
         errors = np.array(run_on_ranks(bfloat16_errors, parallel, 4, shape)[0])

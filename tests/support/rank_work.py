@@ -259,14 +259,15 @@ def bfloat16_errors(group: Any, parallel: Parallel, seeds: int, shape: str) -> l
     """For so many batches: relative gradient errors of ranks in bfloat16, and of every row alone by one process."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     loss, found = tt.losses.sft(), []
-    truth_model = make_model("qwen3")
+    truth_model = make_model("qwen3", **dict(KEYS))
     for seed in range(seeds):
         rows = rows_of(seed, "sft")
-        model, alone = (make_model("qwen3", dtype=torch.bfloat16) for _ in range(2))
-        sharing: dict[str, Any] = {"group": group}
+        model, alone = (make_model("qwen3", dtype=torch.bfloat16, **dict(KEYS)) for _ in range(2))
+        sharing: dict[str, Any] = {"context" if parallel == "context" else "group": group}
         if parallel == "fsdp":
             model, sharing = sharded(model, group), {"reduce": "part"}
-        planned(shape, "mixed")(model, **sharing).forward_backward(rows[rank::size], loss)
+        own = rows if parallel == "context" else rows[rank::size]
+        planned(shape, "mixed")(model, **sharing).forward_backward(own, loss)
         LinearEngine(alone).forward_backward(rows, loss)
         truth_model.zero_grad()
         tt.TreeEngine(truth_model).forward_backward(rows, loss)

@@ -5,7 +5,7 @@ Ranks agree over the CPU, in small objects (whole rows only if the loss must see
 
 import datetime
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -63,7 +63,7 @@ class Ranks:
         """How many sets of rows make up a step: all ranks but those with the same rows as others."""
         return len(self._sets)
 
-    def of_data(self, values: list[T]) -> list[T]:
+    def of_data(self, values: Sequence[T]) -> list[T]:
         """One of the values by rank for each set of rows."""
         return [values[own[0]] for own in self._sets]
 
