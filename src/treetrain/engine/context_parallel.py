@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -59,7 +60,7 @@ def check_context(ranks: Ranks, model: Any, capabilities: Capabilities) -> None:
 
 
 class Share:
-    """One rank's tokens of a layout, padded to the same number on every rank, and the edges that they predict.
+    """One rank's n tokens of a layout of N, padded so that all ranks have as many, and the e edges that they predict.
 
     Args:
         score: whether edges are scored; False runs the layers alone.
@@ -89,12 +90,12 @@ class Share:
             layout.edge_targets[edges].astype(np.int64, copy=False),
         ]
 
-    def coefficients(self, whole: Tensor | None) -> Tensor | None:
-        """The share's part of gradients that are known before the pass, [E] -> [e], times the number of ranks."""
+    def coefficients(self, whole: Float[Tensor, "E"] | None) -> Float[Tensor, "e"] | None:
+        """The share's part of gradients that are known before the pass, times the number of ranks."""
         return None if whole is None else whole[self._edges] * self.ranks.size
 
-    def of_tokens(self, whole: Tensor | None, padding: int) -> Tensor | None:
-        """The share's entries of something by token, [N, ...] -> [n, ...]."""
+    def of_tokens(self, whole: Shaped[Tensor, "N *rest"] | None, padding: int) -> Shaped[Tensor, "n *rest"] | None:
+        """The share's entries of something by token, padded."""
         if whole is None:
             return None
         own = whole[self._tokens]
@@ -104,16 +105,16 @@ class Share:
         """This rank's share of weights by head or channel."""
         return weight.chunk(self.ranks.size)[self.ranks.rank]
 
-    def to_heads(self, *states: Tensor) -> list[Tensor]:
-        """Tokens of this rank for tokens of all: [n, d] each -> [N, d / ranks] of the heads that are this rank's."""
+    def to_heads(self, *states: Float[Tensor, "n _"]) -> list[Float[Tensor, "N _"]]:
+        """All heads of this rank's tokens for its share of the heads of all tokens."""
         # One exchange for all: fewer messages, and the same order on every rank in backward.
         parts = [x.unflatten(1, (self.ranks.size, -1)) for x in states]
         sent = torch.cat(parts, dim=2).transpose(0, 1).contiguous()
         mine = _Exchange.apply(sent, self.ranks).flatten(0, 1)[: self.layout.num_tokens]  # type: ignore[union-attr]
         return [x.to(of.dtype) for x, of in zip(mine.split([part.shape[2] for part in parts], dim=1), states)]
 
-    def to_tokens(self, states: Tensor) -> Tensor:
-        """The reverse: [N, d / ranks] -> [n, d]."""
+    def to_tokens(self, states: Float[Tensor, "N _"]) -> Float[Tensor, "n _"]:
+        """The reverse."""
         padded = torch.nn.functional.pad(states, (0, 0, 0, self.ranks.size * self.size - len(states)))
         back = _Exchange.apply(padded.unflatten(0, (self.ranks.size, -1)), self.ranks)
         return back.transpose(0, 1).flatten(1)  # type: ignore[union-attr]
@@ -173,15 +174,15 @@ class HeadExchange:
 
     def __call__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        query: Float[Tensor, "n H D"],
+        key: Float[Tensor, "n G D"],
+        value: Float[Tensor, "n G V"],
         scale: float,
         layer: int,
         spec: AttentionSpec,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """query [n, H, D], key [n, G, D], value [n, G, V], sinks [H] -> [n, H, V]; n tokens of the share."""
+        sinks: Float[Tensor, "H"] | None,
+    ) -> Float[Tensor, "n H V"]:
+        """Attention of the share's tokens."""
         size, share = self._share.ranks.size, self._share
         for states, what in ((query, "heads"), (key, "heads of keys and values")):
             if states.shape[1] % size:
