@@ -1,6 +1,7 @@
 """`TreeEngine`: accumulation, budgets, users' own losses, metrics, reports."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 import treetrain as tt
 from support.models import make_model
 from treetrain.engine.engine import LinearEngine
+from treetrain.engine.loss import add_metrics
 from treetrain.testing import linear
 from treetrain.testing.float64 import PureFloat64
 from treetrain.testing.forests import dress, runs, trajectories
@@ -55,10 +57,10 @@ def test_a_step_may_be_split_over_calls_that_share_the_normaliser(model, engine,
             results.append(engine(model).forward_backward(rows, LOSSES[loss], normaliser))
     assert linear.relative_error(linear.gradients(model), gradient) <= 1e-12
     assert sum(r.loss for r in results) == pytest.approx(whole.loss, rel=1e-12)
+    added = functools.reduce(add_metrics, [r.metric_sums for r in results])
     for name, (total, weight) in whole.metric_sums.items():
-        added = [r.metric_sums.get(name, (0.0, 0.0)) for r in results]
-        assert sum(float(a) for a, _ in added) == pytest.approx(float(total), rel=1e-10, abs=1e-12)
-        assert sum(float(b) for _, b in added) == pytest.approx(float(weight), rel=1e-10)
+        assert float(added[name][0]) == pytest.approx(float(total), rel=1e-10, abs=1e-12)
+        assert float(added[name][1]) == pytest.approx(float(weight), rel=1e-10)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

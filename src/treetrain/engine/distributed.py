@@ -4,7 +4,6 @@ Ranks agree over the CPU, in small objects (whole rows only if the loss must see
 """
 
 import datetime
-import itertools
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
@@ -20,8 +19,8 @@ BUCKET_NUMBERS = 1 << 24
 """Most gradient entries per all-reduce; a larger parameter gets one of its own."""
 _MADE: dict[Any, Any] = {}
 """Process groups created here, by the group or mesh that they serve; all engines on it share them."""
-_NUMBER = itertools.count()
-"""Numbers the groups of ranks, so that a message in their store is that of the current one."""
+_ERROR = "treetrain error"
+"""The key in a group's store of the error that ended a pass; the processes must start again after it."""
 CONTROL_TIMEOUT = datetime.timedelta(minutes=30)
 """The longest time a rank may read, plan or evaluate while the others wait for it."""
 
@@ -43,7 +42,6 @@ class Ranks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.lost = False
         """Whether this process left a pass that the others wait in, so that they cannot be reached any more."""
-        self._key = "" if group is None else f"treetrain error {next(_NUMBER)}"
         self._sets = [(rank,) for rank in range(self.size)]
         if same_rows is not None and not same_rows.alone:
             members = dist.get_process_group_ranks(self.group)
@@ -108,11 +106,11 @@ class Ranks:
         self.lost = True
         store: Any = self.group.get_group_store()
         if not _was_left_by_others(error):
-            store.set(self._key, f"rank {self.rank} of {self.size}: {type(error).__name__}: {error}")
+            store.set(_ERROR, f"rank {self.rank} of {self.size}: {type(error).__name__}: {error}")
             error.add_note("it came in the middle of a pass: the other ranks wait there until this process ends")
             return
         try:
-            said = store.get(self._key).decode() if store.check([self._key]) else "see what it said"
+            said = store.get(_ERROR).decode() if store.check([_ERROR]) else "see what it said"
         except RuntimeError:  # the process that holds the store has ended
             said = "see what it said"
         raise RanksDisagree(
