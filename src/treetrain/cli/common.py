@@ -1,6 +1,6 @@
-"""What the commands share: options by argparse, reading rows and models, and printing.
+"""Code that all commands share: argparse options, reading rows and models, and printing.
 
-Nothing is imported from numpy, torch, transformers or rich before it is used: --help must be fast.
+numpy, torch, transformers and rich are imported only where they are used, so that --help is fast.
 """
 
 import argparse
@@ -54,11 +54,11 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """See `argparse.ArgumentParser.error`."""
+        """Raise `ValueError`; `argparse` would exit."""
         raise ValueError(f"{message}; {self.prog} --help lists all options")
 
     def option(self, name: str, help: str, default: Any = None, **more: Any) -> None:
-        """Add `--name`; a name of several words may be written with `_` or `-`."""
+        """Add `--name`; its words may be joined by `_` or `-`."""
         names = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
         self.add_argument(*names, help=help, default=default, **more)
 
@@ -167,7 +167,7 @@ def find_shape(model: str | None, shape: str | None, *, dtype_bytes: int = 4) ->
     """The named `shape` if given, else the counts of `model`, else the default shape. Only a model needs torch.
 
     Raises:
-        ValueError: an unknown shape, a model that is not there, or one that cannot be counted.
+        ValueError: an unknown shape, or a model that cannot be found or counted.
     """
     from treetrain.inspection.report import Shape
     from treetrain.planning.cost import ModelShape
@@ -191,13 +191,13 @@ class ReadRows:
     view: str | None
     """"calls" or "transcript"; None for token rows."""
     tokenizer: Any
-    """None for token rows if --tokenizer names none."""
+    """None for token rows without --tokenizer."""
     tree: "TokenTree | None" = None
-    """The tree of a file of trees of tokens, which stays unflattened: `rows` builds each row on access."""
+    """The token tree, if the files hold trees. It is not flattened: `rows` builds each row on access."""
 
 
 def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) -> ReadRows:
-    """The rows of the files. The model gives the tokenizer, and the vocabulary and positions that rows must fit.
+    """Read the rows of the files. The model sets the tokenizer, and the vocabulary size and length that rows must fit.
 
     Args:
         more: further options of `tt.load`.
@@ -245,10 +245,10 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
 
 
 def sample(options: Namespace, dtype: str = "float32") -> "tuple[nn.Module, list[Trajectory]]":
-    """The model, and the rows to run it on; notes on them are printed.
+    """Load the model and the rows to run it on, and print notes on the rows.
 
     Raises:
-        DataError: bad data, or nothing in the sample is trained.
+        DataError: bad data, or a sample without trained tokens.
     """
     from treetrain.errors import DataError
     from treetrain.trainers.groups import sample_groups

@@ -39,8 +39,8 @@ class Trajectory:
         advantages: [L] or one number for the whole row.
         old_logprobs: log-probabilities under the policy that sampled the row, [L], in nats.
         ref_logprobs: log-probabilities under the reference policy, [L], in nats.
-        rollout_logprobs: log-probabilities recorded by the sampler, [L], in nats. The inference engine's numerics
-            may differ from training's, in which `old_logprobs` are.
+        rollout_logprobs: log-probabilities recorded by the sampler, [L], in nats. They have the inference engine's
+            numerics; `old_logprobs` have the trainer's.
         teacher_logprobs: log-probabilities under the teacher to distil from, [L], in nats.
         values: value estimates, [L].
         returns: returns, [L].
@@ -50,11 +50,11 @@ class Trajectory:
         chosen: True for the preferred row of its pair, False for the rejected one; without a pair, whether the row is
             desirable.
         id: the row's own name, used in messages.
-        key: anything else that enters the forward, e.g. an adapter's name; rows with different keys share no prefix.
+        key: anything else that changes the forward, e.g. an adapter's name; rows with different keys share no prefix.
         episode: rows with equal `group` and `episode` are calls of one conversation that share its reward;
             None makes the row an episode by itself.
         experts: the experts that each token was routed to during sampling, integers [L, layers, k] (the MoE layers, or
-            all layers). They replace the router's choice; -1 for all k of a token and layer keeps it. Equal tokens
+            all layers). They replace the router's choice, unless all k of a token and layer are -1. Equal tokens
             with different experts are not merged.
 
     Raises:
@@ -158,7 +158,7 @@ class LazyTrajectories(Sequence[Trajectory]):
 
     @abc.abstractmethod
     def row(self, number: int) -> Trajectory:
-        """Row 0 to K - 1."""
+        """Build row 0 to K - 1."""
 
     @overload
     def __getitem__(self, number: int) -> Trajectory: ...
@@ -180,7 +180,7 @@ def common_prefix(one: Shaped[np.ndarray, "A"], other: Shaped[np.ndarray, "B"]) 
 
 
 def per_token(value: Any, name: str, length: int, *, nulls: bool = False) -> PerToken:
-    """A finite number for each of `length` tokens. With `nulls`, NaN and None are NaN.
+    """Convert to a finite number for each of `length` tokens. With `nulls`, NaN and None become NaN.
 
     Raises:
         DataError: the message begins with the name.

@@ -1,21 +1,21 @@
 """Context parallel: the ranks of a group hold the same rows and divide the tokens of every part among them.
 
-Each rank runs the model on an even share of a part's packed tokens. Only attention needs other tokens, and it treats
-every head by itself. So one all-to-all gives each rank its share of the heads for all tokens. Any attention backend
-runs unchanged on the whole forest. A second all-to-all returns the results (DeepSpeed-Ulysses, arXiv 2309.14509):
+Each rank runs the model on an even share of a part's packed tokens. Attention needs other ranks' tokens, but treats
+heads independently. So one all-to-all gives each rank its share of the heads for all tokens. Any attention backend runs
+unchanged on the whole forest. A second all-to-all returns the results (DeepSpeed-Ulysses, arXiv 2309.14509):
 
     outside of attention                  inside
     rank 0: tokens 0 1 2, heads A B       rank 0: tokens 0 1 2 3 4 5, head A
     rank 1: tokens 3 4 5, heads A B       rank 1: tokens 0 1 2 3 4 5, head B
 
 Shares are equal for any shape of the tree, and each rank keeps the KV cache of its heads. The last shares are padded
-with tokens that no token attends to. A recurrent layer is exchanged in the same way around its convolution and its
-rule, which treat every channel and every head by itself; the states of a path stay with their heads too.
+with tokens that no token attends to. A recurrent layer does the same exchanges around its convolution and its
+recurrence, which treat channels and heads independently. The recurrent states of a path also stay with their heads.
 
-Why the gradients are right: the scores of all shares are put together on every rank, so every rank evaluates the same
-loss and gets the same gradients of scores. Each runs backward from the scores of its own tokens, times the number of
-ranks. The exchange's backward is the reverse exchange. So the mean over ranks, as data parallel takes it, is the sum
-over all tokens.
+Why the gradients are right: every rank gathers the scores of all shares, so every rank evaluates the same loss and gets
+the same gradients of scores. Each rank runs backward from the scores of its own tokens, with their gradients times the
+number of ranks. The exchange's backward is the reverse exchange. So the mean over ranks, as in data parallel, is the
+sum over all tokens.
 """
 
 from dataclasses import replace
@@ -91,11 +91,11 @@ class Share:
         ]
 
     def coefficients(self, whole: Float[Tensor, "E"] | None) -> Float[Tensor, "e"] | None:
-        """The share's part of gradients that are known before the pass, times the number of ranks."""
+        """This rank's part of gradients that are known before the pass, times the number of ranks."""
         return None if whole is None else whole[self._edges] * self.ranks.size
 
     def of_tokens(self, whole: Shaped[Tensor, "N *rest"] | None, padding: int) -> Shaped[Tensor, "n *rest"] | None:
-        """The share's entries of something by token, padded."""
+        """This rank's entries of a tensor with one entry per token, padded."""
         if whole is None:
             return None
         own = whole[self._tokens]
@@ -106,7 +106,7 @@ class Share:
         return weight.chunk(self.ranks.size)[self.ranks.rank]
 
     def to_heads(self, *states: Float[Tensor, "n _"]) -> list[Float[Tensor, "N _"]]:
-        """All heads of this rank's tokens for its share of the heads of all tokens."""
+        """Exchange all heads of this rank's tokens for its own heads of all tokens."""
         # One exchange for all: fewer messages, and the same order on every rank in backward.
         parts = [x.unflatten(1, (self.ranks.size, -1)) for x in states]
         sent = torch.cat(parts, dim=2).transpose(0, 1).contiguous()
@@ -114,7 +114,7 @@ class Share:
         return [x.to(of.dtype) for x, of in zip(mine.split([part.shape[2] for part in parts], dim=1), states)]
 
     def to_tokens(self, states: Float[Tensor, "N _"]) -> Float[Tensor, "n _"]:
-        """The reverse."""
+        """Reverse `to_heads`."""
         padded = torch.nn.functional.pad(states, (0, 0, 0, self.ranks.size * self.size - len(states)))
         back = _Exchange.apply(padded.unflatten(0, (self.ranks.size, -1)), self.ranks)
         return back.transpose(0, 1).flatten(1)  # type: ignore[union-attr]

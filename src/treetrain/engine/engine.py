@@ -52,7 +52,7 @@ class TreeEngine(Runtime):
 
     Args:
         model: a causal LM, plain or wrapped by peft; calls change only its ``.grad``.
-        budget: an int bounds the tokens whose graph is alive at once; any tree fits every int. A string such as "8GiB"
+        budget: an int bounds the tokens whose graph is alive at once; any tree runs at any int. A string such as "8GiB"
             bounds the peak memory above model, gradients and optimiser state. None takes what the device has free.
         temperature: divides the logits before the softmax.
         value_head: maps the inputs of a causal LM's head, [n, hidden], to values [n] (or [n, c]),
@@ -62,12 +62,12 @@ class TreeEngine(Runtime):
             none). Loss, metrics and gradients are those of all rows together. None: the ranks of a model in FSDP2
             (`fully_shard`) or `DistributedDataParallel`; with a plain model, this process alone.
         context: a group whose processes all pass the same rows, and divide the tokens of every part among them (context
-            parallel; see docs/distributed.md). ``budget`` is that of each process. The processes that share a step
+            parallel; see docs/distributed.md). ``budget`` applies to each process. The processes that share a step
             include every context group as a whole.
-        reduce: when FSDP2 reduces gradients. "part": after every part. "step": once per step; they are unsharded until
-            then. "auto": once per step if there is ample memory for that.
+        reduce: when FSDP2 reduces gradients. "part": after every part. "step": once per step; gradients stay whole
+            until then. "auto": once per step if there is ample memory for that.
         compile_layers: run decoder layers compiled (`torch.compile`), except attention, routers and recurrences. This
-            takes a minute in the first step. None: on a GPU, unless the model is in FSDP2.
+            takes a minute in the first step. None: on a GPU, unless in FSDP2 or tensor parallel.
 
     Raises:
         UnsupportedModel: the model, its value head or a setting would not be exact on a tree.
@@ -143,7 +143,7 @@ class TreeEngine(Runtime):
         return result if ranks.data_size == 1 else summed(ranks.of_data(results), over=ranks.data_size)
 
     def router_balance(self, trajectories: Sequence[Trajectory] | TokenTree) -> RouterBalance:
-        """How the routers spread these rows over the experts, without gradient. Add up the results of a step's calls.
+        """How the routers spread these rows over the experts, without gradient. The results of a step's calls add up.
 
         Raises:
             ValueError: a model without experts.
@@ -297,14 +297,14 @@ class Step(NamedTuple):
     normaliser: float
     """The step's normaliser, divided by the number of data-parallel ranks, since gradients are averaged over them."""
     rows: Sequence[Trajectory]
-    """The rows of all ranks, if the loss must see them."""
+    """The rows of all ranks, if the loss needs them."""
     masked: bool
-    """Whether the caller's mask says which predictions are computed."""
+    """Whether the caller gave a mask of predictions."""
 
 
 # ---- a training step: checks
 
-# Ranks share one step. Each sends the others what they need to know about its rows. All combine the answers in rank
+# Ranks share one step. Each sends the others the facts that they need about its rows. All ranks combine these in rank
 # order, so they get the same loss constants and the same normaliser.
 
 
@@ -388,7 +388,7 @@ def prepare_step(
         seen = rows if merged is None and rows is not None else []
         return Step(tree, batch, loss, whole / ranks.data_size, seen, masked=mask is not None), None
 
-    # Ranks with the same tokens may have other facts, so one of them may fail alone here.
+    # Ranks with the same tokens may have different facts, so one rank may fail here and others not.
     step, _ = ranks.agree("preparing the loss", of_all_rows)
     runtime.check_same_rows(ranks, step.batch.layout)
     return step
@@ -397,8 +397,8 @@ def prepare_step(
 def _announcement(
     runtime: Runtime, tree: TokenTree, merged: Any, loss: Loss, normaliser: float | None
 ) -> tuple[dict[str, Any], list[Trajectory] | None, float]:
-    """Collect what the other ranks need: settings that must be the same, and all rows if the loss needs those of the
-    whole step, else this rank's part of the normaliser."""
+    """Collect the settings that must be the same on all ranks, and this rank's rows (if the loss needs the rows of the
+    whole step) or its part of the normaliser."""
     weights = [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in runtime.parameters]
     settings = {
         "treetrain": __version__,
@@ -431,7 +431,7 @@ def plan_step(runtime: Runtime, step: Step, *, sync: bool, balance: RouterBalanc
     Under FSDP2 every rank offers several plans, and the combination with the fastest common order is run.
 
     Raises:
-        RanksDisagree: another rank has another `sync`, normaliser or balance of the routers.
+        RanksDisagree: ranks differ in `sync`, normaliser or the routers' balance.
     """
     ranks = runtime.ranks
 
@@ -551,7 +551,7 @@ def _stream(
             Executor(runtime, plan, counts, routing, gradients=False, reduces=reduces).score(None)
             routing.settle()
         coefficients, logprobs = None, table.logprobs
-        if table.entropies is None:  # a mixture may have coefficients here and still need entropies
+        if table.entropies is None:  # a mixture of losses may have coefficients and still need entropies
             coefficients = loss.coefficients(batch.facts(logprobs))
         executor = Executor(runtime, plan, counts, routing, gradients=True, reduces=reduces)
         if coefficients is not None:
@@ -614,7 +614,7 @@ class LinearEngine(TreeEngine):
 
     Args:
         pack_tokens: maximum tokens of a packed part (a longer row runs alone); None packs the whole batch.
-        sharing: ``group`` and ``reduce``, as for `TreeEngine`.
+        sharing: ``group``, ``context``, ``reduce`` and ``compile_layers``, as for `TreeEngine`.
     """
 
     merge = False
@@ -638,7 +638,7 @@ class LinearEngine(TreeEngine):
         return as_tree(rows, merge=False)
 
     def plan_of(self, layout: PackedLayout) -> Plan:
-        """See `TreeEngine.plan_of`."""
+        """See `Runtime.plan_of`."""
         return whole_trees(layout, self.pack_tokens or max(layout.num_tokens, 1))
 
 
@@ -732,8 +732,7 @@ def values(
     Args:
         model: a model for token classification (a critic) or sequence classification (a reward model), plain or wrapped
             by peft; or, with `head`, a causal LM.
-        sequences: K lists or arrays of token ids (or trajectories, or a tree).
-        budget: as for `treetrain.logprobs`.
+        sequences, budget: as for `treetrain.logprobs`.
         head: maps the inputs of a causal LM's head, [n, hidden], to values [n] or [n, c].
 
     Returns:
@@ -817,8 +816,8 @@ def _within_autograd(scored: Scored) -> list[Tensor]:
 class _TreeScores(torch.autograd.Function):
     """A whole batch as one autograd node whose inputs are the parameters.
 
-    The outer graph does not contain the inner graph, whose backward runs in tree mode. Activation checkpointing needs
-    this when it recomputes layers.
+    The tree's own graph is not part of the outer graph. So its backward can run in tree mode, which activation
+    checkpointing needs when it recomputes layers.
     """
 
     @staticmethod

@@ -1,19 +1,19 @@
 """Tensor and expert parallel: transformers has divided a model's weights over ranks, by the model's own plans.
 
 The ranks hold the same rows and run the same plan. Every rank has all tokens of a part with its share of the heads, of
-the MLPs' columns and of the vocabulary; transformers' hooks put hidden states together. Tree attention treats every
-head by itself, so it runs unchanged on a rank's heads, and so does the KV cache. The LM head scores its share of the
+the MLPs' columns and of the vocabulary; transformers' hooks combine hidden states. Tree attention and the KV cache
+treat heads independently, so they run unchanged on a rank's heads. The LM head scores its share of the
 vocabulary (`VocabularyShard` in ``lm_head.py``).
 
 Expert parallel (`ep_size`) gives each rank whole experts in place of a share of every expert. Routers stay whole, and
 every rank chooses experts for all tokens. transformers then sends each rank's slice of the tokens to the experts'
-ranks and gathers the results, so the ranks leave a layer with the same hidden states as they entered it.
+ranks and gathers the results, so all ranks again have the same hidden states after a layer.
 
 Weights that every rank holds whole get the same gradient on every rank, except norms between divided layers (of queries
-and keys): a rank sees its own heads alone. transformers adds up their ``.grad`` over the ranks after every backward,
-with all that earlier backwards have left there. After a second backward, the first one's gradients are counted as often
-as there are ranks. Here the gradient is added up over the ranks once per call, before it is accumulated, also where a
-family's plan leaves these norms out (GLM-4-MoE's does). At the end of a call the ranks compare their gradients.
+and keys), where a rank sees only its own heads. transformers sums their ``.grad`` over the ranks after every backward,
+including the gradients of earlier backwards. So a second backward multiplies the first one's gradients by the number of
+ranks. Here each backward's gradient is summed over the ranks once, before it is accumulated. This includes families
+whose plan leaves these norms out (GLM-4-MoE). At the end of a call the ranks compare their gradients.
 """
 
 import re
@@ -50,7 +50,7 @@ EP_STYLES = ("ep_dispatch_experts", "grouped_gemm")
 EP_IMPLEMENTATIONS = ("all_reduce", "all_to_all", "auto")
 """The ways to bring tokens to their experts that are exact here. DeepGEMM's has no backward."""
 PARTIAL = "ReplicatedWithGradAllReduce."
-"""Where transformers' forward and hook of a norm between divided layers are defined."""
+"""Part of the ``__qualname__`` of transformers' forward and hook for a norm between divided layers."""
 
 
 def tensor_parallel_ranks(model: nn.Module, *others: object) -> Ranks:
@@ -60,7 +60,7 @@ def tensor_parallel_ranks(model: nn.Module, *others: object) -> Ranks:
         others: other ways to share a step; all must be None.
 
     Raises:
-        UnsupportedModel: the model is divided otherwise, or together with one of the others.
+        UnsupportedModel: the model is divided in another way, or combined with one of `others`.
         RanksDisagree: weights that every rank holds whole are not the same.
     """
     lm: Any = causal_lm(model)
@@ -154,11 +154,11 @@ def _check_plan(lm: Any, ranks: Ranks, experts: Any) -> None:
 
 
 def _check_adapters(model: nn.Module) -> None:
-    """Refuse adapters that peft does not divide as transformers divides what they are added to."""
+    """Refuse adapters that peft does not divide in the way transformers divides their layers."""
     name: str
     module: Any
     for name, module in model.named_modules():
-        parameter = getattr(module, "parameter_name", None)  # of peft's wrapper of one parameter
+        parameter = getattr(module, "parameter_name", None)  # in peft's wrapper of one parameter
         if parameter is not None and is_shard(getattr(module.get_base_layer(), parameter)):
             raise UnsupportedModel(
                 f"{name} adapts {parameter}, which is divided over the ranks, and peft does not divide its adapter; "
@@ -174,7 +174,7 @@ def _check_adapters(model: nn.Module) -> None:
 
 
 def vocabulary_shard(capabilities: Capabilities, ranks: Ranks) -> VocabularyShard | None:
-    """This rank's share of the vocabulary; None where it has all of it, or a head that is more than a matrix."""
+    """This rank's share of the vocabulary; None if it has all of it, or if the head is not a plain linear layer."""
     head: Any = capabilities.head
     if ranks.alone or not is_plain_linear(head) or not is_shard(head.weight) or not capabilities.scores_tokens:
         return None
@@ -182,7 +182,7 @@ def vocabulary_shard(capabilities: Capabilities, ranks: Ranks) -> VocabularyShar
 
 
 def _partial(model: nn.Module) -> list[nn.Module]:
-    """The modules whose weights every rank holds whole, with gradients of its own heads."""
+    """The modules whose weights every rank holds whole, but whose gradients come from its own heads only."""
     lm: Any = causal_lm(model)
     divided = {key.removesuffix("q_proj") for key, style in lm.tp_plan.items() if style == "colwise"}
     norms = {key + name for key in divided for name in ("q_norm", "k_norm")}
@@ -192,13 +192,13 @@ def _partial(model: nn.Module) -> list[nn.Module]:
 
 
 def _check_whole_gradients(model: nn.Module, ranks: Ranks) -> None:
-    """Refuse a model of which some weight's gradient should have been added up over the ranks, and was not."""
+    """Refuse a model if a weight's gradient should have been summed over the ranks and was not."""
     whole = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not is_shard(p)}
     if not whole:
         return
     sizes = torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in whole.values()]).tolist()
     for name, *of_ranks in zip(whole, *ranks.gather(sizes)):
-        # Devices may add up in another order each time; gradients of other heads differ by more.
+        # Devices may sum in a different order each time; gradients of different heads differ by more.
         if max(of_ranks) - min(of_ranks) > 1e-2 * max(of_ranks) + 1e-6 * max(sizes):
             raise UnsupportedModel(
                 f"every tensor-parallel rank holds {name} whole, but the sizes of its gradient differ: {of_ranks}; the "
@@ -208,13 +208,13 @@ def _check_whole_gradients(model: nn.Module, ranks: Ranks) -> None:
 
 @contextmanager
 def tensor_parallel_mode(model: nn.Module, ranks: Ranks) -> Iterator[None]:
-    """Put right, during a block, what transformers and peft get wrong in a divided model.
+    """Correct errors of transformers and peft in a divided model, within the block.
 
     Partial gradients of weights that every rank holds whole are added up over the ranks once. Adapters of row-wise
-    layers get their whole width: peft gives them one rank's share, which transformers' hooks take for the whole.
+    layers get their whole width: peft gives them one rank's share, which transformers' hooks treat as the whole.
 
     Raises:
-        UnsupportedModel: at the end of the block, if these weights have other gradients on other ranks.
+        UnsupportedModel: at the end of the block, if gradients of these weights differ between ranks.
     """
     if ranks.alone:
         yield
@@ -243,7 +243,7 @@ def tensor_parallel_mode(model: nn.Module, ranks: Ranks) -> Iterator[None]:
                     handle = parameter.register_hook(summed)
                     stack.callback(handle.remove)
                     own_hooks: Any = parameter._backward_hooks
-                    own_hooks.move_to_end(handle.id, last=False)  # others see the sum
+                    own_hooks.move_to_end(handle.id, last=False)  # so that other hooks see the sum
         yield
         if torch.is_grad_enabled():
             _check_whole_gradients(model, ranks)

@@ -1,14 +1,14 @@
-"""Rows as they are read: all of them, or a sample of whole groups and estimates of what all rows share.
+"""Keep rows as they are read: all of them, or a sample of whole groups with an estimate of how much all rows share.
 
 Groups are drawn by the hash of their name. So the sample is uniform over groups, the same in every run, and needs one
-pass: when it has grown too large, the groups with the largest hash are dropped, and so are later rows with a larger
-one. Rows that are left out are not converted, hence not tokenised.
+pass: when it grows too large, the groups with the largest hashes are dropped, and later rows with such hashes are
+skipped. Skipped rows that name a group or episode are not even tokenised.
 
-Why the estimate is right. A token of the sample's tree that rows of only one sampled group pass through stands for the
-tokens of the groups that were left out: it counts as often as a row does. A token that several sampled groups share,
-such as those of a common system prompt, is in most groups and counts once. This is the Good-Turing estimate of the
-tokens that another group would add. It counts tokens that few groups share too often, so the sharing of all rows is at
-least about the one that is estimated.
+Why the estimate is right: a token of the sample's tree that only one sampled group uses also stands for tokens of the
+groups left out, so it is scaled up as rows are. A token that several sampled groups share, such as one of a common
+system prompt, is assumed to be in most groups and counts once. This is the Good-Turing estimate of the tokens that
+another group would add. It overcounts tokens that few groups share, so all rows share at least about as much as
+estimated.
 """
 
 import dataclasses
@@ -28,17 +28,17 @@ from treetrain.tree.stats import FlopCounter, linear_work, trajectories_through,
 from treetrain.tree.token_tree import TokenTree
 
 MEMORY_TOKENS = 1 << 25
-"""Flat tokens up to which all rows are kept."""
+"""All rows are kept up to this many flat tokens."""
 SAMPLE_TOKENS = 1 << 22
 """Flat tokens of a sample."""
 TOGETHER = 64
-"""Neighbouring rows of a tree that a sample of it keeps together."""
+"""Number of neighbouring rows that a sample of a tree keeps together."""
 PLACES = 1 << 32
-"""Number of hashes of a group's name."""
+"""Number of possible hashes."""
 PARTS = 16
-"""Parts of a sample, whose differences give the errors of its estimates."""
+"""Number of parts of a sample. The spread of their estimates gives the errors."""
 COMMON = 1 / 32
-"""Share of the rows that may begin alike if rows have no group: those that do are one."""
+"""Rows without a group are grouped by their first tokens, by so many that no group has more of the rows than this."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ class Estimate:
 def rows_of_tree(
     tree: TokenTree, *, memory_tokens: int = MEMORY_TOKENS, sample_tokens: int = SAMPLE_TOKENS
 ) -> list[Trajectory]:
-    """The rows to keep of a tree that was given as a tree: all, or runs of neighbours in the tree, drawn at random."""
+    """The rows to keep of a batch given as a tree: all, or random runs of neighbouring rows."""
     if tree.num_flat_tokens <= memory_tokens:
         return list(tree.trajectories)
     order = np.argsort(tree.trajectory_last, kind="stable")
@@ -84,12 +84,12 @@ def rows_of_tree(
 
 
 class Sampler:
-    """Keeps the rows that are read if they fit in memory, else a sample. A `collect` of `tt.load`.
+    """Keeps the rows that are read if they fit in memory, else a sample. Pass it to `tt.load` as `collect`.
 
     Args:
         counts: the model that FLOPs are counted for.
         memory_tokens: the largest number of flat tokens that are kept.
-        sample_tokens: the size of a sample.
+        sample_tokens: the target size of a sample, in flat tokens.
         progress: called with the number of rows read so far.
     """
 
@@ -113,7 +113,7 @@ class Sampler:
         """Figures of all rows; None if all rows are kept."""
 
     def wants(self, group: Hashable, episode: Hashable) -> bool:
-        """Whether a row that is about to be converted may be in the sample; `tt.load` asks."""
+        """Whether a row may be in the sample; `tt.load` calls this before it converts the row."""
         self._rows += 1
         self._progress(self._rows)
         if group is None and episode is None:
@@ -128,7 +128,7 @@ class Sampler:
         """The rows to keep, in order.
 
         Raises:
-            DataError: two groups alone have more tokens than are kept.
+            DataError: two groups alone have more than `memory_tokens` tokens.
         """
         kept, tokens = [], 0
         for row in rows:
@@ -169,7 +169,7 @@ class Sampler:
                 self._threshold = -heapq.heappop(largest)
                 tokens -= sum(len(dropped) for _, dropped in groups.pop(self._threshold))
                 del self._named[self._threshold]
-        # Without `wants`, or names, rows are counted after conversion.
+        # Rows without names or calls of `wants` are counted after conversion.
         sizes = [self._named[place] or len(own) for place, own in groups.items()]
         self.estimate = _estimate(
             [[row for _, row in own] for own in groups.values()], sizes, max(self._rows, number), self._counts
@@ -182,7 +182,7 @@ def _place(name: Hashable) -> int:
 
 
 def _prefix(rows: list[Trajectory]) -> int:
-    """The least number such that no more than `COMMON` of the rows, or one, begin with the same tokens."""
+    """The shortest prefix length that at most a share of `COMMON` of the rows, or one row, have in common."""
 
     def splits(count: int) -> bool:
         alike = Counter(row.ids[:count].tobytes() for row in rows).values()
@@ -196,9 +196,8 @@ def _estimate(groups: Sequence[list[Trajectory]], sizes: list[int], rows: int, c
 
     Args:
         groups: the rows of each sampled group.
-        sizes: their numbers, of the kind that `rows` counts.
+        sizes: the number of rows of each sampled group, counted as in `rows`.
         rows: number of all rows.
-        counts: the model that FLOPs are counted for.
     """
 
     tree = build_tree([row for group in groups for row in group])
@@ -227,10 +226,9 @@ def _estimate(groups: Sequence[list[Trajectory]], sizes: list[int], rows: int, c
 
 
 def _only_group(tree: TokenTree, group: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [N]: the group that all trajectories through a token have; -1 for several.
+    """int64 [N]: the group of all trajectories through each token; -1 if they have several.
 
     Args:
-        tree: the batch.
         group: [K], ascending: the group of each trajectory.
     """
     last = tree.trajectory_last

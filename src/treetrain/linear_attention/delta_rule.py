@@ -9,7 +9,7 @@ unit-triangular system whose matrix is masked to ancestors. The tile is linear i
     out = P S + R,   S at an exit = A S + B.
 States are computed only at *exits*: tokens where other tiles attach, or whose state is exported. P, R, A and B are
 computed for all tiles at once. Tiles of one depth in the tree of tiles form a *level*; only S <- A S + B runs level by
-level, one small product each.
+level, one small product per level.
 
 Shape letters: N tokens, J key heads, H value heads (a multiple of J), K and V sizes of keys and values; n tiles of C
 slots, E exits, x exported tokens or exits of a class, P tiles of all classes.
@@ -29,11 +29,11 @@ from treetrain.tree.assemble import Int64s
 from treetrain.tree.layout import PackedLayout
 
 TILE = 64
-"""Most tokens in a tile: the chunk size of the stock implementations."""
+"""Maximum tokens in a tile: the chunk size of the stock implementations."""
 TILE_SIDE = 128
-"""Cost of one slot of a tile besides its pairs with the tile's other slots, in pairs of slots."""
+"""Cost of a slot besides its pairs with the slots of its tile. The unit is one pair."""
 CLASS_PAIRS = 12_000
-"""Cost of one more tile class (a few dozen small calls), in pairs of slots."""
+"""Cost of one more tile class (a few dozen small calls), in the same unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,6 @@ class DeltaTiles:
     Args:
         layout: N tokens, N > 0.
         exported: tokens whose state is exported.
-        tile: most tokens in a tile.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class DeltaTiles:
         self.classes: list[TileClass] = []
         self.starts_from_exits = bool((entry > 0).any())
         """Whether any tile starts from the exit of another tile."""
-        slot = np.empty(layout.num_tokens, np.int64)  # of each token among the slots of all classes
+        slot = np.empty(layout.num_tokens, np.int64)  # the slot of each token, counted over all classes
         ends, before = on_device(layout.ends, device), 0
         exit_order = [np.zeros(0, np.int64)]
         size_of = _padded_sizes(sizes)
@@ -109,7 +108,7 @@ class DeltaTiles:
         self.exit_order = on_device(np.argsort(np.concatenate(exit_order), kind="stable"), device)
         """int64 [E]: index of each exit among the concatenated exits of all classes."""
         self.exit_entry = on_device(exit_entry, device)
-        """int64 [E]: the exit of the level before from which each exit's tile starts (0 in the first level)."""
+        """int64 [E]: index in the level before of the exit that each exit's tile starts from (0 in the first level)."""
         self.exported = on_device(number[exported], device)
         """int64 [x]: the number of the exit at every exported token."""
 
@@ -122,7 +121,7 @@ def _tile_class(
     exit_slot: Int64[np.ndarray, "x"],
     ends: Int64[Tensor, "N"],
 ) -> TileClass:
-    """A class from the token in every slot, the number of filled slots, and the fields of that name."""
+    """Build a class from the token in every slot, the filled slots of each tile, the layout's ends, and its fields."""
     device, (count, size) = ends.device, index.shape
     tokens, tile, slot = on_device(index, device), on_device(exit_tile, device), on_device(exit_slot, device)
     filled = torch.arange(size, device=device) < on_device(length, device)[:, None]
@@ -147,20 +146,20 @@ def _straight(exit_entry: Int64s, counts: list[int]) -> list[bool]:
 
 
 def _tile_of(layout: PackedLayout, tile: int) -> Int64s:
-    """int64 [N]: the tile of every token, by tiles in the order of their first tokens.
+    """int64 [N]: the tile of every token. Tiles are numbered in the order of their first tokens.
 
     Tiles are cut from the leaves up, so that all but the topmost are nearly full. A subtree of at most `tile` tokens is
-    never cut. Siblings are packed into few tiles; the emptiest goes on with the tokens above them.
+    never cut. Siblings are packed into few tiles; the emptiest of these also takes tokens above the siblings.
     """
     above, starts = layout.segment_parent, layout.segment_start[:-1]
     length, size = np.diff(layout.segment_start), layout.ends[starts] - starts
-    inner = np.clip(size - tile, 0, length)  # first tokens of each segment that have more than `tile` tokens below
+    inner = np.clip(size - tile, 0, length)  # leading tokens whose subtree exceeds `tile` tokens
     is_inner = np.append(inner == length, True)  # -1, the segment above the roots, reads the appended entry
     whole = np.flatnonzero((inner == 0) & is_inner[above])
     cut = np.flatnonzero((inner > 0) & (inner < length))
     first = np.concatenate([starts[whole], (starts + inner)[cut]])
     owner = np.concatenate([above[whole], cut])
-    # A piece is its tokens and the starts of its runs of consecutive tokens; each run ends where the next one starts.
+    # A piece: its number of tokens, and the starts of its runs of consecutive tokens. A run ends where the next starts.
     below: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
     for segment, start, tokens in zip(owner.tolist(), first.tolist(), (layout.ends[first] - first).tolist()):
         below[segment].append((tokens, [start]))
@@ -187,7 +186,8 @@ def _tile_of(layout: PackedLayout, tile: int) -> Int64s:
 
 
 def _packed(pieces: list[tuple[int, list[int]]], tile: int, tiles: list[list[int]]) -> tuple[int, list[int]]:
-    """Pack siblings into few tiles, the largest with as many of the smallest as fit; appends all but the emptiest."""
+    """Pack siblings into few tiles, the largest with as many of the smallest as fit; append all but the emptiest to
+    `tiles`, and return that one."""
     pieces.sort(key=lambda piece: piece[0])
     found, small = [], 0
     while small < len(pieces):
@@ -213,7 +213,7 @@ def levels_of(parent: Int64[np.ndarray, "P"]) -> Int64[np.ndarray, "P"]:
 
 
 def _padded_sizes(sizes: Int64[np.ndarray, "P"]) -> Int64[np.ndarray, "P"]:
-    """The padded size of each tile: few different sizes, at the least predicted cost."""
+    """The padded size of each tile: few different sizes, chosen for the least predicted cost."""
     found, counts = np.unique(sizes, return_counts=True)
     best, cut = [0.0], [0]
     for stop in range(1, len(found) + 1):
@@ -307,7 +307,7 @@ def _tile(
     if repeat > 1:
         q, k = q.repeat_interleave(repeat, 1), k.repeat_interleave(repeat, 1)
     known = v * beta if stateless else torch.cat([v * beta, k * (beta * since)], -1)
-    # The columns are what each token stores, and what it removes of the entry state under its key.
+    # The columns: what each token stores, and what it removes from the entry state under its key.
     stored = torch.linalg.solve_triangular(own * beta, known, upper=False, unitriangular=True)
     read = seen @ stored
     if stateless:

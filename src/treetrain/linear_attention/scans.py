@@ -6,7 +6,7 @@ memory for every run.
 
 The kernel scans sequences, so the forest is cut into runs without a fork. It returns only the state after a run's last
 token, so runs end at every fork and at every exported token. A run starts from the state at the end of the run above
-it. The backward of gathering that state adds up the branches' gradients at a fork. Runs of one depth in the tree of
+it. Branches gather the state at their fork, so its backward sums their gradients. Runs of one depth in the tree of
 runs form a *level*, and a level is one call. All runs whose final state is not needed share one last call.
 
 Shape letters: N tokens, J key heads, H value heads (a multiple of J), K and V sizes of keys and values; n runs of t
@@ -36,14 +36,14 @@ class Call(NamedTuple):
     """Runs that one call scans, on the device: n runs, t tokens in total."""
 
     tokens: int
-    """t."""
+    """Number of tokens t."""
     offsets: Int64[Tensor, "_"]
     """Where each run starts among the call's tokens, then t."""
     offsets_cpu: Int64[Tensor, "_"]
     entry: Int64[Tensor, "n"]
-    """Index of the state that each run starts from. In a level it counts the final states of the level
-    before (0 in the first level: the state before the roots). In the last call it counts all states: 0 is the state
-    before the roots, 1 + e that of end e."""
+    """Index of the state that each run starts from. In a level, it indexes the final states of the level before (the
+    first level: 0, the state before the roots). In the last call, it indexes all states: 0 is the state before the
+    roots, 1 + e that of end e."""
 
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
@@ -54,7 +54,7 @@ cu_seqlens_cpu [n + 1], use_qk_l2norm_in_kernel -> out [1, t, H, V] in the dtype
 
 
 class Scans:
-    """The calls of a forest on a device, shared by all layers of a run, and the E ends whose final state is needed.
+    """The kernel calls of a forest, shared by all layers, and the E run ends whose state is needed.
 
     Args:
         layout: N tokens, N > 0.
@@ -178,11 +178,11 @@ OLDEST = (0, 6)
 CHUNK = 64
 """Chunk size of the kernels, in tokens."""
 FILLED = 1.5
-"""Largest ratio of padded tokens (runs padded to chunks) to the tree's tokens: runs of about a chunk each. With shorter
-runs the kernels hold more states than tiles do and compute on padding."""
+"""Largest ratio of padded tokens (runs padded to chunks) to the tree's tokens; runs of about one chunk reach it. With
+shorter runs the kernels hold more states than tiles do and compute on padding."""
 TOKENS_PER_CALL = 512
-"""Least mean tokens per call of the kernels. Estimated from the number of kernels that a call launches forward and
-backward, not measured."""
+"""Minimum mean tokens per kernel call. Estimated from the number of kernels that a call launches forward and backward,
+not measured."""
 _LARGEST_KEY = 256
 _DTYPES = {torch.bfloat16, torch.float16}
 

@@ -1,7 +1,8 @@
 """Speeds, sizes and links of a device: presets with published or measured figures, or the user's file.
 
-A collective takes a fixed time and a time per byte. Both depend on how many of its ranks share a node: they use the
-node's links with one another, and all their network connections together to other nodes. The slower of the two counts.
+A collective takes a fixed time and a time per byte. Both depend on how many of its ranks share a node. Ranks of a node
+use its links with one another, and all their network connections together with other nodes. The slower of the two
+counts.
 Steps are those of a ring, as in NCCL's own model of its rings (``src/graph/tuning.cc`` of NVIDIA/nccl).
 """
 
@@ -35,9 +36,9 @@ class Device:
     flops: float
     """Peak FLOP/s of dense matrix products in the compute dtype."""
     efficiency: float = 0.4
-    """Fraction of it that layers and LM head reach, everything between the matrix products included."""
+    """Fraction of `flops` that layers and LM head reach, including everything between the matrix products."""
     attention_efficiency: float = 0.25
-    """Fraction of it that attention reaches."""
+    """Fraction of `flops` that attention reaches."""
     dtype_bytes: int = 2
     """Bytes per number in the compute dtype: 2, 4 or 8."""
     memory_bytes: float
@@ -46,23 +47,22 @@ class Device:
     link_bandwidth: float
     """Bytes per second that a rank can send within its node, while it receives as many."""
     node_ranks: int = 8
-    """Ranks per node."""
     network_bandwidth: float | None = None
-    """The same to other nodes, per rank; None means as within the node."""
+    """Bytes per second that a rank can send to other nodes; None: as within the node."""
     link_efficiency: float = 0.8
-    """Fraction of both that collectives reach."""
+    """Fraction of both bandwidths that collectives reach."""
     collective_seconds: float = 2e-5
     """Fixed seconds of a collective, independent of its size and ranks."""
     link_seconds: float = 3.4e-6
     """Seconds of each step of a ring within a node."""
     network_seconds: float = 9.6e-6
-    """Seconds of each step to another node."""
+    """Seconds of each step of a ring to another node."""
     reduce_scatter: float = 1.0
     """Time of a reduce-scatter relative to an all-gather of as many bytes."""
     layer_pass_seconds: float = 4e-4
     """Fixed seconds of one layer's forward and backward: launches, Python, autograd."""
     kind: Literal["cpu", "cuda"] = "cuda"
-    """cpu or cuda; sets the memory allocator that is modelled."""
+    """Sets the memory allocator that is modelled."""
 
     def __post_init__(self) -> None:
         zero_is_fine = ("collective_seconds", "link_seconds", "network_seconds", "layer_pass_seconds")
@@ -124,9 +124,9 @@ class Collective(NamedTuple):
     operation: Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
     group: Group
     whole_bytes: float
-    """What an all-gather results in; what a rank puts into the others."""
+    """Bytes of the result of an all-gather, or of one rank's input to any other operation."""
     calls: int = 1
-    """Calls that these bytes are divided into."""
+    """Number of calls that share these bytes."""
 
     @property
     def sent_bytes(self) -> float:
@@ -156,7 +156,7 @@ DTYPE_SPEEDS = {"cpu": {2: 0.8, 4: 1.0, 8: 0.5}, "cuda": {2: 1.0, 4: 0.125, 8: 0
 """Speed of matrix products by bytes per number, relative to the preset's."""
 SLACK = {"cpu": (1.17, 8e6), "cuda": (1.05, 0.0)}
 """Memory of a process relative to its tensors: a factor (blocks that the allocator cannot reuse) and constant bytes
-(library buffers, large blocks without a gap of their size). cpu: fitted to measured peaks
+(library buffers, large blocks that no gap holds). cpu: fitted to measured peaks
 (benchmarks/results/memory.csv) with glibc 2.36; before 2.38, glibc does not reuse a freed aligned block for a request
 of the same size, and every tensor is an aligned block. cuda: not measured."""
 

@@ -22,9 +22,9 @@ _UNITS = {"b": 1} | {
 }
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e\+?[0-9]{1,2})?\s*([a-z]+)")
 _SMALLEST_PARTS = 10_000
-"""The smallest budget tried for a budget in bytes: this fraction of the tokens, at least one."""
+"""The search for a budget in bytes tries token budgets down to the number of tokens divided by this, at least 1."""
 _TRIES, _CLOSE = 40, 0.97
-"""The search for a budget in bytes stops after so many plans, or when the peak reaches this share of the budget."""
+"""The search for a budget in bytes stops after this many plans, or when the peak reaches this share of the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def parse_budget(value: Any) -> int | Bytes | None:
 
 
 def within_bytes(layout: PackedLayout, cost: CostModel, limit: Bytes) -> tuple[Plan, int]:
-    """Find the plan of the largest budget in tokens that is predicted to fit, and that budget.
+    """Find the plan of nearly the largest budget in tokens that is predicted to fit, and that budget.
 
     Predicted peaks grow with the budget, nearly in proportion to it. So the search interpolates linearly between a
     budget that fits and one that does not.
@@ -117,7 +117,7 @@ SCORED_FIRST = {
     "kept": "all parts run forward once; their graphs are kept until the loss is known",
     "recomputed": "all parts run forward without graph, and again with graph when the loss is known (4/3 of the work)",
 }
-"""Texts for plans whose loss is known only when everything has been scored."""
+"""Texts for plans whose loss is known only after everything has been scored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ class Purpose:
         }
 
     def explain(self, plan: Plan) -> str:
-        """The same as text of at most 100 columns."""
+        """The explanation as text."""
         facts = self.explanation(plan)
         f = {name: f"{value:,}" if isinstance(value, int) else value for name, value in facts.items()}
         given = "none given: " if self.budget is None else f"{self.budget}: " * isinstance(self.budget, Bytes)
@@ -197,7 +197,7 @@ class Purpose:
         return "\n".join(lines)
 
     def _other_budgets(self, plan: Plan, longest: int) -> list[dict[str, Any]]:
-        """This plan and plans of smaller and larger budgets, which are made here."""
+        """This plan, and new plans of smaller and larger budgets."""
         tokens = plan.layout.num_tokens
         quarter, own = -(-tokens // 4), tokens if self.tokens is None else self.tokens
         wanted = {-(-own // 4), own // 2, 2 * own, 4 * own, longest, quarter, tokens}
@@ -225,8 +225,8 @@ class Purpose:
 
 
 PART_TOKENS = {"cpu": 8192, "cuda": 32_768}
-"""Size that parts need not exceed if no budget binds, by kind of device: measured on a CPU, an estimate for a GPU.
-Where memory is short, parts are smaller."""
+"""Sufficient part size if no budget binds, by kind of device: measured on a CPU, estimated for a GPU. Parts are smaller
+if memory is short."""
 
 
 def make_plan(
@@ -241,8 +241,8 @@ def make_plan(
     Args:
         rows: the batch: K rows (trajectories, or lists or arrays of token ids), their tree, or a packed layout. For
             rows and trees, the plan covers the tokens that their trained predictions need.
-        cost: a cost model, or a model's shape or its name ("qwen3-8b", see `ModelShape.named`) for a cost model by
-            formula.
+        cost: a cost model; or, for a cost model by formula, a model's shape or its name ("qwen3-8b", see
+            `ModelShape.named`).
         budget: tokens whose graph may be alive at once (int), or bytes above model, gradients and optimiser state
             ("8GiB"; see `parse_budget`). None: parts of about PART_TOKENS if that needs no recomputation, bounded only
             by `free_bytes`.

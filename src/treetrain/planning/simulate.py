@@ -1,6 +1,6 @@
 """Predict a training step over many ranks, and find the fastest way to split a model and a batch over them.
 
-No process is started. N ranks are divided among four purposes; each way is a `Split`:
+No process is started. N ranks are divided in four ways; a `Split` is one combination of sizes:
 
     tensor   ranks hold 1/t of the weights each, and the same tokens
     context  ranks hold 1/c of the tokens of every part
@@ -9,11 +9,11 @@ No process is started. N ranks are divided among four purposes; each way is a `S
     expert   experts are divided over e of these ranks; tokens travel to their experts
 
 A group of c x t ranks is one rank to the planner. A token costs each of them a share of the arithmetic and of the
-memory, plus the links' time. So a step's time is predicted as for one rank (``price.py``), and differs in three points:
+memory, plus the links' time. So a step's time is predicted as for one rank (``cost.py``), with three differences:
 
 1. Collectives within a layer (all-to-all of heads or of experts' tokens, all-reduce of tensor parallel) are on the
    critical path: they add seconds per token and per pass.
-2. FSDP2 gathers the weights in every pass and reduces the gradients in a backward. A GPU does this beside the
+2. FSDP2 gathers the weights in every pass and reduces the gradients in a backward. A GPU overlaps this with the
    arithmetic, except for the first layer (`WeightLinks`). All ranks run every pass together, so each waits for the
    slowest (``collective_order.py``).
 3. Whole copies of weights, or of shards, all-reduce their gradients.
@@ -38,7 +38,7 @@ OPTIMISER_BYTES = 28
 USABLE = {"cpu": 0.8, "cuda": 0.9}
 """Fraction of a device's memory that a step may use, as in the engine."""
 AMPLE = 2
-"""Gradients stay unsharded until the last backward if this many times the memory is free, as in the engine."""
+"""Gradients stay unsharded until the last backward if this many times the memory for it is free, as in the engine."""
 TENSOR_FORWARD, TENSOR_BACKWARD, TENSOR_BACKWARD_EXPERTS = 2, 5, 4
 """All-reduces of hidden states per layer in transformers' tensor parallel. Forward: the outputs of attention and MLP.
 Backward: the gradients of the inputs of query, key, value, gate and up projection; one for all experts."""
@@ -52,7 +52,7 @@ class Split(NamedTuple):
     context: int = 1
     expert: int = 1
     shards: int = 1
-    """Ranks that hold a copy of the weights (or of a tensor rank's share) together; 1: each of them holds it whole."""
+    """Ranks that together hold one copy of the weights (or of a tensor rank's share); 1: every rank holds one."""
 
     @property
     def data(self) -> int:
@@ -94,13 +94,13 @@ class Simulation:
     idle_ranks: int
     """Ranks whose group has nothing to compute; under FSDP they still take part in every collective."""
     imbalance: float
-    """Slowest group's own work over the mean."""
+    """The slowest group's work divided by the mean over groups."""
     duplicated: float
     """Redundant copies of tokens, relative to the tokens that one process computes."""
     tokens: list[int]
     """Tokens that each data-parallel group computes."""
     parts: int
-    """Parts of the group with the most."""
+    """Number of parts, in the group with the most."""
     passes: int
     """Calls of the model on every rank; without FSDP, on the rank with the most."""
     work_seconds: float
@@ -108,7 +108,7 @@ class Simulation:
     waiting_seconds: float
     """FSDP: added by the common order of passes."""
     link_seconds: dict[str, float]
-    """Added by the links, beyond what runs beside arithmetic: within layers, weights and gradients."""
+    """Time that the links add, without the part that overlaps arithmetic: within layers, weights and gradients."""
     optimiser_seconds: float
     sent_bytes: dict[str, float]
     """Bytes that a rank of the group with the most tokens sends: context, tensor, experts, weights, gradients."""
@@ -132,7 +132,7 @@ class Simulation:
         return sum(self.memory.values())
 
 
-# ---- which splits there are
+# ---- the possible splits
 
 
 def splits_of(
@@ -144,10 +144,10 @@ def splits_of(
     tensor: int | None = None,
     expert: int | None = None,
 ) -> list[Split]:
-    """List the splits of so many ranks that fit the model; sizes that are None are tried.
+    """List the splits of `ranks` ranks that fit the model; where a size is None, several are listed.
 
     Raises:
-        ValueError: sizes that do not divide the ranks, heads, vocabulary or experts; it names those that would.
+        ValueError: sizes that do not divide the ranks, heads, vocabulary or experts; the message names those that do.
     """
     node = int(device.node_ranks)
     if ranks > node and ranks % node:
@@ -192,7 +192,7 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-# ---- what one split costs
+# ---- the cost of a split
 
 
 def share_of(counts: ModelCounts, split: Split) -> ModelCounts:
@@ -232,7 +232,7 @@ def share_of(counts: ModelCounts, split: Split) -> ModelCounts:
 
 
 class _Links(NamedTuple):
-    """The collectives of a rank. Those in layers are per token of the group, and their calls per pass."""
+    """The collectives of a rank. Those in layers have bytes per token of the group, and calls per pass."""
 
     forward: dict[str, Collective]
     """In the layers: context, context back, tensor, experts."""
@@ -343,7 +343,7 @@ def cost_of_split(
     """The cost model of a group of ranks without links and with them, and the links.
 
     Args:
-        speeds: those of a rank as measured; None: by the device's description.
+        speeds: measured speeds of a rank; None: those of the device's description.
     """
     own = share_of(counts, split)
     alone = CostModel.on(device, own)
@@ -388,9 +388,7 @@ def simulate(
     """Predict the step of a batch for each split, in the order given.
 
     Args:
-        tree: the batch.
         counts: the model's counts in the device's dtype.
-        device: one rank's device, and the links.
         budget: the budget of every rank, as in `make_plan`; None: the device's memory minus the state.
         speeds: measured speeds of a rank; None: those of the device's description.
         planned_for: the device whose description the engine plans with; None: plans are made for the split itself.
@@ -439,7 +437,7 @@ def _simulated(
     reduces_last = AMPLE * (sum(memory.values()) - sum(held.values()) + whole) <= room
     if reduces_last and split.shards > 1:
         memory["gathered"] += whole
-    # The time of all passes without links; then the links on top.
+    # First the time of all passes without links, then with them.
     work = [alone.passes(plan) for plan in plans]
     seconds = np.array([sum(passes.seconds) for passes in work])
     busy = [replace(cost, links=None).passes(plan) for plan in plans]
@@ -480,7 +478,7 @@ def _simulated(
 
 
 def _sent(links: _Links, plan: Plan, kinds: str, reduces_last: bool) -> dict[str, float]:
-    """Bytes that a rank of the group of this plan sends, by purpose."""
+    """Bytes that each rank of the group with this plan sends, by purpose."""
 
     def sent(collectives: Any) -> float:
         return sum(each.sent_bytes for each in collectives)
@@ -499,7 +497,7 @@ def _sent(links: _Links, plan: Plan, kinds: str, reduces_last: bool) -> dict[str
     return found
 
 
-# ---- what it comes to
+# ---- the verdict
 
 
 def verdict(found: Sequence[Simulation | Refused], device: Device) -> Iterator[str]:

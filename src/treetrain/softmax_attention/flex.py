@@ -1,7 +1,7 @@
-"""Tree attention with FlexAttention, used by name only. Its forward also runs on the CPU, where it is tested.
+"""Tree attention with FlexAttention, used only if requested by name. Its forward also runs on the CPU for tests.
 
 The block mask is made on the host from the same tile lists (`tile_lists.py`) that the Triton kernels read. Nothing of
-size N x N is built. Caps are a ``score_mod``; sinks rescale the output by its log-sum-exp.
+size N x N is built. Caps are a ``score_mod``; sinks rescale the output, using the log-sum-exp of its scores.
 
 The ``mask_mod`` reads only tensors: a length or an offset held as a Python number would be compiled in, and every new
 length would recompile.
@@ -90,8 +90,8 @@ def _capped(cap: float):
 
 COMPILATIONS = 64
 """Recompilation limit. Specs, sinks, heads, dtypes and grad mode each recompile; lengths do not. A model with two kinds
-of layers reaches PyTorch's default limit. Beyond it `fullgraph` makes an error of what would otherwise run uncompiled,
-with all scores in memory."""
+of layers reaches PyTorch's default limit. Beyond the limit, `fullgraph` raises an error; without it, the call would run
+uncompiled, with all scores in memory."""
 
 
 @functools.cache
@@ -107,9 +107,9 @@ def _compiled():
 
 @contextmanager
 def _tracing() -> Iterator[None]:
-    """The tracing options of FlexAttention.
+    """Set the tracing options that FlexAttention needs.
 
-    By default the tracer treats the cap, a float in the closure of the score function, as a symbol and then refuses it.
+    By default the tracer makes the cap, a float in the closure of ``score_mod``, a symbol, which FlexAttention rejects.
     It also assumes that lengths equal in the first call are always equal, and recompiles when they differ.
     """
     with (
@@ -122,8 +122,8 @@ def _tracing() -> Iterator[None]:
 def kernel_options(dtype: torch.dtype, size: int) -> dict[str, object]:
     """FlexAttention's kernel options on a GPU: its Triton kernels, and block sizes where its defaults do not work.
 
-    FlexAttention's own choice below 128 queries is its decoding kernels, which cannot split them where a group has
-    several query heads.
+    Below 128 queries FlexAttention would choose its decoding kernels, which cannot split the queries if several query
+    heads share a key head.
 
     For float32, and for head sizes above 128 other than 256, the default block sizes need more shared memory than a
     multiprocessor has, or spill most registers, according to the compiler's report for sm_90.
@@ -164,7 +164,7 @@ class FlexTreeAttention:
         self._attend = _compiled() if device.type == "cuda" else flex_attention
 
     def mask(self, visible_range: AttentionRange) -> tuple[BlockMask, int]:
-        """The mask for layers with this visible range, and the number of path tokens that are keys; made once."""
+        """The mask for layers with this visible range, and the number of path tokens that are keys; cached."""
         if visible_range not in self._masks:
             forest, path = self._forest, 0 if self.cache is None else self.cache.path_tokens
             keys = keys_of(forest.ends, forest.depth, path, visible_range)

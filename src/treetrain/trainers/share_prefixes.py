@@ -44,7 +44,7 @@ T = TypeVar("T", bound=Trainer)
 LITTLE = 0.05
 """The overlap below which sharing prefixes gains next to nothing."""
 ASYNC_GRPO_ATTENTION = "tree_fa3"
-"""The attention that TRL gives the model of an `AsyncGRPOTrainer`: a kernel for Hopper GPUs."""
+"""The attention implementation that TRL sets on the model of an `AsyncGRPOTrainer`; its kernel is for Hopper GPUs."""
 UNDERSTOOD = {
     *("input_ids", "attention_mask", "position_ids", "labels", "use_cache", "return_dict", "output_router_logits"),
     *("num_items_in_batch", "fused_lm_head", "seq_idx"),
@@ -65,11 +65,11 @@ SEAMS: dict[str, Seam] = {
     "AsyncGRPOTrainer": "fused",
     "RewardTrainer": "rewards",
 }
-"""TRL's trainers by the name of their class."""
+"""The seam of each TRL trainer, by class name."""
 HANDING_ON = ("treetrain.", "axolotl.core.trainers.base")
-"""Modules of trainers whose compute_loss hands the batch on to that of `transformers.Trainer`."""
+"""Module prefixes of trainers whose compute_loss passes the batch to that of `transformers.Trainer`."""
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest relative difference by the dtype of the computation. TRL's own head always sums in float32."""
+"""Largest allowed relative difference, by dtype of the computation. TRL's own head always sums in float32."""
 ROWS, PARAMETERS = 3, 8
 """How many rows and parameters are compared."""
 
@@ -77,7 +77,7 @@ ROWS, PARAMETERS = 3, 8
 def share_prefixes(trainer: T, budget: int | str | Bytes | None = None, *, check: bool = True) -> T:
     """Make a trainer compute every shared prefix of a batch once, in forward and backward, and return it.
 
-    Losses, gradients, metrics and evaluation stay the trainer's own. Rows of one optimizer step on one process
+    Losses, gradients, metrics and evaluation do not change. Rows of one optimizer step on one process
     share prefixes, across micro-batches; `PrefixGroupSampler` brings such rows together.
 
     Args:
@@ -122,17 +122,17 @@ class SharePrefixesMixin:
         self.prefix_sharing = PrefixSharing(self, budget, check)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Get the micro-batches of the next optimizer step, which are scored as one tree where they share."""
+        """Get the micro-batches of the next optimizer step, which are scored as one tree if they share prefixes."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         self.prefix_sharing.steps.begin_step(batches)
         return batches, num_items
 
     def _get_per_token_logps_and_entropies(self, *args: Any, batch_size: int | None = None, **kwargs: Any) -> Any:
-        """Score all rows of GRPO or RLOO at once: the engine's budget bounds memory, not the rows of a call."""
+        """Score all rows of GRPO or RLOO in one call: `batch_size` is ignored, since the budget bounds memory."""
         return super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the trainer's training step; its backward goes on through the tree."""
+        """Run the trainer's training step; its backward continues through the tree."""
         with self.prefix_sharing.training_step():
             return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
 
@@ -146,12 +146,12 @@ class SharePrefixesMixin:
     ) -> Any:
         """Run the trainer's evaluation; if logits are wanted, the model's own forward computes them."""
         sharing = self.prefix_sharing
-        sharing.steps.begin_step([])  # the scores of the last step are of older weights
+        sharing.steps.begin_step([])  # scores of the last step come from older weights
         with replaced(sharing, logits_wanted=not prediction_loss_only):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add counts of what was shared since the last logs to the logs of training steps."""
+        """Add overlap, counts and speed-ups since the last logs to the logs of training steps."""
         if "loss" in logs:
             logs.update(self.prefix_sharing.take_logs())
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
@@ -193,18 +193,18 @@ class PrefixSharing:
         self.in_loss = self.logits_wanted = False
         self._engines: dict[tuple[int, float], TreeEngine] = {}
         self._awaits_backward = False
-        self._counts: Counter[str] = Counter()  # what is logged, summed since the last logs
+        self._counts: Counter[str] = Counter()  # sums since the last logs
         self._logged_once: dict[str, float] = {}
         self._advised = False
         self._trees = 0
         self._plain_rate: float | None = None  # FLOP/s of the plain forward and backward over a few rows
-        self._timed: tuple[Scored, float, float] | None = None  # scores, their start, seconds of the plain path
+        self._timed: tuple[Scored, float, float] | None = None  # scores, start, seconds of the plain path (predicted)
         if getattr(self.model.config, "_attn_implementation", None) == ASYNC_GRPO_ATTENTION:
             self.model.set_attn_implementation("sdpa")  # type: ignore[operator]
         models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
         heads = [FusedHead.of(model) for model in models]
         for model, head in zip(models, heads):
-            self._engine(model, head)  # refuses what cannot be exact, before anything is changed
+            self._engine(model, head)  # raises before any forward is replaced
         for model, head in zip(models, heads):
             self._replace_forward(model, head)
 
@@ -222,7 +222,7 @@ class PrefixSharing:
         key = (id(model), head.temperature)
         if key not in self._engines:
             modes = {module: module.training for module in model.modules()}
-            model.train()  # so that active dropout is seen
+            model.train()  # so that checks see active dropout
             try:
                 self._engines[key] = TreeEngine(model, budget=self.budget, temperature=head.temperature)
             finally:
@@ -299,11 +299,11 @@ class PrefixSharing:
                 self._logged_once, self._plain_rate = compare_with_plain(
                     self._engine(model, head), plain, rows, self.seam
                 )
-                self.check = not self._logged_once  # once more if nothing was predicted in this batch
+                self.check = not self._logged_once  # check the next batch if this one predicts nothing
             return self._scored(model, head, rows, kwargs, training)
 
     def _answers(self, args: tuple, kwargs: dict) -> bool:
-        """Whether a call is answered from a tree: it comes from the trainer's loss, and not from generation."""
+        """Whether a call is answered from a tree: it asks for the trainer's scores and does not generate."""
         generates = kwargs.get("past_key_values") is not None
         if args or generates or RUN_KEYWORD in kwargs or kwargs.get("input_ids") is None:
             return False
@@ -331,7 +331,7 @@ class PrefixSharing:
         config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr, operator]
         configured = getattr(config, "output_router_logits", False)
         balanced = bool(configured or kwargs.get("output_router_logits"))
-        # With another adapter, or with its adapter disabled, it counts as another model.
+        # A model with another adapter, or with adapters disabled, counts as another model.
         key = id(model), tuple(switches_of(engine).items())
         with replaced(config, **({} if balanced == configured else {"output_router_logits": True})):
             scored, own = self.steps.score(key, rows, run, together=not balanced)
@@ -374,7 +374,7 @@ class PrefixSharing:
     # ---- Logs ----
 
     def _count(self, scored: Scored, tree: TokenTree, engine: TreeEngine, started: float | None) -> None:
-        """Add a tree to the counts; if its start is given, measure the speed-up at its backward."""
+        """Add a tree to the counts; if `started` is given, its backward measures the speed-up."""
         self._counts.update(
             {"flat": scored.flat_tokens, "unique": scored.unique_tokens, "parts": scored.parts, "batches": 1}
         )
@@ -412,8 +412,8 @@ class PrefixSharing:
 
 
 WORTH_JOINING = 0.9
-"""Micro-batches are scored as one tree if it has at most this share of the tokens of their separate trees: its graphs
-need more memory, and if they do not fit, its forward runs twice."""
+"""Micro-batches are scored as one tree if it has at most this share of the tokens of their separate trees. The joint
+graphs need more memory; if they do not fit, the forward runs twice."""
 
 Run = Callable[[TokenTree, list[np.ndarray]], Any]
 """Scores a tree, given the masks of its rows; returns a `Scored`."""
@@ -428,7 +428,7 @@ class _Joint(NamedTuple):
     """Number of its first micro-batch within the optimizer step."""
 
     def of(self, number: int) -> tuple[Any, slice]:
-        """The scores, and which rows of them are those of one micro-batch."""
+        """The scores, and the slice of their rows that belongs to one micro-batch."""
         begin = sum(len(rows.ids) for rows in self.rows[:number])
         return self.scored, slice(begin, begin + len(self.rows[number].ids))
 
@@ -440,7 +440,7 @@ class StepScores:
     and with four of them a speed-up of 5x becomes 1.5x. But the weights change only at the optimizer step, and the
     trainer has all micro-batches of a step before it trains the first. So the model's first call scores all of them.
     Every micro-batch computes its own loss from its own rows, as usual. The tree's backward runs once, after the
-    backward of its last micro-batch. Unexpected rows are scored by themselves, which is as exact.
+    backward of its last micro-batch. Unexpected rows are scored by themselves, which is equally exact.
     """
 
     def __init__(self, trainer: Any, rows_of: Callable[[dict[str, Any]], Rows]) -> None:
@@ -461,11 +461,11 @@ class StepScores:
         self._position += 1
 
     def score(self, key: Hashable, rows: Rows, run: Run, *, together: bool = True) -> tuple[Any, slice]:
-        """Score the rows of a model call; returns a `Scored`, and which of its rows these are.
+        """Score the rows of a model call; returns a `Scored`, and the slice of its rows that these are.
 
         Args:
             key: the model that is called, and its settings.
-            together: False scores them by themselves, for losses over a whole batch such as that of routers.
+            together: False scores this micro-batch alone, for losses over a whole batch such as the routers'.
         """
         key = (key, torch.is_grad_enabled())
         joint = self._joint.get(key) if together else None
@@ -475,7 +475,7 @@ class StepScores:
             return joint.of(number)
         batches = self._expected_rows() if together and not in_joint and key not in self._apart else []
         if not (batches and _equal(batches[0], rows)):
-            batches, self._expected = [rows], []  # a generation may be running, with other rows
+            batches, self._expected = [rows], []  # other rows, as during generation
         tree = _tree_of(batches)
         if len(batches) > 1 and not _shares(tree, batches):
             batches = [rows]
@@ -515,7 +515,7 @@ class StepScores:
     def _generated(self, count: int) -> list[Any]:
         """The next micro-batches of a trainer that generates them, up to its next generation."""
         trainer = self._trainer
-        if trainer._buffered_inputs is None:  # it scores its first completions before it has made micro-batches of them
+        if trainer._buffered_inputs is None:  # first completions are scored before they are split
             return []
         each, step = trainer.args.steps_per_generation, trainer._step
         left = each * trainer.num_iterations - step % (each * trainer.num_iterations)
@@ -602,7 +602,7 @@ def check_trainer(trainer: Any, seam: Seam) -> None:
     for reason, refused in refusals.items():
         if refused:
             raise ValueError(f"share_prefixes cannot be exact with {reason}")
-    for name, config in getattr(trainer.model, "peft_config", {}).items():  # the engine refuses other dropout
+    for name, config in getattr(trainer.model, "peft_config", {}).items():  # the engine refuses any other dropout
         if getattr(config, "lora_dropout", 0.0):
             raise UnsupportedModel(
                 f"adapter {name!r} has lora_dropout={config.lora_dropout}: a shared token would get one mask where "
@@ -630,12 +630,12 @@ def compare_with_plain(
     """Compare a few rows between the model's own forward and the tree: scores, and gradients of a random sum of them.
 
     Args:
-        engine: of the model, without other ranks.
+        engine: for the unwrapped model, so that other ranks take no part.
         plain: the forward that the trainer would have called.
 
     Returns:
         the relative differences, to be logged (empty if nothing is predicted), and the FLOP/s of the plain forward and
-        backward; None for a model that cannot be counted.
+        backward (None if the model's FLOPs cannot be counted).
 
     Raises:
         RuntimeError: they differ by more than rounding.
@@ -684,7 +684,7 @@ def compare_with_plain(
         f"{len(ids)} rows of the first batch, plain and with shared prefixes: log-probabilities (or rewards) differ by "
         f"{apart:.1e}, gradients by {apart_gradients:.1e} (relative; at most {limit:g} in {dtype})"
     )
-    if not (apart <= limit and apart_gradients <= limit):  # also where one is NaN
+    if not (apart <= limit and apart_gradients <= limit):  # also true if one is NaN
         raise RuntimeError(
             f"{said}. The model does not give a tree what it gives rows: train without share_prefixes and report this "
             "model, or pass check=False if such a difference is expected"
@@ -698,7 +698,7 @@ def compare_with_plain(
 
 
 def rows_to_compare(ids: list[Integer[np.ndarray, "_"]], masks: list[Bool[np.ndarray, "_"]]) -> list[int]:
-    """Choose a few rows with something to predict: two that share most, and the shortest other one."""
+    """Choose a few rows with something to predict: the two that share most, and the shortest of the rest."""
     wanted = [k for k in range(len(ids)) if len(ids[k]) and (not masks or masks[k].any())]
     if len(wanted) <= ROWS:
         return wanted
@@ -715,7 +715,7 @@ def _plain_scores(
     masks: list[Bool[np.ndarray, "_"]],
     seam: Seam,
 ) -> Float[Tensor, "scores"]:
-    """Log-probabilities of the wanted predictions, or rewards, of the rows, padded on the right."""
+    """The plain model's log-probabilities of the wanted predictions, or its rewards; rows are padded on the right."""
     padding = getattr(causal_lm(model).config.get_text_config(), "pad_token_id", None) or 0  # type: ignore[union-attr,operator]
 
     def padded(rows: list[Tensor], fill: int) -> Tensor:

@@ -3,13 +3,11 @@
 Nothing is flattened. Nodes are checked one by one and inserted into a set of runs of tokens, which `assemble` lays out
 like the rows of `build_tree`. Sums over the trajectories through a node are computed on the tree of nodes.
 
-The rows through each node are merged into a few trained predictions, without building any row.
-
-All rows through a node share the node's weights and facts; only a row's own advantage (NodeTrajectory) may differ. So
-the rows through a node form at most four sets: rows that use the node's advantages, and rows with an own advantage
-below, at and above 0. Each set gives one prediction per trained token of the node, where S is the sum of the rows'
-shares and A the share-weighted mean of their advantages. Then sum_k share_k x(l, A_k) = S x(l, A), exactly, for every x
-that is affine in the advantage on each side of 0.
+For the loss, the rows through a node are merged without building any row. They share the node's weights and facts; only
+a row's own advantage (NodeTrajectory) may differ. So they form at most four sets: rows that use the node's advantages,
+and rows with an own advantage below, at and above 0. Each set gives one prediction per trained token of the node. Let S
+be the sum of a set's shares and A the share-weighted mean of its advantages. Then sum_k share_k x(l, A_k) = S x(l, A),
+exactly, for every x that is affine in the advantage on each side of 0.
 """
 
 import operator
@@ -59,7 +57,7 @@ class Node:
     returns: ArrayLike | None = None
     """[L]."""
     key: Hashable = None
-    """Anything else that enters the forward from here on (an adapter's name); None keeps the parent's."""
+    """Anything else that changes the forward from here on, e.g. an adapter's name; None keeps the parent's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -71,13 +69,13 @@ class NodeTrajectory:
     advantages: float | None = None
     """One number for the row; replaces the nodes' advantages."""
     reward: float | None = None
-    """This and the fields below are those of a `Trajectory`."""
+    """One number for the row."""
     group: Hashable = None
     """Rows whose rewards are compared have equal `group`."""
     pair: Hashable = None
     """Rows with equal `pair` form a preference pair."""
     chosen: bool | None = None
-    """Whether this is the preferred row of its pair, or a desirable one."""
+    """Whether this is the preferred row of its pair or, without a pair, a desirable row."""
     id: Hashable = None
     """The row's own name, used in messages."""
     episode: Hashable = None
@@ -113,7 +111,7 @@ class NodeRows(LazyTrajectories):
         return len(self.rows)
 
     def row(self, number: int) -> Trajectory:
-        """Trajectory 0 to K - 1, joined from the nodes on its path, without facts that a trained node of it lacks."""
+        """Build trajectory 0 to K - 1 from the nodes on its path, without facts that one of its trained nodes lacks."""
         row = self.rows[number]
         nodes = [node for node in self.path(number) if len(self.contents[node])]
         parts = [self.contents[node] for node in nodes]
@@ -180,7 +178,7 @@ class NodeRows(LazyTrajectories):
         return np.array(total, np.float64)
 
     def along_rows(self, per_node: NDArray[Any], join: Callable[[Any, Any], Any]) -> Float64[np.ndarray, "K"]:
-        """For each trajectory, `per_node` joined over the nodes whose tokens it counts; 0 if it counts none."""
+        """For each trajectory, join `per_node` over the nodes whose tokens it counts; 0 if it counts none."""
         joined = per_node.tolist()
         for node, above in enumerate(self.parents):
             # The nodes that a trajectory owns form the end of its path.
@@ -318,9 +316,9 @@ class _Runs(NamedTuple):
 def _insert(contents: Sequence[Int32s], parents: list[int], keys: list[Hashable]) -> _Runs:
     """Insert nodes one by one into runs of tokens; equal prefixes are merged.
 
-    A node's tokens follow the run of the last token above them as far as both agree, then a run that branches off
-    there, and so on. The rest becomes a new run. A run never changes once added, so `child` finds the run that branches
-    off a position by (position, key, token). The cost is one look-up per run that a node passes through.
+    A node's tokens are compared with the run of the last token above them; where they differ, with a run that branches
+    off there, and so on. The rest becomes a new run. Runs never change once added, so `child` maps (position, key,
+    token) to the run that branches off there. The cost is one look-up per run that a node passes through.
     """
     buffer, filled = np.zeros(sum(map(len, contents)), np.int32), 0
     start: list[int] = []
@@ -367,15 +365,15 @@ class MergedPredictions:
     reduction: Reduction
     """How shares are computed: "token", or "trajectory", which divides a row's weights by their sum."""
     tokens: Int64[np.ndarray, "T"]
-    """Ascending: tree index of the predicted token. A token may occur several times."""
+    """Tree index of the predicted token, ascending. A token may occur several times."""
     shares: Float64[np.ndarray, "T"]
     """Total weight of the rows in the loss's sum; never 0."""
     facts: Mapping[str, Float64s]
-    """[T] each, by name; advantages are share-weighted means over the rows. Without those that a trained row lacks."""
+    """The facts that all trained rows have, [T] each; advantages are share-weighted means over the rows."""
     normaliser: float
-    """The sum of the shares ("token"), or the number of rows with a weight above 0 ("trajectory")."""
+    """The sum of the shares ("token"), or `num_trained` ("trajectory")."""
     num_trained: int
-    """The number of rows with a weight above 0."""
+    """The number of rows whose weights have a sum above 0."""
     lacking: Mapping[str, str]
     """Name of a fact -> the first node trained without it ("node 7")."""
     negative: str | None
