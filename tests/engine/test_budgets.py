@@ -11,7 +11,7 @@ import treetrain as tt
 from support.models import make_model
 from support.passes import unique_ids, watched
 from treetrain.testing import linear
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PureFloat64
 from treetrain.testing.forests import dress
 
 TRUNK = list(range(12))

@@ -8,7 +8,7 @@ import treetrain as tt
 from support.models import make_model
 from support.node_trees import OTHER_FACTS, random_nodes
 from treetrain.testing import linear
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PureFloat64
 
 LOSSES = {
     "sft": tt.losses.sft(),

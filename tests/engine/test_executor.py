@@ -15,7 +15,7 @@ from support.passes import WatchedCache, unique_ids, watched
 from support.plans import KEEPS, planned
 from treetrain.engine import executor
 from treetrain.testing import linear
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PureFloat64
 from treetrain.testing.forests import bushy_rows, dress
 
 TRUNK = list(range(14))

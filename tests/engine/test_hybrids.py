@@ -17,8 +17,7 @@ from treetrain.linear_attention.scans import KERNELS
 from treetrain.models import recurrent_layers
 from treetrain.softmax_attention.attention import Choice
 from treetrain.testing import linear
-from treetrain.testing.contract import OTHERS, PPO, SFT, check_contract
-from treetrain.testing.float64 import PureFloat64, RoundsToFloat32
+from treetrain.testing.contract import OTHERS, PPO, SFT, PureFloat64, RoundsToFloat32, check_contract
 from treetrain.testing.forests import bushy_rows, dress, runs, trajectories
 
 DELTA = ("qwen3_5_text", "qwen3_next_dense")

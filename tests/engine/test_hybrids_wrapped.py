@@ -19,8 +19,7 @@ from support.shortage import Shortage
 from treetrain.errors import UnsupportedModel
 from treetrain.models.recurrent_layers import kind_of
 from treetrain.testing import linear
-from treetrain.testing.contract import PPO, SFT
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PPO, SFT, PureFloat64
 from treetrain.testing.forests import dress
 
 peft = pytest.importorskip("peft")

@@ -11,8 +11,7 @@ from support.plans import KEEPS, SHAPES, planned
 from treetrain.engine.engine import LinearEngine
 from treetrain.engine.loss import summed
 from treetrain.testing import linear
-from treetrain.testing.contract import OTHERS, check_contract, expected
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import OTHERS, PureFloat64, check_contract, expected
 from treetrain.testing.forests import dress, whole_pairs
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2]]
@@ -101,7 +100,7 @@ def test_the_linear_engine_gives_the_same(model, name):
 
 
 def test_a_loss_that_must_know_the_step_is_refused_with_a_normaliser_alone(model):
-    with pytest.raises(ValueError, match=r"was not told of the whole step: call loss = loss\.for_step"):
+    with pytest.raises(ValueError, match=r"the loss does not know the whole step: call loss = loss\.for_step"):
         tt.TreeEngine(model).forward_backward(ROWS, EVERY["grpo and sft"].loss, 4.0)
     assert all(p.grad is None for p in model.parameters())
 

@@ -7,7 +7,7 @@ import treetrain as tt
 from support.models import make_model
 from support.node_trees import ADVANTAGES, random_node_tree
 from treetrain.testing import linear
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PureFloat64
 from treetrain.tree.nodes import NodeRows
 from treetrain.tree.token_tree import TokenTree
 

@@ -6,8 +6,7 @@ import torch
 import treetrain as tt
 from support.models import FAMILIES, make_model
 from treetrain.engine.engine import LinearEngine
-from treetrain.testing.contract import OTHERS, PPO, SFT, check_contract
-from treetrain.testing.float64 import PureFloat64, RoundsToFloat32
+from treetrain.testing.contract import OTHERS, PPO, SFT, PureFloat64, RoundsToFloat32, check_contract
 
 
 @pytest.mark.parametrize(

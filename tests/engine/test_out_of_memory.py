@@ -15,8 +15,7 @@ from support.shortage import ERRORS, IDS, Shortage, freed_at_once, named_budget
 from treetrain.engine.runtime import is_out_of_memory
 from treetrain.planning.plan import Plan
 from treetrain.testing import linear
-from treetrain.testing.contract import PPO, SFT
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PPO, SFT, PureFloat64
 from treetrain.testing.forests import dress
 
 ROWS = dress(IDS, 4)

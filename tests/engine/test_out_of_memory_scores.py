@@ -9,7 +9,7 @@ import treetrain as tt
 from support.models import make_model
 from support.shortage import ERRORS, IDS, Shortage, freed_at_once, named_budget
 from treetrain.testing import linear
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PureFloat64
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import treetrain as tt
 from support.models import make_model
 from support.shapes import unchecked
 from treetrain.testing import linear
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PureFloat64
 from treetrain.testing.forests import forests, runs
 
 # Forks stay forks when the last tokens, which predict nothing, are left out.

@@ -18,7 +18,7 @@ from treetrain.engine.executor import Executor
 from treetrain.engine.runtime import StepOutOfMemory
 from treetrain.planning.cost import CostModel
 from treetrain.testing import linear
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PureFloat64
 from treetrain.testing.forests import VOCAB, dress, forests
 
 TRUNK = list(range(9))

@@ -13,7 +13,7 @@ from support.models import make_model
 from treetrain.engine.engine import LinearEngine
 from treetrain.engine.loss import add_metrics
 from treetrain.testing import linear
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PureFloat64
 from treetrain.testing.forests import dress, runs, trajectories
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2], [5, 5, 5]]

@@ -15,8 +15,7 @@ from support.families import FAMILIES, build, make_config
 from support.models import make_model
 from support.plans import planned
 from treetrain.testing import linear
-from treetrain.testing.contract import as_dtype
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PureFloat64, as_dtype
 from treetrain.testing.forests import forests, runs
 
 # Forks at several depths, a row that is the prefix of others, exact duplicates, single tokens, no tokens.

@@ -12,7 +12,7 @@ from support.models import make_model
 from support.pairwise import pairwise
 from support.plans import planned
 from treetrain.testing import linear
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PureFloat64
 from treetrain.testing.forests import dress
 
 peft = pytest.importorskip("peft")

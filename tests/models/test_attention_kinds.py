@@ -15,8 +15,7 @@ from support.plans import planned
 from treetrain.errors import DataError, UnsupportedModel
 from treetrain.models.loading import check_config, load_model
 from treetrain.testing import linear
-from treetrain.testing.contract import PPO, SFT, as_dtype, check_contract
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PPO, SFT, PureFloat64, as_dtype, check_contract
 
 FAMILIES = ["gemma2", "gemma3_text", "mistral_window", "qwen2_window", "cohere2", "granite", "cohere"]
 if hasattr(transformers, "GraniteSWAConfig"):

@@ -12,8 +12,7 @@ from support.families import ATTENTION, GATED_DELTA, HEADS, MOE, WINDOW, make_fa
 from support.plans import planned
 from support.real_rows import SOURCES, VOCABULARY, loader, with_facts
 from treetrain.testing import linear
-from treetrain.testing.contract import PPO, SFT, Rows, as_dtype, expected, measured
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PPO, SFT, PureFloat64, Rows, as_dtype, expected, measured
 
 FAMILIES = [*MOE, *ATTENTION, *HEADS, *GATED_DELTA]
 CASES = {"sft": SFT, "ppo": PPO}

@@ -79,7 +79,7 @@ encoders are made as decoders.
 - *Refused* ({refused}): an error names the reason before any gradient. No class gave a wrong gradient.
 
 **Errors.** They are relative errors of the gradient of all weights, the worst over random forests and parts, with SFT
-and with PPO-clip and entropy. The bounds are 1e-12 in float64 and 1e-5 in float32. In float64 the library's own float32
+and with PPO-clip and entropy. The bounds are 1e-12 in float64 and 1e-5 in float32. In float64 transformers' own float32
 casts are lifted. The last column divides the tree's bfloat16 error by that of the rows, both against float64 and pooled
 over the forests. Its bound is 1.5.
 

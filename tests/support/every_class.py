@@ -19,8 +19,7 @@ from treetrain.models.capability import check_model
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION
 from treetrain.testing import linear
-from treetrain.testing.contract import as_dtype
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PureFloat64, as_dtype
 
 ROWS = [[5, 6, 7, 8, 9, 10], [5, 6, 7, 11, 12, 3, 2], [5, 6, 13, 14], [5, 6, 7, 8, 9, 10, 3, 4], [20, 21, 22]]
 EXACT = 1e-10

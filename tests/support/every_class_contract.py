@@ -14,8 +14,7 @@ import treetrain as tt
 from support.plans import planned
 from treetrain.models.capability import check_model
 from treetrain.testing import linear
-from treetrain.testing.contract import PPO, SFT, Case, Rows, as_dtype, clear_of_bounds, measured
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PPO, SFT, Case, PureFloat64, Rows, as_dtype, clear_of_bounds, measured
 from treetrain.testing.forests import VOCAB, dress
 
 DOUBLE, SINGLE, RATIO = 1e-12, 1e-5, 1.5

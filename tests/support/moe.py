@@ -15,8 +15,7 @@ from support.families import make_family
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.routing import RouterBalance
 from treetrain.testing import linear
-from treetrain.testing.contract import PPO, Case, as_dtype, clear_of_bounds
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PPO, Case, PureFloat64, as_dtype, clear_of_bounds
 from treetrain.testing.forests import runs, seeded, trajectories
 
 TOP_K = 2

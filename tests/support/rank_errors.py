@@ -18,7 +18,7 @@ import treetrain as tt
 from support.models import make_model
 from support.rank_work import Rows, gradients, relative_error, rows_of, sharded
 from support.tensor_parallel import cut
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PureFloat64
 
 DISAGREEMENTS = {
     "temperature": ("differ in the temperature: rank 0 has 1.0, rank 1 0.5", "rank 1 0.5"),

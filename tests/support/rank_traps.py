@@ -20,7 +20,7 @@ from support.rank_work import LOSSES, OwnLoss, gradients, relative_error, rows_o
 from treetrain.engine import distributed as ranks_module
 from treetrain.engine.executor import Executor
 from treetrain.engine.loss_gradients import ScoreTable
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PureFloat64
 from treetrain.tree import Node, NodeTrajectory, TokenTree
 
 

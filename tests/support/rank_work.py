@@ -22,8 +22,7 @@ from support.plans import planned
 from support.tensor_parallel import cut, with_lora
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import LinearEngine
-from treetrain.testing.contract import OTHERS
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import OTHERS, PureFloat64
 from treetrain.testing.forests import VOCAB, dress
 
 Parallel = Literal["ddp", "fsdp", "context", "tensor", "expert"]

@@ -14,7 +14,7 @@ from support.models import make_model
 from support.plans import planned
 from support.rank_work import gradients, relative_error, rows_of, sharded, split_of
 from support.tensor_parallel import cut
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PureFloat64
 
 
 def own_loss(logprobs: list[Tensor], entropies: list[Tensor]) -> Tensor:

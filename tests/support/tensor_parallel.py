@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import treetrain as tt
 from support.models import make_model
 from treetrain.errors import RanksDisagree
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PureFloat64
 
 
 def cut(model: Any, group: Any, **experts: Any) -> nn.Module:

@@ -45,7 +45,7 @@ from trl import (
 )
 
 import treetrain as tt
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PureFloat64
 
 WORDS = 40
 SPECIAL = ["<pad>", "<eos>"]

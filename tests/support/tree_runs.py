@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PrinterCallback, Qwen3Config, Qwen3ForCausalLM
 
 from treetrain.data.trajectory import Trajectory
-from treetrain.testing.float64 import PureFloat64
+from treetrain.testing.contract import PureFloat64
 from treetrain.trainers.arguments import TreeArguments
 from treetrain.trainers.tree_trainer import TreeTrainer
 

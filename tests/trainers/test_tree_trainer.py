@@ -21,9 +21,8 @@ from support.tree_runs import (
     weights,
 )
 from treetrain import losses
-from treetrain.trainers.callbacks import WeightAverage
 from treetrain.trainers.groups import StepSampler
-from treetrain.trainers.tree_trainer import TreeTrainer
+from treetrain.trainers.tree_trainer import TreeTrainer, WeightAverage
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 RUNS = {

@@ -132,10 +132,9 @@ def _trainer(options: Namespace, arguments: Any) -> "tuple[TreeTrainer, Sequence
     from transformers import EarlyStoppingCallback
 
     from treetrain.models.loading import load_model
-    from treetrain.trainers.callbacks import WeightAverage
     from treetrain.trainers.groups import hold_out
     from treetrain.trainers.run_page import RunPageCallback
-    from treetrain.trainers.tree_trainer import TreeTrainer
+    from treetrain.trainers.tree_trainer import TreeTrainer, WeightAverage
 
     with arguments.main_process_first(desc="reading rows"):  # only the main process writes a mapped file
         found = read(options, memory_map=options.memory_map)

@@ -362,8 +362,9 @@ def prepare_step(
             loss = packed.for_step(rows)
         elif "step" in packed.needs:
             raise ValueError(
-                f"{name_of(packed)} was given a normaliser, so a part of a step, but was not told of the whole step: "
-                "call loss = loss.for_step(all trajectories of the step) first, and pass loss.normaliser(the same)"
+                f"{name_of(packed)} was given a normaliser, so a part of a step, but the loss does not "
+                "know the whole step: call loss = loss.for_step(all trajectories of the step) first, and pass "
+                "loss.normaliser(the same)"
             )
         if rows is not None:
             loss.check(rows)

@@ -12,8 +12,7 @@ def test_my_model_is_exact():
 `treetrain.verify` answers the same question for one model and your own rows, and needs no test library.
 """
 
-from treetrain.testing.contract import PPO, SFT, Case, as_dtype, check_contract
-from treetrain.testing.float64 import PureFloat64, RoundsToFloat32
+from treetrain.testing.contract import PPO, SFT, Case, PureFloat64, RoundsToFloat32, as_dtype, check_contract
 from treetrain.testing.forests import bushy_rows, dress, forests, trajectories
 from treetrain.testing.linear import batch_loss, gradients, relative_error, score_row, score_rows
 
