@@ -128,7 +128,7 @@ class Out:
 
 
 def provenance(run: str) -> dict[str, Any]:
-    """What every row says of its origin."""
+    """Provenance that every row records."""
     import rows
 
     found: dict[str, Any] = {"run": run} | rows.provenance()
@@ -160,7 +160,7 @@ def wait() -> None:
 
 
 def environment(out: Out) -> None:
-    """What is installed, and what can run."""
+    """Record the backends that can run, and the GPU."""
     with out.case("environment") as row:
         row |= {"backends": runnable(DEVICE), "flash": torch.nn.attention.current_flash_attention_impl() or "FA2"}
         if CUDA:

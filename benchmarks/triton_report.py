@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 SHARED_BYTES = 227 << 10
-"""Of one block on sm_90."""
+"""Shared memory of one block on sm_90."""
 INTEGERS = ("end_ptr", "depth_ptr", "lowest_ptr", "order_ptr", "bounds_ptr", "list_ptr")
 SHORT = {"bfloat16": "bf16", "float32": "fp32"}
 FLOATS = ("lse_ptr", "delta_ptr", "dk_ptr", "dv_ptr")

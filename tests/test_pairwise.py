@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make test-full`."""
+"""`make test` covers every pair of values, and `make test-full` every combination."""
 
 import itertools
 

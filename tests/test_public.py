@@ -1,4 +1,4 @@
-"""What users import: names, signatures and laziness cannot change unnoticed."""
+"""Public names, signatures and laziness cannot change unnoticed."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""What the README and the docs show works: their code runs, their commands parse, their links and names exist."""
+"""The README and the docs are right: their code runs, their commands parse, their links and names exist."""
 
 import importlib
 import importlib.util
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "BENCHMARKS.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS_SHOWN = {"inspect", "verify", "bench", "train", "simulate"}
 TORCHRUN = re.compile(r"torchrun (?:--[a-z-]+ \d+ )*-m ")
-"""What starts a command on several processes."""
+"""The prefix that starts a command on several processes."""
 
 
 def blocks(page: Path, language: str, mark: str = "") -> list[str]:
@@ -28,7 +28,7 @@ def runnable(page: Path) -> list[str]:
 
 @pytest.fixture
 def names(monkeypatch):
-    """What the pages take for granted: a model, its tokenizer and optimiser, a few rows, a padded batch."""
+    """Names that the pages take for granted: a model, its tokenizer and optimiser, a few rows, a padded batch."""
     torch = pytest.importorskip("torch")
     import treetrain as tt
     from treetrain.models.loading import load_model, load_tokenizer

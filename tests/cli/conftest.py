@@ -56,7 +56,7 @@ def chat_file(tmp_path: Path) -> str:
 
 
 class Answer:
-    """What a command said."""
+    """Exit code and output of a command."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.out, self.err = code, out, err

@@ -1,4 +1,4 @@
-"""What happens on several ranks when one of them cannot go on, and which uses are refused by name."""
+"""Behaviour of several ranks when one of them cannot go on, and uses that are refused by name."""
 
 import pytest
 

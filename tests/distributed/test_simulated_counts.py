@@ -1,4 +1,4 @@
-"""What the simulator says a step is made of is what ranks run; and ranks whose plans were aligned are exact."""
+"""The simulator predicts the counts of a step as ranks run it; and ranks whose plans were aligned are exact."""
 
 from typing import Any
 

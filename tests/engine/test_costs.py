@@ -1,4 +1,4 @@
-"""What is counted on a model without data: FLOPs and ranges of every family, and bytes against those of real steps."""
+"""Counts of a model without data: FLOPs and ranges of every family, and bytes against those of real steps."""
 
 import math
 

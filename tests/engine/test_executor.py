@@ -1,4 +1,4 @@
-"""What an executor runs and holds of a plan: every token once, exported ones of late parts twice, one path of cache."""
+"""An executor runs every token once, exported tokens of recomputed parts twice, and caches one path."""
 
 import itertools
 from collections import Counter
@@ -84,7 +84,7 @@ def counted(passes: list[list[int]]) -> Counter:
 
 
 @every_plan_and_case
-def test_every_token_runs_once_and_the_exported_ones_of_late_parts_twice(model, shape, keep, tree, loss):
+def test_every_token_runs_once_and_the_exported_ones_of_recomputed_parts_twice(model, shape, keep, tree, loss):
     engine = planned(shape, keep)(model)
     with watched(model) as seen:
         result = engine.forward_backward(dress(IDS[tree], 1), LOSSES[loss])
@@ -128,7 +128,7 @@ def test_the_cache_is_made_once_and_holds_what_the_plan_says(model, caches, shap
 
 
 @every_plan
-def test_rows_of_the_cache_are_given_back(model, shape, keep, monkeypatch):
+def test_rows_of_the_cache_are_returned(model, shape, keep, monkeypatch):
     executors, make = [], executor.Executor.__init__
     monkeypatch.setattr(
         executor.Executor, "__init__", lambda self, *args, **kw: executors.append(self) or make(self, *args, **kw)
@@ -210,7 +210,7 @@ def test_a_loss_is_called_once_for_every_row_with_all_of_its_scores(model, shape
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_publishing_pass_scores_only_where_trajectories_below_need_it(model, loss):
+def test_a_prefill_pass_scores_only_where_trajectories_below_need_it(model, loss):
     scored = []
     handle = model.lm_head.register_forward_hook(
         lambda m, a, out: scored.append((torch.is_grad_enabled(), out.numel()))

@@ -32,7 +32,7 @@ EDGES = ([0, 1, 1, 1, 3, 4, 4], [5, 0, 36, 17, 36, 2, 2])
 
 
 def chunk_of(kind: type[PlainChunk], dtype: torch.dtype, scaling: Scaling, vocabulary: int, *, entropy: bool):
-    """What a kind of chunk gives for some rows; (log-sum-exps, logits at edges, entropies or None, gradient)."""
+    """Results of a kind of chunk, and expected ones: (log-sum-exps, logits at edges, entropies or None, gradient)."""
     generator = torch.Generator().manual_seed(vocabulary)
     rows, weight = (torch.randn(n, 8, generator=generator).to(DEVICE, dtype) for n in (5, vocabulary))
     weight = weight * 3

@@ -78,7 +78,7 @@ def dressed(ids=IDS, seed: int = 0) -> list[tt.Trajectory]:
 
 
 def gradients(*modules) -> Tensor:
-    """What lies in .grad, end to end."""
+    """All gradients in .grad, flattened and concatenated."""
     parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).double().flatten() for p in parameters])
 

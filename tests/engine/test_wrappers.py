@@ -1,4 +1,4 @@
-"""What people wrap around a model: autocast, gradient checkpointing, adapters, frozen parts. All stays exact."""
+"""Wrapped models stay exact: autocast, gradient checkpointing, adapters, frozen parts."""
 
 import copy
 import warnings

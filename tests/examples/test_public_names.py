@@ -9,7 +9,7 @@ import treetrain as tt
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = [path for path in sorted(EXAMPLES.rglob("*.py")) if path.parent.name != "demo"]
-"""What `make demo` runs is no example to copy."""
+"""All examples but the scripts of `make demo`, which are not meant to be copied."""
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(EXAMPLES)))

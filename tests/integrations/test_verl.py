@@ -54,7 +54,7 @@ def make_engine(vendor: str, folder: str, **options: Any) -> Any:
 
 
 def make_batch(rank: int, loss: str, **settings: Any) -> Any:
-    """What verl's workers hand to their engine: padded rows, made jagged by verl."""
+    """A batch as verl's workers hand it to their engine: padded rows, made jagged by verl."""
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import left_right_2_no_padding
@@ -214,7 +214,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def on_ranks(function: Any, world: int, *args: Any) -> list[dict[str, Any]]:
-    """What a function puts into a queue on every rank."""
+    """Run a function on every rank and return what each puts into a queue."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

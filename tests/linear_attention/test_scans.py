@@ -187,7 +187,7 @@ def test_it_is_said_why_there_is_no_kernel(monkeypatch, version, says):
 
 
 def errors_of(kernel, device: torch.device, dtype: torch.dtype, rows: list, seed: int) -> tuple[float, float]:
-    """Of outputs and all gradients on the tree and row by row, in a narrow dtype, against the specification."""
+    """Errors of outputs and all gradients on the tree and row by row, in a narrow dtype, against the specification."""
     layout = layout_of(rows)
     leaves = [x.detach() for x in inputs(layout.num_tokens, seed, key=64, value=64)]
     leaves = [x.to(dtype) if number < 3 else x.float() for number, x in enumerate(leaves)]

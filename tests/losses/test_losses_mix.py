@@ -40,7 +40,7 @@ def packed(loss, rows, entropies=None):
 
 
 def alone(loss, rows):
-    """What a loss gives for its rows by itself."""
+    """Value, gradient and metrics of a loss for its rows by itself."""
     total, gradient, metrics, _ = packed(loss, rows)
     normaliser = loss.normaliser(rows)
     return total.item() / normaliser, gradient / normaliser, metrics

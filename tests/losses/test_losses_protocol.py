@@ -1,4 +1,4 @@
-"""What holds for every loss: packing, unused predictions, coefficients, gradients, dtypes, devices."""
+"""Properties of every loss: packing, unused predictions, coefficients, gradients, dtypes, devices."""
 
 import numpy as np
 import pytest

@@ -43,7 +43,7 @@ def trajectories() -> list[tt.Trajectory]:
 
 
 def gradients(model, rows=ROWS) -> torch.Tensor:
-    """Of the rows by themselves."""
+    """Gradients of the rows by themselves."""
     scores, _ = linear.score_rows(model, rows)
     return linear.gradients(model, -torch.cat(scores).mean())
 

@@ -1,4 +1,4 @@
-"""What reaches the attention interface at run time is checked too: a window or mask that no configuration told of."""
+"""The attention interface checks its calls at run time too: windows and masks that no configuration mentions."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What is new in a model is refused by its name, before any gradient, wherever it hides."""
+"""Unknown parts of a model are refused by name, before any gradient, wherever they hide."""
 
 import json
 
@@ -15,7 +15,7 @@ ROWS = [tt.Trajectory(row) for row in ([1, 2, 3, 4], [1, 2, 5, 6, 7])]
 
 
 def refusal(model: nn.Module) -> str:
-    """What a step says, and no gradient made before."""
+    """Return the error of a step; no gradient may have been made before it."""
     with pytest.raises(UnsupportedModel) as error:
         tt.TreeEngine(model).forward_backward(ROWS, tt.losses.sft())
     assert all(p.grad is None for p in model.parameters())

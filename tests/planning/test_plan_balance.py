@@ -19,7 +19,7 @@ PRICES = CostModel.from_shape(SHAPE)
 
 
 def layout_of_rank(rows: list[Trajectory], numbers: np.ndarray):
-    """What a rank computes, found by a tree of its own rows."""
+    """The layout that a rank computes, from a tree of its own rows."""
     tree = build_tree([rows[number] for number in numbers])
     return pack(tree, tree.trained_edges()[0] > 0)
 

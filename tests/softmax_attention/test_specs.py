@@ -243,7 +243,7 @@ def test_bfloat16_errs_no_more_than_the_reference_run_in_bfloat16(name):
 
 
 def plain_bfloat16(layout: PackedLayout, spec: AttentionSpec, q, k, v, sinks):
-    """What a model's own eager attention rounds."""
+    """Attention that rounds as a model's own eager attention does."""
     mask = visible(
         *map(torch.from_numpy, (layout.ends, layout.positions)), spec.visible_range.window, spec.visible_range.chunk
     )

@@ -27,7 +27,7 @@ WIDE = (torch.float64, torch.float32)
 
 
 class SequenceBySequence:
-    """What the GPU's varlen kernel computes, one stock CPU call for each sequence."""
+    """Computes what the GPU's varlen kernel does, with one stock CPU call for each sequence."""
 
     calls = 0
 

@@ -1,4 +1,4 @@
-"""What attention sees of a batch."""
+"""Forests as the attention layer sees them."""
 
 from treetrain.softmax_attention.schedule import Forest
 from treetrain.testing.forests import Rows

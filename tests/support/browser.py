@@ -18,7 +18,7 @@ addEventListener("message", said => document.body.setAttribute("data-found", sai
 
 
 def look(page: Path, script: str, *, width: int = 1240, dark: bool = False) -> dict[str, Any]:
-    """What `script`, the body of an async function in the page, returns; errors of the page are under "errors"."""
+    """Return the result of `script`, the body of an async function in the page; "errors" holds errors of the page."""
     added = (
         "<script>(async () => { const errors = []; onerror = e => errors.push(e);"
         f"const found = await (async () => {{ {script} }})();"

@@ -116,7 +116,7 @@ LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_lay
 
 
 class Verdict(NamedTuple):
-    """What was found about a class."""
+    """The finding about one model class."""
 
     model_type: str
     model_class: str
@@ -125,7 +125,7 @@ class Verdict(NamedTuple):
     reason: str = ""
     """The refusal, or why nothing was shown."""
     error: float | None = None
-    """Of the whole gradient in float64, against every row by itself."""
+    """Relative error of the whole gradient in float64, against every row by itself."""
     single: float | None = None
     """The same in float32."""
     layers: tuple[str, ...] = ()
@@ -201,7 +201,7 @@ Asked = set[str]
 
 @contextlib.contextmanager
 def seen_by_attention() -> Iterator[Asked]:
-    """What tree attention is asked for in the block."""
+    """Collect the kinds of attention that tree attention is asked for in the block."""
     asked: Asked = set()
     call = RectangleAttention.__call__
 

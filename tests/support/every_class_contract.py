@@ -31,12 +31,12 @@ forest several times, so over three forests the ratio says who was unlucky: OPT'
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """Of one class."""
+    """Errors of one model class."""
 
     float64: float
     float32: float
     rows_float32: float
-    """Of the rows themselves, where it was largest: they are no better than their own rounding."""
+    """Error of the rows themselves, where it was largest: they are no better than their own rounding."""
     bfloat16: float | None
     """The tree's pooled error over that of the rows; None where routers cannot be told their choices, and where the
     rows' own gradient is not finite."""
@@ -99,7 +99,7 @@ def told(model: nn.Module, rows: Rows) -> Rows | None:
 
 
 def _scores(model: nn.Module, rows: Rows, temperature: float):
-    """What `linear.score_rows` gives, every row through the experts it names."""
+    """Scores as `linear.score_rows` returns them, every row through the experts it names."""
     experts, scores = check_model(model).experts, []
     for row in rows:
         routes: Any = contextlib.nullcontext()

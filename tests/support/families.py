@@ -53,14 +53,14 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_ma
 
 
 class Family(NamedTuple):
-    """What makes a small model of a family."""
+    """Configuration and classes of a small model of a family."""
 
     config: str
     """The configuration's class in transformers."""
     model: str
     """The model's class."""
     own: dict[str, Any]
-    """What differs from `BASE`."""
+    """Differences from `BASE`."""
 
 
 DENSE = {  # full attention in every layer, an MLP, a plain head

@@ -13,12 +13,12 @@ from treetrain.tree.layout import PackedLayout, pack, segments
 
 
 def layout_of(rows) -> PackedLayout:
-    """Of rows of token ids, every token computed."""
+    """Layout of rows of token ids, every token computed."""
     return pack(build_tree(rows), trim=False)
 
 
 def layout_of_parents(parent: np.ndarray) -> PackedLayout:
-    """Of a forest given by its parents in pre-order, nothing predicted."""
+    """Layout of a forest given by its parents in pre-order, nothing predicted."""
     count, before = len(parent), parent.tolist()
     depth, ends = [0] * count, list(range(1, count + 1))
     for token in range(count):
@@ -83,11 +83,11 @@ class LinearPrices:
     """Seconds, in those of a token, and bytes that are linear in what they count."""
 
     part: float = 44.0
-    """Of a pass with graph."""
+    """Price of a pass with graph."""
     prefill: float = 14.0
-    """Of a pass without graph."""
+    """Price of a pass without graph."""
     again: float = 0.35
-    """Of a token that is run again."""
+    """Price of a recomputed token."""
     token_bytes: float = 1000.0
     plans: int = 0
     """How many it was asked about."""
@@ -114,7 +114,7 @@ class LinearPrices:
 
 
 def check_plan(plan: Plan) -> None:
-    """What holds for every plan, found anew from the parts, token by token."""
+    """Check what must hold for every plan, recomputed from its parts token by token."""
     layout, parts = plan.layout, plan.num_parts
     assert sorted(set(plan.part_of.tolist())) == list(range(parts))
     is_inner = np.zeros(parts, bool)

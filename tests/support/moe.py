@@ -29,7 +29,7 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def weights_of(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
-    """What a router multiplies the chosen experts by, as each family's paper and code have it."""
+    """Weights that a router gives the chosen experts, as each family's paper and code have them."""
     kind = type(router).__name__.removeprefix("Parametrized")  # an adapter's
     if kind.startswith("GptOss"):
         return logits.gather(1, chosen).softmax(-1)
@@ -95,7 +95,7 @@ def with_routes(model: nn.Module, rows: Sequence[Trajectory]) -> list[Trajectory
 
 
 def score_rows(model: nn.Module, rows: Sequence[Trajectory], temperature: float = 1.0):
-    """What `linear.score_rows` gives, and all rows' router logits [layers, M, E]."""
+    """Scores as `linear.score_rows` returns them, and all rows' router logits [layers, M, E]."""
     wide = torch.promote_types(model.dtype, torch.float32)
     scores, logits = [], []
     for row in rows:

@@ -1,5 +1,5 @@
-"""What a step on several ranks was made of, counted at the model: calls with graph and without, their tokens, and the
-bytes that collectives moved."""
+"""Counts of a step on several ranks, taken at the model: calls with graph and without, their tokens, and the bytes that
+collectives moved."""
 
 from collections import Counter
 from typing import Any

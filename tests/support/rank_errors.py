@@ -1,4 +1,4 @@
-"""What tests run on several ranks when something is wrong with one of them, or with how the model is wrapped."""
+"""Functions for several ranks where something is wrong with one of them, or with how the model is wrapped."""
 
 import copy
 import os
@@ -29,7 +29,7 @@ DISAGREEMENTS = {
     "id": ("token id 99 at position 1 is outside", "because of rank 1 of 2: DataError: trajectory number 0"),
     "nothing": ("nothing to train: the loss weights of all rows on all 2 ranks", "on all 2 ranks"),
 }
-"""What rank 1 does differently: what it is told, and what rank 0 is."""
+"""Words in the errors of rank 1 and of rank 0, by what rank 1 does differently."""
 
 
 def _model(parallel: str, group: Any, **changes: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -52,7 +52,7 @@ def told_by(run: Callable[[], Any]) -> str:
 
 
 def disagreeing(group: Any, parallel: str, case: str) -> str:
-    """What a rank is told; a step after that must go well."""
+    """Return this rank's error; a step after that must go well."""
     other = dist.get_rank(group) == 1
     model, sharing = _model(parallel, group)
     rows: Rows = [tt.Trajectory([1, 2, 3 + dist.get_rank(group)], advantages=1.0, old_logprobs=[-3.0] * 3)]
@@ -80,11 +80,11 @@ def disagreeing(group: Any, parallel: str, case: str) -> str:
 
 
 class Oops(Exception):
-    """Of a user's loss."""
+    """An error in a user's loss or model."""
 
 
 def raising_in_the_middle(group: Any, parallel: str, scope: str = "trajectory") -> tuple[str, bool]:
-    """What a rank is told, and whether a step after that is right."""
+    """Return this rank's error, and whether a step after that is right."""
     rank = dist.get_rank(group)
     model, sharing = _model(parallel, group, dtype=torch.float64)
     alone = make_model("qwen3", dtype=torch.float64, num_key_value_heads=2)
@@ -107,7 +107,7 @@ def raising_in_the_middle(group: Any, parallel: str, scope: str = "trajectory") 
 
 
 def broken_pass(group: Any) -> list[str]:
-    """What a rank is told whose pass breaks off (that of both does, at the same place), and when it tries again."""
+    """Return this rank's errors when a pass fails (on both ranks, at the same place), and when it tries again."""
     model, _ = _model("fsdp", group)
     engine = tt.TreeEngine(model)
 
@@ -212,7 +212,7 @@ def wrapped(group: Any, kind: str) -> float:
 
 
 def left_alone(group: Any, parallel: str, killed: bool) -> str:
-    """What a rank is told when the model of another one raises in the middle of a pass, or its process is killed."""
+    """Return this rank's error when the model of another rank raises during a pass, or its process is killed."""
     model, sharing = _model(parallel, group)
     engine = tt.TreeEngine(model, **sharing)
     group.get_group_store().delete_key("treetrain error")  # of an earlier test in these processes

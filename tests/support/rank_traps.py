@@ -1,4 +1,4 @@
-"""What tests run on several ranks where gradients or rows could go astray between calls, tries and walks of a step."""
+"""Functions for ranks where gradients or rows could get lost between calls, retries and traversals of a step."""
 
 import copy
 import warnings
@@ -56,7 +56,7 @@ def last_call_without_rows(group: Any, parallel: str, reduce: str) -> float:
 
 
 def failing_before_gradients_are_reduced(group: Any, calls: int) -> tuple[str, float]:
-    """What a rank is told when a call with sync=False fails after others, and the error of a new step after that."""
+    """Return this rank's error when a call with sync=False fails after others, and the relative error of a new step."""
     rank = dist.get_rank(group)
     model, alone, _ = _models("fsdp", group)
     rows, loss = rows_of(2, "sft"), tt.losses.sft()
@@ -81,7 +81,7 @@ def failing_before_gradients_are_reduced(group: Any, calls: int) -> tuple[str, f
 
 
 def comparing_rows_while_one_fails(group: Any, parallel: str) -> tuple[str, float]:
-    """What a rank is told when one cannot score its rows for a loss over all rows, and the error of the step after."""
+    """Return this rank's error when rank 1 fails to score for a loss over all rows, and how exact a new step is."""
     rank = dist.get_rank(group)
     model, alone, sharing = _models(parallel, group)
     rows, loss = rows_of(2, "dpo"), LOSSES["dpo"]
@@ -130,7 +130,7 @@ def _two(logprobs: Any, entropies: Any, row: Any) -> Any:
 
 
 def different_losses_of_ones_own(group: Any) -> tuple[str, str]:
-    """What a rank is told where the ranks' functions differ, or what a loss says of itself."""
+    """Return this rank's errors when the ranks' functions differ, and when the attributes of one function do."""
     rank = dist.get_rank(group)
     model, _, sharing = _models("ddp", group)
     engine = tt.TreeEngine(model, **sharing)
@@ -201,7 +201,7 @@ def outputs_cast_by_fsdp(group: Any, family: str) -> tuple[float, float]:
 
 
 def negative_weights_of_nodes(group: Any) -> str:
-    """What a rank is told when a tree of nodes on rank 0 has a weight below 0."""
+    """Return this rank's error when a tree of nodes on rank 0 has a weight below 0."""
     nodes = [Node(None, [1, 2, 3]), Node(0, [4, 5], loss_weights=[1.0, -0.5])]
     tree = TokenTree.from_nodes(nodes, [NodeTrajectory(node=1)])
     model, _, sharing = _models("ddp", group)
@@ -218,7 +218,7 @@ class _OtherNormaliser(OwnLoss):
 
 
 def calls_that_differ(group: Any, parallel: str) -> dict[str, str]:
-    """What a rank is told where calls differ in what is known late, or could go wrong in silence."""
+    """Return this rank's errors when calls differ in sync, in the loss's normaliser or in the router balance."""
     rank = dist.get_rank(group)
     model, _, sharing = _models(parallel, group)
     rows, loss = rows_of(4, "sft")[rank::2], tt.losses.sft()
@@ -238,7 +238,7 @@ def calls_that_differ(group: Any, parallel: str) -> dict[str, str]:
 
 
 def optimiser_in_backward(group: Any, parallel: str) -> str:
-    """What a rank is told where hooks of the weights make the update, or how far the weights are from one process's."""
+    """Return this rank's error when hooks of the weights make the update, or the distance to one process's weights."""
     model, alone, sharing = _models(parallel, group)
 
     def update(p: Any) -> None:

@@ -1,4 +1,4 @@
-"""What tests run on several ranks: a step there against the same step by one process, and against every row alone."""
+"""Functions for several ranks: a step there against the same step by one process, and against every row alone."""
 
 import copy
 import dataclasses
@@ -40,7 +40,7 @@ class Job:
     loss: str = "sft"
     family: str = "qwen3"
     changes: tuple[tuple[str, Any], ...] = ()
-    """Of the family's configuration."""
+    """Changes to the family's configuration."""
     split: str = "round"
     shapes: tuple[tuple[str, str], ...] = ()
     """Plan shape and what is kept, by rank; none: whatever the budget gives."""
@@ -152,7 +152,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def relative_error(found: dict[str, Tensor | None], truth: dict[str, Tensor | None]) -> float:
-    """Of all gradients together; one that is there on one side only counts as wrong."""
+    """Relative error of all gradients together; one that is there on one side only counts as wrong."""
     assert found.keys() == truth.keys()
     # A weight that no rank used has no gradient, or under FSDP2 zeros.
     missing = [name for name, x in truth.items() if x is not None and found[name] is None]

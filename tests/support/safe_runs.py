@@ -40,7 +40,7 @@ _context.set_forkserver_preload(["torch.distributed.fsdp", "support.safe_runs"])
 
 
 class SafeTrainer(SafeCheckpointsMixin, Trainer):
-    """What a user writes."""
+    """A trainer as users write it."""
 
 
 class StopAt(TrainerCallback):
@@ -315,7 +315,7 @@ class Run:
 
     @property
     def text(self) -> str:
-        """What all ranks printed."""
+        """Output of all ranks."""
         return self.said.read_text() if self.said.exists() else ""
 
     @property

@@ -1,4 +1,4 @@
-"""What the calls of an attention schedule cover, counted pair by pair; forests given by each token's parent."""
+"""Coverage of an attention schedule, counted pair by pair; forests given by each token's parent."""
 
 import numpy as np
 import torch

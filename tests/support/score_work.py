@@ -1,4 +1,4 @@
-"""What tests of `TreeEngine.score` run on several ranks."""
+"""Functions that tests of `TreeEngine.score` run on several ranks."""
 
 import copy
 from typing import Any
@@ -76,7 +76,7 @@ def scored_step(group: Any, how: str, shapes: Any, keeps: Any, calls: int, split
 
 
 def live_is_refused(group: Any) -> list[str]:
-    """What every way to live log-probabilities within a process group says."""
+    """Return the error of every way to live log-probabilities within a process group."""
     model = make_model("qwen3")
     wrapped = DistributedDataParallel(copy.deepcopy(model), process_group=group)
     rows = [[1, 2, 3], [1, 2, 4]]
@@ -108,7 +108,7 @@ def live_is_refused(group: Any) -> list[str]:
 
 
 def an_error_on_one_rank(group: Any, how: str) -> str:
-    """What a rank is told where rank 1 calls backward twice."""
+    """Return this rank's error when rank 1 calls backward twice."""
     model = make_model("qwen3", num_key_value_heads=2)
     engine = tt.TreeEngine(_parallel(model, how, group), context=group if how == "context" else None)
     scored = engine.score([[1, 2, 3], [1, 2, 4]])

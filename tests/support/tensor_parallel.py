@@ -201,7 +201,7 @@ def adapted(group: Any, family: str) -> float:
 
 
 def trapped(group: Any, trap: str) -> str:
-    """What a rank is told where rank 1 has other rows or a bad one."""
+    """Return this rank's error when rank 1 has other rows or a bad one."""
     from support.rank_work import rows_of
 
     model, rows = cut(make_model("qwen3", num_key_value_heads=2), group), rows_of(0, "sft")

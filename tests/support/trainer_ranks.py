@@ -1,4 +1,4 @@
-"""What tests of trainers run on two processes."""
+"""Functions that tests of trainers run on two processes."""
 
 import os
 from pathlib import Path

@@ -171,12 +171,12 @@ KINDS = ("lora", "moe", "chat", "packed", "whole", "masked")
 
 @dataclass
 class Run:
-    """What a training leaves."""
+    """Results of a training run."""
 
     logs: list[dict[str, float]]
     weights: dict[str, torch.Tensor]
     updates: dict[str, torch.Tensor]
-    """What training has added to the weights."""
+    """Changes that training made to the weights."""
     trainer: Any = field(repr=False)
 
 
@@ -432,7 +432,7 @@ class Difference:
     """The largest differences of two runs."""
 
     metrics: float
-    """Of the logged numbers: |a - b| / max(1, |b|)."""
+    """|a - b| / max(1, |b|) over the logged numbers."""
     weights: float
     """|a - b| / |b| over all trained weights."""
     updates: float

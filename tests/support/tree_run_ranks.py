@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def made(case: str, way: str, dtype: torch.dtype, *, steps: int, folder: Any = None) -> dict[str, Any]:
-    """What a run came to: its log, and its weights as one process would have them.
+    """Train on a case; return the log, and the weights as one process would have them.
 
     Args:
         way: "alone", "ddp", "fsdp" (the model is given to `fully_shard` before) or "accelerate" (`--fsdp`).
@@ -86,5 +86,5 @@ def run_on_rank(group: Any, case: str, way: str, dtype: torch.dtype, steps: int,
 
 
 def column(log: list[dict[str, Any]], name: str) -> np.ndarray:
-    """What was logged under a name."""
+    """Values logged under a name."""
     return np.array([record[name] for record in log if name in record], np.float64)

@@ -62,7 +62,7 @@ def small_model(dtype: torch.dtype = torch.float32, seed: int = 1) -> nn.Module:
 
 
 def make_arguments(folder: Any = None, **settings: Any) -> TreeArguments:
-    """Of a run of two groups a step, logged step by step."""
+    """Arguments of a run of two groups a step, logged step by step."""
     common = {
         "output_dir": str(folder or tempfile.mkdtemp()),
         "tokens_per_step": 120,

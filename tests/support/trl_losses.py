@@ -1,4 +1,4 @@
-"""What TRL's own loss code gives for recorded log-probabilities: a stand-in model hands it the numbers.
+"""Results of TRL's own loss code for recorded log-probabilities, which a stand-in model hands to it.
 
 Used to recompute the constants of tests/losses/test_losses_trl.py where TRL 1.16 and its dependencies are installed.
 """

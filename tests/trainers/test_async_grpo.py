@@ -72,7 +72,7 @@ def samples(groups=10, of_each=4, seed=0):
 
 
 def naive_varlen(q, k, v, starts, path_starts, longest, longest_path, *, softmax_scale, **_):
-    """What TRL's kernel computes: every segment's queries over their own path, causal at its end."""
+    """Attention as TRL's kernel computes it: every segment's queries over their own path, causal at its end."""
     out = []
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     for a, b, c, d in zip(starts, starts[1:], path_starts, path_starts[1:]):

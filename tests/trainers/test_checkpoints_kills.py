@@ -26,7 +26,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What runs of each form come to, by form; filled on demand."""
+    """Outcomes of undisturbed runs, by form; filled on demand."""
     folder, found = tmp_path_factory.mktemp("undisturbed"), {}
 
     class OnDemand(dict):

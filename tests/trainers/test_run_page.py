@@ -34,7 +34,7 @@ def write_state(folder: Path, *, linear: bool = False, steps: int = 8, **changes
 
 
 class Page(HTMLParser):
-    """What is in a page; elements that close in another order than they opened fail."""
+    """Words and links of a page; elements that close in another order than they opened fail."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)

@@ -9,7 +9,7 @@ import torch
 from support.trainer_runs import BUILDERS, difference, train
 
 BOUNDS = {torch.float32: (1e-5, 1e-4), torch.float64: (1e-10, 1e-10)}
-"""Of metrics and weights, and of what training adds to the weights."""
+"""Bounds on the errors of metrics and weights, and on that of the changes training made to the weights."""
 ACCUMULATION = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in BUILDERS},

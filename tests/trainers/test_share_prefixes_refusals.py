@@ -1,4 +1,4 @@
-"""What could not be exact is refused at the call, and what the first step finds stops the training."""
+"""Uses that cannot be exact are refused at the call; those that only the first step finds stop the training."""
 
 from functools import partial
 from types import SimpleNamespace

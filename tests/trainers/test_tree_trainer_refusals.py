@@ -1,4 +1,4 @@
-"""What `TreeTrainer` cannot do is refused by name before the first step."""
+"""Unsupported uses of `TreeTrainer` are refused by name before the first step."""
 
 import pytest
 import torch

@@ -46,7 +46,7 @@ class ChatRow:
     messages: list[Message]
     """The message of each span, with its `weight` and `advantage`."""
     facts: dict[str, Any]
-    """Of the whole row, as arguments of `Trajectory`."""
+    """Facts of the whole row, as arguments of `Trajectory`."""
     add_bos: bool = False
     """Whether the tokens that the tokenizer puts before every text come first."""
 

@@ -255,7 +255,7 @@ class Executor:
         self._buffers: GradientBuffers | None = None
         self._alive, self._backward_begun = 0, False
         self._error: Exception | None = None
-        """What failed between passes that other ranks run too."""
+        """The first error between passes that other ranks run too."""
 
     # ---- without gradients
 

@@ -44,7 +44,7 @@ class Selection:
     """The row of the layout that makes it."""
 
     def facts(self, like: Tensor) -> Facts:
-        """What a loss reads of the predictions, in the dtype and on the device of their log-probabilities."""
+        """Facts of the predictions that a loss reads, in the dtype and on the device of their log-probabilities."""
         return Facts.pack(self.rows, device=like.device, dtype=like.dtype, used=self.used)
 
     def at_edges(self, per_edge: Shaped[Tensor, "E"]) -> Shaped[Tensor, "T"]:

@@ -114,7 +114,7 @@ class Inspection:
     transcripts_speedup: float | None
     """FLOPs of training only the rows that no other row extends / FLOPs of the tree; None if no row extends another."""
     batches: tuple[BatchSharing, ...]
-    """What is shared in batches: grouped, in file order, shuffled; empty if all rows are one batch."""
+    """Sharing within batches: grouped, in file order, shuffled; empty if all rows are one batch."""
     views: tuple[ViewCost, ...]
     """Conversations as calls and as transcripts, with their own template and one that keeps prefixes; else empty."""
     diagnosis: Diagnosis

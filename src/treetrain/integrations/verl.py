@@ -27,7 +27,7 @@ from treetrain.engine.score import Scored
 from treetrain.errors import UnsupportedModel
 
 NOT_ON_A_TREE = ("distillation_use_topk", "distillation_only", "routed_experts", "multi_modal_inputs")
-"""What a batch of verl may hold or ask for, and a tree cannot give."""
+"""Settings and contents of verl's batches that a tree does not support."""
 
 
 @EngineRegistry.register(

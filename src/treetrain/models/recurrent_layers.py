@@ -190,7 +190,7 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def recurrent_heads(model: nn.Module) -> dict[int, str]:
-    """What ranks can share of the recurrent layers, by how many there are in a layer."""
+    """Units of the recurrent layers that ranks can share, by how many there are in a layer."""
     layers = [(module, kind) for module in model.modules() if (kind := kind_of(module)) is not None]
     return {kind.heads(layer): "key heads" if kind.what == _DELTA else "channels" for layer, kind in layers}
 

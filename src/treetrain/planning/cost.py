@@ -1,4 +1,4 @@
-"""What a model costs: its counts (FLOPs, parameters, bytes), and the seconds and peak bytes of a plan. Numpy only.
+"""Costs of a model: its counts (FLOPs, parameters, bytes), and the seconds and peak bytes of a plan. Numpy only.
 
 The numbers come from the model itself, counted layer by layer (``engine/costs.py``), or from the sizes of a plain
 decoder (`ModelShape`), for planning without a model.
