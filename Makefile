@@ -11,9 +11,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 EXTRAS = train,peft,trl,dev
 PYTEST_ARGS ?=
-# One thread in each process: the tests' models are too small for more. Three processes for two cores: a third of the
-# time of tests over ranks and of commands is spent waiting.
-PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n $$($(PY) -c "import os; print(os.cpu_count() * 3 // 2)") --dist worksteal
+# A process per core and one thread in each: the tests' models are too small for more.
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist worksteal
 
 ifdef ACTIVE
 PY := $(shell command -v python || command -v python3)

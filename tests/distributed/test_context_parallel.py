@@ -73,7 +73,9 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize(
+    "beside", [pytest.param(each, marks=[pytest.mark.slow] * (each in ("group", "ddp"))) for each in BESIDE]
+)
 def test_on_a_mesh_of_data_and_context(run_on_ranks, beside):
     job = dataclasses.replace(BESIDE[beside], parallel="context", beside=beside, changes=KEYS)
     check(run_on_ranks, job, size=4)
