@@ -7,16 +7,12 @@ ways alternate; medians are compared. A row goes to results/context_parallel.csv
 """
 
 import argparse
-import os
-import socket
 import statistics
 import time
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 import rows as result_rows
 import treetrain as tt
@@ -26,11 +22,9 @@ from workloads import VOCAB, model_30m
 SIZE, WARMUP, TRUNK, BRANCHES, LENGTH = 2, 1, 3072, 4, 256
 
 
-def measure(rank: int, port: int, options: argparse.Namespace, told: Any) -> None:
+def measure(rank: int, size: int, repeats: int) -> tuple[dict[str, list[float]], int]:
     """Measure the three ways alternately; rank 0 also runs those of one process, while rank 1 waits."""
     keep_memory()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(SIZE))
-    dist.init_process_group("gloo")
     rng = np.random.default_rng(0)
     trunk = rng.integers(0, VOCAB, TRUNK).tolist()
     rows = [tt.Trajectory([*trunk, *rng.integers(0, VOCAB, LENGTH).tolist()]) for _ in range(BRANCHES)]
@@ -42,7 +36,7 @@ def measure(rank: int, port: int, options: argparse.Namespace, told: Any) -> Non
         "half": tt.TreeEngine(model, budget=-(-tokens // SIZE)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in engines}
-    for number in range(WARMUP + options.repeats):
+    for number in range(WARMUP + repeats):
         for name, engine in engines.items():
             torch.set_num_threads(1 if name == "context" else SIZE)
             model.zero_grad(set_to_none=True)
@@ -53,10 +47,7 @@ def measure(rank: int, port: int, options: argparse.Namespace, told: Any) -> Non
             dist.barrier()
             if number >= WARMUP:
                 seconds[name].append(time.perf_counter() - started)
-    if rank == 0:
-        told.put((seconds, tokens))
-    dist.barrier()
-    dist.destroy_process_group()
+    return seconds, tokens
 
 
 def main() -> None:
@@ -65,15 +56,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dry-run", **result_rows.DRY_RUN)
     options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    told = multiprocessing.get_context("spawn").SimpleQueue()
-    processes = multiprocessing.spawn(measure, (port, options, told), nprocs=SIZE, join=False)
-    assert processes is not None
-    while not processes.join():
-        pass
-    seconds, tokens = told.get()
+    seconds, tokens = result_rows.on_ranks(measure, SIZE, options.repeats)[0]
     medians = {name: statistics.median(each) for name, each in seconds.items()}
     ratios = {
         name: statistics.median(one / both for one, both in zip(seconds[name], seconds["context"]))

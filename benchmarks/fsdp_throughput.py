@@ -7,15 +7,10 @@ one counts. The target is 0.9 of their throughput. A row goes to results/fsdp_th
 """
 
 import argparse
-import os
-import socket
 import statistics
 import time
-from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch.distributed.fsdp import fully_shard
 
 import rows as result_rows
@@ -35,11 +30,8 @@ def batch(count: int) -> list[tt.Trajectory]:
     return rows[:: max(len(rows) // count, 1)]
 
 
-def measure(rank: int, port: int, options: argparse.Namespace, told: Any) -> None:
+def measure(rank: int, size: int, options: argparse.Namespace) -> tuple[dict[str, list[float]], int, int, int]:
     """Measure both ways alternately, in one of the two processes."""
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(SIZE))
-    dist.init_process_group("gloo")
     rows = batch(options.rows)
     model = model_30m()
     for layer in model.model.layers:
@@ -61,10 +53,7 @@ def measure(rank: int, port: int, options: argparse.Namespace, told: Any) -> Non
                 seconds[name].append(took)
             if name == "together":
                 computed = result.computed_tokens
-    if rank == 0:
-        told.put((seconds, computed, len(rows), sum(map(len, rows))))
-    dist.barrier()
-    dist.destroy_process_group()
+    return seconds, computed, len(rows), sum(map(len, rows))
 
 
 def main() -> None:
@@ -75,15 +64,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dry", action="store_true", help="append no row")
     options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    told = multiprocessing.get_context("spawn").SimpleQueue()
-    processes = multiprocessing.spawn(measure, (port, options, told), nprocs=SIZE, join=False)
-    assert processes is not None
-    while not processes.join():
-        pass
-    seconds, computed, count, flat = told.get()
+    seconds, computed, count, flat = result_rows.on_ranks(measure, SIZE, options)[0]
     medians = {name: statistics.median(each) for name, each in seconds.items()}
     ratio = statistics.median(apart / one for one, apart in zip(seconds["together"], seconds["apart"]))
     print(f"together {medians['together']:.3f} s, apart {medians['apart']:.3f} s: {ratio:.3f} of the throughput")

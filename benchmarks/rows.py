@@ -6,9 +6,11 @@ Every benchmark appends to a CSV of its own, with the commit and the machine tha
 import argparse
 import csv
 import datetime
+import multiprocessing
 import os
 import platform
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Collection
@@ -47,6 +49,55 @@ def run_each(
 
 DRY_RUN: dict[str, Any] = {"action": "store_true", "help": "print the rows and append none"}
 """The option of benchmarks that can do so."""
+
+
+def on_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 580) -> list[Any]:
+    """`function(rank, size, *arguments)` in a gloo group of fresh processes; the results by rank.
+
+    Raises:
+        RuntimeError: a rank did not come back in `timeout` seconds.
+        EOFError: a rank failed; it has printed why.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3", "treetrain"])
+    pipes, started = [], []
+    for rank in range(size):
+        here, there = context.Pipe()
+        one = context.Process(target=_run_rank, args=(rank, size, port, there, function, arguments), daemon=True)
+        one.start()
+        there.close()
+        pipes.append(here)
+        started.append(one)
+    try:
+        found = []
+        for rank, pipe in enumerate(pipes):
+            if not pipe.poll(timeout):
+                raise RuntimeError(f"rank {rank} of {size} did not come back in {timeout:g} s")
+            found.append(pipe.recv())
+        for one in started:
+            one.join(10)
+        return found
+    finally:
+        for one in started:
+            one.kill()
+
+
+def _run_rank(
+    rank: int, size: int, port: int, pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(size)}
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    result = function(rank, size, *arguments)
+    dist.barrier()
+    pipe.send(result)
+    dist.destroy_process_group()
 
 
 def count(default: int) -> dict[str, Any]:

@@ -16,9 +16,7 @@ simulator's peak of the fullest rank. Rows are appended to results/simulate_chec
 
 import argparse
 import dataclasses
-import multiprocessing
 import os
-import socket
 import statistics
 import tempfile
 import time
@@ -172,46 +170,6 @@ def steps(rank: int, size: int, parallel: str, batch: list[Any], repeats: int, f
     }
 
 
-def process(rank: int, size: int, port: int, pipe: Any, name: str, arguments: tuple[Any, ...]) -> None:
-    """One rank of a run."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(size)}
-    dist.init_process_group("gloo", rank=rank, world_size=size)
-    pipe.send(globals()[name](rank, size, *arguments))
-    dist.destroy_process_group()
-
-
-def on_ranks(name: str, size: int, *arguments: Any, timeout: float = 300) -> list[Any]:
-    """Results of a function of this file on each of several fresh processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    pipes, started = [], []
-    for rank in range(size):
-        here, there = context.Pipe()
-        one = context.Process(target=process, args=(rank, size, port, there, name, arguments), daemon=True)
-        one.start()
-        there.close()
-        pipes.append(here)
-        started.append(one)
-    try:
-        found = []
-        for rank, pipe in enumerate(pipes):
-            if not pipe.poll(timeout):
-                raise RuntimeError(f"{name}: rank {rank} of {size} did not come back in {timeout:g} s")
-            found.append(pipe.recv())
-        for one in started:
-            one.join(10)
-        return found
-    finally:
-        for one in started:
-            one.kill()
-
-
 def described(told: list[dict[str, Any]], speeds: Any, parameters: int) -> tuple[Device, Any]:
     """(device, speeds) of one of several ranks, from what all of them measured."""
 
@@ -293,16 +251,14 @@ def main() -> None:
     load = os.getloadavg()[0]
     if load > BUSY:
         print(f"warning: {load:.1f} processes want a core already; times will be too long")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3", "treetrain"])
     batch = load_workload(TASK)
     tree = build_tree(batch)
     with tempfile.TemporaryDirectory() as folder:
         small_model().save_pretrained(folder)
         for size in options.ranks:
-            told = on_ranks("calibrated", size)
+            told = result_rows.on_ranks(calibrated, size)
             for parallel in splits(size):
-                found = on_ranks("steps", size, parallel, batch, options.repeats, folder)
+                found = result_rows.on_ranks(steps, size, parallel, batch, options.repeats, folder)
                 row = compared(size, parallel, tree, told, found)
                 result_rows.report("simulate_check", row, dry_run=options.dry_run)
 

@@ -34,7 +34,7 @@ def test_live_bytes_are_counted_in_backward_too():
 
 def test_free_bytes_are_what_the_tightest_control_group_leaves(monkeypatch, tmp_path):
     everything = memory.free_bytes(CPU)
-    assert 0 < everything <= memory.CPU_SHARE * memory._available() * 1.2  # other work comes and goes
+    assert 0 < everything <= memory.USABLE["cpu"] * memory._available() * 1.2  # other work comes and goes
     group = tmp_path / "group"
     group.mkdir()
     monkeypatch.setattr(memory, "_available", lambda: 10_000)

@@ -34,10 +34,11 @@ from treetrain.engine.loss_gradients import (
 )
 from treetrain.engine.packed import model_device, wide_dtype
 from treetrain.engine.routing import RouterBalance, Routing, check_auxiliary
-from treetrain.engine.runtime import AMPLE, PassCounts, Rollback, Runtime
+from treetrain.engine.runtime import PassCounts, Rollback, Runtime
 from treetrain.engine.score import Scored, Scoring, States
 from treetrain.errors import DataError, RanksDisagree, UnsupportedModel
 from treetrain.planning.collective_order import Candidate, candidates, choose, offers_of
+from treetrain.planning.devices import AMPLE
 from treetrain.planning.make import PART_TOKENS, Bytes
 from treetrain.planning.partition import whole_trees
 from treetrain.planning.plan import Plan

@@ -39,6 +39,7 @@ from treetrain.engine.tensor_parallel import tensor_parallel_ranks, vocabulary_s
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities, check_model
 from treetrain.planning.cost import CostModel
+from treetrain.planning.devices import AMPLE, USABLE
 from treetrain.planning.make import Bytes, make_plan, parse_budget
 from treetrain.planning.plan import Plan
 from treetrain.softmax_attention.attention import Choice, choose_backend
@@ -47,17 +48,13 @@ from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
 
 T = TypeVar("T")
-AMPLE = 2
-"""If this many times a predicted peak is free, the peak fits in spite of prediction errors."""
 LAST_RESORT_TOKENS = 256
 """The token budget that is tried if no plan is predicted to fit into free memory."""
-CPU_SHARE, CUDA_SHARE = 0.8, 0.9
-"""How much of the free memory a plan may use: predictions err by up to a tenth, and a CPU's memory is shared."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that a plan may use now: the device's free memory times `CPU_SHARE` or `CUDA_SHARE`.
+    """Bytes that a plan may use now: the device's free memory times `USABLE`.
 
     CPU: MemAvailable, or what the control group leaves if that is less; None without /proc/meminfo. CUDA: free memory,
     and what PyTorch's allocator has reserved but not allocated.
@@ -65,12 +62,12 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(CUDA_SHARE * (free + held))
+        return int(USABLE["cuda"] * (free + held))
     available = _available()
     if available is None:
         return None
     limits = [left for group in _control_groups() if (left := _left(group)) is not None]
-    return int(CPU_SHARE * max(min([available, *limits]), 0))
+    return int(USABLE["cpu"] * max(min([available, *limits]), 0))
 
 
 def _available() -> int | None:

@@ -109,6 +109,11 @@ class ModelCounts:
     """Bytes held for the whole step: summed gradients of embedding and head."""
 
     @property
+    def wide_bytes(self) -> int:
+        """Bytes per number of weights, their gradients and whatever is added up: float32 or wider."""
+        return max(WIDE, self.dtype_bytes)
+
+    @property
     def saved_token(self) -> float:
         """Bytes of a pass's graph per token."""
         layers = self.layers * self.hidden * self.dtype_bytes if self.checkpointing else self.saved_layers
@@ -543,7 +548,7 @@ class CostModel:
         rows = np.bincount(plan.part_of[layout.rows], minlength=plan.num_parts)
         path = np.where(plan.attach >= 0, layout.positions[plan.attach] + 1, 0)
         # A head row saves its hidden state and its edges' scores for backward.
-        row_bytes = model.hidden * model.dtype_bytes + 4 * self._wide
+        row_bytes = model.hidden * model.dtype_bytes + 4 * self.counts.wide_bytes
         graph = np.asarray(model.saved_pass + model.saved_token * plan.sizes + row_bytes * rows, np.float64)
         above = plan.graphs_beside(graph)
         working = self._working(plan.sizes, rows, path, graph)
@@ -566,7 +571,7 @@ class CostModel:
     def _working(self, tokens: Int64s, rows: Int64s, path: Int64s, graph: Floats) -> Floats:
         """Bytes in addition to each part's graph at the worst moment of its forward and backward; arguments [P]."""
         model = self.counts
-        gradient = self._wide * model.hidden  # of a hidden state
+        gradient = self.counts.wide_bytes * model.hidden  # of a hidden state
         head = np.where(rows > 0, model.head_pass + gradient * rows + self._logits(rows), 0.0)
         # With checkpointing, one layer's graph at a time is rebuilt in addition to the saved inputs.
         layer = model.backward_token + (model.saved_layer if model.checkpointing else 0)
@@ -578,10 +583,6 @@ class CostModel:
         """Bytes of the logits of a chunk of rows, with their gradients."""
         chunk = np.minimum(rows, head_chunk_rows(self.counts.vocab, self.device))
         return self.counts.vocab * self.counts.logit * chunk.astype(np.float64)
-
-    @property
-    def _wide(self) -> int:
-        return max(WIDE, self.counts.dtype_bytes)
 
     def _prefills(self, plan: Plan, path: Int64s, above: Floats) -> tuple[Floats, Floats]:
         """Per prefill: its own bytes, and those of the kept graphs above it."""

@@ -27,18 +27,14 @@ import numpy as np
 
 from treetrain.planning.balance import Balancer
 from treetrain.planning.collective_order import plan_ranks, timed_order
-from treetrain.planning.cost import WIDE, CostModel, ModelCounts, Speeds, WeightLinks
-from treetrain.planning.devices import Collective, Device
+from treetrain.planning.cost import CostModel, ModelCounts, Speeds, WeightLinks
+from treetrain.planning.devices import AMPLE, USABLE, Collective, Device
 from treetrain.planning.make import Bytes, parse_budget
 from treetrain.planning.plan import Plan
 from treetrain.tree.token_tree import TokenTree
 
 OPTIMISER_BYTES = 28
 """Bytes that float32 AdamW moves per parameter: reads weight, gradient and two moments, writes weight and moments."""
-USABLE = {"cpu": 0.8, "cuda": 0.9}
-"""Fraction of a device's memory that a step may use, as in the engine."""
-AMPLE = 2
-"""Gradients stay unsharded until the last backward if this many times the memory for it is free, as in the engine."""
 TENSOR_FORWARD, TENSOR_BACKWARD, TENSOR_BACKWARD_EXPERTS = 2, 5, 4
 """All-reduces of hidden states per layer in transformers' tensor parallel. Forward: the outputs of attention and MLP.
 Backward: the gradients of the inputs of query, key, value, gate and up projection; one for all experts."""
@@ -63,6 +59,16 @@ class Split(NamedTuple):
     def copies(self) -> int:
         """Copies of the weights."""
         return self.ranks // (self.tensor * self.shards)
+
+    @property
+    def expert_division(self) -> int:
+        """Neighbouring ranks that divide the experts: those of `expert`, else those of `tensor`."""
+        return self.expert if self.expert > 1 else self.tensor
+
+    @property
+    def expert_shards(self) -> int:
+        """As `shards`, for the experts."""
+        return max(1, self.shards * self.tensor // self.expert_division)
 
     @property
     def in_engine(self) -> bool:
@@ -198,8 +204,8 @@ def _divisors(number: int) -> list[int]:
 def share_of(counts: ModelCounts, split: Split) -> ModelCounts:
     """Counts of one rank, per token of its group. The router's choices are assumed to be even."""
     t, tokens = split.tensor, split.context
-    b, wide, hidden = counts.dtype_bytes, max(WIDE, counts.dtype_bytes), counts.hidden
-    experts = counts.expert_parameters // (split.expert if split.expert > 1 else t)
+    b, wide, hidden = counts.dtype_bytes, counts.wide_bytes, counts.hidden
+    experts = counts.expert_parameters // split.expert_division
     layers = (counts.parameters_in_layers - counts.expert_parameters) // t + experts
     # Norms and the residual stream are whole on every tensor rank: two norms in each layer.
     whole = min(2 * (2 * hidden * b + (hidden + 1) * wide), counts.saved_layer) if t > 1 else 0.0
@@ -222,7 +228,7 @@ def share_of(counts: ModelCounts, split: Split) -> ModelCounts:
         saved_outside=counts.saved_outside / tokens,
         saved_pass=counts.saved_pass / t,
         backward_token=counts.backward_token / tokens,
-        weight_gradient=counts.weight_gradient / (split.expert if split.expert > 1 else t),
+        weight_gradient=counts.weight_gradient / split.expert_division,
         forward_token=divided(counts.forward_token),
         cache_token=divided(counts.cache_token),
         cache_layer=divided(counts.cache_layer),
@@ -245,7 +251,7 @@ class _Links(NamedTuple):
 
 def links_of(own: ModelCounts, split: Split, device: Device) -> _Links:
     """The collectives of a rank with these counts (`share_of`)."""
-    b, wide, layers = own.dtype_bytes, max(WIDE, own.dtype_bytes), own.layers
+    b, wide, layers = own.dtype_bytes, own.wide_bytes, own.layers
     queries, cached = sum(own.flops_by_range.values()) / 4, own.cache_token / (b + wide)  # numbers per token
     heads, states = device.group(split.context, split.tensor), device.group(split.tensor)
     experts = device.group(split.expert)
@@ -268,8 +274,7 @@ def links_of(own: ModelCounts, split: Split, device: Device) -> _Links:
         }
     over = device.group(split.shards, split.tensor)
     copies = device.group(split.copies, split.tensor * split.shards)
-    e_shards = max(1, split.shards * split.tensor // split.expert) if split.expert > 1 else split.shards
-    e_stride = split.expert if split.expert > 1 else split.tensor
+    e_shards, e_stride = split.expert_shards, split.expert_division
     e_over = device.group(e_shards, e_stride)
     e_copies = device.group(split.ranks // (e_shards * e_stride), e_stride * e_shards)
     expert, ends = own.expert_parameters, own.parameters - own.parameters_in_layers
@@ -364,9 +369,8 @@ def state_bytes(own: ModelCounts, split: Split) -> dict[str, float]:
 
     FSDP temporarily gathers the weights of two layers, embedding and head, and holds a layer's unsharded gradients.
     """
-    wide, b, expert = max(WIDE, own.dtype_bytes), own.dtype_bytes, own.expert_parameters
-    e_shards = max(1, split.shards * split.tensor // split.expert) if split.expert > 1 else split.shards
-    stored = wide * ((own.parameters - expert) / split.shards + expert / e_shards)
+    wide, b, expert = own.wide_bytes, own.dtype_bytes, own.expert_parameters
+    stored = wide * ((own.parameters - expert) / split.shards + expert / split.expert_shards)
     layer, ends = own.parameters_in_layers / own.layers, own.parameters - own.parameters_in_layers
     gathered = b * (2 * layer + ends) + wide * (layer + ends) if split.shards > 1 else 0.0
     return {"weights": stored, "gradients": stored, "optimiser": 2 * stored, "gathered": gathered}
@@ -432,7 +436,7 @@ def _simulated(
         return Refused(split, f"{error}")
     memory = max((cost.bytes_by(plan) for plan in plans), key=lambda by: sum(by.values()))
     memory = held | {"activations": sum(memory.values()) - memory["KV cache"], "KV cache": memory["KV cache"]}
-    whole = max(WIDE, own.dtype_bytes) * own.parameters
+    whole = own.wide_bytes * own.parameters
     room = budget.count if isinstance(budget, Bytes) else free
     reduces_last = AMPLE * (sum(memory.values()) - sum(held.values()) + whole) <= room
     if reduces_last and split.shards > 1:
@@ -458,7 +462,7 @@ def _simulated(
             outside += (cost.links if reduces else quiet).exposed(kind, own_seconds)
     else:
         outside = _seconds(links.reduce, device)
-    parameters = held["weights"] / max(WIDE, own.dtype_bytes)
+    parameters = held["weights"] / own.wide_bytes
     tokens, mean = [plan.layout.num_tokens for plan in plans], float(seconds.mean())
     return Simulation(
         split=split,
