@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support.families import make_config
+from support.models import make_config
 from treetrain.models.loading import FamilyTable
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.families import FAMILIES, MAMBA, make_family
+from support.models import FAMILIES, MAMBA, make_model
 from treetrain.testing.forests import VOCAB
 
 EXACT = [name for name in FAMILIES if name not in MAMBA]
@@ -32,7 +32,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
     def folder(name: str) -> str:
         if name not in made:
             path: Path = tmp_path_factory.mktemp(name)
-            make_family(name).save_pretrained(path)
+            make_model(name).save_pretrained(path)
             made[name] = str(path)
         return made[name]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.more_cases import EVERY
+from support.cases import EVERY
 from support.pairwise import pairwise
 from support.rank_work import Job, bfloat16_errors, check
 

@@ -9,9 +9,8 @@ import transformers
 from torch import nn
 
 import treetrain as tt
-from support import families
-from support.hybrids import make_hybrid, make_hybrid_config
-from support.models import BASE, build, make_model
+from support import models
+from support.models import BASE, build, make_config, make_model
 from treetrain.engine import costs
 from treetrain.engine.costs import CountStorages, cost_if_countable, cost_of, count, count_config, count_named
 from treetrain.engine.executor import Executor
@@ -26,7 +25,7 @@ from treetrain.planning.partition import partition
 from treetrain.tree.layout import AttentionRange, pack
 
 CPU = torch.device("cpu")
-FAMILIES = [*(name for name in families.FAMILIES if name not in families.MAMBA), "olmo_hybrid", "lfm2"]
+FAMILIES = [*(name for name in models.FAMILIES if name not in models.MAMBA), "olmo_hybrid", "lfm2"]
 # One of each way of computing: the others are counted in slow tests.
 FAST = {"qwen3", "gpt2", "gemma2", "qwen3_moe", "deepseek_v3", "llama4_text", "gpt_oss", "qwen3_next", "lfm2"}
 every_family = pytest.mark.parametrize(
@@ -45,7 +44,7 @@ def checkpoint_layers(model: nn.Module) -> None:
 
 def sized(name: str):
     changes = {"gpt2": {}, "opt": {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128}}.get(name, SIZES)
-    return make_hybrid(name, dtype=torch.float32, **changes)
+    return make_model(name, dtype=torch.float32, **changes)
 
 
 def torch_flops(model) -> int:
@@ -66,7 +65,7 @@ def torch_flops(model) -> int:
 
 @every_family
 def test_the_parameters_and_flops_of_a_family_are_those_of_its_plain_forward(name):
-    model = make_hybrid(name)
+    model = make_model(name)
     counts = count(model)
     assert counts.parameters == sum(p.numel() for p in model.parameters())
     every_pair = dict.fromkeys(counts.attention_ranges, TOKENS * TOKENS)
@@ -81,7 +80,7 @@ def test_the_parameters_and_flops_of_a_family_are_those_of_its_plain_forward(nam
 def test_layers_see_as_far_as_transformers_masks_let_them(name):
     from transformers import masking_utils
 
-    config = make_hybrid_config(name)
+    config = make_config(name)
     depth, zero = np.arange(17), torch.zeros(1, dtype=torch.int64)
     queries, keys = torch.arange(17)[:, None], torch.arange(17)[None]
     for each in count_config(config).attention_ranges:
@@ -95,12 +94,12 @@ def test_layers_see_as_far_as_transformers_masks_let_them(name):
 
 
 def test_a_window_that_no_position_exceeds_is_full_attention():
-    model = make_hybrid("mistral_window", max_position_embeddings=4)
+    model = make_model("mistral_window", max_position_embeddings=4)
     assert count(model).attention_ranges == (AttentionRange(),)
 
 
 def test_one_number_of_pairs_is_refused_where_layers_see_differently_far():
-    counts = count(make_hybrid("gemma2"))
+    counts = count(make_model("gemma2"))
     with pytest.raises(ValueError, match="a window of 5, full attention"):
         counts.flops(10, 55, 10)
     assert counts.pairs_at(np.arange(10)) == {AttentionRange(window=5): 1 + 2 + 3 + 4 + 6 * 5, AttentionRange(): 55}
@@ -214,7 +213,7 @@ def test_a_plain_shape_says_what_a_qwen3_model_counts(dtype):
 
 
 def test_counting_leaves_the_model_as_it_was():
-    model = make_hybrid("qwen3_moe").train()
+    model = make_model("qwen3_moe").train()
     some, frozen, *rest = model.parameters()
     some.grad = torch.full_like(some, 3.0)
     frozen.requires_grad_(False)

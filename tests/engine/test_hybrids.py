@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 
 import treetrain as tt
-from support.hybrids import make_hybrid
+from support.cases import OTHERS
+from support.models import make_model
 from support.plans import KEEPS, SHAPES, planned
 from support.stand_in import StandIn
 from treetrain.linear_attention import paths
@@ -17,7 +18,7 @@ from treetrain.linear_attention.scans import KERNELS
 from treetrain.models import recurrent_layers
 from treetrain.softmax_attention.attention import Choice
 from treetrain.testing import linear
-from treetrain.testing.contract import OTHERS, PPO, SFT, PureFloat64, RoundsToFloat32, check_contract
+from treetrain.testing.contract import PPO, SFT, PureFloat64, RoundsToFloat32, check_contract
 from treetrain.testing.forests import bushy_rows, dress, runs, trajectories
 
 DELTA = ("qwen3_5_text", "qwen3_next_dense")
@@ -27,7 +28,7 @@ DELTA = ("qwen3_5_text", "qwen3_next_dense")
 def test_gradients_of_gated_delta_models_are_those_of_the_rows(family, shape, record_property):
     # A smooth loss, as below.
     cases, engines = [OTHERS["reinforce k3 entropy"]], [planned("1 part", "none"), *(planned(shape, k) for k in KEEPS)]
-    record_property("errors", check_contract(make_hybrid(family), cases, 2, engines=engines))
+    record_property("errors", check_contract(make_model(family), cases, 2, engines=engines))
 
 
 @pytest.mark.slow
@@ -36,13 +37,13 @@ def test_gradients_of_gated_delta_models_are_those_of_the_rows(family, shape, re
 def test_gradients_of_every_plan_of_hybrids_are_those_of_the_rows(family, shape, record_property):
     # Smooth losses: one ratio of PPO that bfloat16 moves over its bound outweighs all other errors of a few forests.
     cases, engines = [SFT, OTHERS["reinforce k3 entropy"]], [planned(shape, keep) for keep in KEEPS]
-    record_property("errors", check_contract(make_hybrid(family), cases, 20, engines=engines))
+    record_property("errors", check_contract(make_model(family), cases, 20, engines=engines))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_clipped_losses_of_several_recurrent_layers_are_exact_in_every_plan(shape):
-    model = make_hybrid("qwen3_5_deep", dtype=torch.float64)
+    model = make_model("qwen3_5_deep", dtype=torch.float64)
 
     @runs(25)
     @given(trajectories())
@@ -58,7 +59,7 @@ def test_clipped_losses_of_several_recurrent_layers_are_exact_in_every_plan(shap
 @pytest.mark.parametrize("family", ["olmo_hybrid", "lfm2"])
 def test_other_builds_of_recurrent_layers_meet_the_contract(family, record_property):
     engines = [planned("1 part", "none"), planned("chunks of 7", "mixed")]
-    record_property("errors", check_contract(make_hybrid(family), [SFT], 2, engines=engines))
+    record_property("errors", check_contract(make_model(family), [SFT], 2, engines=engines))
 
 
 LONG = list(np.random.default_rng(1).integers(0, 37, 2 * TILE + 30))
@@ -98,13 +99,15 @@ def test_what_recurrence_is_about_is_exact(name, plans):
     rows = dress(SHAPED[name], 7)
     engines = [planned(*plan) for plan in plans]
     with PureFloat64():
-        truth, found = measure(make_hybrid("qwen3_5_deep", dtype=torch.float64), rows, engines)
+        truth, found = measure(make_model("qwen3_5_deep", dtype=torch.float64), rows, engines)
     for gradient in found:
         assert linear.relative_error(gradient, truth) <= 1e-12
 
 
 def test_a_bushy_star_is_exact_in_float32():
-    truth, [gradient] = measure(make_hybrid(), dress(SHAPED["a bushy star"], 7), [planned("chunks of 7", "none")])
+    truth, [gradient] = measure(
+        make_model("qwen3_5_text"), dress(SHAPED["a bushy star"], 7), [planned("chunks of 7", "none")]
+    )
     assert linear.relative_error(gradient, truth) <= 1e-5
 
 
@@ -113,7 +116,7 @@ def test_a_bushy_star_is_exact_in_float32():
 def test_five_hundred_nested_forks_are_exact(family):
     trunk = np.random.default_rng(3).integers(0, 37, 500)
     rows = dress([[*trunk[:n], (trunk[n] + 1) % 37] for n in range(1, 500)], 3)
-    model = make_hybrid(family, dtype=torch.float64)
+    model = make_model(family, dtype=torch.float64)
     with PureFloat64():
         truth, found = measure(model, rows, [planned("1 part", "none"), planned("N/16", "mixed")])
     for gradient in found:
@@ -123,7 +126,7 @@ def test_five_hundred_nested_forks_are_exact(family):
 def test_a_budget_in_tokens_and_the_primitive_are_exact():
     rows = dress(SMALL, 5)
     ids = [row.ids.tolist() for row in rows]
-    model = make_hybrid("qwen3_5_deep", dtype=torch.float64)
+    model = make_model("qwen3_5_deep", dtype=torch.float64)
     with PureFloat64():
         logps, entropies = linear.score_rows(model, ids)
         truth = linear.gradients(model, sum((p * q).sum() for p, q in zip(logps, entropies)))
@@ -139,7 +142,7 @@ def test_a_budget_in_tokens_and_the_primitive_are_exact():
 
 def test_nothing_of_a_pure_float64_run_is_rounded():
     watch = RoundsToFloat32()
-    model = make_hybrid("qwen3_5_deep", dtype=torch.float64)
+    model = make_model("qwen3_5_deep", dtype=torch.float64)
     with PureFloat64(), watch:
         for plan in PLANS[:2]:
             planned(*plan)(model).forward_backward(dress(SMALL, 5), PPO.loss)
@@ -165,7 +168,7 @@ def test_states_are_held_only_where_parts_attach_and_room_is_made_once(keep, mon
             return fresh
 
     monkeypatch.setattr("treetrain.engine.executor.StateCache", Watched)
-    model = make_hybrid("qwen3_5_deep")
+    model = make_model("qwen3_5_deep")
     for shape in ("1 part", "N/4", "one segment per part", "shared prefill"):
         engine = planned(shape, keep)
         engine.plans.clear()
@@ -188,7 +191,7 @@ def test_by_kernels_that_scan_sequences_every_plan_is_exact(family, monkeypatch)
     monkeypatch.setattr(paths, "load_kernel", lambda: kernel)
     with PureFloat64():
         truth, found = measure(
-            make_hybrid(family, dtype=torch.float64), dress(SMALL, 7), [planned(*plan) for plan in PLANS]
+            make_model(family, dtype=torch.float64), dress(SMALL, 7), [planned(*plan) for plan in PLANS]
         )
     assert any(not call["final"] for call in kernel.calls) and any(call["final"] for call in kernel.calls)
     for gradient in found:
@@ -205,7 +208,7 @@ def test_a_layer_is_tried_without_the_kernels_that_are_installed(monkeypatch):
     kernel.__wrapped__ = inspect.unwrap(theirs.torch_chunk_gated_delta_rule)
     monkeypatch.setattr(theirs, "torch_chunk_gated_delta_rule", kernel)
     monkeypatch.setattr(recurrent_layers, "_TRUSTED", {})
-    model = make_hybrid("qwen3_5_text")
+    model = make_model("qwen3_5_text")
     assert recurrent_layers.check_recurrence(model, model.config) == 1
     assert theirs.torch_chunk_gated_delta_rule is kernel
     with pytest.raises(RuntimeError, match="no driver"):  # as rows run it

@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 import treetrain as tt
-from support.families import GATED_DELTA
-from support.hybrids import make_hybrid
+from support.models import GATED_DELTA, make_model
 from support.passes import unique_ids
 from support.plans import planned
 from support.shortage import Shortage
@@ -54,7 +53,7 @@ def check(model: nn.Module, truth: torch.Tensor | None = None) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_changes_nothing(reentrant):
-    model = make_hybrid("qwen3_5_deep", dtype=torch.float64)
+    model = make_model("qwen3_5_deep", dtype=torch.float64)
     with PureFloat64():
         truth = expected(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -72,7 +71,7 @@ LORAS = {
 )
 def test_a_hybrid_wrapped_by_lora_is_exact(name):
     config = peft.LoraConfig(r=3, lora_alpha=6, task_type="CAUSAL_LM", **LORAS[name])
-    model = peft.get_peft_model(make_hybrid("qwen3_5_deep"), config)
+    model = peft.get_peft_model(make_model("qwen3_5_deep"), config)
     torch.manual_seed(1)
     for key, parameter in model.named_parameters():
         if "lora" in key:  # LoRA starts at B = 0, where half of the gradients vanish
@@ -88,14 +87,14 @@ def test_a_hybrid_wrapped_by_lora_is_exact(name):
     ],
 )
 def test_a_hybrid_of_which_little_is_trained_is_exact(trained):
-    model = make_hybrid("qwen3_5_deep", dtype=torch.float64)
+    model = make_model("qwen3_5_deep", dtype=torch.float64)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained in name)
     check(model)
 
 
 def test_hooks_on_the_layers_own_modules_run_once_per_pass():
-    model = make_hybrid("qwen3_5_text")
+    model = make_model("qwen3_5_text")
     calls: list[str] = []
     layer = model.model.layers[0].linear_attn
     for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "norm", "out_proj"):
@@ -106,7 +105,7 @@ def test_hooks_on_the_layers_own_modules_run_once_per_pass():
 
 
 def test_the_model_is_left_as_it_was_found():
-    model = make_hybrid("qwen3_5_text")
+    model = make_model("qwen3_5_text")
     before = expected(model)
     layer = model.model.layers[0].linear_attn
 
@@ -124,7 +123,7 @@ def test_the_model_is_left_as_it_was_found():
 def test_under_autocast_the_error_is_no_larger_than_that_of_rows():
     errors: dict[str, list[float]] = {"rows": [], "1 part": [], "chunks of 2": []}
     for seed in range(2):
-        model = make_hybrid("qwen3_5_text", seed=seed)
+        model = make_model("qwen3_5_text", seed=seed)
         with PureFloat64():
             truth = expected(model.double())
         model.float()
@@ -151,7 +150,7 @@ SHORT = [
     [case if number % 5 == 0 else pytest.param(*case, marks=pytest.mark.slow) for number, case in enumerate(SHORT)],
 )
 def test_out_of_memory_splits_stay_exact(limits, plan, case):
-    model = make_hybrid("qwen3_5_deep", dtype=torch.float64)
+    model = make_model("qwen3_5_deep", dtype=torch.float64)
     gc.disable()  # what is freed must be freed at once
     try:
         with PureFloat64():
@@ -177,7 +176,7 @@ def test_out_of_memory_splits_stay_exact(limits, plan, case):
 def test_recurrent_layers_that_are_handed_no_keywords_are_told_the_run_by_what_is_around_them(
     family, reentrant, monkeypatch
 ):
-    model = make_hybrid(family, dtype=torch.float64)
+    model = make_model(family, dtype=torch.float64)
     for mixer in [module for module in model.modules() if kind_of(module)]:
         hand_no_keywords(mixer, monkeypatch)
     with PureFloat64():
@@ -204,7 +203,7 @@ def hand_no_keywords(mixer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_checkpointing_around_a_recurrent_layer_alone_is_refused_where_it_is_handed_no_keywords(monkeypatch):
-    model = make_hybrid("lfm2", dtype=torch.float64)
+    model = make_model("lfm2", dtype=torch.float64)
     layer = model.model.layers[0]
     hand_no_keywords(layer.conv, monkeypatch)
     layer.conv = CheckpointWrapper(layer.conv)
@@ -215,12 +214,12 @@ def test_checkpointing_around_a_recurrent_layer_alone_is_refused_where_it_is_han
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])
 def test_hybrids_with_experts_are_exact(family):
     assert family in GATED_DELTA
-    check(make_hybrid(family, dtype=torch.float64))
+    check(make_model(family, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
 def test_a_recurrent_layer_that_runs_twice_in_a_forward_is_refused_by_name(family):
-    model = make_hybrid(family, dtype=torch.float64)
+    model = make_model(family, dtype=torch.float64)
     layer = model.model.layers[0]
     mixer = layer.linear_attn if family == "qwen3_5_text" else layer.conv
     original = layer.forward

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 import treetrain as tt
+from support.cases import EVERY, GROUPS, OTHERS
 from support.models import make_model
-from support.more_cases import EVERY, GROUPS
 from support.plans import KEEPS, SHAPES, planned
 from treetrain.engine.engine import LinearEngine
 from treetrain.engine.loss import summed
 from treetrain.testing import linear
-from treetrain.testing.contract import OTHERS, PureFloat64, check_contract, expected
+from treetrain.testing.contract import PureFloat64, check_contract, expected
 from treetrain.testing.forests import dress, whole_pairs
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [], [9, 8, 7], [9, 8, 7, 7, 2]]

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import treetrain as tt
-from support.models import FAMILIES, make_model
+from support.cases import OTHERS
+from support.models import DENSE, make_model
 from treetrain.engine.engine import LinearEngine
-from treetrain.testing.contract import OTHERS, PPO, SFT, PureFloat64, RoundsToFloat32, check_contract
+from treetrain.testing.contract import PPO, SFT, PureFloat64, RoundsToFloat32, check_contract
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ FAST = ("gpt_neox", "gpt2", "phi3", "glm4")
 
 @pytest.mark.parametrize(
     "family",
-    [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f != "qwen3"],
+    [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in DENSE if f != "qwen3"],
 )
 def test_gradients_hold_for_every_family_of_plain_attention(family, record_property):
     record_property("errors", check_contract(make_model(family), [PPO], 3))

@@ -2,9 +2,10 @@
 
 import pytest
 
+from support.cases import OTHERS
 from support.models import make_model
 from support.plans import KEEPS, SHAPES, planned
-from treetrain.testing.contract import OTHERS, PPO, SFT, check_contract
+from treetrain.testing.contract import PPO, SFT, check_contract
 
 FAST = ("N/4", "one segment per part", "chunks of 2", "shared prefill")
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import treetrain as tt
-from support.hybrids import make_hybrid
 from support.models import make_model
 from support.passes import unique_ids
 from support.plans import planned
@@ -230,8 +229,7 @@ def test_checkpointed_layers_run_again_in_the_tree(graphs, reentrant):
 @every_way
 @pytest.mark.parametrize("family", ["qwen3_5_text", "gemma3_text", "gpt_oss"])
 def test_states_windows_and_sinks_are_handed_on(family, graphs):
-    model = make_hybrid(family) if family == "qwen3_5_text" else make_model(family)
-    model = model.double()
+    model = make_model(family).double()
     _, truth, _ = linear_gradients(model, ROWS)
     scored = engine_with(model, "chunks of 2", "all", graphs).score(ROWS, entropies=True)
     some_loss(scored.logprobs, scored.entropies).backward()

@@ -11,8 +11,7 @@ from hypothesis import given
 from torch import Tensor, nn
 
 import treetrain as tt
-from support.families import FAMILIES, build, make_config
-from support.models import make_model
+from support.models import FAMILIES, build, make_config, make_model
 from support.plans import planned
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64, as_dtype

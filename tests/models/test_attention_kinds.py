@@ -9,8 +9,7 @@ import torch
 import transformers
 
 import treetrain as tt
-from support.families import BASE, make_family
-from support.models import build, make_model
+from support.models import BASE, build, make_model
 from support.plans import planned
 from treetrain.errors import DataError, UnsupportedModel
 from treetrain.models.loading import check_config, load_model
@@ -62,7 +61,7 @@ def error(model, engine, expected: torch.Tensor, rows=ROWS) -> float:
     ],
 )
 def test_every_plan_of_a_forest_is_exact_in_float64(family, shapes):
-    model = make_family(family, dtype=torch.float64)
+    model = make_model(family, dtype=torch.float64)
     with PureFloat64():
         expected = gradients(model)
         for shape, keep in shapes:
@@ -71,7 +70,7 @@ def test_every_plan_of_a_forest_is_exact_in_float64(family, shapes):
 
 @pytest.mark.parametrize("family", ROUTED)
 def test_families_with_experts_are_exact_in_float32(family):
-    model = make_family(family)
+    model = make_model(family)
     expected = gradients(model)
     for shape, keep in (("1 part", "none"), ("chunks of 7", "mixed")):
         assert error(model, planned(shape, keep), expected) <= 1e-5, shape
@@ -103,7 +102,7 @@ def test_random_forests_hold_the_numerics_contract_in_small_parts(family, record
 )
 def test_windows_and_chunks_of_every_size_are_exact(family, window):
     field = {"gemma3_text": "sliding_window", "llama4_text": "attention_chunk_size"}[family]
-    model = make_family(family, dtype=torch.float64, **{field: window})
+    model = make_model(family, dtype=torch.float64, **{field: window})
     with PureFloat64():
         expected = gradients(model)
         for shape, keep in (("1 part", "none"), ("chunks of 7", "mixed"), ("one segment per part", "all")):
@@ -112,8 +111,8 @@ def test_windows_and_chunks_of_every_size_are_exact(family, window):
 
 def test_a_window_that_is_left_out_would_be_seen():
     # What these tests can tell: the same weights without the window have quite another gradient.
-    model = make_family("gemma3_text", dtype=torch.float64)
-    wide = make_family("gemma3_text", dtype=torch.float64, sliding_window=1000)
+    model = make_model("gemma3_text", dtype=torch.float64)
+    wide = make_model("gemma3_text", dtype=torch.float64, sliding_window=1000)
     wide.load_state_dict(model.state_dict())
     assert linear.relative_error(gradients(wide), gradients(model)) > 0.05
 
@@ -121,7 +120,7 @@ def test_a_window_that_is_left_out_would_be_seen():
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama4_tuned"])
 def test_activation_checkpointing_runs_layers_again_with_their_own_kind(family, reentrant):
-    model = make_family(family, dtype=torch.float64)
+    model = make_model(family, dtype=torch.float64)
     with PureFloat64():
         expected = gradients(model)
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -131,7 +130,7 @@ def test_activation_checkpointing_runs_layers_again_with_their_own_kind(family, 
 
 
 def test_the_gradient_of_sinks_reaches_the_parameter():
-    model = make_family("gpt_oss", dtype=torch.float64)
+    model = make_model("gpt_oss", dtype=torch.float64)
     sinks = [p for name, p in model.named_parameters() if name.endswith("sinks")]
     gradients_of = []
     for parameter in sinks:
@@ -150,7 +149,7 @@ def test_the_gradient_of_sinks_reaches_the_parameter():
 
 @pytest.mark.parametrize("family", ["gemma2", "cohere", "granite"])
 def test_log_probabilities_and_entropies_are_those_of_the_models_own_logits(family):
-    model = make_family(family)
+    model = make_model(family)
     for adapted in (model, with_lora_on_the_head(model)):
         for temperature in (1.0, 0.7):
             expected = linear.score_rows(adapted, ROWS, temperature)
@@ -171,7 +170,7 @@ def with_lora_on_the_head(model):
 @pytest.mark.parametrize("family", ["gemma2", "cohere"])
 def test_a_scaled_head_with_a_bias_has_exact_gradients(family, loss):
     # Untied, so that the head's own gradient is seen, with a bias of its own.
-    model = make_family(family, dtype=torch.float64, tie_word_embeddings=False)
+    model = make_model(family, dtype=torch.float64, tie_word_embeddings=False)
     model.lm_head.bias = torch.nn.Parameter(torch.linspace(-2, 2, 37, dtype=torch.float64))
     rows = [tt.Trajectory(row, advantages=1.0) for row in ROWS]
     with PureFloat64():
@@ -184,13 +183,13 @@ def test_a_scaled_head_with_a_bias_has_exact_gradients(family, loss):
 
 
 def test_a_scale_of_one_is_no_scale():
-    model = make_family("granite", dtype=torch.float64, logits_scaling=1.0)
+    model = make_model("granite", dtype=torch.float64, logits_scaling=1.0)
     with PureFloat64():
         assert error(model, tt.TreeEngine, gradients(model)) <= 1e-12
 
 
 def test_bfloat16_heads_are_capped_in_float32():
-    low = make_family("gemma2", dtype=torch.bfloat16, final_logit_softcapping=0.5)
+    low = make_model("gemma2", dtype=torch.bfloat16, final_logit_softcapping=0.5)
     truth = torch.cat(linear.score_rows(as_dtype(low, torch.float64), ROWS)[0])
     ours, theirs = torch.cat(tt.logprobs(low, ROWS)), torch.cat(linear.score_rows(low, ROWS)[0])
     assert ours.dtype == torch.float32
@@ -246,7 +245,7 @@ def test_stretched_frequencies_of_one_kind_of_layer_are_seen_too():
 
 
 def test_the_model_is_left_as_it_was_found():
-    model = make_family("llama4_tuned")
+    model = make_model("llama4_tuned")
     attention = model.model.layers[1].self_attn
     assert attention.attn_temperature_tuning and not attention.use_rope
     tt.logprobs(model, ROWS)
@@ -257,7 +256,7 @@ def test_the_model_is_left_as_it_was_found():
 
 
 def test_attention_without_a_soft_cap_is_refused_and_never_what_the_loader_chooses(tmp_path):
-    model = make_family("gemma2", torch.float64)
+    model = make_model("gemma2", torch.float64)
     capped = linear.score_rows(model, ROWS)[0]
     model.save_pretrained(tmp_path)
     model.config._attn_implementation_internal = "sdpa"  # some releases of transformers choose it by themselves

@@ -3,19 +3,19 @@
 import pytest
 import torch
 
-from support.families import FAMILIES, make_family
+from support.models import FAMILIES, make_model
 from treetrain.testing.contract import as_dtype
 from treetrain.testing.forests import VOCAB
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_one_model_in_every_dtype_and_nothing_in_it_is_neutral(name):
-    model = make_family(name, torch.bfloat16)
+    model = make_model(name, torch.bfloat16)
     assert model.config.vocab_size == VOCAB
     for key, parameter in model.named_parameters():
         assert parameter.isfinite().all(), key
         assert parameter.numel() == 1 or (parameter != parameter.flatten()[0]).any(), f"{key} holds one value"
-    single = make_family(name, torch.float32)
+    single = make_model(name, torch.float32)
     for (key, low), high in zip(model.named_parameters(), single.parameters()):
         assert torch.equal(low.float(), high), key
     assert as_dtype(model, torch.float64)(torch.arange(9)[None], use_cache=False).logits.isfinite().all()

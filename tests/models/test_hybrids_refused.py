@@ -6,8 +6,7 @@ import transformers
 from torch import nn
 
 import treetrain as tt
-from support.families import BASE, MAMBA, make_family
-from support.hybrids import make_hybrid
+from support.models import BASE, MAMBA, make_model
 from treetrain.errors import UnsupportedModel
 from treetrain.models import recurrent_layers
 
@@ -35,9 +34,7 @@ MIXERS = {
 
 @pytest.mark.parametrize("family", MAMBA)
 def test_mamba_2_hybrids_are_refused_naming_the_layer_and_what_is_missing(family):
-    refused(
-        make_family(family), MIXERS[family] + r" mixes tokens by a Mamba-2 scan \(SSD\), whose state is not carried"
-    )
+    refused(make_model(family), MIXERS[family] + r" mixes tokens by a Mamba-2 scan \(SSD\), whose state is not carried")
 
 
 OTHERS = {
@@ -65,10 +62,10 @@ def test_other_recurrences_are_refused_by_name(name):
 
 
 def test_an_attention_model_with_a_convolution_of_its_own_is_refused():
-    model = make_family("llama")
+    model = make_model("llama")
     model.model.layers[1].mlp.smooth = nn.Conv1d(24, 24, 3, groups=24)
     refused(model, r"model\.layers\.1\.mlp\.smooth \(Conv1d\)")
-    model = make_family("llama")
+    model = make_model("llama")
     model.model.layers[1].mlp.memory = nn.GRU(24, 24)
     refused(model, r"model\.layers\.1\.mlp\.memory \(GRU\)")
 
@@ -99,13 +96,13 @@ class OneMorePart(Layer):
     [(Twisted, "its own forward gives something else"), (WithoutConfiguration, "cannot be tried")],
 )
 def test_a_layer_with_the_known_parts_and_another_forward_is_refused(layer_class, says):
-    model = make_hybrid("qwen3_5_text")
+    model = make_model("qwen3_5_text")
     model.model.layers[0].linear_attn.__class__ = layer_class
     refused(model, rf"model\.layers\.0\.linear_attn \({layer_class.__name__}\).*{says}")
 
 
 def test_a_layer_with_another_part_is_refused():
-    model = make_hybrid("qwen3_5_text")
+    model = make_model("qwen3_5_text")
     model.model.layers[0].linear_attn = OneMorePart(model.config, 0)
     refused(model, r"model\.layers\.0\.linear_attn")
 
@@ -114,7 +111,7 @@ def test_a_layer_with_another_part_is_refused():
 def test_trying_a_layer_draws_no_random_numbers_and_works_without_weights(name):
     recurrent_layers._TRUSTED.clear()
     with torch.device("meta"):
-        model = type(make_hybrid(name))(make_hybrid(name).config)
+        model = type(make_model(name))(make_model(name).config)
     torch.manual_seed(3)
     state = torch.get_rng_state()
     assert tt.TreeEngine(model).capabilities.recurrent_layers == 1
@@ -130,7 +127,7 @@ class DropsKeywords(transformers.models.qwen3_5.modeling_qwen3_5.Qwen3_5DecoderL
 
 
 def test_a_model_that_keeps_the_run_from_its_recurrent_layers_is_refused_before_any_gradient():
-    model = make_hybrid("qwen3_5_text")
+    model = make_model("qwen3_5_text")
     model.model.layers[0].__class__ = DropsKeywords
     with pytest.raises(UnsupportedModel, match="Qwen3_5GatedDeltaNet was called without the tree run"):
         tt.TreeEngine(model).forward_backward([tt.Trajectory(row) for row in ROWS], tt.losses.sft())

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import treetrain as tt
-from support.families import make_family
-from support.moe import at_random, expected, measured
+from support.models import make_model
+from support.moe import at_random, expected
 from support.plans import planned
 from treetrain.errors import UnsupportedModel
 from treetrain.testing import linear
-from treetrain.testing.contract import SFT
+from treetrain.testing.contract import SFT, measured
 from treetrain.testing.forests import dress
 
 IDS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8], [1, 9], [4], [9, 8, 7], [9, 8, 7, 7, 2], [1, 2, 3, 4]]
@@ -24,7 +24,7 @@ def unnamed(model, monkeypatch):
 
 
 def test_routers_that_the_model_does_not_name_are_found_beside_its_experts(monkeypatch):
-    model = unnamed(make_family("glm4_moe", torch.float64), monkeypatch)
+    model = unnamed(make_model("glm4_moe", torch.float64), monkeypatch)
     assert [router.name for router in tt.TreeEngine(model).capabilities.experts.routers] == ["model.layers.1.mlp.gate"]
     rows = at_random(dress(IDS, 3), 1)
     loss, gradient = expected(model, rows, [SFT], 0.0)[0]
@@ -39,7 +39,7 @@ def test_routers_that_the_model_does_not_name_are_found_beside_its_experts(monke
 
 
 def test_experts_without_a_router_that_can_be_told_are_refused(monkeypatch):
-    model = unnamed(make_family("glm4_moe", torch.float64), monkeypatch)
+    model = unnamed(make_model("glm4_moe", torch.float64), monkeypatch)
     router = model.model.layers[1].mlp.gate
     router.__class__ = type("Gate", (type(router),), {})
     with pytest.raises(UnsupportedModel, match=r"layers\.1\.mlp\.experts belongs to .* no router beside the experts"):

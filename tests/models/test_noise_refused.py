@@ -6,7 +6,6 @@ import torch
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 import treetrain as tt
-from support.families import make_family
 from support.models import make_model
 from treetrain.errors import UnsupportedModel
 
@@ -71,7 +70,7 @@ def test_a_model_that_may_skip_layers_but_never_does_is_fine_in_training_mode_un
 
 @pytest.mark.parametrize("kinds", [["sliding_attention", "full_attention"], ["full_attention", "full_attention"]])
 def test_a_window_that_is_none_where_the_model_needs_one_is_refused_by_name(kinds):
-    model = make_family("gpt_oss", sliding_window=None, layer_types=kinds)
+    model = make_model("gpt_oss", sliding_window=None, layer_types=kinds)
     with pytest.raises(ValueError, match="sliding_window"):
         model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
     with pytest.raises(UnsupportedModel, match="sliding_window=None"):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import treetrain as tt
-from support.families import FAMILIES, MAMBA, make_config, make_family
+from support.models import FAMILIES, MAMBA, make_config, make_model
 from treetrain.errors import UnsupportedModel
 from treetrain.models.loading import check_config
 
@@ -29,7 +29,7 @@ def test_an_unknown_entry_of_layer_types_is_named(name):
     kinds = config.to_dict().get("layer_types")
     if name in MAMBA or kinds is None or kinds[-1] != "telepathic_attention":
         pytest.skip("the configuration derives its layer_types")
-    model = make_family(name)
+    model = make_model(name)
     model.config.__dict__["layer_types"] = kinds
     last = len(kinds) - 1
     assert f"layer {last} is of kind 'telepathic_attention'" in refusal(model)
@@ -44,7 +44,7 @@ class Telepathy(nn.Module):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2", "qwen3_5_text"])
 def test_a_layer_that_mixes_tokens_without_attention_is_counted(name):
-    model = make_family(name)
+    model = make_model(name)
     layers = model.model.layers
     layers[1].self_attn = Telepathy()
     assert "1 of 2 layers went through tree attention" in refusal(model)
@@ -56,7 +56,7 @@ class SelectiveTelepathyRNN(nn.RNN):
 
 @pytest.mark.parametrize("kind", [nn.Conv1d, SelectiveTelepathyRNN, nn.LSTM])
 def test_an_unknown_recurrence_or_convolution_is_named(kind):
-    model = make_family("llama")
+    model = make_model("llama")
     model.model.layers[0].mlp.extra = kind(24, 24, 1)
     said = refusal(model)
     assert "model.layers.0.mlp.extra" in said and kind.__name__ in said
@@ -64,7 +64,7 @@ def test_an_unknown_recurrence_or_convolution_is_named(kind):
 
 @pytest.mark.parametrize("asked", [{"telepathy": 0.5}, {"alibi_slopes": 0.25}, {"is_causal": False}], ids=str)
 def test_an_unknown_keyword_of_attention_is_named(asked):
-    model = make_family("llama")
+    model = make_model("llama")
     layer = model.model.layers[1].self_attn
     original = layer.forward
     layer.forward = lambda *args, **kwargs: original(*args, **kwargs, **asked)  # Llama hands on what it does not know
@@ -108,7 +108,7 @@ def test_a_refusal_comes_before_a_weight_is_looked_for(tmp_path):
 def test_what_a_configuration_says_is_what_the_model_says(name):
     from treetrain.models.capability import check_model
 
-    alone, whole = check_config(make_config(name)), check_model(make_family(name))
+    alone, whole = check_config(make_config(name)), check_model(make_model(name))
     assert alone is not None
     for field in ("layers", "vocab_size", "max_positions", "recurrent_layers"):
         assert getattr(alone, field) == getattr(whole, field), field
@@ -122,7 +122,7 @@ WINDOWED = [name for name in FAMILIES if name not in MAMBA and getattr(make_conf
 def test_a_configuration_without_the_window_that_its_masks_need_is_refused_where_the_model_would_be(name, kinds):
     changes = {"sliding_window": None} | ({} if kinds == "its own" else {"layer_types": [kinds] * 2})
     try:
-        make_family(name, **changes)(input_ids=torch.tensor([[1, 2]]), use_cache=False)
+        make_model(name, **changes)(input_ids=torch.tensor([[1, 2]]), use_cache=False)
     except ValueError as error:
         assert "`sliding_window`" in str(error)
         with pytest.raises(UnsupportedModel, match="sliding_window=None"):

@@ -14,15 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import treetrain as tt
-from support.hybrids import make_hybrid
+from support.cases import EVERY, OTHERS
 from support.models import make_model
 from support.moe import at_random
-from support.more_cases import EVERY
 from support.plans import planned
 from support.tensor_parallel import cut, with_lora
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import LinearEngine
-from treetrain.testing.contract import OTHERS, PureFloat64
+from treetrain.testing.contract import PureFloat64
 from treetrain.testing.forests import VOCAB, dress
 
 Parallel = Literal["ddp", "fsdp", "context", "tensor", "expert"]
@@ -170,7 +169,7 @@ def step(group: Any, job: Job) -> dict[str, Any]:
     if job.beside:
         mesh = DeviceMesh("cpu", torch.arange(size).view(2, -1), mesh_dim_names=("data", "context"))
         rank, size = rank // (size // 2), 2
-    model = make_hybrid(job.family, dtype=job.dtype, **dict(job.changes))
+    model = make_model(job.family, dtype=job.dtype, **dict(job.changes))
     if job.lora:
         model = with_lora(model, "q_proj", "v_proj", "down_proj").to(job.dtype)
     alone = copy.deepcopy(model)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import EarlyStoppingCallback, Qwen3ForCausalLM, TrainerCallback
 
-from support.families import VOCAB, make_family
+from support.models import VOCAB, make_model
 from support.tree_runs import (
     apart,
     branching_rows,
@@ -328,7 +328,7 @@ def test_the_routers_auxiliary_loss_is_that_of_the_whole_step_in_any_number_of_c
     settings = {"max_steps": 3, "tokens_per_step": 180, "optim": "sgd", "learning_rate": 0.05}
 
     def model():
-        return make_family("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
+        return make_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
 
     tree = run(model(), rows, gradient_accumulation_steps=calls, **settings)
     linear = run(model(), rows, execution="linear", **settings)

@@ -5,7 +5,7 @@ import torch
 
 import treetrain as tt
 from support import moe
-from support.families import make_family
+from support.models import make_model
 from treetrain.engine.routing import Routing
 from treetrain.testing.forests import dress
 
@@ -24,14 +24,14 @@ ROWS = dress(IDS, 3)
     ],
 )
 def test_a_mixture_of_experts_passes(family, dtype, recorded):
-    model = make_family(family, dtype, **moe.AUXILIARY)
+    model = make_model(family, dtype, **moe.AUXILIARY)
     rows = moe.at_random(ROWS, len(moe.routers_of(model))) if recorded else ROWS
     report = tt.verify(model, rows, budget=5)
     assert report.passed, report.verdict
 
 
 def test_a_step_that_forgets_the_auxiliary_gradient_does_not(monkeypatch):
-    model = make_family("qwen3_moe", **moe.AUXILIARY)
+    model = make_model("qwen3_moe", **moe.AUXILIARY)
     assert tt.verify(model, ROWS).passed
     slope = Routing.slope
     monkeypatch.setattr(Routing, "slope", lambda self, counts: 0.0 * slope(self, counts))
@@ -39,7 +39,7 @@ def test_a_step_that_forgets_the_auxiliary_gradient_does_not(monkeypatch):
 
 
 def test_routes_that_the_tree_forgets_are_seen(monkeypatch):
-    model = make_family("qwen3_moe")
+    model = make_model("qwen3_moe")
     rows = moe.at_random(ROWS, 2)
     assert tt.verify(model, rows).passed
     monkeypatch.setattr("treetrain.engine.routing.by_place", lambda experts, recorded: None)

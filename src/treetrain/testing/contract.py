@@ -3,6 +3,7 @@
 In float64, transformers' own float32 casts are lifted, so that a float64 model computes in float64 throughout.
 """
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -10,15 +11,15 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import treetrain as tt
+from treetrain.models.capability import check_model
 from treetrain.testing import linear
 from treetrain.testing.forests import runs, seeded, trajectories
 
@@ -48,44 +49,25 @@ PPO = Case(
 )
 
 
-def _reinforce(kind: str, reduction: str, entropy: float) -> Case:
-    def per_token(logp, entropies, facts):
-        return -facts["advantages"] * logp + 0.3 * linear.kl(kind, logp, facts) - entropy * entropies
-
-    loss = tt.losses.reinforce(kl=0.3, kl_estimator=kind, entropy=entropy, reduction=reduction)  # type: ignore[arg-type]
-    return Case(loss, per_token, reduction)
-
-
-OTHERS = {
-    "sft per trajectory": Case(
-        tt.losses.sft(reduction="trajectory"), lambda logp, entropy, facts: -logp, "trajectory", 0.7
-    ),
-    "reinforce": Case(tt.losses.reinforce(), lambda logp, entropy, facts: -facts["advantages"] * logp),
-    "reinforce k1": _reinforce("k1", "trajectory", 0.0),
-    "reinforce k2": _reinforce("k2", "token", 0.0),
-    "reinforce k3 entropy": _reinforce("k3", "token", 0.1),
-    "ppo asymmetric": Case(
-        tt.losses.ppo(clip_low=0.1, clip_high=0.3), lambda logp, entropy, facts: linear.clipped(logp, facts, 0.1, 0.3)
-    ),
-    "grpo": Case(
-        tt.losses.grpo(clip=0.2, kl=0.1),
-        lambda logp, entropy, facts: linear.clipped(logp, facts, 0.2, 0.2) + 0.1 * linear.kl("k3", logp, facts),
-        "trajectory",
-    ),
-    "grpo on policy": Case(
-        tt.losses.grpo(on_policy=True),
-        lambda logp, entropy, facts: -(logp - logp.detach()).exp() * facts["advantages"],
-        "trajectory",
-    ),
-}
+def scored(model: nn.Module, rows: Rows, temperature: float) -> tuple[list[Tensor], list[Tensor]]:
+    """`linear.score_rows`, where every row goes through the experts it names."""
+    experts, found = check_model(model).experts if any(row.experts is not None for row in rows) else None, []
+    for row in rows:
+        forced: Any = contextlib.nullcontext()
+        if experts is not None and row.experts is not None:
+            assert experts.experts is not None and experts.top_k is not None
+            forced = Routes(experts.experts, experts.top_k, row.experts)
+        with forced:
+            found.append([score[0] for score in linear.score_rows(model, [row.ids.tolist()], temperature)])
+    return [logprobs for logprobs, _ in found], [entropies for _, entropies in found]
 
 
-def expected(model, rows, cases: list[Case]) -> list[tuple[float, torch.Tensor]]:
+def expected(model: nn.Module, rows: Rows, cases: Sequence[Case]) -> list[tuple[float, Tensor]]:
     """Loss and gradient of every case by the linear reference; cases with equal temperature share the forward."""
     results = {}
     for temperature, prepare in {(case.temperature, case.prepare) for case in cases}:
         own = prepare(rows)
-        scores = linear.score_rows(model, [row.ids.tolist() for row in own], temperature)
+        scores = scored(model, own, temperature)
         for number, case in enumerate(cases):
             if (case.temperature, case.prepare) == (temperature, prepare):
                 if case.whole is not None:
@@ -97,7 +79,7 @@ def expected(model, rows, cases: list[Case]) -> list[tuple[float, torch.Tensor]]
     return [results[number] for number in range(len(cases))]
 
 
-def measured(model, rows, case: Case, engine=tt.TreeEngine, **options) -> tuple[float, torch.Tensor]:
+def measured(model: nn.Module, rows: Rows, case: Case, engine=tt.TreeEngine, **options) -> tuple[float, Tensor]:
     """Loss and gradient by an engine."""
     model.zero_grad()
     engine = engine(model, temperature=case.temperature, **options)
@@ -110,23 +92,130 @@ def as_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copy.deepcopy(model).to(dtype)
 
 
+DOUBLE, SINGLE, RATIO = 1e-12, 1e-5, 1.5
+"""The contract's bounds: of errors in float64 and float32, and of the tree's bfloat16 error over that of the rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """Relative errors of loss and gradient of trees against rows."""
+
+    float64: float
+    """The worst over forests, losses and engines."""
+    float32_pairs: tuple[tuple[float, float], ...]
+    """Each error in float32, with the rows' own rounding: where terms of a gradient nearly cancel, the rows' float32
+    run is further off than the bound."""
+    bfloat16_tree: float | None
+    """Root mean square of the gradient's error against float64; None if the experts of a model with experts cannot be
+    forced, or if the rows' own gradient is not finite."""
+    bfloat16_rows: float | None
+    """The same of the rows."""
+
+    @property
+    def float32(self) -> float:
+        """The worst error in float32."""
+        return max(error for error, _ in self.float32_pairs)
+
+    @property
+    def rows_float32(self) -> float:
+        """The rows' own rounding where it is largest."""
+        return max(rounding for _, rounding in self.float32_pairs)
+
+    @property
+    def ratio(self) -> float | None:
+        """The tree's bfloat16 error over that of the rows."""
+        return self.bfloat16_tree / self.bfloat16_rows if self.bfloat16_tree and self.bfloat16_rows else None
+
+    def check(self, *, lifted: bool = True) -> None:
+        """Assert that the contract is held.
+
+        Args:
+            lifted: whether transformers' float32 casts were lifted in float64.
+        """
+        assert self.float64 <= (DOUBLE if lifted else SINGLE), self
+        for error, rounding in self.float32_pairs:
+            assert error <= max(SINGLE, 3 * rounding), (error, rounding)
+        assert self.ratio is None or self.ratio <= RATIO, (self.bfloat16_tree, self.bfloat16_rows)
+
+
+def errors_of(
+    model: nn.Module,
+    forests: Sequence[Rows],
+    cases: Sequence[Case],
+    engines: Sequence[type[tt.TreeEngine]] = (tt.TreeEngine,),
+    *,
+    lifted: bool = True,
+    only_bfloat16: Sequence[Rows] = (),
+) -> Errors:
+    """Compare losses and gradients of trees with those of each row alone, in three precisions.
+
+    Both sides run on the same weights, rounded to bfloat16 beforehand so that all three precisions start equal. The
+    linear side is `treetrain.testing.linear`, which uses nothing of the library. In bfloat16 both sides use the experts
+    that the float32 rows choose: a choice that rounding changes is neither side's error.
+
+    Args:
+        model: it is copied.
+        forests: rows with old log-probabilities.
+        cases: losses, each with the same loss written out per token.
+        engines: kinds of `TreeEngine`, each run on every forest; a subclass may force a plan.
+        lifted: whether the model's code runs with transformers' float32 casts lifted.
+        only_bfloat16: more forests for bfloat16, where one rounding may outweigh all others of a forest.
+    """
+    low = as_dtype(model, torch.bfloat16)
+    single, double = as_dtype(low, torch.float32), as_dtype(low, torch.float64)
+    doubles: list[float] = []
+    singles: list[tuple[float, float]] = []
+    trees: list[float] = []
+    linears: list[float] = []
+    for number, forest in enumerate([*forests, *only_bfloat16]):
+        with torch.no_grad():
+            rows = clear_of_bounds(forest, scored(single, forest, TEMPERATURE)[0])
+        routed = with_experts(single, rows)
+        with PureFloat64() if lifted else contextlib.nullcontext():
+            truth = expected(double, rows if routed is None else routed, cases)
+            if number < len(forests):
+                own = truth if routed is rows else expected(double, rows, cases)
+                doubles += _errors(double, rows, cases, engines, own)
+        if number < len(forests):
+            plain = expected(single, rows, cases)
+            rounding = [linear.relative_error(found[1], true[1]) for found, true in zip(plain, own)]
+            singles += zip(_errors(single, rows, cases, engines, plain), rounding * len(engines))
+        if routed is not None:
+            linears += [linear.relative_error(x[1], y[1]) for x, y in zip(expected(low, routed, cases), truth)]
+            # Against the float64 gradient of the same weights: a higher precision than the contract's float32.
+            trees += _errors(low, routed, cases, engines, truth, losses=False)
+    finite = bool(linears) and bool(np.isfinite(linears).all())
+    pooled = (linear.rms(trees), linear.rms(linears)) if finite else (None, None)
+    return Errors(max(doubles), tuple(singles), *pooled)
+
+
+def _errors(model, rows: Rows, cases: Sequence[Case], engines, truth, *, losses: bool = True) -> list[float]:
+    """Errors of all cases by the first engine, then by the next."""
+    found = []
+    for engine in engines:
+        for case, (loss, gradient) in zip(cases, truth):
+            got = measured(model, rows, case, engine)
+            error = linear.relative_error(got[1], gradient)
+            found.append(max(error, abs(got[0] - loss) / max(abs(loss), 1.0)) if losses else error)
+    return found
+
+
 def check_contract(
     model: nn.Module,
     cases: list[Case],
     examples: int,
     *,
     engines: Sequence[type[tt.TreeEngine]] = (tt.TreeEngine,),
+    prepare: Callable[[Rows], Rows] = list,
 ) -> dict[str, float]:
-    """Compare losses and gradients of trees with those of each row alone, over random forests.
-
-    Both sides run on the same weights, rounded to bfloat16 beforehand so that all three precisions start equal. The
-    linear side is `treetrain.testing.linear`, which uses nothing of the library.
+    """Assert that `errors_of` random forests are within the contract.
 
     Args:
         model: a small causal LM with at least `forests.VOCAB` tokens; it is copied.
         cases: losses, each with the same loss written out per token.
         examples: number of random forests.
         engines: kinds of `TreeEngine`, each run on every forest; a subclass may force a plan.
+        prepare: changes the rows of a forest for all cases, for example adds recorded experts.
 
     Returns:
         the worst relative error in "float64" and "float32"; "bfloat16 tree" and "bfloat16 linear", root mean squares
@@ -136,50 +225,77 @@ def check_contract(
         AssertionError: an error is above the contract's bound: 1e-12 in float64, 1e-5 in float32 (or 3 times the rows'
             own rounding), in bfloat16 1.5 times the rows' own error, pooled.
     """
-    low = as_dtype(model, torch.bfloat16)
-    single, double = as_dtype(low, torch.float32), as_dtype(low, torch.float64)
-    worst = {"float64": 0.0, "float32": 0.0}
-    tree_errors: list[float] = []
-    linear_errors: list[float] = []
-
-    distinct: set = set()
+    drawn: list[Rows] = []
 
     @seeded(f"{type(model).__name__} {[case.loss for case in cases]} {[engine.__name__ for engine in engines]}")
     @runs(examples, derandomize=False)
     @given(trajectories())
-    def every_forest(rows):
-        distinct.add(tuple(tuple(row.ids.tolist()) for row in rows))
-        with torch.no_grad():
-            scores, _ = linear.score_rows(single, [row.ids.tolist() for row in rows], TEMPERATURE)
-        rows = clear_of_bounds(rows, scores)
-        with PureFloat64():
-            truth = expected(double, rows, cases)
-            pure = [[measured(double, rows, case, engine) for case in cases] for engine in engines]
-        plain = expected(single, rows, cases)
-        bfloat = expected(low, rows, cases)
-        for number, case in enumerate(cases):
-            loss, gradient = truth[number]
-            linear_errors.append(linear.relative_error(bfloat[number][1], gradient))
-            rounding = linear.relative_error(plain[number][1], gradient)
-            for engine, found in zip(engines, pure):
-                assert found[number][0] == pytest.approx(loss, rel=1e-12, abs=1e-12)
-                error = linear.relative_error(found[number][1], gradient)
-                assert error <= 1e-12
-                worst["float64"] = max(worst["float64"], error)
-                got = measured(single, rows, case, engine)
-                assert got[0] == pytest.approx(plain[number][0], rel=1e-5, abs=1e-5)
-                error = linear.relative_error(got[1], plain[number][1])
-                # Where terms of a gradient nearly cancel, the rows' own float32 run is further off than the bound.
-                assert error <= max(1e-5, 3 * rounding)
-                worst["float32"] = max(worst["float32"], error if rounding < 3e-6 else 0.0)
-                # Against the float64 gradient of the same weights: a higher precision than the contract's float32.
-                tree_errors.append(linear.relative_error(measured(low, rows, case, engine)[1], gradient))
+    def draw(rows):
+        drawn.append(prepare(rows))
 
-    every_forest()
-    worst["distinct forests"] = len(distinct)
-    worst["bfloat16 tree"], worst["bfloat16 linear"] = linear.rms(tree_errors), linear.rms(linear_errors)
-    assert worst["bfloat16 tree"] <= 1.5 * worst["bfloat16 linear"]
-    return worst
+    draw()
+    errors = errors_of(model, drawn, cases, engines)
+    errors.check()
+    assert errors.bfloat16_tree is not None and errors.bfloat16_rows is not None
+    return {
+        "float64": errors.float64,
+        "float32": max((error for error, rounding in errors.float32_pairs if rounding < 3e-6), default=0.0),
+        "bfloat16 tree": errors.bfloat16_tree,
+        "bfloat16 linear": errors.bfloat16_rows,
+        "distinct forests": len({tuple(tuple(row.ids.tolist()) for row in rows) for rows in drawn}),
+    }
+
+
+class Routes(TorchFunctionMode):
+    """Notes which experts the routers choose for every token of a row, or has them choose given ones.
+
+    Args:
+        experts: number to choose from.
+        top_k: number chosen.
+        given: int64 [L, routers, k]; -1 leaves the choice to the router.
+    """
+
+    def __init__(self, experts: int, top_k: int, given: np.ndarray | None = None):
+        super().__init__()
+        self._experts, self._top_k, self._given = experts, top_k, given
+        self.found: list[Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk):
+            return found
+        source = args[0]
+        if source.dim() != 2 or source.shape[1] != self._experts or found.indices.shape[1] != self._top_k:
+            return found
+        if self._given is not None and len(self.found) < self._given.shape[1]:  # the rest are of an auxiliary loss
+            given = torch.from_numpy(self._given[:, len(self.found)].astype(np.int64))
+            chosen = torch.where(given < 0, found.indices, given)
+            found = torch.return_types.topk((source.gather(1, chosen), chosen))
+        self.found.append(found.indices)
+        return found
+
+
+def with_experts(model: nn.Module, rows: Rows) -> Rows | None:
+    """The rows with the experts that a model chooses for them where they name none.
+
+    Returns the rows themselves for a model without experts, and None if its choices cannot be observed.
+    """
+    experts = check_model(model).experts
+    if experts is None:
+        return rows
+    if experts.experts is None or experts.top_k is None:
+        return None
+    routed = []
+    for row in rows:
+        routes = np.zeros((0, experts.places, experts.top_k), np.int64)
+        if len(row):
+            with torch.no_grad(), Routes(experts.experts, experts.top_k, row.experts) as seen:
+                model(input_ids=torch.tensor([row.ids.tolist()]), use_cache=False)
+            if len(seen.found) < experts.places:
+                return None
+            routes = torch.stack(seen.found[: experts.places], 1).numpy()
+        routed.append(row.replace(experts=routes))
+    return routed
 
 
 CLIP_BOUNDS = (0.8, 0.9, 1.2, 1.28, 1.3)

@@ -76,9 +76,3 @@ def clipped(logp: Tensor, facts: Facts, low: float, high: float) -> Tensor:
     ratio = (logp - facts["old_logprobs"]).exp()
     advantage = facts["advantages"]
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-
-
-def kl(kind: str, logp: Tensor, facts: Facts) -> Tensor:
-    """The estimators of http://joschu.net/blog/kl-approx.html for KL(policy || reference)."""
-    log_ratio = facts["ref_logprobs"] - logp
-    return {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": log_ratio.exp() - 1 - log_ratio}[kind]

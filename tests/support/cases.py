@@ -1,4 +1,4 @@
-"""More losses beside the same losses written out row by row, for the numerics contract."""
+"""The library's losses beside the same losses written out row by row, for the numerics contract."""
 
 import torch
 from torch import Tensor
@@ -10,6 +10,44 @@ from treetrain.testing.contract import Case, Rows
 from treetrain.testing.forests import whole_pairs
 
 LENGTH = 9.0
+
+
+def _kl(kind: str, logp: Tensor, facts: linear.Facts) -> Tensor:
+    """The estimators of http://joschu.net/blog/kl-approx.html for KL(policy || reference)."""
+    log_ratio = facts["ref_logprobs"] - logp
+    return {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": log_ratio.exp() - 1 - log_ratio}[kind]
+
+
+def _reinforce(kind: str, reduction: str, entropy: float) -> Case:
+    def per_token(logp, entropies, facts):
+        return -facts["advantages"] * logp + 0.3 * _kl(kind, logp, facts) - entropy * entropies
+
+    loss = tt.losses.reinforce(kl=0.3, kl_estimator=kind, entropy=entropy, reduction=reduction)  # type: ignore[arg-type]
+    return Case(loss, per_token, reduction)
+
+
+OTHERS = {
+    "sft per trajectory": Case(
+        tt.losses.sft(reduction="trajectory"), lambda logp, entropy, facts: -logp, "trajectory", 0.7
+    ),
+    "reinforce": Case(tt.losses.reinforce(), lambda logp, entropy, facts: -facts["advantages"] * logp),
+    "reinforce k1": _reinforce("k1", "trajectory", 0.0),
+    "reinforce k2": _reinforce("k2", "token", 0.0),
+    "reinforce k3 entropy": _reinforce("k3", "token", 0.1),
+    "ppo asymmetric": Case(
+        tt.losses.ppo(clip_low=0.1, clip_high=0.3), lambda logp, entropy, facts: linear.clipped(logp, facts, 0.1, 0.3)
+    ),
+    "grpo": Case(
+        tt.losses.grpo(clip=0.2, kl=0.1),
+        lambda logp, entropy, facts: linear.clipped(logp, facts, 0.2, 0.2) + 0.1 * _kl("k3", logp, facts),
+        "trajectory",
+    ),
+    "grpo on policy": Case(
+        tt.losses.grpo(on_policy=True),
+        lambda logp, entropy, facts: -(logp - logp.detach()).exp() * facts["advantages"],
+        "trajectory",
+    ),
+}
 
 
 def _ratio(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
