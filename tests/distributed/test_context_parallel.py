@@ -9,8 +9,7 @@ import torch.distributed as dist
 import treetrain as tt
 from support.models import make_model
 from support.pairwise import pairwise
-from support.rank_work import KEYS, Job, check, rows_of
-from support.score_work import scored_step
+from support.ranks import KEYS, Job, check, rows_of, scored_step
 
 
 @pairwise(
@@ -94,11 +93,11 @@ def test_four_ranks(run_on_ranks):
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "recomputed"])
 def test_score_now_and_backward_later(run_on_ranks, keeps):
     plans = (("chunks of 7", "mixed"),) * 2
-    for told in run_on_ranks(scored_step, "context", plans, (keeps,), 2, "round", ("qwen3", KEYS)):
-        assert told["error"] <= 1e-12, told
+    for outcome in run_on_ranks(scored_step, "context", plans, (keeps,), 2, "round", ("qwen3", KEYS)):
+        assert outcome["error"] <= 1e-12, outcome
     plans = (("chunks of 7", "mixed"), ("chunks of 2", "none"))
-    for told in run_on_ranks(scored_step, "mesh", plans, (keeps, True), 2, "round", ("qwen3", KEYS), size=4):
-        assert told["error"] <= 1e-12, told
+    for outcome in run_on_ranks(scored_step, "mesh", plans, (keeps, True), 2, "round", ("qwen3", KEYS), size=4):
+        assert outcome["error"] <= 1e-12, outcome
 
 
 def _budget(group) -> tuple[int, int]:
@@ -123,13 +122,13 @@ def _refused(group, family: str, changes: dict, sharing: str = "") -> str:
 
 
 def test_what_cannot_be_divided_is_refused_by_name_before_any_work(run_on_ranks):
-    for told in run_on_ranks(_refused, "qwen3", {"num_attention_heads": 3, "num_key_value_heads": 3}):
-        assert "3 heads of keys and values" in told and "groups of 1, 3 can" in told
+    for outcome in run_on_ranks(_refused, "qwen3", {"num_attention_heads": 3, "num_key_value_heads": 3}):
+        assert "3 heads of keys and values" in outcome and "groups of 1, 3 can" in outcome
     heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
-    for told in run_on_ranks(_refused, "qwen3_5_text", {"num_key_value_heads": 2, **heads}):
-        assert "1 key heads of recurrent layers, which 2 ranks cannot share evenly; groups of 1 can" in told
-    for told in run_on_ranks(_refused, "qwen3", {"num_key_value_heads": 2}, "half of them"):
-        assert "do not divide among them: every process of a context group must be in group=" in told
+    for outcome in run_on_ranks(_refused, "qwen3_5_text", {"num_key_value_heads": 2, **heads}):
+        assert "1 key heads of recurrent layers, which 2 ranks cannot share evenly; groups of 1 can" in outcome
+    for outcome in run_on_ranks(_refused, "qwen3", {"num_key_value_heads": 2}, "half of them"):
+        assert "do not divide among them: every process of a context group must be in group=" in outcome
 
 
 def _trapped(group, trap: str) -> str:
@@ -149,8 +148,8 @@ def test_an_error_on_one_rank_ends_all_of_them_with_its_message(run_on_ranks):
     first, second = run_on_ranks(_trapped, "bad row")
     assert first.startswith("RanksDisagree") and "rank 1" in first and "10000" in first
     assert "10000" in second
-    for told in run_on_ranks(_trapped, "other rows"):
-        assert told.startswith("RanksDisagree: the ranks differ in their rows"), told
+    for outcome in run_on_ranks(_trapped, "other rows"):
+        assert outcome.startswith("RanksDisagree: the ranks differ in their rows"), outcome
     first, second = run_on_ranks(_trapped, "no advantages")
     assert first.startswith("RanksDisagree: preparing the loss stopped on all ranks, because of rank 1")
     assert second.startswith("DataError") and "advantages" in second

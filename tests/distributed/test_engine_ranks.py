@@ -8,7 +8,7 @@ import torch
 
 from support.cases import EVERY
 from support.pairwise import pairwise
-from support.rank_work import Job, bfloat16_errors, check
+from support.ranks import Job, bfloat16_errors, check
 
 
 @pairwise(split=["round", "halves", "first has all", "last has all"], parallel=["ddp", "fsdp"], size=[2, 4])

@@ -1,18 +1,74 @@
 """A score on several ranks has the gradients of the mean over ranks, as DistributedDataParallel gives them."""
 
-import pytest
+import copy
+from typing import Any
 
-from support.score_work import an_error_on_one_rank, live_is_refused, scored_step
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import treetrain as tt
+from support.models import make_model
+from support.ranks import parallel_model, scored_step
 
 QWEN3 = ("qwen3", ())
 PLANS = (("one segment per part", "mixed"), ("chunks of 2", "none"))
 
 
+def live_is_refused(group: Any) -> list[str]:
+    """Return the error of every way to live log-probabilities within a process group."""
+    model = make_model("qwen3")
+    wrapped = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+    rows = [[1, 2, 3], [1, 2, 4]]
+    said = []
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = copy.deepcopy(model)
+
+        def forward(self) -> Any:
+            return tt.logprobs(self.inner, rows, budget=2)
+
+    inside = DistributedDataParallel(Inside(), process_group=group)
+    for call in (
+        lambda: tt.logprobs(wrapped, rows),
+        lambda: tt.logprobs(wrapped.module, rows),
+        lambda: inside(),
+        lambda: tt.values(model, rows, head=nn.Linear(model.config.hidden_size, 1)),
+    ):
+        try:
+            call()
+            said.append("nothing")
+        except tt.UnsupportedModel as error:
+            said.append(str(error))
+    with torch.no_grad():
+        assert len(tt.logprobs(wrapped, rows)) == 2
+    return said
+
+
+def an_error_on_one_rank(group: Any, how: str) -> str:
+    """Return this rank's error when rank 1 calls backward twice."""
+    model = make_model("qwen3", num_key_value_heads=2)
+    engine = tt.TreeEngine(parallel_model(model, how, group), context=group if how == "context" else None)
+    scored = engine.score([[1, 2, 3], [1, 2, 4]])
+    sum(row.sum() for row in scored.logprobs).backward()  # type: ignore[union-attr]
+    if dist.get_rank(group) == 1:
+        scored._spent = True
+    try:
+        scored.backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def check(run_on_ranks, how, *, keeps=(True,), calls=1, split="round", changes=QWEN3, shapes=PLANS, size=2):
     found = run_on_ranks(scored_step, how, shapes, keeps, calls, split, changes, size=size)
-    for told in found:
-        assert told["error"] <= 1e-12, found
-    return [told["scores_first"] for told in found]
+    for outcome in found:
+        assert outcome["error"] <= 1e-12, found
+    return [outcome["scores_first"] for outcome in found]
 
 
 def alternating(cases):
@@ -58,12 +114,14 @@ def test_four_ranks(run_on_ranks, how):
 def test_live_log_probabilities_are_refused_where_nobody_would_synchronise_them(run_on_ranks):
     for said in run_on_ranks(live_is_refused):
         assert len(said) == 4
-        for told in said:
-            assert "in a group of" in told and "scored.backward(), which averages gradients over the ranks" in told
+        for outcome in said:
+            assert (
+                "in a group of" in outcome and "scored.backward(), which averages gradients over the ranks" in outcome
+            )
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "context", "tensor"])
 def test_an_error_on_one_rank_ends_all_of_them(run_on_ranks, how):
-    told = run_on_ranks(an_error_on_one_rank, how)
-    assert "a second backward through TreeEngine.score" in told[1]
-    assert told[0].startswith("RanksDisagree") and "a second backward" in told[0]
+    outcome = run_on_ranks(an_error_on_one_rank, how)
+    assert "a second backward through TreeEngine.score" in outcome[1]
+    assert outcome[0].startswith("RanksDisagree") and "a second backward" in outcome[0]

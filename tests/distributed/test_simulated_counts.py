@@ -1,20 +1,81 @@
 """The simulator predicts the counts of a step as ranks run it; and ranks whose plans were aligned are exact."""
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import treetrain as tt
 from support.models import make_model
-from support.rank_counts import counted_step
-from support.rank_work import KEYS
+from support.ranks import KEYS, LOSSES, cut, gradients, relative_error, sharded
 from treetrain.engine.costs import cost_of
+from treetrain.planning.balance import dispatch
 from treetrain.planning.collective_order import RankPlans, plan_ranks
 from treetrain.planning.devices import Device
 from treetrain.planning.simulate import Split, engine_cost, simulate
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import pack
+
+
+class Moved(TorchDispatchMode):
+    """Adds up the bytes of the whole tensors in floating-point collectives, by operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            tensors = [x for x in _pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+            if tensors and tensors[0].is_floating_point():
+                self.bytes[func._overloadpacket.__name__] += max(x.nbytes for x in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def counted_step(
+    group: Any, parallel: str, rows: list[tt.Trajectory], budget: int | str | None, loss: str = "sft"
+) -> dict[str, Any]:
+    """One step on rows that are dispatched over the ranks, as counted on this one."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    sizes: dict[str, Any] = dict(KEYS, num_attention_heads=4, vocab_size=40)
+    model, alone = make_model("qwen3", **sizes), make_model("qwen3", **sizes)
+    own = range(len(rows))
+    sharing: dict[str, Any] = {"context": group} if parallel == "context" else {}
+    if parallel == "fsdp":
+        model = sharded(model, group)
+    elif parallel == "tensor":
+        model = cut(model, group)
+    elif parallel == "ddp":
+        sharing = {"group": group}
+    if parallel in ("ddp", "fsdp"):
+        own = dispatch(build_tree(rows), cost_of(alone), size)[rank]
+    calls: list[tuple[bool, int]] = []
+
+    def count(module: Any, arguments: Any, named: dict[str, Any]) -> None:
+        calls.append((torch.is_grad_enabled(), named["input_ids"].shape[1]))
+
+    # On a module that runs once per call, whatever wraps the model.
+    handle = model.base_model.register_forward_pre_hook(count, with_kwargs=True)  # type: ignore[union-attr]
+    engine = tt.TreeEngine(model, budget=budget, **sharing)
+    with Moved() as moved:
+        result = engine.forward_backward([rows[number] for number in own], LOSSES[loss])
+    handle.remove()
+    tt.TreeEngine(alone).forward_backward(rows, LOSSES[loss])
+    graphs = [tokens for graph, tokens in calls if graph]
+    return {
+        "passes": 2 * len(graphs) + sum(not graph for graph, _ in calls),
+        "forwards": len(graphs),
+        "tokens": sum(graphs),
+        "computed": result.computed_tokens,
+        "parts": result.parts,
+        "bytes": moved.bytes,
+        "error": relative_error(gradients(model), gradients(alone)),
+    }
 
 
 def rows(groups: int = 10) -> list[tt.Trajectory]:
@@ -55,14 +116,14 @@ def test_passes_tokens_and_bytes_of_every_rank_are_those_of_the_simulator(run_on
     (expected,) = simulate(tree, cost.counts, [split], PRESET, budget=budget, planned_for=PRESET)
     plans = planned(split, budget=budget * split.context).plans
     found = run_on_ranks(counted_step, parallel, rows(), budget, size=split.ranks)
-    passes = [told["passes"] for told in found]
+    passes = [outcome["passes"] for outcome in found]
     assert (set(passes) == {expected.passes}) if parallel == "fsdp" else (max(passes) == expected.passes)
-    for told, plan, tokens in zip(found, plans, expected.tokens):
-        stand_ins = told["forwards"] - plan.num_parts  # a token each
+    for outcome, plan, tokens in zip(found, plans, expected.tokens):
+        stand_ins = outcome["forwards"] - plan.num_parts  # a token each
         assert stand_ins == 0 or parallel == "fsdp"
-        assert parallel == "context" or told["tokens"] == tokens + stand_ins
-        assert told["computed"] == sum(expected.tokens) and told["parts"] == sum(own.num_parts for own in plans)
-        assert told["error"] <= 1e-5
+        assert parallel == "context" or outcome["tokens"] == tokens + stand_ins
+        assert outcome["computed"] == sum(expected.tokens) and outcome["parts"] == sum(own.num_parts for own in plans)
+        assert outcome["error"] <= 1e-5
     sent, moved, n = expected.sent_bytes, found[int(np.argmax(expected.tokens))]["bytes"], split.ranks
     leaves = (n - 1) / n  # the share of a whole tensor that a rank sends
     if parallel == "fsdp":
@@ -83,16 +144,16 @@ def test_ranks_that_run_their_rows_in_runs_are_exact(run_on_ranks) -> None:
     tokens = [sum(plan.layout.num_tokens for plan in found.plans) for found in (own, aligned)]
     unique = own.dispatch.unique
     assert tokens[1] - unique > 2 * (tokens[0] - unique), "prompts are computed in two runs of a rank"
-    for told in run_on_ranks(counted_step, "fsdp", batch, budget, size=size):
-        assert told["computed"] == tokens[1] and told["error"] <= 1e-5
+    for outcome in run_on_ranks(counted_step, "fsdp", batch, budget, size=size):
+        assert outcome["computed"] == tokens[1] and outcome["error"] <= 1e-5
     whole = sum(pack(build_tree([batch[row] for row in numbers])).num_tokens for numbers in own.dispatch.trajectories)
-    for told in run_on_ranks(counted_step, "fsdp", batch, budget, "own", size=size):  # whole rows
-        assert told["computed"] > whole and told["error"] <= 1e-5
+    for outcome in run_on_ranks(counted_step, "fsdp", batch, budget, "own", size=size):  # whole rows
+        assert outcome["computed"] > whole and outcome["error"] <= 1e-5
 
 
 @pytest.mark.parametrize("budget", [None, "1GB", "8.4MB"])
 def test_ranks_in_shards_are_exact_with_a_budget_in_bytes_or_none(run_on_ranks, budget) -> None:
     batch = rows()
-    for told in run_on_ranks(counted_step, "fsdp", batch, budget, size=2):
-        assert told["error"] <= 1e-5
-        assert (told["forwards"] == 1) == (budget != "8.4MB"), "one pass where all fits"
+    for outcome in run_on_ranks(counted_step, "fsdp", batch, budget, size=2):
+        assert outcome["error"] <= 1e-5
+        assert (outcome["forwards"] == 1) == (budget != "8.4MB"), "one pass where all fits"

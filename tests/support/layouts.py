@@ -135,7 +135,9 @@ def check_plan(plan: Plan) -> None:
     assert (exported == plan.exported).all()
     assert (plan.is_inner == is_inner).all()
     assert not plan.kept[~is_inner].any()
-    assert ((plan.prefill >= 0) == (is_inner & ~plan.kept)).all(), "late parts and no others are published"
+    assert ((plan.prefill >= 0) == (is_inner & ~plan.kept)).all(), (
+        "parts that are recomputed, and no others, are prefilled"
+    )
     for part in range(parts):
         alive, above = plan.sizes[part], plan.parent[part]
         while above >= 0:

@@ -19,7 +19,7 @@ def _chunks_of(tokens: int) -> Shape:
 
 
 def _shared_prefill(layout: PackedLayout, keep: Keep) -> Plan:
-    """Chunks of three tokens whose passes without graph are shared by late parts below one another."""
+    """Chunks of three tokens; recomputed parts below one another share their passes without graph."""
     plan = uniform(layout, 3, keep)
     return Plan.of_parts(layout, plan.part_of, plan.kept, prefill_limit=9)
 

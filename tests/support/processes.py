@@ -17,7 +17,7 @@ from typing import Any
 SIZE = 4
 TIMEOUT = 60.0
 """Seconds that a function may take; a collective gives up somewhat earlier."""
-_PRELOADED = ["torch", "torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3", "support.rank_work"]
+_PRELOADED = ["torch", "torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3", "support.ranks"]
 
 
 class RankFailed(AssertionError):

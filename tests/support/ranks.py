@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +20,6 @@ from support.cases import EVERY, OTHERS
 from support.models import make_model
 from support.moe import at_random
 from support.plans import planned
-from support.tensor_parallel import cut, with_lora
 from treetrain.data.trajectory import Trajectory
 from treetrain.engine.engine import LinearEngine
 from treetrain.testing.contract import PureFloat64
@@ -141,6 +142,35 @@ def sharded(model: nn.Module, group: Any, *, head: bool = False, **options: Any)
     return fully_shard(model, mesh=mesh, **options)
 
 
+def cut(model: Any, group: Any, **experts: Any) -> nn.Module:
+    """Divide a model over a group by its own plans, as `from_pretrained` does over all processes there are."""
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    size, head = dist.get_world_size(group), model.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone())  # tied again below, as after loading
+    settings = DistributedConfig(tp_size=size, **{"tp_plan": "auto"} | experts)
+    model.config.distributed_config = settings
+    plan, ep_plan, _ = model._resolve_parallel_plans(settings)
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    apply_tensor_parallelism(model, mesh, plan)
+    ep_mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ep",))
+    apply_expert_parallelism(model, ep_mesh, mesh, ep_plan, settings.ep_implementation)
+    model._tp_size, model._device_mesh = size, mesh
+    model.tie_weights()
+    return model
+
+
+def with_lora(model: Any, *targets: str, seed: int = 0, **options: Any) -> nn.Module:
+    """The model with a LoRA that is not zero."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    settings = LoraConfig(r=4, target_modules=list(targets), init_lora_weights=False, **options)
+    return get_peft_model(model, settings).eval()
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Whole gradients by name, on every rank."""
 
@@ -163,24 +193,13 @@ def relative_error(found: dict[str, Tensor | None], truth: dict[str, Tensor | No
 
 
 def step(group: Any, job: Job) -> dict[str, Any]:
-    """How far a step on several ranks is from the same step by one process; every rank tells what it saw."""
+    """How far a step on several ranks is from the same step by one process; every rank returns what it saw."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     mesh = None
     if job.beside:
         mesh = DeviceMesh("cpu", torch.arange(size).view(2, -1), mesh_dim_names=("data", "context"))
         rank, size = rank // (size // 2), 2
-    model = make_model(job.family, dtype=job.dtype, **dict(job.changes))
-    if job.lora:
-        model = with_lora(model, "q_proj", "v_proj", "down_proj").to(job.dtype)
-    alone = copy.deepcopy(model)
-    loss, rows = LOSSES[job.loss], rows_of(job.seed, job.loss)
-    if job.recorded:
-        rows = at_random(rows, model.config.num_hidden_layers)  # type: ignore[union-attr]
-    heads = [None, None]
-    if job.value_head:
-        torch.manual_seed(3)
-        heads = [nn.Linear(model.config.hidden_size, 1, dtype=job.dtype) for _ in range(2)]  # type: ignore[arg-type]
-        heads[1].load_state_dict(heads[0].state_dict())  # type: ignore[union-attr]
+    model, head, rows = _made(job)
     if job.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     sharing: dict[str, Any] = {"group": group}
@@ -194,29 +213,55 @@ def step(group: Any, job: Job) -> dict[str, Any]:
         experts = {"ep_size": size} if job.parallel == "expert" else {}
         model, sharing = cut(model, group, **experts, **dict(job.divided)), {}
     kind = planned(*job.shapes[rank]) if job.shapes else tt.TreeEngine
-    options = {"temperature": job.temperature, "value_head": heads[0]}
-    engine = kind(model, budget=job.budget, **options, **sharing)
-    reference = tt.TreeEngine(alone, temperature=job.temperature, value_head=heads[1])
-    with PureFloat64() if job.dtype == torch.float64 else torch.enable_grad():
+    engine = kind(model, budget=job.budget, temperature=job.temperature, value_head=head, **sharing)
+
+    def own_of(all_rows: list[Any]) -> list[Any]:
         whole = job.parallel in ("context", "tensor", "expert") and mesh is None
-        own = rows if whole else split_of(rows, rank, size, job.split)
-        results = _accumulated(engine, own, rows, loss, job.calls)
-        truth = reference.forward_backward(rows, loss)
-        scores = engine.logprobs(own) if job.loss != "value" else []
-        told = reference.logprobs(own) if own and job.loss != "value" else []
+        return all_rows if whole else split_of(all_rows, rank, size, job.split)
+
+    with PureFloat64() if job.dtype == torch.float64 else torch.enable_grad():
+        results = _accumulated(engine, own_of(rows), rows, LOSSES[job.loss], job.calls)
+        scores = engine.logprobs(own_of(rows)) if job.loss != "value" else []
+    expected, truth, truth_scores = _alone(
+        dataclasses.replace(
+            job, parallel="ddp", shapes=(), budget=None, reduce="", calls=1, divided=(), head_shard=False, split="",
+            checkpointing=False, beside="",
+        )
+    )  # fmt: skip
     found = {name.removeprefix("module."): grad for name, grad in gradients(model).items()}
-    expected = gradients(alone)
-    if heads[0] is not None and heads[1] is not None:
-        found |= gradients(heads[0])
-        expected |= gradients(heads[1])
+    found |= gradients(head) if head is not None else {}
+    pairs = zip(scores, own_of(truth_scores))
     return {
         "gradients": relative_error(found, expected),
         "loss": abs(sum(result.loss for result in results) - truth.loss) / max(abs(truth.loss), 1e-3),
         "metrics": _metric_error(results[0].metrics, truth.metrics) if job.calls == 1 else 0.0,
-        "scores": max((float((a - b).abs().max()) for a, b in zip(scores, told) if len(a)), default=0.0),
+        "scores": max((float((a - b).abs().max()) for a, b in pairs if len(a)), default=0.0),
         "flat_tokens": sum(result.flat_tokens for result in results) == truth.flat_tokens,
         "parts": results[0].parts,
     }
+
+
+def _made(job: Job) -> tuple[nn.Module, nn.Module | None, Rows]:
+    """The model, value head and rows of a step, the same ones in every process."""
+    model, head = make_model(job.family, dtype=job.dtype, **dict(job.changes)), None
+    if job.lora:
+        model = with_lora(model, "q_proj", "v_proj", "down_proj").to(job.dtype)
+    if job.value_head:
+        torch.manual_seed(3)
+        head = nn.Linear(model.config.hidden_size, 1, dtype=job.dtype)  # type: ignore[union-attr, arg-type]
+    rows = rows_of(job.seed, job.loss)
+    return model, head, at_random(rows, model.config.num_hidden_layers) if job.recorded else rows  # type: ignore
+
+
+@functools.lru_cache(maxsize=64)
+def _alone(job: Job) -> tuple[dict[str, Tensor | None], tt.StepResult, list[Tensor]]:
+    """Gradients, result and scores of the step by one process; jobs that differ in how ranks share it have the same."""
+    model, head, rows = _made(job)
+    engine = tt.TreeEngine(model, temperature=job.temperature, value_head=head)
+    with PureFloat64() if job.dtype == torch.float64 else torch.enable_grad():
+        result = engine.forward_backward(rows, LOSSES[job.loss])
+        scores = engine.logprobs(rows) if job.loss != "value" else []
+    return gradients(model) | (gradients(head) if head is not None else {}), result, scores
 
 
 def _beside(model: nn.Module, job: Job, group: Any, mesh: DeviceMesh) -> tuple[nn.Module, dict[str, Any]]:
@@ -234,10 +279,10 @@ def _beside(model: nn.Module, job: Job, group: Any, mesh: DeviceMesh) -> tuple[n
 def check(run_on_ranks: Any, job: Job, *, size: int = 2) -> list[dict[str, Any]]:
     """Assert that every rank has the gradients, loss, metrics and scores of one process. Returns what ranks saw."""
     found = run_on_ranks(step, job, size=size)
-    for rank, told in enumerate(found):
+    for rank, seen in enumerate(found):
         for name in ("gradients", "loss", "metrics", "scores"):
-            assert told[name] <= BOUNDS[job.dtype], (rank, name, told, job)
-        assert told["flat_tokens"], (rank, told)
+            assert seen[name] <= BOUNDS[job.dtype], (rank, name, seen, job)
+        assert seen["flat_tokens"], (rank, seen)
     return found
 
 
@@ -272,3 +317,74 @@ def bfloat16_errors(group: Any, parallel: Parallel, seeds: int, shape: str) -> l
         truth = gradients(truth_model)
         found.append((relative_error(gradients(model), truth), relative_error(gradients(alone), truth)))
     return found
+
+
+class Oops(Exception):
+    """An error in a user's loss or model."""
+
+
+def error_of(run: Callable[[], Any]) -> str:
+    """The error that a call ends with."""
+    try:
+        run()
+    except Exception as error:
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    return "no error"
+
+
+def _own_loss(logprobs: list[Tensor], entropies: list[Tensor]) -> Tensor:
+    """Not linear, and of these rows alone."""
+    total = torch.zeros((), dtype=torch.float64)
+    for row, entropy in zip(logprobs, entropies):
+        total = total + (row.exp() + 0.1 * row.square() + 0.3 * entropy).sum()
+    return total
+
+
+def parallel_model(model: nn.Module, how: str, group: Any) -> nn.Module:
+    if how in ("tensor", "expert"):
+        return cut(model, group, **{"ep_size": dist.get_world_size(group)} if how == "expert" else {})
+    if how == "context":
+        return model
+    return sharded(model, group) if how in ("fsdp", "mesh") else DistributedDataParallel(model, process_group=group)
+
+
+def scored_step(group: Any, how: str, shapes: Any, keeps: Any, calls: int, split: str, changes: Any) -> dict[str, Any]:
+    """How far the gradients of a score on several ranks are from the mean of every rank's own.
+
+    Args:
+        how: ddp, fsdp, context, tensor, expert, or mesh: 2 x 2 of replicas and of shards that are context parallel.
+        shapes: (shape, keep) of the plans of each rank (on a mesh, of each two).
+        keeps: whether graphs fit, in the same way.
+        calls: that the step is accumulated over.
+        changes: the model's family, and of its configuration.
+    """
+    rank, size, context = dist.get_rank(group), dist.get_world_size(group), group if how == "context" else None
+    mesh = group
+    if how == "mesh":
+        mesh = DeviceMesh("cpu", torch.arange(size).view(2, -1), mesh_dim_names=("data", "context"))
+        rank, size, context = rank // 2, 2, mesh.get_group("context")
+    family, options = changes
+    model = make_model(family, dtype=torch.float64, **dict(options))
+    alone = copy.deepcopy(model)
+    rows = [list(row.ids) for row in rows_of(3, "sft")]
+
+    class Forced(planned(*shapes[rank % len(shapes)])):
+        def keeps_graphs(self, plan: Any) -> bool:
+            return keeps[rank % len(keeps)]
+
+    wrapped = parallel_model(model, how, mesh)
+    engine = Forced(wrapped, temperature=1.3, context=context)
+    reference = tt.TreeEngine(alone, temperature=1.3)
+    own, copies = (rows, 1) if how in ("context", "tensor", "expert") else (split_of(rows, rank, size, split), size)
+    scored_first = []
+    with PureFloat64():
+        for call in range(calls):
+            scored = engine.score(own[call::calls], entropies=True)
+            if own[call::calls]:
+                _own_loss(scored.logprobs, scored.entropies).backward()  # type: ignore[arg-type]
+            scored_first.append(scored.plan.scores_first)
+            scored.backward(sync=call == calls - 1)
+        whole = reference.score(rows, entropies=True)
+        (_own_loss(whole.logprobs, whole.entropies) / copies).backward()  # type: ignore[arg-type]
+        whole.backward()
+    return {"error": relative_error(gradients(model), gradients(alone)), "scores_first": scored_first}
