@@ -17,7 +17,29 @@ from typing import Any
 SIZE = 4
 TIMEOUT = 60.0
 """Seconds that a function may take; a collective gives up somewhat earlier."""
-_PRELOADED = ["torch", "torch.distributed.fsdp", "transformers.models.qwen3.modeling_qwen3", "support.ranks"]
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "support.ranks", "support.safe_runs"])
+
+
+def start(target: Callable[..., None], *args: Any) -> Any:
+    """A process that is forked from one that has imported what all need, and ends with this one.
+
+    That one is started once, here or by an earlier call, and reads from PYTHONPATH where these modules are.
+    """
+    tests, path = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")
+    if tests not in path.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join([tests, path])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    process = _CONTEXT.Process(target=target, args=args, daemon=True)
+    process.start()
+    return process
+
+
+def free_port() -> int:
+    """A port of this host that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class RankFailed(AssertionError):
@@ -28,23 +50,14 @@ class Processes:
     """Ranks 0 to SIZE - 1 on this host; `run` sends the same function to the first few of them."""
 
     def __init__(self, size: int = SIZE):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
-        path = os.environ.get("PYTHONPATH", "")
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), path])
-        os.environ["OMP_NUM_THREADS"] = "1"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, there), daemon=True)
-            process.start()
+            here, there = _CONTEXT.Pipe()
+            self._processes.append(start(_serve, rank, size, port, there))
             there.close()
             self._pipes.append(here)
-            self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, size: int = 2, timeout: float = TIMEOUT) -> list[Any]:
         """`function(group, *args)` on ranks 0 to size - 1; what it returned, by rank.

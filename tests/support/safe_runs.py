@@ -1,16 +1,11 @@
-"""Small training runs with SafeCheckpointsMixin, here or in processes of their own that can be killed at any moment.
-
-Processes are forked from one that has imported everything and run nothing, so that one costs a tenth of a second.
-"""
+"""Small training runs with SafeCheckpointsMixin, here or in processes of their own that can be killed at any moment."""
 
 import builtins
 import io
 import json
-import multiprocessing
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -28,15 +23,13 @@ from transformers import (
     TrainingArguments,
 )
 
+from support.processes import free_port, start
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin
 
 SECONDS = 120.0
 """A run that takes longer hangs."""
 TIMES = ("runtime", "per_second", "seconds", "memory_bytes")
 """Parts of the names of what no two runs have in common."""
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed.fsdp", "support.safe_runs"])
 
 
 class SafeTrainer(SafeCheckpointsMixin, Trainer):
@@ -268,17 +261,12 @@ class Run:
         self.result.unlink(missing_ok=True)
         self.said.unlink(missing_ok=True)
         self.steps.unlink(missing_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.processes: list[Any] = []
         for rank in range(ranks):
             at = kill_at if rank == kill_rank else None
             full = full_at[1] if full_at and full_at[0] == rank else None
-            arguments = (folder, rank, ranks, port, resume, at, slow, full, settings)
-            process = _context.Process(target=_run, args=arguments, daemon=True)
-            process.start()
-            self.processes.append(process)
+            self.processes.append(start(_run, folder, rank, ranks, port, resume, at, slow, full, settings))
 
     def wait(self) -> list[int]:
         """The exit codes. A rank whose peer has died is ended after some time."""
