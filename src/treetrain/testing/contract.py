@@ -75,7 +75,7 @@ def expected(model: nn.Module, rows: Rows, cases: Sequence[Case]) -> list[tuple[
                 else:
                     assert case.per_token is not None, "a case needs per_token or whole"
                     loss = linear.batch_loss(scores, own, case.per_token, case.reduction)
-                results[number] = float(loss), linear.gradients(model, loss, retain_graph=True)
+                results[number] = float(loss.detach()), linear.gradients(model, loss, retain_graph=True)
     return [results[number] for number in range(len(cases))]
 
 
