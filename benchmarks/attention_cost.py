@@ -17,7 +17,6 @@ import treetrain as tt
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.schedule import Forest
 from treetrain.tree.layout import PackedLayout, pack
-from treetrain.verification.bench import keep_memory
 from workloads import load_workload
 
 HEADS, KV_HEADS, SIZE, REPEATS = 6, 2, 64, 15
@@ -75,7 +74,7 @@ def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.
 def main() -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
-    keep_memory()
+    rows.keep_memory()
     for name, layout in layouts().items():
         forest = Forest(
             ends=layout.ends,

@@ -28,9 +28,9 @@ def measure(name: str, repeats: int, baselines: list[str]) -> None:
     import treetrain as tt
     from treetrain.engine.engine import LinearEngine
     from treetrain.planning.plan import least_recomputed
-    from treetrain.verification.bench import PaddedEngine, keep_memory
+    from treetrain.verification.bench import PaddedEngine
 
-    keep_memory()
+    rows.keep_memory()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model, batch = model_30m(), load_workload(name)
     tree = tt.build_tree(batch)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 import rows as result_rows
 import treetrain as tt
-from treetrain.verification.bench import keep_memory
 from workloads import VOCAB, model_30m
 
 SIZE, WARMUP, TRUNK, BRANCHES, LENGTH = 2, 1, 3072, 4, 256
@@ -24,7 +23,7 @@ SIZE, WARMUP, TRUNK, BRANCHES, LENGTH = 2, 1, 3072, 4, 256
 
 def measure(rank: int, size: int, repeats: int) -> tuple[dict[str, list[float]], int]:
     """Measure the three ways alternately; rank 0 also runs those of one process, while rank 1 waits."""
-    keep_memory()
+    result_rows.keep_memory()
     rng = np.random.default_rng(0)
     trunk = rng.integers(0, VOCAB, TRUNK).tolist()
     rows = [tt.Trajectory([*trunk, *rng.integers(0, VOCAB, LENGTH).tolist()]) for _ in range(BRANCHES)]

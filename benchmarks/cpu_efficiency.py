@@ -7,7 +7,6 @@ alternating in one process; a fresh process per workload. Rows are appended to r
 """
 
 import os
-import sys
 
 import rows
 from workloads import WORKLOADS, load_workload, model_30m
@@ -24,12 +23,13 @@ def measure(name: str, repeats: int, memory: bool) -> None:
     from treetrain.verification.bench import PaddedEngine, bench
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
+    rows.keep_memory()
     model, trajectories = model_30m(), load_workload(name)
-    report = bench(model, trajectories, repeats=repeats, progress=_say)
+    report = bench(model, trajectories, repeats=repeats)
     distinct = [trajectories[k] for k in distinct_rows(tt.build_tree(trajectories)).nonzero()[0]]
     apart = None  # without exact repeats, if there are any
     if len(distinct) < len(trajectories):
-        apart = bench(model, distinct, repeats=repeats, baselines=[report.baseline], progress=_say)
+        apart = bench(model, distinct, repeats=repeats, baselines=[report.baseline])
     peaks: list[int | None] = [None, None]
     if memory:
         kind, tokens = report.baseline.split()
@@ -47,10 +47,6 @@ def measure(name: str, repeats: int, memory: bool) -> None:
     }
     rows.append("cpu_efficiency", row)
     print(row, flush=True)
-
-
-def _say(line: str) -> None:
-    print(f"  {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ rows, in a fresh process per model. Rows are appended to results/families.csv.
 """
 
 import os
-import sys
 
 import rows
 from workloads import VOCAB, WORKLOADS, load_workload
@@ -72,11 +71,12 @@ def measure(name: str, workload: str, repeats: int, trial: int) -> None:
     from treetrain.verification.bench import bench
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
+    rows.keep_memory()
     torch.manual_seed(0)
     model = MODELS[name]()
     tasks = load_workload(workload)
-    tried = bench(model, tasks[::trial], repeats=1, progress=_say)  # a round of all takes minutes
-    report = bench(model, tasks, repeats=repeats, baselines=[tried.baseline], progress=_say)
+    tried = bench(model, tasks[::trial], repeats=1)  # a round of all takes minutes
+    report = bench(model, tasks, repeats=repeats, baselines=[tried.baseline])
     row = {
         "model": name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -85,10 +85,6 @@ def measure(name: str, workload: str, repeats: int, trial: int) -> None:
     }
     rows.append("families", row)
     print(row, flush=True)
-
-
-def _say(line: str) -> None:
-    print(f"  {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -27,12 +27,11 @@ def main() -> None:
 
     import treetrain as tt
     from treetrain.engine.engine import LinearEngine
-    from treetrain.verification.bench import keep_memory
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    keep_memory()
+    rows.keep_memory()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = model_30m()
     packed = LinearEngine(model, pack_tokens=4096)

@@ -21,9 +21,8 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
     import torch
 
     import treetrain as tt
-    from treetrain.verification.bench import keep_memory
 
-    keep_memory()
+    rows.keep_memory()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model, batch = model_30m(), load_workload(name)
     tree = tt.build_tree(batch)

@@ -79,8 +79,8 @@ def calibrated(rank: int, size: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from links import measured_links
     from treetrain.verification.bench import measured_cost
-    from treetrain.verification.links import measured_links
 
     model = small_model()
     dist.barrier()

@@ -196,9 +196,8 @@ def measure(name: str, repeats: int, dry_run: bool) -> None:
     from treetrain.engine.costs import count
     from treetrain.planning.cost import budget_share
     from treetrain.tree.stats import ideal_speedup
-    from treetrain.verification.bench import keep_memory
 
-    keep_memory()
+    rows.keep_memory()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     kind, load = WORKS[name]
     drawn = load()

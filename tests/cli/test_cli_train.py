@@ -1,7 +1,6 @@
 """`treetrain train`: a file in, a model folder out; bad input is one line."""
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,11 @@ def test_training_writes_a_folder_that_transformers_loads(treetrain, token_file,
     out = tmp_path / "out"
     argv = ("train", token_file, "--model", model_folder, "--output_dir", out, "--max_steps", "3", *QUIET)
     answer = treetrain(*argv, "--logging_steps", "1", "--eval_fraction", "0.25")
-    assert answer.code == 0 and str(out) in answer.out and "overlap" in answer.out and "held out" in answer.out
+    assert answer.code == 0 and f"the model is in {out}" in answer.out
+    assert "train_loss" in answer.out and "eval_nll" in answer.out
     loads(out)
     assert AutoTokenizer.from_pretrained(out)("hello")["input_ids"]
-    assert len(logged(out)) == 3 and (out / "report.html").is_file()
+    assert len(logged(out)) == 3
 
 
 def test_tree_and_linear_runs_agree_on_conversations(treetrain, chat_file, model_folder, tmp_path) -> None:
@@ -47,7 +47,7 @@ def test_tree_and_linear_runs_agree_on_conversations(treetrain, chat_file, model
     assert all(torch.allclose(one[name], other[name], atol=1e-4) for name in one)
 
 
-def test_a_stopped_run_says_which_command_goes_on_and_it_does(
+def test_a_stopped_run_says_how_to_go_on_and_it_does(
     treetrain, token_file, model_folder, tmp_path, monkeypatch
 ) -> None:
     make = train._trainer
@@ -61,11 +61,9 @@ def test_a_stopped_run_says_which_command_goes_on_and_it_does(
     assert treetrain(*argv, "--output_dir", tmp_path / "whole").code == 0
     monkeypatch.setattr(train, "_trainer", stops)
     stopped = treetrain(*argv, "--output_dir", tmp_path / "out")
-    assert stopped.code == 143
+    assert stopped.code == 143 and "the same command and --resume_from_checkpoint true" in stopped.err
     monkeypatch.setattr(train, "_trainer", make)
-    command = shlex.split(stopped.err.partition("Go on with ")[2])
-    assert command[:2] == ["treetrain", "train"] and command[-2:] == ["--resume_from_checkpoint", "true"]
-    assert treetrain(*command[1:]).code == 0
+    assert treetrain(*argv, "--output_dir", tmp_path / "out", "--resume_from_checkpoint", "true").code == 0
     assert logged(tmp_path / "out") == logged(tmp_path / "whole")
 
 
@@ -79,7 +77,7 @@ def config_file(token_file, model_folder, tmp_path) -> Path:
         "loss": "grpo",
         "loss_kwargs": {"clip": 0.1},
         "updates_per_batch": 2,
-        "lora_r": 2,
+        "lora": {"r": 2},
         "learning_rate": 1e-5,
         "max_steps": 2,
         "logging_steps": 1,
@@ -104,11 +102,11 @@ def test_a_yaml_file_says_everything_and_flags_outweigh_it(treetrain, config_fil
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("learning_rat: 1", "learning_rat is no argument"),
+        ("learning_rat: 1", "--learning_rat is no argument"),
         ("- 1", "holds no names with values"),
         ("a: [", "is no YAML file"),
         ("max_steps: many", "argument --max_steps/--max-steps: invalid int value: 'many'"),
-        ("execution: rows", "execution is 'rows'"),
+        ("execution: rows", "argument --execution: invalid choice: 'rows'"),
         ("model: tiny", "no data file given"),
         ("files: x.jsonl", "no model given"),
         ("files: x.jsonl\nmodel: tiny", "x.jsonl"),
@@ -145,4 +143,4 @@ def test_a_bad_row_is_named_by_file_and_line(treetrain, model_folder, tmp_path) 
 
 def test_help_lists_the_arguments_of_both_libraries(treetrain) -> None:
     said = treetrain("train", "--help").out
-    assert "--tokens_per_step" in said and "--learning_rate" in said and "treetrain train config.yaml" in said
+    assert "--tokens_per_step" in said and "--learning_rate" in said and "YAML file" in said

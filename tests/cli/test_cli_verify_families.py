@@ -53,8 +53,7 @@ def test_a_family_is_verified_from_its_folder(treetrain, rows_file, folder_of, n
     assert (report["parts"] > 3) == (budget is not None)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
-def test_a_family_is_verified_in_bfloat16(treetrain, rows_file, folder_of, name):
-    report = treetrain("verify", rows_file, "--model", folder_of(name), "--dtype", "bfloat16", "--json").json
+def test_a_family_is_verified_in_bfloat16(treetrain, rows_file, folder_of):
+    report = treetrain("verify", rows_file, "--model", folder_of("gemma2"), "--dtype", "bfloat16", "--json").json
     # One forest of 30 tokens is no pool: its error may by chance be above that of the linear run.
     assert report["gradient_error"] <= 3 * report["linear_error"], report["verdict"]

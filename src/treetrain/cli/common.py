@@ -4,13 +4,12 @@ numpy, torch, transformers and rich are imported only where they are used, so th
 """
 
 import argparse
-import dataclasses
 import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from treetrain.data.trajectory import Trajectory
     from treetrain.inspection.report import Shape
     from treetrain.tree.token_tree import TokenTree
+    from treetrain.verification.verify import TreeReport
 
 DEFAULT_SHAPE = "qwen3-8b"
 SKIPPED = "treetrain-skipped.txt"
@@ -29,29 +29,17 @@ SKIPPED = "treetrain-skipped.txt"
 # ---- Options
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and keeps the line breaks of examples."""
-
-
 class Parser(argparse.ArgumentParser):
     """A parser that reports errors as a one-line `ValueError`.
 
     Args:
         command: name of the command.
         summary: what it does.
-        examples: the arguments of example calls, without `treetrain COMMAND`.
     """
 
-    def __init__(self, command: str, summary: str, examples: Sequence[str], **more: Any) -> None:
-        prog = f"treetrain {command}"
-        shown = "\n".join(f"  {prog} {example}".rstrip() for example in examples)
-        super().__init__(
-            prog=prog,
-            description=f"{summary}\n\nexamples:\n{shown}",
-            formatter_class=_HelpFormatter,
-            allow_abbrev=False,
-            **more,
-        )
+    def __init__(self, command: str, summary: str, **more: Any) -> None:
+        more |= {"prog": f"treetrain {command}", "description": summary, "allow_abbrev": False}
+        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, **more)
 
     def error(self, message: str) -> NoReturn:
         """Raise `ValueError`; `argparse` would exit."""
@@ -82,8 +70,8 @@ class Parser(argparse.ArgumentParser):
         )
         text = "Which assistant messages are trained; last: one record is one LLM call, its last message the answer."
         self.option("train", text, "all", choices=["all", "last"])
-        text = "Read the value at PATH of a record as KEY: reward=result.score; may be given several times."
-        self.option("map", text, {}, action=_Map, metavar="KEY=PATH")
+        text = "Read the value at PATH of a record as KEY: reward=result.score."
+        self.option("map", text, [], action="extend", nargs="+", type=_key_and_path, metavar="KEY=PATH")
         text = "skip: leave out records that cannot be used, and list them in treetrain-skipped.txt."
         self.option("on_error", text, "stop", choices=["stop", "skip"])
         self.option(
@@ -105,7 +93,6 @@ class Parser(argparse.ArgumentParser):
             "budget",
             "Tokens whose graph is alive at once (4096), or bytes above model, gradients and optimiser state (8GiB, "
             "900MB); any tree fits. Not given: what the device has free.",
-            type=_budget,
         )
 
     def sample_options(self) -> None:
@@ -119,9 +106,6 @@ class Parser(argparse.ArgumentParser):
             16,
             type=at_least(0),
         )
-        self.option("seed", "Seed of a preset's random weights.", 0, type=int)
-        self.option("threads", "CPU threads; not given: torch's choice.", type=at_least(1))
-        self.option("temperature", "Divides the logits.", 1.0, type=float)
         self.json_option()
 
     def json_option(self) -> None:
@@ -129,35 +113,23 @@ class Parser(argparse.ArgumentParser):
         self.flag("json", "Print one JSON object and nothing else.")
 
 
-class _Map(argparse.Action):
-    """Collects KEY=PATH in a dict."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        name, equals, path = values.partition("=")
-        if not (name and equals and path):
-            parser.error(f"{option_string} {values}: expected KEY=PATH, such as reward=result.score")
-        namespace.map = namespace.map | {name: path}
+def _key_and_path(text: str) -> tuple[str, str]:
+    """An argparse type: KEY=PATH."""
+    key, _, path = text.partition("=")
+    if not (key and path):
+        raise argparse.ArgumentTypeError(f"{text}: expected KEY=PATH, such as reward=result.score")
+    return key, path
 
 
 def at_least(least: int) -> Callable[[str], int]:
     """An argparse type: an integer of `least` or more."""
 
-    def number(text: str) -> int:
+    def whole_number(text: str) -> int:
         if (value := int(text)) < least:
             raise argparse.ArgumentTypeError(f"{value} is too small; give at least {least}")
         return value
 
-    number.__name__ = "int"  # argparse names the type in its errors
-    return number
-
-
-def _budget(text: str) -> Any:
-    from treetrain.planning.make import parse_budget
-
-    try:
-        return parse_budget(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    return whole_number
 
 
 # ---- Inputs
@@ -181,8 +153,7 @@ def find_shape(model: str | None, shape: str | None, *, dtype_bytes: int = 4) ->
     return Shape(counts=counts, name=name, assumed=shape is None)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ReadRows:
+class ReadRows(NamedTuple):
     """Rows, notes on them for the user, and the tokenizer they were made with."""
 
     rows: "Sequence[Trajectory]"
@@ -207,10 +178,13 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
     """
     from treetrain.data.load import detect_format, load
     from treetrain.data.records import Notes
+    from treetrain.planning.make import parse_budget
     from treetrain.tree.build import holds_token_trees, load_tree
 
+    parse_budget(getattr(options, "budget", None))  # a wrong one is refused before anything is read
     files = list(files or options.files)
-    kind, why = detect_format(files[0], options.format, options.map)
+    renamed = dict(options.map)
+    kind, why = detect_format(files[0], options.format, renamed)
     config = tokenizer = None
     wanted = options.tokenizer or (None if kind.tokens else options.model)
     if options.model is not None or wanted is not None:
@@ -224,14 +198,14 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
         notes = Notes()
         notes.add(f"{why or 'read as nodes'}; the trees are not flattened", None)
         tree = load_tree(files, vocab_size=vocab_size, max_positions=positions, notes=notes)
-        rows = tree.trajectories
-        return ReadRows(rows=rows, notes=notes.lines(), format="nodes", view=None, tokenizer=tokenizer, tree=tree)
-    given = ("format", "view", "train", "tools", "chat_template", "map", "on_error")
+        return ReadRows(tree.trajectories, notes.lines(), "nodes", None, tokenizer, tree)
+    given = ("format", "view", "train", "tools", "chat_template", "on_error")
     loaded = load(
         files,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         max_positions=positions,
+        map=renamed,
         images=getattr(options, "images", "refuse"),
         **{option: getattr(options, option) for option in given},
         **more,
@@ -240,8 +214,7 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
     if loaded.skipped:
         Path(SKIPPED).write_text("".join(line + "\n" for line in loaded.skipped), encoding="utf-8")
         notes = (*notes, f"the skipped records are listed in {SKIPPED}")
-    view = None if kind.tokens else options.view
-    return ReadRows(rows=loaded.trajectories, notes=notes, format=loaded.format, view=view, tokenizer=tokenizer)
+    return ReadRows(loaded.trajectories, notes, loaded.format, None if kind.tokens else options.view, tokenizer)
 
 
 def sample(options: Namespace, dtype: str = "float32") -> "tuple[nn.Module, list[Trajectory]]":
@@ -254,11 +227,6 @@ def sample(options: Namespace, dtype: str = "float32") -> "tuple[nn.Module, list
     from treetrain.trainers.groups import sample_groups
 
     found = read(options)
-    if not found.rows:
-        raise DataError(
-            f"{', '.join(options.files)}: no rows to sample; in the calls view a conversation without an "
-            "assistant message has none"
-        )
     rows, cut = sample_groups(found.rows, options.sample or len(found.rows))
     print_notes(found.notes)
     if len(rows) < len(found.rows):
@@ -266,14 +234,10 @@ def sample(options: Namespace, dtype: str = "float32") -> "tuple[nn.Module, list
         print_notes([f"a sample of {len(rows)} of {len(found.rows)} rows, {of}; --sample sets how many, 0 takes all"])
     if not any(row.weights.any() for row in rows):
         raise DataError(f"nothing to train: no token of the {len(rows)} sampled rows has a loss weight")
-    if options.threads is not None:
-        import torch
-
-        torch.set_num_threads(options.threads)
-    return best_device_model(options.model, seed=options.seed, dtype=dtype), rows
+    return best_device_model(options.model, dtype), rows
 
 
-def best_device_model(name: str, *, seed: int = 0, dtype: str = "float32") -> "nn.Module":
+def best_device_model(name: str, dtype: str = "float32") -> "nn.Module":
     """A model in eval mode on the GPU, or on the CPU if there is none."""
     import torch
     from transformers.utils import logging
@@ -281,7 +245,7 @@ def best_device_model(name: str, *, seed: int = 0, dtype: str = "float32") -> "n
     from treetrain.models.loading import load_model
 
     logging.disable_progress_bar()
-    model = load_model(name, seed=seed, dtype=dtype)
+    model = load_model(name, dtype=dtype)
     return torch.nn.Module.to(model, "cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
@@ -312,11 +276,9 @@ def pairs(rows: Iterable[tuple[str, str]]) -> "Table":
     from rich.markup import escape
     from rich.table import Table
 
-    made = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    made.add_column(style="dim")
-    made.add_column()
+    made = Table.grid(padding=(0, 2, 0, 0))
     for name, value in rows:
-        made.add_row(name, escape(value))
+        made.add_row(f"[dim]{name}[/]", escape(value))
     return made
 
 
@@ -334,7 +296,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str |
     return made
 
 
-def tree_facts(report: Any) -> list[tuple[str, str]]:
+def tree_facts(report: "TreeReport") -> list[tuple[str, str]]:
     """Names and values about the tree in a report of `verify` or `bench`."""
     overlap = 1 - report.unique_tokens / max(report.flat_tokens, 1)
     tokens = f"{report.flat_tokens:,} flat, {report.unique_tokens:,} unique tokens, overlap {overlap:.3f}"

@@ -27,21 +27,13 @@ if TYPE_CHECKING:
     from treetrain.planning.plan import Plan
 
 SUMMARY = "How much the rows of a file share, where, and what computing every shared prefix once is worth."
-EXAMPLES = (
-    "rollouts.jsonl",
-    "chats.jsonl.gz --tokenizer Qwen/Qwen3-0.6B --view calls --shape qwen3-8b",
-    "chats.jsonl --model ./my-model --groups 20 --json",
-    "rollouts.jsonl --model Qwen/Qwen3-0.6B --budget 8GiB --device cuda",
-    "rollouts.jsonl --model small --budget 4096 --calibrate",
-    "chats.jsonl --model Qwen/Qwen3-0.6B --budget 16384 --html tree.html",
-)
 COMPARED = 50
 """Conversations that are read again to compare views."""
 
 
 def make_parser() -> Parser:
     """The options of the command."""
-    parser = Parser("inspect", SUMMARY, EXAMPLES)
+    parser = Parser("inspect", SUMMARY)
     parser.row_options()
     text = "key: read conversations with images, and keep rows with different images apart."
     parser.option("images", text, "refuse", choices=["refuse", "key"])

@@ -10,13 +10,12 @@ SUMMARY = (
     "Which models are exact on a tree, as the tests found for every causal LM class of transformers; or whether one "
     "model is, from its configuration, without reading its weights. Exit code 1 if that one is refused."
 )
-EXAMPLES = ("", "--model Qwen/Qwen3-Next-80B-A3B-Instruct", "--model ./my-model --json")
 REFUSED = 1
 
 
 def make_parser() -> Parser:
     """The options of the command."""
-    parser = Parser("models", SUMMARY, EXAMPLES)
+    parser = Parser("models", SUMMARY)
     text = "Answer for one model: hub id, local folder or preset. Only its config.json is read."
     parser.option("model", text)
     parser.json_option()
@@ -33,75 +32,53 @@ def run(argv: Sequence[str]) -> int:
     if options.json:
         print_json(answer)
     else:
-        parameters = answer["parameters"]
-        rows = [
-            ("model", f"{answer['model']} ({answer['model_type']})"),
-            ("layers", ", ".join(f"{count} {kind}" for kind, count in answer["layers"].items())),
-            ("cost", f"known; {parameters:,} parameters" if parameters else "cannot be counted"),
-            ("verdict", f"{answer['verdict']}: {answer['reason']}"),
-        ]
-        console().print(pairs(rows))
+        console().print(pairs(answer.items()))
     return REFUSED if answer["verdict"] == "refused" else 0
 
 
 def _list(as_json: bool) -> None:
-    from treetrain.models.loading import VERDICTS, FamilyTable
+    from treetrain.models.loading import FamilyTable
 
     found = FamilyTable.packaged()
     if as_json:
-        print_json({"transformers": found.transformers, "classes": [dataclasses.asdict(one) for one in found.classes]})
+        print_json(dataclasses.asdict(found))
         return
-    out = console()
     made = table(
         ("model_type", "verdict", "float64", "float32", "bfloat16", "layers tested, or why not"),
         [
             (one.model_type, one.verdict, *one.errors, ", ".join(one.layers) if one.verdict == "exact" else one.reason)
             for one in found.classes
         ],
+        title=f"causal LM classes of transformers {found.transformers}; layers decide, not names: ask with --model",
     )
     made.columns[1].justify = made.columns[-1].justify = "left"
-    out.print(made)
-    counts = ", ".join(f"{len(found.of(verdict))} {verdict}" for verdict in VERDICTS)
-    out.print(
-        f"causal LM classes of transformers {found.transformers}: {counts}. Layers decide, not names; --model asks for "
-        "one model.\nErrors are of the gradient against every row by itself: relative in float64 and float32; in "
-        "bfloat16 over that of the bfloat16 rows.",
-        markup=False,
+    made.caption = (
+        "errors of the gradient against every row by itself: relative in float64 and float32, in bfloat16 over that of "
+        "the bfloat16 rows"
     )
+    console().print(made)
 
 
 def _one(name: str) -> dict[str, Any]:
-    """The verdict on one model, and its parameter count if known."""
-    from treetrain.engine.costs import count_config
+    """The verdict on one model, and the reason; for one that passes the check, what the tests found for its class."""
     from treetrain.errors import UnsupportedModel
-    from treetrain.models.loading import check_config, load_config
+    from treetrain.models.loading import FamilyTable, check_config, load_config
 
     config = load_config(name)
-    text = config.get_text_config()
-    kinds = list(getattr(text, "layer_types", None) or ["unnamed"] * text.num_hidden_layers)
+    answer = {"model": name, "model_type": config.get_text_config().model_type}
     try:
-        made = check_config(config) is not None
-        verdict, reason = _tested(config.model_type) if made else ("untried", "it is checked when it is loaded")
+        checked = check_config(config) is not None
     except UnsupportedModel as error:
-        verdict, reason = "refused", str(error)
-    try:
-        parameters = count_config(config).parameters
-    except UnsupportedModel:
-        parameters = None
-    layers = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
-    answer = {"model": name, "model_type": text.model_type, "layers": layers}
-    return answer | {"verdict": verdict, "reason": reason, "parameters": parameters}
-
-
-def _tested(model_type: str) -> tuple[str, str]:
-    """Verdict and reason for a model that passes the check, by what the tests found for its class."""
-    from treetrain.models.loading import FamilyTable
-
-    found = FamilyTable.packaged().find(model_type)
+        return answer | {"verdict": "refused", "reason": str(error)}
+    found = FamilyTable.packaged().find(config.model_type)
+    if not checked:
+        return answer | {"verdict": "untried", "reason": "it is checked when it is loaded"}
     if found is None or found.verdict != "exact":
         what = "is not among those tested" if found is None else f"was {found.verdict} in the tests: {found.reason}"
-        return "untried", f"it passes the check, but its class {what}; treetrain verify proves it on your rows"
+        reason = f"it passes the check, but its class {what}; treetrain verify proves it on your rows"
+        return answer | {"verdict": "untried", "reason": reason}
     double, single, ratio = found.errors
     low = f"; in bfloat16 {ratio} times that of the rows" if ratio else ""
     reason = "its layers pass the check, and the gradients of a small model of its class are those of the rows"
-    return "exact", f"{reason} (relative error {double} in float64, {single} in float32{low})"
+    errors = f"relative error {double} in float64, {single} in float32{low}"
+    return answer | {"verdict": "exact", "reason": f"{reason} ({errors})"}

@@ -13,11 +13,6 @@ if TYPE_CHECKING:
     from treetrain.planning.simulate import Refused, Simulation
 
 SUMMARY = "How to split a model and a file's rows over many ranks: time, parts, links and memory of a step, predicted."
-EXAMPLES = (
-    "rollouts.jsonl --model qwen3-32b --ranks 64",
-    "rollouts.jsonl --model qwen3-30b-a3b --ranks 128 --device h200 --context 4 --checkpointing",
-    "chats.jsonl --model ./my-model --view calls --ranks 16 --node 4 --device my-cluster.toml --json",
-)
 MOST_RANKS = 65_536
 SHOWN = 12
 """Splits in the table."""
@@ -25,7 +20,7 @@ SHOWN = 12
 
 def make_parser() -> Parser:
     """The options of the command."""
-    parser = Parser("simulate", SUMMARY, EXAMPLES)
+    parser = Parser("simulate", SUMMARY)
     parser.row_options()
     parser.budget_option()
     text = "A shape by name (qwen3-0.6b to qwen3-235b-a22b, llama-3.1-8b), or a hub id, local folder or preset."

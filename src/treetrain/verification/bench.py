@@ -5,14 +5,12 @@ so that a machine that slows down slows all of them; medians are compared. All b
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import platform
 import statistics
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,38 +32,25 @@ from treetrain.tree.build import Row, as_tree, build_tree
 from treetrain.tree.layout import PackedLayout, pack
 from treetrain.tree.stats import ideal_speedup
 from treetrain.tree.token_tree import TokenTree
+from treetrain.verification.verify import TreeReport
 
 PACK_TOKENS = {"cpu": (4096, 8192), "cuda": (8192, 32_768)}
 """Batch sizes, in tokens, of the linear runs to try, by kind of device; the fastest run is the baseline."""
 CALIBRATION_TOKENS, CALIBRATION_PASSES = {"cpu": (64, 256), "cuda": (1024, 4096)}, 5
 """Tokens of the short and of the long pass, and how many of each count."""
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
-Seconds = dict[str, list[float]]
-"""The time of every round, by engine name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BenchReport:
+class BenchReport(TreeReport):
     """The outcome of `bench`; times are medians in seconds of one forward and backward."""
 
-    trajectories: int
-    flat_tokens: int
-    unique_tokens: int
-    overlap: float
-    attention: str
-    """Which tree attention ran, and why."""
-    parts: int
-    """Forward-backward passes of the tree under its budget."""
-    recomputed_tokens: int
-    """Tokens whose forward runs twice."""
     tree_seconds: float
-    linear_seconds: float
-    """Seconds of the fastest baseline."""
     baseline: str
-    """Its name."""
+    """Name of the fastest baseline."""
     baselines: dict[str, float]
+    """Seconds of every baseline by its name."""
     speedup: float
-    """linear_seconds / tree_seconds, the median over the rounds."""
+    """Seconds of the fastest baseline / those of the tree, the median over the rounds."""
     speedup_spread: tuple[float, float]
     """Least and greatest speed-up of a round."""
     ideal: float | None
@@ -73,7 +58,6 @@ class BenchReport:
     unknown."""
     efficiency: float | None
     """speedup / ideal."""
-    repeats: int
     seconds: dict[str, list[float]]
     """The time of every measured round, by engine name."""
 
@@ -86,9 +70,7 @@ def bench(
     temperature: float = 1.0,
     budget: int | str | Bytes | None = None,
     repeats: int = 5,
-    warmup: int = 1,
     baselines: Collection[str] | None = None,
-    progress: Callable[[str], None] | None = None,
 ) -> BenchReport:
     """Time tree against linear.
 
@@ -97,27 +79,23 @@ def bench(
         trajectories: one step's rows, as `TreeEngine.forward_backward` takes them.
         loss: any loss of the protocol; None is `losses.sft()`.
         budget: of the tree's side; see `TreeEngine`.
-        repeats: measured rounds; every engine runs once in each.
-        warmup: rounds before, not counted; the slower baselines drop out after them.
+        repeats: measured rounds; every engine runs once in each. The slower baselines drop out after a round before
+            them, which is not counted.
         baselines: names of those to run, such as the `BenchReport.baseline` of a smaller run; None is all.
-        progress: called with a line about what is running.
 
     Raises:
         UnsupportedModel, DataError: as `TreeEngine.forward_backward`.
-        ValueError: fewer than one repeat or warm-up round, or an unknown baseline.
+        ValueError: fewer than one repeat, or an unknown baseline.
     """
-    if repeats < 1 or warmup < 1:
-        raise ValueError(f"repeats={repeats}, warmup={warmup}: both must be at least 1")
-    loss = sft() if loss is None else loss
-    as_loss(loss)
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats}: give at least 1")
+    loss = as_loss(sft() if loss is None else loss)
     kinds = {"packed": LinearEngine, "padded": PaddedEngine}
     sizes = PACK_TOKENS["cuda" if model_device(model).type == "cuda" else "cpu"]
     known = [f"{kind} {size}" for size in sizes for kind in kinds]
     wanted = known if baselines is None else list(baselines)
     if not wanted or not set(wanted) <= set(known):
         raise ValueError(f"baselines={wanted}: give one or more of {', '.join(known)}")
-    if model_device(model).type == "cpu":
-        keep_memory()
     rows = list(as_tree(trajectories, merge=True).trajectories)
     tree = build_tree(rows)
     engines = {"tree": TreeEngine(model, budget=budget, temperature=temperature)}
@@ -126,24 +104,22 @@ def bench(
 
     attention: dict[str, str] = {}
 
-    def take_turns(runs: dict[str, TreeEngine], rounds: int, label: str) -> Seconds:
-        seconds: Seconds = {name: [] for name in runs}
-        for number in range(rounds):
-            for name, engine in runs.items():
-                if progress is not None:
-                    progress(f"{label} {number + 1} of {rounds}: {name}")
+    def take_turns(names: Sequence[str], rounds: int) -> dict[str, list[float]]:
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for _ in range(rounds):
+            for name in names:
                 model.zero_grad(set_to_none=False)
                 _synchronise(model)
                 start = time.perf_counter()
-                attention[name] = ", ".join(engine.forward_backward(rows, loss).attention) or "none"
+                attention[name] = ", ".join(engines[name].forward_backward(rows, loss).attention) or "none"
                 _synchronise(model)
                 seconds[name].append(time.perf_counter() - start)
         return seconds
 
-    warm = take_turns(engines, warmup, "warm-up")
-    best = min(wanted, key=lambda name: min(warm[name]))
-    close = [name for name in wanted if min(warm[name]) <= 1.05 * min(warm[best])]
-    measured = take_turns({name: engines[name] for name in ("tree", *close)}, repeats, "round")
+    warm = {name: seconds[0] for name, seconds in take_turns(list(engines), 1).items()}
+    best = min(warm[name] for name in wanted)
+    close = [name for name in wanted if warm[name] <= 1.05 * best]
+    measured = take_turns(["tree", *close], repeats)
     medians = {name: statistics.median(times) for name, times in measured.items()}
     baseline = min(close, key=lambda name: medians[name])
     ratios = [a / b for a, b in zip(measured[baseline], measured["tree"])]
@@ -157,19 +133,16 @@ def bench(
         trajectories=len(rows),
         flat_tokens=tree.num_flat_tokens,
         unique_tokens=tree.num_tokens,
-        overlap=1 - tree.num_tokens / max(tree.num_flat_tokens, 1),
         attention=f"{attention['tree']} ({engines['tree'].attention.reason})",
         parts=plan.num_parts,
         recomputed_tokens=plan.recomputed_tokens,
         tree_seconds=medians["tree"],
-        linear_seconds=medians[baseline],
         baseline=baseline,
-        baselines={name: medians.get(name, statistics.median(warm[name])) for name in wanted},
+        baselines={name: medians.get(name, warm[name]) for name in wanted},
         speedup=speedup,
         speedup_spread=(min(ratios), max(ratios)),
         ideal=ideal,
         efficiency=None if ideal is None else speedup / ideal,
-        repeats=repeats,
         seconds=measured,
     )
 
@@ -304,22 +277,3 @@ def _pass_seconds(model: nn.Module, capabilities: Capabilities, layout: PackedLa
         _synchronise(model)
         times.append(time.perf_counter() - start)
     return min(times[1:])  # kernels are compiled in the first
-
-
-# ---- Memory of a CPU
-
-
-def keep_memory() -> bool:
-    """Tell glibc to serve large blocks from its heap and to keep them. Returns whether that worked.
-
-    Memory that is returned between steps costs page faults at every step on a CPU. This equals setting
-    MALLOC_MMAP_MAX_=0, MALLOC_TRIM_THRESHOLD_ and MALLOC_TOP_PAD_ before the start; it is a no-op without glibc.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    settings = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 256 * 2**20))
-    return all(mallopt(which, value) == 1 for which, value in settings)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
 from operator import add
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int64
@@ -27,9 +27,10 @@ from treetrain.losses.losses import sft
 from treetrain.models.capability import check_model
 from treetrain.models.tree_mode import replaced_forward
 from treetrain.planning.make import Bytes
-from treetrain.tree.build import Row, as_tree, build_tree
+from treetrain.tree.build import Row, as_tree
 from treetrain.tree.token_tree import TokenTree
 
+T = TypeVar("T")
 Scores = tuple[
     Float[Tensor, "predictions"], Float[Tensor, "predictions"] | None, Float[Tensor, "predictions *columns"] | None
 ]
@@ -52,12 +53,26 @@ class ParameterError:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class VerifyReport:
+class TreeReport:
+    """The tree of a `verify` or `bench`, and how it ran."""
+
+    trajectories: int
+    flat_tokens: int
+    unique_tokens: int
+    attention: str
+    """Which tree attention ran, and why."""
+    parts: int
+    """Forward-backward passes under the budget."""
+    recomputed_tokens: int
+    """Tokens whose forward ran twice."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyReport(TreeReport):
     """The outcome of `verify`."""
 
     passed: bool
     verdict: str
-    """The outcome in one sentence."""
     loss_tree: float
     loss_linear: float
     gradient_error: float
@@ -66,15 +81,6 @@ class VerifyReport:
     """For bf16 and fp16: the linear run's own error against float32; None otherwise."""
     tolerance: float
     dtype: str
-    attention: str
-    """Which tree attention ran, and why."""
-    trajectories: int
-    flat_tokens: int
-    unique_tokens: int
-    parts: int
-    """Forward-backward passes that the tree took under its budget."""
-    recomputed_tokens: int
-    """Tokens whose forward ran twice."""
     parameters: tuple[ParameterError, ...]
     """Worst first."""
 
@@ -93,18 +99,13 @@ def verify(
 
     Args:
         model: a causal LM, or a critic; its gradients and mode are left as they were.
-        trajectories: a sample, K rows as `TreeEngine.forward_backward` takes them: trajectories, lists or arrays of
-            token ids, or a tree. The plain side holds one row's logits, [L, V], at a time, or
-            those of all rows for a batch-scope loss.
+        trajectories: a sample of rows as `TreeEngine.forward_backward` takes them. The plain side holds one row's
+            logits, [L, V], at a time, or those of all rows for a batch-scope loss.
         loss: any loss of the protocol; None is `losses.sft()`.
         temperature: divides the logits before the softmax, on both sides.
         tolerance: largest global gradient error; None takes that of the model's dtype. In bf16 and fp16 both runs
             are measured against a float32 copy of the model, and the tree may err 1.5 times as much as linear.
         budget, value_head: of the tree's side, see `TreeEngine`; the head's gradients are compared, too.
-
-    Returns:
-        a report: `passed`, a `verdict` in one sentence, both losses, the global gradient error and that of every
-        parameter, counts of tokens and parts.
 
     Raises:
         UnsupportedModel, DataError, ValueError, TypeError: as `TreeEngine.forward_backward`.
@@ -120,32 +121,33 @@ def verify(
             f"verify of a tensor-parallel model in {dtype} needs a float32 copy of it, which cannot be made: its hooks "
             "would run the weights of the original. Load the model in float32 or float64 to verify it."
         )
-    if not exact and check_model(model, critics=True).experts is not None:
-        # Rounding may change the choice of experts, which is no error of the tree: all sides use the float32 model's.
-        rows = PlainModel(copy.deepcopy(model).float()).with_experts(rows)
-        tree = build_tree(rows)
+    plain = PlainModel(model, value_head, temperature)
+    if not exact and plain.experts is not None:
+        raise UnsupportedModel(
+            f"verify of a mixture of experts in {dtype}: rounding changes which experts it chooses, which is no error "
+            "of the tree. Load the model in float32 to verify it."
+        )
     normaliser = float(loss.normaliser(rows))
 
     engine = TreeEngine(model, budget=budget, temperature=temperature, value_head=value_head)
-    result, gradients = _run(lambda: engine.forward_backward(tree, loss, normaliser), model, value_head)
-    plain = PlainModel(model, value_head, temperature)
-
-    def row_by_row() -> float:
-        with tensor_parallel_mode(model, engine.tensor):
-            return plain.accumulate_gradients(rows, loss, normaliser)
-
-    loss_linear, linear = _run(row_by_row, model, value_head)
+    result, gradients = plain.gradients_of(lambda: engine.forward_backward(tree, loss, normaliser))
+    with tensor_parallel_mode(model, engine.tensor):
+        loss_linear, linear = plain.gradients_of(lambda: plain.accumulate_gradients(rows, loss, normaliser))
     reference, linear_error, limit = linear, None, TOLERANCE.get(dtype, 0.0)
     if not exact:
-        wide, wide_head = copy.deepcopy((model, value_head))  # together: a head may be a part of the model
-        wide, wide_head = wide.float(), None if wide_head is None else wide_head.float()
-        plain = PlainModel(wide, wide_head, temperature)
-        _, reference = _run(lambda: plain.accumulate_gradients(rows, loss, normaliser), wide, wide_head)
+        wide = plain.in_float32()
+        _, reference = wide.gradients_of(lambda: wide.accumulate_gradients(rows, loss, normaliser))
         linear_error = relative_error(linear.values(), reference.values())
         limit = LOW_PRECISION_FACTOR * linear_error
     limit = limit if tolerance is None else tolerance
 
     error = relative_error(gradients.values(), reference.values())
+    norms = {name: float(gradient.double().norm()) for name, gradient in reference.items()}
+    largest = max(norms.values(), default=0.0) or 1.0
+    parameters = []
+    for name, gradient in reference.items():
+        apart = float((gradients[name].double() - gradient.double()).norm())
+        parameters.append(ParameterError(name=name, norm=norms[name], error=apart / (norms[name] or largest)))
     same_loss = abs(result.loss - loss_linear) <= TOLERANCE.get(dtype, 2e-2) * max(1.0, abs(loss_linear))
     against = "each row by itself" if exact else "a float32 run of each row by itself"
     own = "" if linear_error is None else f" (the linear run's own error is {linear_error:.2e})"
@@ -170,7 +172,7 @@ def verify(
         unique_tokens=result.unique_tokens,
         parts=result.parts,
         recomputed_tokens=result.recomputed_tokens,
-        parameters=_by_parameter(gradients, reference),
+        parameters=tuple(sorted(parameters, key=lambda parameter: -parameter.error)),
     )
 
 
@@ -186,8 +188,28 @@ class PlainModel:
     def __init__(self, model: nn.Module, value_head: nn.Module | None = None, temperature: float = 1.0):
         capabilities = check_model(model, critics=True)
         self._model, self._value_head, self._temperature = model, value_head, temperature
-        self._head, self._experts = capabilities.head, capabilities.experts
+        self._head, self.experts = capabilities.head, capabilities.experts
         self._wide = torch.promote_types(model.dtype, torch.float32)  # type: ignore[arg-type]
+
+    def in_float32(self) -> "PlainModel":
+        """A copy in float32."""
+        model, head = copy.deepcopy((self._model, self._value_head))  # together: a head may be a part of the model
+        return PlainModel(model.float(), None if head is None else head.float(), self._temperature)
+
+    def gradients_of(self, call: Callable[[], T]) -> tuple[T, dict[str, Tensor]]:
+        """Return a call's result and the gradients that it leaves, by parameter name; ``.grad`` is left as it was."""
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        if self._value_head is not None:
+            for name, parameter in self._value_head.named_parameters(prefix="value_head"):
+                names.setdefault(parameter, name)
+        returned: list[T] = []
+        left = gradients_of(list(names), lambda: returned.append(call()))
+        gradients = {
+            name: torch.zeros_like(parameter) if grad is None else grad.detach()
+            for (parameter, name), grad in zip(names.items(), left)
+            if parameter.requires_grad
+        }
+        return returned[0], gradients
 
     def accumulate_gradients(self, rows: Sequence[Trajectory], loss: Loss, normaliser: float) -> float:
         """Add a step's gradients to ``.grad``; returns its loss."""
@@ -248,7 +270,7 @@ class PlainModel:
     @contextmanager
     def _routed(self, row: Trajectory) -> Iterator[None]:
         """Route to the row's recorded experts inside the block, which must include the backward."""
-        experts = self._experts
+        experts = self.experts
         recorded = None if experts is None else by_place(experts, row.experts)
         with ExitStack() as stack:
             if experts is not None and recorded is not None:
@@ -259,37 +281,12 @@ class PlainModel:
                     stack.enter_context(replaced_forward(router.module, forward))
             yield
 
-    @torch.no_grad()
-    def with_experts(self, rows: Sequence[Trajectory]) -> list[Trajectory]:
-        """The rows with the experts that this model chooses, for rows that have none recorded."""
-        experts, found = self._experts, list(rows)
-        if experts is None or experts.experts is None or experts.top_k is None:
-            return found
-        chosen: dict[int, Tensor] = {}
-
-        def note(place: int, _module: nn.Module, _args: Any, output: Any) -> None:
-            chosen[place] = output[-1] if isinstance(output, tuple) else output
-
-        with ExitStack() as stack:
-            for router in experts.routers:
-                stack.callback(router.module.register_forward_hook(partial(note, router.place)).remove)
-            for number, row in enumerate(rows):
-                if row.experts is not None or not len(row):
-                    continue
-                self._model(input_ids=self._ids(row), use_cache=False)
-                shape = (len(row), experts.top_k)
-                usual = all(tuple(x.shape) == shape and not x.is_floating_point() for x in chosen.values())
-                if usual and len(chosen) == experts.places:  # other kinds of routers are left alone
-                    own = torch.stack([chosen[place] for place in sorted(chosen)], 1)
-                    found[number] = row.replace(experts=own.cpu().numpy())
-        return found
-
     def _accumulate_auxiliary_gradients(self, rows: Sequence[Trajectory]) -> float:
         """Add the gradient of the routers' auxiliary loss of all rows, times its coefficient; returns that product.
 
         The choices have no gradient. Their counts over all rows are computed first; then the backward runs row by row.
         """
-        experts = self._experts
+        experts = self.experts
         if experts is None or not experts.auxiliary or not rows:
             return 0.0
         assert experts.top_k is not None
@@ -310,35 +307,9 @@ class PlainModel:
         return torch.cat([layer.to(logits[0].device) for layer in logits]).softmax(-1)
 
 
-def _run(call: Callable[[], Any], model: nn.Module, value_head: nn.Module | None) -> tuple[Any, dict[str, Tensor]]:
-    """Return a call's result and its gradients by parameter name; ``.grad`` is left as it was."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    if value_head is not None:
-        for name, parameter in value_head.named_parameters(prefix="value_head"):
-            names.setdefault(parameter, name)
-    returned: list[Any] = []
-    left = gradients_of(list(names), lambda: returned.append(call()))
-    gradients = {
-        name: torch.zeros_like(parameter) if grad is None else grad.detach()
-        for (parameter, name), grad in zip(names.items(), left)
-        if parameter.requires_grad
-    }
-    return returned[0], gradients
-
-
 def relative_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
     """|found - expected| / |expected| over all tensors together; infinite where only the expected ones are 0."""
     pairs = [(a.double(), b.double()) for a, b in zip(found, expected, strict=True)]
     difference = sum(float((a - b).square().sum()) for a, b in pairs)
     total = sum(float(b.square().sum()) for _, b in pairs)
     return (difference / total) ** 0.5 if total else difference and float("inf")
-
-
-def _by_parameter(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> tuple[ParameterError, ...]:
-    norms = {name: float(g.double().norm()) for name, g in reference.items()}
-    largest = max(norms.values(), default=0.0) or 1.0
-    errors = []
-    for name, grad in reference.items():
-        difference = float((gradients[name].double() - grad.double()).norm())
-        errors.append(ParameterError(name=name, norm=norms[name], error=difference / (norms[name] or largest)))
-    return tuple(sorted(errors, key=lambda e: -e.error))

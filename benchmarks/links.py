@@ -1,6 +1,6 @@
 """Measures the links between ranks, by collectives of two sizes.
 
-``torchrun --nproc-per-node 8 -m treetrain.verification.links`` prints them as the lines of a device's description for
+``torchrun --nproc-per-node 8 benchmarks/links.py`` prints them as the lines of a device's description for
 `treetrain simulate`.
 """
 
