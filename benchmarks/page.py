@@ -224,7 +224,7 @@ SECTIONS = (
     Section(
         "Inspecting",
         "`treetrain inspect --html` on a JSONL file of token rows, in one process on a busy machine. Figures are "
-        "of a sample of whole groups, with estimates of all rows; those of 100,000 rows were exact then.",
+        "of a sample of whole groups; those of 100,000 rows were exact then.",
         "inspect_scale.csv",
         ("rows",),
         {

@@ -16,7 +16,6 @@ SECTIONS = {
         "load",
         "from_messages",
         "group_advantages",
-        "gae",
         "from_padded",
         "to_padded",
         "from_packed",

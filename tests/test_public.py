@@ -37,10 +37,9 @@ SIGNATURES = {
     "group_advantages": (
         "(trajectories, *, subtract_mean=True, divide_by_std=True, eps=0.0001, leave_one_out=False, clip=None)"
     ),
-    "gae": "(rewards, values, gamma=1.0, lam=0.95, *, actions=None, last_value=0.0)",
     "load": (
         "(path, *, tokenizer=None, format='auto', view='transcript', train='all', tools=None, chat_template=None, "
-        "map=None, images='refuse', on_error='stop', vocab_size=None, max_positions=None, limit=None, memory_map=None, "
+        "map=None, images='refuse', on_error='stop', vocab_size=None, max_positions=None, limit=None, "
         "collect=<class 'list'>, cache=None, processes=1)"
     ),
     "logprobs": (

@@ -51,7 +51,7 @@ def main() -> int:
     options = parser.parse_args()
     os.chdir(ROOT)
     output: Path = options.output
-    treetrain("What the rows share", "inspect", HELD_OUT, "--model", MODEL, "--groups", "3")
+    treetrain("What the rows share", "inspect", HELD_OUT, "--model", MODEL)
     treetrain("Is it exact?", "verify", HELD_OUT, "--model", MODEL, "--sample", "16")
     for execution in EXECUTIONS:
         treetrain(

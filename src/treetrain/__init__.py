@@ -11,7 +11,6 @@ _PUBLIC = {
     "RanksDisagree": "treetrain.errors",
     "UnsupportedModel": "treetrain.errors",
     "Trajectory": "treetrain.data.trajectory",
-    "gae": "treetrain.data.advantages",
     "group_advantages": "treetrain.data.advantages",
     "from_messages": "treetrain.data.load",
     "load": "treetrain.data.load",
@@ -82,7 +81,6 @@ __all__ = [
     "from_messages",
     "from_packed",
     "from_padded",
-    "gae",
     "group_advantages",
     "group_batches",
     "load",
@@ -105,7 +103,6 @@ __all__ = [
 
 if TYPE_CHECKING:
     from treetrain import losses as losses
-    from treetrain.data.advantages import gae as gae
     from treetrain.data.advantages import group_advantages as group_advantages
     from treetrain.data.load import from_messages as from_messages
     from treetrain.data.load import load as load

@@ -32,21 +32,13 @@ def test_the_figures_of_a_file_are_those_of_its_rows(treetrain, token_file) -> N
     assert report["format"] == "tokens" and report["view"] is None and report["views"] == []
 
 
-def test_groups_are_measured_each_by_itself_and_the_largest_are_listed(treetrain, token_file) -> None:
-    groups = treetrain("inspect", token_file, "--json", "--groups", "2").json["groups"]
-    rows = load(token_file).trajectories
-    assert groups["count"] == 4 and groups["flat"] == 180 and groups["trajectories"] == 12
-    assert [group["group"] for group in groups["largest"]] == ["task-0", "task-1"]
-    first = [row.ids.tolist() for row in rows if row.group == "task-0"]
-    assert groups["largest"][0]["unique"] == unique_by_brute_force(first)
-
-
-def test_the_group_with_most_tokens_comes_first(treetrain, tmp_path) -> None:
-    rows = [{"input_ids": [1] * size, "group_id": name} for name, size in (("a", 3), ("b", 9), ("c", 5))]
+def test_groups_are_measured_each_by_itself(treetrain, tmp_path) -> None:
+    rows = [([1, 2, 3], "a"), ([1, 2, 4], "a"), ([1, 2, 3], "b"), ([9], None)]
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-    groups = treetrain("inspect", str(path), "--json").json["groups"]["largest"]
-    assert [group["group"] for group in groups] == ["b", "c", "a"]
+    path.write_text("\n".join(json.dumps({"input_ids": ids, "group_id": group}) for ids, group in rows))
+    groups = treetrain("inspect", str(path), "--json").json["groups"]
+    assert groups == {"count": 2, "overlap": 1 - 7 / 9, "token_speedup": 9 / 7}
+    assert "over 2 groups" in treetrain("inspect", str(path)).out
 
 
 def test_the_shape_behind_the_flop_figures_is_always_named(treetrain, token_file, model_folder) -> None:
@@ -63,16 +55,18 @@ def test_the_shape_behind_the_flop_figures_is_always_named(treetrain, token_file
         assert name in "".join(treetrain("inspect", token_file, *argv).out.split())
 
 
-def test_square_brackets_in_a_group_s_name_are_no_markup(treetrain, tmp_path) -> None:
+def test_square_brackets_in_a_row_s_id_are_no_markup(treetrain, tmp_path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"input_ids": [1, 2], "group_id": "[/red] [0]"}\n')
-    assert "[/red] [0]" in treetrain("inspect", path).out
+    ids = [[999, *range(60)], list(range(60))]
+    rows = [{"input_ids": row, "loss_mask": [0] * 50 + [1] * (len(row) - 50), "id": "[/red] [0]"} for row in ids]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert "'[/red] [0]' differs from '[/red] [0]'" in treetrain("inspect", path).out
 
 
 def test_the_table_shows_what_the_json_says(treetrain, token_file) -> None:
     answer = treetrain("inspect", token_file)
     assert answer.code == 0 and "qwen3-8b (assumed" in answer.out
-    for expected in ("flat tokens", "180", "FLOP-ideal speed-up", "task-0", "longest path", "context", "forks"):
+    for expected in ("flat tokens", "180", "FLOP-ideal speed-up", "longest path", "context", "forks"):
         assert expected in answer.out
     assert "note: " not in answer.out
 
@@ -153,7 +147,7 @@ def test_calibrating_measures_the_model(treetrain, token_file, model_folder) -> 
     assert plan["speeds"].startswith("measured on ") and plan["budget"] is None and plan["parts"] == 1
     assert "name it with --model" in treetrain("inspect", token_file, "--calibrate").error
     both = ("--model", "tiny", "--shape", "qwen3-8b", "--calibrate")
-    assert "give one" in treetrain("inspect", token_file, *both).error
+    assert "give no --shape" in treetrain("inspect", token_file, *both).error
 
 
 def test_a_budget_that_is_none_is_refused_before_the_file_is_read(treetrain) -> None:

@@ -70,10 +70,10 @@ def test_an_unknown_flag_is_an_error_of_one_line(treetrain, command) -> None:
     [
         (["inspect"], "required: FILE"),
         (
-            ["inspect", "a", "--groups", "many"],
-            "argument --groups: invalid whole_number value: 'many'; treetrain inspect --help lists",
+            ["inspect", "a", "--processes", "many"],
+            "argument --processes: invalid whole_number value: 'many'; treetrain inspect --help lists",
         ),
-        (["inspect", "a", "--groups", "-1"], "argument --groups: -1 is too small; give at least 0"),
+        (["inspect", "a", "--processes", "0"], "argument --processes: 0 is too small; give at least 1"),
         (["inspect", "a", "--view", "turns"], "--view"),
         (["inspect", "a", "--shape", "gpt-9"], "no model shape is named 'gpt-9'"),
         (["verify", "a"], "--model"),

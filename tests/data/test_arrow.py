@@ -2,7 +2,6 @@
 
 import dataclasses
 import gzip
-import json
 import os
 import pickle
 import subprocess
@@ -80,7 +79,7 @@ def two_files(write_rows) -> list[Path]:
 @pytest.mark.parametrize("batch_tokens", [1, 9, 1 << 18])
 def test_rows_columns_notes_and_format_are_those_of_rows_in_memory(two_files, tmp_path, monkeypatch, batch_tokens):
     monkeypatch.setattr(arrow, "BATCH_TOKENS", batch_tokens)
-    expected, found = load(two_files), load(two_files, memory_map=tmp_path / "new" / "rows.arrow")
+    expected, found = load(two_files), load(two_files, cache=tmp_path / "new")
     rows = found.trajectories
     assert isinstance(rows, MappedTrajectories) and len(rows) == 12
     assert (found.notes, found.format) == (expected.notes, expected.format)
@@ -92,7 +91,7 @@ def test_rows_columns_notes_and_format_are_those_of_rows_in_memory(two_files, tm
     assert columns_of(rows) is rows.columns
     assert_same_columns(rows.columns, columns_of(expected.trajectories))
     assert_same_rows(list(pickle.loads(pickle.dumps(rows))), list(expected.trajectories))
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["rows.arrow"], "nothing else is left"
+    assert [path.suffix for path in (tmp_path / "new").iterdir()] == [".arrow"], "nothing else is left"
 
 
 def test_conversations_in_both_views_are_those_that_are_loaded(write_rows, bytes_tokenizer, tmp_path):
@@ -102,7 +101,7 @@ def test_conversations_in_both_views_are_those_that_are_loaded(write_rows, bytes
     for view in ("transcript", "calls"):
         given = {"tokenizer": bytes_tokenizer, "view": view}
         expected = list(load(path, **given).trajectories)
-        rows = load(path, **given, memory_map=tmp_path / "rows.arrow").trajectories
+        rows = load(path, **given, cache=tmp_path / "cache").trajectories
         assert_same_rows(list(rows), expected)
         assert np.array_equal(advantages_of_groups(rows), advantages_of_groups(expected))
 
@@ -123,45 +122,39 @@ def test_any_rows_come_back_as_they_were(tmp_path_factory, drawn):
 
 
 def test_a_file_is_converted_once_and_again_when_it_or_the_reading_has_changed(write_rows, tmp_path, monkeypatch):
-    path, mapped = write_rows(FULL, *OTHERS), tmp_path / "rows.arrow"
+    path, cache = write_rows(FULL, *OTHERS), tmp_path / "cache"
     conversions: list[int] = []
     write = arrow.write_trajectories
     monkeypatch.setattr(arrow, "write_trajectories", lambda *given: conversions.append(1) or write(*given))
 
     def rows_now(**settings: Any) -> int:
-        return len(load(path, memory_map=mapped, **settings).trajectories)
+        return len(load(path, cache=cache, **settings).trajectories)
 
     assert [rows_now(), rows_now(), len(conversions)] == [6, 6, 1]
     assert [rows_now(limit=2), rows_now(limit=2), len(conversions)] == [2, 2, 2]
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(FULL) + "\n")
     os.utime(path, ns=(1, 1))
-    assert [rows_now(), len(conversions)] == [7, 3]
-    assert rows_now(vocab_size=10) == 7 and len(conversions) == 4
-    mapped.write_bytes(b"ARROW1\0\0" + bytes(100))
-    with pytest.raises(DataError, match=r"rows\.arrow exists and is no Arrow file of trajectories; it is not overwrit"):
-        rows_now()
+    assert [rows_now(), len(conversions)] == [6, 2], "the content is the same"
+    path.write_text(path.read_text().replace("[5, 6, 7, 8]", "[5, 6, 7, 9]"))
+    assert [rows_now(), len(conversions)] == [6, 3]
+    assert rows_now(vocab_size=10) == 6 and len(conversions) == 4
+    for file in cache.iterdir():
+        file.write_bytes(file.read_bytes()[:-100])
+    assert [rows_now(), len(conversions)] == [6, 5], "a file that is not whole is written again"
 
 
-def test_a_conversion_that_fails_leaves_the_file_before_it_whole_and_names_the_bad_line(write_rows, tmp_path):
-    path, mapped = write_rows(FULL, *OTHERS), tmp_path / "rows.arrow"
-    load(path, memory_map=mapped)
-    before = mapped.read_bytes()
-    path.write_text(path.read_text() + '{"input_ids": [1, -2]}\n')
-    with pytest.raises(DataError, match=r"rows\.jsonl line 7: .*ids\[1\] = -2 is negative"):
-        load(path, memory_map=mapped)
-    assert mapped.read_bytes() == before
-    assert sorted(found.name for found in tmp_path.iterdir()) == ["rows.arrow", "rows.jsonl"]
+def test_a_conversion_that_fails_leaves_no_file_and_names_the_bad_line(write_rows, tmp_path):
+    path, cache = write_rows(FULL, {"input_ids": [1, -2]}), tmp_path / "cache"
+    with pytest.raises(DataError, match=r"rows\.jsonl line 2: .*ids\[1\] = -2 is negative"):
+        load(path, cache=cache)
+    assert list(cache.iterdir()) == []
 
 
 def test_what_cannot_be_written_or_read_is_a_data_error_that_names_the_file(write_rows, tmp_path):
     path = write_rows(FULL)
-    with pytest.raises(DataError, match=r"rows\.jsonl exists and is no Arrow file"):
-        load(path, memory_map=path)
-    with pytest.raises(DataError, match=r"rows\.jsonl.rows\.arrow: the rows cannot be written there"):
-        load(path, memory_map=path / "rows.arrow")
+    with pytest.raises(DataError, match=r"rows\.jsonl.*\.arrow: the rows cannot be written there"):
+        load(path, cache=path)
     with pytest.raises(DataError, match=r"nowhere\.jsonl"):
-        load(tmp_path / "nowhere.jsonl", memory_map=tmp_path / "rows.arrow")
+        load(tmp_path / "nowhere.jsonl", cache=tmp_path / "cache")
     with pytest.raises(DataError, match=r"rows\.jsonl is no Arrow file of trajectories"):
         MappedTrajectories(path)
 
@@ -173,7 +166,7 @@ def test_token_rows_of_parquet_and_arrow_files_are_those_of_jsonl(write_rows, tm
     with pa.ipc.new_file(str(tmp_path / "rows.arrow"), table.schema) as writer:
         writer.write_table(table)
     for name in ("rows.parquet", "rows.arrow"):
-        found = load(tmp_path / name, memory_map=tmp_path / f"mapped-{name}").trajectories
+        found = load(tmp_path / name, cache=tmp_path / "cache").trajectories
         assert [row.ids.tolist() for row in found] == [row.ids.tolist() for row in expected]
         assert_same_rows([found[0]], expected[:1])
         assert found[1].id == f"{tmp_path / name} row 2"

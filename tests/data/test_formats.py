@@ -24,7 +24,6 @@ TOKEN_SAMPLES = {
     "steps-skyrl.json": ("steps", 2),
     "steps-agent-lightning.jsonl": ("steps", 2),
     "steps-verifiers.jsonl": ("steps", 2),
-    "areal-tensors.json": ("areal", 1),
 }
 # The format, and what of the dialogue's rows it holds: whole transcripts, all calls, or the last call.
 CONVERSATIONS = {
@@ -151,8 +150,6 @@ def test_rollouts_of_frameworks_train_what_the_model_wrote(read, bytes_tokenizer
     found = read("verl-rollouts.jsonl")
     assert texts(bytes_tokenizer, found.trajectories) == ["the answer is 4</s>"]
     assert any("without special tokens" in note for note in found.notes)
-    (row,) = read("areal-rollouts.jsonl").trajectories
-    assert texts(bytes_tokenizer, [row]) == ["the answer is 4<|im_end|>"] and row.group == 3
 
 
 BATCH = {

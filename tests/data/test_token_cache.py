@@ -1,11 +1,11 @@
 """Tokenised rows in a folder: the same rows and remarks, nothing twice, in one process or several."""
 
 import json
+import sys
 
 import pytest
 
-from treetrain.data import arrow
-from treetrain.data.load import _Reading, load
+from treetrain.data.load import load
 from treetrain.errors import DataError
 from treetrain.models.loading import load_tokenizer
 
@@ -16,11 +16,6 @@ def conversations(count: int, start: int = 0) -> list[dict]:
         {"messages": [{"role": role, "content": f"{role} {number}"} for role in roles], "odd": 1, "reward": number}
         for number in range(start, start + count)
     ]
-
-
-@pytest.fixture
-def small_chunks(monkeypatch) -> None:
-    monkeypatch.setattr(arrow, "CHUNK", 3)
 
 
 @pytest.fixture
@@ -39,30 +34,25 @@ def same(one, other) -> bool:
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_rows_and_remarks_are_those_without_a_cache(log, tmp_path, small_chunks, processes) -> None:
+def test_rows_and_remarks_are_those_without_a_cache(log, tmp_path, processes) -> None:
     given = {"tokenizer": load_tokenizer("tiny"), "on_error": "skip"}
     plain = load(log, **given)
     assert len(plain.skipped) == 1 and any("'odd'" in note and "9 times" in note for note in plain.notes)
-    assert same(load(log, **given, cache=tmp_path / "cache", processes=processes), plain)
+    for _ in range(2):
+        assert same(load(log, **given, cache=tmp_path / "cache", processes=processes), plain)
     assert same(load(log, **given, processes=processes), plain)
     assert same(load(log, **given, cache=tmp_path / "cache", limit=4), load(log, **given, limit=4))
 
 
-def test_only_new_records_are_tokenised_again(log, tmp_path, small_chunks, monkeypatch) -> None:
-    given = {"tokenizer": load_tokenizer("tiny"), "on_error": "skip", "cache": tmp_path / "cache"}
-    before = load(log, **given)
-    tokenised = []
-    whole = _Reading.__call__
-    monkeypatch.setattr(_Reading, "__call__", lambda self, chunk: tokenised.append(chunk) or whole(self, chunk))
-    assert same(load(log, **given), before) and tokenised == []
-    with log.open("a") as file:
-        file.write("\n" + json.dumps(conversations(1, 9)[0]))
-    after = load(log, **given)
-    assert len(after.trajectories) == 10 and [len(chunk) for chunk in tokenised] == [2]
-    load(log, **given, view="calls")
-    assert len(tokenised) == 5, "other settings are other rows"
+@pytest.mark.slow
+def test_several_processes_convert_the_records_in_order(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sys.modules["treetrain.data.load"], "CHUNK", 3)
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join(map(json.dumps, conversations(20))))
+    given = {"tokenizer": load_tokenizer("tiny"), "view": "calls"}
+    assert same(load(path, **given, processes=2), load(path, **given))
 
 
-def test_a_bad_record_stops_with_its_place(log, tmp_path, small_chunks) -> None:
+def test_a_bad_record_stops_with_its_place(log, tmp_path) -> None:
     with pytest.raises(DataError, match=r"log\.jsonl line 5: "):
         load(log, tokenizer=load_tokenizer("tiny"), cache=tmp_path / "cache")

@@ -128,9 +128,8 @@ def test_the_page_is_one_small_file_that_no_text_breaks_out_of(tmp_path) -> None
     evil = "</script><script>alert(1)</script>"
     rows = [Trajectory([*range(seed % 50), seed], id=evil, group=evil, reward=1.0) for seed in range(9000)]
     tokenizer = type("T", (), {"decode": lambda self, ids: evil + "é☃" * len(ids)})()
-    page = write_page(
-        inspect_rows(rows, SHAPE, tokenizer=tokenizer, files=[evil], notes=[evil]), tmp_path / "a" / "b.html"
-    )
+    inspection = dataclasses.replace(inspect_rows(rows, SHAPE, tokenizer=tokenizer), files=(evil,), notes=(evil,))
+    page = write_page(inspection, tmp_path / "a" / "b.html")
     text = page.read_text(encoding="utf-8")
     assert "Train as a tree: " in text and "Why there is not more sharing" in text
     assert page.stat().st_size < PAGE_BYTES and "alert(1)</script>" not in text and "folded into" in text

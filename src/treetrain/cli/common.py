@@ -193,7 +193,7 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
         config = None if options.model is None else load_config(options.model).get_text_config()
         tokenizer = None if wanted is None else load_tokenizer(wanted)
     vocab_size, positions = (getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings"))
-    as_rows = options.map or options.on_error != "stop" or more.get("memory_map") or more.get("limit")
+    as_rows = options.map or options.on_error != "stop" or more.get("limit")
     if kind.name == "nodes" and not as_rows and holds_token_trees(files[0]):
         notes = Notes()
         notes.add(f"{why or 'read as nodes'}; the trees are not flattened", None)

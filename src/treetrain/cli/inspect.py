@@ -39,12 +39,11 @@ def make_parser() -> Parser:
     parser.option("images", text, "refuse", choices=["refuse", "key"])
     parser.budget_option()
     parser.shape_options()
-    parser.option("groups", "How many of the largest groups to list.", 10, type=at_least(0))
     text = "Whose speeds the plan's prediction takes; with --calibrate the model is on the device that is there."
     parser.option("device", text, "cpu", choices=["cpu", "cuda"])
     text = "Load the model and measure, in a few seconds, what its passes cost here; needs --model and torch."
     parser.flag("calibrate", text)
-    parser.option("cache", "Folder for tokenised rows: records that are there already are not tokenised again.")
+    parser.option("cache", "Folder to keep the rows in: files that have not changed are not read and tokenised again.")
     parser.option("processes", "Processes that read records and tokenise them.", 1, type=at_least(1))
     parser.option("html", "Write a page to this file: the figures, the tree to look into, histograms, the plan.")
     text = "Rows of your batches (all accumulation steps of one process): how much sharing is left within them."
@@ -57,10 +56,8 @@ def run(argv: Sequence[str]) -> int:
     """Parse, measure, print."""
     parser = make_parser()
     options = parser.parse_args(argv)
-    if options.calibrate and options.model is None:
-        parser.error("--calibrate measures a model; name it with --model")
-    if options.calibrate and options.shape is not None:
-        parser.error(f"--calibrate measures {options.model}; --shape {options.shape} names another; give one")
+    if options.calibrate and (options.model is None or options.shape is not None):
+        parser.error("--calibrate measures a model; name it with --model, and give no --shape")
     from treetrain.inspection.report import inspect_rows
     from treetrain.inspection.sample import Sampler, rows_of_tree
     from treetrain.tree.stats import tree_stats
@@ -72,48 +69,44 @@ def run(argv: Sequence[str]) -> int:
             if rows % 1024 == 0:
                 status.update(f"reading: {rows:,} rows")
 
-        sampler = Sampler(shape.counts, progress=progress)
+        sampler = Sampler(progress=progress)
         found = read(options, collect=sampler, cache=options.cache, processes=options.processes)
         rows, stats = found.rows, None
         if found.tree is not None:
             rows, stats = rows_of_tree(found.tree), tree_stats(found.tree, shape.counts)
-    notes, estimate = found.notes, sampler.estimate
+    notes = found.notes
     if stats is not None and len(rows) < stats.trajectories:
         notes += (
             f"the figures of the file are exact, from the tree as it is given. Its rows have {stats.flat:,} tokens, so "
             "groups, batches, causes, the picture and the plan are of a sample of them: "
             f"{len(rows):,} of {stats.trajectories:,} rows, in runs of neighbours in the tree",
         )
-    if estimate is not None:
-        size = f"{len(rows):,} rows in {estimate.groups:,} whole groups ({estimate.share:.2%})"
+    if sampler.share < 1:
         notes += (
-            f"not all rows are kept in memory. The figures are of a sample: {size}. Estimated from it for all rows, "
-            f"with standard errors: {estimate.words()}. Rows outside the sample were read but not checked",
+            f"not all rows are kept in memory. The figures are of a sample: {len(rows):,} rows, {sampler.share:.2%} of "
+            "the groups, each whole. Rows outside the sample were read but not checked",
         )
     print_notes(notes)
-    inspection = inspect_rows(
-        rows,
-        shape,
-        files=options.files,
-        format=found.format,
-        view=found.view,
-        notes=notes,
-        tokenizer=found.tokenizer,
-        batch_size=options.batch_size,
-        views=_views(options, found, shape),
-        estimate=estimate,
-        stats=stats,
+    measured = inspect_rows(
+        rows, shape, view=found.view, tokenizer=found.tokenizer, batch_size=options.batch_size, stats=stats
     )
-    if options.calibrate or options.budget is not None:
-        inspection = dataclasses.replace(inspection, plan=_plan(options, inspection))
+    inspection = dataclasses.replace(
+        measured,
+        files=tuple(options.files),
+        format=found.format,
+        notes=notes,
+        views=_views(options, found, shape),
+        sampled=sampler.share,
+        plan=_plan(options, measured) if options.calibrate or options.budget is not None else None,
+    )
     if options.html is not None:
         from treetrain.inspection.page import write_page
 
         print_notes([f"the page is {write_page(inspection, options.html)}"])
     if options.json:
-        print_json(inspection.as_dict(options.groups))
+        print_json(inspection.as_dict())
     else:
-        _print(inspection, options.groups)
+        _print(inspection)
     return 0
 
 
@@ -140,17 +133,15 @@ def _plan(options: Namespace, inspection: "Inspection") -> "Plan":
     if options.calibrate:
         from treetrain.verification.bench import measured_cost
 
-        assert options.model is not None
         cost = measured_cost(best_device_model(options.model))
     else:
         cost = CostModel.on(Device.of_kind(options.device, 4), inspection.shape.counts)
     return make_plan(inspection.tree, cost, budget=options.budget)
 
 
-def _print(inspection: "Inspection", listed: int) -> None:
-    out, file, groups = console(), inspection.stats, inspection.within_groups()
-    rows = [] if inspection.estimate is None else [("all rows, estimated", inspection.estimate.words())]
-    rows += [
+def _print(inspection: "Inspection") -> None:
+    out, file, groups = console(), inspection.stats, inspection.groups
+    rows = [
         ("trajectories", f"{file.trajectories:,} in {file.trees:,} trees, {file.duplicates:,} exact repeats"),
         ("flat tokens", f"{file.flat:,}"),
         ("unique tokens", f"{file.unique:,}"),
@@ -177,26 +168,9 @@ def _print(inspection: "Inspection", listed: int) -> None:
         ("sharing saves", f"{file.saved_context:,} context and {file.saved_trained:,} trained tokens"),
     ]
     if groups:
-        within = f"{groups['overlap']:.3f} ({groups['token_speedup']:.2f}x tokens) over {groups['count']:,} groups"
+        within = f"{groups.overlap:.3f} ({groups.token_speedup:.2f}x tokens) over {groups.count:,} groups"
         rows.append(("overlap within groups", within))
     out.print(pairs(rows))
-    if groups and listed:
-        forms = {
-            "group": ("group", "{}"),
-            "rows": ("trajectories", "{:,}"),
-            "flat": ("flat", "{:,}"),
-            "unique": ("unique", "{:,}"),
-            "overlap": ("overlap", "{:.3f}"),
-            "tokens": ("token_speedup", "{:.2f}x"),
-            "FLOPs": ("flop_speedup", "{:.2f}x"),
-            "longest": ("longest_path", "{:,}"),
-            "forks": ("forks", "{:,}"),
-        }
-        cells = [
-            [form.format(getattr(one if name == "group" else one.stats, name)) for name, form in forms.values()]
-            for one in inspection.groups[:listed]
-        ]
-        out.print(table(list(forms), cells, title=f"largest {len(cells)} of {groups['count']} groups"))
     if inspection.stats.unique:
         out.print(_picture(inspection))
     if len({one.flat for one in inspection.views if one.template == "chatml"}) > 1:  # several calls in a conversation
@@ -231,7 +205,7 @@ def _picture(inspection: "Inspection") -> "Text":
     picture = draw(inspection.tree, blocks=inspection.tree.num_tokens)
     colours = {"context": "blue", "trained": "dark_orange", "": ""}
     own, shared = (f"{MARKS['context'][many]} context, {MARKS['trained'][many]} trained" for many in (0, 1))
-    sampled = "" if inspection.estimate is None else "a sample: "
+    sampled = "a sample: " if inspection.sampled < 1 else ""
     found = Text(f"\n{sampled}{picture.headline()}\n", no_wrap=True)
     for line in picture.lines(72, 14):
         found.append("  ").append_text(Text.assemble(*((mark, colours[kind]) for mark, kind in line))).append("\n")

@@ -56,7 +56,7 @@ def make_parser() -> Any:
 
     parser = TrainParser("train", SUMMARY, dataclass_types=[TreeArguments])
     parser.row_options(nargs="*")
-    parser.option("memory_map", "Arrow file to keep the rows in, for more rows than fit in memory.")
+    parser.option("cache", "Folder to keep the rows in: read once, and more of them than fit in memory.")
     parser.option("eval_data", "Files of rows to evaluate on.", [], nargs="+")
     text = "Part of the groups (else trees) to evaluate on instead of training."
     parser.option("eval_fraction", text, 0.0, type=float)
@@ -88,8 +88,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, Any]:
         parser.error("no model given; give --model a hub id, a folder or a preset (tiny, small)")
     if not 0 <= options.eval_fraction < 1:
         parser.error(f"eval_fraction is {options.eval_fraction}; give a number from 0 to below 1")
-    if options.eval_fraction and (options.eval_data or options.memory_map):
-        parser.error("eval_fraction goes with neither eval_data nor memory_map: give eval_data")
+    if options.eval_fraction and (options.eval_data or options.cache):
+        parser.error("eval_fraction goes with neither eval_data nor cache: give eval_data")
     return options, arguments
 
 
@@ -123,7 +123,7 @@ def _trainer(options: Namespace, arguments: Any) -> "tuple[TreeTrainer, Sequence
     from treetrain.trainers.tree_trainer import TreeTrainer, WeightAverage
 
     with arguments.main_process_first(desc="reading rows"):  # only the main process writes a mapped file
-        found = read(options, memory_map=options.memory_map)
+        found = read(options, cache=options.cache)
     rows, eval_rows = found.rows, read(options, options.eval_data).rows if options.eval_data else None
     if options.eval_fraction:
         rows, eval_rows = hold_out(rows, options.eval_fraction, seed=arguments.seed)

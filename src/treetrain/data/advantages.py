@@ -1,14 +1,12 @@
-"""Advantages from the rewards of a group, and per-token advantages from rewards and a critic's values."""
+"""Advantages from the rewards of a group."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float64, Int64
-from numpy.typing import ArrayLike
+from jaxtyping import Float64
 
 from treetrain.data.columns import columns_of
-from treetrain.data.trajectory import Trajectory, per_token
+from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 
 
@@ -101,85 +99,3 @@ def advantages_of_groups(
 
 def _name(rows: Sequence[Trajectory], number: int) -> str:
     return f"row {number}" + ("" if rows[number].id is None else f" ({rows[number].id})")
-
-
-class Advantages(NamedTuple):
-    """Per-token advantages and returns of a row; entry 0 is 0 and unused, as in a `Trajectory`."""
-
-    advantages: Float64[np.ndarray, "L"]
-    returns: Float64[np.ndarray, "L"]
-    """Advantage plus value: the critic's target."""
-
-
-def gae(
-    rewards: ArrayLike,
-    values: ArrayLike,
-    gamma: float = 1.0,
-    lam: float = 0.95,
-    *,
-    actions: ArrayLike | None = None,
-    last_value: float = 0.0,
-) -> Advantages:
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over the tokens of one row.
-
-    A_t = d_t + gamma * lam * A_next, d_t = r_t + gamma * V_next - V_t, over the tokens that are actions. "next" is the
-    next action, so neither gamma nor lam discounts text of users and tools. A reward on such text counts for the last
-    action before it.
-
-    Args:
-        rewards: [L], entry t for token t; or one number for the last action.
-        values: [L], entry t is the value of the state before token t (entry 0 is unused, as in `Trajectory.values`).
-            `treetrain.values` returns it as entry t - 1, since it counts by the token just read.
-        gamma: discount per step, 0 to 1.
-        lam: how far advantages look past the critic, 0 (one step) to 1 (the whole row).
-        actions: [L], non-zero where the policy chose the token, such as `loss_weights`; None for all but the first.
-        last_value: value of the state after the last token: 0 if the episode ended, the critic's if it was truncated.
-
-    Returns:
-        advantages and returns, 0 at tokens that are not actions.
-
-    Raises:
-        DataError: lengths that differ, a number that is not finite, or a reward before the first action.
-        ValueError: gamma or lam outside 0 to 1.
-    """
-    for name, number in (("gamma", gamma), ("lam", lam)):
-        if not 0 <= number <= 1:
-            raise ValueError(f"{name} is {number!r}; allowed are numbers from 0 to 1")
-    value = _numbers("values", values)
-    length = len(value)
-    chosen = np.ones(length, bool) if actions is None else _numbers("actions", actions, length) != 0
-    chosen[:1] = False
-    steps = np.flatnonzero(chosen)
-    reward = np.asarray(rewards, np.float64)
-    if reward.ndim == 0:
-        spread = np.zeros(length)
-        spread[steps[-1:]] = reward
-        reward = spread
-    earned = _earned(_numbers("rewards", reward, length), steps)
-    following = np.append(value[steps][1:], last_value)
-    errors = earned + gamma * following - value[steps]
-    found, advantage = np.zeros(len(steps)), 0.0
-    for step in range(len(steps) - 1, -1, -1):
-        advantage = errors[step] + gamma * lam * advantage
-        found[step] = advantage
-    advantages, returns = np.zeros(length), np.zeros(length)
-    advantages[steps], returns[steps] = found, found + value[steps]
-    return Advantages(advantages, returns)
-
-
-def _earned(rewards: Float64[np.ndarray, "L"], steps: Int64[np.ndarray, "S"]) -> Float64[np.ndarray, "S"]:
-    """The sum of the rewards from each action to the next."""
-    before = rewards[1 : steps[0]] if len(steps) else rewards[1:]
-    if before.any():
-        at = 1 + int(np.flatnonzero(before)[0])
-        raise DataError(
-            f"rewards[{at}] = {rewards[at]:g} comes before any action; give it to an action, or leave it out"
-        )
-    return np.add.reduceat(rewards, steps) if len(steps) else np.zeros(0)
-
-
-def _numbers(name: str, given: ArrayLike, length: int | None = None) -> Float64[np.ndarray, "L"]:
-    array = np.array(given, np.float64)
-    if array.ndim == 1:
-        array[:1] = 0.0  # unused, so it is not checked
-    return per_token(array, name, array.size if length is None else length)

@@ -2,24 +2,14 @@
 
 The file is written once, from rows that have been read and checked. It has one column per field and is not compressed,
 so a row is read directly from the mapped file, and the operating system decides which pages are in memory.
-
-A cache has one such file for every CHUNK records, named by their content and made in several processes if that is asked
-for. A chunk whose file is there is not converted again, so a log that has grown, or is read again with the same
-settings, costs what is new in it.
 """
 
-import copy
 import hashlib
 import json
-import multiprocessing
 import os
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import ExitStack
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +19,14 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from treetrain.data.columns import GIVEN, RowColumns, codes_of, columns_of
+from treetrain.data.records import files_of
 from treetrain.data.trajectory import PER_TOKEN_FACTS, LazyTrajectories, Trajectory
 from treetrain.errors import DataError
 
 BATCH_TOKENS = 1 << 18
 """A record batch ends after this many tokens, which bounds the memory for writing."""
-CHUNK = 256
-"""Records of a file of the cache."""
-Convert = Callable[[list[Any]], tuple[list[Trajectory], dict[str, Any]]]
-"""Makes rows of records, and JSON data about them. A copy of it, and a pickled one, starts anew."""
 LABELS = ("group", "pair", "episode", "key", "id")
-_VERSION = 1
+_VERSION = 2
 _ABOUT = b"treetrain"
 _SCHEMA = pa.schema(
     [("input_ids", pa.list_(pa.int32()))]
@@ -69,9 +56,9 @@ class MappedTrajectories(LazyTrajectories):
         self.path = Path(path)
         about = read_about(self.path)
         if about is None:
-            raise DataError(f"{path} is no Arrow file of trajectories; give one that tt.load(..., memory_map=) wrote")
+            raise DataError(f"{path} is no Arrow file of trajectories; give one that tt.load(..., cache=) wrote")
         self.about: dict[str, Any] = about
-        """The writer's record: `key`, `notes` and `format`."""
+        """The writer's record: `notes` and `skipped`."""
         reader = pa.ipc.open_file(pa.memory_map(str(self.path)))
         self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
@@ -122,16 +109,14 @@ def write_trajectories(
     """Write an Arrow file next to `path` and move it to `path` when it is complete.
 
     Args:
-        path: the file; its folder is created if needed. An existing file of trajectories is replaced.
+        path: the file; its folder is created if needed. An existing file is replaced.
         rows: iterated once.
         about: returns JSON data to store with the rows; called after the last row.
 
     Raises:
-        DataError: the file cannot be written, or `path` is a file of another kind.
+        DataError: the file cannot be written.
     """
     path = Path(path)
-    if path.exists() and read_about(path) is None:
-        raise DataError(f"{path} exists and is no Arrow file of trajectories; it is not overwritten: name another file")
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,8 +147,8 @@ def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
         return None
 
 
-def files_key(paths: Sequence[str | os.PathLike[str]], **settings: Any) -> str:
-    """A digest of the files' state (name, size, modification time) and of the settings they are read with.
+def content_key(paths: Sequence[str | os.PathLike[str]], settings: Any) -> str:
+    """A digest of the files' names and content, and of the settings they are read with.
 
     Raises:
         DataError: a file that cannot be read.
@@ -171,12 +156,12 @@ def files_key(paths: Sequence[str | os.PathLike[str]], **settings: Any) -> str:
     states = []
     for path in paths:
         try:
-            found = os.stat(path)
+            for file in files_of(Path(path)):
+                with open(file, "rb") as stream:
+                    states.append([str(file), hashlib.file_digest(stream, "sha256").hexdigest()])
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-        states.append([str(path), os.path.abspath(path), found.st_size, found.st_mtime_ns])
-    text = json.dumps([_VERSION, states, settings], sort_keys=True, default=repr)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(json.dumps([_VERSION, states, settings], sort_keys=True, default=repr).encode()).hexdigest()
 
 
 def _batches(rows: Iterable[Trajectory]) -> Iterator[Any]:
@@ -227,64 +212,3 @@ def _codes(column: Any) -> NDArray[np.int64]:
     codes = codes_of(json.loads(text) for text in encoded.dictionary.to_pylist())
     found = pc.fill_null(encoded.indices, -1).to_numpy().astype(np.int64)
     return np.append(codes, -1)[found]
-
-
-# The cache
-
-
-def converted(
-    records: Iterable[Any], convert: Convert, settings: Any, folder: str | os.PathLike[str] | None, processes: int
-) -> Iterator[MappedTrajectories]:
-    """Yield the rows of every CHUNK records, in order, with what `convert` says about them.
-
-    Args:
-        records: (place, record) each; at most a few chunks are in memory.
-        convert: may be called in other processes.
-        settings: what the rows depend on besides the records; plain data.
-        folder: where the files stay; None: they are removed at the end.
-        processes: 1 converts in this process.
-    """
-    here = copy.copy(convert)
-    remaining, waiting = iter(records), deque[tuple[Path, Future[None] | None]]()
-    with ExitStack() as stack:
-        kept = Path(folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="treetrain-")))
-        pool = None
-        if processes > 1:
-            # Not forked: the tokenizer has threads.
-            spawn = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(ProcessPoolExecutor(processes, spawn, _start, (convert,)))
-        while True:
-            while len(waiting) < 2 * processes and (chunk := list(islice(remaining, CHUNK))):
-                text = json.dumps([settings, chunk], sort_keys=True, default=repr)
-                path = kept / f"{hashlib.sha256(text.encode(errors='replace')).hexdigest()}.arrow"
-                if read_about(path) is not None:
-                    waiting.append((path, None))
-                elif pool is None:
-                    _write(path, chunk, here)
-                    waiting.append((path, None))
-                else:
-                    waiting.append((path, pool.submit(_write_there, path, chunk)))
-            if not waiting:
-                return
-            path, future = waiting.popleft()
-            if future is not None:
-                future.result()
-            yield MappedTrajectories(path)
-
-
-def _write(path: Path, chunk: list[Any], convert: Convert) -> None:
-    rows, about = convert(chunk)
-    write_trajectories(path, rows, lambda: about)
-
-
-_CONVERT: list[Convert] = []
-"""In a worker: what it was started with."""
-
-
-def _start(convert: Convert) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores
-    _CONVERT[:] = [convert]
-
-
-def _write_there(path: Path, chunk: list[Any]) -> None:
-    _write(path, chunk, _CONVERT[0])

@@ -24,7 +24,7 @@ from treetrain.data.trajectory import Trajectory, common_prefix
 from treetrain.errors import DataError, quoted, shortened
 
 CHAT_KEYS = frozenset(("messages", "system", "tools", "functions", "parallel_tool_calls", "train", "trial", *ROW_KEYS))
-TEXT_KEYS = frozenset(("prompt", "completion", "decoded", *ROW_KEYS))
+TEXT_KEYS = frozenset(("prompt", "completion", *ROW_KEYS))
 CHATML_END = "<|im_end|>"
 CACHED_CHARACTERS = 1 << 24
 """Characters of text pieces whose tokens are cached; about 100 MB at most."""
@@ -123,15 +123,12 @@ def _system(record: Record, messages: list[Message]) -> list[Message]:
 
 
 def _text_row(renderer: "Renderer", record: Record, facts: dict[str, Any]) -> ChatRow:
-    """Prompt and completion as plain text, tokenised as one; the completion is trained, and ends with the EOS token.
-
-    `decoded` text has its special tokens already: none is added.
-    """
+    """Prompt and completion as plain text, tokenised as one; the completion is trained, and ends with the EOS token."""
     prompt, completion = field(record, "prompt", str), field(record, "completion", str)
-    end = "" if record.get("decoded") else getattr(renderer.tokenizer, "eos_token", None) or ""
+    end = getattr(renderer.tokenizer, "eos_token", None) or ""
     text = prompt + (completion if completion.endswith(end) else completion + end)
     spans = [(len(prompt), len(text))]
-    return renderer.row(text, spans, [{}], facts, add_bos=not record.get("decoded"))
+    return renderer.row(text, spans, [{}], facts, add_bos=True)
 
 
 def _transcript(

@@ -2,10 +2,14 @@
 
 import dataclasses
 import hashlib
+import multiprocessing
 import os
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from functools import cached_property
 from importlib.metadata import entry_points
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +44,8 @@ OWN_FORMATS = "treetrain.formats"
 IMAGE_KEYS = ("images", "image", "multi_modal_data")
 TOGETHER = 1 << 20
 """Characters and tokens of rows that are tokenised in one call."""
+CHUNK = 256
+"""Records that one of several processes converts at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +77,6 @@ def load(
     vocab_size: int | None = None,
     max_positions: int | None = None,
     limit: int | None = None,
-    memory_map: str | os.PathLike[str] | None = None,
     collect: Callable[[Iterator[Trajectory]], Sequence[Trajectory]] = list,
     cache: str | os.PathLike[str] | None = None,
     processes: int = 1,
@@ -95,16 +100,15 @@ def load(
         vocab_size: reject token ids at or above this.
         max_positions: reject rows with more tokens than this.
         limit: read at most this many records over all files.
-        memory_map: an Arrow file to keep the rows in, for more rows than fit in memory. The rows are converted once,
-            and again only when a file, the tokenizer, its template or a setting has changed. The trajectories are then
-            read from the mapped file one by one (`MappedTrajectories`). Needs pyarrow. With several processes, one
-            must call `load` first (`with args.main_process_first()` in transformers).
-        collect: receives an iterator over the rows and returns those to keep; `list` keeps all. Ignored with
-            `memory_map`. A row for whose group and episode its method `wants`, if it has one, returns False is left
-            out before it is checked and tokenised, unless rows are cached or made in several processes.
-        cache: a folder for the rows in Arrow files, one for every 256 records, named by their content and by all
-            settings. Records that are there already are not tokenised again. Needs pyarrow.
-        processes: number of processes that convert and tokenise records. Needs pyarrow.
+        collect: receives an iterator over the rows and returns those to keep; `list` keeps all. A row for whose group
+            and episode its method `wants`, if it has one, returns False is left out before it is checked and
+            tokenised, unless rows are cached or made in several processes.
+        cache: a folder to keep the rows in, for logs that are read again and for more rows than fit in memory. The rows
+            are converted once, to an Arrow file named by the content of the files, the tokenizer, its template and all
+            settings. The trajectories are then read from the mapped file one by one (`MappedTrajectories`). Needs
+            pyarrow. With several processes, one must call `load` first (`with args.main_process_first()` in
+            transformers).
+        processes: number of processes that convert and tokenise records.
 
     Raises:
         DataError: a file or record that cannot be used; the message names file, line and field, and what to do.
@@ -119,32 +123,27 @@ def load(
     kind, why = detect_format(paths[0], format, map)
     records = (found for path in paths for found in read_records(path))
     reading = _Reading(kind, settings, map or {}, on_error, (vocab_size, max_positions), limit)
+    reading.processes = processes
     if why:
         reading.notes.add(why, None)
-    if memory_map is not None or cache is not None or processes > 1:
-        depends_on = {
-            "limits": [vocab_size, max_positions],
-            "format": kind.name,
-            "reading": [view, train, images, on_error, map, schemas],
-            "tokenizer": None if tokenizer is None else tokenizer_settings(tokenizer, chat_template),
-        }
-        if cache is not None or processes > 1:
-            reading.cached = (depends_on, cache, processes)
-    if memory_map is None:
-        reading.wants = None if reading.cached else getattr(collect, "wants", None)
+    if cache is None:
+        reading.wants = getattr(collect, "wants", None) if processes == 1 else None
         return reading.finished(collect(reading.rows(records)))
-    from treetrain.data.arrow import MappedTrajectories, files_key, read_about, write_trajectories
+    from treetrain.data.arrow import MappedTrajectories, content_key, read_about, write_trajectories
 
-    key = files_key(paths, limit=limit, **depends_on)
-    if (read_about(memory_map) or {}).get("key") != key:
+    reads = None if tokenizer is None else tokenizer_settings(tokenizer, chat_template)
+    given = [kind.name, view, train, images, on_error, map, schemas, vocab_size, max_positions, limit, reads]
+    file = Path(cache) / f"{content_key(paths, given)}.arrow"
+    if read_about(file) is None:
 
         def about() -> dict[str, Any]:
-            return {"key": key} | {"notes": reading.notes.lines(), "format": kind.name, "skipped": reading.skipped}
+            return {"notes": reading.notes.lines(), "skipped": reading.skipped}
 
-        write_trajectories(memory_map, reading.rows(records), about)
-    mapped = MappedTrajectories(memory_map)
+        write_trajectories(file, reading.rows(records), about)
+    mapped = MappedTrajectories(file)
     notes, skipped = (tuple(mapped.about[name]) for name in ("notes", "skipped"))
-    return LoadedFile(trajectories=mapped, notes=notes, format=mapped.about["format"], skipped=skipped)
+    rows = mapped if collect is list else collect(iter(mapped))
+    return LoadedFile(trajectories=rows, notes=notes, format=kind.name, skipped=skipped)
 
 
 def _tools_of(tools: Sequence[Any] | str | os.PathLike[str] | None) -> Tools | Literal["none"]:
@@ -274,8 +273,7 @@ class _Reading:
         self.notes = Notes()
         self.skipped: list[str] = []
         self.repeats = _Repeats()
-        self.cached: tuple[Any, Any, int] | None = None
-        """(settings that the rows depend on, cache folder, processes); None: no cache, and only this process."""
+        self.processes = 1
         self.wants: Callable[[Hashable, Hashable], bool] | None = None
 
     @cached_property
@@ -284,7 +282,7 @@ class _Reading:
         return ChatReader(self.settings)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the settings and the format's name, since a format holds functions; notes are left out."""
+        """Pickle the settings and the format's name, since a format holds functions."""
         return _reading_of, (self.kind.name, self.settings, dict(self.map), self.on_error, self.limits, None)
 
     def finished(self, rows: Sequence[Trajectory]) -> LoadedFile:
@@ -304,7 +302,7 @@ class _Reading:
                 count += 1
                 yield found
 
-        yield from self._made(limited()) if self.cached is None else self._from_cache(limited(), *self.cached)
+        yield from self._made(limited()) if self.processes == 1 else self._made_elsewhere(limited())
         if more:
             notes.add(f"only the first {self.limit} records are read; there are more", None)
         if count == 0:
@@ -355,19 +353,21 @@ class _Reading:
             else:
                 yield from made
 
-    def _from_cache(self, records: Records, depends_on: Any, folder: Any, processes: int) -> Iterator[Trajectory]:
-        from treetrain.data.arrow import converted
-
-        for rows in converted(records, self, depends_on, folder, processes):
-            self.notes.merge(rows.about["notes"])
-            self.skipped += rows.about["skipped"]
-            yield from rows
-
-    def __call__(self, records: list[tuple[str, Record | DataError]]) -> tuple[list[Trajectory], dict[str, Any]]:
-        """The rows of some records, with remarks on these records only."""
-        self.notes, self.skipped = Notes(), []
-        rows = list(self._made(records))
-        return rows, {"notes": self.notes.counted(), "skipped": self.skipped}
+    def _made_elsewhere(self, records: Records) -> Iterator[Trajectory]:
+        """The trajectories, made in other processes; a few chunks of records are in memory."""
+        remaining, waiting = iter(records), deque[Future[tuple[list[Trajectory], Notes, list[str]]]]()
+        # Not forked: the tokenizer has threads.
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(self.processes, spawn, _start, (self,)) as pool:
+            while True:
+                while len(waiting) < 2 * self.processes and (chunk := list(islice(remaining, CHUNK))):
+                    waiting.append(pool.submit(_convert, chunk))
+                if not waiting:
+                    return
+                rows, notes, skipped = waiting.popleft().result()
+                self.notes.merge(notes)
+                self.skipped += skipped
+                yield from rows
 
     def _rows(self, record: Record) -> list[Trajectory | ChatRow]:
         made: list[Trajectory | ChatRow] = []
@@ -415,6 +415,22 @@ class _Reading:
 
 def _reading_of(name: str, *settings: Any) -> _Reading:
     return _Reading(_named(name), *settings)
+
+
+_READING: list[_Reading] = []
+"""In a worker: what it was started with."""
+
+
+def _start(reading: _Reading) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores
+    _READING[:] = [reading]
+
+
+def _convert(records: list[tuple[str, Record | DataError]]) -> tuple[list[Trajectory], Notes, list[str]]:
+    """The rows of some records, with remarks on these records only."""
+    (reading,) = _READING
+    reading.notes, reading.skipped = Notes(), []
+    return list(reading._made(records)), reading.notes, reading.skipped
 
 
 class _Repeats:

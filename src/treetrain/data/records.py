@@ -5,16 +5,16 @@ conversations (`messages`). `load` detects the format, opens the files, makes tr
 and line to every error.
 """
 
-import codecs
 import dataclasses
 import gzip
 import io
 import json
 import os
 import pickle
+import re
 import zipfile
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, overload
 
@@ -64,14 +64,10 @@ class Notes:
             if name not in known:
                 self.add(f"key {quoted(name)} is not used")
 
-    def counted(self) -> list[tuple[str, int, str]]:
-        """Each remark with its count and first place, as `merge` takes them."""
-        return [(text, count, self._first[text]) for text, count in self._count.items()]
-
-    def merge(self, counted: Iterable[Sequence[Any]]) -> None:
+    def merge(self, later: "Notes") -> None:
         """Add the remarks on later records."""
-        for text, count, first in counted:
-            self._first.setdefault(text, first)
+        for text, count in later._count.items():
+            self._first.setdefault(text, later._first[text])
             self._count[text] = self._count.get(text, 0) + count
 
     def lines(self) -> tuple[str, ...]:
@@ -235,7 +231,7 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, Record | D
     """
     path, empty = Path(path), True
     try:
-        for file in _files(path):
+        for file in files_of(path):
             for found in _READERS.get(_kind(file), _read_text)(file):
                 empty = False
                 yield found
@@ -247,7 +243,7 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, Record | D
         raise DataError(f"{path}: the file is empty; expected one JSON object per line")
 
 
-def _files(path: Path) -> list[Path]:
+def files_of(path: Path) -> list[Path]:
     """The files of a folder in order, or the file itself."""
     if not path.is_dir():
         return [path]
@@ -271,7 +267,7 @@ def _kind(path: Path) -> str:
 
 
 def _read_text(path: Path, kind: str = "text") -> Iterator[tuple[str, Record | DataError]]:
-    """JSONL, or JSON values over several lines."""
+    """JSONL; or JSON values over several lines, which are read whole."""
 
     def opened() -> Any:
         if kind == "gzip":
@@ -288,12 +284,12 @@ def _read_text(path: Path, kind: str = "text") -> Iterator[tuple[str, Record | D
             one_per_line = _is_jsonl(stream)
         if not one_per_line:
             with opened() as stream:
-                documents = _documents(stream, path, at)
-                try:
-                    yield from documents
-                    return
-                except _NoDocument:
-                    pass
+                content = stream.read()
+            try:
+                yield from _documents(content, path)
+                return
+            except _NoDocument:
+                pass
         with opened() as stream:
             yield from _lines(stream, path, at)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -340,71 +336,45 @@ class _NoDocument(Exception):
     """The text does not begin with a JSON array or object."""
 
 
-def _documents(stream: IO[bytes], path: Path, at: list[int]) -> Iterator[tuple[str, Record | DataError]]:
-    """The elements of a JSON array, or JSON objects one after the other, over any number of lines.
-
-    Only the current element is in memory. If it is not complete the buffer is doubled, so that every character is
-    parsed twice at most on average.
-    """
-    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
-    text, start, line, number, more = "", 0, 1, 0, True
-
-    def refill() -> None:
-        nonlocal text, start, line, more
-        line += text.count("\n", 0, start)
-        chunk = stream.read(max(CHUNK, len(text)))
-        more = bool(chunk)
-        text, start = text[start:] + decode(chunk, final=not chunk), 0
-
-    def skip() -> str:
-        """The next character that is no white space, '' at the end."""
-        nonlocal start
-        while True:
-            while start < len(text) and text[start] in " \t\r\n":
-                start += 1
-            if start < len(text) or not more:
-                return text[start : start + 1]
-            refill()
-
+def _documents(content: bytes, path: Path) -> Iterator[tuple[str, Record | DataError]]:
+    """The elements of a JSON array, or JSON objects one after the other, over any number of lines."""
+    number, line, at, start = 0, 1, 0, 0
     try:
-        array = skip() == "["
-        start += array
-        while True:
-            following = skip()
-            if array and number and following == ",":
-                start += 1
-                following = skip()
-            elif array and number and following != "]":
-                raise ValueError("expected ',' or ']'")
-            if following == "]" and array:
-                start += 1
-                if skip():
+        text = content.decode("utf-8-sig")
+
+        def skip(start: int) -> int:
+            """The place of the next character that is no white space."""
+            found = _BLANK.match(text, start)
+            return found.end() if found else start
+
+        start = skip(0)
+        array = text.startswith("[", start)
+        start = skip(start + array)
+        while start < len(text) or array:
+            if array and number:
+                if not text.startswith((",", "]"), start):
+                    raise ValueError("expected ',' or ']'")
+                start = skip(start + 1) if text[start] == "," else start
+            if array and text.startswith("]", start):
+                if skip(start + 1) < len(text):
                     raise ValueError("more text after the end of the array")
                 return
-            if not following and not array:
-                return
-            while True:
-                try:
-                    value, end = _raw_decode(text, start)
-                    break
-                except ValueError:
-                    if not more:
-                        raise
-                    refill()
-            at[0] = line + text.count("\n", 0, start)
+            value, end = _raw_decode(text, start)
+            line, at = line + text.count("\n", at, start), start
             number += 1
-            place = f"{path} line {at[0]}" + (f" element {number}" if array else "")
-            start = end
+            start = skip(end)
+            place = f"{path} line {line}" + (f" element {number}" if array else "")
             try:
                 yield place, _object(value, "Every element must be a JSON object")
             except DataError as error:
                 yield place, error
-    except DataError:
-        raise
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         if number == 0:
             raise _NoDocument from error
-        raise DataError(f"{path}: broken JSON after line {at[0]} ({shortened(error)})") from error
+        raise DataError(f"{path}: broken JSON after line {line} ({shortened(error)})") from error
+
+
+_BLANK = re.compile(r"[ \t\r\n]*")
 
 
 def _raw_decode(text: str, start: int) -> tuple[Any, int]:

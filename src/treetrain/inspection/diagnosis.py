@@ -577,23 +577,33 @@ class _Search:
                 for row in self.rows
             ]
         ids, trained = list(self.ids), list(self.trained)
-        rewritten: dict[int, _Rewritten] = {}
+        # For each position of a rewritten row: where it is now, -1 inside differences that are gone.
+        places: dict[int, NDArray[np.int64]] = {}
         for link in self.links:
             row, partner, edits = link.row, link.partner, link.edits
-            if partner not in rewritten and not any(edit.cause in causes for edit in edits):
+            if partner not in places and not any(edit.cause in causes for edit in edits):
                 continue
             # Up to the first difference that stays, the row gets its partner's rewritten tokens.
             stays = next((edit.gap for edit in edits if edit.cause not in causes), None)
             stop, at = (link.partner_end, link.row_end) if stays is None else (stays.first_start, stays.second_start)
-            head, back = _moved(partner, stop, rewritten)
-            at -= back
-            rewritten[row] = _Rewritten(link, at, head - at)
+            moved = places.get(partner, np.arange(self.ids[partner].size + 1))
+            theirs, i, j = np.full(at + 1, -1), 0, 0  # the partner's positions of the row's first tokens
+            for gap, _ in edits:
+                if gap.second_stop <= at:
+                    theirs[j : gap.second_start + 1] = np.arange(i, i + gap.second_start + 1 - j)
+                    i, j = gap.first_stop, gap.second_stop
+            theirs[j:] = np.arange(i, i + at + 1 - j)
+            while moved[stop] < 0:
+                stop, at = stop - 1, at - 1
+            head, theirs = int(moved[stop]), theirs[:at]
+            copied = np.where(theirs < 0, -1, moved[theirs])
+            places[row] = np.append(copied, np.arange(at, self.ids[row].size + 1) + head - at)
             ids[row] = np.concatenate([ids[partner][:head], self.ids[row][at:]])
             # The copied tokens are context; trained if the row's context is unknown.
             trained[row] = np.concatenate([np.full(head, not self.masked[row]), self.trained[row][at:]])
         return [
             Trajectory(ids[number], loss_weights=trained[number].astype(np.float64), key=row.key)
-            if number in rewritten or ids[number].size < len(row) or row.experts is not None
+            if number in places or ids[number].size < len(row) or row.experts is not None
             else row
             for number, row in enumerate(self.rows)
         ]
@@ -702,39 +712,6 @@ def _repeats(ids: Ids, token: int) -> int:
     """How often a token is repeated at the beginning."""
     other = ids != token
     return int(other.argmax()) if other.any() else ids.size
-
-
-class _Rewritten(NamedTuple):
-    """How the tokens of a rewritten row have moved."""
-
-    link: _Link
-    cut: int
-    """Tokens of the row that were replaced by its partner's."""
-    shift: int
-    """How far the tokens behind them have moved."""
-
-
-def _moved(row: int, position: int, rewritten: dict[int, _Rewritten]) -> tuple[int, int]:
-    """The end of a row's tokens before `position` after the rewrite, and 0.
-
-    If the position lies inside a repaired difference: the end of the tokens before the difference, and the number of
-    tokens between.
-    """
-    back = 0
-    while row in rewritten:
-        link, cut, shift = rewritten[row]
-        if position >= cut:
-            return position + shift, back
-        for gap, _ in reversed(link.edits):
-            if gap.second_stop <= position:
-                position += gap.first_stop - gap.second_stop
-                break
-            if gap.second_start < position:
-                back += position - gap.second_start
-                position = gap.first_start
-                break
-        row = link.partner
-    return position, back
 
 
 def _linked(row: int, partner: int, found: Alignment, edits: list[_Edit]) -> _Link:

@@ -78,7 +78,7 @@ def _page(inspection: Inspection, most: int, explained: str | None) -> str:
         tiles=_tiles(inspection),
         headline=picture.headline(),
         folded=picture.folded(),
-        sampled=inspection.estimate is not None,
+        sampled=inspection.sampled < 1,
         view=data,
         svg=Markup(picture.svg(data["longest"], data["rows"])),
         # Escaped, no text can end the script element.
@@ -101,7 +101,7 @@ def _subtitle(inspection: Inspection) -> str:
 
 
 def _tiles(inspection: Inspection) -> list[tuple[str, str, str]]:
-    stats, groups = inspection.stats, inspection.within_groups()
+    stats, groups = inspection.stats, inspection.groups
     repeats = f", {stats.duplicates:,} exact repeats" if stats.duplicates else ""
     tiles = [
         ("ideal speed-up", f"{stats.flop_speedup:.2f}×", "by FLOPs, all rows as one batch"),
@@ -110,15 +110,12 @@ def _tiles(inspection: Inspection) -> list[tuple[str, str, str]]:
         ("trajectories", f"{stats.trajectories:,}", f"in {stats.trees:,} tree{'s' * (stats.trees != 1)}{repeats}"),
         ("trained tokens", _short(stats.trained_flat), f"in rows, {stats.trained_unique:,} in the tree"),
     ]
-    if (whole := inspection.estimate) is not None:
-        detail = f"± {whole.flop_speedup_error:.2f}, by FLOPs; all other figures are of {whole.share:.2%} of the rows"
-        tiles.insert(0, ("estimated for all rows", f"{whole.flop_speedup:.2f}×", detail))
     speeds = {one.order: f"{one.flop_speedup:.2f}×" for one in inspection.batches}
     if speeds:
         others = f"grouped by prefix; {speeds['file']} in file order, {speeds['shuffled']} shuffled"
         tiles.insert(1, (f"in batches of {inspection.batches[0].size}", speeds["grouped"], others))
     if groups:
-        tiles.insert(-2, ("within groups", f"{groups['overlap']:.1%}", f"overlap, over {groups['count']:,} groups"))
+        tiles.insert(-2, ("within groups", f"{groups.overlap:.1%}", f"overlap, over {groups.count:,} groups"))
     return tiles
 
 

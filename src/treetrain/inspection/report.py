@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from treetrain.data.columns import columns_of
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
 from treetrain.inspection.diagnosis import Diagnosis, diagnose
-from treetrain.inspection.sample import Estimate
 from treetrain.planning.cost import ModelCounts
 from treetrain.planning.plan import Plan
 from treetrain.tree.assemble import Int64s
@@ -84,22 +84,23 @@ class ViewCost:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class GroupStats:
-    """The rows of one group as a tree by themselves."""
+class WithinGroups:
+    """Sharing within groups of rows, summed over the groups."""
 
-    group: str
-    stats: TreeStats
+    count: int
+    overlap: float
+    token_speedup: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection:
     """The sharing of a file's rows, and the causes that limit it."""
 
-    files: tuple[str, ...]
-    format: str
+    files: tuple[str, ...] = ()
+    format: str = "tokens"
     view: str | None
     """"calls" or "transcript"; None for token rows."""
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     rows: Sequence[Trajectory]
     tokenizer: Any
     """None if the rows are shown as token ids."""
@@ -107,34 +108,20 @@ class Inspection:
     tree: TokenTree
     """`rows` as one batch."""
     stats: TreeStats
-    estimate: Estimate | None
-    """Figures of all rows in the files, if `rows` are a sample of them."""
-    groups: tuple[GroupStats, ...]
-    """Every group of rows, most flat tokens first."""
+    sampled: float = 1.0
+    """Share of the groups in the files that `rows` are; 1 for all."""
+    groups: WithinGroups | None
+    """None if no row has a group."""
     transcripts_speedup: float | None
     """FLOPs of training only the rows that no other row extends / FLOPs of the tree; None if no row extends another."""
     batches: tuple[BatchSharing, ...]
     """Sharing within batches: grouped, in file order, shuffled; empty if all rows are one batch."""
-    views: tuple[ViewCost, ...]
+    views: tuple[ViewCost, ...] = ()
     """Conversations as calls and as transcripts, with their own template and one that keeps prefixes; else empty."""
     diagnosis: Diagnosis
     """Why the rows do not share more."""
     plan: Plan | None = None
     """The plan of `tree`, if one was asked for."""
-
-    def within_groups(self) -> dict[str, Any] | None:
-        """Sums over the groups, each a tree by itself; None without groups."""
-        if not self.groups:
-            return None
-        flat, unique = (sum(getattr(group.stats, name) for group in self.groups) for name in ("flat", "unique"))
-        return {
-            "count": len(self.groups),
-            "trajectories": sum(group.stats.trajectories for group in self.groups),
-            "flat": flat,
-            "unique": unique,
-            "overlap": 1 - unique / flat if flat else 0.0,
-            "token_speedup": flat / unique if unique else 1.0,
-        }
 
     def verdict(self) -> str:
         """One line: whether to train these rows as a tree, what that gains, and what to change first."""
@@ -150,8 +137,8 @@ class Inspection:
                 f"; fix first: {worst.title}{others} (then {repaired:.2f}x in place of {whole:.2f}x, all rows at once)"
             )
         model = f"on {self.shape.name} by FLOPs"
-        if self.estimate is not None:
-            fix += f" (measured on a sample of {self.estimate.share:.2%} of the rows)"
+        if self.sampled < 1:
+            fix += f" (measured on a sample of {self.sampled:.2%} of the groups)"
         if here < WORTH:
             return f"Train as a tree: {'not yet' if worst else 'no'}, {here:.2f}x {model}{fix}."
         said = f"Train as a tree: yes, {here:.2f}x {model}"
@@ -170,23 +157,13 @@ class Inspection:
         """
         if self.transcripts_speedup is not None or self.view != "calls":
             return self.transcripts_speedup
-        costs = {(one.view, one.template): one for one in self.views}
-        for template in ("own", "chatml"):
-            calls, transcripts = costs.get(("calls", template)), costs.get(("transcript", template))
-            if calls is not None and transcripts is not None and calls.tree_flops:
-                return transcripts.linear_flops / calls.tree_flops
-        return None
+        flops = {one.view: one for one in self.views if one.template == self.views[0].template}
+        if len(flops) < 2 or not flops["calls"].tree_flops:
+            return None
+        return flops["transcript"].linear_flops / flops["calls"].tree_flops
 
-    def as_dict(self, groups: int | None = None) -> dict[str, Any]:
-        """Plain JSON data.
-
-        Args:
-            groups: how many of the largest groups to list; None lists all.
-        """
-        summary = self.within_groups()
-        if summary is not None:
-            listed = self.groups[:groups]
-            summary["largest"] = [{"group": one.group, **dataclasses.asdict(one.stats)} for one in listed]
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
         diagnosis = dataclasses.asdict(self.diagnosis)
         for found, lost in zip(diagnosis["causes"], self.diagnosis.causes, strict=True):
             found |= {"title": lost.title, "change": lost.change}
@@ -196,8 +173,8 @@ class Inspection:
             "view": self.view,
             "shape": {"name": self.shape.name, "assumed": self.shape.assumed},
             "file": dataclasses.asdict(self.stats),
-            "estimate": None if self.estimate is None else dataclasses.asdict(self.estimate),
-            "groups": summary,
+            "sampled": self.sampled,
+            "groups": None if self.groups is None else dataclasses.asdict(self.groups),
             "transcripts_speedup": self.transcripts_speedup,
             "batches": [dataclasses.asdict(one) for one in self.batches],
             "views": [dataclasses.asdict(one) | {"flop_speedup": one.flop_speedup} for one in self.views],
@@ -212,14 +189,9 @@ def inspect_rows(
     rows: Sequence[Trajectory],
     shape: Shape,
     *,
-    files: Sequence[str] = (),
-    format: str = "tokens",
     view: str | None = None,
-    notes: Sequence[str] = (),
     tokenizer: Any = None,
     batch_size: int = 8,
-    views: Sequence[ViewCost] = (),
-    estimate: Estimate | None = None,
     stats: TreeStats | None = None,
 ) -> Inspection:
     """Measure what rows share.
@@ -227,40 +199,38 @@ def inspect_rows(
     Args:
         rows: the rows; in the calls view each conversation's calls in order.
         shape: the model that FLOPs are counted for.
-        files: where the rows come from.
-        format: the format of the files.
         view: "calls" or "transcript"; None for token rows.
-        notes: remarks on the rows.
         tokenizer: anything with `decode`; examples then show text instead of ids.
         batch_size: rows of a batch, for the sharing that is left in batches.
-        views: the cost of the same conversations in other views; see `compare_views`.
-        estimate: figures of all rows, where `rows` are a sample (`inspection.sample`).
         stats: figures of a tree that was given as a tree, where `rows` are a sample of its trajectories.
     """
     tree = build_tree(rows)
-    members: dict[Any, list[Trajectory]] = {}
-    for row in rows:
-        if row.group is not None:
-            members.setdefault(row.group, []).append(row)
-    groups = [
-        GroupStats(group=str(name), stats=tree_stats(build_tree(own), shape.counts)) for name, own in members.items()
-    ]
     return Inspection(
-        files=tuple(files),
-        format=format,
         view=view,
-        notes=tuple(notes),
         rows=rows,
         tokenizer=tokenizer,
         shape=shape,
         tree=tree,
         stats=stats or tree_stats(tree, shape.counts),
-        estimate=estimate,
-        groups=tuple(sorted(groups, key=lambda one: -one.stats.flat)),
+        groups=sharing_within_groups(rows),
         transcripts_speedup=transcripts_speedup(tree, shape.counts),
         batches=sharing_in_batches(rows, tree, shape.counts, batch_size),
-        views=tuple(views),
         diagnosis=diagnose(rows, shape.counts, tokenizer, tree=tree),
+    )
+
+
+def sharing_within_groups(rows: Sequence[Trajectory]) -> WithinGroups | None:
+    """Measure what the rows of each group share; None if no row has a group."""
+    group = columns_of(rows).group
+    named = np.flatnonzero(group >= 0)
+    if not len(named):
+        return None
+    forest = build_tree([rows[number] for number in named.tolist()], apart=group[named])
+    flat, unique = forest.num_flat_tokens, forest.num_tokens
+    return WithinGroups(
+        count=int(group.max()) + 1,
+        overlap=1 - unique / flat if flat else 0.0,
+        token_speedup=flat / unique if unique else 1.0,
     )
 
 

@@ -1,7 +1,6 @@
 """Rollouts of agents, benchmarks and RL frameworks: SWE-agent, tau-bench and tau2-bench, Inspect AI, the search trees
 of ToolBench and Tree of Thoughts, verl, ART and AReaL."""
 
-import base64
 import hashlib
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
@@ -11,7 +10,7 @@ import numpy as np
 
 from treetrain.data.formats.conversations import untrained
 from treetrain.data.records import Format, Notes, Record, facts, field, look_up, objects, parsed
-from treetrain.errors import DataError, quoted, shortened
+from treetrain.errors import DataError, quoted
 
 INSPECT_SCORES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 SWE_KEYS = ("role", "content", "tool_calls")
@@ -274,14 +273,7 @@ def is_art(record: Record) -> bool:
 
 
 def read_areal(record: Record, notes: Notes) -> list[Record]:
-    """AReaL's interactions, each one LLM call; or a line of dumped rollouts, which is text with special tokens.
-
-    An interaction's parent is the one whose messages it continues. It is not needed: tokens show it.
-    """
-    if "head_version" in record:
-        known = {"group": record.get("task_id"), "id": f"{record.get('task_id')}/{record.get('sample_idx')}"}
-        text = {name: field(record, name, str) for name in ("prompt", "completion")}
-        return [known | text | {"reward": record.get("reward"), "decoded": True}]
+    """AReaL's interactions, each one LLM call. An interaction's parent is the one whose messages it continues."""
     listed = record.get("interactions")
     interactions = (
         objects(record, "interactions") if listed is not None else [field(record, name, dict) for name in record]
@@ -289,11 +281,6 @@ def read_areal(record: Record, notes: Notes) -> list[Record]:
     rows = []
     for number, one in enumerate(interactions):
         known = {"reward": one.get("reward"), "id": one.get("interaction_id", f"{notes.place}/{number}")}
-        if "tensor_dict" in one:
-            tensors = field(one, "tensor_dict", dict)
-            row = {name: _array(tensors, name) for name in ("input_ids", "loss_mask", "logprobs")}
-            rows.append(known | {"rollout_logprobs" if name == "logprobs" else name: row[name] for name in row})
-            continue
         prompt, answer = one.get("messages", one.get("request")), one.get("output_message_list", one.get("response"))
         if isinstance(answer, str):
             answer = [{"role": "assistant", "content": answer}]
@@ -303,19 +290,8 @@ def read_areal(record: Record, notes: Notes) -> list[Record]:
     return rows
 
 
-def _array(tensors: Record, name: str) -> list[Any]:
-    """A row of a tensor [1, tokens], as AReaL serialises them for HTTP: base64 bytes, shape and dtype."""
-    dtype, data = field(tensors, f"{name}.dtype", str).removeprefix("torch."), field(tensors, f"{name}.data", str)
-    try:
-        return np.frombuffer(base64.b64decode(data), dtype).tolist()
-    except (TypeError, ValueError) as error:
-        raise DataError(f"`tensor_dict.{name}` cannot be decoded ({shortened(error)})") from error
-
-
 def is_areal(record: Record) -> bool:
-    """Whether a record is a dumped rollout of AReaL, or interactions by id or as a list."""
-    if "head_version" in record and "completion" in record:
-        return True
+    """Whether a record is AReaL's interactions, by id or as a list."""
     first = look_up(record, "interactions.0") or next(iter(record.values()), None)
     return isinstance(first, Mapping) and (
         "interaction_id" in first or {"request", "response", "reward"} <= first.keys()
@@ -345,4 +321,4 @@ THOUGHTS = Format(
 )
 VERL = Format("verl", "a batch, a dumped rollout or responses of verl", is_verl, read_verl)
 ART = Format("art", "`messages_and_choices`, or `group_index` and `messages`", is_art, read_art)
-AREAL = Format("areal", "interactions or a dumped rollout of AReaL", is_areal, read_areal)
+AREAL = Format("areal", "interactions of AReaL", is_areal, read_areal)
