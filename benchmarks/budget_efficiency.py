@@ -5,7 +5,7 @@ Run: python benchmarks/budget_efficiency.py [workload ...] [--repeats 5] [--base
 The tasks, model, loss and baselines are those of cpu_efficiency.py; all engines alternate in one process, a fresh
 process per workload. Budgets, in tokens: a quarter of the tree or the longest path, whichever is larger; half of the
 longest path. The ideal counts, besides the tree's own FLOPs, one forward of the fewest tokens that any plan
-within the budget must run twice (plan.least_recomputed). Rows are appended to results/budget_efficiency.csv.
+within the budget must run twice . Rows are appended to results/budget_efficiency.csv.
 """
 
 import os
@@ -27,7 +27,7 @@ def measure(name: str, repeats: int, baselines: list[str]) -> None:
 
     import treetrain as tt
     from treetrain.engine.engine import LinearEngine
-    from treetrain.planning.plan import least_recomputed
+    from treetrain.planning.plan import heights
     from treetrain.verification.bench import PaddedEngine
 
     rows.keep_memory()
@@ -49,7 +49,7 @@ def measure(name: str, repeats: int, baselines: list[str]) -> None:
     seconds = _rounds({best: linear[best]} | engines, batch, repeats)
     for key, budget in budgets.items():
         plan = engines[key].plan(tree)
-        least = least_recomputed(layout, budget)
+        least = int((heights(layout) > budget).sum())
         ideal = _ideal(tree, model, layout, budget)
         ratios = [slow / fast for slow, fast in zip(seconds[best], seconds[key])]
         row = {
@@ -81,12 +81,13 @@ def _ideal(tree, model, layout, budget: int) -> float:
     """FLOPs of the rows over those of the tree with the forward of the least recomputed tokens counted twice."""
     from treetrain.engine.costs import count
     from treetrain.planning.plan import heights
+    from treetrain.tree.layout import pairs_at
     from treetrain.tree.stats import linear_work, tree_work
 
     shape = count(model)
     twice = heights(layout) > budget
     # A forward is a third of a step; the LM head is not needed to run a token again.
-    again = shape.flops(int(twice.sum()), int((layout.positions[twice] + 1).sum()), 0) / 3
+    again = shape.flops(int(twice.sum()), pairs_at(layout.positions[twice]), 0) / 3
     return shape.flops(*linear_work(tree)) / (shape.flops(*tree_work(tree)) + again)
 
 

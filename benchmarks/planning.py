@@ -16,7 +16,7 @@ import numpy as np
 import rows as result_rows
 from tree_build import rollouts
 from treetrain.planning import CostModel, ModelShape, make_plan
-from treetrain.planning.plan import heights, least_recomputed
+from treetrain.planning.plan import heights
 from treetrain.tree import build_tree
 from treetrain.tree.layout import pack
 from workloads import DATA, VOCAB, WORKLOADS, load_workload
@@ -79,7 +79,7 @@ def planned(name: str) -> list[dict]:
     found = []
     for words, budget in (("quarter", max(layout.num_tokens // 4, longest)), ("half path", max(longest // 2, 1))):
         plan = make_plan(layout, PRICES, budget=budget)
-        least = least_recomputed(layout, budget)
+        least = int((heights(layout) > budget).sum())
         by = PRICES.seconds_by(plan)
         forward = by["recomputation"] / plan.recomputed_tokens if plan.recomputed_tokens else 0.0
         ideal = whole + forward * least

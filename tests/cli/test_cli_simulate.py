@@ -44,29 +44,31 @@ def test_a_model_is_counted_from_its_configuration(treetrain, token_file) -> Non
     assert said["model"]["name"] == "tiny" and {one["split"]["tensor"] for one in said["splits"]} >= {1, 2}
 
 
-@pytest.mark.parametrize("suffix", [".json", ".toml"])
-def test_a_device_may_be_described_in_a_file(treetrain, token_file, tmp_path, suffix) -> None:
+def test_a_device_may_be_described_in_a_file(treetrain, token_file, tmp_path) -> None:
     figures = {"flops": 1e12, "memory_bytes": 1e12, "memory_bandwidth": 1e11, "link_bandwidth": 1e9, "node_ranks": 4}
-    path = tmp_path / f"slow{suffix}"
-    lines = [f"{key} = {value!r}" for key, value in figures.items()]
-    path.write_text(json.dumps(figures) if suffix == ".json" else "\n".join(lines))
+    path = tmp_path / "slow.toml"
+    path.write_text("\n".join(f"{key} = {value!r}" for key, value in figures.items()))
     said = treetrain("simulate", token_file, "--json", "--device", str(path)).json
     assert said["device"]["name"] == "slow" and said["device"]["flops"] == 1e12
+
+
+OTHERS = "memory_bytes = 1\nmemory_bandwidth = 1\nlink_bandwidth = 1\n"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"flops": 1}', "missing 3 required keyword-only arguments: 'memory_bytes', 'memory_bandwidth', and"),
-        ('{"speed": 1}', "unexpected keyword argument 'speed'"),
+        ("flops = 1", "missing 3 required keyword-only arguments: 'memory_bytes', 'memory_bandwidth', and"),
+        ("speed = 1", "unexpected keyword argument 'speed'"),
         ("{", "is no device's description"),
-        ("[1]", "is no device's description"),
-        ('{"flops": -1, "memory_bytes": 1, "memory_bandwidth": 1, "link_bandwidth": 1}', "flops is -1"),
-        ('{"flops": 1, "memory_bytes": 1, "memory_bandwidth": 1, "link_bandwidth": 1, "kind": "tpu"}', "kind='tpu'"),
+        (f"flops = -1\n{OTHERS}", "flops is -1"),
+        (f"flops = 1\n{OTHERS}kind = 'tpu'", "kind='tpu'"),
+        (f"flops = 0\n{OTHERS}", "flops is 0"),
+        (f"flops = 1\n{OTHERS}efficiency = 1.5", "efficiency is 1.5"),
     ],
 )
 def test_a_bad_description_is_refused_with_what_is_wrong(treetrain, token_file, tmp_path, text, message) -> None:
-    path = tmp_path / "device.json"
+    path = tmp_path / "device.toml"
     path.write_text(text)
     assert message in treetrain("simulate", token_file, "--device", str(path)).error
 

@@ -13,7 +13,7 @@ from treetrain.planning.devices import HEAD_CHUNK_LOGITS, HEAD_CHUNK_ROWS, head_
 from treetrain.planning.plan import Plan
 from treetrain.testing.forests import forests
 from treetrain.tree.build import build_tree
-from treetrain.tree.layout import PackedLayout, pack
+from treetrain.tree.layout import PackedLayout, pack, pairs_at
 
 SHAPE = ModelShape(layers=3, hidden=8, intermediate=12, heads=4, kv_heads=2, head_dim=5, vocab=50, tied=True)
 PRIMES = [n for n in range(2, 200) if all(n % d for d in range(2, n))]
@@ -60,7 +60,7 @@ def test_one_part_costs_its_flops_one_pass_and_the_bytes_of_it():
     cost = distinct(backward_ratio=2.0, layers=1.0, attention=1.0, head=1.0)
     layout = pack(build_tree(ROWS))
     plan = Plan.of_parts(layout, np.zeros(layout.num_tokens, np.int64))
-    flops = SHAPE.counts().flops(layout.num_tokens, layout.pairs, len(layout.rows))
+    flops = SHAPE.counts().flops(layout.num_tokens, pairs_at(layout.positions), len(layout.rows))
     assert cost.seconds(plan) == pytest.approx(flops + cost.speeds.graph_pass, rel=1e-12)
 
 

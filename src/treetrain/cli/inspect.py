@@ -149,8 +149,6 @@ def _print(inspection: "Inspection") -> None:
         ("token-ideal speed-up", f"{file.token_speedup:.2f}x"),
         ("FLOP-ideal speed-up", f"{file.flop_speedup:.2f}x on the shape {inspection.shape.words}"),
     ]
-    if file.duplicates:
-        rows.append(("  without repeats", f"{file.flop_speedup_dedup:.2f}x against rows without exact repeats"))
     if inspection.transcripts_speedup is not None:
         text = "against whole conversations (the rows that no other row extends), row by row"
         rows.append(("  over transcripts", f"{inspection.transcripts_speedup:.2f}x {text}"))

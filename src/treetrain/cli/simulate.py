@@ -26,7 +26,7 @@ def make_parser() -> Parser:
     text = "A shape by name (qwen3-0.6b to qwen3-235b-a22b, llama-3.1-8b), or a hub id, local folder or preset."
     parser.option("model", text, "qwen3-8b")
     parser.option("ranks", "Number of ranks, one GPU or process each.", 8, type=at_least(1))
-    parser.option("device", "h100, h200, a100, cpu, or a JSON or TOML file of figures (docs/distributed.md).", "h100")
+    parser.option("device", "h100, h200, a100, cpu, or a TOML file of figures (docs/distributed.md).", "h100")
     parser.option("node", "Ranks per node. Not given: the device's, 8 for GPUs.", type=at_least(1))
     for name, what in (
         ("context", "share the tokens of every part"),

@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from treetrain.planning.cost import CostModel, ModelShape
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.build import Row, as_tree
-from treetrain.tree.nodes import NodeRows
 from treetrain.tree.token_tree import TokenTree
 
 PASS_TOKENS = 8192
@@ -42,13 +41,13 @@ class Dispatch:
 
     trajectories: list[Int64s]
     """Per rank: the numbers of its trajectories, ascending; may be empty."""
-    seconds: Float64[np.ndarray, "ranks"]
+    seconds: Float64[np.ndarray, " ranks"]
     """Predicted seconds of a step's work, waiting and communication excluded."""
-    tokens: Int64[np.ndarray, "ranks"]
+    tokens: Int64[np.ndarray, " ranks"]
     """Tokens that a rank computes."""
     unique: int
     """Tokens that one process would compute."""
-    rank_of: Int64[np.ndarray, "K"] = field(repr=False)
+    rank_of: Int64[np.ndarray, " K"] = field(repr=False)
     """The rank of every trajectory."""
 
 
@@ -97,7 +96,7 @@ class Balancer:
         self._place = np.full(tree.num_trajectories, -1, np.int64)
         """int64 [K]: the place of each row in `_rows`; -1 for rows that compute nothing."""
         self._place[rows] = np.arange(count)
-        tokens = _tokens_needed(tree, self._ends[rows], self._place[rows])
+        tokens = _tokens_needed(tree, self._ends[rows])
         heads = _states_needed(tree, self._place, whole_rows=whole_rows)
         token_seconds, row_seconds = np.ones(len(tokens.tokens)), 0.0  # without a cost model
         if cost is not None:
@@ -133,7 +132,7 @@ class Balancer:
             rank_of=rank_of,
         )
 
-    def _rank_of(self, bounds: Int64s) -> Int64[np.ndarray, "K"]:
+    def _rank_of(self, bounds: Int64s) -> Int64[np.ndarray, " K"]:
         """Every row's rank; rows with nothing to compute join their neighbours."""
         rows, ranks = self._rows, len(bounds) - 1
         rank_of = np.searchsorted(bounds, self._place, side="right") - 1
@@ -147,8 +146,8 @@ class Balancer:
 
 
 def cut_evenly(
-    opened: Int64[np.ndarray, "_"], closed: Int64[np.ndarray, "_"], ranges: int, slack: int = 0
-) -> Int64[np.ndarray, "_"]:
+    opened: Int64[np.ndarray, " _"], closed: Int64[np.ndarray, " _"], ranges: int, slack: int = 0
+) -> Int64[np.ndarray, " _"]:
     """Ranges + 1 entries: bounds, from 0 to U, that cut U places so that the costliest range is as cheap as possible.
 
     Args:
@@ -184,7 +183,7 @@ def cut_evenly(
     return np.array([0, *bounds[::-1]], np.int64)
 
 
-def range_costs(opened: Int64s, closed: Int64s, bounds: Int64s) -> Int64[np.ndarray, "R"]:
+def range_costs(opened: Int64s, closed: Int64s, bounds: Int64s) -> Int64[np.ndarray, " R"]:
     """The costs of the ranges between R + 1 bounds; 0 for empty ranges."""
     return np.where(np.diff(bounds) > 0, opened[bounds[1:]] - closed[bounds[:-1]], 0)
 
@@ -193,7 +192,7 @@ def _sums(values: NDArray[np.int64]) -> Int64s:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])
 
 
-def _last_computed(tree: TokenTree, lengths: Int64s) -> Int64[np.ndarray, "K"]:
+def _last_computed(tree: TokenTree, lengths: Int64s) -> Int64[np.ndarray, " K"]:
     """Tree index of the last of each trajectory's first `lengths` tokens; -1 for none."""
     last = np.full(tree.num_trajectories, -1, np.int64)
     for row, segment in tree.climb(np.where(lengths > 0, tree.trajectory_last, -1), lengths - 1):
@@ -210,48 +209,27 @@ class _Needed(NamedTuple):
     last: Int64s
 
 
-def _tokens_needed(tree: TokenTree, ends: Int64[np.ndarray, "C"], places: Int64[np.ndarray, "C"]) -> _Needed:
+def _tokens_needed(tree: TokenTree, ends: Int64[np.ndarray, " C"]) -> _Needed:
     """Tokens needed in the layers. A row needs a token if it ends at it or below it.
 
     Args:
         ends: ascending: the last token that each row needs.
-        places: the place of each row.
     """
     before = np.searchsorted(ends, np.arange(tree.num_tokens + 1))
     low, high = before[:-1], before[tree.end]
     tokens = np.flatnonzero(low < high)
     low, high = low[tokens], high[tokens]
-    if (places == np.arange(len(places))).all():
-        return _Needed(tokens, low, high - 1)
-    spans = np.stack([low, high], 1).ravel()  # padded, since reduceat needs every index in range
-    return _Needed(
-        tokens,
-        np.minimum.reduceat(np.append(places, len(places)), spans)[::2],
-        np.maximum.reduceat(np.append(places, -1), spans)[::2],
-    )
+    return _Needed(tokens, low, high - 1)
 
 
 def _states_needed(tree: TokenTree, places: Int64s, *, whole_rows: bool) -> _Needed:
-    """Tokens whose hidden state is needed in the LM head, by the rows that train a prediction from it.
-
-    In a tree made from nodes, a trained prediction counts for every trajectory through it. This is an upper bound where
-    equal siblings with different weights were merged.
-    """
+    """Tokens whose hidden state is needed in the LM head, by the rows that use a prediction from it."""
     first = np.full(tree.num_tokens, len(places), np.int64)
     last = np.full(tree.num_tokens, -1, np.int64)
-    if not isinstance(tree.rows, NodeRows) and not whole_rows:
-        used = tree.trained_predictions & np.repeat(places >= 0, tree.trajectory_length)
-        tokens, by_first = tree.paths()[1][used], np.repeat(places, tree.trajectory_length)[used]
-        by_last = by_first
-    else:
-        counted = np.flatnonzero((places >= 0) & (tree.trajectory_last >= 0))
-        counted = counted[np.argsort(tree.trajectory_last[counted], kind="stable")]
-        tokens, by_first, by_last = _tokens_needed(tree, tree.trajectory_last[counted], places[counted])
-        wanted = tree.parent[tokens] >= 0
-        if not whole_rows:
-            wanted &= tree.trained_edges()[0][tokens] > 0
-        tokens, by_first, by_last = tokens[wanted], by_first[wanted], by_last[wanted]
-    np.minimum.at(first, tree.parent[tokens], by_first)
-    np.maximum.at(last, tree.parent[tokens], by_last)
+    index, place = tree.paths()[1], np.repeat(places, tree.trajectory_length)
+    used = np.flatnonzero((place >= 0) & (tree.parent[index] >= 0 if whole_rows else tree.trained_predictions))
+    states = tree.parent[index[used]]
+    np.minimum.at(first, states, place[used])
+    np.maximum.at(last, states, place[used])
     tokens = np.flatnonzero(last >= 0)
     return _Needed(tokens, first[tokens], last[tokens])

@@ -129,22 +129,7 @@ class ModelCounts:
         return pairs_at(depth, self.attention_ranges)
 
     def pair_flops(self, pairs: Pairs) -> float:
-        """Forward FLOPs of visible pairs, all layers.
-
-        Args:
-            pairs: by range; a number if all attention is full.
-
-        Raises:
-            ValueError: one number, but not all layers of the model have full attention.
-        """
-        if not isinstance(pairs, Mapping):
-            if self.attention_ranges != (FULL,):
-                raise ValueError(
-                    f"one number of pairs ({pairs}) for layers that see differently far "
-                    f"({', '.join(map(str, self.attention_ranges))}); give pairs by range, e.g. those of "
-                    "pairs_at(depths)"
-                )
-            pairs = {FULL: pairs}
+        """Forward FLOPs of visible pairs, all layers."""
         return sum(flops * pairs[each] for each, flops in self.flops_by_range.items())
 
     def flops(self, tokens: int, pairs: Pairs, head_rows: int) -> float:
@@ -152,11 +137,8 @@ class ModelCounts:
 
         Args:
             tokens: tokens through the layers.
-            pairs: visible (query, key) pairs, the token itself included; by range if layers see less than the path.
+            pairs: visible (query, key) pairs by range, the token itself included; see `pairs_at`.
             head_rows: hidden states through the LM head.
-
-        Raises:
-            ValueError: `pairs` is one number, but not all layers of the model have full attention.
         """
         return 3.0 * (tokens * self.token_flops + self.pair_flops(pairs) + 2 * head_rows * self.hidden * self.vocab)
 
@@ -194,11 +176,11 @@ class ModelShape:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UnsupportedModel(f"model shape: {name} is {value!r}, expected a positive whole number")
-        if self.heads % self.kv_heads:
-            raise UnsupportedModel(f"model shape: {self.heads} heads cannot share {self.kv_heads} kv heads evenly")
-        if self.experts_per_token > self.experts or bool(self.experts) != bool(self.experts_per_token):
+        uneven = self.heads % self.kv_heads or bool(self.experts) != bool(self.experts_per_token)
+        if uneven or self.experts_per_token > self.experts:
             raise UnsupportedModel(
-                f"model shape: {self.experts_per_token} experts per token of {self.experts} experts in a layer"
+                f"model shape: {self.heads} heads on {self.kv_heads} key/value heads, {self.experts_per_token} experts "
+                f"per token of {self.experts}; expected a divisor of the heads, and no more than the experts"
             )
 
     @classmethod
@@ -382,13 +364,15 @@ class WeightLinks(NamedTuple):
     forward: float
     """All weights gathered."""
     backward: float
-    """The weights of the layers gathered again, and all gradients reduced."""
+    """The weights of the layers gathered again."""
+    reduce: float
+    """All gradients reduced, in a backward."""
     first: float
     """The share of these that cannot run beside arithmetic: 1 / layers; 1 on a CPU."""
 
-    def exposed(self, kind: str, seconds: float) -> float:
+    def exposed(self, kind: str, seconds: float, *, reduces: bool = True) -> float:
         """Seconds that the links add to a pass, by its kind (P, F or B) and its own seconds."""
-        sent = self.backward if kind == "B" else self.forward
+        sent = self.backward + self.reduce * reduces if kind == "B" else self.forward
         return sent - (1 - self.first) * min(seconds, sent)
 
 
@@ -503,7 +487,8 @@ class CostModel:
         if self.links is None or self.links.first == 1:
             return 0
         forward = self.counts.token_flops / self.speeds.layers
-        tokens = max(self.links.forward, self.links.backward / self.speeds.backward_ratio) / forward
+        backward = self.links.backward + self.links.reduce
+        tokens = max(self.links.forward, backward / self.speeds.backward_ratio) / forward
         return math.ceil(min(tokens, 1e9))
 
     def token_seconds(self, depth: Int64s) -> Floats:

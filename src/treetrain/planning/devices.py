@@ -1,4 +1,4 @@
-"""Speeds, sizes and links of a device: presets with published or measured figures, or the user's file.
+"""Speeds, sizes and links of a device: presets with published or measured figures, or the user's TOML file.
 
 A collective takes a fixed time and a time per byte. Both depend on how many of its ranks share a node. Ranks of a node
 use its links with one another, and all their network connections together with other nodes. The slower of the two
@@ -7,11 +7,10 @@ Steps are those of a ring, as in NCCL's own model of its rings (``src/graph/tuni
 """
 
 import dataclasses
-import json
 import math
 import tomllib
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 USABLE = {"cpu": 0.8, "cuda": 0.9}
 """How much of a device's free memory a step may use: predictions err by up to a tenth, and a CPU's memory is shared."""
@@ -69,19 +68,16 @@ class Device:
     """Sets the memory allocator that is modelled."""
 
     def __post_init__(self) -> None:
-        zero_is_fine = ("collective_seconds", "link_seconds", "network_seconds", "layer_pass_seconds")
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("name", "kind") or (field.name == "network_bandwidth" and value is None):
+            name, value = field.name, getattr(self, field.name)
+            if name in ("name", "kind") or (name == "network_bandwidth" and value is None):
                 continue
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or value < 0 or (value == 0 and field.name not in zero_is_fine):
-                raise ValueError(f"device {self.name}: {field.name} is {value!r}, expected a number above 0")
-        for name in ("efficiency", "attention_efficiency", "link_efficiency"):
-            if getattr(self, name) > 1:
-                raise ValueError(
-                    f"device {self.name}: {name} is {getattr(self, name)!r}, expected a share of at most 1"
-                )
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"device {self.name}: {name} is {value!r}, expected a number of 0 or more")
+            if value == 0 and not name.endswith("seconds"):
+                raise ValueError(f"device {self.name}: {name} is 0, expected a number above 0")
+            if name.endswith("efficiency") and value > 1:
+                raise ValueError(f"device {self.name}: {name} is {value!r}, expected a share of at most 1")
         if (
             self.kind not in DTYPE_SPEEDS
             or self.dtype_bytes not in (2, 4, 8)
@@ -166,7 +162,7 @@ of the same size, and every tensor is an aligned block. cuda: not measured."""
 
 
 def find_device(name_or_file: str) -> Device:
-    """Look up a preset by name, or read a JSON or TOML file.
+    """Look up a preset by name, or read a TOML file.
 
     Raises:
         ValueError: neither a preset nor a file, a file that cannot be read, or invalid keys or values.
@@ -177,15 +173,10 @@ def find_device(name_or_file: str) -> Device:
     if not path.is_file():
         raise ValueError(f"no device is named {name_or_file!r} and no such file is there; names: {', '.join(DEVICES)}")
     try:
-        text = path.read_text(encoding="utf-8")
-        data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-        figures: dict[str, Any] = {"name": path.stem} | data
-        return Device(**figures)
+        return Device(**{"name": path.stem} | tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         keys = ", ".join(field.name for field in dataclasses.fields(Device))
-        raise ValueError(
-            f"{path} is no device's description ({error}); give JSON, or TOML as .toml, with the keys {keys}"
-        ) from error
+        raise ValueError(f"{path} is no device's description ({error}); give TOML with the keys {keys}") from error
 
 
 def _gpu(name: str, teraflops: float, gigabytes: float, terabytes: float, link: float, network: float) -> Device:

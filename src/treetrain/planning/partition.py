@@ -152,7 +152,7 @@ class _Cutter:
         self._cut = np.flatnonzero(self.in_big & ~is_leaf)
         self._above, self._start = self.above.tolist(), self.start.tolist()
 
-    def largest_small(self) -> Int64[np.ndarray, "R"]:
+    def largest_small(self) -> Int64[np.ndarray, " R"]:
         """The largest size of small subtrees for which all inner tokens of a region can be kept.
 
         Bisection works, since paths of inner tokens get shorter as small subtrees get larger. Small subtrees that are a
@@ -171,7 +171,7 @@ class _Cutter:
             low[big], high[big] = np.where(fits, middle[big], low[big]), np.where(fits, high[big], middle[big] - 1)
         return low
 
-    def plan(self, small: Int64[np.ndarray, "R"], *, recompute: bool = False) -> Plan:
+    def plan(self, small: Int64[np.ndarray, " R"], *, recompute: bool = False) -> Plan:
         """Cut every region.
 
         Args:
@@ -200,7 +200,7 @@ class _Cutter:
         part_of, kept = pieces.parts(self.layout.num_tokens)
         return Plan.of_parts(self.layout, part_of, kept, prefill_limit=self.prefill_limit)
 
-    def _need(self, inner: Int64s, owner: Int64s, size: Int64s) -> Int64[np.ndarray, "S"]:
+    def _need(self, inner: Int64s, owner: Int64s, size: Int64s) -> Int64[np.ndarray, " S"]:
         """Most tokens alive below each segment's last inner token if all inner tokens below are kept."""
         largest = np.zeros(len(inner) + 1, np.int64)  # the last entry is for owner -1
         np.maximum.at(largest, owner, size)

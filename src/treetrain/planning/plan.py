@@ -49,17 +49,17 @@ class Plan:
 
     layout: PackedLayout
     """The tokens and edges that are computed."""
-    part_of: Int64[np.ndarray, "M"]
+    part_of: Int64[np.ndarray, " M"]
     """The part of every token."""
-    parent: Int64[np.ndarray, "P"]
+    parent: Int64[np.ndarray, " P"]
     """The part that holds the attach token; -1 at roots."""
-    attach: Int64[np.ndarray, "P"]
+    attach: Int64[np.ndarray, " P"]
     """The token that all pieces of the part continue; -1 at roots."""
-    kept: Bool[np.ndarray, "P"]
+    kept: Bool[np.ndarray, " P"]
     """Inner parts whose graph stays alive while the parts below run."""
-    exported: Bool[np.ndarray, "M"]
+    exported: Bool[np.ndarray, " M"]
     """Tokens with descendants in another part."""
-    prefill: Int64[np.ndarray, "P"]
+    prefill: Int64[np.ndarray, " P"]
     """The prefill that runs a recomputed part's exported tokens; -1 for kept parts and leaves."""
     scores_first: Literal["no", "kept", "recomputed"] = "no"
     """When the loss is evaluated. no: for each trajectory as soon as its last prediction is scored. kept: after all
@@ -72,8 +72,8 @@ class Plan:
     def of_parts(
         cls,
         layout: PackedLayout,
-        part_of: Int64[np.ndarray, "M"],
-        kept: Bool[np.ndarray, "P"] | None = None,
+        part_of: Int64[np.ndarray, " M"],
+        kept: Bool[np.ndarray, " P"] | None = None,
         *,
         prefill_limit: int = 0,
     ) -> Self:
@@ -140,12 +140,12 @@ class Plan:
         return int(self.prefill.max(initial=-1)) + 1
 
     @cached_property
-    def sizes(self) -> Int64[np.ndarray, "P"]:
+    def sizes(self) -> Int64[np.ndarray, " P"]:
         """Tokens of each part."""
         return np.bincount(self.part_of, minlength=self.num_parts)
 
     @cached_property
-    def is_inner(self) -> Bool[np.ndarray, "P"]:
+    def is_inner(self) -> Bool[np.ndarray, " P"]:
         """Parts with parts below them."""
         return self.kept | (self.prefill >= 0)
 
@@ -154,7 +154,7 @@ class Plan:
         order = np.argsort(self.part_of, kind="stable")
         return order, np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)])
 
-    def tokens(self, part: int) -> Int64[np.ndarray, "m"]:
+    def tokens(self, part: int) -> Int64[np.ndarray, " m"]:
         """A part's tokens, ascending."""
         order, offsets = self._by_part
         return order[offsets[part] : offsets[part + 1]]
@@ -166,7 +166,7 @@ class Plan:
             members[self.prefill[part]].append(part)
         return members
 
-    def prefill_tokens(self, number: int) -> Int64[np.ndarray, "m"]:
+    def prefill_tokens(self, number: int) -> Int64[np.ndarray, " m"]:
         """Tokens of a prefill, ascending."""
         tokens = np.concatenate([self.tokens(part) for part in self._members[number]])
         return np.sort(tokens[self.exported[tokens]])
@@ -175,7 +175,7 @@ class Plan:
         """The recomputed parts of a prefill; the first one is above the others."""
         return self._members[number]
 
-    def path(self, token: int) -> Int64[np.ndarray, "_"]:
+    def path(self, token: int) -> Int64[np.ndarray, " _"]:
         """Depth + 1 entries: the tokens from the root down to one."""
         return path_to(token, self.layout.segment_start, self.layout.segment_parent)
 
@@ -215,7 +215,7 @@ class Plan:
         """The events, one letter each: P(refill), F(orward), B(ackward)."""
         return "".join(event.kind[0].upper() for event in self.events())
 
-    def exported_tokens(self, part: int) -> Int64[np.ndarray, "x"]:
+    def exported_tokens(self, part: int) -> Int64[np.ndarray, " x"]:
         """A part's tokens that have descendants in other parts, ascending."""
         tokens = self.tokens(part)
         return tokens[self.exported[tokens]]
@@ -243,7 +243,7 @@ class Plan:
         return int((self._above(filled) + filled).max(initial=0))
 
     @cached_property
-    def is_recomputed_token(self) -> Bool[np.ndarray, "M"]:
+    def is_recomputed_token(self) -> Bool[np.ndarray, " M"]:
         """Tokens that run forward in a prefill and again in their part."""
         return self.exported & (self.prefill >= 0)[self.part_of] if self.num_parts else self.exported
 
@@ -268,7 +268,7 @@ class Plan:
         return np.array(above, per_part.dtype)
 
     @cached_property
-    def alive(self) -> Int64[np.ndarray, "P"]:
+    def alive(self) -> Int64[np.ndarray, " P"]:
         """Tokens whose graph is alive while each part runs, kept ones included."""
         return self.sizes + self.graphs_beside(self.sizes)
 
@@ -297,16 +297,7 @@ class Plan:
         return self.made_for
 
 
-def least_recomputed(layout: PackedLayout, budget: int) -> int:
-    """Fewest tokens that any plan within a budget runs forward twice, even with parts of one token.
-
-    A token needs no second forward if the longest path from it down can be alive at once: if its height is within the
-    budget.
-    """
-    return int((heights(layout) > budget).sum())
-
-
-def segment_heights(layout: PackedLayout) -> Int64[np.ndarray, "S"]:
+def segment_heights(layout: PackedLayout) -> Int64[np.ndarray, " S"]:
     """Tokens on the longest path down from each segment's first token."""
     above = layout.segment_parent.tolist()
     top = np.diff(layout.segment_start).tolist()
@@ -317,7 +308,7 @@ def segment_heights(layout: PackedLayout) -> Int64[np.ndarray, "S"]:
     return np.array(top, np.int64)
 
 
-def heights(layout: PackedLayout) -> Int64[np.ndarray, "M"]:
+def heights(layout: PackedLayout) -> Int64[np.ndarray, " M"]:
     """Tokens on the longest path from each token down, itself included."""
     start, length = layout.segment_start[:-1], np.diff(layout.segment_start)
     return np.repeat(segment_heights(layout) + start, length) - np.arange(len(layout.parent))

@@ -19,7 +19,7 @@ memory, plus the links' time. So a step's time is predicted as for one rank (``c
 3. Whole copies of weights, or of shards, all-reduce their gradients.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -101,8 +101,6 @@ class Simulation:
     """Ranks whose group has nothing to compute; under FSDP they still take part in every collective."""
     imbalance: float
     """The slowest group's work divided by the mean over groups."""
-    duplicated: float
-    """Redundant copies of tokens, relative to the tokens that one process computes."""
     tokens: list[int]
     """Tokens that each data-parallel group computes."""
     parts: int
@@ -241,7 +239,7 @@ class _Links(NamedTuple):
     """The collectives of a rank. Those in layers have bytes per token of the group, and calls per pass."""
 
     forward: dict[str, Collective]
-    """In the layers: context, context back, tensor, experts."""
+    """In the layers: context, tensor, experts."""
     backward: dict[str, Collective]
     gather_layers: list[Collective]
     gather_ends: list[Collective]
@@ -255,91 +253,50 @@ def links_of(own: ModelCounts, split: Split, device: Device) -> _Links:
     queries, cached = sum(own.flops_by_range.values()) / 4, own.cache_token / (b + wide)  # numbers per token
     heads, states = device.group(split.context, split.tensor), device.group(split.tensor)
     experts = device.group(split.expert)
-    forward = {
-        "context": Collective("all-to-all", heads, (queries + cached) * b, layers),
-        "context back": Collective("all-to-all", heads, queries * b, layers),
-        "tensor": _all_reduces(states, own.hidden * b, TENSOR_FORWARD * layers + 1),  # and the embedding
-        "experts": Collective(
-            "all-to-all", experts, 2 * layers * own.experts_per_token * own.hidden * b / split.tensor, 2 * layers
-        ),
-    }
-    sums = layers * (TENSOR_BACKWARD_EXPERTS if own.experts else TENSOR_BACKWARD)
-    backward = forward | {"tensor": _all_reduces(states, own.hidden * b, sums)}
-    if own.checkpointing:
-        backward = {
-            name: each._replace(
-                whole_bytes=each.whole_bytes + forward[name].whole_bytes, calls=each.calls + forward[name].calls
-            )
-            for name, each in backward.items()
+    state, chosen = own.hidden * b, own.experts_per_token * own.hidden * b / split.tensor  # bytes of a token
+
+    def within_layers(sums: int) -> dict[str, Collective]:
+        return {
+            # Before and after attention.
+            "context": Collective("all-to-all", heads, (2 * queries + cached) * b, 2 * layers),
+            "tensor": Collective("all-reduce", states, state * sums, sums),
+            "experts": Collective("all-to-all", experts, 2 * layers * chosen, 2 * layers),
         }
+
+    forward = within_layers(TENSOR_FORWARD * layers + 1)  # and the embedding
+    backward = within_layers(layers * (TENSOR_BACKWARD_EXPERTS if own.experts else TENSOR_BACKWARD))
+    if own.checkpointing:
+        for name, each in forward.items():
+            again = backward[name]
+            backward[name] = each._replace(
+                whole_bytes=each.whole_bytes + again.whole_bytes, calls=each.calls + again.calls
+            )
     over = device.group(split.shards, split.tensor)
     copies = device.group(split.copies, split.tensor * split.shards)
     e_shards, e_stride = split.expert_shards, split.expert_division
     e_over = device.group(e_shards, e_stride)
     e_copies = device.group(split.ranks // (e_shards * e_stride), e_stride * e_shards)
     expert, ends = own.expert_parameters, own.parameters - own.parameters_in_layers
-    dense, pieces = own.parameters_in_layers - expert, layers + 1
+    rest, e_calls = own.parameters_in_layers - expert, layers if expert else 0
     return _Links(
         forward,
         backward,
         gather_layers=[
-            Collective("all-gather", over, b * dense, layers),
-            Collective("all-gather", e_over, b * expert, layers if expert else 0),
+            Collective("all-gather", over, b * rest, layers),
+            Collective("all-gather", e_over, b * expert, e_calls),
         ],
         gather_ends=[Collective("all-gather", over, b * ends)],
         reduce=[
-            Collective("reduce-scatter", over, wide * (dense + ends), pieces),
-            Collective("reduce-scatter", e_over, wide * expert, layers if expert else 0),
-            Collective(
-                "all-reduce", copies, wide * (dense + ends) / split.shards, layers + 1 if split.shards > 1 else 1
-            ),
-            Collective("all-reduce", e_copies, wide * expert / e_shards, layers if expert else 0),
+            Collective("reduce-scatter", over, wide * (rest + ends), layers + 1),
+            Collective("reduce-scatter", e_over, wide * expert, e_calls),
+            Collective("all-reduce", copies, wide * (rest + ends) / split.shards, layers * (split.shards > 1) + 1),
+            Collective("all-reduce", e_copies, wide * expert / e_shards, e_calls),
         ],
     )
 
 
-def _all_reduces(group: Any, each: float, calls: int) -> Collective:
-    return Collective("all-reduce", group, each * calls, calls)
-
-
-def _seconds(collectives: Any, device: Device) -> float:
+def _seconds(collectives: Iterable[Collective], device: Device) -> float:
     return sum(each.seconds(device) for each in collectives)
-
-
-def weight_links(
-    links: _Links, split: Split, device: Device, layers: int, *, reduce: bool = True
-) -> WeightLinks | None:
-    """FSDP's seconds in each pass; None if the weights are whole.
-
-    Args:
-        reduce: whether every backward reduces the gradients.
-    """
-    if split.shards == 1:
-        return None
-    gather = _seconds(links.gather_layers, device)
-    return WeightLinks(
-        forward=gather + _seconds(links.gather_ends, device),
-        backward=gather + (_seconds(links.reduce, device) if reduce else 0.0),
-        first=1.0 if device.kind == "cpu" else 1 / layers,
-    )
-
-
-def _with_layer_links(speeds: Speeds, own: ModelCounts, links: _Links, device: Device) -> Speeds:
-    """Speeds that include the collectives within layers."""
-
-    def times(collectives: dict[str, Collective]) -> tuple[float, float]:
-        fixed = _seconds((each._replace(whole_bytes=0.0) for each in collectives.values()), device)
-        return fixed, _seconds(collectives.values(), device) - fixed
-
-    (pass_forward, forward), (pass_backward, backward) = times(links.forward), times(links.backward)
-    both = 1 + speeds.backward_ratio
-    token = both * own.token_flops / speeds.layers + forward + backward
-    return replace(
-        speeds,
-        layers=both * own.token_flops / token,
-        graph_pass=speeds.graph_pass + pass_forward + pass_backward,
-        forward_pass=speeds.forward_pass + pass_forward,
-    )
 
 
 def cost_of_split(
@@ -351,17 +308,41 @@ def cost_of_split(
         speeds: measured speeds of a rank; None: those of the device's description.
     """
     own = share_of(counts, split)
-    alone = CostModel.on(device, own)
-    alone = alone if speeds is None else replace(alone, speeds=speeds)
-    links = links_of(own, split, device)
-    layers = _with_layer_links(alone.speeds, own, links, device)
-    return alone, replace(alone, speeds=layers, links=weight_links(links, split, device, own.layers)), links
+    alone = CostModel(counts=own, speeds=speeds or Speeds.on(device, own), device=device.kind)
+    links, speeds = links_of(own, split, device), alone.speeds
+    # Collectives within layers add seconds to every token and to every pass.
+    (pass_forward, token_forward), (pass_backward, token_backward) = (
+        (_seconds((each._replace(whole_bytes=0.0) for each in those), device), _seconds(those, device))
+        for those in (links.forward.values(), links.backward.values())
+    )
+    both = (1 + speeds.backward_ratio) * own.token_flops
+    added = token_forward - pass_forward + token_backward - pass_backward
+    speeds = replace(
+        speeds,
+        layers=both / (both / speeds.layers + added),
+        graph_pass=speeds.graph_pass + pass_forward + pass_backward,
+        forward_pass=speeds.forward_pass + pass_forward,
+    )
+    return alone, replace(alone, speeds=speeds, links=_weight_links(links, split, device, own.layers)), links
 
 
 def engine_cost(counts: ModelCounts, split: Split, device: Device) -> CostModel:
     """The cost model that the engine plans with: that of the whole model, with FSDP's links."""
     links = links_of(share_of(counts, split), split, device)
-    return replace(CostModel.on(device, counts), links=weight_links(links, split, device, counts.layers))
+    return replace(CostModel.on(device, counts), links=_weight_links(links, split, device, counts.layers))
+
+
+def _weight_links(links: _Links, split: Split, device: Device, layers: int) -> WeightLinks | None:
+    """FSDP's seconds in each pass; None if the weights are whole."""
+    if split.shards == 1:
+        return None
+    gather = _seconds(links.gather_layers, device)
+    return WeightLinks(
+        forward=gather + _seconds(links.gather_ends, device),
+        backward=gather,
+        reduce=_seconds(links.reduce, device),
+        first=1.0 if device.kind == "cpu" else 1 / layers,
+    )
 
 
 def state_bytes(own: ModelCounts, split: Split) -> dict[str, float]:
@@ -397,102 +378,84 @@ def simulate(
         speeds: measured speeds of a rank; None: those of the device's description.
         planned_for: the device whose description the engine plans with; None: plans are made for the split itself.
     """
-    budget = parse_budget(budget)
+    budget, usable = parse_budget(budget), USABLE[device.kind] * device.memory_bytes
     balancer = Balancer(tree, CostModel.on(planned_for or device, counts))
-    return [_simulated(tree, counts, split, device, balancer, budget, speeds, planned_for) for split in splits]
 
+    def predicted(split: Split) -> Simulation | Refused:
+        alone, cost, links = cost_of_split(counts, split, device, speeds)
+        own, held = alone.counts, state_bytes(alone.counts, split)
+        state = sum(held.values())
+        free = int(usable - state)
+        if budget is None and free <= 0:
+            needed = f"weights, gradients and optimiser state need {_gb(state)}"
+            return Refused(split, f"{needed} of {_gb(usable)} usable on each rank")
+        aligned = split.shards > 1 or split.expert > 1
+        try:
+            dispatch, plans = plan_ranks(
+                tree,
+                cost if planned_for is None else engine_cost(counts, split, planned_for),
+                split.data,
+                budget=budget * split.context if isinstance(budget, int) else budget,
+                free_bytes=free if budget is None else None,
+                aligned=aligned,
+                balancer=balancer,
+            )
+        except ValueError as error:
+            return Refused(split, f"{error}")
+        memory = max((cost.bytes_by(plan) for plan in plans), key=lambda by: sum(by.values()))
+        memory = held | {"activations": sum(memory.values()) - memory["KV cache"], "KV cache": memory["KV cache"]}
+        whole = own.wide_bytes * own.parameters
+        room = budget.count if isinstance(budget, Bytes) else free
+        reduces_last = AMPLE * (sum(memory.values()) - state + whole) <= room
+        if reduces_last and split.shards > 1:
+            memory["gathered"] += whole
+        # The time of the passes without links, with those within layers, and with FSDP's.
+        work = [alone.passes(plan) for plan in plans]
+        seconds = np.array([sum(passes.seconds) for passes in work])
+        busy = [replace(cost, links=None).passes(plan) for plan in plans]
+        together = range(len(plans)) if aligned else [int(seconds.argmax())]
+        order = timed_order([work[rank] for rank in together])
+        spent = [s for _, s in timed_order([busy[rank] for rank in together])]
+        total, kinds = sum(s for _, s in order), "".join(turn.kind[0].upper() for turn, _ in order)
+        if cost.links is None:
+            outside = _seconds(links.reduce, device)
+        else:
+            last = kinds.rfind("B")
+            outside = sum(
+                cost.links.exposed(kind, own_seconds, reduces=number == last or not reduces_last)
+                for number, (kind, own_seconds) in enumerate(zip(kinds, spent))
+            )
+        parameters = held["weights"] / own.wide_bytes
+        tokens, mean = [plan.layout.num_tokens for plan in plans], float(seconds.mean())
+        return Simulation(
+            split=split,
+            idle_ranks=int((dispatch.tokens == 0).sum()) * split.tensor * split.context,
+            imbalance=float(seconds.max()) / mean if mean else 1.0,
+            tokens=tokens,
+            parts=max(plan.num_parts for plan in plans),
+            passes=max(len(kinds), *(len(own.kinds) for own in work)),
+            work_seconds=float(seconds.max()),
+            waiting_seconds=total - float(seconds.max()),
+            link_seconds={"within layers": sum(spent) - total, "weights and gradients": outside},
+            optimiser_seconds=parameters * OPTIMISER_BYTES / device.memory_bandwidth,
+            sent_bytes=_sent(links, plans[int(np.argmax(tokens))], kinds, reduces_last),
+            memory=memory,
+        )
 
-def _simulated(
-    tree: TokenTree,
-    counts: ModelCounts,
-    split: Split,
-    device: Device,
-    balancer: Balancer,
-    budget: int | Bytes | None,
-    speeds: Speeds | None,
-    planned_for: Device | None,
-) -> Simulation | Refused:
-    alone, cost, links = cost_of_split(counts, split, device, speeds)
-    own, held = alone.counts, state_bytes(alone.counts, split)
-    free = int(USABLE[device.kind] * device.memory_bytes - sum(held.values()))
-    if budget is None and free <= 0:
-        return Refused(
-            split,
-            f"weights, gradients and optimiser state need {_gb(sum(held.values()))} of "
-            f"{_gb(USABLE[device.kind] * device.memory_bytes)} usable on each rank",
-        )
-    aligned = split.shards > 1 or split.expert > 1
-    try:
-        dispatch, plans = plan_ranks(
-            tree,
-            cost if planned_for is None else engine_cost(counts, split, planned_for),
-            split.data,
-            budget=budget * split.context if isinstance(budget, int) else budget,
-            free_bytes=free if budget is None else None,
-            aligned=aligned,
-            balancer=balancer,
-        )
-    except ValueError as error:
-        return Refused(split, f"{error}")
-    memory = max((cost.bytes_by(plan) for plan in plans), key=lambda by: sum(by.values()))
-    memory = held | {"activations": sum(memory.values()) - memory["KV cache"], "KV cache": memory["KV cache"]}
-    whole = own.wide_bytes * own.parameters
-    room = budget.count if isinstance(budget, Bytes) else free
-    reduces_last = AMPLE * (sum(memory.values()) - sum(held.values()) + whole) <= room
-    if reduces_last and split.shards > 1:
-        memory["gathered"] += whole
-    # First the time of all passes without links, then with them.
-    work = [alone.passes(plan) for plan in plans]
-    seconds = np.array([sum(passes.seconds) for passes in work])
-    busy = [replace(cost, links=None).passes(plan) for plan in plans]
-    if aligned:
-        order, with_links = timed_order(work), timed_order(busy)
-        total, spent = sum(s for _, s in order), [s for _, s in with_links]
-        kinds = "".join(turn.kind[0].upper() for turn, _ in order)
-    else:
-        slowest = int(seconds.argmax())
-        total, spent, kinds = float(seconds[slowest]), busy[slowest].seconds, busy[slowest].kinds
-    outside = 0.0
-    if cost.links is not None:
-        quiet = weight_links(links, split, device, own.layers, reduce=False)
-        assert quiet is not None
-        last = kinds.rfind("B")
-        for number, (kind, own_seconds) in enumerate(zip(kinds, spent)):
-            reduces = kind == "B" and (not reduces_last or number == last)
-            outside += (cost.links if reduces else quiet).exposed(kind, own_seconds)
-    else:
-        outside = _seconds(links.reduce, device)
-    parameters = held["weights"] / own.wide_bytes
-    tokens, mean = [plan.layout.num_tokens for plan in plans], float(seconds.mean())
-    return Simulation(
-        split=split,
-        idle_ranks=int((dispatch.tokens == 0).sum()) * split.tensor * split.context,
-        imbalance=float(seconds.max()) / mean if mean else 1.0,
-        duplicated=sum(tokens) / dispatch.unique - 1 if dispatch.unique else 0.0,
-        tokens=tokens,
-        parts=max(plan.num_parts for plan in plans),
-        passes=len(kinds) if aligned else max(len(own.kinds) for own in work),
-        work_seconds=float(seconds.max()),
-        waiting_seconds=total - float(seconds.max()),
-        link_seconds={"within layers": sum(spent) - total, "weights and gradients": outside},
-        optimiser_seconds=parameters * OPTIMISER_BYTES / device.memory_bandwidth,
-        sent_bytes=_sent(links, plans[int(np.argmax(tokens))], kinds, reduces_last),
-        memory=memory,
-    )
+    return [predicted(split) for split in splits]
 
 
 def _sent(links: _Links, plan: Plan, kinds: str, reduces_last: bool) -> dict[str, float]:
     """Bytes that each rank of the group with this plan sends, by purpose."""
 
-    def sent(collectives: Any) -> float:
+    def sent(collectives: Iterable[Collective]) -> float:
         return sum(each.sent_bytes for each in collectives)
 
     tokens, again = plan.layout.num_tokens, plan.recomputed_tokens
-    found: dict[str, float] = {}
-    for name, each in links.forward.items():
-        key = name.removesuffix(" back")
-        here = (tokens + again) * each.sent_bytes + tokens * links.backward[name].sent_bytes
-        found[key] = found.get(key, 0.0) + here
+    found = {
+        name: (tokens + again) * each.sent_bytes + tokens * links.backward[name].sent_bytes
+        for name, each in links.forward.items()
+    }
     backward = kinds.count("B")
     sharded = links.gather_ends[0].group.size > 1
     starts = sum(1 for before, kind in zip("B" + kinds, kinds) if before == "B")

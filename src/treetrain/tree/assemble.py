@@ -47,11 +47,11 @@ class Pieces(NamedTuple):
 
 
 def assemble(
-    buffer: Int32[np.ndarray, "B"],
-    run_start: Int64[np.ndarray, "R"],
-    run_length: Int64[np.ndarray, "R"],
-    run_attach: Int64[np.ndarray, "R"],
-    last: Int64[np.ndarray, "K"],
+    buffer: Int32[np.ndarray, " B"],
+    run_start: Int64[np.ndarray, " R"],
+    run_length: Int64[np.ndarray, " R"],
+    run_attach: Int64[np.ndarray, " R"],
+    last: Int64[np.ndarray, " K"],
 ) -> tuple[TreeArrays, Callable[[Int64s], Int64s]]:
     """Lay out runs of tokens as one tree in depth-first pre-order, heaviest child first.
 

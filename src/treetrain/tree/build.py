@@ -32,7 +32,7 @@ Row = Trajectory | Sequence[int] | NDArray[Any]
 
 
 def build_tree(
-    sequences: Sequence[Row], *, merge: bool = True, apart: Int64[np.ndarray, "K"] | None = None
+    sequences: Sequence[Row], *, merge: bool = True, apart: Int64[np.ndarray, " K"] | None = None
 ) -> TokenTree:
     """Merge rows into one prefix forest: each shared prefix is stored once.
 
@@ -98,17 +98,7 @@ def as_tree(rows: Sequence[Row] | TokenTree, *, merge: bool = True) -> TokenTree
 
 def _token_ids(rows: Sequence[Any]) -> tuple[Int32s, Int64s]:
     """The rows concatenated, int32 [flat], and their lengths, int64 [K]."""
-    kinds = set(map(type, rows))
-    arrays: Sequence[NDArray[Any]]
-    # The common types need no Python call per row.
-    if kinds == {list} and (flat := _joined_lists(rows)) is not None:
-        return flat, np.fromiter(map(len, rows), np.int64, len(rows))
-    if kinds == {Trajectory}:
-        arrays = [row.ids for row in rows]
-    elif kinds == {np.ndarray} and {(ids.dtype, ids.ndim) for ids in rows} == {(np.dtype(np.int32), 1)}:
-        arrays = rows
-    else:
-        arrays = [row.ids if isinstance(row, Trajectory) else _as_array(number, row) for number, row in enumerate(rows)]
+    arrays = [row.ids if isinstance(row, Trajectory) else _as_array(number, row) for number, row in enumerate(rows)]
     lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
     narrow = {ids.dtype for ids in arrays} <= {np.dtype(np.int32)}
     # Ids beyond int64 wrap to negative numbers, which are rejected below.
@@ -120,22 +110,12 @@ def _token_ids(rows: Sequence[Any]) -> tuple[Int32s, Int64s]:
     return flat.astype(np.int32, copy=False), lengths
 
 
-def _joined_lists(rows: Sequence[Any]) -> Int32s | None:
-    """Lists of ids concatenated; None if any entry is not a token id."""
-    joined = array("i")
-    try:
-        for row in rows:
-            joined.fromlist(row)
-    except (OverflowError, TypeError):
-        return None
-    flat = np.frombuffer(joined, np.int32)
-    return None if flat.min(initial=0) < 0 else flat
-
-
 def _as_array(number: int, row: Any) -> NDArray[Any]:
     if isinstance(row, list | tuple):
+        ids = array("i")
         try:
-            return np.frombuffer(array("i", row), np.int32)
+            ids.fromlist(list(row))  # twice as fast as array("i", row)
+            return np.frombuffer(ids, np.int32)
         except (OverflowError, TypeError):
             bad = next(i for i in row if not (hasattr(i, "__index__") and 0 <= i <= MAX_TOKEN_ID))
             raise DataError(_bad_id(number, bad)) from None
@@ -165,7 +145,7 @@ def _key_ranks(rows: Sequence[Trajectory | None], apart: Int64s | None) -> Int64
 
 
 def _name_by_experts(
-    rows: Sequence[Trajectory | None], ids: Int32[np.ndarray, "flat"], lengths: Int64[np.ndarray, "K"]
+    rows: Sequence[Trajectory | None], ids: Int32[np.ndarray, " flat"], lengths: Int64[np.ndarray, " K"]
 ) -> tuple[Int32s, Int32s, NDArray[np.int16]]:
     """Number every distinct pair of a token id and its recorded experts (-1 where none are recorded).
 
@@ -173,9 +153,9 @@ def _name_by_experts(
         ids: the rows concatenated.
 
     Returns:
-        names: int32 [flat], the number of every token.
-        ids: int32 [names], the token id that each number stands for.
-        experts: int16 [names, layers, k].
+        names: int32 [flat], the first position of every token's pair.
+        ids: int32 [flat], the token id of every name.
+        experts: int16 [flat, layers, k], the experts of every name.
 
     Raises:
         DataError: experts whose shape differs from an earlier row's.
@@ -195,21 +175,14 @@ def _name_by_experts(
     ends = np.cumsum(lengths)
     for number, experts in recorded.items():
         choices[ends[number] - len(experts) : ends[number]] = experts
-    table = choices.reshape(len(ids), -1)
-    # Equal pairs are found by a 64-bit hash, verified below: sorting the experts themselves is much slower.
-    factors = np.random.default_rng(0).integers(1, 1 << 62, table.shape[1] + 1, dtype=np.int64) * 2 + 1
-    with np.errstate(over="ignore"):
-        hashed = ids.astype(np.int64) * factors[0]
-        for column, factor in zip(table.T, factors[1:]):
-            hashed += column.astype(np.int64) * factor
-    _, at, names = np.unique(hashed, return_index=True, return_inverse=True)
-    if not ((ids[at[names]] == ids).all() and (table[at[names]] == table).all()):
-        whole = np.concatenate([ids[:, None], table], axis=1, dtype=np.int32)
-        _, at, names = np.unique(whole, axis=0, return_index=True, return_inverse=True)
-    return names.reshape(-1).astype(np.int32), ids[at], choices[at]
+    pairs = np.concatenate([ids.view(np.int16).reshape(-1, 2), choices.reshape(len(ids), -1)], axis=1)
+    blob, width = pairs.tobytes(), 2 * pairs.shape[1]
+    seen: dict[bytes, int] = {}
+    names = [seen.setdefault(blob[width * at : width * (at + 1)], at) for at in range(len(ids))]
+    return np.array(names, np.int32), ids, choices
 
 
-def shared_prefixes(flat: Int32[np.ndarray, "B"], length: Int64[np.ndarray, "K"]) -> Int64s:
+def shared_prefixes(flat: Int32[np.ndarray, " B"], length: Int64[np.ndarray, " K"]) -> Int64s:
     """Number of leading tokens that each row shares with the row before it.
 
     Args:
@@ -289,9 +262,10 @@ def load_tree(
     chat: ChatReader | None = None
     notes = notes or Notes()
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
-    for place, record in (found for one in paths for found in read_records(one)):
-        notes.place = place
-        try:
+    place = ", ".join(map(str, paths))
+    try:
+        for place, record in (found for one in paths for found in read_records(one)):
+            notes.place = place
             if isinstance(record, DataError):
                 raise record
             for forest in forests_of(record, notes):
@@ -313,19 +287,13 @@ def load_tree(
                     known["group"] = next((end[name] for name in ("group_id", "group", "task_id") if name in end), None)
                     known["id"] = f"{end.get('id', place)}/{number}"
                     ends.append(NodeTrajectory(node=end["node"] + first, **known))
-        except DataError as error:
-            raise DataError(f"{place}: {error}") from error
-    files = ", ".join(map(str, paths))
-    try:
+        place = ", ".join(map(str, paths))
         tree = TokenTree.from_nodes(nodes, ends, unused="drop", count=count)
-    except DataError as error:
-        raise DataError(f"{files}: {error}") from error
-    if ends:
-        longest = int(tree.trajectory_length.argmax())
-        try:
+        if ends:
+            longest = int(tree.trajectory_length.argmax())
             check_positions(ends[longest].id, int(tree.trajectory_length[longest]), max_positions)
-        except DataError as error:
-            raise DataError(f"{files}: {error}") from error
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
     return tree
 
 

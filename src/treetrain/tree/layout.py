@@ -21,28 +21,28 @@ class PackedLayout:
     A row here is a position whose hidden state predicts a token.
     """
 
-    input_ids: Int64[np.ndarray, "M"]
-    positions: Int64[np.ndarray, "M"]
+    input_ids: Int64[np.ndarray, " M"]
+    positions: Int64[np.ndarray, " M"]
     """Depth in the tree (rotary position); a piece below other tokens starts above 0."""
-    parent: Int64[np.ndarray, "M"]
+    parent: Int64[np.ndarray, " M"]
     """The token before it on its path; -1 if that is not in this layout."""
-    ends: Int64[np.ndarray, "M"]
+    ends: Int64[np.ndarray, " M"]
     """Subtree ends; token i sees token j when j <= i < ends[j]."""
-    tree_index: Int64[np.ndarray, "M"]
+    tree_index: Int64[np.ndarray, " M"]
     """Tree index of each token."""
-    segment_start: Int64[np.ndarray, "_"]
+    segment_start: Int64[np.ndarray, " _"]
     """S + 1 entries: starts of the maximal runs without a fork."""
-    segment_parent: Int64[np.ndarray, "S"]
+    segment_parent: Int64[np.ndarray, " S"]
     """-1 at roots."""
-    edge_rows: Int64[np.ndarray, "E"]
+    edge_rows: Int64[np.ndarray, " E"]
     """Ascending: the position whose hidden state predicts the edge's token."""
-    edge_targets: Int64[np.ndarray, "E"]
+    edge_targets: Int64[np.ndarray, " E"]
     """The predicted token ids."""
-    edge_tokens: Int64[np.ndarray, "E"]
+    edge_tokens: Int64[np.ndarray, " E"]
     """Tree index of the predicted token."""
-    rows: Int64[np.ndarray, "R"]
+    rows: Int64[np.ndarray, " R"]
     """Ascending: the positions with an edge; the LM head runs only on these."""
-    edge_row_index: Int64[np.ndarray, "E"]
+    edge_row_index: Int64[np.ndarray, " E"]
     """Index into `rows`."""
 
     @property
@@ -65,24 +65,24 @@ class Piece(NamedTuple):
     """Some tokens of a layout as a layout of their own."""
 
     layout: PackedLayout
-    edges: Int64[np.ndarray, "e"]
+    edges: Int64[np.ndarray, " e"]
     """Indices of these edges in the whole layout."""
-    rows: Int64[np.ndarray, "r"]
+    rows: Int64[np.ndarray, " r"]
     """Indices of these rows in the whole layout."""
 
 
 class FlatReads(NamedTuple):
     """The T used flat predictions and the edge that each reads, trajectory by trajectory."""
 
-    edges: Int64[np.ndarray, "T"]
+    edges: Int64[np.ndarray, " T"]
     """The edge that each used prediction reads."""
-    index: Int64[np.ndarray, "T"]
+    index: Int64[np.ndarray, " T"]
     """Their indices in the concatenation of the trajectories' (L_k - 1) predictions."""
     total: int
     """Length of that concatenation (an empty trajectory adds 0)."""
 
 
-def pack(tree: TokenTree, predicted: Bool[np.ndarray, "N"] | None = None, *, trim: bool = True) -> PackedLayout:
+def pack(tree: TokenTree, predicted: Bool[np.ndarray, " N"] | None = None, *, trim: bool = True) -> PackedLayout:
     """Lay out the tokens of a tree that must be computed.
 
     Args:
@@ -116,7 +116,7 @@ def pack(tree: TokenTree, predicted: Bool[np.ndarray, "N"] | None = None, *, tri
     )
 
 
-def pack_states(tree: TokenTree, wanted: Bool[np.ndarray, "N"] | None = None) -> PackedLayout:
+def pack_states(tree: TokenTree, wanted: Bool[np.ndarray, " N"] | None = None) -> PackedLayout:
     """Lay out a whole tree to read tokens' own hidden states instead of predictions.
 
     Edges go from tokens to themselves: edge and row e stand for the e-th wanted token, and its id is the target.
@@ -138,7 +138,7 @@ def pack_states(tree: TokenTree, wanted: Bool[np.ndarray, "N"] | None = None) ->
     )
 
 
-def cut(layout: PackedLayout, tokens: Int64[np.ndarray, "m"]) -> Piece:
+def cut(layout: PackedLayout, tokens: Int64[np.ndarray, " m"]) -> Piece:
     """Select some tokens of a layout and the edges they predict, in the same order.
 
     Args:
@@ -177,7 +177,7 @@ def _layout(*, parent: Int64s, edge_rows: Int64s, **arrays: Int64s) -> PackedLay
     )
 
 
-def flat_reads(tree: TokenTree, layout: PackedLayout, used: Bool[np.ndarray, "flat"]) -> FlatReads:
+def flat_reads(tree: TokenTree, layout: PackedLayout, used: Bool[np.ndarray, " flat"]) -> FlatReads:
     """Find the edge that each used prediction of each trajectory reads.
 
     Args:
@@ -201,7 +201,7 @@ def flat_reads(tree: TokenTree, layout: PackedLayout, used: Bool[np.ndarray, "fl
     )
 
 
-def segments(parent: Int64[np.ndarray, "M"]) -> tuple[Int64s, Int64s]:
+def segments(parent: Int64[np.ndarray, " M"]) -> tuple[Int64s, Int64s]:
     """Split a forest in pre-order into maximal runs without a fork: (start int64 [S + 1], parent segment int64 [S]).
 
     Args:
@@ -216,7 +216,7 @@ def segments(parent: Int64[np.ndarray, "M"]) -> tuple[Int64s, Int64s]:
     return np.append(start, count), np.where(before >= 0, of[before], -1)
 
 
-def needed_tokens(tree: TokenTree, edges: Int64s) -> Bool[np.ndarray, "N"]:
+def needed_tokens(tree: TokenTree, edges: Int64s) -> Bool[np.ndarray, " N"]:
     """Tokens at or above the predecessor of an edge (an edge is given by its predicted token)."""
     reads = np.zeros(tree.num_tokens + 1, np.int64)
     reads[tree.parent[edges] + 1] = 1
@@ -262,19 +262,17 @@ class AttentionRange:
 
 FULL = AttentionRange()
 
-Pairs = int | Mapping[AttentionRange, int]
-"""Visible pairs per head and layer: one number for full attention, or a number per range."""
+Pairs = Mapping[AttentionRange, int]
+"""Visible pairs per head and layer, for every range that layers have."""
 
 
 def pairs_at(depth: Int64s, ranges: Sequence[AttentionRange] = (FULL,)) -> Pairs:
-    """Visible pairs of tokens at these depths of their paths: a number for full attention alone, else by range."""
-    pairs = {each: int(each.seen(depth).sum(dtype=np.int64)) for each in ranges}
-    return pairs[FULL] if tuple(ranges) == (FULL,) else pairs
+    """Visible pairs of tokens at these depths of their paths."""
+    return {each: int(each.seen(depth).sum(dtype=np.int64)) for each in ranges}
 
 
 def pairs_of_rows(lengths: Int64s, ranges: Sequence[AttentionRange] = (FULL,)) -> Pairs:
     """Visible pairs of separate rows of these lengths."""
     # A row's pairs depend on its length alone, so a running sum over depths is enough.
     depth = np.arange(int(lengths.max(initial=0)))
-    pairs = {each: int(np.append(0, np.cumsum(each.seen(depth)))[lengths].sum()) for each in ranges}
-    return pairs[FULL] if tuple(ranges) == (FULL,) else pairs
+    return {each: int(np.append(0, np.cumsum(each.seen(depth)))[lengths].sum()) for each in ranges}

@@ -100,9 +100,9 @@ class NodeRows(LazyTrajectories):
     """Index of each trajectory's last node."""
     owner: list[int]
     """With count="once", the first trajectory through each node, which counts its tokens; else empty."""
-    tree_index: Int64[np.ndarray, "T"]
+    tree_index: Int64[np.ndarray, " T"]
     """Tree index of every token of the nodes, concatenated over nodes."""
-    depth: Int64[np.ndarray, "T"]
+    depth: Int64[np.ndarray, " T"]
     """Depth of these tokens."""
     tree_tokens: int
     """Tokens of the tree."""
@@ -143,18 +143,18 @@ class NodeRows(LazyTrajectories):
         return path[::-1]
 
     @cached_property
-    def place(self) -> Int64[np.ndarray, "T"]:
+    def place(self) -> Int64[np.ndarray, " T"]:
         """The node of every token."""
         return np.repeat(np.arange(len(self.contents)), np.array([len(part) for part in self.contents], np.int64))
 
     @cached_property
-    def weights(self) -> Float64[np.ndarray, "T"]:
+    def weights(self) -> Float64[np.ndarray, " T"]:
         """Loss weight of every token; 0 at a root, which is never predicted."""
         given = [np.ones(len(part)) if part.loss_weights is None else part.loss_weights for part in self.contents]
         return np.where(self.depth > 0, np.concatenate([np.zeros(0), *given]), 0.0)
 
     @cached_property
-    def is_trained(self) -> Bool[np.ndarray, "n"]:
+    def is_trained(self) -> Bool[np.ndarray, " n"]:
         """Nodes with a loss weight."""
         return np.bincount(self.place, self.weights != 0, minlength=len(self.contents)) > 0
 
@@ -167,7 +167,7 @@ class NodeRows(LazyTrajectories):
         deepest[self.place[trained]] = self.depth[trained]  # the last write wins, so the deepest is kept
         return uses, self.along_rows(deepest, max).astype(np.int64) * rows
 
-    def sum_over_rows(self, per_row: NDArray[Any]) -> Float64[np.ndarray, "n"]:
+    def sum_over_rows(self, per_row: NDArray[Any]) -> Float64[np.ndarray, " n"]:
         """For each node, the sum of `per_row` over the trajectories that count its tokens."""
         if self.owner:
             return per_row[np.array(self.owner, np.int64)].astype(np.float64)
@@ -177,7 +177,7 @@ class NodeRows(LazyTrajectories):
                 total[self.parents[node]] += total[node]
         return np.array(total, np.float64)
 
-    def along_rows(self, per_node: NDArray[Any], join: Callable[[Any, Any], Any]) -> Float64[np.ndarray, "K"]:
+    def along_rows(self, per_node: NDArray[Any], join: Callable[[Any, Any], Any]) -> Float64[np.ndarray, " K"]:
         """For each trajectory, join `per_node` over the nodes whose tokens it counts; 0 if it counts none."""
         joined = per_node.tolist()
         for node, above in enumerate(self.parents):
@@ -364,9 +364,9 @@ class MergedPredictions:
 
     reduction: Reduction
     """How shares are computed: "token", or "trajectory", which divides a row's weights by their sum."""
-    tokens: Int64[np.ndarray, "T"]
+    tokens: Int64[np.ndarray, " T"]
     """Tree index of the predicted token, ascending. A token may occur several times."""
-    shares: Float64[np.ndarray, "T"]
+    shares: Float64[np.ndarray, " T"]
     """Total weight of the rows in the loss's sum; never 0."""
     facts: Mapping[str, Float64s]
     """The facts that all trained rows have, [T] each; advantages are share-weighted means over the rows."""
@@ -383,7 +383,7 @@ class MergedPredictions:
         """T."""
         return len(self.tokens)
 
-    def reads(self, edge_tokens: Int64[np.ndarray, "E"]) -> tuple[Int64s, Int64s]:
+    def reads(self, edge_tokens: Int64[np.ndarray, " E"]) -> tuple[Int64s, Int64s]:
         """Find the predictions that read the given edges, of a layout or of a piece of one.
 
         Args:
@@ -450,7 +450,7 @@ def merge(rows: NodeRows, reduction: Reduction) -> MergedPredictions:
     )
 
 
-def _on_tokens(rows: NodeRows, name: str) -> Float64[np.ndarray, "T"]:
+def _on_tokens(rows: NodeRows, name: str) -> Float64[np.ndarray, " T"]:
     """A fact of the nodes' tokens, concatenated over nodes; 0 on nodes without it."""
     given = [getattr(part, name) for part in rows.contents]
     blank = [np.zeros(len(part)) if fact is None else fact for part, fact in zip(rows.contents, given)]
@@ -466,7 +466,7 @@ def _negative(rows: NodeRows) -> str | None:
     return f"node {rows.numbers[place]}: loss_weights[{entry}] = {rows.weights[at]:g}"
 
 
-def _lacking(rows: NodeRows, own: Float64[np.ndarray, "K"]) -> dict[str, str]:
+def _lacking(rows: NodeRows, own: Float64[np.ndarray, " K"]) -> dict[str, str]:
     """For every fact that a trained row lacks, the first node without it.
 
     Args:

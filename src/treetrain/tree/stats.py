@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Bool, Int64
@@ -19,10 +19,10 @@ class FlopCounter(Protocol):
 
     @property
     def attention_ranges(self) -> tuple[AttentionRange, ...]:
-        """How far the layers see, each once; pairs are given by range unless all see the whole path."""
+        """How far the layers see, each once."""
         ...
 
-    def flops(self, tokens: int, pairs: Any, head_rows: int) -> float:
+    def flops(self, tokens: int, pairs: Pairs, head_rows: int) -> float:
         """FLOPs of a training step with these numbers of tokens, visible (query, key) pairs and LM-head rows."""
         ...
 
@@ -33,7 +33,7 @@ class Work(NamedTuple):
     tokens: int
     """Tokens through the layers."""
     pairs: Pairs
-    """Visible (query, key) pairs per head and layer; by range if layers see less than the whole path."""
+    """Visible (query, key) pairs per head and layer."""
     head_rows: int
     """Hidden states through the LM head."""
 
@@ -55,8 +55,6 @@ class TreeStats:
     """flat / unique; 1 for an empty batch."""
     flop_speedup: float | None
     """FLOPs of all rows computed separately / FLOPs of the tree, both trimmed after the last trained token."""
-    flop_speedup_dedup: float | None
-    """The same, relative to a baseline that drops exact duplicates."""
     longest_path: int
     segments: int
     forks: int
@@ -98,7 +96,6 @@ def tree_stats(tree: TokenTree, shape: FlopCounter | None = None) -> TreeStats:
         overlap=1 - unique / flat if flat else 0.0,
         token_speedup=flat / unique if unique else 1.0,
         flop_speedup=None if shape is None else ideal_speedup(tree, shape),
-        flop_speedup_dedup=None if shape is None else ideal_speedup(tree, shape, dedup=True),
         longest_path=int(tree.trajectory_length.max(initial=0)),
         segments=tree.num_segments,
         forks=int(forks.sum()),
@@ -113,7 +110,7 @@ def tree_stats(tree: TokenTree, shape: FlopCounter | None = None) -> TreeStats:
     )
 
 
-def ideal_speedup(tree: TokenTree, shape: FlopCounter, *, dedup: bool = False) -> float:
+def ideal_speedup(tree: TokenTree, shape: FlopCounter) -> float:
     """FLOPs of the linear baseline over FLOPs of the tree; 1 if nothing is trained.
 
     Both sides stop after the token that predicts the last trained one. Both run the LM head only for trained
@@ -122,16 +119,14 @@ def ideal_speedup(tree: TokenTree, shape: FlopCounter, *, dedup: bool = False) -
     Args:
         tree: the batch.
         shape: counts a step's FLOPs on the model.
-        dedup: compare with a baseline that computes exact duplicates once.
     """
     ranges = shape.attention_ranges
     ours = shape.flops(*tree_work(tree, ranges))
-    rows = distinct_rows(tree) if dedup else None
-    return shape.flops(*linear_work(tree, ranges, rows)) / ours if ours else 1.0
+    return shape.flops(*linear_work(tree, ranges)) / ours if ours else 1.0
 
 
 def tree_work(
-    tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,), among: Bool[np.ndarray, "N"] | None = None
+    tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,), among: Bool[np.ndarray, " N"] | None = None
 ) -> Work:
     """The work of the tree in one packed pass: each token that a trained prediction depends on, once.
 
@@ -152,7 +147,7 @@ def tree_work(
 
 
 def linear_work(
-    tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,), rows: Bool[np.ndarray, "K"] | None = None
+    tree: TokenTree, ranges: Sequence[AttentionRange] = (FULL,), rows: Bool[np.ndarray, " K"] | None = None
 ) -> Work:
     """The work of the linear baseline: every trajectory up to the token that predicts its last trained token.
 
@@ -165,7 +160,7 @@ def linear_work(
     return Work(int(length.sum()), pairs_of_rows(length, ranges), int(uses.sum()))
 
 
-def distinct_rows(tree: TokenTree) -> Bool[np.ndarray, "K"]:
+def distinct_rows(tree: TokenTree) -> Bool[np.ndarray, " K"]:
     """Marks one non-empty trajectory per distinct token sequence, the one trained furthest."""
     _, deepest = tree.trained_edges()
     order = np.lexsort((-deepest, tree.trajectory_last))
@@ -175,7 +170,7 @@ def distinct_rows(tree: TokenTree) -> Bool[np.ndarray, "K"]:
     return mark
 
 
-def trajectories_through(tree: TokenTree) -> Int64[np.ndarray, "N"]:
+def trajectories_through(tree: TokenTree) -> Int64[np.ndarray, " N"]:
     """Number of trajectories through each token."""
     ends = np.bincount(tree.trajectory_last[tree.trajectory_last >= 0] + 1, minlength=tree.num_tokens + 1)
     before = np.cumsum(ends)

@@ -29,21 +29,21 @@ class TokenTree:
                          end       6  6  6  5  5  6
     """
 
-    tokens: Int32[np.ndarray, "N"]
+    tokens: Int32[np.ndarray, " N"]
     """Token ids."""
-    parent: Int64[np.ndarray, "N"]
+    parent: Int64[np.ndarray, " N"]
     """The token before it on its path; -1 at roots."""
-    depth: Int32[np.ndarray, "N"]
+    depth: Int32[np.ndarray, " N"]
     """Number of tokens before it on its path (its rotary position)."""
-    end: Int64[np.ndarray, "N"]
+    end: Int64[np.ndarray, " N"]
     """One past the last token of its subtree."""
-    segment_start: Int64[np.ndarray, "_"]
+    segment_start: Int64[np.ndarray, " _"]
     """S + 1 entries: segment s is tokens [segment_start[s], segment_start[s + 1]), a run without a fork."""
-    segment_parent: Int64[np.ndarray, "S"]
+    segment_parent: Int64[np.ndarray, " S"]
     """The segment whose last token it continues; -1 at roots."""
-    trajectory_last: Int64[np.ndarray, "K"]
+    trajectory_last: Int64[np.ndarray, " K"]
     """Each trajectory's last token; -1 for an empty one."""
-    trajectory_length: Int64[np.ndarray, "K"]
+    trajectory_length: Int64[np.ndarray, " K"]
     """Tokens of each trajectory."""
     rows: Sequence[Trajectory | None] | NodeRows = field(repr=False)
     """The K trajectories with their facts, None for a row given as ids only; `NodeRows` for a tree made from nodes."""
@@ -121,12 +121,12 @@ class TokenTree:
         ids = self.tokens
         return [Trajectory(ids[self.path(k)]) if row is None else row for k, row in enumerate(self.rows)]
 
-    def path(self, number: int) -> Int64[np.ndarray, "L_k"]:
+    def path(self, number: int) -> Int64[np.ndarray, " L_k"]:
         """Tree indices of one trajectory, from its first token to its last."""
         return path_to(int(self.trajectory_last[number]), self.segment_start, self.segment_parent)
 
     def climb(
-        self, tokens: Int64[np.ndarray, "k"], depth: Int64[np.ndarray, "k"] | int = 0
+        self, tokens: Int64[np.ndarray, " k"], depth: Int64[np.ndarray, " k"] | int = 0
     ) -> Iterator[tuple[Int64s, Int64s]]:
         """Go from tokens up their paths, all at once, one segment per step.
 
@@ -164,7 +164,7 @@ class TokenTree:
         return offsets, np.cumsum(index, out=index)
 
     @cached_property
-    def trained_predictions(self) -> Bool[np.ndarray, "flat"]:
+    def trained_predictions(self) -> Bool[np.ndarray, " flat"]:
         """Tokens whose prediction has a loss weight, over the concatenated trajectories."""
         trained = np.ones(self.num_flat_tokens, bool)
         start = np.cumsum(self.trajectory_length) - self.trajectory_length
@@ -174,7 +174,7 @@ class TokenTree:
         trained[start[self.trajectory_length > 0]] = False
         return trained
 
-    def trained_edges(self, rows: Bool[np.ndarray, "K"] | None = None) -> tuple[Int64s, Int64s]:
+    def trained_edges(self, rows: Bool[np.ndarray, " K"] | None = None) -> tuple[Int64s, Int64s]:
         """Count the trained predictions of the tree, without flattening a tree made from nodes.
 
         Args:
@@ -224,7 +224,7 @@ class TokenTree:
         return {}
 
 
-def path_to(token: int, segment_start: Int64s, segment_parent: Int64s) -> Int64[np.ndarray, "_"]:
+def path_to(token: int, segment_start: Int64s, segment_parent: Int64s) -> Int64[np.ndarray, " _"]:
     """Depth + 1 entries: the tokens from the root to `token`; empty for -1. Segments are a tree's or a layout's."""
     pieces, stop = [np.zeros(0, np.int64)], token + 1
     segment = int(np.searchsorted(segment_start, token, side="right")) - 1
