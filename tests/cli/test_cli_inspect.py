@@ -144,7 +144,7 @@ def test_the_device_whose_speeds_are_taken_is_said(treetrain, token_file) -> Non
 
 def test_calibrating_measures_the_model(treetrain, token_file, model_folder) -> None:
     plan = treetrain("inspect", token_file, "--model", model_folder, "--calibrate", "--json").json["plan"]
-    assert plan["speeds"].startswith("measured on ") and plan["budget"] is None and plan["parts"] == 1
+    assert plan["speeds"].startswith("measured on ") and plan["budget_tokens"] is None and plan["parts"] == 1
     assert "name it with --model" in treetrain("inspect", token_file, "--calibrate").error
     both = ("--model", "tiny", "--shape", "qwen3-8b", "--calibrate")
     assert "give no --shape" in treetrain("inspect", token_file, *both).error

@@ -149,6 +149,7 @@ class Purpose:
             "seconds": sum(by.values()),
             "seconds_recomputation": by["recomputation"],
             "seconds_fixed": by["passes"],
+            "speeds": self.cost.speeds.source,
             "budgets": self._budgets(plan, longest),
         }
 
@@ -170,7 +171,7 @@ class Purpose:
             "peak memory": f"{Bytes(round(facts['peak_bytes']))} above model, gradients and optimiser state "
             "(predicted)",
             "time of a step": f"{seconds[0]} (predicted): {seconds[1]} recomputation, {seconds[2]} passes' fixed cost",
-            "speeds": self.cost.speeds.source,
+            "speeds": facts["speeds"],
         }
         lines = [f"{name:<17}{text}" for name, text in sentences.items() if text]
         lines += ["", f"{'budget, tokens':>15}{'parts':>9}{'recomputed':>13}{'peak':>12}{'step':>11}"]
