@@ -43,8 +43,8 @@ SIGNATURES = {
         "collect=<class 'list'>, cache=None, processes=1)"
     ),
     "logprobs": (
-        "(model, sequences, budget=None, temperature=1.0, *, return_entropy=False, return_aux=False, "
-        "return_values=False, value_head=None, mask=None)"
+        "(model, sequences, budget=None, temperature=1.0, *, return_entropy=False, return_values=False, "
+        "value_head=None, mask=None)"
     ),
     "make_plan": "(rows, cost, *, budget=None, free_bytes=None)",
     "rewards": "(model, sequences, budget=None, *, head=None)",

@@ -266,7 +266,7 @@ def test_ranks_in_a_pass_that_another_has_left_are_told_its_error_when_its_proce
 def test_uses_that_cannot_be_exact_on_shards_are_refused(run_on_ranks) -> None:
     for outcome in run_on_ranks(refused):
         for use, words in {
-            "live logprobs": "the model is sharded (fully_shard), whose passes must come in one order",
+            "live logprobs": "passes of a sharded model (fully_shard), which autograd does not order",
             "another group": "the group given is not that of the model's shards",
             "two meshes": "lie on 2 device meshes",
             "tensor parallel": "DTensors that neither fully_shard",

@@ -43,16 +43,14 @@ def refused(group: Any, case: str) -> str:
     if case == "compiled":
         options["compile_layers"] = True
     experts: dict[str, Any] = {}
-    if case in ("LoRA of experts", "expert style", "kernel", "eager gpt-oss", "expert ranks of their own"):
-        model = make_model("gpt_oss" if case == "eager gpt-oss" else "qwen3_moe", num_key_value_heads=2)
+    if case in ("LoRA of experts", "expert style", "expert ranks of their own"):
+        model = make_model("qwen3_moe", num_key_value_heads=2)
         experts["ep_size"] = 2
     if case == "other heads":  # its norms have names of their own, and its plan leaves them out
         model = make_model("phi", qk_layernorm=True, num_key_value_heads=2)
     model = cut(model, group, **experts)
     if case == "expert style":
         model._ep_plan["model.layers.*.mlp"] = "sequence_parallel"
-    if case == "kernel":
-        model.config.distributed_config.ep_implementation = "deepgemm_megamoe"
     if case == "expert ranks of their own":
         model.config.distributed_config.fsdp_size, model._tp_size = 2, 1
     if case == "LoRA of the head":
@@ -300,8 +298,6 @@ def test_what_cannot_be_exact_is_refused_by_name_before_any_work(run_on_ranks):
         ("LoRA of the head", 2, "lm_head has 37 outputs, its adapter"),
         ("LoRA of experts", 2, "adapts gate_up_proj, which is divided over the ranks"),
         ("expert style", 2, "the ep_plan of Qwen3MoeForCausalLM divides"),
-        ("kernel", 2, "ep_implementation='deepgemm_megamoe'"),
-        ("eager gpt-oss", 2, "take experts_implementation='grouped_mm'"),
         ("expert ranks of their own", 2, "tp_size=1, ep_size=2, pp_size=1, fsdp_size=2"),
         ("other heads", 2, "holds model.layers.0.self_attn.q_layernorm.weight whole, but the sizes of its gradient"),
         ("other seeds", 2, "make new weights, such as an adapter's, from the same seed on every rank"),

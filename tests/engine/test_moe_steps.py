@@ -84,41 +84,39 @@ def test_calls_that_do_not_are_steps_of_their_own():
 
 
 @pytest.mark.parametrize("budget", [None, 4])
-@pytest.mark.parametrize("entropy", [False, True])
-def test_log_probabilities_come_with_the_auxiliary_loss_live_in_autograd(budget, entropy):
+@pytest.mark.parametrize("without_gradients", [False, True])
+def test_scores_come_with_the_auxiliary_loss(budget, without_gradients):
     model = model_with()
     expected = reference(model)
-    *scores, aux = tt.logprobs(model, ROWS, budget, return_entropy=entropy, return_aux=True)
-    logps = scores[0]
-    loss = linear.batch_loss((logps, logps), ROWS, SFT.per_token) + moe.COEFFICIENT * aux
     model.zero_grad()
-    loss.backward()
-    check(model, float(loss), expected)
-    with torch.no_grad():
-        again = tt.logprobs(model, ROWS, budget, return_entropy=entropy, return_aux=True)
-    assert float(again[-1]) == pytest.approx(float(aux)) and len(again) == 2 + entropy
-    assert all(torch.allclose(a, b) for a, b in zip(again[0], logps))
+    with torch.set_grad_enabled(not without_gradients):
+        scored = tt.TreeEngine(model, budget=budget).score(ROWS)
+        loss = linear.batch_loss((scored.logprobs, scored.logprobs), ROWS, SFT.per_token)
+        loss = loss + moe.COEFFICIENT * scored.aux_loss
+    assert float(loss) == pytest.approx(expected[0], rel=1e-6)
+    if not without_gradients:
+        loss.backward()
+        scored.backward()
+        check(model, float(loss), expected)
 
 
 def test_the_auxiliary_loss_alone_can_be_differentiated():
     model = model_with()
     _, logits = moe.score_rows(model, ROWS)
-    parameters = list(model.parameters())
-    expected = torch.autograd.grad(moe.auxiliary_loss(logits), parameters, allow_unused=True)
+    expected = linear.gradients(model, 3 * moe.auxiliary_loss(logits))
     for budget in (None, 4):
-        _, aux = tt.logprobs(model, ROWS, budget, return_aux=True)
-        got = torch.autograd.grad(3 * aux, parameters, allow_unused=True)
-        pairs = [(torch.zeros_like(p) if x is None else x) for x, p in zip(got, parameters)]
-        wanted = [(torch.zeros_like(p) if x is None else 3 * x) for x, p in zip(expected, parameters)]
-        flat = [torch.cat([x.flatten() for x in side]) for side in (pairs, wanted)]
-        assert linear.relative_error(*flat) <= 1e-6
+        model.zero_grad()
+        scored = tt.TreeEngine(model, budget=budget).score(ROWS)
+        (3 * scored.aux_loss).backward()
+        scored.backward()
+        assert linear.relative_error(linear.gradients(model), expected) <= 1e-6
 
 
 def test_log_probabilities_that_would_forget_the_auxiliary_loss_are_refused():
-    with pytest.raises(ValueError, match=r"router_aux_loss_coef=0.7.*return_aux=True"):
+    with pytest.raises(UnsupportedModel, match=r"router_aux_loss_coef=0.7.*scored.aux_loss"):
         tt.logprobs(model_with(), [[1, 2, 3]])
-    with pytest.raises(ValueError, match="no experts"):
-        tt.logprobs(make_model("qwen3"), [[1, 2, 3]], return_aux=True)
+    with torch.no_grad():
+        assert len(tt.logprobs(model_with(), [[1, 2, 3]])) == 1
     with pytest.raises(ValueError, match="has no experts"):
         tt.TreeEngine(make_model("qwen3")).router_balance([[1, 2, 3]])
 
@@ -268,29 +266,6 @@ def test_another_formula_of_the_auxiliary_loss_is_refused_before_any_gradient(mo
     with pytest.raises(UnsupportedModel, match=r"not supported: set config.output_router_logits=False"):
         tt.TreeEngine(model).forward_backward(ROWS, LOSS)
     assert all(p.grad is None for p in model.parameters())
-
-
-ANOTHER_GRADIENT = {
-    "none": lambda loss: loss.detach(),
-    "half": lambda loss: loss.detach() + 0.5 * (loss - loss.detach()),
-    "reversed": lambda loss: 2 * loss.detach() - loss,
-}
-
-
-@pytest.mark.parametrize("engine", [tt.TreeEngine, planned("chunks of 2", "mixed")])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("kind", ANOTHER_GRADIENT)
-def test_an_auxiliary_loss_of_the_same_value_with_another_gradient_is_refused(monkeypatch, kind, dtype, engine):
-    model = model_with(dtype=dtype)
-    module = sys.modules[type(model).__module__]
-    own = module.load_balancing_loss_func
-    another = ANOTHER_GRADIENT[kind]
-    monkeypatch.setattr(module, "load_balancing_loss_func", lambda *args, **kwargs: another(own(*args, **kwargs)))
-    with pytest.raises(UnsupportedModel, match=r"but another gradient: .*set config.output_router_logits=False"):
-        engine(model).forward_backward(ROWS, LOSS)
-    assert all(p.grad is None for p in model.parameters())
-    with pytest.raises(UnsupportedModel, match="but another gradient"):
-        tt.logprobs(model, ROWS, 4, return_aux=True)[1].backward()
 
 
 def test_an_auxiliary_loss_that_nothing_trainable_lies_below_needs_no_gradient():

@@ -90,7 +90,7 @@ class Share:
             layout.edge_targets[edges].astype(np.int64, copy=False),
         ]
 
-    def coefficients(self, whole: Float[Tensor, "E"] | None) -> Float[Tensor, "e"] | None:
+    def coefficients(self, whole: Float[Tensor, " E"] | None) -> Float[Tensor, " e"] | None:
         """This rank's part of gradients that are known before the pass, times the number of ranks."""
         return None if whole is None else whole[self._edges] * self.ranks.size
 
@@ -180,7 +180,7 @@ class HeadExchange:
         scale: float,
         layer: int,
         spec: AttentionSpec,
-        sinks: Float[Tensor, "H"] | None,
+        sinks: Float[Tensor, " H"] | None,
     ) -> Float[Tensor, "n H V"]:
         """Attention of the share's tokens."""
         size, share = self._share.ranks.size, self._share

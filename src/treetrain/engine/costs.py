@@ -10,6 +10,8 @@ seen, so the architecture need not be known:
 Both are constant per token, with two exceptions that are counted separately. Attention over pairs is not run: a
 stand-in records heads, sizes and range of every layer and saves what tree attention saves. Tensors of the shape of a
 weight (gradients; autocast's copies) belong to a pass, not to its tokens. Layers of one kind run once.
+
+Shape letters: N tokens, H query heads, G key/value heads, D size of query and key heads, V size of value heads.
 """
 
 import os
@@ -21,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,7 +51,6 @@ TOKENS = 512
 """Tokens of the counted pass; more if a weight has a dimension of that size."""
 CPU = torch.device("cpu")
 _COUNTED: dict[Any, ModelCounts | UnsupportedModel] = {}
-_MOST_COUNTED = 64
 
 
 def cost_of(model: nn.Module) -> CostModel:
@@ -66,8 +68,6 @@ def cost_of(model: nn.Module) -> CostModel:
     config = lm.config.to_json_string()  # type: ignore[operator, union-attr]
     key = type(lm), config, weights, dtype, device.type, os.environ.get(lm_head.ENVIRONMENT)
     if key not in _COUNTED:
-        if len(_COUNTED) >= _MOST_COUNTED:
-            _COUNTED.clear()
         try:
             _COUNTED[key] = count(model, device)
         except UnsupportedModel as error:
@@ -250,18 +250,18 @@ class CountStorages(TorchDispatchMode):
         self._alive: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        given = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and _key(tensor) not in given and self.counts(tensor):
+            if isinstance(tensor, Tensor) and _key(tensor) not in given and self.counts(tensor):
                 self.add(tensor)
         return out
 
-    def counts(self, tensor: torch.Tensor) -> bool:
+    def counts(self, tensor: Shaped[Tensor, "..."]) -> bool:
         """Whether a new tensor is counted; a subclass may leave some out."""
         return True
 
-    def add(self, tensor: torch.Tensor) -> None:
+    def add(self, tensor: Shaped[Tensor, "..."]) -> None:
         """Count a tensor's storage until it is freed."""
         storage, key = tensor.untyped_storage(), _key(tensor)
         if key not in self._alive:
@@ -274,7 +274,7 @@ class CountStorages(TorchDispatchMode):
         self.now -= self._alive.pop(key, 0)
 
 
-def _key(tensor: torch.Tensor) -> int:
+def _key(tensor: Shaped[Tensor, "..."]) -> int:
     return tensor.untyped_storage()._cdata
 
 
@@ -305,7 +305,14 @@ class _Meter(CountStorages):
             self.flops += formula(*args, **kwargs, out_val=out)
         return out
 
-    def _grouped(self, left: Tensor, right: Tensor, offsets: Tensor, *_: Any, **__: Any) -> Tensor:
+    def _grouped(
+        self,
+        left: Float[Tensor, "n m"],
+        right: Float[Tensor, "... m o"],
+        offsets: Int[Tensor, " groups"],
+        *_: Any,
+        **__: Any,
+    ) -> Float[Tensor, "... n o"]:
         """The product of each group of rows with its own matrix, or of groups of columns with groups of rows."""
         self.flops += 2 * left.shape[0] * left.shape[1] * right.shape[-1]
         groups = () if right.dim() == 3 else (offsets.shape[0],)
@@ -314,7 +321,7 @@ class _Meter(CountStorages):
             self.add(out)
         return out
 
-    def counts(self, tensor: Tensor) -> bool:
+    def counts(self, tensor: Shaped[Tensor, "..."]) -> bool:
         """Whether a tensor holds tokens; one of a weight's shape is added to `weights_now` instead."""
         if tensor.dim() < 2 or tuple(tensor.shape) not in self.shapes:
             return True
@@ -332,14 +339,14 @@ class _Attention:
 
     def __call__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        query: Float[Tensor, "N H D"],
+        key: Float[Tensor, "N G D"],
+        value: Float[Tensor, "N G V"],
         scale: float,
         layer: int,
         spec: AttentionSpec,
-        sinks: Tensor | None,
-    ) -> Tensor:
+        sinks: Float[Tensor, " H"] | None,
+    ) -> Float[Tensor, "N H V"]:
         if torch.is_autocast_enabled("cpu"):  # as tree attention casts
             query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
         tokens, heads, size = query.shape
@@ -385,18 +392,28 @@ class _NotedPaths(Paths):
 
     tally: Counter[Any]
 
-    def convolve(self, layer: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+    def convolve(
+        self, layer: Any, inputs: Float[Tensor, "N C"], weight: Float[Tensor, "C taps"]
+    ) -> Float[Tensor, "N C"]:
         b = inputs.element_size()
         self.tally["state"] += (weight.shape[1] - 1) * inputs.shape[1] * (b + max(WIDE, b))
         return super().convolve(layer, inputs, weight)
 
-    def gated_delta(self, layer: Any, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    def gated_delta(
+        self,
+        layer: Any,
+        query: Float[Tensor, "N J K"],
+        key: Float[Tensor, "N J K"],
+        value: Float[Tensor, "N H V"],
+        decay: Float[Tensor, "N H"],
+        beta: Float[Tensor, "N H"],
+    ) -> Float[Tensor, "N H V"]:
         state = value.shape[1] * key.shape[2] * value.shape[2]
         self.tally["state"] += state * 2 * max(WIDE, value.element_size())
         return super().gated_delta(layer, query, key, value, decay, beta)
 
 
-def _run(decoder: Any, meter: _Meter, tokens: int) -> Tensor:
+def _run(decoder: Any, meter: _Meter, tokens: int) -> Float[Tensor, "1 N hidden"]:
     """Run a chain; return its last hidden states. Its embeddings require a gradient."""
     layout = pack(build_tree([np.zeros(tokens, np.int32)]), trim=False)
     ids = torch.zeros(1, tokens, dtype=torch.int64)
@@ -405,7 +422,7 @@ def _run(decoder: Any, meter: _Meter, tokens: int) -> Tensor:
     run.paths.tally = meter.tally
     table = decoder.get_input_embeddings()
 
-    def embed(ids: Tensor, *_: Any, **__: Any) -> Tensor:
+    def embed(ids: Int[Tensor, "1 N"], *_: Any, **__: Any) -> Float[Tensor, "1 N hidden"]:
         return torch.empty(*ids.shape, table.weight.shape[1], dtype=table.weight.dtype, requires_grad=True)
 
     with tree_attention(decoder), tree_recurrence(decoder), replaced_forward(table, embed):

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from jaxtyping import Shaped
+from torch import Tensor, nn
 
 from treetrain.errors import RanksDisagree, UnsupportedModel
 
@@ -238,7 +239,7 @@ def is_shard(tensor: Any) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-def own_part(parameter: torch.Tensor) -> torch.Tensor:
+def own_part(parameter: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
     """The part of a parameter that this rank holds."""
     return getattr(parameter, "_local_tensor", parameter)
 

@@ -33,7 +33,7 @@ from treetrain.engine.loss_gradients import (
     predictions_of,
 )
 from treetrain.engine.packed import model_device, wide_dtype
-from treetrain.engine.routing import RouterBalance, Routing, check_auxiliary
+from treetrain.engine.routing import RouterBalance, Routing
 from treetrain.engine.runtime import PassCounts, Rollback, Runtime
 from treetrain.engine.score import Scored, Scoring, States
 from treetrain.errors import DataError, RanksDisagree, UnsupportedModel
@@ -202,7 +202,6 @@ class TreeEngine(Runtime):
             DataError: an id outside the vocabulary, a row longer than the model's positions, a mask of another shape.
             UnsupportedModel: see the class; values or rewards of a model that has no head for them.
         """
-
         return self._scored(
             "TreeEngine.score",
             rows,
@@ -220,8 +219,6 @@ class TreeEngine(Runtime):
         *,
         logprobs: bool | None,
         values: Literal["predictions", "states", "rewards"] | None,
-        check: Callable[[], None] | None = None,
-        balanced: bool | None = None,
         entropies: bool = False,
         statistics: bool = False,
         mask: Sequence[Any] | None = None,
@@ -232,38 +229,36 @@ class TreeEngine(Runtime):
             name: the call, for messages.
             logprobs: whether to score tokens; None: if the model has an LM head.
             values: the values of predictions, of every token's state, or of every row.
-            check: raises if the call cannot have gradients; None checks hooks instead.
-            balanced: whether to add up the routers' auxiliary loss; None: if the model's configuration asks for it.
         """
 
-        def prepared() -> tuple[TokenTree, PackedLayout, Batch | States, bool]:
+        def prepared() -> tuple[tuple[TokenTree, PackedLayout, Batch | States], None]:
             capabilities = self.checked()
             wanted = capabilities.scores_tokens if logprobs is None else logprobs
             self.capabilities = capabilities.asked(logprobs=wanted, values=values is not None)
-            if check is not None:
-                check()
-            elif self.live:
+            if self.live:
                 self.check_hooks()
             tree = self.tree_of(rows)
             check_batch(tree, self.capabilities)
             if values == "rewards":
                 layout, last = last_states(tree, self.capabilities)
-                return tree, layout, States(last, None), False
+                return (tree, layout, States(last, None)), None
             if values == "states":
                 offsets, index = tree.paths()
-                return tree, pack_states(tree), States(index, np.diff(offsets).tolist()), False
-            aux = self.balanced if balanced is None else balanced
-            batch = Batch.of(tree, weighted=False, every_token=aux, mask=predictions_of(tree, mask))
-            return tree, batch.layout, batch, aux
+                return (tree, pack_states(tree), States(index, np.diff(offsets).tolist())), None
+            batch = Batch.of(tree, weighted=False, every_token=self.balanced, mask=predictions_of(tree, mask))
+            return (tree, batch.layout, batch), None
 
-        tree, layout, reads, aux = self.together(name, prepared)
+        (tree, layout, reads), _ = self.passes_with.agree(name, prepared)
         self.check_same_rows(self.passes_with, layout)
         tokens = isinstance(reads, Batch)
-        routing = self.routing(tree, balanced=aux)
         scoring = Scoring(
-            self, self.plan_of(layout), routing, entropy=entropies and tokens, statistics=statistics and tokens
+            self,
+            self.plan_of(layout),
+            self.routing(tree, balanced=tokens and self.balanced),
+            entropy=entropies and tokens,
+            statistics=statistics and tokens,
         )
-        return Scored(name, scoring, tree, reads, values=values is not None, aux=aux)
+        return Scored(name, scoring, tree, reads, values=values is not None)
 
     def logprobs(
         self,
@@ -522,9 +517,9 @@ def run_step(
         def run(plan: Plan, counts: PassCounts) -> tuple[Any, Metrics]:
             if routing is not None:
                 routing.begin()
-            return rollback.attempt(lambda: _stream(runtime, step, plan, counts, routing, reduces))
+            return _stream(runtime, step, plan, counts, routing, reduces)
 
-        (total, sums), _, counts = runtime.within_memory(plan, run)
+        (total, sums), _, counts = runtime.within_memory(plan, run, rollback)
         parts, without_graph, attention = counts.parts, counts.tokens_without_graph, counts.attention
     if routing is not None:
         total, sums = routing.added_to(total, sums)
@@ -548,8 +543,7 @@ def _stream(
     table = runtime.table(batch.layout, entropy="entropies" in loss.needs)
     streamed = StreamedGradients(table, batch, loss, normaliser)
     if plan.num_parts or runtime.collective:
-        several = plan.num_parts > 1 or runtime.ranks.data_size > 1
-        if routing is not None and several and not routing.in_parts:
+        if routing is not None and plan.num_parts > 1 and not routing.in_parts:
             Executor(runtime, plan, counts, routing, gradients=False, reduces=reduces).score(None)
             routing.settle()
         coefficients, logprobs = None, table.logprobs
@@ -599,7 +593,7 @@ def _compare(
         None if table.values is None or value is None else added_up(table.values, batch.edge_rows, value),
         scale,
         reduces,
-        rollback.attempt,
+        rollback,
     )
     return (total, sums) if ranks.data_rank == 0 else (0.0, {})
 
@@ -640,7 +634,6 @@ class LinearEngine(TreeEngine):
         return as_tree(rows, merge=False)
 
     def plan_of(self, layout: PackedLayout) -> Plan:
-        """See `Runtime.plan_of`."""
         return whole_trees(layout, self.pack_tokens or max(layout.num_tokens, 1))
 
 
@@ -654,7 +647,6 @@ def logprobs(
     temperature: float = 1.0,
     *,
     return_entropy: bool = False,
-    return_aux: bool = False,
     return_values: bool = False,
     value_head: nn.Module | None = None,
     mask: Sequence[Any] | None = None,
@@ -670,8 +662,6 @@ def logprobs(
             bytes does not count it.
         temperature: divides the logits before the softmax.
         return_entropy: also give the entropy of the distribution each token was drawn from.
-        return_aux: also give the auxiliary loss of a mixture-of-experts router over all tokens of all sequences,
-            without its coefficient.
         return_values: also give the value of the state before each of these tokens, by `value_head` on the same
             forward. `tt.values` gives values only.
         value_head: maps the inputs of the model's LM head, [n, hidden], to values [n] or [n, c].
@@ -680,33 +670,25 @@ def logprobs(
 
     Returns:
         K tensors [L_k - 1], in nats, float32 or wider, with gradients to the model's parameters (and the value
-        head's); ``return_entropy`` and ``return_values`` each add a list ([L_k - 1, c] for several values),
-        ``return_aux`` adds a scalar at the end; the result is then a tuple. ``.backward()`` and
-        ``torch.autograd.grad`` both work, once.
+        head's); ``return_entropy`` and ``return_values`` each add a list ([L_k - 1, c] for several values); the
+        result is then a tuple. ``.backward()`` and ``torch.autograd.grad`` both work, once.
 
     Raises:
         DataError: an id outside the vocabulary or a row longer than the model's positions.
         UnsupportedModel: the model, or a setting of it, would not be exact on a tree; or gradients are wanted and
-            several processes train together: autograd would not synchronise them (use `TreeEngine.score`).
-        ValueError: a budget that is neither tokens nor bytes, or bytes that no plan fits into; a model whose
-            configuration asks for an auxiliary loss without ``return_aux``, or ``return_aux`` for a model without
-            experts.
+            several processes train together, which autograd would not synchronise, or the model's configuration asks
+            for the routers' auxiliary loss (use `TreeEngine.score` in both cases).
+        ValueError: a budget that is neither tokens nor bytes, or bytes that no plan fits into.
         RuntimeError: in a second backward, or if weights, the active adapter or ``requires_grad`` changed since the
             forward.
     """
     engine = TreeEngine(model, budget=budget, temperature=temperature, value_head=value_head)
-
-    def check() -> None:
-        check_auxiliary(engine.capabilities.experts, return_aux)
-        _check_alone(engine, "treetrain.logprobs")
-
+    _check_live(engine, "treetrain.logprobs")
     scored = engine._scored(
         "treetrain.logprobs",
         sequences,
         logprobs=True,
         values="predictions" if return_values else None,
-        check=check,
-        balanced=return_aux,
         entropies=return_entropy,
         mask=mask,
     )
@@ -715,7 +697,6 @@ def logprobs(
         if leaves is not None:
             results.append(rest[: len(leaves)])
             rest = rest[len(leaves) :]
-    results += rest  # the auxiliary loss
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -780,30 +761,30 @@ def _scored_values(
     values: Literal["states", "rewards"],
 ) -> Scored:
     engine = TreeEngine(model, budget=budget, value_head=head)
-
-    def check() -> None:
-        _check_alone(engine, name)
-        if engine.live:
-            check_auxiliary(engine.capabilities.experts, False)
-
-    return engine._scored(name, sequences, logprobs=False, values=values, check=check)
+    _check_live(engine, name)
+    return engine._scored(name, sequences, logprobs=False, values=values)
 
 
-def _check_alone(engine: TreeEngine, what: str) -> None:
-    """Raise UnsupportedModel if autograd would not synchronise gradients, or would break the order of passes."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if not engine.live or not engine.tensor.alone or not (several or engine.collective):
+def _check_live(engine: TreeEngine, what: str) -> None:
+    """Raise UnsupportedModel if gradients through autograd would lack something that only a step of the engine adds."""
+    if not engine.live:
         return
-    why = (
-        "the model is sharded (fully_shard), whose passes must come in one order, and autograd does not wait for those "
-        "of other ranks"
-        if engine.collective
-        else "DistributedDataParallel would not synchronise the gradients that its backward gives"
-    )
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if engine.balanced:
+        why = (
+            "lack the gradient of the routers' auxiliary loss, which the model's configuration asks for "
+            f"(output_router_logits=True, router_aux_loss_coef={engine.capabilities.auxiliary:g})"
+        )
+    elif engine.collective:
+        why = "make passes of a sharded model (fully_shard), which autograd does not order over ranks"
+    elif several and engine.tensor.alone:
+        why = f"not be synchronised over the {dist.get_world_size()} processes, not by DistributedDataParallel either"
+    else:
+        return
     raise UnsupportedModel(
-        f"{what} with gradients in a group of {dist.get_world_size()} processes: {why}. Use scored = "
-        "TreeEngine(model).score(rows), loss.backward() and scored.backward(), which averages gradients over the ranks "
-        "(sync=False leaves that to you), or TreeEngine(model).forward_backward; or call this under torch.no_grad()."
+        f"{what} with gradients is refused: they would {why}. Use scored = TreeEngine(model).score(rows), "
+        "loss.backward() and scored.backward(), which averages gradients over the ranks (sync=False leaves that to "
+        "you) and has scored.aux_loss, or TreeEngine(model).forward_backward; or call this under torch.no_grad()."
     )
 
 

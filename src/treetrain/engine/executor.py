@@ -22,9 +22,8 @@ same passes, so they run stand-ins together, each over the whole token.
     rank 1:        forward b    forward c    backward c   backward b
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -38,7 +37,7 @@ from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import Routing, switched
 from treetrain.engine.runtime import PassCounts, Runtime, StepOutOfMemory, out_of_memory_in
-from treetrain.engine.tensor_parallel import tensor_parallel_mode
+from treetrain.engine.tensor_parallel import tensor_parallel_mode, vocabulary_shard
 from treetrain.linear_attention.paths import StateCache
 from treetrain.models.tree_mode import compiled_layers
 from treetrain.planning.collective_order import Kind, Turn, common_order
@@ -157,39 +156,35 @@ class CollectivePasses:
 
 
 @contextmanager
-def hooks_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """No hook of these parameters runs in the block."""
-    set_aside: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-    for hooks in (hooks for p in parameters for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)):
-        if hooks:
-            set_aside.append((hooks, dict(hooks)))
-            hooks.clear()  # in place: autograd holds on to the dictionary itself
+def gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
+    """Collect the gradients of a block in the list: ``.grad`` is None at its start, and no hook of the parameters runs.
+
+    The old gradients are back after the block.
+    """
+    before, set_aside, found = [p.grad for p in parameters], [], []
+    for p in parameters:
+        p.grad = None
+        for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks):
+            if hooks:
+                set_aside.append((hooks, dict(hooks)))
+                hooks.clear()  # in place: autograd holds on to the dictionary itself
     try:
-        yield
+        yield found
+        found += [p.grad for p in parameters]
     finally:
-        for hooks, before in set_aside:
-            hooks.update(before)
+        for p, grad in zip(parameters, before):
+            p.grad = grad
+        for hooks, own in set_aside:
+            hooks.update(own)
 
 
 @contextmanager
 def hooks_once(*modules: nn.Module) -> Iterator[None]:
-    """Run hooks once, at the end of the block, on the sum of all gradients of its backwards.
-
-    After an error, the hooked parameters have their old gradients.
-    """
-    parameters = {p: None for module in modules for p in module.parameters()}
+    """Run hooks once, at the end of the block, on the sum of all gradients of its backwards; not after an error."""
+    parameters = dict.fromkeys(p for module in modules for p in module.parameters())
     hooked = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
-    before = [p.grad for p in hooked]
-    for p in hooked:
-        p.grad = None
-    totals: list[Tensor | None] = []
-    try:
-        with hooks_aside(hooked):
-            yield
-            totals = [p.grad for p in hooked]
-    finally:
-        for p, grad in zip(hooked, before):
-            p.grad = grad
+    with gradients_aside(hooked) as totals:
+        yield
     for p, total in zip(hooked, totals):
         if total is not None:
             deliver(p, total)
@@ -197,16 +192,9 @@ def hooks_once(*modules: nn.Module) -> Iterator[None]:
 
 def gradients_of(parameters: Sequence[nn.Parameter], run: Callable[[], None]) -> tuple[Tensor | None, ...]:
     """Return the gradients that a call leaves in ``.grad``, and restore ``.grad``. No hook of the parameters runs."""
-    before = [p.grad for p in parameters]
-    try:
-        for p in parameters:
-            p.grad = None
-        with hooks_aside(parameters):
-            run()
-        return tuple(p.grad for p in parameters)
-    finally:
-        for p, grad in zip(parameters, before):
-            p.grad = grad
+    with gradients_aside(parameters) as found:
+        run()
+    return tuple(found)
 
 
 # ---- the passes of a plan
@@ -257,8 +245,6 @@ class Executor:
         self._error: Exception | None = None
         """The first error between passes that other ranks run too."""
 
-    # ---- without gradients
-
     def score(self, table: ScoreTable | None) -> None:
         """Run all parts without graph, in the memory of one path.
 
@@ -275,11 +261,7 @@ class Executor:
                     self._release(part)
                     continue
                 self._allocate(part, plan.exported_tokens(part))
-                done = self._forward(plan.tokens(part), int(plan.attach[part]), table)
-                if table is not None:
-                    self._between_passes(partial(table.write, *done))
-
-    # ---- forward now, backward later
+                self._forward(plan.tokens(part), int(plan.attach[part]), table, None if table is None else table.write)
 
     def forward_all(self, table: ScoreTable, *, keep_logits: bool) -> None:
         """Fill a table, keeping the graphs of all parts for `backward_all`. The plan must keep all parts.
@@ -292,17 +274,13 @@ class Executor:
         """
         plan = self._plan
         try:
-            with (
-                self._running(graph=True),
-                self._gradient_buffers() as self._buffers,
-                self._passes(forwards=True),
-            ):
+            with self._running(graph=True), self._gradient_buffers() as self._buffers, self._passes(forwards=True):
                 # Parts are numbered depth first, so what a part continues has run. Nothing of the cache is released.
                 for part in range(plan.num_parts):
                     self._allocate(part, plan.exported_tokens(part))
-                    done = self._forward(plan.tokens(part), int(plan.attach[part]), table, keep_logits=keep_logits)
-                    self._graphs[part] = done
-                    self._between_passes(partial(table.write, *done))
+                    self._graphs[part] = self._forward(
+                        plan.tokens(part), int(plan.attach[part]), table, table.write, keep_logits=keep_logits
+                    )
         except Exception:
             self._graphs.clear()
             raise
@@ -316,11 +294,7 @@ class Executor:
         if self._collective is not None:
             self._collective.begin_backwards(reduces)
         try:
-            with (
-                self._running(graph=True),
-                hooks_once(*self._modules()),
-                self._passes(),
-            ):
+            with self._running(graph=True), hooks_once(*self._modules()), self._passes():
                 while self._graphs:
                     self._backward(self._graphs.popitem()[1], gradients)
                 if self._buffers is not None:
@@ -328,15 +302,13 @@ class Executor:
         finally:
             self._graphs.clear()
 
-    # ---- with gradients
-
     def train(self, gradients: KnownGradients) -> None:
         """Run all parts forward and backward, and add to the parameters' ``.grad``.
 
         Raises:
             StepOutOfMemory: gradients so far are incomplete.
         """
-        plan = self._plan
+        plan, table, take = self._plan, gradients.table, gradients.scored
         with (
             self._running(graph=True),
             hooks_once(*self._modules()),
@@ -347,21 +319,16 @@ class Executor:
                 if kind == "prefill":  # without graph, over exported tokens, for their keys and values
                     first, tokens = plan.prefill_parts(number)[0], plan.prefill_tokens(number)
                     self._allocate(first, tokens)
-                    table = gradients.table if gradients.needs_scores_early else None
                     with torch.no_grad():
-                        done = self._forward(tokens, int(plan.attach[first]), table)
-                    if table is not None:
-                        self._between_passes(partial(gradients.scored, *done))
-                    del done
+                        self._forward(
+                            tokens, int(plan.attach[first]), table if gradients.needs_scores_early else None, take
+                        )
                 elif kind == "forward":
                     if plan.kept[number]:
                         self._allocate(number, plan.exported_tokens(number))
-                    done = self._forward(
-                        plan.tokens(number), int(plan.attach[number]), gradients.table, gradients.coefficients
+                    self._graphs[number] = self._forward(
+                        plan.tokens(number), int(plan.attach[number]), table, take, gradients.coefficients
                     )
-                    self._between_passes(partial(gradients.scored, *done))
-                    self._graphs[number] = done
-                    del done  # or it would be alive while the next part runs
                 else:
                     self._backward(self._graphs.pop(number), gradients)
                     self._release(number)
@@ -391,8 +358,6 @@ class Executor:
             self._collective.after("backward")
         self._alive -= done.piece.layout.num_tokens
 
-    # ---- both
-
     @contextmanager
     def _passes(self, *, forwards: bool = False) -> Iterator[None]:
         """Complete the ranks' common order of passes after the block, then raise what failed between the passes.
@@ -400,38 +365,33 @@ class Executor:
         Args:
             forwards: stop before the backwards, which come later.
         """
+        runtime = self._runtime
         try:
             yield
             if self._collective is not None:
                 self._collective.finish(forwards=forwards)
         except BaseException as error:
-            self._runtime.leave_pass(error)
+            if not runtime.passes_with.alone:  # this process leaves a pass in its middle, where others may wait
+                runtime.same_rows.lost = True
+                runtime.ranks.leave(error)
             raise
         finally:
             if self._collective is not None:
                 self._collective.close()
         # All ranks stop here, before hooks see the gradients of a step that has failed on one of them.
-        self._runtime.passes_with.agree("the passes", self._failure)
+        runtime.passes_with.agree("the passes", self._failure)
 
     def _failure(self) -> tuple[None, None]:
         if self._error is not None:
             raise self._error
         return None, None
 
-    def _between_passes(self, work: Callable[[], None]) -> None:
-        """Run code of the loss. If it fails while other ranks wait in the next pass, the passes go on all the same."""
-        try:
-            work()
-        except Exception as error:
-            if self._runtime.passes_with.alone:
-                raise
-            self._error = self._error or error
-
     def _forward(
         self,
-        tokens: Int64[np.ndarray, "n"],
+        tokens: Int64[np.ndarray, " n"],
         attach: int,
         table: ScoreTable | None,
+        take: Callable[[Piece, Scores], None] | None,
         coefficients: Callable[[Piece], Tensor | None] | None = None,
         *,
         keep_logits: bool = False,
@@ -440,6 +400,7 @@ class Executor:
 
         Args:
             table: says which scores to compute; None runs the layers without the head.
+            take: gets the scores, if there are any.
             coefficients: gives the gradients of a piece's log-probabilities where they are known beforehand.
         """
         with_graph, runtime = torch.is_grad_enabled(), self._runtime
@@ -465,7 +426,7 @@ class Executor:
             meets_all=self._collective is not None,
             need_statistics=table is not None and table.statistics is not None,
             keep_logits=keep_logits,
-            vocabulary=runtime.vocabulary,
+            vocabulary=vocabulary_shard(runtime.capabilities, runtime.tensor),
         )
         run = runtime.run_type(runtime.model, runtime.capabilities, piece.layout, **options)
         scores = run.scores(request)
@@ -477,6 +438,13 @@ class Executor:
         else:
             self._alive -= len(tokens)
             self._counts.tokens_without_graph += len(tokens)
+        if table is not None and take is not None:
+            try:
+                take(piece, scores)
+            except Exception as error:  # of the loss; the passes go on if other ranks wait in the next one
+                if runtime.passes_with.alone:
+                    raise
+                self._error = self._error or error
         return _Forward(piece, scores)
 
     @contextmanager
@@ -504,7 +472,7 @@ class Executor:
         model, scalar = self._runtime.model, self._runtime.capabilities.scalar
         return [model] if scalar is None or scalar.is_models_own else [model, scalar.module]
 
-    def _allocate(self, part: int, tokens: Int64[np.ndarray, "n"]) -> None:
+    def _allocate(self, part: int, tokens: Int64[np.ndarray, " n"]) -> None:
         """Allocate places in the caches for tokens, above those in use, until `part` is released."""
         self._rows.allocate(tokens)
         self._held[part] = tokens, self._states.allocate(tokens)

@@ -243,13 +243,13 @@ class PackedPart(DeviceLayout):
     N tokens, T predictions. `Packed.forward_backward` makes parts; `pack` makes a whole batch.
     """
 
-    input_ids: Int64[Tensor, "N"]
+    input_ids: Int64[Tensor, " N"]
     """Token ids."""
-    positions: Int64[Tensor, "N"]
+    positions: Int64[Tensor, " N"]
     """The position of every token in its rows, for rotary or learned embeddings."""
     tree: AttentionTree
     """The tree, for `tt.attention`."""
-    predictions: Int64[Tensor, "T"]
+    predictions: Int64[Tensor, " T"]
     """Index of each prediction into the concatenated predictions of all rows, [sum of L_k - 1]. It selects
     data of the predictions, such as advantages: ``torch.cat(advantages)[part.predictions]``."""
 
@@ -257,8 +257,8 @@ class PackedPart(DeviceLayout):
         self,
         layout: PackedLayout,
         device: torch.device,
-        edges: Int64[np.ndarray, "T"],
-        predictions: Int64[np.ndarray, "T"],
+        edges: Int64[np.ndarray, " T"],
+        predictions: Int64[np.ndarray, " T"],
         cache: KVCacheView | None = None,
     ):
         super().__init__(layout, device, cache, score=len(edges) > 0)
@@ -316,39 +316,9 @@ class Packed(PackedPart):
         part_of_read = plan.part_of[layout.edge_rows[read_edges]]
         by_part = np.argsort(part_of_read, kind="stable")
         bounds = np.searchsorted(part_of_read[by_part], np.arange(plan.num_parts + 1))
-
-        def run(tokens: Int64[np.ndarray, "n"], continued: int, read: Int64[np.ndarray, "t"]) -> Tensor:
-            piece = cut(layout, tokens)
-            edges = np.searchsorted(piece.edges, read_edges[read])
-            view = cache.view(plan.path(continued), tokens)
-            part = PackedPart(piece.layout, self._device, edges, predictions[read], view)
-            loss = loss_of(part)
-            if twice := [layer for layer, calls in part.tree.layer_calls.items() if calls > 1]:
-                raise ValueError(f"layer={twice[0]!r} was given by several calls of attention in one forward of a part")
-            live = isinstance(loss, Tensor) and not loss.dim() and loss.requires_grad
-            if torch.is_grad_enabled() and not live:
-                raise ValueError(
-                    f"the loss of a part is {loss!r}; give a scalar tensor that depends on the part's "
-                    "log-probabilities, also where the part makes no prediction"
-                )
-            return loss
-
         total, graphs, held = torch.zeros((), device=self._device), {}, {}
         for kind, number in plan.events():
-            if kind == "prefill":
-                first, tokens = plan.prefill_parts(number)[0], plan.prefill_tokens(number)
-                held[first] = tokens
-                cache.allocate(tokens)
-                with torch.no_grad():
-                    run(tokens, int(plan.attach[first]), _NONE)
-            elif kind == "forward":
-                if plan.kept[number]:
-                    held[number] = plan.exported_tokens(number)
-                    cache.allocate(held[number])
-                read = by_part[bounds[number] : bounds[number + 1]]
-                with torch.enable_grad():
-                    graphs[number] = run(plan.tokens(number), int(plan.attach[number]), read)
-            else:
+            if kind == "backward":
                 loss = graphs.pop(number)
                 with torch.autocast(self._device.type, enabled=False):
                     loss.backward()
@@ -356,6 +326,31 @@ class Packed(PackedPart):
                 del loss
                 if number in held:
                     cache.release(held.pop(number))
+                continue
+            if kind == "prefill":
+                first, read = plan.prefill_parts(number)[0], _NONE
+                tokens = exported = plan.prefill_tokens(number)
+            else:
+                first, read = number, by_part[bounds[number] : bounds[number + 1]]
+                tokens, exported = plan.tokens(number), plan.exported_tokens(number) if plan.kept[number] else _NONE
+            if len(exported):
+                held[first] = exported
+                cache.allocate(exported)
+            piece, view = cut(layout, tokens), cache.view(plan.path(int(plan.attach[first])), tokens)
+            edges = np.searchsorted(piece.edges, read_edges[read])
+            part = PackedPart(piece.layout, self._device, edges, predictions[read], view)
+            with torch.set_grad_enabled(kind == "forward"):
+                loss = loss_of(part)
+            if twice := [layer for layer, calls in part.tree.layer_calls.items() if calls > 1]:
+                raise ValueError(f"layer={twice[0]!r} was given by several calls of attention in one forward of a part")
+            if kind == "forward":
+                if not (isinstance(loss, Tensor) and not loss.dim() and loss.requires_grad):
+                    raise ValueError(
+                        f"the loss of a part is {loss!r}; give a scalar tensor that depends on the part's "
+                        "log-probabilities, also where the part makes no prediction"
+                    )
+                graphs[number] = loss
+            del loss, part
         return total
 
 

@@ -36,20 +36,17 @@ from treetrain.tree.token_tree import TokenTree
 
 METRIC = "router_aux_loss"
 FORMULA_TOLERANCE = 1e-2
-"""Relative difference allowed between the model's own auxiliary loss of a pass and this one of the same logits, and
-between their gradients. Two orders of summation in bfloat16 stay within it; another formula does not."""
-ROUNDINGS = 8
-"""Rounding errors of a probability's gradient allowed on top. The terms of a logit's gradient nearly cancel if all
-experts are chosen about equally often; their rounding errors do not."""
+"""Relative difference allowed between the model's own auxiliary loss of a pass and this one of the same logits. Two
+orders of summation in bfloat16 stay within it; another formula does not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RouterBalance:
     """How a batch spreads over the experts, summed over layers and trajectories; add those of batches."""
 
-    choices: Float64[Tensor, "E"]
+    choices: Float64[Tensor, " E"]
     """How often each expert is chosen."""
-    probabilities: Float64[Tensor, "E"]
+    probabilities: Float64[Tensor, " E"]
     """Sums of the routers' probabilities."""
     tokens: float
     """Tokens of all rows times layers with experts."""
@@ -77,7 +74,7 @@ class RouterBalance:
         return (whole.choices / whole.tokens) @ (self.probabilities / whole.tokens) * len(self.choices)
 
     @property
-    def slope(self) -> Float64[Tensor, "E"]:
+    def slope(self) -> Float64[Tensor, " E"]:
         """The gradient of the loss by each token's probabilities."""
         return (len(self.choices) / self.tokens**2) * self.choices
 
@@ -86,7 +83,7 @@ class RouterBalance:
         cls,
         probabilities: Float[Tensor, "n E"],
         top_k: int,
-        weights: Int[Tensor, "n"] | None = None,
+        weights: Int[Tensor, " n"] | None = None,
         tokens: float | None = None,
     ) -> "RouterBalance":
         """The balance of one router's pass.
@@ -116,6 +113,9 @@ class Routing:
         scale: multiplies the auxiliary loss and its gradient.
     """
 
+    verified = False
+    """Whether the model's own auxiliary loss of a pass agreed with the formula."""
+
     def __init__(
         self,
         experts: MixtureOfExperts,
@@ -131,7 +131,6 @@ class Routing:
         self._counts = trajectories_through(tree) if balanced else None
         self.balanced, self.needed = balanced, balanced or self._recorded is not None
         self.scale, self._given = scale, whole
-        self._to_verify, self._slope_to_verify = balanced, balanced
         self.begin()
 
     def begin(self) -> None:
@@ -152,7 +151,7 @@ class Routing:
         if self.whole is None and self.balance.tokens:
             self.whole = self.balance
 
-    def run(self, tree_index: Int[np.ndarray, "n"], *, final: bool) -> "RouterPass":
+    def run(self, tree_index: Int[np.ndarray, " n"], *, final: bool) -> "RouterPass":
         """The `RouterPass` of one pass.
 
         Args:
@@ -171,17 +170,6 @@ class Routing:
         counts = torch.zeros(tokens, dtype=torch.int64, device=self._device) if self.balanced else None
         return RouterPass(self, None, counts)
 
-    def own_auxiliary(self, *, collects: bool) -> "OwnAuxiliary | None":
-        """The comparison with the model's own auxiliary loss in a pass that starts now; None if nothing is left to
-        compare. The first pass compares the value, the first with a graph the gradient."""
-        slope = self._slope_to_verify and torch.is_grad_enabled()
-        return OwnAuxiliary() if slope or (collects and self._to_verify) else None
-
-    def verified(self) -> None:
-        """Record that the model's own auxiliary loss of a pass agreed."""
-        self._to_verify = False
-        self._slope_to_verify = self._slope_to_verify and not torch.is_grad_enabled()
-
     @property
     def loss(self) -> Float64[Tensor, ""]:
         """These tokens' share of the auxiliary loss, before its coefficient."""
@@ -195,21 +183,9 @@ class Routing:
         part = 1.0 if self.whole is None else self.balance.tokens / self.whole.tokens
         return total + self.scale * self.loss, add_metrics(sums, {METRIC: (self.loss, part)})
 
-    def slope(self, counts: Int[Tensor, "n"]) -> Float64[Tensor, "n E"]:
+    def slope(self, counts: Int[Tensor, " n"]) -> Float64[Tensor, "n E"]:
         """d loss / d probability of some tokens."""
         return counts.double()[:, None] * (self.scale * (self.whole or self.balance).slope)
-
-
-def check_auxiliary(experts: MixtureOfExperts | None, wanted: bool) -> None:
-    """Raise ValueError if a model's auxiliary loss would be forgotten, or is wanted of a model without experts."""
-    if wanted and experts is None:
-        raise ValueError("return_aux=True, but the model has no experts; leave it out")
-    if not wanted and experts is not None and experts.auxiliary:
-        raise ValueError(
-            "the model's configuration asks for its routers' auxiliary loss (output_router_logits=True, "
-            f"router_aux_loss_coef={experts.auxiliary:g}), which log-probabilities do not hold: pass return_aux=True "
-            "and add the coefficient times what it gives to your loss, or set config.output_router_logits=False"
-        )
 
 
 @contextmanager
@@ -263,13 +239,16 @@ class RouterPass:
     routing: Routing
     recorded: Int64[Tensor, "n P k"] | None
     """Recorded experts."""
-    counts: Int64[Tensor, "n"] | None
+    counts: Int64[Tensor, " n"] | None
     """Trajectories through each token; None without an auxiliary loss."""
     tokens: float = 0.0
     """The sum of the counts."""
     collects: bool = False
     """Whether these tokens are counted."""
-    own: "OwnAuxiliary | None" = None
+    compares: bool = False
+    """Whether the model's own auxiliary loss is compared with the formula."""
+    own: RouterBalance | None = None
+    """The balance that the model's own loss is made from: every token counts once."""
     seen: set[int] = field(default_factory=set)
     """The places of the routers that were called."""
     share: Share | None = None
@@ -287,8 +266,8 @@ class RouterPass:
         """Arguments for the model's forward: whether it computes its own auxiliary loss. Call before it."""
         if self.counts is None:
             return {}
-        self.own = self.routing.own_auxiliary(collects=self.collects)
-        return {"output_router_logits": self.own is not None}
+        self.compares = self.collects and not self.routing.verified
+        return {"output_router_logits": self.compares}
 
     def route(self, router: Router, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run in place of a router's forward, also when activation checkpointing runs it again."""
@@ -304,8 +283,9 @@ class RouterPass:
         logits, weights, chosen = _checked(router, output, len(self.counts))
         probabilities = logits.softmax(-1)
         top_k = chosen.shape[-1]
-        if self.own is not None:
-            logits = self.own.note(logits, probabilities, top_k)
+        if self.compares:
+            own = RouterBalance.of(probabilities.detach(), top_k)
+            self.own = own if self.own is None else self.own + own
         if self.collects:
             found = RouterBalance.of(probabilities.detach(), top_k, self.counts, self.tokens)
             self.balance = found if self.balance is None else self.balance + found
@@ -331,10 +311,16 @@ class RouterPass:
                 f"{len(self.seen)} of {self.routing.experts.places} routers were called; something (a fused kernel?) "
                 "goes past the others, so their auxiliary loss and recorded experts are not supported."
             )
-        if self.own is not None:
-            own, self.own = self.own, None
-            own.check(getattr(outputs, "aux_loss", None))
-            self.routing.verified()
+        if self.compares and self.own is not None:
+            found = getattr(outputs, "aux_loss", None)
+            ours, theirs = float(self.own.loss), None if found is None else float(found.detach())
+            if theirs is None or abs(ours - theirs) > FORMULA_TOLERANCE * abs(theirs):
+                raise UnsupportedModel(
+                    f"the model's own auxiliary loss of a pass is {theirs}, by the formula of the Switch Transformer "
+                    f"it is {ours:.6g}; this one is not supported: set config.output_router_logits=False to train "
+                    "without it."
+                )
+            self.compares, self.routing.verified = False, True
 
 
 def _checked(router: Router, output: Any, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -367,71 +353,6 @@ class _Balanced(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         return grad, ctx.routing.slope(ctx.counts).to(ctx.dtype), None, None
-
-
-class OwnAuxiliary:
-    """The model's own auxiliary loss of one pass, compared with the formula: its value and its gradient.
-
-    The value alone is not enough: a loss that is detached, or scaled in its gradient only, trains differently. The
-    gradient cannot be compared without a graph, under reentrant checkpoints (which hide it), or with hooks on the loss
-    (FSDP2 would take this backward for the step's).
-    """
-
-    def __init__(self) -> None:
-        self._whole: RouterBalance | None = None
-        self._live: list[tuple[Tensor, Tensor]] = []
-
-    def note(
-        self, logits: Float[Tensor, "n E"], probabilities: Float[Tensor, "n E"], top_k: int
-    ) -> Float[Tensor, "n E"]:
-        """Add one router's logits and probabilities; every token counts once.
-
-        Returns:
-            The logits for the model's own loss: a graph node that nothing else uses, so that its gradient is that of
-            the loss alone, without the path through the layers above.
-        """
-        own = RouterBalance.of(probabilities.detach(), top_k)
-        self._whole = own if self._whole is None else self._whole + own
-        if not (torch.is_grad_enabled() and logits.requires_grad):
-            return logits
-        alone = logits.view_as(logits)
-        self._live.append((alone, probabilities.detach()))
-        return alone
-
-    def check(self, own: Tensor | None) -> None:
-        """Compare with the auxiliary loss that the model's forward returned.
-
-        Raises:
-            UnsupportedModel: there is none, or it differs.
-        """
-        assert self._whole is not None, "no router was called"
-        ours, theirs = float(self._whole.loss), None if own is None else float(own.detach())
-        if own is None or theirs is None or abs(ours - theirs) > FORMULA_TOLERANCE * abs(theirs):
-            raise UnsupportedModel(
-                f"the model's own auxiliary loss of a pass is {theirs}, by the formula of the Switch Transformer it is "
-                f"{ours:.6g}; this one is not supported: set config.output_router_logits=False to train without it."
-            )
-        if not self._live or own._backward_hooks:
-            return
-        logits = [x for x, _ in self._live]
-        slopes: Any = [None] * len(logits)
-        if own.requires_grad:
-            slopes = torch.autograd.grad(own, logits, retain_graph=True, allow_unused=True)
-        distance, size, terms = (torch.zeros((), dtype=torch.float64, device=own.device) for _ in range(3))
-        for (_, probabilities), grad in zip(self._live, slopes, strict=True):
-            share = probabilities.double() * self._whole.slope
-            expected = share - probabilities.double() * share.sum(-1, keepdim=True)
-            distance += (expected if grad is None else expected - grad.double()).square().sum()
-            size += expected.square().sum()
-            terms += share.square().sum()
-        rounding = ROUNDINGS * max(torch.finfo(x.dtype).eps for x in logits)
-        bound = FORMULA_TOLERANCE * float(size.sqrt()) + rounding * float(terms.sqrt())
-        if not float(distance.sqrt()) <= bound:
-            raise UnsupportedModel(
-                "the model's own auxiliary loss has the value of the Switch Transformer's formula, but another "
-                f"gradient: off by {float(distance.sqrt()):.3g} of {float(size.sqrt()):.3g} at the routers' logits; "
-                "this one is not supported: set config.output_router_logits=False to train without it."
-            )
 
 
 def route_as_recorded(

@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -31,11 +32,10 @@ from treetrain.engine.distributed import (
     unwrapped,
     waiting_gradients,
 )
-from treetrain.engine.lm_head import VocabularyShard
 from treetrain.engine.loss_gradients import ScoreTable
 from treetrain.engine.packed import PackedRun, model_device, plan_of_any_model, wide_dtype
 from treetrain.engine.routing import Routing
-from treetrain.engine.tensor_parallel import tensor_parallel_ranks, vocabulary_shard
+from treetrain.engine.tensor_parallel import tensor_parallel_ranks
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import Capabilities, check_model
 from treetrain.planning.cost import CostModel
@@ -177,9 +177,9 @@ class PassCounts:
 
 
 def callers_level() -> int:
-    """The stack level, seen from the caller, of the first frame that is neither ours nor torch's."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("treetrain", "torch"):
+    """The stack level, seen from the caller, of the first frame that is neither ours nor that of a library below us."""
+    ours, level, frame = ("treetrain", "torch", "jaxtyping"), 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ours:
         level, frame = level + 1, frame.f_back
     return level
 
@@ -319,11 +319,6 @@ class Runtime:
         return self.ranks if self.collective else self.same_rows
 
     # ---- the model
-
-    @property
-    def vocabulary(self) -> VocabularyShard | None:
-        """This rank's share of the vocabulary; None if its head has all of it."""
-        return vocabulary_shard(self.capabilities, self.tensor)
 
     def checked(self) -> Capabilities:
         """Check the model as it is now: a dropout may have been switched on since the last call."""
@@ -471,13 +466,16 @@ class Runtime:
             return None
         return Routing(experts, tree, model_device(self.model), balanced=balanced, **options)
 
-    def within_memory(self, plan: Plan, run: Callable[[Plan, PassCounts], T]) -> tuple[T, Plan, PassCounts]:
+    def within_memory(
+        self, plan: Plan, run: Callable[[Plan, PassCounts], T], rollback: Rollback | None = None
+    ) -> tuple[T, Plan, PassCounts]:
         """Run a plan; while memory runs out, start over with half as many tokens alive. Warns once.
 
         It runs only once where other ranks wait in its passes.
 
         Args:
-            run: raises StepOutOfMemory, with everything restored, if it must start over.
+            run: raises StepOutOfMemory if it must start over.
+            rollback: undoes the gradients that it has added then.
 
         Returns:
             what `run` returned, the plan that it was given, and its passes.
@@ -487,7 +485,7 @@ class Runtime:
         while True:
             counts = PassCounts()
             try:
-                result = run(plan, counts)
+                result = run(plan, counts) if rollback is None else rollback.attempt(partial(run, plan, counts))
                 break
             except StepOutOfMemory as error:
                 if not self.passes_with.alone:
@@ -509,13 +507,3 @@ class Runtime:
                 stacklevel=callers_level(),
             )
         return result, plan, counts
-
-    def leave_pass(self, error: BaseException) -> None:
-        """Record that this process leaves a pass in its middle, where others may wait; see `Ranks.leave`."""
-        if not self.passes_with.alone:
-            self.same_rows.lost = True
-            self.ranks.leave(error)
-
-    def together(self, what: str, make: Callable[[], T]) -> T:
-        """Prepare a call, together with all ranks that share its passes; see `Ranks.agree`."""
-        return self.passes_with.agree(what, lambda: (make(), None))[0]

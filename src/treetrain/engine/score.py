@@ -26,7 +26,7 @@ from treetrain.engine.executor import Executor, Reduces
 from treetrain.engine.loss_gradients import Batch, KnownGradients, ScoreTable, added_up
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import Routing
-from treetrain.engine.runtime import PassCounts, Runtime
+from treetrain.engine.runtime import PassCounts, Rollback, Runtime
 from treetrain.errors import RanksDisagree
 from treetrain.planning.plan import Plan
 from treetrain.tree.token_tree import TokenTree
@@ -80,55 +80,43 @@ class Scoring:
             cache_enabled=torch.is_autocast_cache_enabled(),
         )
 
-    @property
-    def aux(self) -> Tensor:
-        """The auxiliary loss of the routers, before its coefficient; 0 if it was not asked for."""
-        nothing = self.table.logprobs.new_zeros(())
-        return nothing if self.routing is None or not self.routing.balanced else self.routing.loss.to(nothing)
-
     def forward(self) -> ScoreTable:
         """Score everything; returns the table, whose tensors are in no graph."""
-        if self.layout.num_tokens or self.runtime.collective:
-            self._within_memory(self._forward)
+
+        def passes(plan: Plan, counts: PassCounts) -> None:
+            if self.routing is not None:
+                self.routing.begin()
+            keeps = plan.scores_first == "kept"
+            executor = Executor(self.runtime, plan, counts, self.routing, gradients=keeps)
+            if keeps:
+                executor.forward_all(self.table, keep_logits=self.runtime.keeps_logits(plan))
+                self._kept = executor
+            else:
+                executor.score(self.table)
+
+        self._within_memory(passes)
         if self.routing is not None:
             self.routing.settle()
         return self.table
 
-    def _forward(self, plan: Plan, counts: PassCounts) -> None:
-        if self.routing is not None:
-            self.routing.begin()
-        keeps = plan.scores_first == "kept"
-        executor = Executor(self.runtime, plan, counts, self.routing, gradients=keeps)
-        if keeps:
-            executor.forward_all(self.table, keep_logits=self.runtime.keeps_logits(plan))
-            self._kept = executor
-        else:
-            executor.score(self.table)
-
     def backward(
         self,
-        edges: Tensor,
-        rows: Tensor | None,
-        values: Tensor | None,
+        edges: Float[Tensor, " E"],
+        rows: Float[Tensor, " R"] | None,
+        values: Float[Tensor, "R *c"] | None,
         aux: Tensor | float,
         reduces: Reduces,
-        attempt: Callable[[Callable[[], None]], None],
+        rollback: Rollback,
     ) -> None:
         """Add gradients to ``.grad``.
 
         Args:
-            edges: [E] d loss / d log-probability.
-            rows: [R] d loss / d entropy, or None.
-            values: [R] or [R, c] d loss / d value, or None.
-            aux: d loss / d auxiliary loss.
+            edges, rows, values, aux: d loss / d log-probabilities, entropies, values, auxiliary loss.
             reduces: which backwards reduce sharded gradients.
-            attempt: runs the passes, and restores gradients if that fails. If memory runs out, it is called again with
-                smaller parts.
+            rollback: restores gradients if the passes fail.
         """
         if self.routing is not None:
             self.routing.scale = torch.as_tensor(aux).double()
-        if not self.layout.num_tokens and not self.runtime.collective:
-            return
 
         def passes(plan: Plan, counts: PassCounts) -> None:
             executor, self._kept = self._kept, None
@@ -140,10 +128,12 @@ class Scoring:
             with self._autocast():
                 again.train(KnownGradients(table, edges, rows, values))
 
-        self._within_memory(lambda plan, counts: attempt(lambda: passes(plan, counts)))
+        self._within_memory(passes, rollback)
 
-    def _within_memory(self, run: Callable[[Plan, PassCounts], None]) -> None:
-        _, self.plan, counts = self.runtime.within_memory(self.plan, run)
+    def _within_memory(self, run: Callable[[Plan, PassCounts], None], rollback: Rollback | None = None) -> None:
+        if not self.layout.num_tokens and not self.runtime.collective:
+            return
+        _, self.plan, counts = self.runtime.within_memory(self.plan, run, rollback)
         self.tokens_without_graph += counts.tokens_without_graph
         self.attention.update(counts.attention)
 
@@ -151,7 +141,7 @@ class Scoring:
 class States(NamedTuple):
     """The states whose values are scored in place of predictions."""
 
-    rows: Int64[np.ndarray, "T"]
+    rows: Int64[np.ndarray, " T"]
     """Rows of the layout."""
     lengths: list[int] | None
     """How many belong to each trajectory; None: one, which is its reward."""
@@ -187,7 +177,7 @@ class Scored:
     computed_tokens: int
     """Tokens that went through the model: the tree's, less those that no wanted prediction depends on."""
 
-    def __init__(self, name: str, scoring: Scoring, tree: TokenTree, reads: Batch | States, *, values: bool, aux: bool):
+    def __init__(self, name: str, scoring: Scoring, tree: TokenTree, reads: Batch | States, *, values: bool):
         """Run the forward, and make the leaves.
 
         Args:
@@ -209,7 +199,9 @@ class Scored:
         def leaf(scores: Tensor) -> Tensor:
             return scores.detach().clone().requires_grad_(self.live)
 
-        self.aux_loss = leaf(scoring.aux) if aux else None
+        self.aux_loss = None
+        if scoring.routing is not None and scoring.routing.balanced:
+            self.aux_loss = leaf(scoring.routing.loss.to(table.logprobs.dtype))
         if isinstance(reads, States):
             of_states = table.values_or_zeros[on_device(reads.rows, table.device)]
             if reads.lengths is None:
@@ -272,24 +264,25 @@ class Scored:
         """
         runtime, rollback = self._scoring.runtime, self._scoring.runtime.rollback()
 
-        def passes(gradients: Any) -> None:
+        def passes(gradients: Any) -> tuple[None, None]:
             self._spent = True
             edges, rows, values, aux = gradients
-            self._scoring.backward(edges, rows, values, aux, "each" if sync else "never", rollback.attempt)
+            self._scoring.backward(edges, rows, values, aux, "each" if sync else "never", rollback)
+            return None, None
 
         ranks = runtime.ranks if sync else runtime.passes_with
         try:
             # Every rank checks for errors before any of them starts the collective backward.
             gradients, syncs = ranks.agree("Scored.backward", lambda: (self._gradients(), sync))
             check_same("sync", syncs)
-            ranks.agree("Scored.backward's passes", lambda: (passes(gradients), None))
+            ranks.agree("Scored.backward's passes", partial(passes, gradients))
         except RanksDisagree as error:
             rollback.undo(error)
             raise
         if sync:
             runtime.average_gradients()
 
-    def _weight_sums(self) -> Float64[Tensor, "parameters"]:
+    def _weight_sums(self) -> Float64[Tensor, " parameters"]:
         """Sums of the weights, frozen ones too (a part that runs again would see their new values).
 
         Version counters are not enough: fused optimisers and writes through ``.data`` do not change them.

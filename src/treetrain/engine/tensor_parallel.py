@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from treetrain.engine.distributed import Ranks, is_shard, sharded_modules
@@ -47,8 +48,6 @@ STYLES = (
 )
 """The styles of a plan that are exact here: between layers every rank has all tokens and whole hidden states."""
 EP_STYLES = ("ep_dispatch_experts", "grouped_gemm")
-EP_IMPLEMENTATIONS = ("all_reduce", "all_to_all", "auto")
-"""The ways to bring tokens to their experts that are exact here. DeepGEMM's has no backward."""
 PARTIAL = "ReplicatedWithGradAllReduce."
 """Part of the ``__qualname__`` of transformers' forward and hook for a norm between divided layers."""
 
@@ -103,7 +102,7 @@ def tensor_parallel_ranks(model: nn.Module, *others: object) -> Ranks:
             "DistributedDataParallel) and context parallel (context=) are not supported beside it; leave them out."
         )
     ranks = Ranks(meshes[0].get_group())
-    _check_plan(lm, ranks, settings if sizes["ep_size"] > 1 else None)
+    _check_plan(lm, ranks, experts=sizes["ep_size"] > 1)
     _check_adapters(model)
     whole = {name: parameter for name, parameter in model.named_parameters() if not is_shard(parameter)}
     sums = torch.stack([parameter.detach().sum(dtype=torch.float64) for parameter in whole.values()]).tolist()
@@ -116,8 +115,8 @@ def tensor_parallel_ranks(model: nn.Module, *others: object) -> Ranks:
     return ranks
 
 
-def _check_plan(lm: Any, ranks: Ranks, experts: Any) -> None:
-    """Refuse plans that are not exact here, and sizes that do not fit; `experts`: the settings of expert parallel."""
+def _check_plan(lm: Any, ranks: Ranks, *, experts: bool) -> None:
+    """Refuse plans that are not exact here, and sizes that do not fit; `experts`: whether experts are divided too."""
     name, config = type(lm).__name__, lm.config.get_text_config()
     plans = {"tp_plan": (lm.tp_plan, STYLES), "ep_plan": (lm.ep_plan if experts else {}, EP_STYLES)}
     for field, (plan, known) in plans.items():
@@ -127,18 +126,6 @@ def _check_plan(lm: Any, ranks: Ranks, experts: Any) -> None:
                     f"the {field} of {name} divides {key} by the style {style!r}, which has not been verified here; "
                     f"supported are {', '.join(known)}."
                 )
-    if experts and experts.ep_implementation not in EP_IMPLEMENTATIONS:
-        raise UnsupportedModel(
-            f"ep_implementation={experts.ep_implementation!r} of {name} has not been verified here; supported are "
-            f"{', '.join(EP_IMPLEMENTATIONS)}."
-        )
-    eager = config.model_type == "gpt_oss" and config._experts_implementation == "eager"
-    if experts and eager and experts.ep_implementation != "all_to_all":
-        raise UnsupportedModel(
-            f"experts_implementation='eager' of {name} fails on masked experts, which ep_implementation="
-            f"{experts.ep_implementation!r} gives it; take experts_implementation='grouped_mm', or "
-            "ep_implementation='all_to_all'."
-        )
     if set(lm.tp_plan.values()) <= {"replicate"}:
         return
     heads, vocabulary = int(config.num_attention_heads), int(config.vocab_size)
@@ -220,7 +207,7 @@ def tensor_parallel_mode(model: nn.Module, ranks: Ranks) -> Iterator[None]:
         yield
         return
 
-    def summed(gradient: Tensor) -> Tensor:
+    def summed(gradient: Shaped[Tensor, "*weight"]) -> Shaped[Tensor, "*weight"]:
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
         dist.all_reduce(wide, group=ranks.group)
         return wide.to(gradient.dtype)
