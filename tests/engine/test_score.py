@@ -248,7 +248,7 @@ def test_the_routers_auxiliary_loss_is_a_leaf(shape, keep, graphs):
     def whole(logprobs, aux):
         return sum(row.square().sum() for row in logprobs) + aux**2
 
-    (logprobs, _), logits = moe.score_rows(model, rows)
+    (logprobs, _), logits = moe.score_rows(model, [tt.Trajectory(row) for row in rows])
     aux = moe.auxiliary_loss(logits)
     truth = linear.gradients(model, whole(logprobs, aux))
     scored = engine_with(model, shape, keep, graphs).score(rows)
