@@ -36,7 +36,7 @@ SECTIONS = {
     ],
     "Plans": ["make_plan", "Plan", "CostModel", "ModelShape", "dispatch"],
     "Proofs": ["verify"],
-    "Losses": [f"losses.{name}" for name in (*tt.losses.LOSSES, "value", "mix", "Loss")],
+    "Losses": [f"losses.{name}" for name in (*tt.losses.LOSSES, "value", "PolicyLoss", "Loss")],
     "Errors": ["DataError", "RanksDisagree", "UnsupportedModel"],
 }
 """Public names that are not there yet are left out; one that is in no section is an error."""
@@ -51,7 +51,7 @@ USED = {
     "Plan": "explain explanation events num_parts peak_tokens recomputed_tokens",
     "CostModel": "from_shape seconds seconds_by peak_bytes bytes_by",
     "ModelShape": "named parameters counts",
-    "losses.Loss": "sums_tokens for_step normaliser total_weight check evaluate coefficients",
+    "losses.Loss": "sums_tokens normaliser total_weight check evaluate coefficients",
 }
 """Members that users of a class call; of a class that is not named here, all that are public. Fields are as well."""
 MADE_FOR_YOU = {"Scored", "Plan", "StepResult", "Packed", "PackedPart"}
@@ -86,6 +86,11 @@ def signature(node: ast.FunctionDef, name: str) -> str:
     pieces += [argument(*pair) for pair in zip(given.kwonlyargs, given.kw_defaults)]
     pieces += [f"**{argument(given.kwarg)}"] if given.kwarg else []
     returns = "" if node.returns is None or node.name == "__init__" else f" -> {written(node.returns)}"
+    return call(name, pieces, returns)
+
+
+def call(name: str, pieces: list[str], returns: str) -> str:
+    """`name(pieces) -> type`, on one line if that is short."""
     line = f"{name}({', '.join(pieces)}){returns}".replace("'", '"')
     if len(line) <= 110:
         return line
@@ -163,10 +168,15 @@ def entry(name: str) -> str:
     """One public name: its signature, its docstring, and what a class holds and does."""
     found, parts = public(name), [f"### `tt.{name}`"]
     node = definition(found)
-    if isinstance(node, ast.FunctionDef):
+    if name.startswith("losses.") and name != "losses.Loss":  # options: fields of a class, or those that a preset takes
+        options = [str(parameter) for parameter in inspect.signature(found).parameters.values()]
+        parts.append(f"```python\n{call(f'tt.{name}', ['*', *options], '')}\n```")
+    elif isinstance(node, ast.FunctionDef):
         return "\n\n".join([*parts, f"```python\n{signature(node, f'tt.{name}')}\n```", prose(found.__doc__)])
     if name == "TreeEngine":  # its settings, and some of what it tells, are those of its base
         node.body = [*definition(found.__base__).body, *node.body]
+    if isinstance(node, ast.FunctionDef):
+        return "\n\n".join([*parts, prose(found.__doc__)])
     makers = [inner for inner in node.body if isinstance(inner, ast.FunctionDef) and inner.name == "__init__"]
     makers = [] if name in MADE_FOR_YOU else makers
     parts += [f"```python\n{signature(maker, f'tt.{name}')}\n```" for maker in makers]

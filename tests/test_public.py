@@ -84,6 +84,11 @@ SIGNATURES = {
     "StepResult": "(*, loss_tensor, metric_sums, flat_tokens, unique_tokens, computed_tokens, recomputed_tokens, "
     "parts, attention=<factory>)",
 }
+CLIP = "clip=0.2, clip_low=None, clip_high=None"
+PENALTIES = (
+    "kl=0.0, kl_estimator='k3', entropy=0.0, log_entropy=False, importance_cap=None, "
+    "importance_mode='token_truncate', value_coefficient=0.0, value_clip=0.2"
+)
 METHODS = {
     "Packed.split": "(self, per_prediction)",
     "Packed.forward_backward": "(self, loss_of, budget=None)",
@@ -104,16 +109,15 @@ METHODS = {
     "TokenTree.paths": "(self)",
     "ModelShape.named": "(name)",
     "losses.sft": "(*, reduction='token')",
-    "losses.reinforce": "(*, reduction='token', **options)",
-    "losses.ppo": "(*, reduction='token', **options)",
-    "losses.grpo": "(*, reduction='trajectory', **options)",
-    "losses.dapo": "(*, clip_low=0.2, clip_high=0.28, **options)",
-    "losses.dr_grpo": "(*, length, **options)",
-    "losses.gspo": "(*, clip_low=0.0003, clip_high=0.0004, level='sequence', **options)",
-    "losses.dpo": "(*, beta=0.1, label_smoothing=0.0, reference_free=False)",
-    "losses.distill": "(*, estimator='k3', reduction='token', importance_cap=None, importance_mode='token_truncate')",
-    "losses.mix": "(losses, *, weights=None, select=None)",
-    "losses.value": "(*, clip=0.2, reduction='token')",
+    "losses.reinforce": f"(*, reduction='token', {PENALTIES})",
+    "losses.ppo": f"(*, reduction='token', {CLIP}, on_policy=False, {PENALTIES})",
+    "losses.grpo": f"(*, reduction='trajectory', {CLIP}, on_policy=False, {PENALTIES})",
+    "losses.dapo": f"(*, clip_low=0.2, clip_high=0.28, on_policy=False, {PENALTIES})",
+    "losses.dr_grpo": f"(*, {CLIP}, on_policy=False, length, {PENALTIES})",
+    "losses.gspo": f"(*, clip_low=0.0003, clip_high=0.0004, on_policy=False, {PENALTIES})",
+    "losses.dpo": "(*, beta=0.1)",
+    "losses.distill": "(*, reduction='token', estimator='k3')",
+    "losses.value": "(*, reduction='token', clip=0.2)",
 }
 OTHERS = {
     "Packed",

@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +20,6 @@ from treetrain.engine import distributed as ranks_module
 from treetrain.engine.executor import Executor
 from treetrain.engine.loss_gradients import ScoreTable
 from treetrain.testing.contract import PureFloat64
-from treetrain.tree import Node, NodeTrajectory, TokenTree
 
 
 def _models(parallel: str, group: Any, **changes: Any) -> tuple[nn.Module, nn.Module, dict[str, Any]]:
@@ -110,17 +108,6 @@ def comparing_rows_while_one_starts_over(group: Any) -> float:
     return relative_error(gradients(model), gradients(alone))
 
 
-def mixture_that_knows_its_step(group: Any, parallel: str) -> tuple[float, float]:
-    """The errors of loss and gradients where the caller has told a mixture of the step, and gives no normaliser."""
-    model, alone, sharing = _models(parallel, group)
-    rows = rows_of(2, "grpo and sft")
-    loss = LOSSES["grpo and sft"].for_step(rows)
-    with PureFloat64():
-        found = tt.TreeEngine(model, **sharing).forward_backward(rows[dist.get_rank(group) :: 2], loss)
-        truth = tt.TreeEngine(alone).forward_backward(rows, loss)
-    return abs(found.loss - truth.loss), relative_error(gradients(model), gradients(alone))
-
-
 def _one(logprobs: Any, entropies: Any, row: Any) -> Any:
     return -logprobs.sum(), {}
 
@@ -138,20 +125,6 @@ def different_losses_of_ones_own(group: Any) -> tuple[str, str]:
     other = error_of(lambda: engine.forward_backward(rows, (_one, _two)[rank], 1.0))
     _one.needs = ("logprobs", "entropies")[: 1 + rank]  # type: ignore[attr-defined]
     return other, error_of(lambda: engine.forward_backward(rows, _one, 1.0))
-
-
-def told_of_a_loss_with_a_function(group: Any) -> Any:
-    """The identity of a loss whose options hold a function that every process has at another address."""
-    rank, held = dist.get_rank(group), []
-    held.extend(object() for _ in range(rank * 100))
-
-    def make() -> Callable[[Any], str]:
-        return lambda row: ("policy", "sft")[row.group]
-
-    functions = [make() for _ in range(1 + 7 * rank)]
-    losses = {"policy": tt.losses.ppo(), "sft": tt.losses.sft()}
-    loss = tt.losses.mix(losses, select=functions[-1])
-    return loss.identity
 
 
 def value_head_in_other_hands(group: Any, kind: str) -> float:
@@ -198,15 +171,6 @@ def outputs_cast_by_fsdp(group: Any, family: str) -> tuple[float, float]:
         tt.TreeEngine(alone).forward_backward(rows, loss)
         found.append(relative_error(gradients(model), gradients(alone)))
     return found[0], found[1]
-
-
-def negative_weights_of_nodes(group: Any) -> str:
-    """Return this rank's error when a tree of nodes on rank 0 has a weight below 0."""
-    nodes = [Node(None, [1, 2, 3]), Node(0, [4, 5], loss_weights=[1.0, -0.5])]
-    tree = TokenTree.from_nodes(nodes, [NodeTrajectory(node=1)])
-    model, _, sharing = _models("ddp", group)
-    engine = tt.TreeEngine(model, **sharing)
-    return error_of(lambda: engine.forward_backward([[1, 2]] if dist.get_rank(group) else tree, tt.losses.sft()))
 
 
 class _OtherNormaliser(OwnLoss):
@@ -307,21 +271,10 @@ def test_a_rank_may_start_over_after_rows_were_compared(run_on_ranks) -> None:
         assert error <= EXACT
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_a_mixture_that_was_told_of_its_step_needs_no_normaliser(run_on_ranks, parallel) -> None:
-    for errors in run_on_ranks(mixture_that_knows_its_step, parallel):
-        assert max(errors) <= EXACT
-
-
 def test_losses_of_ones_own_must_be_the_same_on_all_ranks(run_on_ranks) -> None:
     for function, needs in run_on_ranks(different_losses_of_ones_own):
         assert "the ranks differ in loss" in function and "_one" in function and "_two" in function
         assert "the ranks differ in what the loss needs" in needs and "'entropies'" in needs
-
-
-def test_a_function_among_the_options_of_a_loss_is_no_disagreement(run_on_ranks) -> None:
-    first, second = run_on_ranks(told_of_a_loss_with_a_function)
-    assert first == second and "<lambda>" in first
 
 
 @pytest.mark.parametrize("kind", ["DistributedDataParallel", "shards"])
@@ -334,12 +287,6 @@ def test_a_value_head_may_be_wrapped_as_the_model_is(run_on_ranks, kind) -> None
 def test_fsdp_may_cast_the_outputs_of_the_model(run_on_ranks, family) -> None:
     for left, cast in run_on_ranks(outputs_cast_by_fsdp, family):
         assert left == cast < 0.05
-
-
-def test_a_negative_weight_in_a_tree_of_nodes_is_refused_on_all_ranks(run_on_ranks) -> None:
-    first, second = run_on_ranks(negative_weights_of_nodes)
-    assert first.startswith("DataError: node 1: loss_weights[1] = -0.5, but a mean needs weights of 0 or more")
-    assert "because of rank 0 of 2: DataError: node 1" in second
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

@@ -17,7 +17,6 @@ LOSSES = {
     "dapo": tt.losses.dapo(importance_cap=2.0),
     "grpo of tokens": tt.losses.grpo(reduction="token"),
     "distill": tt.losses.distill(estimator="k2"),
-    "mixture": tt.losses.mix({"policy": tt.losses.ppo(), "sft": tt.losses.sft()}, weights={"sft": 0.3}),
 }
 
 
@@ -86,8 +85,7 @@ def test_a_step_is_that_of_one_row_for_each_node(name, budget):
         tree, rows = tt.TokenTree.from_nodes(nodes, ends, count="once"), node_rows(nodes, ends)
         if not any(row.weights.any() for row in rows):
             continue
-        own = loss.for_step(rows)
-        whole, expected = step(model, rows, own)
+        whole, expected = step(model, rows, loss)
         result, found = step(model, tree, loss, budget=budget)
         assert linear.relative_error(found, expected) <= 1e-12
         assert result.loss == pytest.approx(whole.loss, rel=1e-12, abs=1e-12)
@@ -123,9 +121,6 @@ def test_its_rows_train_each_token_once_and_agree_with_what_the_tree_counts():
         # Equal siblings are nodes of their own, so a token of the tree may count for both.
         assert ((uses > 0) == (often.trained_edges()[0] > 0)).all()
         assert tree.count == "once" and often.count == "per trajectory"
-        merged = tree.merged("token")
-        assert merged.normaliser == pytest.approx(sum(row.weights.sum() for row in tree.trajectories))
-        assert merged.num_trained == sum(bool(row.weights.any()) for row in tree.trajectories)
 
 
 def test_half_the_rows_count_what_is_theirs():
@@ -153,7 +148,6 @@ REFUSED = {
     "dpo": tt.losses.dpo(),
     "reinforce": tt.losses.reinforce(importance_cap=2.0, importance_mode="sequence_mask"),
     "actor_critic": tt.losses.grpo(value_coefficient=0.5),
-    "Mixture": tt.losses.mix({"a": tt.losses.ppo(), "b": tt.losses.sft()}, select=lambda row: "a"),
     "OwnLoss": OwnLoss(),
 }
 
@@ -183,5 +177,3 @@ def test_what_cannot_count_once_is_refused_when_the_tree_is_made():
         tt.TokenTree.from_nodes(nodes, [1, tt.NodeTrajectory(node=2, advantages=0.5)], count="once")
     with pytest.raises(ValueError, match="count='twice' is neither"):
         tt.TokenTree.from_nodes(nodes, [1, 2], count="twice")
-    with pytest.raises(ValueError, match="no mean over trajectories"):
-        tt.TokenTree.from_nodes(nodes, [1, 2], count="once").merged("trajectory")

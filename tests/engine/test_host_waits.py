@@ -28,7 +28,7 @@ from treetrain.engine import runtime
 from treetrain.engine.engine import LinearEngine
 from treetrain.engine.lm_head import HeadCall
 from treetrain.linear_attention.scans import Scans
-from treetrain.losses import dpo, gspo, mix, ppo, reinforce, sft
+from treetrain.losses import dpo, gspo, ppo, reinforce, sft
 from treetrain.softmax_attention.attention import AttentionTree, Choice
 from treetrain.softmax_attention.flex import FlexTreeAttention
 from treetrain.softmax_attention.kv_cache import cached_keys
@@ -124,7 +124,6 @@ LOSSES = {
     "ppo, corrected": ppo(importance_cap=2.0, importance_mode="sequence_mask"),
     "gspo": gspo(),
     "dpo": dpo(),
-    "a mixture": mix({"sft": sft(), "ppo": ppo()}),
 }
 
 

@@ -1,4 +1,4 @@
-"""The numerics contract of preference losses, mixtures, corrections and the other policy losses; steps over calls."""
+"""The numerics contract of preference losses, corrections and the other policy losses; steps over calls."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def run(model, rows, loss, *, engine=tt.TreeEngine, normaliser=None, **options):
 @pytest.mark.parametrize("group", GROUPS)
 def test_gradients_are_those_of_the_rows_in_one_part_and_in_small_parts(group, record_property):
     engines = [tt.TreeEngine, planned("chunks of 2", "mixed")]
-    record_property("errors", check_contract(make_model("qwen3"), list(GROUPS[group].values()), 3, engines=engines))
+    record_property("errors", check_contract(make_model("qwen3"), list(GROUPS[group].values()), 6, engines=engines))
     assert max(plan.num_parts for plan in engines[1].plans) > 2
 
 
@@ -67,19 +67,18 @@ def test_a_step_may_be_split_over_calls_of_whole_pairs(model, name):
     loss = EVERY[name].loss
     whole, gradient = run(model, ROWS, loss)
     assert gradient.norm() > 0
-    bound = loss.for_step(ROWS)
-    normaliser = bound.normaliser(ROWS)
+    normaliser = loss.normaliser(ROWS)
     model.zero_grad()
     results = []
     with PureFloat64():
         for rows in (ROWS[:2], ROWS[4:], ROWS[2:4]):
-            results.append(tt.TreeEngine(model).forward_backward(rows, bound, normaliser))
+            results.append(tt.TreeEngine(model).forward_backward(rows, loss, normaliser))
     assert linear.relative_error(linear.gradients(model), gradient) <= 1e-12
     assert sum(r.loss for r in results) == pytest.approx(whole.loss, rel=1e-12)
     assert summed(results).metrics == pytest.approx(whole.metrics, rel=1e-10, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ["gspo", "dpo", "grpo and sft", "reinforce and dpo"])
+@pytest.mark.parametrize("name", ["gspo", "dpo"])
 @pytest.mark.parametrize("budget", [3, "1GiB"])
 def test_parts_under_a_budget_equal_one_part(model, name, budget):
     whole, gradient = run(model, ROWS, EVERY[name].loss)
@@ -90,19 +89,13 @@ def test_parts_under_a_budget_equal_one_part(model, name, budget):
     assert cut.metrics == pytest.approx(whole.metrics, rel=1e-10)
 
 
-@pytest.mark.parametrize("name", ["dapo masked by rows", "gspo token", "dpo smoothed and free", "ppo or sft"])
+@pytest.mark.parametrize("name", ["dapo masked by rows", "dpo"])
 def test_the_linear_engine_gives_the_same(model, name):
     whole, gradient = run(model, ROWS, EVERY[name].loss)
     packed, got = run(model, ROWS, EVERY[name].loss, engine=LinearEngine, pack_tokens=7)
     assert packed.parts > 1
     assert linear.relative_error(got, gradient) <= 1e-12
     assert packed.metrics == pytest.approx(whole.metrics, rel=1e-10)
-
-
-def test_a_loss_that_must_know_the_step_is_refused_with_a_normaliser_alone(model):
-    with pytest.raises(ValueError, match=r"the loss does not know the whole step: call loss = loss\.for_step"):
-        tt.TreeEngine(model).forward_backward(ROWS, EVERY["grpo and sft"].loss, 4.0)
-    assert all(p.grad is None for p in model.parameters())
 
 
 NODES = [
@@ -137,7 +130,7 @@ def test_a_tree_of_nodes_trains_like_its_rows(model, name):
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-10)
 
 
-@pytest.mark.parametrize("name", ["dpo", "grpo and sft", "reinforce and dpo", "gspo"])
+@pytest.mark.parametrize("name", ["dpo", "gspo"])
 def test_verify_says_that_the_loss_is_exact(name):
     report = tt.verify(make_model("qwen3"), ROWS, loss=EVERY[name].loss)
     assert report.passed, report.verdict

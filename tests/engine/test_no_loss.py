@@ -90,7 +90,7 @@ RETURNS = {
         lambda x: x.sum(),
         r"a tensor of shape \(\), no pair",
     ),
-    "three": (lambda x: (x.sum(), {}, None), "a tuple of 3, no pair"),
+    "three": (lambda x: (x.sum(), {}, None), "a tuple, no pair"),
     "nothing": (lambda x: None, "None, no pair"),
     "a loss": (lambda x: tt.losses.sft(), "no pair"),
     "per token": (lambda x: (x, {}), r"a tensor of shape \(3,\) as its sum, no scalar; add it up"),

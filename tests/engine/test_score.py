@@ -392,8 +392,11 @@ def test_a_backward_that_would_be_wrong_is_an_error(model):
 
 def test_a_loss_that_compares_rows_runs_nothing_twice_where_all_graphs_fit(model, monkeypatch):
     pairs = [(0, True), (0, False), (1, True), (1, False)]
-    rows = [tt.Trajectory(ids, pair=pair, chosen=chosen) for ids, (pair, chosen) in zip(ROWS, pairs)]
-    loss = tt.losses.dpo(reference_free=True)
+    rows = [
+        tt.Trajectory(ids, pair=pair, chosen=chosen, ref_logprobs=np.full(len(ids), -3.0))
+        for ids, (pair, chosen) in zip(ROWS, pairs)
+    ]
+    loss = tt.losses.dpo()
     engines = {graphs: planned("chunks of 2", "none")(model) for graphs in ("whole", "kept", "recomputed")}
     engines["whole"] = tt.TreeEngine(model)
     found = {}

@@ -510,18 +510,6 @@ def test_a_head_that_the_model_does_something_with_afterwards_is_refused():
         tt.rewards(build(Pooled, config), [[1, 2]])
 
 
-def test_a_mixture_hands_predicted_values_on():
-    model = make_model("qwen3", dtype=torch.float64)
-    head, rows = head_of(model), dressed()
-    found = []
-    for loss in (loss_with(True), tt.losses.mix({"both": loss_with(True)})):
-        result = tt.TreeEngine(model, value_head=head).forward_backward(rows, loss)
-        found.append((result.loss, gradients(model, head)))
-        model.zero_grad(), head.zero_grad()
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-12) and found[0][1].any()
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-12, atol=1e-14)
-
-
 def test_the_value_head_is_not_run_for_a_loss_that_needs_no_values():
     model = make_model("qwen3")
 

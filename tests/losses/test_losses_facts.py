@@ -17,7 +17,7 @@ ROWS = [
 
 
 def test_facts_are_concatenated_without_entry_0_and_zero_where_the_weight_is():
-    facts = Facts.pack(ROWS, dtype=torch.float64)
+    facts = Facts(ROWS, dtype=torch.float64)
     assert len(facts) == 4
     assert facts.rows.tolist() == [0, 0, 3, 3]
     assert facts.weights.tolist() == [0, 2, 0.5, 0.5]
@@ -27,7 +27,7 @@ def test_facts_are_concatenated_without_entry_0_and_zero_where_the_weight_is():
 
 
 def test_a_mask_of_used_predictions_shortens_all():
-    facts = Facts.pack(ROWS, used=np.array([False, True, False, True]))
+    facts = Facts(ROWS, used=np.array([False, True, False, True]))
     assert len(facts) == 2
     assert facts.rows.tolist() == [0, 3]
     assert facts.weights.tolist() == [2, 0.5]
@@ -35,8 +35,8 @@ def test_a_mask_of_used_predictions_shortens_all():
 
 
 def test_a_share_of_a_trajectory_is_of_all_its_weights_even_if_only_some_are_passed():
-    assert Facts.pack(ROWS).shares("trajectory").tolist() == [0, 1, 0.5, 0.5]
-    part = Facts.pack(ROWS, used=np.array([False, True, False, True]))
+    assert Facts(ROWS).shares("trajectory").tolist() == [0, 1, 0.5, 0.5]
+    part = Facts(ROWS, used=np.array([False, True, False, True]))
     assert part.shares("trajectory").tolist() == [1, 0.5]
     assert part.shares("token").tolist() == [2, 0.5]
 
@@ -44,12 +44,12 @@ def test_a_share_of_a_trajectory_is_of_all_its_weights_even_if_only_some_are_pas
 def test_all_facts_are_there_by_their_names():
     names = [name for name in PER_TOKEN_FACTS if name != "loss_weights"]
     row = Trajectory([5, 6], **{name: [9, number] for number, name in enumerate(names, start=1)})
-    facts = Facts.pack([row])
+    facts = Facts([row])
     assert [getattr(facts, name).tolist() for name in names] == [[number] for number in range(1, 8)]
 
 
 def test_sums_by_row_give_0_to_rows_without_predictions_and_pass_gradients():
-    facts = Facts.pack(ROWS)
+    facts = Facts(ROWS)
     numbers = torch.tensor([1.0, 2.0, 4.0, 8.0], requires_grad=True)
     sums = facts.sum_by_row(numbers)
     assert sums.tolist() == [3, 0, 0, 12]
@@ -58,26 +58,26 @@ def test_sums_by_row_give_0_to_rows_without_predictions_and_pass_gradients():
 
 
 def test_a_fact_that_one_trained_row_lacks_is_an_error_only_when_asked_for():
-    facts = Facts.pack(ROWS)
+    facts = Facts(ROWS)
     assert facts.advantages.shape == (4,)
     with pytest.raises(DataError, match=r"trajectory 'b' has no values, .*give values="):
         _ = facts.values
-    nameless = Facts.pack([ROWS[3], ROWS[0].replace(advantages=None)])
+    nameless = Facts([ROWS[3], ROWS[0].replace(advantages=None)])
     with pytest.raises(DataError, match=r"trajectory number 1 \(from 0\) has no advantages, .*give advantages="):
         _ = nameless.advantages
 
 
 def test_a_row_that_trains_nothing_needs_no_facts():
     context = Trajectory([5, 6], loss_weights=0.0)
-    assert Facts.pack([context, ROWS[0]]).values.tolist() == [0, 0, 4]
+    assert Facts([context, ROWS[0]]).values.tolist() == [0, 0, 4]
 
 
 def test_facts_of_no_trajectory_are_empty():
-    facts = Facts.pack([])
+    facts = Facts([])
     assert (len(facts), facts.rows.tolist(), facts.advantages.tolist()) == (0, [], [])
 
 
 def test_facts_keep_the_digits_of_float64():
     third = 1 / 3
-    facts = Facts.pack([Trajectory([5, 6], advantages=third, loss_weights=third)], dtype=torch.float64)
+    facts = Facts([Trajectory([5, 6], advantages=third, loss_weights=third)], dtype=torch.float64)
     assert facts.advantages.item() == facts.weights.item() == third

@@ -79,12 +79,6 @@ def _gspo(logp, entropy, facts):
     return _ratio(mean, facts["advantages"], 0.3, 0.3)
 
 
-def _gspo_token(logp, entropy, facts):
-    weights = facts["weights"]
-    mean = (weights * (logp - facts["old_logprobs"])).sum() / weights.sum()
-    return _ratio(mean.detach() + logp - logp.detach(), facts["advantages"], 0.3, 0.3) - 0.05 * entropy
-
-
 def _dr_grpo(scores, rows: Rows) -> Tensor:
     by_token = linear.batch_loss(scores, rows, lambda logp, entropy, facts: linear.clipped(logp, facts, 0.2, 0.2))
     weights = [float(row.weights.sum()) for row in rows]
@@ -96,87 +90,21 @@ def _teacher(logp, entropy, facts):
     return gap.exp() - 1 - gap
 
 
-def _student(logp, entropy, facts):
-    gap = (logp - facts["teacher_logprobs"]).detach()
-    return (gap + gap * (logp - logp.detach())) * _factor(logp, facts, 1.4, "token_mask")
-
-
-def _scores(scores, rows: Rows, *, reference: bool) -> list[Tensor]:
-    """One number per row."""
-    found = []
+def _dpo(scores, rows: Rows) -> Tensor:
+    """-log sigmoid(0.3 (chosen - rejected)), the mean over pairs with something to train."""
+    values = []
     for logp, row in zip(scores[0], rows):
-        weights = torch.tensor(row.weights[1:], dtype=logp.dtype)
-        above = logp - torch.tensor(row.ref_logprobs[1:], dtype=logp.dtype) if reference else logp
-        found.append((weights * above).double().sum())
-    return found
-
-
-def _pairs(one, *, reference: bool = True):
-    """Mean over pairs of one(chosen - rejected)."""
-
-    def whole(scores, rows: Rows) -> Tensor:
-        values = _scores(scores, rows, reference=reference)
-        losses = []
-        for pair in dict.fromkeys(row.pair for row in rows):
-            own = [k for k, row in enumerate(rows) if row.pair == pair]
-            if any(rows[k].weights.any() for k in own):
-                chosen, rejected = sorted(own, key=lambda k: not rows[k].chosen)
-                losses.append(one(values[chosen] - values[rejected]))
-        return sum(losses) / len(losses)  # type: ignore[return-value]
-
-    return whole
-
-
-def _policy_and_sft(scores, rows: Rows) -> Tensor:
-    policy = linear.batch_loss(
-        scores, rows, lambda logp, entropy, facts: linear.clipped(logp, facts, 0.2, 0.2) - 0.1 * entropy, "trajectory"
-    )
-    return policy + 0.1 * linear.batch_loss(scores, rows, lambda logp, entropy, facts: -logp)
-
-
-def _by_group(scores, rows: Rows) -> Tensor:
-    """Rows of group 0 by PPO, the others by SFT, each by its own mean; pairs of all rows besides, weighted."""
-    total = torch.zeros((), dtype=torch.float64)
-    losses = (
-        (lambda logp, entropy, facts: linear.clipped(logp, facts, 0.2, 0.2), 1.0),
-        (lambda logp, entropy, facts: -logp, 0.25),
-    )
-    for group, (per_token, weight) in enumerate(losses):
-        own = [k for k, row in enumerate(rows) if row.group == group]
+        weights, reference = (torch.tensor(x[1:], dtype=logp.dtype) for x in (row.weights, row.ref_logprobs))
+        values.append((weights * (logp - reference)).double().sum())
+    losses = []
+    for pair in dict.fromkeys(row.pair for row in rows):
+        own = [k for k, row in enumerate(rows) if row.pair == pair]
         if any(rows[k].weights.any() for k in own):
-            part = [[score[k] for k in own] for score in scores]
-            total = total + weight * linear.batch_loss(part, [rows[k] for k in own], per_token)
-    return total
+            chosen, rejected = sorted(own, key=lambda k: not rows[k].chosen)
+            losses.append(-logsigmoid(0.3 * (values[chosen] - values[rejected])))
+    return sum(losses) / len(losses)  # type: ignore[return-value]
 
 
-def _dpo(beta: float, smoothing: float = 0.0):
-    return lambda gap: -(1 - smoothing) * logsigmoid(beta * gap) - smoothing * logsigmoid(-beta * gap)
-
-
-def _policy_and_pairs(scores, rows: Rows) -> Tensor:
-    policy = linear.batch_loss(scores, rows, lambda logp, entropy, facts: -facts["advantages"] * logp)
-    return policy + 2 * _pairs(_dpo(0.3))(scores, rows)
-
-
-MIXED = {
-    "grpo and sft": Case(
-        tt.losses.mix({"policy": tt.losses.grpo(entropy=0.1), "sft": tt.losses.sft()}, weights={"sft": 0.1}),
-        whole=_policy_and_sft,
-    ),
-    "ppo or sft": Case(
-        tt.losses.mix(
-            {"policy": tt.losses.ppo(), "sft": tt.losses.sft()},
-            weights={"sft": 0.25},
-            select=lambda row: ("policy", "sft")[row.group],
-        ),
-        whole=_by_group,
-    ),
-    "reinforce and dpo": Case(
-        tt.losses.mix({"policy": tt.losses.reinforce(), "dpo": tt.losses.dpo(beta=0.3)}, weights={"dpo": 2.0}),
-        whole=_policy_and_pairs,
-        prepare=whole_pairs,
-    ),
-}
 POLICY = {
     "dapo truncated": Case(tt.losses.dapo(importance_cap=1.4), _corrected("token_truncate")),
     "dapo masked by rows": Case(
@@ -185,25 +113,8 @@ POLICY = {
     "reinforce corrected": Case(tt.losses.reinforce(importance_cap=1.4), _present),
     "dr_grpo": Case(tt.losses.dr_grpo(length=LENGTH), whole=_dr_grpo),
     "gspo": Case(tt.losses.gspo(clip_low=0.3, clip_high=0.3), _gspo, "trajectory"),
-    "gspo token": Case(
-        tt.losses.gspo(clip_low=0.3, clip_high=0.3, entropy=0.05, level="token"), _gspo_token, "trajectory"
-    ),
     "distill": Case(tt.losses.distill(), _teacher),
-    "distill corrected": Case(
-        tt.losses.distill(
-            estimator="policy_gradient", reduction="trajectory", importance_cap=1.4, importance_mode="token_mask"
-        ),
-        _student,
-        "trajectory",
-    ),
 }
-PREFERENCE = {
-    "dpo": Case(tt.losses.dpo(beta=0.3), whole=_pairs(_dpo(0.3)), prepare=whole_pairs),
-    "dpo smoothed and free": Case(
-        tt.losses.dpo(beta=0.3, label_smoothing=0.2, reference_free=True),
-        whole=_pairs(_dpo(0.3, 0.2), reference=False),
-        prepare=whole_pairs,
-    ),
-}
-EVERY: dict[str, Case] = POLICY | PREFERENCE | MIXED
-GROUPS = {"policy": POLICY, "preference": PREFERENCE, "mixed": MIXED}
+PREFERENCE = {"dpo": Case(tt.losses.dpo(beta=0.3), whole=_dpo, prepare=whole_pairs)}
+EVERY: dict[str, Case] = POLICY | PREFERENCE
+GROUPS = {"policy": POLICY, "preference": PREFERENCE}

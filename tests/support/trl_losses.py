@@ -134,16 +134,6 @@ def dpo(loss_type: str, beta: float) -> tuple[float, dict[str, float]]:
     return float(loss), {name: values[-1] for name, values in me._metrics["eval"].items() if name != "num_tokens"}
 
 
-def cpo(beta: float, *, label_smoothing: float) -> float:
-    """CPOTrainer's loss, sigmoid without a reference and with swapped labels."""
-    from trl.experimental.cpo.cpo_trainer import CPOTrainer
-
-    scores = (numbers("now") * mask()).sum(1)
-    me = trainer(alpha=0.0, beta=beta, loss_type="sigmoid", simpo_gamma=0.0, label_smoothing=label_smoothing)
-    losses, _, _ = CPOTrainer.cpo_loss(me, scores[0::2], scores[1::2])
-    return float(losses.mean())
-
-
 def grpo(loss_type: str, *, correction: Tensor | None = None, **settings: Any) -> float:
     """GRPOTrainer's loss of the six rows; `correction` is its importance-sampling ratio, [6, 5] or [6, 1]."""
     from trl.trainer.grpo_trainer import GRPOTrainer

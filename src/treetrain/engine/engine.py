@@ -20,7 +20,17 @@ from treetrain.data.trajectory import Trajectory
 from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import check_same
 from treetrain.engine.executor import Executor, Reduces, gradients_of
-from treetrain.engine.loss import Loss, LossProtocol, Metrics, StepResult, as_loss, name_of, needs_logprobs, summed
+from treetrain.engine.loss import (
+    Loss,
+    LossProtocol,
+    Metrics,
+    RowLoss,
+    StepResult,
+    as_loss,
+    name_of,
+    needs_logprobs,
+    summed,
+)
 from treetrain.engine.loss_gradients import (
     Batch,
     KnownGradients,
@@ -337,31 +347,20 @@ def prepare_step(
                 "reinforce, ppo or distill with reduction='token', dapo, value), or count='per trajectory'; a loss of "
                 "your own that is one says sums_tokens = True"
             )
-        # A tree of nodes stays unflattened if the loss allows it.
-        merged = tree.merged(packed.reduction) if mask is None and packed.mergeable else None
-        announced = None if ranks.alone else _announcement(runtime, tree, merged, packed, normaliser)
-        return (tree, packed, merged, predictions_of(tree, mask)), announced
+        rows = list(tree.trajectories)
+        announced = None if ranks.alone else _announcement(runtime, rows, packed, normaliser)
+        return (tree, packed, rows, predictions_of(tree, mask)), announced
 
-    (tree, packed, merged, predicted), answers = ranks.agree("forward_backward", checked)
+    (tree, loss, rows, predicted), answers = ranks.agree("forward_backward", checked)
     if not ranks.alone:
         for name in answers[0][0]:
             check_same(name, [settings[name] for settings, *_ in answers])
-    rows: Any = list(tree.trajectories) if merged is None else merged
     weights: Any = ()
     if ranks.data_size > 1:
         _, all_rows, weights = zip(*ranks.of_data(answers))
         rows = None if all_rows[0] is None else [row for own in all_rows for row in own]
 
     def of_all_rows() -> tuple[Step, None]:
-        loss = packed
-        if "step" in packed.needs and normaliser is None:
-            loss = packed.for_step(rows)
-        elif "step" in packed.needs:
-            raise ValueError(
-                f"{name_of(packed)} was given a normaliser, so a part of a step, but the loss does not "
-                "know the whole step: call loss = loss.for_step(all trajectories of the step) first, and pass "
-                "loss.normaliser(the same)"
-            )
         if rows is not None:
             loss.check(rows)
             whole = loss.normaliser(rows) if normaliser is None else normaliser
@@ -377,13 +376,9 @@ def prepare_step(
             raise ValueError(
                 f"the normaliser is {whole}; a step's loss is divided by it, so it must be above 0 and finite"
             )
-        if merged is None:
-            weighted = not loss.reads_untrained
-            batch = Batch.of(tree, weighted=weighted, every_token=runtime.balanced, mask=predicted)
-        else:
-            batch = Batch.of_merged(tree, merged, every_token=runtime.balanced)
-        seen = rows if merged is None and rows is not None else []
-        return Step(tree, batch, loss, whole / ranks.data_size, seen, masked=mask is not None), None
+        weighted = not loss.reads_untrained
+        batch = Batch.of(tree, weighted=weighted, every_token=runtime.balanced, mask=predicted)
+        return Step(tree, batch, loss, whole / ranks.data_size, rows or [], masked=mask is not None), None
 
     # Ranks with the same tokens may have different facts, so one rank may fail here and others not.
     step, _ = ranks.agree("preparing the loss", of_all_rows)
@@ -392,7 +387,7 @@ def prepare_step(
 
 
 def _announcement(
-    runtime: Runtime, tree: TokenTree, merged: Any, loss: Loss, normaliser: float | None
+    runtime: Runtime, rows: list[Trajectory], loss: Loss, normaliser: float | None
 ) -> tuple[dict[str, Any], list[Trajectory] | None, float]:
     """Collect the settings that must be the same on all ranks, and this rank's rows (if the loss needs the rows of the
     whole step) or its part of the normaliser."""
@@ -406,15 +401,15 @@ def _announcement(
         # Python's own hash differs between processes.
         "the weights' shapes and kinds": hashlib.sha256(repr(weights).encode()).hexdigest()[:16],
         "the auxiliary loss": runtime.capabilities.auxiliary,
-        "loss": loss.identity,
+        "loss": repr(loss),
         "what the loss needs": {"scope": loss.scope, "needs": sorted(loss.needs)},
         "a normaliser": None if normaliser is None else float(normaliser),
     }
     if runtime.ranks.data_size == 1:
         return settings, None, 0.0
-    if loss.scope == "batch" or "step" in loss.needs:
-        return settings, list(tree.trajectories), 0.0
-    rows = list(tree.trajectories) if merged is None else merged
+    # A user's normaliser need not be a sum over rows, so it gets the rows of all ranks.
+    if loss.scope == "batch" or (normaliser is None and isinstance(loss, RowLoss)):
+        return settings, rows, 0.0
     loss.check(rows)
     return settings, None, loss.total_weight(rows) if normaliser is None else 0.0
 
@@ -435,7 +430,7 @@ def plan_step(runtime: Runtime, step: Step, *, sync: bool, balance: RouterBalanc
     def offered() -> tuple[list[Candidate], Any]:
         batch, plan = step.batch, runtime.plan_of(step.batch.layout)
         own = [Candidate(plan, batch.tree, "")]
-        free_to_choose = isinstance(batch.rows, list) and not step.masked  # a tree of nodes is never flattened
+        free_to_choose = not step.masked
         if free_to_choose and batch.weighted:
             own = [rows_instead(runtime, step.tree, plan) or own[0]]
         if runtime.collective:
@@ -546,9 +541,8 @@ def _stream(
         if routing is not None and plan.num_parts > 1 and not routing.in_parts:
             Executor(runtime, plan, counts, routing, gradients=False, reduces=reduces).score(None)
             routing.settle()
-        coefficients, logprobs = None, table.logprobs
-        if table.entropies is None:  # a mixture of losses may have coefficients and still need entropies
-            coefficients = loss.coefficients(batch.facts(logprobs))
+        logprobs = table.logprobs
+        coefficients = None if "entropies" in loss.needs else loss.coefficients(batch.facts(logprobs))
         executor = Executor(runtime, plan, counts, routing, gradients=True, reduces=reduces)
         if coefficients is not None:
             executor.train(KnownGradients(table, added_up(logprobs, batch.edges, coefficients) / normaliser))

@@ -45,24 +45,24 @@ KERNELS = ("torch", "triton")
 class Edges:
     """The rows of the hidden states, and the tokens that they predict."""
 
-    rows: Int64[Tensor, "R"]
+    rows: Int64[Tensor, " R"]
     """Index of each row in the packed run."""
-    edge_row: Int64[Tensor, "E"]
+    edge_row: Int64[Tensor, " E"]
     """Which of the R rows predicts each edge; ascending."""
-    targets: Int64[Tensor, "E"]
+    targets: Int64[Tensor, " E"]
     """The predicted token ids."""
-    host_edge_row: Int64[np.ndarray, "E"] | None = None
+    host_edge_row: Int64[np.ndarray, " E"] | None = None
     """`edge_row` on the host, if known: reading it from a GPU would wait for queued work."""
 
 
 class Statistics(NamedTuple):
     """Statistics of the predicted distributions for trainers' logs, without gradient."""
 
-    is_top1: Bool[Tensor, "E"]
+    is_top1: Bool[Tensor, " E"]
     """Whether the predicted token is the most likely one."""
-    mean_logits: Float[Tensor, "R"]
+    mean_logits: Float[Tensor, " R"]
     """Mean over the vocabulary, of logits divided by the temperature."""
-    log_sum_sq_probs: Float[Tensor, "R"]
+    log_sum_sq_probs: Float[Tensor, " R"]
     """Log of the sum of squared probabilities."""
 
     @classmethod
@@ -76,8 +76,8 @@ class Statistics(NamedTuple):
 class Scores:
     """The output of the heads."""
 
-    logprobs: Float[Tensor, "E"]
-    entropies: Float[Tensor, "R"] | None
+    logprobs: Float[Tensor, " E"]
+    entropies: Float[Tensor, " R"] | None
     linear_loss: Float[Tensor, ""] | None
     """The fused loss: the log-probabilities times known coefficients."""
     values: Float[Tensor, "R *c"] | None = None
@@ -129,7 +129,7 @@ class VocabularyShard:
         dist.all_gather(list(every.unbind()), own.contiguous(), group=self.ranks.group)
         return every
 
-    def own_edges(self, edges: "EdgesOfChunk") -> "tuple[EdgesOfChunk, Bool[Tensor, 'e']]":
+    def own_edges(self, edges: "EdgesOfChunk") -> "tuple[EdgesOfChunk, Bool[Tensor, ' e']]":
         """The edges with targets numbered within the share, 0 for those of other ranks; and which are own."""
         target = edges.target - self.ranks.rank * self.width
         own = (target >= 0) & (target < self.width)
@@ -257,7 +257,7 @@ class ScoreRequest:
 
     temperature: float = 1.0
     need_entropy: bool = False
-    coefficients: Float[Tensor, "E"] | None = None
+    coefficients: Float[Tensor, " E"] | None = None
     """d loss / d log-probability, when the loss is linear; the loss is then returned fused."""
     buffers: GradientBuffers | None = None
     """They accumulate the gradient of a fused head's matrix; with None, autograd does."""
@@ -421,17 +421,17 @@ class Scaling(NamedTuple):
 class EdgesOfChunk(NamedTuple):
     """The edges that are predicted from a chunk's rows."""
 
-    row: Int64[Tensor, "e"]
+    row: Int64[Tensor, " e"]
     """Row within the chunk; ascending."""
-    target: Int64[Tensor, "e"]
+    target: Int64[Tensor, " e"]
     """The predicted token."""
 
 
 class Entropies(NamedTuple):
     """Entropies of rows, and the gradient of the loss by them."""
 
-    values: Float[Tensor, "r"]
-    gradient: Float[Tensor, "r"]
+    values: Float[Tensor, " r"]
+    gradient: Float[Tensor, " r"]
 
 
 class PlainChunk:
@@ -449,7 +449,7 @@ class PlainChunk:
         self,
         rows: Float[Tensor, "r D"],
         weight: Float[Tensor, "V D"],
-        bias: Float[Tensor, "V"] | None,
+        bias: Float[Tensor, " V"] | None,
         scaling: Scaling,
         *,
         entropy: bool,
@@ -461,27 +461,27 @@ class PlainChunk:
         self._logits = logits if scaling.temperature == 1.0 else logits.div_(scaling.temperature)
         self._are_log_probs = False
 
-    def log_sum_exp(self) -> Float[Tensor, "r"]:
+    def log_sum_exp(self) -> Float[Tensor, " r"]:
         """In the wide dtype, as all results but the gradient."""
         return self._logits.logsumexp(-1)
 
-    def at(self, edges: EdgesOfChunk) -> Float[Tensor, "e"]:
+    def at(self, edges: EdgesOfChunk) -> Float[Tensor, " e"]:
         """Scaled logits of the predicted tokens."""
         return self._logits[edges]
 
-    def statistics(self, lse: Float[Tensor, "r"], edges: EdgesOfChunk) -> Statistics:
+    def statistics(self, lse: Float[Tensor, " r"], edges: EdgesOfChunk) -> Statistics:
         """`Statistics` of the chunk; leaves the logits as they are."""
         return self.moments().statistics(self._logits.shape[-1], lse, edges)
 
     def moments(self) -> "_Moments":
         return _Moments.of(self._logits)
 
-    def entropies(self, lse: Float[Tensor, "r"]) -> Float[Tensor, "r"]:
+    def entropies(self, lse: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
         """In nats."""
         log_p = self._log_probs(lse)
         return -log_p.exp().mul_(log_p).sum(-1)
 
-    def _log_probs(self, lse: Float[Tensor, "r"]) -> Float[Tensor, "r V"]:
+    def _log_probs(self, lse: Float[Tensor, " r"]) -> Float[Tensor, "r V"]:
         """The logits, changed to log-probabilities once."""
         if not self._are_log_probs:
             self._logits.sub_(lse[:, None])
@@ -490,10 +490,10 @@ class PlainChunk:
 
     def gradient(
         self,
-        lse: Float[Tensor, "r"],
+        lse: Float[Tensor, " r"],
         edges: EdgesOfChunk,
-        by_edge: Float[Tensor, "e"],
-        by_row: Float[Tensor, "r"],
+        by_edge: Float[Tensor, " e"],
+        by_row: Float[Tensor, " r"],
         entropies: Entropies | None,
     ) -> Float[Tensor, "r V"]:
         """The gradient of the loss by the head's own logits.
@@ -520,7 +520,7 @@ class TritonChunk(PlainChunk):
         self,
         rows: Float[Tensor, "r D"],
         weight: Float[Tensor, "V D"],
-        bias: Float[Tensor, "V"] | None,
+        bias: Float[Tensor, " V"] | None,
         scaling: Scaling,
         *,
         entropy: bool,
@@ -533,27 +533,27 @@ class TritonChunk(PlainChunk):
         self._logits = nn.functional.linear(rows, weight)
         self._entropies: Tensor | None = None
 
-    def log_sum_exp(self) -> Float[Tensor, "r"]:
+    def log_sum_exp(self) -> Float[Tensor, " r"]:
         self._lse, self._entropies = self._kernels.statistics(self._logits, self._factor, entropy=self._entropy)
         return self._lse
 
-    def at(self, edges: EdgesOfChunk) -> Float[Tensor, "e"]:
+    def at(self, edges: EdgesOfChunk) -> Float[Tensor, " e"]:
         return self._logits[edges].float().mul_(self._factor)
 
     def moments(self) -> "_Moments":
         return _Moments.of(self._logits.float() * self._factor)
 
-    def entropies(self, lse: Float[Tensor, "r"]) -> Float[Tensor, "r"]:
+    def entropies(self, lse: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
         assert self._entropies is not None, "entropies are found with the log-sum-exps"
         beyond = lse - self._lse  # 0, or the logits of other shares of the vocabulary
         return (-beyond).exp() * (self._entropies + beyond)
 
     def gradient(
         self,
-        lse: Float[Tensor, "r"],
+        lse: Float[Tensor, " r"],
         edges: EdgesOfChunk,
-        by_edge: Float[Tensor, "e"],
-        by_row: Float[Tensor, "r"],
+        by_edge: Float[Tensor, " e"],
+        by_row: Float[Tensor, " r"],
         entropies: Entropies | None,
     ) -> Float[Tensor, "r V"]:
         self._kernels.to_gradient_(self._logits, self._factor, lse, edges, by_edge, by_row, entropies)
@@ -563,18 +563,18 @@ class TritonChunk(PlainChunk):
 class _Moments(NamedTuple):
     """Moments of the rows' scaled logits, from which `Statistics` are made."""
 
-    highest: Float[Tensor, "r"]
-    token: Int64[Tensor, "r"]
+    highest: Float[Tensor, " r"]
+    token: Int64[Tensor, " r"]
     """That of the highest logit."""
-    total: Float[Tensor, "r"]
-    squares: Float[Tensor, "r"]
+    total: Float[Tensor, " r"]
+    squares: Float[Tensor, " r"]
     """Log-sum-exp of twice the logits."""
 
     @classmethod
     def of(cls, logits: Float[Tensor, "r V"]) -> "_Moments":
         return cls(*logits.max(-1), logits.sum(-1), (2 * logits).logsumexp(-1))
 
-    def statistics(self, vocab_size: int, lse: Float[Tensor, "r"], edges: EdgesOfChunk) -> Statistics:
+    def statistics(self, vocab_size: int, lse: Float[Tensor, " r"], edges: EdgesOfChunk) -> Statistics:
         return Statistics(self.token[edges.row] == edges.target, self.total / vocab_size, self.squares - 2 * lse)
 
 
@@ -587,14 +587,14 @@ class ShardedChunk:
     def __init__(self, own: PlainChunk, vocabulary: VocabularyShard):
         self._own, self._vocabulary = own, vocabulary
 
-    def log_sum_exp(self) -> Float[Tensor, "r"]:
+    def log_sum_exp(self) -> Float[Tensor, " r"]:
         return self._vocabulary.gather(self._own.log_sum_exp()).logsumexp(0)
 
-    def at(self, edges: EdgesOfChunk) -> Float[Tensor, "e"]:
+    def at(self, edges: EdgesOfChunk) -> Float[Tensor, " e"]:
         own, is_own = self._vocabulary.own_edges(edges)
         return self._vocabulary.sum(self._own.at(own).where(is_own, 0.0))
 
-    def statistics(self, lse: Float[Tensor, "r"], edges: EdgesOfChunk) -> Statistics:
+    def statistics(self, lse: Float[Tensor, " r"], edges: EdgesOfChunk) -> Statistics:
         vocabulary, own = self._vocabulary, self._own.moments()
         own = own._replace(token=own.token + vocabulary.ranks.rank * vocabulary.width)
         every = _Moments(*(vocabulary.gather(x) for x in own))
@@ -602,15 +602,15 @@ class ShardedChunk:
         whole = _Moments(highest, every.token.gather(0, rank[None])[0], every.total.sum(0), every.squares.logsumexp(0))
         return whole.statistics(vocabulary.size, lse, edges)
 
-    def entropies(self, lse: Float[Tensor, "r"]) -> Float[Tensor, "r"]:
+    def entropies(self, lse: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
         return self._vocabulary.sum(self._own.entropies(lse))
 
     def gradient(
         self,
-        lse: Float[Tensor, "r"],
+        lse: Float[Tensor, " r"],
         edges: EdgesOfChunk,
-        by_edge: Float[Tensor, "e"],
-        by_row: Float[Tensor, "r"],
+        by_edge: Float[Tensor, " e"],
+        by_row: Float[Tensor, " r"],
         entropies: Entropies | None,
     ) -> Float[Tensor, "r V"]:
         own, is_own = self._vocabulary.own_edges(edges)
@@ -676,7 +676,7 @@ class _LinearHead:
         self,
         rows: Float[Tensor, "R D"],
         weight: Float[Tensor, "V D"],
-        bias: Float[Tensor, "V"] | None,
+        bias: Float[Tensor, " V"] | None,
         settings: _Settings,
         *,
         backward: bool,

@@ -77,7 +77,7 @@ def gradient_kernel(
 
 def statistics(
     logits: Float[Tensor, "r V"], factor: float, *, entropy: bool
-) -> tuple[Float32[Tensor, "r"], Float32[Tensor, "r"] | None]:
+) -> tuple[Float32[Tensor, " r"], Float32[Tensor, " r"] | None]:
     """Log-sum-exps and entropies (or None) of logits times a factor above 0."""
     count, vocabulary = logits.shape
     lse = logits.new_empty(count, dtype=torch.float32)
@@ -102,11 +102,11 @@ def statistics(
 def to_gradient_(
     logits: Float[Tensor, "r V"],
     factor: float,
-    lse: Float[Tensor, "r"],
-    edges: tuple[Int64[Tensor, "e"], Int64[Tensor, "e"]],
-    by_edge: Float[Tensor, "e"],
-    by_row: Float[Tensor, "r"],
-    entropies: tuple[Float[Tensor, "r"], Float[Tensor, "r"]] | None,
+    lse: Float[Tensor, " r"],
+    edges: tuple[Int64[Tensor, " e"], Int64[Tensor, " e"]],
+    by_edge: Float[Tensor, " e"],
+    by_row: Float[Tensor, " r"],
+    entropies: tuple[Float[Tensor, " r"], Float[Tensor, " r"]] | None,
 ) -> None:
     """Overwrite logits with their gradient.
 

@@ -12,21 +12,21 @@ import inspect
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol, Self, cast, get_args
+from types import NoneType
+from typing import Any, ClassVar, Literal, Protocol, get_args, get_origin
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float64, Int64, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor, nn
 
 from treetrain.data.columns import GIVEN
 from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
 from treetrain.device_arrays import on_device
 from treetrain.errors import DataError
-from treetrain.tree.nodes import MergedPredictions
 
 Metrics = dict[str, tuple[Any, Any]]
 """Name -> (weighted sum, weight), numbers or scalar tensors; those of parts, micro-batches and ranks are added."""
@@ -123,15 +123,12 @@ def summed(results: Sequence[StepResult], *, over: int = 1) -> StepResult:
 
 Scope = Literal["trajectory", "batch"]
 Reduction = Literal["token", "trajectory"]
-Rows = Sequence[Trajectory] | MergedPredictions
-"""The rows of a step, or the predictions that rows of a tree of nodes share."""
 LossSum = tuple[Tensor, Metrics]
 """The unnormalised sum over some predictions, and metrics."""
-LARGEST = sys.float_info.max
 
 FACTS = (*(name for name in PER_TOKEN_FACTS if name != "loss_weights"), "pair", "chosen")
-NEEDS = ("logprobs", "entropies", "predicted_values", *FACTS, "step")
-"""Everything that a loss may need: scores of the model, facts of the rows, and all rows of the step beforehand."""
+NEEDS = ("logprobs", "entropies", "predicted_values", *FACTS)
+"""Everything that a loss may need: scores of the model and facts of the rows."""
 
 
 # ---- the protocol and the base class
@@ -160,30 +157,48 @@ class LossProtocol(Protocol):
         ...
 
 
+def numeric(default: float | None, *, high: float = sys.float_info.max, positive: bool = False) -> Any:
+    """The field of an option that is a number from 0 (or above 0, if positive) to `high`."""
+    return field(default=default, metadata={"high": high, "positive": positive})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A sum over weighted predictions. A subclass implements `evaluate` and declares what it `needs`.
+    """A sum over weighted predictions.
+
+    A subclass implements `evaluate` and declares what it `needs`; its fields are its options, checked by their types
+    and ranges (`numeric`).
 
     w are the loss weights (entry 0 of a row is never trained), x is the loss of one prediction. Reduction "token" is
     sum(w x) / sum(w) over the whole step. Reduction "trajectory" is that ratio for each trajectory that has weight,
     averaged over these trajectories.
+
+    Raises:
+        ValueError: an option out of its range.
     """
 
     scope: ClassVar[Scope] = "trajectory"
     needs: ClassVar[tuple[str, ...]] = ("logprobs",)
     """Names of the scores ("logprobs", "entropies", "predicted_values") and of the facts of trained rows ("advantages",
-    "old_logprobs", ...) that the loss reads; "step" if it must know all rows of a step beforehand (`for_step`)."""
-    mergeable: ClassVar[bool] = False
-    """Whether rows that share a prediction may be merged into one. The loss and every metric must be sums over
-    predictions of shares(reduction) * x, with x affine in the advantage below, at and above 0. Custom losses set it."""
+    "old_logprobs", ...) that the loss reads."""
     reads_untrained: ClassVar[bool] = False
     """Whether the loss must see predictions and rows without a loss weight."""
+    by_prediction: ClassVar[bool] = False
+    """Whether each x depends on one prediction only, and the normaliser is that of the reduction."""
 
-    reduction: Reduction
+    reduction: Reduction = "token"
     """Mean over all tokens of the step, or over each trajectory's tokens first."""
 
     def __post_init__(self) -> None:
-        check_choice("reduction", self.reduction, get_args(Reduction))
+        for option in fields(self):
+            value, allowed = getattr(self, option.name), get_args(option.type)
+            if option.type is bool and not isinstance(value, bool):
+                raise ValueError(f"{option.name} is {value!r}; allowed are True and False")
+            if get_origin(option.type) is Literal and value not in allowed:
+                choices = ", ".join(repr(choice) for choice in allowed)
+                raise ValueError(f"{option.name} is {value!r}; allowed are {choices}")
+            if "high" in option.metadata and not (value is None and NoneType in allowed):
+                _check_number(option.name, value, **option.metadata)
 
     @property
     def sums_tokens(self) -> bool:
@@ -191,19 +206,14 @@ class Loss:
 
         Otherwise a token cannot count once for all rows that share it (`TokenTree.from_nodes(count="once")`).
         """
-        return self.mergeable and self.reduction == "token"
-
-    @property
-    def identity(self) -> str:
-        """The loss with its options, the same text in every process."""
-        return repr(self)
+        return self.by_prediction and self.reduction == "token"
 
     def evaluate(
         self,
-        logprobs: Float[Tensor, "T"],
-        entropies: Float[Tensor, "T"] | None,
+        logprobs: Float[Tensor, " T"],
+        entropies: Float[Tensor, " T"] | None,
         facts: "Facts",
-        values: Float[Tensor, "T"] | None,
+        values: Float[Tensor, " T"] | None,
     ) -> LossSum:
         """The unnormalised sum over some predictions, and metrics.
 
@@ -216,39 +226,28 @@ class Loss:
         """
         raise NotImplementedError
 
-    def coefficients(self, facts: "Facts") -> Float[Tensor, "T"] | None:
+    def coefficients(self, facts: "Facts") -> Float[Tensor, " T"] | None:
         """d sum / d logprobs, where it does not depend on the log-probabilities; else None.
 
         The engine can then run the language-model head once per row, forward and backward together.
         """
         return None
 
-    def total_weight(self, rows: Rows) -> float:
+    def total_weight(self, rows: Sequence[Trajectory]) -> float:
         """The amount that these rows add to the normaliser of a step; 0 if nothing is trained.
 
         Raises:
             DataError: a negative weight.
         """
         require_nonnegative_weights(rows)
-        if isinstance(rows, MergedPredictions):
-            return rows.normaliser
         totals = [float(trajectory.weights.sum()) for trajectory in rows]
         return math.fsum(totals) if self.reduction == "token" else float(sum(total > 0 for total in totals))
 
-    def check(self, rows: Rows) -> None:
-        """Raise DataError for the first trained row or node that lacks a fact that the loss needs.
-
-        Raises:
-            ValueError: the rows are merged, but the loss is not mergeable.
-        """
-        if isinstance(rows, MergedPredictions) and not self.mergeable:
-            raise ValueError(
-                f"{type(self).__name__} does not say that it is mergeable, so it must see every row by itself; pass "
-                "the rows, or set mergeable = True if it is affine in the advantage (see Loss.mergeable)"
-            )
+    def check(self, rows: Sequence[Trajectory]) -> None:
+        """Raise DataError for the first trained row that lacks a fact that the loss needs."""
         require_facts(rows, [name for name in self.needs if name in FACTS])
 
-    def normaliser(self, rows: Rows) -> float:
+    def normaliser(self, rows: Sequence[Trajectory]) -> float:
         """The divisor (> 0) of the sum over all rows of a step, computed before the step with numpy only.
 
         Raises:
@@ -258,15 +257,10 @@ class Loss:
         total = self.total_weight(rows)
         if total > 0:
             return total
-        of = "nodes" if isinstance(rows, MergedPredictions) else f"{len(rows)} trajectories"
         raise DataError(
-            f"nothing to train: the loss weights of all {of} sum to 0 (entry 0 of a row is never trained); give "
-            "loss_weights that are not 0, or rows of two tokens and more"
+            f"nothing to train: the loss weights of all {len(rows)} trajectories sum to 0 (entry 0 of a row is never "
+            "trained); give loss_weights that are not 0, or rows of two tokens and more"
         )
-
-    def for_step(self, trajectories: Sequence[Trajectory]) -> "Loss":
-        """This loss with all that it must know of the whole step, for calls on parts of the step."""
-        return self
 
     def packed(
         self, logprobs: Tensor, entropies: Tensor | None, facts: "Facts", values: Tensor | None = None
@@ -293,12 +287,11 @@ class Loss:
                     f"{type(self).__name__}: {need} have shape {tuple(scores.shape)}, the facts {len(facts)} "
                     "predictions; give one number for each (of a value head: one label, num_labels=1)"
                 )
-        if not (facts.all_weighted or isinstance(facts.source, MergedPredictions)):
+        if not facts.all_weighted:
             # Not a product with 0, which would be NaN where the value at an untrained token is infinite.
             trained = facts.weights != 0
             logprobs = torch.where(trained, logprobs, 0)
-            entropies = None if entropies is None else torch.where(trained, entropies, 0)
-            values = None if values is None else torch.where(trained, values, 0)
+            entropies, values = (None if x is None else torch.where(trained, x, 0) for x in (entropies, values))
         return self.evaluate(logprobs, entropies, facts, values)
 
     def __call__(self, logprobs: Any, entropies: Any, trajectory: Any, *, values: Any = None) -> tuple[Any, Any]:
@@ -311,8 +304,8 @@ class Loss:
             values: likewise, for a loss that needs them.
         """
         if self.scope == "trajectory":
-            logprobs, entropies, trajectory = [logprobs], None if entropies is None else [entropies], [trajectory]
-            values = None if values is None else [values]
+            logprobs, entropies, values = (None if x is None else [x] for x in (logprobs, entropies, values))
+            trajectory = [trajectory]
         for number, (row, given) in enumerate(zip(trajectory, logprobs, strict=True)):
             if given.shape != (max(len(row) - 1, 0),):
                 raise ValueError(
@@ -324,8 +317,17 @@ class Loss:
             return None if rows is None else torch.cat(list(rows)) if len(rows) else torch.zeros(0)
 
         flat = joined(logprobs)
-        facts = Facts.pack(trajectory, device=flat.device, dtype=flat.dtype)
+        facts = Facts(trajectory, device=flat.device, dtype=flat.dtype)
         return self.packed(flat, joined(entropies), facts, joined(values))
+
+
+def _check_number(name: str, value: object, *, high: float, positive: bool) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and 0 <= value <= high and not (positive and value == 0):
+        return
+    finite = high == sys.float_info.max
+    limits = f"numbers from 0 to {'any finite one' if finite else f'{high:g}'}"
+    raise ValueError(f"{name} is {value!r}; allowed are {'finite numbers above 0' if positive else limits}")
 
 
 def needs_logprobs(loss: Loss) -> bool:
@@ -336,143 +338,80 @@ def needs_logprobs(loss: Loss) -> bool:
 # ---- facts of predictions
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Facts:
-    """The facts of T predictions that a loss may read, made by `pack`.
+    """The facts of T predictions that a loss may read: those of K trajectories, max(L_k - 1, 0) of each, concatenated.
 
     A fact is an attribute of its name: `advantages`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`,
     `teacher_logprobs` (in nats), `values` and `returns`. It is copied to the device when it is first read, so one that
     no loss reads costs nothing and may be missing; reading one that a trained row lacks raises DataError. A fact is 0
     where the weight is 0, so that a placeholder there cannot cause NaN.
+
+    Args:
+        trajectories: empty and one-token rows are fine, they have no predictions.
+        device: where the tensors live.
+        dtype: of the facts and of the log-probabilities, float32 or float64.
+        used: for each prediction, whether the caller passes it to the loss; None means all.
     """
 
-    source: Rows
-    """K trajectories, whose predictions are concatenated: max(L_k - 1, 0) of each, since entry 0 of every per-token
-    fact is unused. Or merged predictions, which have no rows."""
-    dtype: torch.dtype
-    """The dtype of all facts, that of the log-probabilities."""
-    device: torch.device
-    used: Bool[np.ndarray, "_"] | Int64[np.ndarray, "_"] | None = field(repr=False)
-    """Which predictions these are; see `pack`."""
-    all_weighted: bool
-    """Whether no prediction has weight 0; known without a device synchronisation."""
-    _weights: Float64[np.ndarray, "T"] = field(repr=False)
-    _rows: Int64[np.ndarray, "_"] = field(repr=False)
-    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def pack(
-        cls,
-        source: Rows,
+    def __init__(
+        self,
+        trajectories: Sequence[Trajectory],
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        used: Bool[np.ndarray, "_"] | Int64[np.ndarray, "_"] | None = None,
-    ) -> Self:
-        """Concatenate the facts of trajectories, or take those of merged predictions.
-
-        Args:
-            source: K trajectories; empty and one-token rows are fine, they have no predictions. Or merged predictions.
-            device: where the tensors live.
-            dtype: of the facts and of the log-probabilities, float32 or float64.
-            used: which of all predictions the caller passes to the loss, e.g. those with a weight, a bool for each. Of
-                merged predictions their numbers, int64. None means all.
-        """
-        if isinstance(source, MergedPredictions):
-            weights = source.shares if used is None else source.shares[used]
-            rows = np.zeros(0, np.int64)
-        else:
-            lengths = [max(len(trajectory) - 1, 0) for trajectory in source]
-            rows = np.repeat(np.arange(len(lengths)), lengths)
-            weights = np.concatenate([np.zeros(0), *(trajectory.weights[1:] for trajectory in source)])
-            rows, weights = (rows, weights) if used is None else (rows[used], weights[used])
-        return cls(
-            source=source,
-            dtype=dtype,
-            device=torch.device(device),
-            used=used,
-            all_weighted=bool(weights.all()),
-            _weights=weights,
-            _rows=rows,
-        )
+        used: Bool[np.ndarray, " _"] | None = None,
+    ):
+        self.trajectories, self.device, self.dtype, self.used = trajectories, torch.device(device), dtype, used
+        lengths = [max(len(trajectory) - 1, 0) for trajectory in trajectories]
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        weights = np.concatenate([np.zeros(0), *(trajectory.weights[1:] for trajectory in trajectories)])
+        self._rows, self._weights = (rows, weights) if used is None else (rows[used], weights[used])
+        self.all_weighted = bool(self._weights.all())
+        """Whether no prediction has weight 0; known without a device synchronisation."""
 
     def __len__(self) -> int:
         return self._weights.size
 
-    def __getattr__(self, name: str) -> Float[Tensor, "T"]:
+    def __getattr__(self, name: str) -> Float[Tensor, " T"]:
         if name not in GIVEN:
             raise AttributeError(f"predictions have no fact {name!r}; there are {', '.join(GIVEN)}")
-        return self._tensor(name)
+        require_facts(self.trajectories, (name,))
+        given = [(getattr(trajectory, name), len(trajectory)) for trajectory in self.trajectories]
+        columns = (np.zeros(max(length - 1, 0)) if fact is None else fact[1:] for fact, length in given)
+        flat = np.concatenate([np.zeros(0), *columns])
+        flat = flat if self.used is None else flat[self.used]
+        fact = on_device(np.where(self._weights == 0, 0.0, flat), self.device, self.dtype)
+        setattr(self, name, fact)
+        return fact
 
-    def of_rows(self, numbers: Int64[np.ndarray, "k"]) -> tuple["Facts", Int64[np.ndarray, "t"]]:
-        """The facts of the trajectories of these numbers, ascending, and the indices of their predictions."""
-        wanted = np.zeros(len(self.trajectories), np.bool_)
-        wanted[numbers] = True
-        lengths = [max(len(trajectory) - 1, 0) for trajectory in self.trajectories]
-        used = None if self.used is None else self.used[np.repeat(wanted, lengths)]
-        rows = [self.trajectories[number] for number in numbers.tolist()]
-        return self.pack(rows, device=self.device, dtype=self.dtype, used=used), np.flatnonzero(wanted[self._rows])
-
-    @property
-    def trajectories(self) -> Sequence[Trajectory]:
-        """The K trajectories; a loss that compares rows is never given merged predictions."""
-        assert not isinstance(self.source, MergedPredictions)
-        return self.source
-
-    @property
-    def rows(self) -> Int64[Tensor, "T"]:
+    @cached_property
+    def rows(self) -> Int64[Tensor, " T"]:
         """The trajectory (0..K-1) of each prediction."""
-        if "rows" not in self._cache:
-            self._cache["rows"] = on_device(self._rows, self.device)
-        return self._cache["rows"]
+        return on_device(self._rows, self.device)
 
-    @property
-    def weights(self) -> Float[Tensor, "T"]:
-        """Loss weights; of merged predictions, their shares."""
-        return self._tensor("weights")
+    @cached_property
+    def weights(self) -> Float[Tensor, " T"]:
+        """Loss weights."""
+        return on_device(self._weights, self.device, self.dtype)
 
-    def shares(self, reduction: Reduction) -> Float[Tensor, "T"]:
+    @cached_property
+    def _shares_of_rows(self) -> Float[Tensor, " T"]:
+        require_nonnegative_weights(self.trajectories)
+        totals = np.array([trajectory.weights.sum() for trajectory in self.trajectories], np.float64)
+        totals[totals == 0] = 1.0  # such a row has no weight to divide
+        return on_device(self._weights / totals[self._rows], self.device, self.dtype)
+
+    def shares(self, reduction: Reduction) -> Float[Tensor, " T"]:
         """The factor of each prediction in the sum: its weight, or its weight over the sum of its row's.
 
         Raises:
             DataError: reduction "trajectory" and a negative weight.
-            ValueError: rows that were merged for the other reduction.
         """
-        if not isinstance(self.source, MergedPredictions):
-            return self._tensor("weights" if reduction == "token" else "shares of rows")
-        if reduction != self.source.reduction:
-            raise ValueError(
-                f"rows merged for reduction {self.source.reduction!r}, asked for {reduction!r}; merge again"
-            )
-        return self.weights
+        return self.weights if reduction == "token" else self._shares_of_rows
 
-    def sum_by_row(self, per_prediction: Float[Tensor, "T"]) -> Float[Tensor, "K"]:
+    def sum_by_row(self, per_prediction: Float[Tensor, " T"]) -> Float[Tensor, " K"]:
         """The sum over each trajectory, differentiable; 0 for rows without predictions."""
         return per_prediction.new_zeros(len(self.trajectories)).index_add(0, self.rows, per_prediction)
-
-    def _tensor(self, name: str) -> Tensor:
-        if name not in self._cache:
-            self._cache[name] = on_device(self._array(name), self.device, self.dtype)
-        return self._cache[name]
-
-    def _array(self, name: str) -> Float64[np.ndarray, "T"]:
-        """The weights, the shares of rows, or a fact."""
-        if name == "weights":
-            return self._weights
-        if name == "shares of rows":
-            require_nonnegative_weights(self.trajectories)
-            totals = np.array([trajectory.weights.sum() for trajectory in self.trajectories], np.float64)
-            totals[totals == 0] = 1.0  # such a row has no weight to divide
-            return self._weights / totals[self._rows]
-        require_facts(self.source, (name,))
-        if isinstance(self.source, MergedPredictions):
-            values = self.source.facts[name]
-            return values if self.used is None else values[self.used]
-        given = [(getattr(trajectory, name), len(trajectory)) for trajectory in self.source]
-        columns = (np.zeros(max(length - 1, 0)) if fact is None else fact[1:] for fact, length in given)
-        flat = np.concatenate([np.zeros(0), *columns])
-        flat = flat if self.used is None else flat[self.used]
-        return np.where(self._weights == 0, 0.0, flat)
 
 
 REMEDIES = {
@@ -481,7 +420,7 @@ REMEDIES = {
     "before the first update), or pass on_policy=True to the loss if the model of this very step sampled "
     "the row",
     "ref_logprobs": "give ref_logprobs=... (the engine computes them from the reference model), or set kl=0.0 in a "
-    "policy loss, reference_free=True in dpo",
+    "policy loss",
     "rollout_logprobs": "give rollout_logprobs=... as the sampler recorded them, or set importance_cap=None",
     "teacher_logprobs": "give teacher_logprobs=..., the teacher's log-probabilities of the row's own tokens",
     "values": "give values=..., the value estimates at sampling time",
@@ -496,35 +435,25 @@ def describe(trajectory: Trajectory, number: int) -> str:
     return f"trajectory number {number} (from 0)" if trajectory.id is None else f"trajectory {trajectory.id!r}"
 
 
-def require_facts(rows: Rows, names: Sequence[str]) -> None:
-    """Raise DataError for the first row (or node) with something to train that lacks one of the named facts."""
-    if isinstance(rows, MergedPredictions):
-        lacking = [(rows.lacking[name], name) for name in names if name in rows.lacking]
-    else:
-        lacking = (
-            (describe(row, number), name)
-            for number, row in enumerate(rows)
-            for name in names
-            if getattr(row, name) is None and row.weights.any()
-        )
-    for place, name in lacking:
-        raise DataError(f"{place} has no {name}, which the loss needs; {REMEDIES[name]}")
+def require_facts(rows: Sequence[Trajectory], names: Sequence[str]) -> None:
+    """Raise DataError for the first row with something to train that lacks one of the named facts."""
+    for number, row in enumerate(rows):
+        for name in names:
+            if getattr(row, name) is None and row.weights.any():
+                raise DataError(f"{describe(row, number)} has no {name}, which the loss needs; {REMEDIES[name]}")
 
 
-def require_nonnegative_weights(rows: Rows) -> None:
+def require_nonnegative_weights(rows: Sequence[Trajectory]) -> None:
     """Raise DataError for a weight below 0: a mean over signed weights can have any sign and size."""
-    negative = rows.negative if isinstance(rows, MergedPredictions) else None
-    for number, trajectory in enumerate(() if isinstance(rows, MergedPredictions) else rows):
+    for number, trajectory in enumerate(rows):
         weights = trajectory.weights
         if weights.size and weights.min() < 0:
             at = int(weights.argmin())
-            negative = f"{describe(trajectory, number)}: loss_weights[{at}] = {weights[at]:g}"
-            break
-    if negative is not None:
-        raise DataError(
-            f"{negative}, but a mean needs weights of 0 or more; put signs into advantages and use the reinforce "
-            'loss, or give the normaliser of the step yourself (reduction="token" only)'
-        )
+            raise DataError(
+                f"{describe(trajectory, number)}: loss_weights[{at}] = {weights[at]:g}, but a mean needs weights of 0 "
+                "or more; put signs into advantages and use the reinforce loss, or give the normaliser of the step "
+                'yourself (reduction="token" only)'
+            )
 
 
 # ---- a loss of the user's own
@@ -537,7 +466,7 @@ PROTOCOL = (
 
 
 def split_by_trajectory(
-    per_prediction: Shaped[Tensor, "T *c"], trajectories: Sequence[Trajectory], used: Bool[np.ndarray, "_"] | None
+    per_prediction: Shaped[Tensor, "T *c"], trajectories: Sequence[Trajectory], used: Bool[np.ndarray, " _"] | None
 ) -> list[Shaped[Tensor, "_ *c"]]:
     """The numbers of the used predictions, as one tensor [L - 1] or [L - 1, c] per trajectory, 0 at unused ones."""
     flat = per_prediction
@@ -547,15 +476,18 @@ def split_by_trajectory(
     return list(flat.split([max(len(t) - 1, 0) for t in trajectories]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RowLoss(Loss):
     """A user's own loss: it is called row by row, or once with lists if its scope is the batch."""
 
     reads_untrained: ClassVar[bool] = True
-    reduction: Reduction = field(default="token", init=False)
 
     inner: Any
-    normaliser_given: bool
+
+    def __repr__(self) -> str:
+        """The same text in every process."""
+        named = self.inner if hasattr(self.inner, "__qualname__") else type(self.inner)
+        return f"{named.__module__}.{named.__qualname__}"
 
     @property
     def scope(self) -> Scope:
@@ -563,23 +495,17 @@ class RowLoss(Loss):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        # A user's normaliser need not be a sum over rows, so it gets the rows of all ranks.
-        return (*_stated_needs(self.inner), *(() if self.normaliser_given else ("step",)))
+        return _stated_needs(self.inner)
 
     @property
     def sums_tokens(self) -> bool:
         return bool(getattr(self.inner, "sums_tokens", False))
 
-    @property
-    def identity(self) -> str:
-        named = self.inner if hasattr(self.inner, "__qualname__") else type(self.inner)
-        return f"{named.__module__}.{named.__qualname__}"
-
     def __call__(self, logprobs: Any, entropies: Any, trajectory: Any, *, values: Any = None) -> tuple[Any, Any]:
         given = {"values": values} if "predicted_values" in self.needs else {}
         return checked_sum(name_of(self), self.inner(logprobs, entropies, trajectory, **given))
 
-    def normaliser(self, rows: Rows) -> float:
+    def normaliser(self, rows: Sequence[Trajectory]) -> float:
         return self.inner.normaliser(rows)
 
     def packed(
@@ -626,9 +552,8 @@ def as_loss(loss: Any, normaliser: float | None = None) -> Loss:
         raise TypeError(f"loss is the class {name}; pass an instance of it, {name}()")
     if not callable(loss):
         raise TypeError(f"loss is {loss!r}, which cannot be called; {PROTOCOL}")
-    if isinstance(loss, Loss) and not isinstance(loss, RowLoss):
+    if isinstance(loss, Loss):
         return loss
-    loss = loss.inner if isinstance(loss, RowLoss) else loss
     unknown = [need for need in _stated_needs(loss) if need not in NEEDS]
     if unknown:
         raise TypeError(f"loss {name} needs {unknown[0]!r}; a loss may need {', '.join(NEEDS)}")
@@ -644,7 +569,7 @@ def as_loss(loss: Any, normaliser: float | None = None) -> Loss:
             "it one (loss.normaliser = lambda trajectories: float(len(trajectories))), or pass normaliser= to "
             "forward_backward"
         )
-    return RowLoss(inner=loss, normaliser_given=normaliser is not None)
+    return RowLoss(inner=loss)
 
 
 def _as_sums(metrics: Mapping[str, Any] | None) -> Metrics:
@@ -692,12 +617,8 @@ def checked_sum(name: str, returned: Any) -> tuple[Any, Mapping[str, Any] | None
     """
 
     def wrong(value: Any, what: str) -> TypeError:
-        if isinstance(value, Tensor):
-            described = f"a tensor of shape {tuple(value.shape)}"
-        elif isinstance(value, tuple | list):
-            described = f"a {type(value).__name__} of {len(value)}"
-        else:
-            described = "None" if value is None else f"a {type(value).__name__}"
+        kind = "None" if value is None else f"a {type(value).__name__}"
+        described = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind
         return TypeError(f"loss {name} returned {described}{what}; {PROTOCOL}")
 
     if not (isinstance(returned, tuple | list) and len(returned) == 2):
@@ -720,7 +641,7 @@ def checked_sum(name: str, returned: Any) -> tuple[Any, Mapping[str, Any] | None
 # ---- for those who write losses
 
 
-def weighted_means(watched: Mapping[str, Float[Tensor, "T"]], shares: Float[Tensor, "T"]) -> Metrics:
+def weighted_means(watched: Mapping[str, Float[Tensor, " T"]], shares: Float[Tensor, " T"]) -> Metrics:
     """Metrics: weighted means of per-prediction numbers."""
     weight = shares.sum()
     return {name: ((shares * x.detach()).sum(), weight) for name, x in watched.items()}
@@ -735,33 +656,3 @@ def extremes(watched: dict[str, Tensor], shares: Tensor) -> Metrics:
         found[f"{name}_max"] = torch.where(trained, x.detach(), -math.inf).max(), weight
         found[f"{name}_min"] = torch.where(trained, x.detach(), math.inf).min(), weight
     return found
-
-
-def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
-    """Raise ValueError unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; allowed are {', '.join(repr(choice) for choice in allowed)}")
-
-
-def is_number(value: object) -> bool:
-    """Whether it is an int or a float, and not a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def check_number(name: str, value: object, low: float, high: float = LARGEST) -> None:
-    """Raise ValueError unless `value` is a number with low <= value <= high."""
-    if not (is_number(value) and low <= cast(float, value) <= high):
-        upper = "to any finite one" if high == LARGEST else f"to {high:g}"
-        raise ValueError(f"{name} is {value!r}; allowed are numbers from {low:g} {upper}")
-
-
-def check_positive(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a finite number above 0."""
-    if not (is_number(value) and 0 < cast(float, value) <= LARGEST):
-        raise ValueError(f"{name} is {value!r}; allowed are finite numbers above 0")
-
-
-def check_flag(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; allowed are True and False")

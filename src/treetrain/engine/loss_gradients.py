@@ -19,13 +19,13 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
+from treetrain.data.trajectory import Trajectory
 from treetrain.device_arrays import on_device
 from treetrain.engine.lm_head import Scores, Statistics
-from treetrain.engine.loss import Facts, Loss, Metrics, Rows, add_metrics, describe, split_by_trajectory
+from treetrain.engine.loss import Facts, Loss, Metrics, add_metrics, describe, split_by_trajectory
 from treetrain.errors import DataError
 from treetrain.models.capability import Capabilities
 from treetrain.tree.layout import PackedLayout, Piece, flat_reads, pack, pack_states, ranges
-from treetrain.tree.nodes import MergedPredictions
 from treetrain.tree.token_tree import TokenTree
 
 # ---- predictions
@@ -35,19 +35,19 @@ from treetrain.tree.token_tree import TokenTree
 class Selection:
     """Some rows, and the T predictions of theirs that are computed."""
 
-    rows: Rows
-    used: Bool[np.ndarray, "_"] | Int64[np.ndarray, "T"]
-    """Which predictions: a bool for each of the trajectories, indices of merged predictions."""
-    edges: Int64[np.ndarray, "T"]
+    rows: Sequence[Trajectory]
+    used: Bool[np.ndarray, " _"]
+    """Which of the rows' predictions are computed."""
+    edges: Int64[np.ndarray, " T"]
     """The edge that each prediction reads."""
-    edge_rows: Int64[np.ndarray, "T"]
+    edge_rows: Int64[np.ndarray, " T"]
     """The row of the layout that makes it."""
 
     def facts(self, like: Tensor) -> Facts:
         """Facts of the predictions that a loss reads, in the dtype and on the device of their log-probabilities."""
-        return Facts.pack(self.rows, device=like.device, dtype=like.dtype, used=self.used)
+        return Facts(self.rows, device=like.device, dtype=like.dtype, used=self.used)
 
-    def at_edges(self, per_edge: Shaped[Tensor, "E"]) -> Shaped[Tensor, "T"]:
+    def at_edges(self, per_edge: Shaped[Tensor, " E"]) -> Shaped[Tensor, " T"]:
         return per_edge.index_select(0, on_device(self.edges, per_edge.device))
 
     def at_rows(self, per_row: Float[Tensor, "R *c"]) -> Float[Tensor, "T *c"]:
@@ -55,26 +55,25 @@ class Selection:
 
     def per_trajectory(self, per_prediction: Shaped[Tensor, "T *c"]) -> list[Shaped[Tensor, "_ *c"]]:
         """One tensor per trajectory; predictions that were not computed hold 0."""
-        assert not isinstance(self.rows, MergedPredictions)
         return split_by_trajectory(per_prediction, self.rows, self.used)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch(Selection):
-    """All K rows of a batch (trajectories or merged predictions) and the layout that computes them."""
+    """All K rows of a batch and the layout that computes them."""
 
     tree: TokenTree
     layout: PackedLayout
-    offsets: Int64[np.ndarray, "K_plus_1"]
+    offsets: Int64[np.ndarray, " K_plus_1"]
     """Start of each row's entries in `used`."""
-    starts: Int64[np.ndarray, "K_plus_1"]
+    starts: Int64[np.ndarray, " K_plus_1"]
     """Start of each row's predictions among the T."""
     weighted: bool
     """Whether only predictions with a loss weight are computed."""
 
     @classmethod
     def of(
-        cls, tree: TokenTree, *, weighted: bool, every_token: bool = False, mask: Bool[np.ndarray, "_"] | None = None
+        cls, tree: TokenTree, *, weighted: bool, every_token: bool = False, mask: Bool[np.ndarray, " _"] | None = None
     ) -> "Batch":
         """Select what is computed of a tree.
 
@@ -105,28 +104,8 @@ class Batch(Selection):
             weighted=weighted,
         )
 
-    @classmethod
-    def of_merged(cls, tree: TokenTree, merged: MergedPredictions, *, every_token: bool = False) -> "Batch":
-        """A tree of nodes with its merged predictions in place of rows; each is complete when it is scored."""
-        layout = pack(tree, tree.trained_edges()[0] > 0, trim=not every_token)
-        of_index, index = merged.reads(layout.edge_tokens)
-        edges = np.empty(len(merged), np.int64)
-        edges[index] = of_index
-        numbers = np.arange(len(merged) + 1)
-        return cls(
-            rows=merged,
-            used=numbers[:-1],
-            edges=edges,
-            edge_rows=layout.edge_row_index[edges],
-            tree=tree,
-            layout=layout,
-            offsets=numbers,
-            starts=numbers,
-            weighted=True,
-        )
-
     @cached_property
-    def deepest_row(self) -> Int64[np.ndarray, "K"]:
+    def deepest_row(self) -> Int64[np.ndarray, " K"]:
         """The row (0 to R - 1) of the layout that makes each row's last prediction; -1 where it has none."""
         last = self.starts[1:] - 1
         has = last >= self.starts[:-1]
@@ -134,20 +113,19 @@ class Batch(Selection):
         rows[has] = self.edge_rows[last[has]]
         return rows
 
-    def select(self, numbers: Int64[np.ndarray, "k"]) -> Selection:
+    def select(self, numbers: Int64[np.ndarray, " k"]) -> Selection:
         """Some of the rows."""
         reads = ranges(self.starts[numbers], np.diff(self.starts)[numbers])
         places = ranges(self.offsets[numbers], np.diff(self.offsets)[numbers])
-        rows = self.rows
         return Selection(
-            rows=rows if isinstance(rows, MergedPredictions) else [rows[k] for k in numbers.tolist()],
+            rows=[self.rows[k] for k in numbers.tolist()],
             used=self.used[places],
             edges=self.edges[reads],
             edge_rows=self.edge_rows[reads],
         )
 
 
-def predictions_of(tree: TokenTree, mask: Sequence[Any] | None) -> Bool[np.ndarray, "_"] | None:
+def predictions_of(tree: TokenTree, mask: Sequence[Any] | None) -> Bool[np.ndarray, " _"] | None:
     """The predictions that a mask selects, indexed by predicted token over all rows; False at first tokens.
 
     Args:
@@ -173,7 +151,7 @@ def predictions_of(tree: TokenTree, mask: Sequence[Any] | None) -> Bool[np.ndarr
     return np.concatenate(pieces)
 
 
-def last_states(tree: TokenTree, capabilities: Capabilities) -> tuple[PackedLayout, Int64[np.ndarray, "K"]]:
+def last_states(tree: TokenTree, capabilities: Capabilities) -> tuple[PackedLayout, Int64[np.ndarray, " K"]]:
     """The layout that reads one token's state for each trajectory, and the row of each.
 
     The token is the last one; for a sequence-classification model the last that is not padding, as in transformers.
@@ -244,7 +222,7 @@ def check_batch(tree: TokenTree, capabilities: Capabilities) -> None:
         )
 
 
-def _through(tree: TokenTree, wrong: Bool[np.ndarray, "N"]) -> tuple[str, int]:
+def _through(tree: TokenTree, wrong: Bool[np.ndarray, " N"]) -> tuple[str, int]:
     """The name of a trajectory through the first of these tokens, and that token."""
     token = int(np.argmax(wrong))
     number = int(np.argmax((tree.trajectory_last >= token) & (tree.trajectory_last < tree.end[token])))
@@ -293,7 +271,7 @@ class ScoreTable:
                 self.values = torch.zeros(shape, dtype=self.logprobs.dtype, device=self.device)
             self.values[self.index(piece.rows)] = scores.values.detach().to(self.values.dtype)
 
-    def index(self, numbers: Int64[np.ndarray, "n"]) -> Int64[Tensor, "n"] | slice:
+    def index(self, numbers: Int64[np.ndarray, " n"]) -> Int64[Tensor, " n"] | slice:
         """Places on the device; a slice where they are consecutive."""
         if len(numbers) and numbers[-1] - numbers[0] + 1 == len(numbers):
             return slice(int(numbers[0]), int(numbers[-1]) + 1)
@@ -306,9 +284,9 @@ class ScoreTable:
 class ScoreGradients(NamedTuple):
     """Gradients of a loss with respect to scores."""
 
-    edges: Float[Tensor, "E"] | None
+    edges: Float[Tensor, " E"] | None
     """By log-probabilities; None, here and below, where the loss does not depend on them."""
-    rows: Float[Tensor, "R"] | None
+    rows: Float[Tensor, " R"] | None
     """By entropies."""
     values: Float[Tensor, "R *c"] | None
 
@@ -322,14 +300,14 @@ class KnownGradients:
     def __init__(
         self,
         table: ScoreTable,
-        edges: Float[Tensor, "E"],
-        rows: Float[Tensor, "R"] | None = None,
+        edges: Float[Tensor, " E"],
+        rows: Float[Tensor, " R"] | None = None,
         values: Float[Tensor, "R *c"] | None = None,
     ):
         self.table, self._edges, self._rows, self._values = table, edges, rows, values
         self.needs_entropy = rows is not None
 
-    def coefficients(self, piece: Piece) -> Float[Tensor, "e"] | None:
+    def coefficients(self, piece: Piece) -> Float[Tensor, " e"] | None:
         """d loss / d log-probability where it is known before the piece is scored; else None."""
         return None if self.needs_entropy else self._edges[self.table.index(piece.edges)]
 
@@ -360,7 +338,7 @@ class StreamedGradients(KnownGradients):
         self.total: Any = 0.0
         self.sums: Metrics = {}
 
-    def coefficients(self, piece: Piece) -> Float[Tensor, "e"] | None:
+    def coefficients(self, piece: Piece) -> Float[Tensor, " e"] | None:
         """Known for a piece that is scored a second time: every trajectory that reads it has ended."""
         if self.needs_entropy or not self._seen[piece.rows].all():
             return None
@@ -379,7 +357,7 @@ class StreamedGradients(KnownGradients):
         if self._loss.reads_untrained:
             self._evaluate(self._order[: np.searchsorted(self._ends, 0)])
 
-    def _evaluate(self, numbers: Int64[np.ndarray, "k"]) -> None:
+    def _evaluate(self, numbers: Int64[np.ndarray, " k"]) -> None:
         if not len(numbers):
             return
         rows, table = self._batch.select(np.sort(numbers)), self.table
@@ -396,7 +374,7 @@ class StreamedGradients(KnownGradients):
 
 
 def added_up(
-    like: Float[Tensor, "places *c"], places: Int64[np.ndarray, "T"], gradients: Float[Tensor, "T *c"] | None
+    like: Float[Tensor, "places *c"], places: Int64[np.ndarray, " T"], gradients: Float[Tensor, "T *c"] | None
 ) -> Float[Tensor, "places *c"]:
     """Gradients (None: zeros), summed at the places that their scores came from, in the dtype of `like`."""
     # Summed in float64: thousands of rows may add to a place.
@@ -410,8 +388,8 @@ def evaluate_gradients(
     loss: Loss,
     normaliser: float,
     rows: Selection,
-    logprobs: Float[Tensor, "E"],
-    entropies: Float[Tensor, "R"] | None,
+    logprobs: Float[Tensor, " E"],
+    entropies: Float[Tensor, " R"] | None,
     values: Float[Tensor, "R *c"] | None,
 ) -> tuple[Tensor, Metrics, ScoreGradients]:
     """A loss over some rows, divided by the normaliser, its metrics and its gradients per prediction.

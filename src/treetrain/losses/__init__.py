@@ -1,14 +1,14 @@
 """Losses: pure functions of log-probabilities and facts of rows, called without a tree."""
 
-import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from treetrain.engine.loss import Facts, Loss, Metrics, Reduction, add_metrics, mean_metrics
 from treetrain.losses.losses import (
     IMPORTANCE_MODES,
     KL_ESTIMATORS,
+    REQUIRED,
     ImportanceMode,
     KLEstimator,
     PolicyLoss,
@@ -23,7 +23,6 @@ from treetrain.losses.losses import (
     sft,
     value,
 )
-from treetrain.losses.mix import Mixture, mix
 
 LOSSES: dict[str, Callable[..., Loss]] = {
     "sft": sft,
@@ -36,7 +35,7 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "dpo": dpo,
     "distill": distill,
 }
-"""Losses on a language-model head by their command-line names; `mix` combines them."""
+"""Losses on a language-model head by their command-line names."""
 
 __all__ = [
     "IMPORTANCE_MODES",
@@ -47,7 +46,6 @@ __all__ = [
     "KLEstimator",
     "Loss",
     "Metrics",
-    "Mixture",
     "PolicyLoss",
     "Reduction",
     "add_metrics",
@@ -59,7 +57,6 @@ __all__ = [
     "grpo",
     "gspo",
     "mean_metrics",
-    "mix",
     "ppo",
     "reinforce",
     "sft",
@@ -68,34 +65,18 @@ __all__ = [
 
 
 def by_name(name: str, **options: Any) -> Loss:
-    """A loss from its name and its factory's keyword arguments.
+    """A loss from its name and its options as keyword arguments.
 
     Raises:
         ValueError: an unknown name or option, a missing option, or one out of its range.
     """
     if name not in LOSSES:
         raise ValueError(f"unknown loss {name!r}; there are {', '.join(LOSSES)}")
-    known = options_of(name)
+    known = inspect.signature(LOSSES[name]).parameters
     unknown = [option for option in options if option not in known]
     if unknown:
         raise ValueError(f"loss {name!r} has no option {unknown[0]!r}; it has {', '.join(known)}")
-    missing = [option for option, default in known.items() if default is REQUIRED and option not in options]
+    missing = [option for option, has in known.items() if has.default is REQUIRED and option not in options]
     if missing:
         raise ValueError(f"loss {name!r} needs the option {missing[0]!r}, which has no default")
     return LOSSES[name](**options)
-
-
-REQUIRED = inspect.Parameter.empty
-
-
-def options_of(name: str) -> dict[str, Any]:
-    """The options of a loss with their defaults; `REQUIRED` stands for no default."""
-    options: dict[str, Any] = {}
-    defaults = {field.name: field.default for field in dataclasses.fields(PolicyLoss)}
-    for parameter in inspect.signature(LOSSES[name]).parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            (shared,) = get_args(parameter.annotation)  # Unpack[a TypedDict]
-            options |= {option: defaults[option] for option in get_type_hints(shared)}
-        else:
-            options[parameter.name] = parameter.default
-    return options

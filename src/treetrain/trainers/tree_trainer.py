@@ -232,10 +232,9 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         self._numbers = {"scoring_seconds": time.perf_counter() - started} if self._compute else {}
         calls = [self._batch.with_facts(inputs) for inputs in calls]
         rows = [row for inputs in calls for row in inputs["rows"]]
-        self._step_loss = self.loss.for_step(rows)
         self._balance = self._routing(calls)
         self._numbers |= step_metrics(rows) if isinstance(self.loss, PolicyLoss) else {}
-        return calls, self._step_loss.normaliser(rows)
+        return calls, self.loss.normaliser(rows)
 
     def _compute_facts(self, call: Call) -> None:
         """Old and reference log-probabilities of a batch, before its first update."""
@@ -282,9 +281,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         engine, started = self._engine_of(model), time.perf_counter()
         last = self.accelerator.sync_gradients
         with self._precision(engine):
-            result = engine.forward_backward(
-                inputs["tree"], self._step_loss, num_items_in_batch, self._balance, sync=last
-            )
+            result = engine.forward_backward(inputs["tree"], self.loss, num_items_in_batch, self._balance, sync=last)
         loss = result.loss  # waits for the device
         self._calls.append(result)
         for name, value in {**inputs, "seconds": time.perf_counter() - started}.items():
@@ -306,9 +303,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         self._log.add(result, self._numbers)
         self._numbers = {}
         limit = self.args.target_kl
-        # A mixture prefixes metrics with the names of its losses.
-        found = [value for name, value in result.metrics.items() if name.rpartition("/")[2] == "approx_kl"]
-        self._batch.stopped = limit is not None and bool(found) and found[0] > limit
+        self._batch.stopped = limit is not None and result.metrics.get("approx_kl", 0.0) > limit
 
     def _routing(self, calls: list[dict[str, Any]]) -> RouterBalance | None:
         """Router choices over all tokens of a step of several calls; None for one call or no auxiliary loss."""
@@ -355,7 +350,6 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             self.optimizer.eval()
         engine = self._engine_of(model)
         rows, loss, reference = self._held_out(dataloader.dataset.rows)
-        loss = None if loss is None else loss.for_step(rows)
         entropies, every = loss is not None and "entropies" in loss.needs, loss is not None and loss.reads_untrained
         nll = weight = tokens = total = 0.0
         sums: Metrics = {}
@@ -375,7 +369,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
                 nll -= float(weights[used] @ flat.double().cpu().numpy()[used])
                 weight, tokens = weight + float(weights.sum()), tokens + int(used.sum())
                 if loss is not None and (every or used.any()):
-                    facts = Facts.pack(members, device=flat.device, dtype=flat.dtype, used=None if every else used)
+                    facts = Facts(members, device=flat.device, dtype=flat.dtype, used=None if every else used)
                     read = torch.from_numpy(np.flatnonzero(used | every)).to(flat.device)
                     entropy = None if entropy_rows is None else torch.cat(entropy_rows)[read]
                     part, metrics = loss.packed(flat[read], entropy, facts)

@@ -113,7 +113,6 @@ def verify(
     loss = as_loss(sft() if loss is None else loss)
     tree = as_tree(trajectories, merge=True)
     rows = list(tree.trajectories)
-    loss = loss.for_step(rows)
     dtype: torch.dtype = model.dtype  # type: ignore[assignment]
     exact = dtype in TOLERANCE
     if not exact and not tensor_parallel_ranks(model).alone:
