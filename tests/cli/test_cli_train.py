@@ -27,7 +27,7 @@ def logged(folder: Path, name: str = "loss") -> list[float]:
 def test_training_writes_a_folder_that_transformers_loads(treetrain, token_file, model_folder, tmp_path) -> None:
     out = tmp_path / "out"
     argv = ("train", token_file, "--model", model_folder, "--output_dir", out, "--max_steps", "3", *QUIET)
-    answer = treetrain(*argv, "--logging_steps", "1", "--eval_fraction", "0.25")
+    answer = treetrain(*argv, "--logging_steps", "1", "--eval_data", token_file)
     assert answer.code == 0 and f"the model is in {out}" in answer.out
     assert "train_loss" in answer.out and "eval_nll" in answer.out
     loads(out)
@@ -126,7 +126,6 @@ def test_a_file_with_a_mistake_is_refused_in_one_line(treetrain, tmp_path, text,
         (("--learning-rat", "1"), "learning-rat is no argument"),
         (("--loss", "sfft"), "unknown loss 'sfft'"),
         (("--loss_kwargs", '{"clip": 0.2}'), "has no option 'clip'"),
-        (("--eval_fraction", "1.5"), "eval_fraction is 1.5"),
         (("--budget", "lots"), "budget"),
     ],
 )

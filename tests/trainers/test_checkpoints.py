@@ -26,7 +26,7 @@ from support.safe_runs import (
     saved_steps,
 )
 from treetrain.trainers import checkpoints
-from treetrain.trainers.checkpoints import CheckpointNotWritten, Interrupted, SafeCheckpointsMixin, TornCheckpoint
+from treetrain.trainers.checkpoints import CheckpointNotWritten, SafeCheckpointsMixin, TornCheckpoint
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was stopped after step 7 of 12, with checkpoints 6 and 7."""
     folder = tmp_path_factory.mktemp("stopped") / "out"
-    with pytest.raises(Interrupted):
+    with pytest.raises(SystemExit):
         make_trainer(folder, callbacks=(StopAt(7),)).train()
     return folder
 
@@ -75,11 +75,14 @@ def damage(file: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 4, 5, 7])
-def test_a_stopped_run_ends_bit_for_bit_as_one_that_was_not(step: int, undisturbed, tmp_path) -> None:
+def test_a_stopped_run_ends_bit_for_bit_as_one_that_was_not(step: int, undisturbed, tmp_path, capfd) -> None:
     # Steps 5 and 10 end epochs; 1, 4 and 7 are within one, and within the three steps between two logs.
     folder = tmp_path / "out"
-    with pytest.raises(Interrupted, match=rf"SIGTERM: stopped after step {step} of 12; .*checkpoint-{step}\. Go on"):
+    with pytest.raises(SystemExit) as stopped:
         make_trainer(folder, callbacks=(StopAt(step),)).train()
+    assert stopped.value.code == 143
+    place = folder / f"checkpoint-{step}"
+    assert f"SIGTERM: stopped after step {step} of 12; all of it is saved in {place}. Go on" in capfd.readouterr().err
     assert max(saved_steps(folder)) == step
     assert differences(resume(folder), undisturbed) == []
 
@@ -111,7 +114,7 @@ def test_the_same_holds_for_other_settings(name: str, tmp_path) -> None:
     settings = SETTINGS[name]
     whole = make_trainer(tmp_path / "whole", **settings)
     whole.train()
-    with pytest.raises(Interrupted):
+    with pytest.raises(SystemExit):
         make_trainer(tmp_path / "out", callbacks=(StopAt(5),), **settings).train()
     found, expected = resume(tmp_path / "out", **settings), outcome(whole)
     assert differences(found, expected) == []
@@ -177,8 +180,7 @@ def test_every_damaged_file_is_recognised(kind: str, stopped, tmp_path) -> None:
 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning_and_the_one_before_it_resumed(copied, undisturbed) -> None:
     damage(copied / "checkpoint-7" / "optimizer.pt", "torn")
-    size = (copied / "checkpoint-7" / "optimizer.pt").stat().st_size
-    with pytest.warns(RuntimeWarning, match=rf"checkpoint-7: optimizer\.pt has {size:,} bytes, [\d,]+ were written"):
+    with pytest.warns(RuntimeWarning, match=r"checkpoint-7: optimizer\.pt has SHA-256 [0-9a-f]{16}, .* was written"):
         assert differences(resume(copied), undisturbed) == []
 
 
@@ -190,14 +192,14 @@ def test_a_damaged_checkpoint_that_is_named_is_an_error(copied) -> None:
 
 def test_a_checkpoint_of_plain_transformers_is_not_trusted(tmp_path) -> None:
     make_trainer(tmp_path / "out", kind=Trainer, max_steps=2).train()
-    with pytest.raises(TornCheckpoint, match=r"manifest\.json is missing, so this is not a checkpoint of Safe"):
+    with pytest.raises(TornCheckpoint, match=r"manifest\.json is missing or altered .*plain transformers writes none"):
         resume(tmp_path / "out", str(tmp_path / "out" / "checkpoint-2"))
 
 
 def test_where_no_checkpoint_is_whole_the_run_does_not_begin(copied) -> None:
     for name in ("checkpoint-6", "checkpoint-7"):
         damage(copied / name / "scheduler.pt", "missing")
-    with pytest.warns(RuntimeWarning), pytest.raises(TornCheckpoint, match=r"no checkpoint in .* is whole.*-7.*-6"):
+    with pytest.warns(RuntimeWarning), pytest.raises(TornCheckpoint, match=r"no checkpoint is whole.*-7.*-6"):
         resume(copied)
 
 
@@ -268,10 +270,6 @@ def kill_saves(trainer: Any, folder: Path, aside: Path, every: int) -> Iterator[
         assert status == 0 or os.WTERMSIG(status) == signal.SIGKILL
         for path in folder.glob("checkpoint-*"):
             checkpoints.check_files(path)  # nothing that is named as a checkpoint is torn
-        checkpoints.recover(folder)
-        for path in folder.glob("checkpoint-*"):
-            checkpoints.check_files(path)
-        assert not (folder / ".writing").exists() and not [*folder.glob(".deleting-*")]
         yield
         if status == 0:
             assert number > 20
@@ -408,7 +406,7 @@ def test_a_signal_that_comes_after_the_last_step_is_delivered_after_training(tmp
 def test_an_interrupted_script_ends_with_the_exit_code_of_its_signal(tmp_path) -> None:
     with pytest.raises(SystemExit) as stopped:
         make_trainer(tmp_path / "out", callbacks=(StopAt(1, signal.SIGINT),), save_strategy="no").train()
-    assert stopped.value.code == 130 and stopped.value.checkpoint == tmp_path / "out" / "checkpoint-1"
+    assert stopped.value.code == 130 and {*saved_steps(tmp_path / "out")} == {1}
 
 
 def test_another_number_of_samples_in_a_step_is_refused_with_both(copied) -> None:
@@ -429,13 +427,16 @@ def test_a_mixin_that_stands_after_the_trainer_is_refused() -> None:
 
 def test_another_version_of_transformers_is_refused_by_name(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(checkpoints.transformers, "__version__", "5.99.0")
-    with pytest.raises(RuntimeError, match=r"tested with transformers 5\.17\. and 5\.23\., and 5\.99\.0 is installed"):
+    with pytest.raises(ValueError, match=r"transformers 5\.99\.0 is not tested: install 5\.23\.\*"):
         make_trainer(tmp_path / "out")
 
 
-def test_settings_that_cannot_be_made_safe_are_refused(tmp_path) -> None:
+def test_settings_that_cannot_be_made_safe_are_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda trainer: None)
     with pytest.raises(ValueError, match="save_on_each_node=True"):
         make_trainer(tmp_path / "out", save_on_each_node=True)
+    with pytest.raises(ValueError, match="set hub_strategy='end'"):
+        make_trainer(tmp_path / "out", push_to_hub=True)
 
 
 def test_the_saved_model_loads_with_from_pretrained(stopped) -> None:

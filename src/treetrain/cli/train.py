@@ -58,8 +58,6 @@ def make_parser() -> Any:
     parser.row_options(nargs="*")
     parser.option("cache", "Folder to keep the rows in: read once, and more of them than fit in memory.")
     parser.option("eval_data", "Files of rows to evaluate on.", [], nargs="+")
-    text = "Part of the groups (else trees) to evaluate on instead of training."
-    parser.option("eval_fraction", text, 0.0, type=float)
     parser.option("model", "Hub id, local folder, or a built-in random preset: tiny, small.")
     parser.option("ref_model", "The reference policy; not given: the model as it is before training.")
     text = """Train an adapter: options of peft.LoraConfig as JSON, '{"r": 16, "lora_alpha": 32}'."""
@@ -86,10 +84,6 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, Any]:
         parser.error("no data file given; name at least one")
     if not options.model:
         parser.error("no model given; give --model a hub id, a folder or a preset (tiny, small)")
-    if not 0 <= options.eval_fraction < 1:
-        parser.error(f"eval_fraction is {options.eval_fraction}; give a number from 0 to below 1")
-    if options.eval_fraction and (options.eval_data or options.cache):
-        parser.error("eval_fraction goes with neither eval_data nor cache: give eval_data")
     return options, arguments
 
 
@@ -119,14 +113,11 @@ def _trainer(options: Namespace, arguments: Any) -> "tuple[TreeTrainer, Sequence
     from treetrain.data.chat import chat_template_text
     from treetrain.errors import DataError
     from treetrain.models.loading import load_model, load_tokenizer
-    from treetrain.trainers.groups import hold_out
     from treetrain.trainers.tree_trainer import TreeTrainer, WeightAverage
 
     with arguments.main_process_first(desc="reading rows"):  # only the main process writes a mapped file
         found = read(options, cache=options.cache)
-    rows, eval_rows = found.rows, read(options, options.eval_data).rows if options.eval_data else None
-    if options.eval_fraction:
-        rows, eval_rows = hold_out(rows, options.eval_fraction, seed=arguments.seed)
+    eval_rows = read(options, options.eval_data).rows if options.eval_data else None
     tokenizer = found.tokenizer
     if tokenizer is None:
         with suppress(DataError):  # token rows need none; it is saved beside the model
@@ -148,7 +139,7 @@ def _trainer(options: Namespace, arguments: Any) -> "tuple[TreeTrainer, Sequence
     trainer = TreeTrainer(
         model,
         arguments,
-        rows,
+        found.rows,
         eval_rows,
         ref_model=None if options.ref_model is None else load_model(options.ref_model, seed=arguments.seed),
         peft_config=adapter,

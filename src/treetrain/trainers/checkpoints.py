@@ -2,12 +2,11 @@
 
 transformers writes a checkpoint in place, file by file, and resumes from the folder with the highest number, whatever
 is in it (its issues 35525 and 35782). Here transformers and torch.distributed.checkpoint still write the files, but
-into a temporary folder. When every file is on the disk, a manifest with the sizes and SHA-256 of all files (and of
-itself) is added, and one rename gives the folder its name. So a kill at any moment leaves a complete checkpoint or
-none. Later changes by a disk, a copy or an editor are seen before loading.
+into a temporary folder. When every file is on the disk, a manifest with the SHA-256 of all files (and of itself) is
+added, and one rename gives the folder its name. So a kill at any moment leaves a complete checkpoint or none. Later
+changes by a disk, a copy or an editor are seen before loading.
 """
 
-import errno
 import hashlib
 import json
 import math
@@ -16,10 +15,9 @@ import shutil
 import signal
 import sys
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,8 +26,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.utils import FullyShardedDataParallelPlugin
-from accelerate.utils.constants import FSDP_MODEL_NAME
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as distributed_load
@@ -44,13 +42,10 @@ T = TypeVar("T")
 TESTED = "5.17.", "5.23."
 """Versions of transformers with which the overridden private methods are tested."""
 MANIFEST, CALLBACKS = "manifest.json", "callbacks"
+SHARDS = "pytorch_model_fsdp_0"
+"""The folder of a checkpoint in which accelerate writes the shards of a model."""
 WRITING = ".writing"
-"""The folder, beside the checkpoints, in which one is written."""
-DELETING = ".deleting-"
-"""Prefix of checkpoints that are being deleted."""
-SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
-SAME_PRESS_SECONDS = 2.0
-"""A second Ctrl-C within this time is the same one: torchrun forwards it to processes that already got it."""
+"""The folder, beside the checkpoints, in which they are written and deleted."""
 
 
 class TornCheckpoint(ValueError):
@@ -61,101 +56,55 @@ class CheckpointNotWritten(OSError):
     """A checkpoint that could not be written. Nothing of it is left, and older ones are as they were."""
 
 
-class Interrupted(SystemExit):
-    """A run that Ctrl-C or SIGTERM stopped; `checkpoint` is the folder to go on from.
-
-    A script that does not catch it ends with the exit code of that signal.
-    """
-
-    def __init__(self, message: str, number: int, checkpoint: Path) -> None:
-        super().__init__(128 + number)  # what shells expect: 130 after Ctrl-C, 143 after SIGTERM
-        self.message, self.number, self.checkpoint = message, number, checkpoint
-
-    def __str__(self) -> str:
-        return self.message
+def hashes(folder: Path, rank: int = 0, ranks: int = 1) -> dict[str, str]:
+    """The SHA-256 of the files of a folder, which are on the disk then; each rank hashes a share of them."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())[rank::ranks]
+    return {path.relative_to(folder).as_posix(): _sha256(path) for path in paths}
 
 
-# ---- Checkpoints as folders
-
-
-def describe(folder: Path, rank: int = 0, ranks: int = 1) -> dict[str, dict[str, Any]]:
-    """Sync the files of a folder to disk and compute their sizes and SHA-256; each rank does a share of them."""
-    found = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file())[rank::ranks]:
-        _sync(path)
-        found[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-    return found
-
-
-def commit(temporary: Path, files: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
-    """Write the manifest of a checkpoint whose files are on the disk, and move the folder to its place.
-
-    `<folder>/.writing/<name>` becomes `<folder>/<name>`. The manifest holds `files`, from `describe`, and `facts`.
-    """
-    folder = temporary.parents[1]
+def commit(temporary: Path, contents: Mapping[str, Any]) -> None:
+    """Write the manifest of a checkpoint and move the folder from `<folder>/.writing/<name>` to `<folder>/<name>`."""
+    writing, folder = temporary.parents[:2]
     order = 1 + max((order for order in newest_first(folder).values() if order < math.inf), default=0)
-    contents = {"order": order, "files": dict(sorted(files.items())), **facts}
+    contents = {"order": order, **contents}
     text = json.dumps({"contents": contents, "sha256": _digest(contents)}, indent=1)
     (temporary / MANIFEST).write_text(text + "\n", encoding="utf-8")
-    for path in [temporary / MANIFEST, *temporary.rglob("*/"), temporary, temporary.parent]:
+    for path in [temporary / MANIFEST, *temporary.rglob("*/"), temporary, writing]:
         _sync(path)
-    place = folder / temporary.name
-    replaced = place.with_name(f"{DELETING}{place.name}")
-    if place.exists():  # torn, or of a run that was abandoned; see `recover` for a kill between the two renames
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.rename(place, replaced)
+    place, before = folder / temporary.name, folder / f"{temporary.name}-before-{order}"
+    if replaces := place.exists():  # torn, or of a run that was abandoned; a kill between the renames leaves it there
+        os.rename(place, before)
     os.rename(temporary, place)
     _sync(folder)
-    for path in (temporary.parent, replaced):
-        shutil.rmtree(path, ignore_errors=True)
+    delete([before] if replaces else [], writing)
 
 
-def recover(folder: Path) -> None:
-    """Delete what killed runs left half written; a complete checkpoint in the temporary folder moves to its place.
-
-    Raises:
-        OSError: the folder is not writable.
-    """
-    (folder / WRITING).mkdir(parents=True, exist_ok=True)
-    for path in (folder / WRITING).glob("*"):
-        with suppress(TornCheckpoint):
-            check_files(path)
-            if not (folder / path.name).exists():
-                os.rename(path, folder / path.name)
-                _sync(folder)
-    for path in [folder / WRITING, *folder.glob(f"{DELETING}*")]:
-        shutil.rmtree(path, ignore_errors=True)
+def delete(checkpoints: Sequence[Path], writing: Path) -> None:
+    """Delete checkpoints and the temporary folder."""
+    writing.mkdir(exist_ok=True)
+    for path in checkpoints:  # renamed first: a kill during the deletion leaves nothing that looks like a checkpoint
+        os.rename(path, writing / path.name)
+    shutil.rmtree(writing, ignore_errors=True)
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """The contents of a checkpoint's manifest. Raises TornCheckpoint where it is missing or altered."""
     try:
         stored = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        contents, written = stored["contents"], stored["sha256"]
-    except FileNotFoundError:
-        raise TornCheckpoint(
-            f"{checkpoint}: {MANIFEST} is missing, so this is not a checkpoint of SafeCheckpointsMixin or a torn one"
-        ) from None
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise TornCheckpoint(f"{checkpoint}: {MANIFEST} cannot be read ({error})") from None
-    if (digest := _digest(contents)) != written:
-        raise TornCheckpoint(f"{checkpoint}: {MANIFEST} has SHA-256 {digest[:16]}, {written[:16]} was written")
-    return contents
+        if stored["sha256"] == _digest(stored["contents"]):
+            return stored["contents"]
+        error: Any = "its SHA-256 is another"
+    except (OSError, ValueError, KeyError, TypeError) as found:
+        error = found
+    raise TornCheckpoint(f"{checkpoint}: {MANIFEST} is missing or altered ({error}); plain transformers writes none")
 
 
 def check_files(checkpoint: Path, rank: int = 0, ranks: int = 1) -> None:
     """Compare the files of a checkpoint with its manifest, each rank a share of them. Raises TornCheckpoint."""
     for name, written in sorted(read_manifest(checkpoint)["files"].items())[rank::ranks]:
-        path = checkpoint / name
-        if not path.is_file():
-            found = f"is missing, {written['bytes']:,} bytes were written"
-        elif (size := path.stat().st_size) != written["bytes"]:
-            found = f"has {size:,} bytes, {written['bytes']:,} were written"
-        elif (digest := _sha256(path)) != written["sha256"]:
-            found = f"has SHA-256 {digest[:16]}, {written['sha256'][:16]} was written"
-        else:
-            continue
-        raise TornCheckpoint(f"{checkpoint}: {name} {found}")
+        found = _sha256(checkpoint / name) if (checkpoint / name).is_file() else "of no file"
+        if found != written:
+            raise TornCheckpoint(f"{checkpoint}: {name} has SHA-256 {found[:16]}, {written[:16]} was written")
 
 
 def newest_first(folder: Path) -> dict[Path, float]:
@@ -170,24 +119,16 @@ def newest_first(folder: Path) -> dict[Path, float]:
         orders[path] = math.inf
         with suppress(TornCheckpoint):
             orders[path] = read_manifest(path)["order"]
-    return dict(sorted(orders.items(), key=lambda found: (found[1], found[0].name), reverse=True))
+    return dict(sorted(orders.items(), key=lambda found: found[1], reverse=True))
 
 
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints beyond `limit`, but never the newest one nor the best one.
-
-    Folders without a readable manifest are left alone: they may be anything.
-    """
-    newest = [path for path, order in newest_first(folder).items() if order < math.inf]
-    if not limit or limit < 1 or not newest:
+    """Delete the oldest checkpoints beyond `limit`, but never the newest, the best, or what may be no checkpoint."""
+    if not limit or limit < 1:
         return
-    kept = {newest[0].resolve(), *([Path(best).resolve()] if best else [])}
-    others = [path for path in newest if path.resolve() not in kept]
-    for path in others[max(0, limit - len(kept)) :]:
-        # Renamed first: a kill during the deletion leaves nothing that looks like a checkpoint.
-        doomed = path.with_name(f"{DELETING}{path.name}")
-        os.rename(path, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+    newest = [path for path, order in newest_first(folder).items() if order < math.inf]
+    older = [path for path in newest[1:] if path.name != Path(best or "").name]
+    delete(older[max(0, limit - (len(newest) - len(older))) :], folder / WRITING)
 
 
 def _sync(path: Path) -> None:
@@ -195,23 +136,18 @@ def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot sync folders
-            raise
     finally:
         os.close(handle)
 
 
 def _sha256(path: Path) -> str:
+    _sync(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest(contents: Any) -> str:
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
-
-
-# ---- The mixin
 
 
 class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
@@ -224,17 +160,15 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     SafeTrainer(...).train(resume_from_checkpoint=True)
     ```
 
-    A checkpoint gets its name only when it is complete, with the SHA-256 of every file in a manifest. `True` resumes
-    the newest complete one, or starts at step 0 if there is none yet. Older ones are deleted (`save_total_limit`)
-    only when a new one is complete. Ctrl-C and SIGTERM on any rank stop all ranks after the step, with a checkpoint. A
-    resumed run is bit-identical on the same number of ranks, and equal within rounding on another. Callbacks get their
-    state back if they are `ExportableState` or have `state_dict` and `load_state_dict`. Sharded models (FSDP2) are
-    saved in shards. All ranks must share `output_dir`; two runs must not.
+    A checkpoint gets its name only when it is complete, with the SHA-256 of every file in a manifest. Older ones are
+    deleted (`save_total_limit`) only after that. Ctrl-C and SIGTERM on any rank stop all ranks after the step, with a
+    checkpoint. A resumed run is bit-identical on the same number of ranks, and equal within rounding on another.
+    Callbacks get their state back if they are `ExportableState` or have `state_dict` and `load_state_dict`. Sharded
+    models (FSDP2) are saved in shards. All ranks must share `output_dir`; two runs must not.
 
     Raises:
         TypeError: the mixin comes after the Trainer in the list of bases.
-        RuntimeError: an untested version of transformers is installed.
-        ValueError: a setting that cannot be made safe (DeepSpeed, `save_on_each_node`).
+        ValueError: an untested version of transformers, DeepSpeed, `save_on_each_node`, or checkpoints on the hub.
     """
 
     how_to_resume = "trainer.train(resume_from_checkpoint=True)"
@@ -245,35 +179,29 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     model: Any
     _last_good: Path | None = None
-    _resumed: dict[str, Any] | None = None
-    """The manifest of the checkpoint that is resumed, and its folder under "path"."""
-    _writing = _save_postponed = _epoch_ending = False
-    _stop = 0
-    """The signal that some rank got; the same on all ranks."""
+    _resumed: Path | None = None
+    _writing = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        order = cls.__mro__
-        if Trainer in order and order.index(Trainer) < order.index(SafeCheckpointsMixin):
+        if Trainer in cls.__mro__ and cls.__mro__.index(Trainer) < cls.__mro__.index(SafeCheckpointsMixin):
             raise TypeError(f"{cls.__name__}: SafeCheckpointsMixin must stand before the Trainer in the list of bases")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if not transformers.__version__.startswith(TESTED):
-            raise RuntimeError(
-                f"SafeCheckpointsMixin is tested with transformers {' and '.join(TESTED)}, and "
-                f"{transformers.__version__} is installed: install transformers=={TESTED[-1]}*"
-            )
         super().__init__(*args, **kwargs)
-        if self.is_deepspeed_enabled:
-            raise ValueError("SafeCheckpointsMixin does not know DeepSpeed's checkpoints: use DDP or FSDP2")
-        if self.args.save_on_each_node:
-            raise ValueError("save_on_each_node=True: SafeCheckpointsMixin needs one output_dir that all nodes share")
+        args, version = self.args, transformers.__version__
+        for wrong, why in (
+            (not version.startswith(TESTED), f"transformers {version} is not tested: install {TESTED[-1]}*"),
+            (self.is_deepspeed_enabled, "DeepSpeed's checkpoints are not known: use DDP or FSDP2"),
+            (args.save_on_each_node, "save_on_each_node=True: set it to False, and share one output_dir"),
+            (args.push_to_hub and args.hub_strategy != "end", "checkpoints are not pushed: set hub_strategy='end'"),
+        ):
+            if wrong:
+                raise ValueError(f"SafeCheckpointsMixin: {why}")
 
     def step_size(self) -> str:
         """The data of an optimiser step over all ranks, in words. A trainer that counts otherwise overrides it."""
         return f"{self._train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size} samples"
-
-    # ---- Training: what is resumed, signals
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer.train` does.
@@ -286,44 +214,45 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
             TornCheckpoint: the named folder, or every one in `output_dir`, differs from what was written.
             CheckpointNotWritten: a checkpoint could not be written; the message names the last good one.
             ValueError: a step takes more or less data than those of the checkpoint.
-            Interrupted: Ctrl-C or SIGTERM; a checkpoint of the last step is written.
+            SystemExit: Ctrl-C or SIGTERM, with its exit code; a checkpoint of the last step is written.
         """
         folder, callback = Path(self.args.output_dir or "."), _StepCallback(self)
         self.add_callback(callback)
         try:
-            with _catch_signals() as self._signals, replaced(self.args, restore_callback_states_from_checkpoint=True):
-                self._on_first(lambda: recover(folder))
-                path = self._last_good = self._choose(resume_from_checkpoint, folder)
-                self._resumed = self._read(path) if path else None
-                self._stop, self._save_postponed, self._epoch_ending = 0, False, False
-                return super().train(str(path) if path else None, *args, **kwargs)
-        except Interrupted as stopped:
-            self.callback_handler.on_train_end(self.args, self.state, self.control)  # trackers close their files
-            if self._is_first:
-                print(stopped.message, file=sys.stderr)
-            raise
+            restoring = replaced(self.args, restore_callback_states_from_checkpoint=True)
+            with restoring, _catch_signals() as callback.signals:
+                self._on_first(lambda: (_empty(folder / WRITING), delete([], folder / WRITING)))  # of killed runs
+                self._resumed = self._last_good = self._choose(resume_from_checkpoint, folder)
+                return super().train(str(self._resumed) if self._resumed else None, *args, **kwargs)
         finally:
             self.remove_callback(callback)
             self._resumed = None
 
     def _choose(self, wanted: str | bool | None, folder: Path) -> Path | None:
-        """The checkpoint to resume; None for the start. Raises TornCheckpoint."""
+        """The checkpoint to resume; None for the start. Raises TornCheckpoint, and ValueError if it does not fit."""
         if not wanted:
             return None
-        if not isinstance(wanted, bool):
-            self._check_whole(Path(wanted))
-            return Path(wanted)
-        torn = []
-        for path in self._together(lambda: list(newest_first(folder)))[0]:
+        torn: list[str] = []
+        for path in self._together(lambda: list(newest_first(folder)) if wanted is True else [Path(wanted)])[0]:
             try:
                 self._check_whole(path)
-                return path
             except TornCheckpoint as error:
                 torn.append(str(error))
-                self._warn(f"not resumed, since it is not whole: {error}")
+                warnings.warn(f"not resumed, since it is not whole: {error}", RuntimeWarning, stacklevel=3)
+                continue
+            manifest, now = read_manifest(path), self.step_size()
+            if manifest["step_size"] != now and not (self.args.ignore_data_skip or self.args.auto_find_batch_size):
+                raise ValueError(
+                    f"cannot go on from {path}: a step took {manifest['step_size']} (on {manifest['ranks']} ranks) and "
+                    f"now takes {now} (on {self.args.world_size}, with gradient_accumulation_steps="
+                    f"{self.args.gradient_accumulation_steps}). Make it the same, or set ignore_data_skip=True"
+                )
+            if not any(name.startswith("optimizer") for name in manifest["files"]):
+                raise ValueError(f"cannot go on from {path}: with save_only_model=True it holds no optimiser state")
+            return path
         if torn:
-            raise TornCheckpoint(f"no checkpoint in {folder} is whole: {'; '.join(torn)}")
-        self._warn(f"no checkpoint in {folder} yet: the run begins at step 0")
+            raise TornCheckpoint(f"no checkpoint is whole: {'; '.join(torn)}")
+        warnings.warn(f"no checkpoint in {folder} yet: the run begins at step 0", RuntimeWarning, stacklevel=3)
         return None
 
     def _check_whole(self, path: Path) -> None:
@@ -333,49 +262,15 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         except RanksDisagree as error:
             raise TornCheckpoint(str(error)) from None
 
-    def _read(self, path: Path) -> dict[str, Any]:
-        """The manifest. Raises ValueError for another step size, or without optimiser state."""
-        manifest = read_manifest(path)
-        then, now = manifest["step_size"], self.step_size()
-        if then != now and not (self.args.ignore_data_skip or self.args.auto_find_batch_size):
-            why = (
-                f"a step took {then} (on {manifest['ranks']} ranks) and now takes {now} (on {self.args.world_size}, "
-                f"with gradient_accumulation_steps={self.args.gradient_accumulation_steps}). Make it the same, or set "
-                "ignore_data_skip=True"
-            )
-        elif manifest["save_only_model"]:
-            why = "with save_only_model=True it holds no optimiser state"
-        else:
-            return manifest | {"path": path}
-        raise ValueError(f"cannot go on from {path}: {why}")
-
-    def _maybe_log_save_evaluate(
-        self, tr_loss: Any, grad_norm: Any, model: nn.Module, trial: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
-        if not self._stop or self._epoch_ending:
-            return
-        step = self.state.global_step
-        place = Path(super()._get_output_dir(trial)) / f"checkpoint-{step}"
-        if self._last_good != place:
-            self._save_checkpoint(model, trial)
-            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-        raise Interrupted(
-            f"{SIGNALS[signal.Signals(self._stop)]}: stopped after step {step} of {self.state.max_steps}; all of it is "
-            f"saved in {place}. Go on with {self.how_to_resume}",
-            self._stop,
-            place,
-        )
-
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if self.state.global_step >= self.state.max_steps:  # transformers would do one more step of a complete run
             self.control.should_training_stop = True
-            return
-        super()._run_epoch(*args, **kwargs)
+        else:
+            super()._run_epoch(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        if self._resumed and self._resumed["step"] == self.state.global_step:  # there was nothing left to do
-            self._load_rng_state(str(self._resumed["path"]))
+        if self._resumed and self.state.global_step == self._initial_global_step:  # there was nothing left to do
+            self._load_rng_state(str(self._resumed))
         # With save_total_limit=1 transformers would delete the newest checkpoint here and leave the best one.
         with replaced(self.args, save_total_limit=None):
             return super()._finalize_training(*args, **kwargs)
@@ -384,41 +279,39 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint to a temporary folder, move it to its place when complete, then delete older ones."""
-        state, step, rank, ranks = self.state, self.state.global_step, self.args.process_index, self.args.world_size
-        folder = Path(super()._get_output_dir(trial))
-        temporary = folder / WRITING / f"checkpoint-{step}"
-        place, best = folder / temporary.name, state.best_global_step
+        state, rank, ranks = self.state, self.args.process_index, self.args.world_size
+        folder, sharded = Path(super()._get_output_dir(trial)), _is_sharded(self.model)
+        place, best = folder / f"checkpoint-{state.global_step}", folder / f"checkpoint-{state.best_global_step}"
+        temporary = folder / WRITING / place.name
         callbacks = {name: callback.state_dict() for name, callback in self._callbacks().items()}
 
-        def write() -> float:
+        def write() -> None:
             # transformers would look for the best checkpoint beside the temporary folder.
-            with replaced(state, best_global_step=None), replaced(self, _writing=True):
+            with replaced(state, best_global_step=None), replaced(self, _writing=True), self._in_shards(sharded):
                 super(SafeCheckpointsMixin, self)._save_checkpoint(model, trial)
-            if best and (best == step or (folder / f"checkpoint-{best}").is_dir()):
-                state.best_model_checkpoint = str(folder / f"checkpoint-{best}")
-            saved = {name: _plain(getattr(self, name)) for name in self.also_saved if hasattr(self, name)}
+            if best == place or best.is_dir():
+                state.best_model_checkpoint = str(best)
+            own = ("_tr_loss", "_globalstep_last_logged", *self.also_saved)
+            saved = {name: _plain(getattr(self, name)) for name in own if hasattr(self, name)}
             torch.save(saved, temporary / f"trainer_{rank}.pt")
-            if self._is_first:
-                if not self._is_sharded:
-                    torch.save(callbacks, temporary / f"{CALLBACKS}.pt")
+            if rank == 0:
                 state.save_to_json(str(temporary / "trainer_state.json"))
-            return float(self._tr_loss)
+                if not sharded:
+                    torch.save(callbacks, temporary / f"{CALLBACKS}.pt")
 
         try:
-            self._on_first(lambda: shutil.rmtree(temporary.parent, ignore_errors=True))
-            self._on_first(lambda: temporary.mkdir(parents=True))
-            if self._is_sharded:  # before anything that can fail on one rank alone: this is a collective call
+            self._on_first(lambda: _empty(temporary))
+            if sharded:  # before anything that can fail on one rank alone: this is a collective call
                 distributed_save(callbacks, checkpoint_id=temporary / CALLBACKS)
-            losses = self._together(write)
-            described = self._together(lambda: describe(temporary, rank, ranks))
-            facts = {"step": step, "ranks": ranks, "step_size": self.step_size()}
-            facts |= {"loss_since_log": losses, "last_logged": self._globalstep_last_logged}
-            facts |= {"save_only_model": self.args.save_only_model}
-            written = {name: entry for each in described for name, entry in each.items()}
-            self._on_first(lambda: commit(temporary, written, facts))
-        except Exception as error:
-            if self._is_first:
-                shutil.rmtree(temporary.parent, ignore_errors=True)
+            self._together(write)
+            files = {}
+            for found in self._together(lambda: hashes(temporary, rank, ranks)):
+                files |= found
+            contents = {"step": state.global_step, "ranks": ranks, "step_size": self.step_size(), "files": files}
+            self._on_first(lambda: commit(temporary, contents))
+        except (Exception, CheckpointException) as error:
+            if rank == 0:
+                shutil.rmtree(folder / WRITING, ignore_errors=True)
             room = f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free there" if folder.is_dir() else "no folder"
             good = f"the last good checkpoint is {self._last_good}" if self._last_good else "there is no checkpoint yet"
             raise CheckpointNotWritten(
@@ -426,41 +319,21 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                 f"go on with {self.how_to_resume}"
             ) from error
         self._last_good = place
-        if self._is_first:
-            try:
+        if rank == 0:
+            with suppress(OSError):  # the new checkpoint is good; a full disk fails at the next one
                 rotate(folder, self.args.save_total_limit, state.best_model_checkpoint)
-            except OSError as error:
-                self._warn(f"older checkpoints in {folder} could not be deleted: {error}")
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(place))
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
         return os.path.join(folder, WRITING) if self._writing else folder
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self._writing:  # only once it is in its place
-            super()._push_from_checkpoint(checkpoint_folder)
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model for `from_pretrained`; shards in a checkpoint are written with the optimiser instead."""
-        folder = output_dir or self.args.output_dir or "."
-        if not self._is_sharded:
+        if self._writing or not _is_sharded(self.model):
             super().save_model(output_dir, _internal_call)
-        elif not self._writing:
+        else:
+            folder = output_dir or self.args.output_dir or "."
             save_whole(self.model, folder, self.processing_class, write=self.args.should_save)
-        elif self._is_first:
-            self.model.config.save_pretrained(folder)
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(folder)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """See `Trainer`. In a checkpoint it is left out where it cannot be written.
-
-        TRL's first rank writes it before the shards; after an error there the others would wait for it.
-        """
-        with suppress(OSError) if self._writing else nullcontext():
-            super().create_model_card(*args, **kwargs)
 
     @contextmanager
     def _in_shards(self, wanted: bool) -> Iterator[None]:
@@ -469,54 +342,40 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         Every rank writes and reads its own shards, and the number of ranks may differ between writing and reading. This
         serves models that accelerate wrapped, models given to `fully_shard`, and reading shards into a whole model.
         """
-        plugin: dict[str, Any] = {}
-        if wanted:
-            plugin["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
-        with (
-            replaced(self.accelerator.state, **plugin),
-            replaced(self, is_fsdp_enabled=wanted or self.is_fsdp_enabled),
-        ):
+        if not wanted:
             yield
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        with self._in_shards(self._is_sharded):
-            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+        with replaced(self.accelerator.state, fsdp_plugin=plugin), replaced(self, is_fsdp_enabled=True):
+            yield
 
     # ---- Loading
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        in_shards = _has_shards(resume_from_checkpoint)
-        if self._is_sharded and not in_shards:
-            raise ValueError(
-                f"{resume_from_checkpoint} is of a model that was not sharded, and this one is: go on without FSDP, or "
-                "begin a new run with its weights by from_pretrained"
-            )
-        with self._in_shards(in_shards):
+        with self._in_shards(Path(resume_from_checkpoint, SHARDS).is_dir()):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with self._in_shards(checkpoint is not None and _has_shards(checkpoint)):
+        with self._in_shards(checkpoint is not None and Path(checkpoint, SHARDS).is_dir()):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint or "")
         self._check_whole(best)
-        with self._in_shards(_has_shards(best)):
+        with self._in_shards((best / SHARDS).is_dir()):
             super()._load_best_model()
 
     def _restore_progress(self) -> None:
         """Restore what transformers forgets: the loss since the last log, `also_saved`, callbacks with tensors."""
-        if self._resumed is None:
+        if (path := self._resumed) is None:
             return
-        losses, path, rank = self._resumed["loss_since_log"], self._resumed["path"], self.args.process_index
-        own = losses[rank] if len(losses) == self.args.world_size else sum(losses) / len(losses)
-        self._tr_loss += own
-        self._total_loss_scalar -= own  # train() returns the mean over the steps of this call
-        self._globalstep_last_logged = self._resumed["last_logged"]
-        if len(losses) == self.args.world_size:
-            saved = torch.load(path / f"trainer_{rank}.pt", map_location=self.args.device, weights_only=True)
+        if read_manifest(path)["ranks"] == self.args.world_size:
+            own = path / f"trainer_{self.args.process_index}.pt"
+            # Not the device, which torch does not load to if it is cpu:0.
+            saved = torch.load(own, map_location=self.args.device.type, weights_only=True)
             for name, value in saved.items():
                 setattr(self, name, _filled(getattr(self, name, None), value))
+            self._total_loss_scalar -= float(self._tr_loss)  # train() returns the mean over the steps of this call
         callbacks = self._callbacks()
         if (path / CALLBACKS).is_dir():
             states = {name: callback.state_dict() for name, callback in callbacks.items()}
@@ -533,22 +392,10 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
     def _ranks(self) -> Ranks:
         return Ranks(dist.group.WORLD if self.args.world_size > 1 else None)
 
-    @property
-    def _is_first(self) -> bool:
-        return self.args.process_index == 0
-
-    @property
-    def _is_sharded(self) -> bool:
-        return _is_sharded(self.model)
-
     def _callbacks(self) -> dict[str, Any]:
         """Callbacks with `load_state_dict`, by number and class name."""
         stateful = [each for each in self.callback_handler.callbacks if hasattr(each, "load_state_dict")]
         return {f"{number}.{type(each).__name__}": each for number, each in enumerate(stateful)}
-
-    def _warn(self, message: str) -> None:
-        if self._is_first:
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
 
     def _together(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank and return the results by rank. Where it fails on one rank, all raise.
@@ -558,61 +405,65 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         return self._ranks.agree("the checkpoint", lambda: (None, work()))[1]
 
     def _on_first(self, work: Callable[[], Any]) -> None:
-        self._together(work if self._is_first else lambda: None)
+        self._together(work if self.args.process_index == 0 else lambda: None)
 
 
 class _StepCallback(TrainerCallback):
-    """Tells the mixin when steps and epochs end; added last, so that it sees what other callbacks have decided."""
+    """Stops all ranks at the same step, and times checkpoints; added last, so that it sees what others have decided."""
 
     def __init__(self, trainer: SafeCheckpointsMixin) -> None:
-        self.trainer = trainer
+        self.trainer, self.signals = trainer, list[int]()
+        self.stop = 0  # the signal that some rank got; the same on all ranks
+        self.postponed = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.trainer._restore_progress()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        trainer = self.trainer
-        trainer._stop = max(trainer._ranks.gather([*trainer._signals, 0][0]))
-        control.should_training_stop |= trainer._stop > 0
+        self.stop = max(self.trainer._ranks.gather([*self.signals, 0][0]))
+        control.should_save |= self.stop > 0
         # An evaluation may follow the last step of an epoch. A checkpoint before it would lack its result, so it waits.
-        trainer._epoch_ending = float(state.epoch or 0.5).is_integer()
-        if trainer._epoch_ending:
-            trainer._save_postponed, control.should_save = control.should_save, False
+        self.postponed = control.should_save and state.epoch.is_integer()
+        control.should_save &= not self.postponed
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_save |= self.trainer._save_postponed
-        self.trainer._save_postponed = self.trainer._epoch_ending = False
+        control.should_save |= self.postponed
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.stop:
+            trainer = self.trainer
+            trainer.callback_handler.on_train_end(args, state, control)  # trackers close their files
+            if args.process_index == 0:
+                print(
+                    f"{signal.Signals(self.stop).name}: stopped after step {state.global_step} of {state.max_steps}; "
+                    f"all of it is saved in {trainer._last_good}. Go on with {trainer.how_to_resume}",
+                    file=sys.stderr,
+                )
+            raise SystemExit(128 + self.stop)  # what shells expect: 130 after Ctrl-C, 143 after SIGTERM
 
 
 @contextmanager
 def _catch_signals() -> Iterator[list[int]]:
-    """Put the first Ctrl-C or SIGTERM into the yielded list instead of exiting. A second Ctrl-C exits at once.
+    """Put Ctrl-C and SIGTERM into the yielded list instead of exiting; ignored ones stay ignored.
 
-    If no step follows that could handle it, the signal is raised again at the end. One that the process ignores stays
-    ignored. Outside the main thread Python cannot catch signals.
+    If no step follows that could handle one, it is raised again at the end. Outside the main thread Python cannot
+    catch signals.
     """
     received: list[int] = []
-    since = 0.0
 
     def note(number: int, frame: Any) -> None:
-        nonlocal since
-        if not received:
-            received.append(number)
-            since = time.monotonic()
-            text = f"\n{SIGNALS[signal.Signals(number)]}: stopping after this step (Ctrl-C again: at once)\n"
-            os.write(2, text.encode())  # not print, which may be in the middle of a line
-        elif number == signal.SIGINT and time.monotonic() - since > SAME_PRESS_SECONDS:
-            raise KeyboardInterrupt
+        received.append(number)
+        os.write(2, b"\nstopping after this step, with a checkpoint\n")  # print may be in the middle of a line
 
-    on_main = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in SIGNALS if on_main}
-    handlers = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
-    for number in handlers:
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if main}
+    before = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    for number in before:
         signal.signal(number, note)
     try:
         yield received
     finally:
-        for number, handler in handlers.items():
+        for number, handler in before.items():
             signal.signal(number, handler)
     if received:
         signal.raise_signal(received[0])
@@ -622,20 +473,33 @@ def _catch_signals() -> Iterator[list[int]]:
 def replaced(target: Any, **values: Any) -> Iterator[None]:
     """Set attributes of an object inside the block."""
     before = {name: vars(target)[name] for name in values if name in vars(target)}
-    for name, value in values.items():
-        setattr(target, name, value)
+    vars(target).update(values)
     try:
         yield
     finally:
         for name in values:
-            if name in before:
-                setattr(target, name, before[name])
-            else:
-                delattr(target, name)
+            del vars(target)[name]
+        vars(target).update(before)
 
 
-def _has_shards(checkpoint: str | Path) -> bool:
-    return Path(checkpoint, f"{FSDP_MODEL_NAME}_0").is_dir()
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _plain(value: Any) -> Any:
+    """The value with plain dictionaries: `torch.load(weights_only=True)` fills no `defaultdict`."""
+    return {key: _plain(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def _filled(old: Any, new: Any) -> Any:
+    """The new value; a dictionary is filled in place, so that a `defaultdict` stays one."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    filled = {key: _filled(old.get(key), each) for key, each in new.items()}
+    old.clear()
+    old.update(filled)
+    return old
 
 
 def _is_sharded(model: nn.Module) -> bool:
@@ -657,10 +521,7 @@ def save_whole(model: Any, folder: str | Path, processing_class: Any = None, *, 
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """All weights by name in CPU memory on the first rank, nothing on the others; a collective call.
-
-    With an adapter, frozen weights are left out.
-    """
+    """All weights by name (without frozen ones under an adapter) in CPU memory on the first rank; a collective call."""
     adapter = hasattr(model, "peft_config")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter)
     state: dict[str, Any] = dict(get_model_state_dict(model, options=options))
@@ -668,20 +529,3 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
     first: dict[nn.Parameter, str] = {}
     same = {name: first.setdefault(p, name) for name, p in model.named_parameters(remove_duplicate=False)}
     return {name: state.get(same.get(name, name), tensor) for name, tensor in state.items()}
-
-
-def _plain(value: Any) -> Any:
-    """The value with plain dictionaries and lists, so that its file can be loaded with `weights_only=True`."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _filled(old: Any, new: Any) -> Any:
-    """The new value; a dictionary is filled in place, so that a `defaultdict` stays one."""
-    if not isinstance(old, dict) or not isinstance(new, dict):
-        return new
-    merged = {key: _filled(old.get(key), each) for key, each in new.items()}
-    old.clear()
-    old.update(merged)
-    return old

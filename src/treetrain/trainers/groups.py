@@ -166,27 +166,6 @@ def sample_groups(trajectories: Sequence[Trajectory], count: int) -> tuple[list[
     return [trajectories[number] for number in sorted(chosen)], cut
 
 
-def hold_out(
-    trajectories: Sequence[Trajectory], fraction: float, *, seed: int
-) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Split rows into kept and held out: whole groups (else whole trees), drawn with the seed, at least one each.
-
-    Raises:
-        DataError: there is only one group, so nothing can be held out without splitting it.
-    """
-    groups = make_groups(trajectories)
-    if len(groups) < 2:
-        raise DataError(
-            f"eval_fraction is {fraction}, but the {len(trajectories)} rows are one group or tree, which is never torn "
-            "apart; give eval_data, files of their own"
-        )
-    count = min(max(round(fraction * len(groups)), 1), len(groups) - 1)
-    drawn = np.random.default_rng([seed, len(groups)]).permutation(len(groups))[:count]
-    held = {number for group in drawn.tolist() for number in groups[group].tolist()}
-    kept = [row for number, row in enumerate(trajectories) if number not in held]
-    return kept, [trajectories[number] for number in sorted(held)]
-
-
 class PrefixGroupSampler(Sampler[int]):
     """Orders a data set so that rows which share a prefix meet in one optimizer step on one process.
 
@@ -249,8 +228,6 @@ class PrefixGroupSampler(Sampler[int]):
         full: list[list[RowNumbers]] = []
         for number in draws.permutation(len(self.groups)).tolist():
             rows = self.groups[number]
-            if len(rows) > size:
-                rows = np.roll(rows, draws.integers(len(rows)))  # cut elsewhere in every epoch
             for piece in np.split(rows, range(size, len(rows), size)):
                 # The block that the piece fills best, so that few groups are cut in the end.
                 place = bisect_left(open_blocks, len(piece), key=lambda block: block[0])

@@ -41,8 +41,6 @@ from treetrain.verification.verify import relative_error
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=Trainer)
-LITTLE = 0.05
-"""The overlap below which sharing prefixes gains next to nothing."""
 ASYNC_GRPO_ATTENTION = "tree_fa3"
 """The attention implementation that TRL sets on the model of an `AsyncGRPOTrainer`; its kernel is for Hopper GPUs."""
 UNDERSTOOD = {
@@ -56,22 +54,15 @@ UNDERSTOOD = {
 Seam = Literal["fused", "loss", "rewards"]
 """How a trainer calls its model: for log-probabilities by TRL's fused head, for a loss, or for rewards."""
 TRL_VERSION = "1.16"
-SEAMS: dict[str, Seam] = {
-    "SFTTrainer": "fused",
-    "DPOTrainer": "fused",
-    "KTOTrainer": "fused",
-    "GRPOTrainer": "fused",
-    "RLOOTrainer": "fused",
-    "AsyncGRPOTrainer": "fused",
-    "RewardTrainer": "rewards",
-}
+FUSED = "SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer"
+SEAMS: dict[str, Seam] = {"RewardTrainer": "rewards"} | dict.fromkeys(FUSED, "fused")
 """The seam of each TRL trainer, by class name."""
 HANDING_ON = ("treetrain.", "axolotl.core.trainers.base")
 """Module prefixes of trainers whose compute_loss passes the batch to that of `transformers.Trainer`."""
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest allowed relative difference, by dtype of the computation. TRL's own head always sums in float32."""
-ROWS, PARAMETERS = 3, 8
-"""How many rows and parameters are compared."""
+ROWS = 3
+"""How many rows are compared."""
 
 
 def share_prefixes(trainer: T, budget: int | str | Bytes | None = None, *, check: bool = True) -> T:
@@ -195,7 +186,6 @@ class PrefixSharing:
         self._awaits_backward = False
         self._counts: Counter[str] = Counter()  # sums since the last logs
         self._logged_once: dict[str, float] = {}
-        self._advised = False
         self._trees = 0
         self._plain_rate: float | None = None  # FLOP/s of the plain forward and backward over a few rows
         self._timed: tuple[Scored, float, float] | None = None  # scores, start, seconds of the plain path (predicted)
@@ -246,7 +236,6 @@ class PrefixSharing:
             plain(loss, **kwargs)
             self._awaits_backward = False
             for scored in self.steps.backward(sync=accelerator.sync_gradients):
-                self._counts["recomputed"] += scored.recomputed_tokens
                 if self._timed is not None and scored is self._timed[0]:
                     _, started, plain_seconds = self._timed
                     self._logged_once["tree/measured_speedup"] = plain_seconds / (self._now() - started)
@@ -396,16 +385,8 @@ class PrefixSharing:
         counts, self._counts = self._counts, Counter()
         logs, self._logged_once = self._logged_once, {}
         if counts["batches"]:
-            logs["tree/overlap"] = overlap = 1 - counts["unique"] / max(counts["flat"], 1)
+            logs["tree/overlap"] = 1 - counts["unique"] / max(counts["flat"], 1)
             logs["tree/parts"] = counts["parts"] / counts["batches"]
-            logs["tree/recomputed_tokens"] = counts["recomputed"] / counts["batches"]
-            if overlap < LITTLE and not self._advised:
-                self._advised = True
-                logger.warning(
-                    "the rows of a step share %.0f%% of their tokens, so sharing prefixes gains next to nothing; bring "
-                    "rows with a common prefix into one step (treetrain.PrefixGroupSampler), or make steps larger",
-                    100 * overlap,
-                )
         if counts["tree_flops"]:
             logs["tree/ideal_speedup"] = counts["row_flops"] / counts["tree_flops"]
         return logs
@@ -414,23 +395,6 @@ class PrefixSharing:
 WORTH_JOINING = 0.9
 """Micro-batches are scored as one tree if it has at most this share of the tokens of their separate trees. The joint
 graphs need more memory; if they do not fit, the forward runs twice."""
-
-Run = Callable[[TokenTree, list[np.ndarray]], Any]
-"""Scores a tree, given the masks of its rows; returns a `Scored`."""
-
-
-class _Joint(NamedTuple):
-    """Micro-batches that were scored together."""
-
-    scored: Any
-    rows: list[Rows]
-    first: int
-    """Number of its first micro-batch within the optimizer step."""
-
-    def of(self, number: int) -> tuple[Any, slice]:
-        """The scores, and the slice of their rows that belongs to one micro-batch."""
-        begin = sum(len(rows.ids) for rows in self.rows[:number])
-        return self.scored, slice(begin, begin + len(self.rows[number].ids))
 
 
 class StepScores:
@@ -450,44 +414,44 @@ class StepScores:
     def begin_step(self, batches: Sequence[Any]) -> None:
         """Set the micro-batches of the next optimizer step, as `Trainer.get_batch_samples` returns them."""
         self._batches, self._position = list(batches), -1
-        self._expected: list[Rows] = []
-        self._first_expected = 0
-        self._joint: dict[Any, _Joint] = {}
-        self._apart: set[Any] = set()  # keys that are not worth a joint tree
+        # By key: the first of some micro-batches, the rows of each, and their scores (None: each is scored alone).
+        self._joint: dict[Any, tuple[int, list[Rows], Any]] = {}
         self._waiting: list[tuple[Any, int]] = []
 
     def next_micro_batch(self) -> None:
         """Go on to the next micro-batch."""
         self._position += 1
 
-    def score(self, key: Hashable, rows: Rows, run: Run, *, together: bool = True) -> tuple[Any, slice]:
+    def score(
+        self, key: Hashable, rows: Rows, run: Callable[[TokenTree, list[np.ndarray]], Any], *, together: bool = True
+    ) -> tuple[Any, slice]:
         """Score the rows of a model call; returns a `Scored`, and the slice of its rows that these are.
 
         Args:
             key: the model that is called, and its settings.
+            run: scores a tree, given the masks of its rows.
             together: False scores this micro-batch alone, for losses over a whole batch such as the routers'.
         """
-        key = (key, torch.is_grad_enabled())
-        joint = self._joint.get(key) if together else None
-        number = -1 if joint is None else self._position - joint.first
-        in_joint = joint is not None and 0 <= number < len(joint.rows)
-        if joint is not None and in_joint and _equal(joint.rows[number], rows):
-            return joint.of(number)
-        batches = self._expected_rows() if together and not in_joint and key not in self._apart else []
-        if not (batches and _equal(batches[0], rows)):
-            batches, self._expected = [rows], []  # other rows, as during generation
-        tree = _tree_of(batches)
-        if len(batches) > 1 and not _shares(tree, batches):
-            batches = [rows]
-            self._apart.add(key)
-            tree = _tree_of(batches)
-        scored = run(tree, [mask for rows in batches for mask in rows.masks])
-        joint = _Joint(scored, batches, self._position)
-        if len(batches) > 1:
-            self._joint[key] = joint
-        if torch.is_grad_enabled():
-            self._waiting.append((scored, self._position + len(batches) - 1))
-        return joint.of(0)
+        key, gradients = (key, torch.is_grad_enabled()), torch.is_grad_enabled()
+
+        def scores(tree: TokenTree, batches: list[Rows]) -> Any:
+            scored = run(tree, [mask for rows in batches for mask in rows.masks])
+            if gradients:
+                self._waiting.append((scored, self._position + len(batches) - 1))
+            return scored
+
+        first, batches, scored = self._joint.get(key, (0, [], None)) if together else (0, [], None)
+        number = self._position - first
+        if not (0 <= number < len(batches) and _equal(batches[number], rows)):
+            number, batches, scored = 0, self._following(rows) if together else [rows], None
+            if len(batches) > 1:
+                tree = _tree_of(batches)
+                scored = scores(tree, batches) if _shares(tree, batches) else None
+                self._joint[key] = self._position, batches, scored
+        if scored is None:
+            return scores(_tree_of([rows]), [rows]), slice(0, len(rows.ids))
+        begin = sum(len(rows.ids) for rows in batches[:number])
+        return scored, slice(begin, begin + len(rows.ids))
 
     def backward(self, *, sync: bool) -> list[Any]:
         """Run the backward of all trees whose last micro-batch this was; returns their `Scored`.
@@ -501,25 +465,18 @@ class StepScores:
             scored.backward(sync=sync and scored is due[-1])
         return due
 
-    def _expected_rows(self) -> list[Rows]:
-        """Rows of this and the following micro-batches of the step, as far as they are known."""
-        position = max(self._position, 0)
-        if not self._expected:
-            batches = self._batches[position:]
-            if hasattr(self._trainer, "_buffered_inputs"):
-                batches = self._generated(len(batches))
-            known = [inputs for inputs in map(model_inputs, batches) if inputs is not None]
-            self._expected, self._first_expected = [self._rows_of(inputs) for inputs in known], position
-        return self._expected[position - self._first_expected :]
-
-    def _generated(self, count: int) -> list[Any]:
-        """The next micro-batches of a trainer that generates them, up to its next generation."""
-        trainer = self._trainer
-        if trainer._buffered_inputs is None:  # first completions are scored before they are split
-            return []
-        each, step = trainer.args.steps_per_generation, trainer._step
-        left = each * trainer.num_iterations - step % (each * trainer.num_iterations)
-        return [trainer._buffered_inputs[(step + ahead) % each] for ahead in range(min(count, left))]
+    def _following(self, rows: Rows) -> list[Rows]:
+        """These rows and those of the following micro-batches, as far as they are known; else only these."""
+        trainer, batches = self._trainer, self._batches[max(self._position, 0) :]
+        if hasattr(trainer, "_buffered_inputs"):  # it generates; its first completions are scored before they are split
+            each = trainer.args.steps_per_generation
+            left = each * trainer.num_iterations - trainer._step % (each * trainer.num_iterations)
+            buffered, numbers = trainer._buffered_inputs, range(trainer._step, trainer._step + min(len(batches), left))
+            batches = [] if buffered is None else [buffered[number % each] for number in numbers]
+        known = [inputs for inputs in map(model_inputs, batches) if inputs is not None]
+        if not known or not _equal(self._rows_of(known[0]), rows):
+            return [rows]
+        return [rows, *map(self._rows_of, known[1:])]
 
 
 def _tree_of(batches: list[Rows]) -> TokenTree:
@@ -602,12 +559,6 @@ def check_trainer(trainer: Any, seam: Seam) -> None:
     for reason, refused in refusals.items():
         if refused:
             raise ValueError(f"share_prefixes cannot be exact with {reason}")
-    for name, config in getattr(trainer.model, "peft_config", {}).items():  # the engine refuses any other dropout
-        if getattr(config, "lora_dropout", 0.0):
-            raise UnsupportedModel(
-                f"adapter {name!r} has lora_dropout={config.lora_dropout}: a shared token would get one mask where "
-                "every row has its own; give LoraConfig(lora_dropout=0.0) (TRL's own default is 0.05)"
-            )
     if seam != "loss":
         return
     kinds = [kind for kind in type(trainer).__mro__ if not kind.__module__.startswith(HANDING_ON)]
@@ -645,15 +596,12 @@ def compare_with_plain(
         return {}, None
     ids, masks = [rows.ids[k] for k in chosen], [rows.masks[k] for k in chosen] if rows.masks else []
     model, device = engine.model, next(engine.model.parameters()).device
-    everything = list(model.parameters())
-    trained = [k for k, p in enumerate(everything) if p.requires_grad]
-    few = [trained[k] for k in np.unique(np.linspace(0, len(trained) - 1, PARAMETERS).astype(int))]
-    random = torch.Generator().manual_seed(0)
+    parameters, random = list(model.parameters()), torch.Generator().manual_seed(0)
 
     def gradients(run: Callable[[], None]) -> list[Tensor]:
         with torch.autocast(device.type, enabled=False):
-            left = gradients_of(everything, run)
-        return [torch.zeros_like(everything[k]) if (grad := left[k]) is None else grad for k in few]
+            left = gradients_of(parameters, run)
+        return [torch.zeros((), device=device) if grad is None else grad for grad in left]
 
     for _ in range(2):  # the first run warms up
         start = time.perf_counter()
@@ -698,14 +646,13 @@ def compare_with_plain(
 
 
 def rows_to_compare(ids: list[Integer[np.ndarray, "_"]], masks: list[Bool[np.ndarray, "_"]]) -> list[int]:
-    """Choose a few rows with something to predict: the two that share most, and the shortest of the rest."""
+    """Choose a few rows with something to predict: the two that share most, and what is next to them in prefix order."""
     wanted = [k for k in range(len(ids)) if len(ids[k]) and (not masks or masks[k].any())]
     if len(wanted) <= ROWS:
         return wanted
     order, shared = zip(*sorted_by_prefix(wanted, ids.__getitem__))
-    first = int(np.argmax(shared[1:]))
-    pair = order[first : first + 2]
-    return [*pair, min((k for k in order if k not in pair), key=lambda k: len(ids[k]))]
+    first = min(int(np.argmax(shared[1:])), len(order) - ROWS)
+    return list(order[first : first + ROWS])
 
 
 def _plain_scores(
