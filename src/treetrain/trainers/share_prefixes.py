@@ -646,7 +646,7 @@ def compare_with_plain(
 
 
 def rows_to_compare(ids: list[Integer[np.ndarray, "_"]], masks: list[Bool[np.ndarray, "_"]]) -> list[int]:
-    """Choose a few rows with something to predict: the two that share most, and what is next to them in prefix order."""
+    """Choose a few rows with something to predict: the two that share most, and a neighbour in prefix order."""
     wanted = [k for k in range(len(ids)) if len(ids[k]) and (not masks or masks[k].any())]
     if len(wanted) <= ROWS:
         return wanted
