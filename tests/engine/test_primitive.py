@@ -246,9 +246,8 @@ def test_padded_batches_convert_both_ways(model, side):
         ids[b, left[b] : left[b] + len(row)] = torch.tensor(row, dtype=torch.long)
         mask[b, left[b] : left[b] + len(row)] = 1
     advantages = torch.arange(5 * width, dtype=torch.float32).view(5, width)
-    trajectories = tt.from_padded(ids, mask, advantages=advantages, reward=torch.arange(5.0))
+    trajectories = tt.from_padded(ids, mask, advantages=advantages)
     assert [t.ids.tolist() for t in trajectories] == rows
-    assert [t.reward for t in trajectories] == [0, 1, 2, 3, 4]
     assert trajectories[1].advantages.tolist() == advantages[1, left[1] : left[1] + 3].tolist()
     with PureFloat64():
         padded = tt.to_padded(tt.logprobs(model, trajectories), mask, fill=-7.0)
@@ -283,10 +282,9 @@ def test_what_to_padded_gives_goes_back_in_as_a_fact(model, side):
     ids = torch.arange(12).view(2, 6)
     rows = tt.from_padded(ids, mask)
     old = tt.to_padded([row.detach() for row in tt.logprobs(model, rows)], mask)
-    back = tt.from_padded(ids, mask, old_logprobs=old, chosen=torch.tensor([True, False]))
+    back = tt.from_padded(ids, mask, old_logprobs=torch.nn.functional.pad(old, (1, 0)))
     for row, logps in zip(back, tt.logprobs(model, rows)):
         assert row.old_logprobs is not None
         torch.testing.assert_close(torch.tensor(row.old_logprobs[1:]), logps.detach().double())
-    assert [row.chosen for row in back] == [True, False]
     with pytest.raises(tt.DataError, match="row 0"):
         tt.to_padded([torch.zeros(2), torch.zeros(3)], torch.ones(2, 4))

@@ -32,7 +32,7 @@ def test_positions_that_do_not_count_up_from_0_are_refused(positions):
 
 def test_packed_batches_of_other_shapes_are_refused():
     ids, positions = torch.ones(1, 3, dtype=torch.long), torch.tensor([[0, 1, 2]])
-    with pytest.raises(tt.DataError, match=r"advantages has shape \(1, 5\)"):
+    with pytest.raises(tt.DataError, match=r"\(1, 3\) and advantages \(1, 5\); both must be"):
         tt.from_packed(ids, positions, advantages=torch.zeros(1, 5))
     with pytest.raises(tt.DataError, match="2 rows for position_ids that hold 1"):
         tt.to_packed([torch.zeros(2), torch.zeros(2)], positions)

@@ -30,12 +30,7 @@ SKIPPED = "treetrain-skipped.txt"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports errors as a one-line `ValueError`.
-
-    Args:
-        command: name of the command.
-        summary: what it does.
-    """
+    """The parser of a command; it reports errors as a one-line `ValueError`."""
 
     def __init__(self, command: str, summary: str, **more: Any) -> None:
         more |= {"prog": f"treetrain {command}", "description": summary, "allow_abbrev": False}
@@ -58,54 +53,34 @@ class Parser(argparse.ArgumentParser):
         """Add the files, and the options for reading them."""
         text = "Logs: JSONL, JSON, Parquet or Arrow, plain, gzip or zstd, or folders of them."
         self.add_argument("files", metavar="FILE", nargs=nargs, help=text)
-        text = (
-            "The files' format, one of docs/data.md or your own (entry point); auto: what the first record looks like."
-        )
+        text = "Format of the files, one of docs/data.md or your own; auto: what the first record looks like."
         self.option("format", text, "auto")
-        self.option(
-            "view",
-            "Conversations as whole transcripts, or every LLM call as its own row.",
-            "transcript",
-            choices=["transcript", "calls"],
-        )
+        text = "Conversations as whole transcripts, or every LLM call as its own row."
+        self.option("view", text, "transcript", choices=["transcript", "calls"])
         text = "Which assistant messages are trained; last: one record is one LLM call, its last message the answer."
         self.option("train", text, "all", choices=["all", "last"])
         text = "Read the value at PATH of a record as KEY: reward=result.score."
         self.option("map", text, [], action="extend", nargs="+", type=_key_and_path, metavar="KEY=PATH")
         text = "skip: leave out records that cannot be used, and list them in treetrain-skipped.txt."
         self.option("on_error", text, "stop", choices=["stop", "skip"])
-        self.option(
-            "tools", "JSON file of tool schemas for conversations that bring none; or none, to leave all tools out."
-        )
+        self.option("tools", "JSON file of tool schemas for conversations that bring none; none leaves all tools out.")
         self.option("chat_template", "Instead of the tokenizer's: chatml (built in, keeps prefixes) or a Jinja file.")
         self.option("tokenizer", "Tokenizer to use instead of the model's own; a hub id, a folder or a preset.")
 
-    def shape_options(self) -> None:
-        """Add `--model` and `--shape`, for commands that need no weights."""
-        text = "Hub id, local folder or preset (tiny, small): gives tokenizer, vocabulary check and model shape."
-        self.option("model", text)
-        text = "Model shape by name, e.g. qwen3-0.6b, qwen3-8b, llama-3.1-8b; qwen3-8b if none is known."
-        self.option("shape", text)
-
     def budget_option(self) -> None:
         """Add `--budget`."""
-        self.option(
-            "budget",
-            "Tokens whose graph is alive at once (4096), or bytes above model, gradients and optimiser state (8GiB, "
-            "900MB); any tree fits. Not given: what the device has free.",
+        text = (
+            "Tokens whose graph is alive at once (4096), or bytes above model, gradients and optimiser state (8GiB); "
         )
+        self.option("budget", f"{text}any tree fits. Not given: what the device has free.")
 
     def sample_options(self) -> None:
         """Add the options of commands that run a model on a sample of rows."""
         self.row_options()
         self.budget_option()
         self.option("model", "Hub id, local folder, or a built-in random preset: tiny, small.", required=True)
-        self.option(
-            "sample",
-            "Rows to use: the first whole groups (else trees) of at most so many; 0 uses all.",
-            16,
-            type=at_least(0),
-        )
+        text = "Rows to use: the first whole groups (else trees) of at most so many; 0 uses all."
+        self.option("sample", text, 16, type=at_least(0))
         self.json_option()
 
     def json_option(self) -> None:
@@ -154,13 +129,14 @@ def find_shape(model: str | None, shape: str | None, *, dtype_bytes: int = 4) ->
 
 
 class ReadRows(NamedTuple):
-    """Rows, notes on them for the user, and the tokenizer they were made with."""
+    """Rows and how they were read."""
 
     rows: "Sequence[Trajectory]"
     notes: tuple[str, ...]
+    """Remarks for the user."""
     format: str
     view: str | None
-    """"calls" or "transcript"; None for token rows."""
+    """None for token rows."""
     tokenizer: Any
     """None for token rows without --tokenizer."""
     tree: "TokenTree | None" = None

@@ -38,7 +38,10 @@ def make_parser() -> Parser:
     text = "key: read conversations with images, and keep rows with different images apart."
     parser.option("images", text, "refuse", choices=["refuse", "key"])
     parser.budget_option()
-    parser.shape_options()
+    text = "Hub id, local folder or preset (tiny, small): gives tokenizer, vocabulary check and model shape."
+    parser.option("model", text)
+    text = "Model shape by name, e.g. qwen3-0.6b, qwen3-8b, llama-3.1-8b; qwen3-8b if none is known."
+    parser.option("shape", text)
     text = "Whose speeds the plan's prediction takes; with --calibrate the model is on the device that is there."
     parser.option("device", text, "cpu", choices=["cpu", "cuda"])
     text = "Load the model and measure, in a few seconds, what its passes cost here; needs --model and torch."

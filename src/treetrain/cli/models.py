@@ -2,9 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from treetrain.cli.common import Parser, console, pairs, print_json, table
+
+if TYPE_CHECKING:
+    from treetrain.models.loading import FamilyTable
 
 SUMMARY = (
     "Which models are exact on a tree, as the tests found for every causal LM class of transformers; or whether one "
@@ -25,24 +28,19 @@ def make_parser() -> Parser:
 def run(argv: Sequence[str]) -> int:
     """Parse, look up or check, print; 1 if the one model asked for is refused."""
     options = make_parser().parse_args(argv)
-    if options.model is None:
-        _list(options.json)
-        return 0
-    answer = _one(options.model)
-    if options.json:
-        print_json(answer)
-    else:
-        console().print(pairs(answer.items()))
-    return REFUSED if answer["verdict"] == "refused" else 0
-
-
-def _list(as_json: bool) -> None:
     from treetrain.models.loading import FamilyTable
 
     found = FamilyTable.packaged()
-    if as_json:
+    if options.model is not None:
+        answer = _one(options.model, found)
+        if options.json:
+            print_json(answer)
+        else:
+            console().print(pairs(answer.items()))
+        return REFUSED if answer["verdict"] == "refused" else 0
+    if options.json:
         print_json(dataclasses.asdict(found))
-        return
+        return 0
     made = table(
         ("model_type", "verdict", "float64", "float32", "bfloat16", "layers tested, or why not"),
         [
@@ -57,12 +55,13 @@ def _list(as_json: bool) -> None:
         "the bfloat16 rows"
     )
     console().print(made)
+    return 0
 
 
-def _one(name: str) -> dict[str, Any]:
+def _one(name: str, families: "FamilyTable") -> dict[str, str]:
     """The verdict on one model, and the reason; for one that passes the check, what the tests found for its class."""
     from treetrain.errors import UnsupportedModel
-    from treetrain.models.loading import FamilyTable, check_config, load_config
+    from treetrain.models.loading import check_config, load_config
 
     config = load_config(name)
     answer = {"model": name, "model_type": config.get_text_config().model_type}
@@ -70,15 +69,13 @@ def _one(name: str) -> dict[str, Any]:
         checked = check_config(config) is not None
     except UnsupportedModel as error:
         return answer | {"verdict": "refused", "reason": str(error)}
-    found = FamilyTable.packaged().find(config.model_type)
+    found = families.find(config.model_type)
     if not checked:
         return answer | {"verdict": "untried", "reason": "it is checked when it is loaded"}
     if found is None or found.verdict != "exact":
         what = "is not among those tested" if found is None else f"was {found.verdict} in the tests: {found.reason}"
         reason = f"it passes the check, but its class {what}; treetrain verify proves it on your rows"
         return answer | {"verdict": "untried", "reason": reason}
-    double, single, ratio = found.errors
-    low = f"; in bfloat16 {ratio} times that of the rows" if ratio else ""
     reason = "its layers pass the check, and the gradients of a small model of its class are those of the rows"
-    errors = f"relative error {double} in float64, {single} in float32{low}"
+    errors = f"relative error {found.errors[0]} in float64, {found.errors[1]} in float32"
     return answer | {"verdict": "exact", "reason": f"{reason} ({errors})"}

@@ -125,11 +125,6 @@ class TreeArguments(TrainingArguments):
             if value is not None and not isinstance(value, dict):
                 raise ValueError(f"{name} is {value!r}; give a JSON object")
 
-    @property
-    def several_updates(self) -> bool:
-        """Whether a batch has more than one optimiser step."""
-        return self.updates_per_batch * self.minibatches > 1
-
 
 class MuonWithAdamW(torch.optim.Optimizer):
     """`torch.optim.Muon` and `torch.optim.AdamW` over one list of groups and one state.
@@ -149,19 +144,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
         outer = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         outer += [model.get_input_embeddings(), model.get_output_embeddings()]
         elsewhere = {id(p) for module in outer if module is not None for p in module.parameters()}
-        trained = [p for p in model.parameters() if p.requires_grad]
-        hidden = [p for p in trained if p.ndim == 2 and id(p) not in elsewhere]
+        hidden, arrays, vectors = [], [], []
+        for p in (p for p in model.parameters() if p.requires_grad):
+            (hidden if p.ndim == 2 and id(p) not in elsewhere else arrays if p.ndim > 1 else vectors).append(p)
         if not hidden:
             raise ValueError("optim is muon, but no matrix of a hidden layer is trained; use adamw_torch")
-        taken = {id(p) for p in hidden}
-        rest = [p for p in trained if id(p) not in taken]
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in rest if p.ndim > 1]},
-            {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
-        ]
         shared: Any = {"lr": lr, "weight_decay": weight_decay}
         muon = torch.optim.Muon(hidden, adjust_lr_fn="match_rms_adamw", **shared)
         self.members: list[torch.optim.Optimizer] = [muon]
+        groups = [{"params": arrays}, {"params": vectors, "weight_decay": 0.0}]
         if groups := [group for group in groups if group["params"]]:
             self.members.append(torch.optim.AdamW(groups, betas=betas, eps=eps, **shared))
         super().__init__([group for member in self.members for group in member.param_groups], {})

@@ -35,15 +35,14 @@ def from_padded(
     Args:
         input_ids: B rows, padded to L tokens.
         attention_mask: True or 1 at real tokens; padding left, right or both.
-        facts: facts of `Trajectory` by name: per token [B, L] (entry t belongs to the prediction of token t), per
-            prediction [B, L - 1] as `to_padded` returns them (entry t to that of token t + 1), or per row [B]
-            (``reward``, ``chosen``; ``advantages`` and ``loss_weights`` too).
+        facts: per-token facts of `Trajectory` by name, [B, L]; entry t belongs to the prediction of token t. (What
+            `to_padded` returns lacks the first column.)
 
     Raises:
         DataError: shapes that disagree, or a hole in a row's mask.
     """
-    _check_same(input_ids, "attention_mask", attention_mask)
-    return _trajectories(input_ids, padded_spans(attention_mask), facts, per_row=True)
+    _check_same(input_ids, attention_mask=attention_mask, **facts)
+    return _trajectories(input_ids, padded_spans(attention_mask), facts)
 
 
 def to_padded(
@@ -70,13 +69,13 @@ def from_packed(
     Args:
         input_ids: several rows one after another; B is usually 1.
         position_ids: counting from 0 within every row.
-        facts: as for `from_padded`, but not per row.
+        facts: as for `from_padded`.
 
     Raises:
         DataError: shapes that disagree, or positions that do not count up from 0.
     """
-    _check_same(input_ids, "position_ids", position_ids)
-    return _trajectories(input_ids, packed_spans(position_ids), facts, per_row=False)
+    _check_same(input_ids, position_ids=position_ids, **facts)
+    return _trajectories(input_ids, packed_spans(position_ids), facts)
 
 
 def to_packed(
@@ -95,11 +94,21 @@ def to_packed(
     return _from_spans(rows, packed_spans(position_ids), position_ids, "position_ids that hold", fill)
 
 
-def _check_same(input_ids: Tensor, name: str, other: Tensor) -> None:
-    if input_ids.dim() != 2 or other.shape != input_ids.shape:
-        raise DataError(
-            f"input_ids has shape {tuple(input_ids.shape)} and {name} {tuple(other.shape)}; both must be [B, L]"
-        )
+def _check_same(input_ids: Tensor, **others: Tensor) -> None:
+    for name, other in others.items():
+        if input_ids.dim() != 2 or other.shape != input_ids.shape:
+            raise DataError(
+                f"input_ids has shape {tuple(input_ids.shape)} and {name} {tuple(other.shape)}; both must be [B, L]"
+            )
+
+
+def _trajectories(input_ids: Tensor, spans: Sequence[Span], facts: dict[str, Tensor]) -> list[Trajectory]:
+    ids = input_ids.cpu().numpy()
+    local: dict[str, Any] = {name: value.detach().cpu().double().numpy() for name, value in facts.items()}
+    return [
+        Trajectory(ids[b, start:stop], **{name: value[b, start:stop] for name, value in local.items()})
+        for b, start, stop in spans
+    ]
 
 
 def padded_spans(attention_mask: Shaped[Tensor, "B L"]) -> list[Span]:
@@ -169,31 +178,6 @@ def _placed(
     values = torch.cat(list(rows))
     index, target = (torch.from_numpy(x).to(values.device) for x in (first, numbers))
     return values.new_full((int(np.prod(shape)),), fill).index_copy(0, target, values[index]).view(shape)
-
-
-def _trajectories(
-    input_ids: Tensor, spans: Sequence[Span], facts: dict[str, Tensor], *, per_row: bool
-) -> list[Trajectory]:
-    height, length = input_ids.shape
-    shapes = [(height, length), (height, length - 1)] + [(height,)] * per_row
-    local = {}
-    for name, value in facts.items():
-        if tuple(value.shape) not in shapes:
-            raise DataError(
-                f"{name} has shape {tuple(value.shape)} and input_ids {(height, length)}; expected "
-                f"{' or '.join(map(str, shapes))} (per token, per prediction{' or per row' if per_row else ''})"
-            )
-        value = value.detach().cpu()
-        if value.dim() == 2 and value.shape[1] == length - 1:
-            value = torch.nn.functional.pad(value, (1, 0))  # no prediction of the first column
-        local[name] = value.double() if value.is_floating_point() else value
-    ids, rows = input_ids.detach().cpu(), []
-    for b, start, stop in spans:
-        own: dict[str, Any] = {
-            name: value[b, start:stop].numpy() if value.dim() == 2 else value[b].item() for name, value in local.items()
-        }
-        rows.append(Trajectory(ids[b, start:stop].numpy(), **own))
-    return rows
 
 
 class Rows(NamedTuple):

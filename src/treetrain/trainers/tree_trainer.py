@@ -2,13 +2,14 @@
 
 import contextlib
 import copy
+import dataclasses
 import json
 import logging
 import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, reduce
 from itertools import islice
@@ -18,36 +19,34 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
-from treetrain.data.trajectory import Trajectory
+from treetrain import losses
+from treetrain.data.advantages import advantages_of_groups
+from treetrain.data.columns import columns_of
+from treetrain.data.trajectory import PER_TOKEN_FACTS, Trajectory
+from treetrain.engine.costs import cost_if_countable
 from treetrain.engine.distributed import is_sharded
-from treetrain.engine.engine import TreeEngine
-from treetrain.engine.loss import Facts, Metrics, StepResult, add_metrics, mean_metrics, summed
+from treetrain.engine.engine import LinearEngine, TreeEngine
+from treetrain.engine.loss import Facts, Metrics, StepResult, add_metrics, as_loss, describe, mean_metrics, summed
+from treetrain.engine.packed import model_device
 from treetrain.engine.routing import RouterBalance
 from treetrain.engine.runtime import expandable_segments
 from treetrain.errors import DataError
 from treetrain.losses.losses import PolicyLoss
+from treetrain.planning.balance import dispatch
+from treetrain.planning.make import PART_TOKENS
 from treetrain.trainers.arguments import MUON, TreeArguments, muon_and_options
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin, save_whole
 from treetrain.trainers.groups import Call, StepSampler, step_loader
-from treetrain.trainers.rollouts import (
-    OLD,
-    REFERENCE,
-    RunningBatch,
-    checked_loss,
-    engine_of,
-    logprobs,
-    missing_facts,
-    needed_facts,
-    on_policy,
-    step_metrics,
-    with_advantages,
-    with_fact,
-)
+from treetrain.tree.build import as_tree
 
+OLD, REFERENCE = "old_logprobs", "ref_logprobs"
 logger = logging.getLogger(__name__)
 EXECUTION = "tree/"
 """Name prefix of numbers about the execution of steps."""
@@ -81,6 +80,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         UnsupportedModel: the model would not be exact on a tree.
     """
 
+    also_saved = (*SafeCheckpointsMixin.also_saved, "_steps")
     args: TreeArguments
     model: Any
     model_wrapped: Any
@@ -108,9 +108,11 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         expandable_segments()
         self.loss = checked_loss(args, loss)
         self._compute: frozenset[str] = frozenset()
-        self._batch, self._log = RunningBatch(), StepLog()
+        self._batch = RunningBatch()
+        self._steps: list[dict[str, float]] = []
+        """Numbers of the steps since the last log."""
         if train_dataset is not None:
-            train_dataset = self._prepare_rows(args, train_dataset)
+            self._find_facts(args, train_dataset)
         if peft_config is not None:
             from peft import get_peft_model
 
@@ -124,7 +126,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             train_dataset=train_dataset,  # type: ignore[arg-type]
             eval_dataset=eval_dataset,  # type: ignore[arg-type]
             processing_class=processing_class,
-            callbacks=[*(callbacks or []), self._batch, self._log],
+            callbacks=[*(callbacks or []), self._batch],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
@@ -140,13 +142,17 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
     # ---- Rows and losses ----
 
-    def _prepare_rows(self, args: TreeArguments, rows: Sequence[Trajectory]) -> Sequence[Trajectory]:
-        """The rows with advantages; also decides which other facts the run must compute."""
-        rows = with_advantages(rows, self.loss, args.advantage_kwargs)  # type: ignore[arg-type]
-        self._compute = missing_facts(rows, self.loss)
-        if OLD in self._compute and not args.several_updates and (policy := on_policy(self.loss)) is not None:
+    def _find_facts(self, args: TreeArguments, rows: Sequence[Trajectory]) -> None:
+        """Compute advantages from rewards, and decide which other facts the run must compute."""
+        advantages = computed_advantages(rows, self.loss, args.advantage_kwargs)  # type: ignore[arg-type]
+        self._batch.advantages = advantages
+        self._compute = missing_facts(rows, self.loss, () if advantages is None else ("advantages",))
+        if (
+            OLD in self._compute
+            and args.updates_per_batch * args.minibatches == 1
+            and (policy := on_policy(self.loss)) is not None
+        ):
             self.loss, self._compute = policy, self._compute - {OLD}
-        return rows
 
     def _reference(self, model: Any) -> TreeEngine | None:
         """The engine of the reference policy; None where there is none, or it is the model without its adapter."""
@@ -167,7 +173,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         """The steps of a pass over the data, call by call."""
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset")
-        self._next = None
+        self._next, self._steps = None, []
         names = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context")
         options = {name: getattr(self.args, f"dataloader_{name}") for name in names}
         return step_loader(self.train_dataset, self._sampler, self.model, self.args, **options)  # type: ignore[arg-type]
@@ -180,10 +186,6 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             raise ValueError("evaluation needs an eval_dataset")
         sampler = StepSampler(rows, tokens_per_step=self.args.tokens_per_step)
         return step_loader(rows, sampler, self.model, self.args)
-
-    def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """See `get_eval_dataloader`."""
-        return self.get_eval_dataloader(test_dataset)
 
     @cached_property
     def _sampler(self) -> StepSampler:
@@ -228,21 +230,15 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         if self._batch.stopped:
             return [inputs | {"left_out": True} for inputs in calls], None
         started = time.perf_counter()
-        self._compute_facts(first)
+        for fact in sorted(self._compute - self._batch.scores.keys()):  # in the same order on every rank
+            members = [self.train_dataset[number] for number in first.batch_rows.tolist()]  # type: ignore[index]
+            with self._scoring(fact) as engine:
+                self._batch.add(fact, first.batch_rows.tolist(), logprobs(engine, members)[0])
         self._numbers = {"scoring_seconds": time.perf_counter() - started} if self._compute else {}
         calls = [self._batch.with_facts(inputs) for inputs in calls]
         rows = [row for inputs in calls for row in inputs["rows"]]
         self._balance = self._routing(calls)
-        self._numbers |= step_metrics(rows) if isinstance(self.loss, PolicyLoss) else {}
         return calls, self.loss.normaliser(rows)
-
-    def _compute_facts(self, call: Call) -> None:
-        """Old and reference log-probabilities of a batch, before its first update."""
-        numbers = call.batch_rows.tolist()
-        for fact in self._compute - self._batch.scores.keys():
-            rows = [self.train_dataset[number] for number in numbers]  # type: ignore[index]
-            with self._scoring(fact) as engine:
-                self._batch.add(fact, numbers, logprobs(engine, rows))
 
     @contextlib.contextmanager
     def _scoring(self, fact: str) -> Iterator[TreeEngine]:
@@ -286,7 +282,7 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         self._calls.append(result)
         for name, value in {**inputs, "seconds": time.perf_counter() - started}.items():
             if name in ("unique_tokens", "tree_flops", "linear_flops", "seconds"):
-                self._numbers[name] = self._numbers.get(name, 0.0) + value
+                self._numbers[name] = self._numbers.get(name, 0.0) + float(value)
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"step {self.state.global_step + 1}: the loss is {loss}; the weights were not updated. A lower "
@@ -298,10 +294,10 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
 
     def _step_done(self) -> None:
         """End a step: keep its numbers for the next log, and stop the batch if its KL is above `target_kl`."""
-        result = self._calls[0] if len(self._calls) == 1 else summed(self._calls)
-        self._calls = []
-        self._log.add(result, self._numbers)
-        self._numbers = {}
+        result = summed(self._calls)
+        counts = {name: getattr(result, name) for name in COUNTS}
+        self._steps.append({"loss": result.loss} | result.metrics | counts | self._numbers)
+        self._calls, self._numbers = [], {}
         limit = self.args.target_kl
         self._batch.stopped = limit is not None and result.metrics.get("approx_kl", 0.0) > limit
 
@@ -313,14 +309,10 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         with self._precision(engine):
             return reduce(add, [engine.router_balance(inputs["tree"]) for inputs in calls if inputs["rows"]])
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """FLOPs of a call on this process: an equal share of those of the tree of all rows."""
-        return int(inputs.get("tree_flops", 0) / self.args.world_size)
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the numbers of the steps since the last log; their loss is in full precision."""
         if "loss" in logs:
-            found, ranks = self._log.read(), self._engine_of(self.model_wrapped).ranks
+            found, ranks = self._numbers_since_log(), self._engine_of(self.model_wrapped).ranks
             if self.args.target_kl is not None:
                 found["steps_left_out"], self._left_out = self._left_out, 0
             if "loss" not in found:  # every step was left out
@@ -328,6 +320,24 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             logs |= found
             logs[EXECUTION + "peak_memory_bytes"] = max(ranks.gather(peak_memory_bytes(self.args.device)))
         super().log(logs, start_time)
+
+    def _numbers_since_log(self) -> dict[str, float]:
+        """Sums, extremes (names ending in `_max` and `_min`) and means over the steps since the last log."""
+        steps, self._steps = self._steps, []
+        logs: dict[str, float] = {}
+        for name in dict.fromkeys(name for step in steps for name in step):
+            values = [step[name] for step in steps if name in step]
+            if name in SUMMED:
+                logs[EXECUTION + name] = sum(values)
+            elif name.endswith(("_max", "_min")):
+                logs[name] = (max if name.endswith("_max") else min)(values)
+            else:
+                logs[name] = sum(values) / len(values)
+        if steps:
+            logs[EXECUTION + "overlap"] = 1 - logs[EXECUTION + "unique_tokens"] / logs[EXECUTION + "flat_tokens"]
+        if work := logs.get(EXECUTION + "tree_flops"):
+            logs[EXECUTION + "ideal_speedup"] = logs[EXECUTION + "linear_flops"] / work
+        return logs
 
     # ---- Evaluation ----
 
@@ -358,22 +368,19 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
             members = [rows[number] for number in inputs["call"].rows.tolist()]
             if reference:
                 with self._scoring(REFERENCE) as scorer:
-                    scores = logprobs(scorer, members)
-                members = [with_fact(row, REFERENCE, x.cpu().numpy()) for row, x in zip(members, scores)]
-            with self._precision(engine), torch.no_grad():
-                scores = logprobs(engine, members, entropies=entropies, every=every)
-                scored, entropy_rows = scores if entropies else (scores, None)
-                flat, weights = torch.cat(scored), np.concatenate([row.weights[1:] for row in members])
-                used = weights != 0
-                # An untrained token may be impossible, and 0 times infinity is not a number.
-                nll -= float(weights[used] @ flat.double().cpu().numpy()[used])
-                weight, tokens = weight + float(weights.sum()), tokens + int(used.sum())
-                if loss is not None and (every or used.any()):
-                    facts = Facts(members, device=flat.device, dtype=flat.dtype, used=None if every else used)
-                    read = torch.from_numpy(np.flatnonzero(used | every)).to(flat.device)
-                    entropy = None if entropy_rows is None else torch.cat(entropy_rows)[read]
-                    part, metrics = loss.packed(flat[read], entropy, facts)
-                    total, sums = total + float(part), add_metrics(sums, metrics)
+                    scores = logprobs(scorer, members)[0]
+                members = [with_fact(row, REFERENCE, one.numpy()) for row, one in zip(members, scores)]
+            with self._precision(engine):
+                scored = [torch.cat(each) for each in logprobs(engine, members, entropies=entropies, every=every)]
+            weights = np.concatenate([row.weights[1:] for row in members])
+            # An untrained token may be impossible, and 0 times infinity is not a number.
+            used = weights != 0
+            nll -= float(weights[used] @ scored[0].double().numpy()[used])
+            weight, tokens = weight + float(weights.sum()), tokens + int(used.sum())
+            if loss is not None and (every or used.any()):
+                facts = Facts(members, dtype=scored[0].dtype)
+                part, metrics = loss.packed(scored[0], scored[1] if entropies else None, facts)
+                total, sums = total + float(part), add_metrics(sums, metrics)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         found = mean_metrics(sums) | {"nll": nll / weight, "trained_tokens": tokens}
         found |= {} if loss is None else {"loss": total / loss.normaliser(rows)}
@@ -384,12 +391,13 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         """Held-out rows with advantages, and the loss to evaluate them by: on-policy if they lack old_logprobs.
 
         Returns:
-            the rows; the loss, None if they lack a fact that it needs; whether the reference must still score them
-            (their ref_logprobs are zeros until then).
+            the rows; the loss for all of them, None if they lack a fact that it needs; whether the reference must
+            still score them (their ref_logprobs are zeros until then).
         """
         loss = self.loss
         try:
-            rows = with_advantages(rows, loss, None)
+            if (advantages := computed_advantages(rows, loss, None)) is not None:
+                rows = [row.replace(advantages=one) for row, one in zip(rows, advantages.tolist(), strict=True)]
             missing = missing_facts(rows, loss)
         except DataError as error:
             logger.warning("held-out rows are evaluated by their log-likelihood alone: %s", error)
@@ -420,55 +428,190 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         return muon_and_options(args) if args.optim == MUON else Trainer.get_optimizer_cls_and_kwargs(args, model)
 
 
-# ---- Callbacks with state in checkpoints
+# ---- Losses, and the facts that they need
 
 
-class StepLog(TrainerCallback):
-    """Collects the numbers of steps; each log gives their sums, means and extremes since the last one."""
+def engine_of(model: nn.Module, args: TreeArguments) -> TreeEngine:
+    """The engine of a run, on its model or on the reference policy."""
+    group = dist.group.WORLD if args.world_size > 1 and not is_sharded(model) else None
+    options: dict[str, Any] = {"temperature": args.temperature, "group": group, "compile_layers": args.compile_layers}
+    if args.execution == "tree":
+        return TreeEngine(model, budget=args.budget, **options)
+    size = PART_TOKENS["cuda" if model_device(model).type == "cuda" else "cpu"]
+    pack_tokens = size if args.budget is None else int(args.budget)
+    return LinearEngine(model, pack_tokens=pack_tokens, **options)
+
+
+def checked_loss(args: TreeArguments, loss: Any) -> Any:
+    """The loss that is given, or that the arguments name. Raises ValueError."""
+    if loss is not None and (args.loss != "sft" or args.loss_kwargs):
+        raise ValueError(f"a loss is given, and args name {args.loss!r} with {args.loss_kwargs}; give one of them")
+    loss = losses.by_name(args.loss, **(args.loss_kwargs or {})) if loss is None else loss  # type: ignore[arg-type]
+    loss, name = as_loss(loss), type(loss).__name__
+    if "predicted_values" in loss.needs:
+        raise ValueError(
+            f"{name} needs values, and this trainer has no value head; use TreeEngine(model, value_head=...) in a loop "
+            "of your own"
+        )
+    if args.target_kl is not None and not (isinstance(loss, PolicyLoss) and loss.clipped):
+        raise ValueError(f"target_kl is {args.target_kl}, but {name} measures no KL from an old policy")
+    return loss
+
+
+def needed_facts(loss: Any) -> tuple[str, ...]:
+    """Names of the per-token facts that a loss needs."""
+    return tuple(name for name in loss.needs if name in PER_TOKEN_FACTS)
+
+
+def computed_advantages(
+    rows: Sequence[Trajectory], loss: Any, options: dict[str, Any] | None
+) -> NDArray[np.float64] | None:
+    """The advantages of the rows from their rewards, if the loss needs advantages and no row has any; else None.
+
+    Args:
+        rows: in memory or not.
+        options: of `group_advantages`, or None.
+
+    Raises:
+        ValueError: options that the rows or the loss have no use for.
+    """
+    columns = columns_of(rows)
+    wanted = "advantages" in needed_facts(loss) and not columns.given["advantages"].any()
+    if wanted and not np.isnan(columns.reward).all():
+        return advantages_of_groups(rows, **(options or {}))
+    if options:
+        why = "the rows have no rewards" if wanted else "the rows have advantages, or the loss needs none"
+        raise ValueError(f"advantage_kwargs is {options}, but no advantages are made of rewards: {why}")
+    return None
+
+
+def missing_facts(rows: Sequence[Trajectory], loss: Any, computed: Collection[str] = ()) -> frozenset[str]:
+    """Those of old_logprobs and ref_logprobs that the loss needs and no trained row has.
+
+    Args:
+        computed: facts that the rows get in any case.
+
+    Raises:
+        DataError: only some of the rows have them, or a row lacks another fact.
+    """
+    columns = columns_of(rows)
+    missing = set()
+    for fact in (fact for fact in needed_facts(loss) if fact not in computed):
+        with_it = np.flatnonzero(columns.trained & columns.given[fact])
+        without = np.flatnonzero(columns.trained & ~columns.given[fact])
+        if not len(without):
+            continue
+        if fact not in (OLD, REFERENCE):
+            loss.check([rows[int(without[0])]])
+        if len(with_it):
+            one, other = (describe(rows[int(number)], int(number)) for number in (with_it[0], without[0]))
+            raise DataError(
+                f"{one} has {fact}, {other} has none: {len(with_it)} of {len(with_it) + len(without)} rows have them, "
+                "and computing the others would mix two policies; give all rows theirs, or none"
+            )
+        missing.add(fact)
+    if isinstance(rows, list) and loss.scope == "batch":  # pairs, which are not in the columns
+        given = missing | set(computed)
+        loss.check([row.replace(**{fact: np.zeros(len(row)) for fact in given}) for row in rows])
+    return frozenset(missing)
+
+
+def on_policy(loss: Any) -> Any:
+    """The loss with on-policy updates (ratio 1), which need no old log-probabilities; None if it has no such form."""
+    return dataclasses.replace(loss, on_policy=True) if isinstance(loss, PolicyLoss) else None
+
+
+@torch.no_grad()
+def logprobs(
+    engine: TreeEngine, rows: Sequence[Trajectory], *, entropies: bool = False, every: bool = False
+) -> list[list[torch.Tensor]]:
+    """`TreeEngine.logprobs` of rows that every rank has: each rank scores a share of them, all get all.
+
+    Args:
+        entropies: whether they are wanted too.
+        every: score every prediction; False gives 0 for those without a loss weight, which built-in losses do not read.
+
+    Returns:
+        one tensor [L - 1] in CPU memory per row; with `entropies` a second list.
+    """
+    ranks = engine.ranks
+    shares = [np.arange(len(rows))]
+    if not ranks.alone:
+        tree = as_tree(rows, merge=engine.merge)
+        shares = dispatch(tree, cost_if_countable(engine.model), ranks.size, whole_rows=every)
+
+    def own_scores() -> list[list[torch.Tensor]]:
+        own = [rows[number] for number in shares[ranks.rank].tolist()]
+        mask = None if every else [row.weights[1:] != 0 for row in own]
+        found: Any = ([],) * (1 + entropies)
+        if own or engine.collective:
+            found = engine.logprobs(own, return_entropy=entropies, mask=mask)
+        return [[one.cpu() for one in column] for column in (found if entropies else (found,))]
+
+    if engine.collective:
+        everywhere = ranks.gather(own_scores())  # passes are collective: no rank waits here for one that failed
+    else:
+        _, everywhere = ranks.agree("scoring", lambda: (None, own_scores()))
+    order = np.argsort(np.concatenate(shares)).tolist()
+    columns = ([one for of_rank in everywhere for one in of_rank[column]] for column in range(1 + entropies))
+    return [[column[number] for number in order] for column in columns]
+
+
+def with_fact(row: Trajectory, fact: str, scores: Float[np.ndarray, "predictions"]) -> Trajectory:
+    """A row with log-probabilities that were computed for it."""
+    values = np.zeros(len(row))
+    # An untrained token may be impossible under the policy; no loss reads it.
+    values[1:] = np.where(row.weights[1:] != 0, scores, 0.0)
+    return row.replace(**{fact: values})
+
+
+class RunningBatch(TrainerCallback):
+    """The current batch, with log-probabilities computed before its first update; a callback, so that it is saved."""
 
     def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
+        self.number = -1
+        self.stopped = False
+        """The policy is too far from the old one: the remaining updates of the batch are skipped."""
+        self.scores: dict[str, dict[int, NDArray[np.floating]]] = {}
+        """Name of the fact -> number of the row -> log-probabilities."""
+        self.advantages: NDArray[np.float64] | None = None
+        """Of all rows, if they were computed."""
 
-    def add(self, result: StepResult, numbers: dict[str, float]) -> None:
-        """Add a step.
+    def start_step(self, number: int) -> None:
+        """Start a step of this batch; its first step clears the state of the previous batch."""
+        if number != self.number:
+            self.number, self.stopped, self.scores = number, False, {}
 
-        Args:
-            result: of all its calls.
-            numbers: further numbers of the step. Those in `SUMMED` add up; names ending in `_max` and `_min` are
-                extremes; the others are averaged, as the loss and its metrics are.
-        """
-        counts = {name: getattr(result, name) for name in COUNTS}
-        self.steps.append({"loss": result.loss} | result.metrics | counts | numbers)
+    def add(self, fact: str, numbers: Sequence[int], scores: Sequence[Float[torch.Tensor, "_"]]) -> None:
+        """Add log-probabilities of rows."""
+        self.scores[fact] = {n: one.cpu().numpy() for n, one in zip(numbers, scores, strict=True)}
 
-    def read(self) -> dict[str, float]:
-        """Return the numbers of these steps and clear them; empty if there was no step."""
-        logs: dict[str, float] = {}
-        for name in dict.fromkeys(name for step in self.steps for name in step):
-            values = [step[name] for step in self.steps if name in step]
-            if name in SUMMED:
-                logs[EXECUTION + name] = sum(values)
-            elif name.endswith(("_max", "_min")):
-                logs[name] = (max if name.endswith("_max") else min)(values)
-            else:
-                logs[name] = sum(values) / len(values)
-        if self.steps:
-            logs[EXECUTION + "overlap"] = 1 - logs[EXECUTION + "unique_tokens"] / logs[EXECUTION + "flat_tokens"]
-        if work := logs.get(EXECUTION + "tree_flops"):
-            logs[EXECUTION + "ideal_speedup"] = logs[EXECUTION + "linear_flops"] / work
-        self.steps = []
-        return logs
+    def with_facts(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """A call (see `StepDataset`) with the facts computed for its rows; the structure of its tree stays."""
+        rows, numbers = list(inputs["rows"]), inputs["call"].rows.tolist()
+        for fact, scores in self.scores.items():
+            rows = [with_fact(row, fact, scores[n]) for row, n in zip(rows, numbers, strict=True)]
+        if self.advantages is not None:
+            rows = [row.replace(advantages=float(self.advantages[n])) for row, n in zip(rows, numbers, strict=True)]
+        own = [rows[number] for number in inputs["own"].tolist()]
+        return inputs | {"rows": rows, "tree": dataclasses.replace(inputs["tree"], rows=own)}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Forget the steps of an earlier training."""
-        self.steps = []
+        """Start without a batch."""
+        self.start_step(-1)
 
     def state_dict(self) -> dict[str, str]:
-        """The numbers, as text."""
-        return {"json": json.dumps(self.steps)}
+        """The state as text: its shapes differ in every batch, so it cannot be loaded into tensors in place."""
+        scores = {fact: {n: one.tolist() for n, one in rows.items()} for fact, rows in self.scores.items()}
+        return {"json": json.dumps([self.number, self.stopped, scores])}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        """Restore the numbers."""
-        self.steps = json.loads(state["json"])
+        """Restore a batch."""
+        self.number, self.stopped, scores = json.loads(state["json"])
+        self.scores = {fact: {int(n): np.array(one) for n, one in rows.items()} for fact, rows in scores.items()}
+
+
+# ---- Numbers and averages
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -514,13 +657,9 @@ class WeightAverage(TrainerCallback):
         """Save the averaged model; the average replaces the model's weights meanwhile."""
         trained = _trained(model)
         before = {name: parameter.clone() for name, parameter in trained.items()}
-        try:
-            for name, parameter in trained.items():
-                parameter.copy_(self.values[name])
-            save_whole(model, Path(args.output_dir, self.folder), given.get("processing_class"), write=args.should_save)
-        finally:
-            for name, parameter in trained.items():
-                parameter.copy_(before[name])
+        _copy(trained, self.values)
+        save_whole(model, Path(args.output_dir, self.folder), given.get("processing_class"), write=args.should_save)
+        _copy(trained, before)
 
     def state_dict(self) -> dict[str, Any]:
         """The average by parameter name."""
@@ -529,9 +668,13 @@ class WeightAverage(TrainerCallback):
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore an average."""
-        for name, value in self.values.items():
-            value.copy_(state["values"][name])
+        _copy(self.values, state["values"])
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _copy(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, tensor in into.items():
+        tensor.copy_(values[name])
