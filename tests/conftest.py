@@ -3,18 +3,39 @@
 import importlib.util
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-if importlib.util.find_spec("beartype"):  # not on every machine on which benchmarks/gpu.py runs the kernels' tests
-    from support.shapes import check_shapes
+CHECKS_SHAPES = importlib.util.find_spec("beartype") is not None
+"""Not on every machine on which benchmarks/gpu.py runs the kernels' tests."""
+if CHECKS_SHAPES:
+    from support import shapes
 
-    check_shapes()
+    shapes.check_shapes()
+
+SAMPLE = 8
+_SHAPES_UNCHECKED = pytest.StashKey[bool]()
 
 SHARED_DATA = Path(os.environ.get("TREETRAIN_SHARED_DATA", Path(__file__).parents[2] / "shared" / "data"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`make test` checks shapes in one of SAMPLE tests of a file, since they take a third of the time; else in all."""
+    if config.option.markexpr == "not slow":
+        before: Counter[Path] = Counter()
+        for item in items:
+            item.stash[_SHAPES_UNCHECKED] = before[item.path] % SAMPLE > 0
+            before[item.path] += 1
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if CHECKS_SHAPES:
+        shapes.set_checked(not item.stash.get(_SHAPES_UNCHECKED, False))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,8 +7,15 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
+from support import shapes
 from treetrain.softmax_attention.schedule import Forest
 from treetrain.softmax_attention.tile_lists import keys_of
+
+
+@pytest.fixture(autouse=True)
+def checked() -> None:
+    """`make test` checks the shapes in a sample of all tests; here always."""
+    shapes.set_checked(True)
 
 
 def test_a_wrong_shape_or_dtype_is_refused_under_pytest() -> None:

@@ -25,14 +25,20 @@ def check_shapes() -> None:
     sys.meta_path.insert(0, _Finder())
 
 
+def set_checked(checked: bool) -> None:
+    """Check shapes from now on, or not."""
+    config.update("jaxtyping_disable", not checked)
+
+
 @contextmanager
 def unchecked() -> Iterator[None]:
     """For calls whose wrong shapes the library itself must refuse."""
-    config.update("jaxtyping_disable", True)
+    before = config.jaxtyping_disable
+    set_checked(False)
     try:
         yield
     finally:
-        config.update("jaxtyping_disable", False)
+        set_checked(not before)
 
 
 class _Finder(MetaPathFinder):
