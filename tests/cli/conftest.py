@@ -6,20 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from support.saved import save_small_model
-from support.threads import one_thread
+from support.models import make_model
 from treetrain.cli import main
 from treetrain.models.loading import load_tokenizer
-
-__all__ = ["one_thread"]
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A saved Qwen3 of 80 thousand weights with the built-in tokenizer."""
+    """A saved Qwen3 with the built-in tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     load_tokenizer("tiny").save_pretrained(folder)
-    return save_small_model(folder, vocabulary=2048, positions=256)
+    make_model(vocab_size=2048, max_position_embeddings=256, tie_word_embeddings=True).save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from treetrain.engine import runtime
 from treetrain.engine.engine import LinearEngine
 from treetrain.engine.lm_head import HeadCall
 from treetrain.linear_attention.scans import Scans
-from treetrain.losses import dpo, gspo, ppo, reinforce, sft
+from treetrain.losses import dpo, gspo, ppo, sft
 from treetrain.softmax_attention.attention import AttentionTree, Choice
 from treetrain.softmax_attention.flex import FlexTreeAttention
 from treetrain.softmax_attention.kv_cache import cached_keys
@@ -118,8 +118,6 @@ ENGINES = {"one part": tt.TreeEngine, "parts": CHUNKS, "parts, none kept": SEGME
 LOSSES = {
     "sft": sft(),
     "sft by trajectory": sft(reduction="trajectory"),
-    "reinforce": reinforce(),
-    "ppo": ppo(),
     "ppo, entropy and kl": ppo(entropy=0.05, kl=0.1),
     "ppo, corrected": ppo(importance_cap=2.0, importance_mode="sequence_mask"),
     "gspo": gspo(),
@@ -185,7 +183,7 @@ def test_values_adapters_and_checkpointed_layers_make_no_wait():
     no_wait(adapted, sft(), CHUNKS)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral_window", "gemma3_text", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
 def test_windows_sinks_and_experts_make_no_wait(family):
     made = make_model(family)
     if getattr(made.config, "num_experts", None) or getattr(made.config, "num_local_experts", None):
@@ -287,7 +285,7 @@ def test_recurrent_layers_have_transformers_look_whether_rows_are_packed(family)
         assert no_wait(made, sft(), CHUNKS).parts > 3
 
 
-@pytest.mark.parametrize("family", ["gemma2", "granite", "cohere"])
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
 def test_logits_that_a_model_scales_or_caps_are_compared_bit_by_bit_which_waits(family, monkeypatch):
     made = make_model(family).to(META)
     with pytest.raises(NotImplementedError, match="aten::equal"):

@@ -48,9 +48,13 @@ def test_every_loss_holds_in_one_part_and_in_small_parts_however_they_are_kept(n
 
 
 @pytest.mark.parametrize(
-    "shape", [name if name == "chunks of 7" else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES]
+    ("name", "shape"),
+    [
+        pytest.param(name, shape, marks=() if name in OTHERS and shape == "chunks of 7" else pytest.mark.slow)
+        for name in [*OTHERS, *EVERY]
+        for shape in SHAPES
+    ],
 )
-@pytest.mark.parametrize("name", [*OTHERS, *EVERY])
 def test_every_loss_in_every_shape_of_plan_gives_the_gradients_of_the_rows(model, name, shape):
     case = (OTHERS | EVERY)[name]
     rows = case.prepare(ROWS)

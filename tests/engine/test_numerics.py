@@ -13,7 +13,7 @@ from treetrain.testing.contract import PPO, SFT, PureFloat64, RoundsToFloat32, c
 @pytest.mark.parametrize(
     ("family", "forests"),
     [
-        ("qwen3", 8),
+        ("qwen3", 6),
         *(pytest.param(name, 85, marks=pytest.mark.slow) for name in ("qwen3", "llama", "mistral", "qwen2")),
     ],
 )
@@ -23,7 +23,7 @@ def test_gradients_of_sft_and_ppo_are_those_of_the_rows(family, forests, record_
     assert worst["distinct forests"] >= 0.55 * forests
 
 
-FAST = ("gpt_neox", "gpt2", "phi3", "glm4")
+FAST = ("gpt_neox", "phi3")
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,13 @@ def scripted_turns(trainer, prompt_ids, *_, **__):
     return replies, None
 
 
+def test_sft_in_trl_trains_on_the_recorded_games(tmp_path):
+    trainer = trl_sft.main(steps=1, output=str(tmp_path))
+    (loss,) = logged(trainer, "train_loss")
+    assert loss == pytest.approx(math.log(2048), abs=0.3)
+
+
+@pytest.mark.slow
 def test_sft_in_trl_lowers_the_loss_and_shares_the_rules(tmp_path):
     trainer = trl_sft.main(steps=3, output=str(tmp_path))
     (loss,) = logged(trainer, "train_loss")

@@ -2,13 +2,12 @@
 
 import pytest
 
-from support.saved import save_small_model
-from support.threads import one_thread
-
-__all__ = ["one_thread"]
+from support.models import make_model
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A saved Qwen3 of 20 thousand weights, without a tokenizer."""
-    return save_small_model(tmp_path_factory.mktemp("model"), vocabulary=64, positions=128)
+    """A saved Qwen3, without a tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    make_model(vocab_size=64, max_position_embeddings=128, tie_word_embeddings=True).save_pretrained(folder)
+    return str(folder)
