@@ -1,14 +1,15 @@
 """`treetrain train`: a file in, a model folder out; bad input is one line."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from support.safe_runs import StopAt
 from treetrain.cli import train
 
 QUIET = ("--report_to", "none", "--use_cpu", "true", "--save_strategy", "no", "--disable_tqdm", "true")
@@ -52,9 +53,14 @@ def test_a_stopped_run_says_how_to_go_on_and_it_does(
 ) -> None:
     make = train._trainer
 
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
     def stops(*given: Any) -> Any:
         trainer, notes = make(*given)
-        trainer.add_callback(StopAt(2))
+        trainer.add_callback(Stop())
         return trainer, notes
 
     argv = ("train", token_file, "--model", model_folder, "--max_steps", "3", "--logging_steps", "1", *QUIET)

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+from rank_steps import KEYS, Job, check, rows_of, scored_step
 
 import treetrain as tt
 from support.models import make_model
 from support.pairwise import pairwise
-from support.ranks import KEYS, Job, check, rows_of, scored_step
 
 
 @pairwise(

@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from rank_steps import Job, bfloat16_errors, check
 
 from support.cases import EVERY
 from support.pairwise import pairwise
-from support.ranks import Job, bfloat16_errors, check
 
 
 @pairwise(split=["round", "halves", "first has all", "last has all"], parallel=["ddp", "fsdp"], size=[2, 4])

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from rank_steps import Oops, Rows, cut, error_of, gradients, relative_error, rows_of, sharded
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -17,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 import treetrain as tt
 from support.models import make_model
 from support.processes import RankFailed
-from support.ranks import Oops, Rows, cut, error_of, gradients, relative_error, rows_of, sharded
 from treetrain.testing.contract import PureFloat64
 
 DISAGREEMENTS = {

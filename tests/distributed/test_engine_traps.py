@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from rank_steps import LOSSES, Oops, OwnLoss, error_of, gradients, relative_error, rows_of, sharded
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -15,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import treetrain as tt
 from support.models import make_model
-from support.ranks import LOSSES, Oops, OwnLoss, error_of, gradients, relative_error, rows_of, sharded
 from treetrain.engine import distributed as ranks_module
 from treetrain.engine.executor import Executor
 from treetrain.engine.loss_gradients import ScoreTable

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_steps import parallel_model, scored_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import treetrain as tt
 from support.models import make_model
-from support.ranks import parallel_model, scored_step
 
 QWEN3 = ("qwen3", ())
 PLANS = (("one segment per part", "mixed"), ("chunks of 2", "none"))

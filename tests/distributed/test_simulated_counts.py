@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from rank_steps import KEYS, LOSSES, cut, gradients, relative_error, sharded
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import treetrain as tt
 from support.models import make_model
-from support.ranks import KEYS, LOSSES, cut, gradients, relative_error, sharded
 from treetrain.engine.costs import cost_of
 from treetrain.planning.balance import dispatch
 from treetrain.planning.collective_order import RankPlans, plan_ranks

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from rank_steps import KEYS, Job, check, cut, gradients, relative_error, rows_of, scored_step, with_lora
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import treetrain as tt
 from support.models import make_model
 from support.pairwise import pairwise
-from support.ranks import KEYS, Job, check, cut, gradients, relative_error, rows_of, scored_step, with_lora
 from treetrain.errors import RanksDisagree
 from treetrain.testing.contract import PureFloat64
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import treetrain as tt
-from support.layouts import check_plan
 from support.models import make_model
 from support.pairwise import pairwise
 from support.passes import WatchedCache, unique_ids, watched
-from support.plans import KEEPS, planned
+from support.plans import KEEPS, check_plan, planned
 from treetrain.engine import executor
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64

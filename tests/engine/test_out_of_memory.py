@@ -9,8 +9,8 @@ import torch
 
 import treetrain as tt
 from support.models import make_model
-from support.passes import on_plan, watched
-from support.plans import planned
+from support.passes import watched
+from support.plans import on_plan, planned
 from support.shortage import ERRORS, IDS, Shortage, freed_at_once, named_budget
 from treetrain.engine.runtime import is_out_of_memory
 from treetrain.planning.plan import Plan

@@ -5,8 +5,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rules import SHAPES, inputs, layout_of
 
-from support.rules import SHAPES, inputs, layout_of
 from treetrain.linear_attention.delta_rule import TILE, DeltaTiles, gated_delta
 from treetrain.linear_attention.paths import convolve, make_taps
 from treetrain.linear_attention.reference import reference_convolution, reference_gated_delta

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rules import SHAPES, inputs, layout_of
 
-from support.rules import SHAPES, inputs, layout_of
 from support.stand_in import StandIn
 from treetrain.linear_attention import scans as scans_module
 from treetrain.linear_attention.reference import reference_gated_delta

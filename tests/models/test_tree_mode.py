@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, masking_utils
 
-from support.attention_forests import attention_forest
+from support.plans import attention_forest
 from treetrain.errors import UnsupportedModel
 from treetrain.models.tree_mode import INTERFACE, RangeMask, TreeRun, _tree_attention, mask_of
 from treetrain.softmax_attention.rectangles import RectangleAttention

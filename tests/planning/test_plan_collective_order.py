@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.layouts import uniform
+from support.plans import uniform
 from treetrain.planning.collective_order import (
     Candidate,
     Offer,

@@ -4,7 +4,7 @@ import re
 import numpy as np
 import pytest
 
-from support.layouts import LinearPrices, layout_of
+from support.plans import LinearPrices, layout_of
 from treetrain.planning.make import make_plan
 from treetrain.planning.partition import partition
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.layouts import LinearPrices, check_plan, layout_of, nested_forks
+from support.plans import LinearPrices, check_plan, layout_of, nested_forks
 from treetrain.data.trajectory import Trajectory
 from treetrain.planning.balance import dispatch
 from treetrain.planning.collective_order import plan_ranks

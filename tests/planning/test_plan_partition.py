@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.layouts import LinearPrices, check_plan, layout_of, nested_forks, star, uniform
+from support.plans import LinearPrices, check_plan, layout_of, nested_forks, star, uniform
 from treetrain.planning.partition import _NEAR, _Cutter, _how_many, pack_bins, partition, whole_trees
 from treetrain.planning.plan import heights
 from treetrain.testing.forests import forests

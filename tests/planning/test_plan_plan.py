@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.layouts import check_plan, layout_of, layout_of_parents, nested_forks, one_segment_per_part, uniform
+from support.plans import check_plan, layout_of, layout_of_parents, nested_forks, one_segment_per_part, uniform
 from treetrain.planning.plan import Plan, heights
 from treetrain.testing.forests import forests
 

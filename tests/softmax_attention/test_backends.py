@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as flex_module
 
-from support.attention_forests import attention_forest, forest_of
-from support.layouts import star
+from support.plans import attention_forest, star
 from treetrain.engine.engine import TreeEngine
 from treetrain.softmax_attention import attention, flex
 from treetrain.softmax_attention.attention import (
@@ -27,7 +26,7 @@ from treetrain.softmax_attention.attention import (
 )
 from treetrain.softmax_attention.flex import FlexTreeAttention
 from treetrain.softmax_attention.kv_cache import KVCache
-from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec
+from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.softmax_attention.varlen import VarlenAttention
 from treetrain.tree.layout import AttentionRange
 
@@ -89,7 +88,7 @@ def test_the_choice_belongs_to_the_forest_and_the_layer(stand_ins):
         tree = AttentionTree(forest, cache)
         return Counter(tree.backend(x, x, spec).name for spec in specs)
 
-    suitable, bushy = forest_of(star(300, 64)), forest_of(star(300, 3))
+    suitable, bushy = Forest.of(star(300, 64)), Forest.of(star(300, 3))
     windowed = [PLAIN_ATTENTION, AttentionSpec(AttentionRange(window=9)), PLAIN_ATTENTION]
     assert calls(suitable) == {"varlen": 1} and calls(bushy) == {"triton": 1}
     assert calls(suitable, specs=windowed) == {"varlen": 2, "triton": 1}, "flash attention has no window of a path"

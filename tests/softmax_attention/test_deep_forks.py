@@ -8,8 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-from support.schedules import (
+from schedules import (
     calls,
     check,
     comb,
@@ -22,6 +21,7 @@ from support.schedules import (
     star,
     straight,
 )
+
 from treetrain.softmax_attention import schedule as schedule_module
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.reference import reference_attention

@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import FlexKernelOptions
 
-from support.attention_forests import attention_forest, forest_of
-from support.layouts import uniform
+from support.plans import attention_forest, uniform
 from treetrain.softmax_attention import flex
 from treetrain.softmax_attention.flex import BLOCK, FlexTreeAttention, block_mask, kernel_options
 from treetrain.softmax_attention.kv_cache import KVCache
 from treetrain.softmax_attention.reference import reference_attention, visible
-from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec
+from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.softmax_attention.tile_lists import keys_of, make_tile_lists
 from treetrain.testing.forests import bushy_rows, forests, runs
 from treetrain.testing.linear import relative_error
@@ -103,7 +102,7 @@ def test_the_eager_forward_of_what_layers_ask_equals_the_reference(spec, parts):
             tokens, attach = plan.tokens(part), int(plan.attach[part])
             path = plan.path(attach) if attach >= 0 else np.zeros(0, np.int64)
             view = cache.view(path, np.where(plan.exported[tokens], tokens, -1))
-            attention = FlexTreeAttention(forest_of(cut(layout, tokens).layout), CPU, cache=view)
+            attention = FlexTreeAttention(Forest.of(cut(layout, tokens).layout), CPU, cache=view)
             got[tokens] = attention(q[tokens], k[tokens], v[tokens], 0.3, 0, spec, sinks)
     ends, depth = torch.from_numpy(layout.ends), torch.from_numpy(layout.positions)
     visible_range = {"depth": depth, "window": spec.visible_range.window, "chunk": spec.visible_range.chunk}
@@ -147,7 +146,7 @@ def test_the_eager_forward_of_parts_equals_the_reference_over_the_whole_tree(gro
             tokens, attach = plan.tokens(part), int(plan.attach[part])
             path = plan.path(attach) if attach >= 0 else np.zeros(0, np.int64)
             view = cache.view(path, np.where(plan.exported[tokens], tokens, -1))
-            attention = FlexTreeAttention(forest_of(cut(layout, tokens).layout), CPU, cache=view)
+            attention = FlexTreeAttention(Forest.of(cut(layout, tokens).layout), CPU, cache=view)
             got[tokens] = attention(q[tokens], k[tokens], v[tokens], 0.3)
     assert relative_error(got, reference_attention(q, k, v, torch.from_numpy(layout.ends), 0.3)) <= 1e-5
 

@@ -5,16 +5,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from parts_by_hand import PartsByHand, Tensors
 
-from support.attention_forests import forest_of
-from support.layouts import one_segment_per_part, uniform
 from support.pairwise import pairwise
-from support.parts import PartsByHand, Tensors
-from support.plans import KEEPS
+from support.plans import KEEPS, one_segment_per_part, uniform
 from treetrain.planning.plan import Plan
 from treetrain.softmax_attention.kv_cache import KVCache, cached_keys
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.reference import reference_attention
+from treetrain.softmax_attention.schedule import Forest
 from treetrain.testing.forests import bushy_rows, forests, runs
 from treetrain.testing.linear import relative_error, rms
 from treetrain.tree.build import build_tree
@@ -46,7 +45,7 @@ def whole(layout: PackedLayout, tensors: Tensors) -> Tensors:
 
 
 def rectangles(layout: PackedLayout, view):
-    return RectangleAttention(forest_of(layout), cache=view)
+    return RectangleAttention(Forest.of(layout), cache=view)
 
 
 def carried_reference(layout: PackedLayout, view):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.attention_forests import attention_forest
+from support.plans import attention_forest
 from treetrain.softmax_attention import schedule as schedule_module
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.reference import reference_attention

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schedules import calls, check, first_pass, forest_from_parents, pairs_computed
 
-from support.attention_forests import attention_forest, forest_of
-from support.schedules import calls, check, first_pass, forest_from_parents, pairs_computed
+from support.plans import attention_forest
 from treetrain.softmax_attention import schedule as schedule_module
 from treetrain.softmax_attention.schedule import Forest, make_schedule
 from treetrain.testing.forests import bushy_rows, forests, runs
@@ -128,6 +128,6 @@ def test_a_layout_and_its_forest_agree():
     from treetrain.tree.layout import pack
 
     rows = [[1, 2, 3, 4], [1, 2, 5], [1, 2, 3, 4, 6]]
-    forest = forest_of(pack(build_tree(rows)))
+    forest = Forest.of(pack(build_tree(rows)))
     # [.., 4, 6]: the last token predicts nothing and is left out, so 5 too.
     assert forest.ends.tolist() == [4, 4, 4, 4]

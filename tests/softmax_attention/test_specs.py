@@ -7,11 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from parts_by_hand import PartsByHand, Tensors
 
-from support.attention_forests import attention_forest, forest_of
-from support.layouts import one_segment_per_part, uniform
-from support.parts import PartsByHand, Tensors
-from support.plans import KEEPS
+from support.plans import KEEPS, attention_forest, one_segment_per_part, uniform
 from treetrain.softmax_attention import rectangles
 from treetrain.softmax_attention.kv_cache import KVCache, KVCacheView
 from treetrain.softmax_attention.rectangles import RectangleAttention
@@ -188,7 +186,7 @@ def layout_of(rows) -> PackedLayout:
 
 def parts_errors(plan, tensors: list[Tensors], specs: list[AttentionSpec], order: np.ndarray) -> list[float]:
     def backend(layout, view):
-        return RectangleAttention(forest_of(layout), cache=view, call_pairs=2e3)
+        return RectangleAttention(Forest.of(layout), cache=view, call_pairs=2e3)
 
     got = PartsByHand(plan, tensors, backend, order, SCALE, specs).run()
     layout, worst = plan.layout, [0.0] * len(NAMES)

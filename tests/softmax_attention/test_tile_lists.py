@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.attention_forests import attention_forest
-from support.layouts import nested_forks, star
+from support.plans import attention_forest, nested_forks, star
 from treetrain.device_arrays import to_device
 from treetrain.softmax_attention.reference import visible
 from treetrain.softmax_attention.tile_lists import Keys, Lists, TileLists, keys_of, make_tile_lists

@@ -19,15 +19,15 @@ triton_or_skip()
 
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from parts_by_hand import PartsByHand, Tensors  # noqa: E402
 
-from support.attention_forests import attention_forest, forest_of  # noqa: E402
-from support.layouts import (  # noqa: E402
+from support.plans import (  # noqa: E402
+    KEEPS,
+    attention_forest,
     nested_forks,
     one_segment_per_part,
     uniform,
 )
-from support.parts import PartsByHand, Tensors  # noqa: E402
-from support.plans import KEEPS  # noqa: E402
 from treetrain.softmax_attention import triton_attention  # noqa: E402
 from treetrain.softmax_attention.attention import AttentionTree  # noqa: E402
 from treetrain.softmax_attention.reference import reference_attention  # noqa: E402
@@ -141,7 +141,7 @@ def test_small_forests_equal_the_reference(rows):
 
 
 def test_deep_chains_of_forks_equal_the_reference():
-    forest = forest_of(nested_forks(60))
+    forest = Forest.of(nested_forks(60))
     check(forest, inputs(len(forest.ends)))
     check(forest, inputs(len(forest.ends)), AttentionSpec(AttentionRange(window=7)))
 
@@ -205,7 +205,7 @@ def _bushy(rng, count: int):
 
 
 def _backend(layout: PackedLayout, view):
-    return TritonTreeAttention(forest_of(layout), DEVICE, cache=view, tile=16)
+    return TritonTreeAttention(Forest.of(layout), DEVICE, cache=view, tile=16)
 
 
 def test_a_tree_in_bfloat16_is_as_close_as_its_rows_by_themselves():

@@ -7,15 +7,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from parts_by_hand import Tensors
 
-from support.attention_forests import attention_forest, forest_of
-from support.layouts import star
-from support.parts import Tensors
+from support.plans import attention_forest, star
 from treetrain.softmax_attention import varlen
 from treetrain.softmax_attention.kv_cache import KVCache
 from treetrain.softmax_attention.rectangles import StockKernel
 from treetrain.softmax_attention.reference import reference_attention, visible
-from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec
+from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.softmax_attention.varlen import DeviceCall, StockVarlen, VarlenAttention, pieces_of, suits, varlen_calls
 from treetrain.testing.forests import bushy_rows, forests, runs
 from treetrain.testing.linear import relative_error
@@ -130,8 +129,8 @@ def test_a_call_holds_everything_of_a_light_depth_that_is_of_similar_length():
         return len(varlen_calls(pieces_of(forest)))
 
     assert calls(attention_forest([[*range(50)]])) == 1
-    assert calls(forest_of(star(8000, 300))) == 2
-    assert calls(forest_of(star(300, 300))) == calls(forest_of(star(300, 300))) == 2
+    assert calls(Forest.of(star(8000, 300))) == 2
+    assert calls(Forest.of(star(300, 300))) == calls(Forest.of(star(300, 300))) == 2
     binary = attention_forest(
         [[k >> 3, *[10 + (k >> 2)] * 999, *[20 + (k >> 1)] * 999, *[40 + k] * 999] for k in range(16)]
     )

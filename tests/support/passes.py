@@ -10,11 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from treetrain.engine import executor
-from treetrain.engine.engine import TreeEngine
-from treetrain.planning.plan import Plan
 from treetrain.softmax_attention.kv_cache import Buffer
 from treetrain.tree.build import build_tree
-from treetrain.tree.layout import PackedLayout
 
 
 def unique_ids(rows: list[list[int]]) -> list[list[int]]:
@@ -74,16 +71,3 @@ class WatchedCache(executor.KVCache):
     def view(self, path_rows: np.ndarray, own_rows: np.ndarray):
         self.views.append((path_rows, own_rows))
         return super().view(path_rows, own_rows)
-
-
-def on_plan(make_plan) -> type[TreeEngine]:
-    """An engine whose plan of a layout is what a function says; `plans` lists them."""
-
-    class OnPlan(TreeEngine):
-        plans: list[Plan] = []  # noqa: RUF012
-
-        def plan_of(self, layout: PackedLayout) -> Plan:
-            self.plans.append(make_plan(layout))
-            return self.plans[-1]
-
-    return OnPlan

@@ -18,7 +18,7 @@ SIZE = 4
 TIMEOUT = 60.0
 """Seconds that a function may take; a collective gives up somewhat earlier."""
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "support.ranks", "support.safe_runs"])
+_CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "rank_steps", "safe_runs"])
 
 
 def start(target: Callable[..., None], *args: Any) -> Any:
@@ -26,10 +26,9 @@ def start(target: Callable[..., None], *args: Any) -> Any:
 
     That one is started once, here or by an earlier call, and reads from PYTHONPATH where these modules are.
     """
-    tests, path = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")
-    if tests not in path.split(os.pathsep):
-        os.environ["PYTHONPATH"] = os.pathsep.join([tests, path])
-    os.environ["OMP_NUM_THREADS"] = "1"
+    tests, path = Path(__file__).parents[1], os.environ.get("PYTHONPATH", "")
+    if str(tests) not in path.split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(tests), f"{tests}/distributed", f"{tests}/trainers", path])
     process = _CONTEXT.Process(target=target, args=args, daemon=True)
     process.start()
     return process

@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import Trainer, TrainerCallback
-
-from support.safe_runs import (
+from safe_runs import (
     SafeTrainer,
     StopAt,
     differences,
@@ -25,6 +23,8 @@ from support.safe_runs import (
     outcome,
     saved_steps,
 )
+from transformers import Trainer, TrainerCallback
+
 from treetrain.trainers import checkpoints
 from treetrain.trainers.checkpoints import CheckpointNotWritten, SafeCheckpointsMixin, TornCheckpoint
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from safe_runs import Run, differences, saved_steps
 
-from support.safe_runs import Run, differences, saved_steps
 from treetrain.trainers import checkpoints
 
 EVERY = 2

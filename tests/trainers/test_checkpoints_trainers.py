@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast, TrainingArguments
-
-from support.safe_runs import (
+from safe_runs import (
     Averages,
     SafeTrainer,
     StopAt,

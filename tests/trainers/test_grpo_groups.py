@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from trainer_runs import BUILDERS, difference, train
 
-from support.trainer_runs import BUILDERS, difference, train
 from treetrain.engine.engine import TreeEngine
 
 TORN = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "num_generations": 4}

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from support.trainer_runs import BUILDERS, difference, train
+from trainer_runs import BUILDERS, difference, train
 
 BOUNDS = {torch.float32: (1e-5, 1e-4), torch.float64: (1e-10, 1e-10)}
 """Bounds on the errors of metrics and weights, and on that of the changes training made to the weights."""

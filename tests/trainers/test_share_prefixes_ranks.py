@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from trainer_runs import BUILDERS, difference, train
 
 from support.processes import Processes
-from support.trainer_runs import BUILDERS, difference, train
 
 
 def both(

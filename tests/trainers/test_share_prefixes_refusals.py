@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from trainer_runs import BUILDERS, adapter, difference, train
 from transformers import Trainer, TrainingArguments
 
 import treetrain as tt
 from support import trainer_runs as runs
-from support.trainer_runs import BUILDERS, adapter, difference, train
 from treetrain.trainers import share_prefixes as module
 from treetrain.trainers.share_prefixes import rows_to_compare
 
