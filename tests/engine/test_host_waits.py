@@ -14,7 +14,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import transformers.masking_utils
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +25,6 @@ from support.plans import planned
 from treetrain.device_arrays import on_device
 from treetrain.engine import runtime
 from treetrain.engine.engine import LinearEngine
-from treetrain.engine.lm_head import HeadCall
 from treetrain.linear_attention.scans import Scans
 from treetrain.losses import dpo, gspo, ppo, sft
 from treetrain.softmax_attention.attention import AttentionTree, Choice
@@ -269,31 +267,3 @@ def test_what_goes_to_a_gpu_is_pinned_and_not_waited_for(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", to)
     found = on_device(np.array([1.5, 2.5]), cuda, torch.float32)
     assert sent == [(cuda, True, Pinned)] and found.dtype == torch.float32 and found.tolist() == [1.5, 2.5]
-
-
-# What waits in truth
-
-
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
-def test_recurrent_layers_have_transformers_look_whether_rows_are_packed(family):
-    made = make_model(family)
-    if getattr(made.config, "num_experts", None):
-        made.set_experts_implementation("batched_mm")
-    with pytest.raises(RuntimeError, match="meta"):
-        no_wait(made.to(META), sft(), CHUNKS)
-    with mock.patch.object(transformers.masking_utils, "find_packed_sequence_indices", lambda positions: None):
-        assert no_wait(made, sft(), CHUNKS).parts > 3
-
-
-@pytest.mark.parametrize("family", ["gemma2", "granite"])
-def test_logits_that_a_model_scales_or_caps_are_compared_bit_by_bit_which_waits(family, monkeypatch):
-    made = make_model(family).to(META)
-    with pytest.raises(NotImplementedError, match="aten::equal"):
-        no_wait(made, sft())
-    monkeypatch.setattr(HeadCall, "is_as_declared", lambda self, logits: True)
-    no_wait(made, sft(), CHUNKS)
-
-
-def test_eager_experts_wait_to_know_which_of_them_were_chosen():
-    with pytest.raises(NotImplementedError, match="nonzero"):
-        no_wait(make_model("qwen3_moe").to(META), sft())

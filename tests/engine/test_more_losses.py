@@ -38,15 +38,6 @@ def test_gradients_are_those_of_the_rows_in_one_part_and_in_small_parts(group, r
     assert max(plan.num_parts for plan in engines[1].plans) > 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EVERY)
-def test_every_loss_holds_in_one_part_and_in_small_parts_however_they_are_kept(name, record_property):
-    engines = [tt.TreeEngine, *(planned("chunks of 2", keep) for keep in KEEPS)]
-    worst = check_contract(make_model("qwen3"), [EVERY[name]], 30, engines=engines)
-    record_property("errors", worst)
-    assert worst["distinct forests"] >= 10
-
-
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -80,17 +71,6 @@ def test_a_step_may_be_split_over_calls_of_whole_pairs(model, name):
     assert linear.relative_error(linear.gradients(model), gradient) <= 1e-12
     assert sum(r.loss for r in results) == pytest.approx(whole.loss, rel=1e-12)
     assert summed(results).metrics == pytest.approx(whole.metrics, rel=1e-10, abs=1e-12)
-
-
-@pytest.mark.parametrize("name", ["gspo", "dpo"])
-@pytest.mark.parametrize("budget", [3, "1GiB"])
-def test_parts_under_a_budget_equal_one_part(model, name, budget):
-    whole, gradient = run(model, ROWS, EVERY[name].loss)
-    cut, got = run(model, ROWS, EVERY[name].loss, budget=budget)
-    assert (cut.parts > 1) == (budget == 3) and whole.parts == 1
-    assert linear.relative_error(got, gradient) <= 1e-12
-    assert cut.loss == pytest.approx(whole.loss, rel=1e-12)
-    assert cut.metrics == pytest.approx(whole.metrics, rel=1e-10)
 
 
 @pytest.mark.parametrize("name", ["dapo masked by rows", "dpo"])
@@ -132,9 +112,3 @@ def test_a_tree_of_nodes_trains_like_its_rows(model, name):
     assert linear.relative_error(gradient, by_rows) <= 1e-12
     assert found.loss == pytest.approx(expected.loss, rel=1e-12)
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-10)
-
-
-@pytest.mark.parametrize("name", ["dpo", "gspo"])
-def test_verify_says_that_the_loss_is_exact(name):
-    report = tt.verify(make_model("qwen3"), ROWS, loss=EVERY[name].loss)
-    assert report.passed, report.verdict

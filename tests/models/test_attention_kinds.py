@@ -68,14 +68,6 @@ def test_every_plan_of_a_forest_is_exact_in_float64(family, shapes):
             assert error(model, planned(shape, keep), expected) <= 1e-12, (shape, keep)
 
 
-@pytest.mark.parametrize("family", ROUTED)
-def test_families_with_experts_are_exact_in_float32(family):
-    model = make_model(family)
-    expected = gradients(model)
-    for shape, keep in (("1 part", "none"), ("chunks of 7", "mixed")):
-        assert error(model, planned(shape, keep), expected) <= 1e-5, shape
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["1 part", "chunks of 7", "chunks of 2", "one segment per part"])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ROUTED])
@@ -107,14 +99,6 @@ def test_windows_and_chunks_of_every_size_are_exact(family, window):
         expected = gradients(model)
         for shape, keep in (("1 part", "none"), ("chunks of 7", "mixed"), ("one segment per part", "all")):
             assert error(model, planned(shape, keep), expected) <= 1e-12, shape
-
-
-def test_a_window_that_is_left_out_would_be_seen():
-    # What these tests can tell: the same weights without the window have quite another gradient.
-    model = make_model("gemma3_text", dtype=torch.float64)
-    wide = make_model("gemma3_text", dtype=torch.float64, sliding_window=1000)
-    wide.load_state_dict(model.state_dict())
-    assert linear.relative_error(gradients(wide), gradients(model)) > 0.05
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -252,7 +252,7 @@ def test_older_ones_are_deleted_only_when_the_new_one_is_whole(tmp_path, monkeyp
 # ---- Kills within a save
 
 
-every_or_some = pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 7])
+every_or_some = pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 11])
 
 
 def kill_saves(trainer: Any, folder: Path, aside: Path, every: int) -> Iterator[None]:
