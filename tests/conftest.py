@@ -4,7 +4,7 @@ import importlib.util
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +55,31 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
-def _pairs() -> Iterator[list[Any]]:
-    found: list[Any] = []
-    yield found
-    for processes in found:
+def _pools() -> Iterator[dict[int, Any]]:
+    """Processes of one gloo group by their number, started for the first test that needs so many."""
+    pools: dict[int, Any] = {}
+    yield pools
+    for processes in pools.values():
         processes.stop()
 
 
-@pytest.fixture
-def two(_pairs: list[Any]) -> Any:
-    """Two processes of one group (`support.processes`); others after a test in which one failed."""
+def _alive(pools: dict[int, Any], size: int) -> Any:
     from support.processes import Processes
 
-    if not _pairs or not _pairs[-1].alive:
-        _pairs.append(Processes(2))
-    return _pairs[-1]
+    if size not in pools or not pools[size].alive:  # one of them hung or ended in an earlier test
+        if size in pools:
+            pools[size].stop()
+        pools[size] = Processes(size)
+    return pools[size]
+
+
+@pytest.fixture
+def two(_pools: dict[int, Any]) -> Any:
+    """Two processes that are all of their group (`support.processes`)."""
+    return _alive(_pools, 2)
+
+
+@pytest.fixture
+def run_on_ranks(_pools: dict[int, Any]) -> Callable[..., Any]:
+    """`Processes.run` of four processes, of which a test takes as many as it needs."""
+    return _alive(_pools, 4).run

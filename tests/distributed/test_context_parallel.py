@@ -13,9 +13,9 @@ from support.pairwise import pairwise
 
 
 @pairwise(
-    shape=["1 part", "one segment per part", "chunks of 2", "chunks of 7", "shared prefill"],
+    shape=["1 part", "one segment per part", "chunks of 2", "shared prefill"],
     keep=["none", "all", "mixed"],
-    loss=["sft", "ppo entropy", "gspo", "dpo", "own contrast"],
+    loss=["ppo entropy", "gspo", "dpo", "own contrast"],
 )
 def test_a_step_under_any_plan(run_on_ranks, shape, keep, loss):
     check(run_on_ranks, Job("context", loss, changes=KEYS, shapes=((shape, keep),) * 2))

@@ -184,9 +184,9 @@ pytest.importorskip("transformers.distributed.tensor_parallel", reason="this tra
 
 
 @pairwise(
-    shape=["1 part", "one segment per part", "chunks of 7", "shared prefill"],
+    shape=["one segment per part", "chunks of 7", "shared prefill"],
     keep=["none", "all", "mixed"],
-    loss=["sft", "ppo entropy", "gspo", "dpo"],
+    loss=["ppo entropy", "gspo", "dpo"],
 )
 def test_a_step_under_any_plan(run_on_ranks, shape, keep, loss):
     check(run_on_ranks, Job("tensor", loss, changes=KEYS, shapes=((shape, keep),) * 2))

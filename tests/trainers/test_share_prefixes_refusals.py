@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import trainer_runs as runs
 from torch import nn
 from trainer_runs import BUILDERS, adapter, difference, train
 from transformers import Trainer, TrainingArguments
 
 import treetrain as tt
-from support import trainer_runs as runs
 from treetrain.trainers import share_prefixes as module
 from treetrain.trainers.share_prefixes import rows_to_compare
 

@@ -12,7 +12,17 @@ def test_my_model_is_exact():
 `treetrain.verify` answers the same question for one model and your own rows, and needs no test library.
 """
 
-from treetrain.testing.contract import PPO, SFT, Case, PureFloat64, RoundsToFloat32, as_dtype, check_contract
+from treetrain.testing.contract import (
+    PPO,
+    SFT,
+    Case,
+    Errors,
+    PureFloat64,
+    RoundsToFloat32,
+    as_dtype,
+    check_contract,
+    errors_of,
+)
 from treetrain.testing.forests import bushy_rows, dress, forests, trajectories
 from treetrain.testing.linear import batch_loss, gradients, relative_error, score_row, score_rows
 
@@ -20,6 +30,7 @@ __all__ = [
     "PPO",
     "SFT",
     "Case",
+    "Errors",
     "PureFloat64",
     "RoundsToFloat32",
     "as_dtype",
@@ -27,6 +38,7 @@ __all__ = [
     "bushy_rows",
     "check_contract",
     "dress",
+    "errors_of",
     "forests",
     "gradients",
     "relative_error",
