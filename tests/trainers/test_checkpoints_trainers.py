@@ -15,6 +15,8 @@ from safe_runs import (
     rows,
     tiny_model,
 )
+from transformers import PreTrainedTokenizerFast, TrainingArguments
+
 from treetrain.trainers.checkpoints import SafeCheckpointsMixin
 
 SETTINGS: dict[str, Any] = {
