@@ -116,7 +116,8 @@ def test_live_log_probabilities_are_refused_where_nobody_would_synchronise_them(
         assert len(said) == 4
         for outcome in said:
             assert (
-                "in a group of" in outcome and "scored.backward(), which averages gradients over the ranks" in outcome
+                "not be synchronised over the" in outcome
+                and "scored.backward(), which averages gradients over the ranks" in outcome
             )
 
 
