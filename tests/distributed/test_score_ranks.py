@@ -117,7 +117,6 @@ def test_live_log_probabilities_are_refused_where_nobody_would_synchronise_them(
         for outcome in said:
             assert "not be synchronised over the" in outcome
             assert "scored.backward(), which averages gradients over the ranks" in outcome
-            )
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "context", "tensor"])
