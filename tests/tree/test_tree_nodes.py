@@ -1,3 +1,5 @@
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -6,7 +8,7 @@ from trie_of_dicts import check_tree
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.errors import DataError
-from treetrain.tree import Node, NodeTrajectory, TokenTree, build_tree
+from treetrain.tree import Node, NodeTrajectory, TokenTree, build_tree, tree_stats
 
 ARRAYS = (
     "tokens",
@@ -125,13 +127,12 @@ def test_nodes_that_split_the_same_tokens_differently_are_merged():
 @pytest.mark.parametrize(
     ("nodes", "ends", "says"),
     [
-        ([Node(None, [1]), Node(7, [2])], [1], "node 1: parent 7 is no node; 2 nodes"),
-        ([Node(None, [1]), Node(2, [2]), Node(1, [3])], [0], "node 1: its parents form a cycle"),
+        ([Node(None, [1]), Node(7, [2])], [1], "node 1: parent 7 is no node; 2 were given"),
+        ([Node(None, [1]), Node(2, [2]), Node(1, [3])], [0, 1], "node 1: its parents form a cycle"),
         ([Node(0, [1])], [0], "node 0: its parents form a cycle"),
-        ([Node(None, [1]), Node(0, [2]), Node(0, [3])], [1], r"node 2 is on no trajectory \(1 of 3"),
-        ([Node(None, [1])], [1], "trajectory 0: 1 is no node"),
-        ([Node(None, [-1])], [0], r"node 0: ids\[0\] = -1 is negative"),
-        ([Node(None, [1, 2], values=[1.0])], [0], "node 0: values has 1 entries, but there are 2 token ids"),
+        ([Node(None, [1])], [1], "trajectory 0: node 1 is no node"),
+        ([Node(None, [-1])], [0], r"'node 0': ids\[0\] = -1 is negative"),
+        ([Node(None, [1, 2], values=[1.0])], [0], "'node 0': values has 1 entries, but there are 2 token ids"),
     ],
 )
 def test_bad_nodes_are_refused_by_number(nodes, ends, says):
@@ -147,9 +148,9 @@ def test_a_trajectory_has_no_fact_that_one_of_its_trained_nodes_lacks():
     assert once[0].values is None and once[2].values.tolist() == [1.0, 2.0, 0.0, 3.0]
 
 
-def test_unused_nodes_are_dropped_when_asked():
+def test_nodes_on_no_trajectory_are_left_out():
     nodes = [Node(None, [1]), Node(0, [2]), Node(0, [3]), Node(2, [4])]
-    tree = TokenTree.from_nodes(nodes, [1], unused="drop")
+    tree = TokenTree.from_nodes(nodes, [1])
     same_tree(tree, build_tree([[1, 2]]))
     assert np.array_equal(tree.trained_edges()[0], [0, 1])
 
@@ -157,3 +158,23 @@ def test_unused_nodes_are_dropped_when_asked():
 def test_no_nodes_and_empty_paths():
     same_tree(TokenTree.from_nodes([], []), build_tree([]))
     same_tree(TokenTree.from_nodes([Node(None, []), Node(0, [])], [1, 0]), build_tree([[], []]))
+
+
+FORKS = 20_000
+
+
+def test_twenty_thousand_nested_forks_are_checked_and_counted_in_seconds():
+    nodes, started = [], time.process_time()
+    for i in range(FORKS):
+        nodes += [Node(2 * i - 2 if i else None, [1]), Node(2 * i, [2, 3], loss_weights=0.5)]
+    tree = TokenTree.from_nodes(nodes, range(1, 2 * FORKS, 2))
+    check_tree(tree)
+    stats = tree_stats(tree)
+    uses, deepest = tree.trained_edges()
+    assert time.process_time() - started < 10
+    assert stats.flat == tree.num_flat_tokens == FORKS * (FORKS + 1) // 2 + 2 * FORKS
+    assert stats.forks == FORKS - 1 == stats.max_forks_on_path
+    assert uses.sum() == stats.trained_flat == stats.flat - FORKS
+    assert deepest.tolist() == list(range(2, FORKS + 2))
+    assert tree.trajectories[500].ids.tolist() == [1] * 501 + [2, 3]
+    assert "_paths" not in vars(tree), "nothing was flattened"

@@ -288,7 +288,7 @@ def load_tree(
                     known["id"] = f"{end.get('id', place)}/{number}"
                     ends.append(NodeTrajectory(node=end["node"] + first, **known))
         place = ", ".join(map(str, paths))
-        tree = TokenTree.from_nodes(nodes, ends, unused="drop", count=count)
+        tree = TokenTree.from_nodes(nodes, ends, count=count)
         if ends:
             longest = int(tree.trajectory_length.argmax())
             check_positions(ends[longest].id, int(tree.trajectory_length[longest]), max_positions)

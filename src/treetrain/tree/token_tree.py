@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Self
+from typing import Self
 
 import numpy as np
 from jaxtyping import Bool, Int16, Int32, Int64
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from treetrain.data.trajectory import Trajectory
 from treetrain.tree.assemble import Int64s
-from treetrain.tree.nodes import Count, MergedPredictions, Node, NodeRows, NodeTrajectory, Reduction, grow, merge
+from treetrain.tree.nodes import Count, Node, NodeRows, NodeTrajectory, grow
 
 Bools = NDArray[np.bool_]
 
@@ -56,15 +56,14 @@ class TokenTree:
         nodes: Sequence[Node],
         trajectories: Sequence[int | NodeTrajectory],
         *,
-        unused: Literal["error", "drop"] = "error",
         count: Count = "per trajectory",
     ) -> Self:
         """Build the tree of a rollout that is already a tree; equal to `build_tree` of its rows.
 
         Args:
-            nodes: in any order; each names its parent by number, its ids and its per-token facts.
+            nodes: in any order; each names its parent by number, its ids and its per-token facts. Nodes on no
+                trajectory are left out.
             trajectories: each trajectory's last node, as a number or a NodeTrajectory with the row's facts.
-            unused: what to do with nodes on no trajectory: "error", or "drop" to leave them out.
             count: how often a node's tokens count in a loss. "per trajectory": once for every trajectory through the
                 node, as with separate rows. "once": once in all, for objectives on the tree such as process rewards
                 (TreeRL, arXiv 2506.11902). Then `trajectories` has a node's loss weights in the first row through it,
@@ -75,11 +74,13 @@ class TokenTree:
         needs the fact is refused. Runs without a fork are joined. Nothing is flattened.
 
         Raises:
-            DataError: a parent or last node that does not exist, a cycle, nodes on no trajectory, ids or
-                facts that `Trajectory` rejects, `advantages` of a trajectory with count="once".
-            ValueError: an unknown value of `unused` or `count`.
+            DataError: a parent or last node that does not exist, a cycle, ids or facts that `Trajectory` rejects,
+                `advantages` of a trajectory with count="once".
+            ValueError: an unknown value of `count`.
         """
-        arrays, last, length, rows = grow(nodes, trajectories, unused, count)
+        arrays, last, rows = grow(nodes, trajectories, count)
+        length = np.zeros(len(last), np.int64)
+        length[last >= 0] = arrays.depth[last[last >= 0]] + 1
         return cls(**arrays._asdict(), trajectory_last=last, trajectory_length=length, rows=rows)
 
     def __repr__(self) -> str:
@@ -199,29 +200,6 @@ class TokenTree:
     @cached_property
     def _all_trained_edges(self) -> tuple[Int64s, Int64s]:
         return self.trained_edges(np.ones(self.num_trajectories, bool))
-
-    def merged(self, reduction: Reduction) -> MergedPredictions | None:
-        """The trained predictions with the rows through each node merged; None for a tree made from rows. Cached.
-
-        A `mergeable` loss has the same sum, gradients and metrics on these as on the rows. There are at most four per
-        trained token of a node, whereas the rows have one per flat token.
-
-        Args:
-            reduction: the reduction of the loss: "token" or "trajectory".
-
-        Raises:
-            DataError: reduction "trajectory" and a negative loss weight.
-            ValueError: an unknown reduction, or "trajectory" where tokens count once.
-        """
-        if not isinstance(self.rows, NodeRows):
-            return None
-        if reduction not in self._merged:
-            self._merged[reduction] = merge(self.rows, reduction)
-        return self._merged[reduction]
-
-    @cached_property
-    def _merged(self) -> dict[Reduction, MergedPredictions]:
-        return {}
 
 
 def path_to(token: int, segment_start: Int64s, segment_parent: Int64s) -> Int64[np.ndarray, " _"]:
