@@ -1,15 +1,12 @@
 """`treetrain simulate`: what a step of a file would take on many ranks, predicted. Counting a model needs torch."""
 
 import dataclasses
-from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from treetrain.cli.common import Parser, at_least, console, find_shape, pairs, print_json, print_notes, read, table
 
 if TYPE_CHECKING:
-    from treetrain.inspection.report import Shape
-    from treetrain.planning.devices import Device
     from treetrain.planning.simulate import Refused, Simulation
 
 SUMMARY = "How to split a model and a file's rows over many ranks: time, parts, links and memory of a step, predicted."
@@ -93,43 +90,49 @@ def run(argv: Sequence[str]) -> int:
                 "notes": list(rows.notes),
             }
         )
-    else:
-        _print(options, batch, shape, device, found, refused, sentences)
-    return 0
-
-
-def _print(
-    options: Namespace,
-    batch: dict[str, int],
-    shape: "Shape",
-    device: "Device",
-    found: "list[Simulation]",
-    refused: "list[Refused]",
-    sentences: list[str],
-) -> None:
-    out = console()
+        return 0
     tokens = f"{batch['flat_tokens']:,} flat tokens, {batch['unique_tokens']:,} unique"
     network = (device.network_bandwidth or device.link_bandwidth) / 1e9
     links = f"{device.link_bandwidth / 1e9:,.3g} GB/s within nodes of {device.node_ranks:g}, {network:,.3g} between"
     facts = [
         ("batch", f"{batch['trajectories']:,} trajectories, {tokens}"),
-        ("model", f"{shape.name}, {shape.counts.parameters / 1e9:.2f} billion parameters"),
+        ("model", f"{shape.name}, {counts.parameters / 1e9:.2f} billion parameters"),
         ("ranks", f"{options.ranks:,} x {device.name}, {device.flops * device.efficiency / 1e12:,.3g} TFLOP/s reached"),
         ("links", f"{links}, {device.link_efficiency:.0%} of it reached"),
     ]
+    _print(facts, found, refused, sentences)
+    return 0
+
+
+def _print(
+    facts: list[tuple[str, str]], found: "list[Simulation]", refused: "list[Refused]", sentences: list[str]
+) -> None:
+    out = console()
     out.print(pairs(facts))
-    names = ["data", "context", "tensor", "expert", "weights over", "parts", "step", "work", "waiting", "links"]
+    names = (
+        "data",
+        "context",
+        "tensor",
+        "expert",
+        "weights over",
+        "parts",
+        "step",
+        "work",
+        "waiting",
+        "links",
+        "memory",
+    )
     lines = []
     for one in found[:SHOWN]:
         split = one.split
         over = f"{split.shards:,}" + f" ({split.copies:,} copies)" * (split.copies > 1)
         times = (f"{x:.3g} s" for x in (one.step_seconds, one.work_seconds, one.waiting_seconds))
-        share, memory = f"{one.link_share:.1%}", f"{one.peak_bytes / 1e9:,.1f} GB"
         sizes = (f"{split.data:,}", *map(str, (split.context, split.tensor, split.expert)))
-        lines.append((*sizes, over, f"{one.parts:,}", *times, share, memory))
+        lines.append(
+            (*sizes, over, f"{one.parts:,}", *times, f"{one.link_share:.1%}", f"{one.peak_bytes / 1e9:,.1f} GB")
+        )
     if lines:
-        title = "one training step, predicted; the fastest splits first"
-        out.print(table([*names, "memory"], lines, title=title))
+        out.print(table(names, lines, title="one training step, predicted; the fastest splits first"))
     if len(found) > SHOWN:
         out.print(f"slower and left out: {len(found) - SHOWN}; --json has all")
     if found and found[0].idle_ranks:

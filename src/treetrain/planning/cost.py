@@ -370,10 +370,10 @@ class WeightLinks(NamedTuple):
     first: float
     """The share of these that cannot run beside arithmetic: 1 / layers; 1 on a CPU."""
 
-    def exposed(self, kind: str, seconds: float, *, reduces: bool = True) -> float:
-        """Seconds that the links add to a pass, by its kind (P, F or B) and its own seconds."""
-        sent = self.backward + self.reduce * reduces if kind == "B" else self.forward
-        return sent - (1 - self.first) * min(seconds, sent)
+    def exposed(self, kind: str, seconds: Floats, *, reduces: bool = True) -> Floats:
+        """Seconds that the links add to passes of a kind with these seconds of their own."""
+        sent = self.backward + self.reduce * reduces if kind == "backward" else self.forward
+        return sent - (1 - self.first) * np.minimum(seconds, sent)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -428,58 +428,44 @@ class CostModel:
     def seconds_by(self, plan: Plan) -> dict[str, float]:
         """Seconds by purpose.
 
-        layers, attention, head: FLOPs of forward and backward over their speeds.
+        work: FLOPs of forward and backward over their speeds.
         recomputation: the second forward of all tokens that run twice; the head's too if everything is scored first.
         passes: the fixed cost of every pass.
         links: what FSDP's collectives add to the passes.
         """
-        speeds, layout, links = self.speeds, plan.layout, 0.0
-        if self.links is not None:
-            own = self._own_passes(plan)
-            exposed = [self.links.exposed(kind, seconds) for kind, seconds in zip(*own)]
-            scoring = [x for kind, x in zip(own.kinds, exposed) if kind == "F" and plan.scores_first == "recomputed"]
-            links = sum(exposed) + sum(scoring)
-        forward = self._layer_seconds(layout.num_tokens)
-        pairs = self._pair_seconds(layout.positions)
-        head = 2.0 * len(layout.rows) * self.counts.hidden * self.counts.vocab / speeds.head
-        again = self._layer_seconds(plan.recomputed_tokens)
-        again += self._pair_seconds(layout.positions[plan.is_recomputed_token])
-        prefills = plan.num_prefills
-        if plan.scores_first == "recomputed":
-            again += pairs + head
-            prefills += plan.num_parts
+        own = self._own_seconds(plan)
+        without = len(own["prefill"]) + len(own["scoring"])
+        again = float(own["prefill"].sum() + own["scoring"].sum())
         return {
-            "layers": forward * (1 + speeds.backward_ratio),
-            "attention": pairs * (1 + speeds.backward_ratio),
-            "head": 3 * head,
-            "recomputation": again,
-            "passes": plan.num_parts * speeds.graph_pass + prefills * speeds.forward_pass,
-            "links": links,
+            "work": float(own["forward"].sum() + own["backward"].sum()) - plan.num_parts * self.speeds.graph_pass,
+            "recomputation": again - without * self.speeds.forward_pass,
+            "passes": plan.num_parts * self.speeds.graph_pass + without * self.speeds.forward_pass,
+            "links": 0.0 if self.links is None else float(sum(self.links.exposed(*one).sum() for one in own.items())),
         }
 
     def passes(self, plan: Plan) -> Passes:
         """The passes of `plan.events()` with their seconds. They sum to `seconds`, scoring passes excluded."""
-        own = self._own_passes(plan)
-        if self.links is None:
-            return own
-        return Passes(own.kinds, [s + self.links.exposed(kind, s) for kind, s in zip(*own)])
+        own = self._own_seconds(plan)
+        if self.links is not None:
+            own = {kind: seconds + self.links.exposed(kind, seconds) for kind, seconds in own.items()}
+        return Passes(plan.kinds, [float(own[event.kind][event.number]) for event in plan.events()])
 
-    def _own_passes(self, plan: Plan) -> Passes:
-        """The passes without links."""
+    def _own_seconds(self, plan: Plan) -> dict[str, Floats]:
+        """Seconds without links of every part's "forward" and "backward", of every "prefill", and of "scoring" parts
+        beforehand."""
         layout, parts, speeds = plan.layout, plan.num_parts, self.speeds
-        if not parts:
-            return Passes("", [])
         both, forward_share = self.token_seconds(layout.positions), 1 / (1 + speeds.backward_ratio)
         whole = np.bincount(plan.part_of, both, parts)
         heads = self.row_seconds * np.bincount(plan.part_of[layout.rows], minlength=parts)
         again = plan.is_recomputed_token
-        prefilled = np.bincount(plan.prefill[plan.part_of[again]], both[again])
-        seconds = {
-            "forward": whole * forward_share + heads / 3 + speeds.graph_pass / 3,
+        prefilled = np.bincount(plan.prefill[plan.part_of[again]], both[again], plan.num_prefills)
+        forward = whole * forward_share + heads / 3
+        return {
+            "forward": forward + speeds.graph_pass / 3,
             "backward": whole * (1 - forward_share) + heads * 2 / 3 + speeds.graph_pass * 2 / 3,
             "prefill": prefilled * forward_share + speeds.forward_pass,
+            "scoring": forward + speeds.forward_pass if plan.scores_first == "recomputed" else np.zeros(0),
         }
-        return Passes(plan.kinds, [float(seconds[event.kind][event.number]) for event in plan.events()])
 
     @property
     def hiding_tokens(self) -> int:
@@ -503,13 +489,6 @@ class CostModel:
     def row_seconds(self) -> float:
         """Seconds of a hidden state through the LM head, forward and backward."""
         return 6.0 * self.counts.hidden * self.counts.vocab / self.speeds.head
-
-    def _layer_seconds(self, tokens: int) -> float:
-        return tokens * self.counts.token_flops / self.speeds.layers
-
-    def _pair_seconds(self, depth: Int64s) -> float:
-        """Seconds of the visible pairs of tokens at these depths."""
-        return self.counts.pair_flops(self.counts.pairs_at(depth)) / self.speeds.attention
 
     def peak_bytes(self, plan: Plan) -> float:
         """Predicted peak bytes of one training step, above model, gradients and optimiser state."""

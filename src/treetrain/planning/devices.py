@@ -72,17 +72,10 @@ class Device:
             name, value = field.name, getattr(self, field.name)
             if name in ("name", "kind") or (name == "network_bandwidth" and value is None):
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ValueError(f"device {self.name}: {name} is {value!r}, expected a number of 0 or more")
-            if value == 0 and not name.endswith("seconds"):
-                raise ValueError(f"device {self.name}: {name} is 0, expected a number above 0")
-            if name.endswith("efficiency") and value > 1:
-                raise ValueError(f"device {self.name}: {name} is {value!r}, expected a share of at most 1")
-        if (
-            self.kind not in DTYPE_SPEEDS
-            or self.dtype_bytes not in (2, 4, 8)
-            or int(self.node_ranks) != self.node_ranks
-        ):
+            most, least = 1 if name.endswith("efficiency") else math.inf, 0 if name.endswith("seconds") else 1e-9
+            if not isinstance(value, int | float) or not least <= value <= most or value == math.inf:
+                raise ValueError(f"device {self.name}: {name} is {value!r}, expected a number from {least} to {most}")
+        if self.kind not in DTYPE_SPEEDS or self.dtype_bytes not in (2, 4, 8) or self.node_ranks % 1:
             raise ValueError(
                 f"device {self.name}: kind={self.kind!r}, dtype_bytes={self.dtype_bytes!r}, "
                 f"node_ranks={self.node_ranks!r}; expected {' or '.join(DTYPE_SPEEDS)}, 2, 4 or 8 bytes, whole ranks"

@@ -415,15 +415,14 @@ def simulate(
         busy = [replace(cost, links=None).passes(plan) for plan in plans]
         together = range(len(plans)) if aligned else [int(seconds.argmax())]
         order = timed_order([work[rank] for rank in together])
-        spent = [s for _, s in timed_order([busy[rank] for rank in together])]
+        spent = np.array([s for _, s in timed_order([busy[rank] for rank in together])])
         total, kinds = sum(s for _, s in order), "".join(turn.kind[0].upper() for turn, _ in order)
-        if cost.links is None:
-            outside = _seconds(links.reduce, device)
-        else:
+        outside = _seconds(links.reduce, device)
+        if cost.links is not None:
             last = kinds.rfind("B")
             outside = sum(
-                cost.links.exposed(kind, own_seconds, reduces=number == last or not reduces_last)
-                for number, (kind, own_seconds) in enumerate(zip(kinds, spent))
+                float(cost.links.exposed(turn.kind, own_seconds, reduces=number == last or not reduces_last))
+                for number, ((turn, _), own_seconds) in enumerate(zip(order, spent))
             )
         parameters = held["weights"] / own.wide_bytes
         tokens, mean = [plan.layout.num_tokens for plan in plans], float(seconds.mean())
@@ -436,7 +435,7 @@ def simulate(
             passes=max(len(kinds), *(len(own.kinds) for own in work)),
             work_seconds=float(seconds.max()),
             waiting_seconds=total - float(seconds.max()),
-            link_seconds={"within layers": sum(spent) - total, "weights and gradients": outside},
+            link_seconds={"within layers": float(spent.sum()) - total, "weights and gradients": outside},
             optimiser_seconds=parameters * OPTIMISER_BYTES / device.memory_bandwidth,
             sent_bytes=_sent(links, plans[int(np.argmax(tokens))], kinds, reduces_last),
             memory=memory,
