@@ -104,7 +104,7 @@ METHODS = {
     "CostModel.from_shape": "(shape, device='cpu', *, dtype_bytes=4, checkpointing=False)",
     "CostModel.peak_bytes": "(self, plan)",
     "CostModel.seconds": "(self, plan)",
-    "TokenTree.from_nodes": "(nodes, trajectories, *, unused='error', count='per trajectory')",
+    "TokenTree.from_nodes": "(nodes, trajectories, *, count='per trajectory')",
     "TokenTree.path": "(self, number)",
     "TokenTree.paths": "(self)",
     "ModelShape.named": "(name)",

@@ -90,17 +90,17 @@ class Batch(Selection):
             predicted = np.zeros(tree.num_tokens, bool)
             predicted[index[wanted]] = True
         layout = pack(tree, predicted, trim=not every_token)
-        reads = flat_reads(tree, layout, wanted)
+        edges, places = flat_reads(tree, layout, wanted)
         offsets = np.concatenate([[0], np.cumsum(np.maximum(tree.trajectory_length - 1, 0))])
         return cls(
             rows=list(tree.trajectories),
             used=np.delete(wanted, firsts[:-1][tree.trajectory_length > 0]),
-            edges=reads.edges,
-            edge_rows=layout.edge_row_index[reads.edges],
+            edges=edges,
+            edge_rows=layout.edge_row_index[edges],
             tree=tree,
             layout=layout,
             offsets=offsets,
-            starts=np.searchsorted(reads.index, offsets),
+            starts=np.searchsorted(places, offsets),
             weighted=weighted,
         )
 

@@ -71,17 +71,6 @@ class Piece(NamedTuple):
     """Indices of these rows in the whole layout."""
 
 
-class FlatReads(NamedTuple):
-    """The T used flat predictions and the edge that each reads, trajectory by trajectory."""
-
-    edges: Int64[np.ndarray, " T"]
-    """The edge that each used prediction reads."""
-    index: Int64[np.ndarray, " T"]
-    """Their indices in the concatenation of the trajectories' (L_k - 1) predictions."""
-    total: int
-    """Length of that concatenation (an empty trajectory adds 0)."""
-
-
 def pack(tree: TokenTree, predicted: Bool[np.ndarray, " N"] | None = None, *, trim: bool = True) -> PackedLayout:
     """Lay out the tokens of a tree that must be computed.
 
@@ -177,12 +166,17 @@ def _layout(*, parent: Int64s, edge_rows: Int64s, **arrays: Int64s) -> PackedLay
     )
 
 
-def flat_reads(tree: TokenTree, layout: PackedLayout, used: Bool[np.ndarray, " flat"]) -> FlatReads:
+def flat_reads(tree: TokenTree, layout: PackedLayout, used: Bool[np.ndarray, " flat"]) -> tuple[Int64s, Int64s]:
     """Find the edge that each used prediction of each trajectory reads.
 
     Args:
         used: over the concatenated trajectories' tokens (entry 0 of each is ignored);
             each used prediction's edge must be in the layout.
+
+    Returns:
+        edges: int64 [T], the edge of each used prediction, trajectory by trajectory.
+        index: int64 [T], their indices in the concatenation of the trajectories' (L_k - 1) predictions; an empty
+            trajectory has none.
     """
     offsets, index = tree.paths()
     if used.shape != (len(index),):
@@ -194,11 +188,7 @@ def flat_reads(tree: TokenTree, layout: PackedLayout, used: Bool[np.ndarray, " f
     empty_before = np.cumsum(tree.trajectory_length == 0)
     edge_of = np.full(tree.num_tokens, -1, np.int64)
     edge_of[layout.edge_tokens] = np.arange(layout.num_edges)
-    return FlatReads(
-        edges=edge_of[index[at]],
-        index=at - 1 - trajectory + empty_before[trajectory],
-        total=len(index) - int((tree.trajectory_length > 0).sum()),
-    )
+    return edge_of[index[at]], at - 1 - trajectory + empty_before[trajectory]
 
 
 def segments(parent: Int64[np.ndarray, " M"]) -> tuple[Int64s, Int64s]:
