@@ -1,8 +1,6 @@
 """Gradients on samples of all the real data at hand: float32, against the rows computed by themselves."""
 
 import functools
-import json
-import tempfile
 
 import numpy as np
 import pytest
@@ -10,9 +8,8 @@ import pytest
 import treetrain as tt
 from support.models import make_model
 from support.plans import KEEPS, SHAPES, planned
+from support.real_rows import SETS, renumbered
 from treetrain.testing import linear
-
-CHAT = ["tau_airline", "tot_game24_bfs"]
 
 
 @pytest.fixture(scope="module")
@@ -29,48 +26,6 @@ def model():
     return make_model("qwen3", vocab_size=VOCABULARY, hidden_size=32, tie_word_embeddings=True)
 
 
-def tau_airline(shared_data, tokenizer) -> list[tt.Trajectory]:
-    """The first LLM calls of four trials of one task, 60 tokens of their common head and the 160 after it."""
-    folder = shared_data / "tau_airline"
-    with open(folder / "trajectories.jsonl", encoding="utf-8") as lines:
-        trials = [line for line in lines if json.loads(line)["task_id"] == "2"]
-    with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as file:
-        file.writelines(trials)
-        file.flush()
-        rows = tt.load(
-            file.name, tokenizer=tokenizer, view="calls", tools=folder / "tools.json", chat_template="chatml"
-        ).trajectories
-    # Whole policies and tools are thousands of tokens that train nothing; what follows them is kept.
-    start = min(len(row) - row.weights.sum() for row in rows) - 60
-    return [cut(row, int(start), int(start) + 220) for row in rows if len(row) < start + 300]
-
-
-def tot_game24_bfs(shared_data, tokenizer) -> list[tt.Trajectory]:
-    """The first leaves of one puzzle's search tree."""
-    file = shared_data / "tot_game24_bfs" / "trajectories.jsonl"
-    return tt.load(file, tokenizer=tokenizer, chat_template="chatml", limit=14).trajectories
-
-
-def codet_humaneval100(shared_data, tokenizer) -> list[tt.Trajectory]:
-    """One prompt with some of its samples, duplicates included, as rows of ids."""
-    with open(shared_data / "codet_humaneval100" / "upstream.jsonl") as lines:
-        problem = json.loads(next(lines))
-    prompt = tokenizer(problem["prompt"])["input_ids"]
-    rows = []
-    for number, sample in enumerate(problem["samples"][:8]):
-        ids = [*prompt, *tokenizer(sample)["input_ids"][:40]]
-        weights = np.arange(len(ids)) >= len(prompt)
-        rows.append(tt.Trajectory(ids, loss_weights=weights, reward=float(number % 3 == 0), group=0))
-    return rows
-
-
-def cut(row: tt.Trajectory, start: int, stop: int) -> tt.Trajectory:
-    return tt.Trajectory(row.ids[start:stop], loss_weights=row.weights[start:stop], reward=row.reward, group=row.group)
-
-
-SETS = {"tau_airline": tau_airline, "tot_game24_bfs": tot_game24_bfs, "codet_humaneval100": codet_humaneval100}
-
-
 ENTROPY = 0.01
 LOSSES = {
     "sft": (tt.losses.sft(), lambda logp, h, facts: -logp),
@@ -79,14 +34,6 @@ LOSSES = {
         lambda logp, h, facts: linear.clipped(logp, facts, 0.2, 0.2) - ENTROPY * h,
     ),
 }
-
-
-def renumbered(rows: list[tt.Trajectory]) -> list[tt.Trajectory]:
-    """The same trees over the ids that occur in them, so that a small vocabulary does."""
-    ids, places = np.unique(np.concatenate([row.ids for row in rows]), return_inverse=True)
-    assert len(ids) <= VOCABULARY
-    ends = np.cumsum([len(row) for row in rows])
-    return [row.replace(ids=places[end - len(row) : end]) for row, end in zip(rows, ends)]
 
 
 class Truth:
@@ -124,7 +71,7 @@ class Truth:
 @pytest.fixture(scope="module")
 def truths(shared_data, tokenizer, model):
     """The truth of each set, made when it is first asked for."""
-    return functools.cache(lambda name: Truth(model, renumbered(SETS[name](shared_data, tokenizer))))
+    return functools.cache(lambda name: Truth(model, renumbered(SETS[name](shared_data, tokenizer), VOCABULARY)))
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -171,18 +118,6 @@ def test_a_budget_of_a_quarter_of_real_trajectories_gives_the_gradients_of_the_r
     engine = functools.partial(tt.TreeEngine, budget=tokens // 4)
     _, result = truths(name).check(model, case, engine)
     assert result.parts > 3 and engine(model).plan(truths(name).rows).peak_tokens <= tokens // 4
-
-
-@pytest.mark.parametrize("keep", KEEPS)
-def test_parts_of_seven_tokens_on_real_trajectories_give_the_gradients_of_the_rows(keep, truths, model):
-    rows = [first_tokens(row, 60) for row in truths("tau_airline").rows[:6]]
-    truth = Truth(model, rows)
-    _, result = truth.check(model, "ppo", planned("chunks of 7", keep))
-    assert result.parts >= 60 // 7
-
-
-def first_tokens(row: tt.Trajectory, stop: int) -> tt.Trajectory:
-    return tt.Trajectory(row.ids[:stop], loss_weights=np.arange(min(stop, len(row))) % 3 > 0)
 
 
 @pytest.mark.slow

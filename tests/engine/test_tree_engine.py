@@ -63,19 +63,6 @@ def test_a_step_may_be_split_over_calls_that_share_the_normaliser(model, engine,
         assert float(added[name][1]) == pytest.approx(float(weight), rel=1e-10)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("budget", [1, 3, 9, 10, 15, 1000, "1GiB"])
-def test_parts_under_a_budget_equal_one_part(model, loss, budget):
-    whole, gradient = run(model, ROWS, LOSSES[loss])
-    cut, got = run(model, ROWS, LOSSES[loss], budget=budget)
-    assert (cut.parts > 1) == (budget in (1, 3)) and whole.parts == 1  # five tokens are computed
-    assert linear.relative_error(got, gradient) <= 1e-12
-    assert cut.loss == pytest.approx(whole.loss, rel=1e-12)
-    assert cut.metrics == pytest.approx(whole.metrics, rel=1e-10)
-    assert (cut.flat_tokens, cut.unique_tokens) == (whole.flat_tokens, whole.unique_tokens)
-    assert cut.computed_tokens == whole.computed_tokens
-
-
 @runs(25)
 @given(trajectories(max_rows=10))
 def test_budgets_on_random_forests_equal_one_part(rows):
@@ -113,18 +100,6 @@ def test_the_tree_engine_computes_every_shared_token_once(model):
     assert sum(tokens) == result.computed_tokens <= result.unique_tokens == tt.build_tree(IDS).num_tokens
     # Last tokens predict nothing: 6, 8, 9 of the first tree, 4, 2 of the second, 5 of the third.
     assert result.unique_tokens - result.computed_tokens == 6
-
-
-def test_a_tree_from_nodes_trains_like_its_rows(model):
-    nodes = [
-        tt.Node(parent=None, ids=[1, 2, 3], loss_weights=0.0),
-        tt.Node(parent=0, ids=[4, 5]),
-        tt.Node(parent=0, ids=[6]),
-    ]
-    tree = tt.TokenTree.from_nodes(nodes, [1, 2, 0])
-    _, gradient = run(model, tree, tt.losses.sft())
-    _, expected = run(model, list(tree.trajectories), tt.losses.sft(), engine=LinearEngine)
-    assert linear.relative_error(gradient, expected) <= 1e-12
 
 
 def test_rows_of_different_key_are_not_merged_and_give_the_same_gradients(model):

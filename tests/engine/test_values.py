@@ -327,18 +327,6 @@ def test_adapters_and_frozen_trunks_get_the_gradients_of_the_rows(trunk):
     check_step(model, head, modules, policy=False)
 
 
-@pytest.mark.parametrize("trunk", [*TRUNKS, "a frozen layer"])
-def test_policy_and_value_of_one_pass_train_adapters_and_what_is_not_frozen(trunk):
-    if trunk in TRUNKS:
-        model = with_lora(make_model("qwen3"), "CAUSAL_LM", **TRUNKS[trunk])
-        plain = model.get_base_model()  # adapted in place; its own forward gives the hidden states
-    else:
-        model = plain = make_model("qwen3", dtype=torch.float64)
-        model.model.layers[0].requires_grad_(False)
-    head = head_of(plain)
-    check_step(model, head, [model, head], policy=True, plain=plain)
-
-
 def check_step(model, head, modules, *, policy: bool, plain=None) -> None:
     """One step, as one part and in small parts, against every row by itself."""
     with PureFloat64():
@@ -539,16 +527,6 @@ def test_a_step_that_fails_leaves_no_gradient_in_the_value_head_either():
     with pytest.raises(RuntimeError, match="no more"):
         planned("chunks of 2", "none")(model, value_head=head).forward_backward(dressed(), Fails())
     assert all(p.grad is None for p in [*model.parameters(), *head.parameters()])
-
-
-def test_hooks_on_a_value_head_see_one_gradient_per_step():
-    model = make_model("qwen3")
-    head = head_of(model, torch.float32)
-    seen = []
-    head[2].weight.register_hook(lambda grad: seen.append(grad.clone()))
-    planned("chunks of 2", "mixed")(model, value_head=head).forward_backward(dressed(), tt.losses.value())
-    assert len(seen) == 1
-    torch.testing.assert_close(seen[0], head[2].weight.grad)
 
 
 def test_a_value_head_that_changed_since_the_forward_is_refused_in_backward():

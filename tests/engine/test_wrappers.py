@@ -285,37 +285,6 @@ def test_the_model_is_left_as_it_was_found(training, attention, lora):
     assert_same_state(before, state_of(model))
 
 
-@pytest.mark.parametrize("place", ["layer", "loss", "backward"])
-def test_the_model_is_left_as_it_was_found_after_an_exception_in_the_middle(place):
-    model = make_model("qwen3")
-    before = copy.deepcopy(state_of(model))
-
-    def interrupt(*_):
-        raise Interrupted
-
-    def loss(logprobs, entropies, trajectory):
-        if place == "backward":
-            logprobs.register_hook(interrupt)
-        elif place == "loss":
-            raise Interrupted
-        return -logprobs.sum(), {}
-
-    loss.normaliser = lambda rows: 1.0
-    hook = model.model.layers[1].register_forward_hook(interrupt) if place == "layer" else None
-    with pytest.raises(Interrupted):
-        tt.TreeEngine(model).forward_backward(ROWS, loss)
-    if place != "loss":
-        with pytest.raises(Interrupted):
-            rows = tt.logprobs(model, ROWS)
-            rows[0].register_hook(interrupt)
-            rows[0].sum().backward()
-    if hook is not None:
-        hook.remove()
-    assert_same_state(before, state_of(model))
-    plain = linear.score_row(model, IDS[0])[0]
-    torch.testing.assert_close(tt.logprobs(model, IDS)[0], plain, rtol=1e-5, atol=1e-5)
-
-
 def test_the_models_own_forward_works_between_logprobs_and_backward():
     model = make_model("qwen3", dtype=torch.float64)
     with PureFloat64():

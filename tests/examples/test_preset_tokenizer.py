@@ -22,10 +22,6 @@ def test_any_text_comes_back_from_its_tokens(text, tokenizer):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_no_token_holds_two_digits(tokenizer):
-    assert not [token for token in tokenizer.get_vocab() if sum(c.isdigit() for c in token) > 1]
-
-
 def test_the_vocabulary_is_that_of_every_preset_and_the_special_tokens_are_where_the_config_says(tokenizer):
     assert {load_config(name).vocab_size for name in PRESETS} == {len(tokenizer)}
     ids = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
@@ -85,11 +81,6 @@ def test_the_template_renders_the_traps_of_real_chat_files(tokenizer):
         "<|im_start|>tool\nx<|im_end|>\n"
         "<|im_start|>assistant\ndone<|im_end|>\n"
     )
-
-
-def test_an_unknown_role_is_refused_by_the_template(tokenizer):
-    with pytest.raises(Exception, match='unknown role "oracle"'):
-        tokenizer.apply_chat_template([{"role": "oracle", "content": "?"}], tokenize=False)
 
 
 def test_the_tokenizer_loads_where_torch_is_not_installed():

@@ -166,12 +166,6 @@ def test_a_scaled_head_with_a_bias_has_exact_gradients(family, loss):
             assert linear.relative_error(linear.gradients(model), expected) <= 1e-12
 
 
-def test_a_scale_of_one_is_no_scale():
-    model = make_model("granite", dtype=torch.float64, logits_scaling=1.0)
-    with PureFloat64():
-        assert error(model, tt.TreeEngine, gradients(model)) <= 1e-12
-
-
 def test_bfloat16_heads_are_capped_in_float32():
     low = make_model("gemma2", dtype=torch.bfloat16, final_logit_softcapping=0.5)
     truth = torch.cat(linear.score_rows(as_dtype(low, torch.float64), ROWS)[0])
@@ -218,25 +212,6 @@ def test_rotary_frequencies_that_an_earlier_call_has_stretched_are_refused():
     else:  # some releases of transformers never set them back
         with pytest.raises(UnsupportedModel, match="or load it anew"):
             tt.TreeEngine(model)
-
-
-def test_stretched_frequencies_of_one_kind_of_layer_are_seen_too():
-    config = transformers.LlamaConfig(**(BASE | {"rope_parameters": DYNAMIC, "max_position_embeddings": 40}))
-    model = build(transformers.LlamaForCausalLM, config)
-    model.model.rotary_emb.sliding_attention_max_seq_len_cached = torch.tensor(50)  # as it keeps it for each kind
-    with pytest.raises(UnsupportedModel, match="an earlier call of 50 tokens has stretched"):
-        tt.TreeEngine(model)
-
-
-def test_the_model_is_left_as_it_was_found():
-    model = make_model("llama4_tuned")
-    attention = model.model.layers[1].self_attn
-    assert attention.attn_temperature_tuning and not attention.use_rope
-    tt.logprobs(model, ROWS)
-    assert attention.attn_temperature_tuning is True
-    assert model.config._attn_implementation == "sdpa"
-    expected = linear.score_rows(model, ROWS)[0]
-    torch.testing.assert_close(torch.cat(tt.logprobs(model, ROWS)), torch.cat(expected), rtol=1e-5, atol=2e-6)
 
 
 def test_attention_without_a_soft_cap_is_refused_and_never_what_the_loader_chooses(tmp_path):

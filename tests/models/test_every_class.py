@@ -8,7 +8,6 @@ import contextlib
 import functools
 import json
 import os
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import treetrain as tt
 from support import models
 from support.plans import planned
+from support.real_rows import SETS, around_the_fork, renumbered
 from treetrain.errors import UnsupportedModel
 from treetrain.models.capability import check_model
 from treetrain.models.loading import FILE, VERDICTS, ClassFound, FamilyTable
@@ -522,67 +522,22 @@ def random_forests(count: int, seed: int = 0) -> list[Rows]:
     return forests
 
 
-VOCABULARY = 320
+VOCABULARY = 512
 LONGEST = 150
 """Tokens of a row of real data."""
-
-
-def tau_airline(folder, tokenizer) -> Rows:
-    """LLM calls of all trials of one task: trials part at their first answer, and the next call extends the last."""
-    with open(folder / "tau_airline" / "trajectories.jsonl", encoding="utf-8") as lines:
-        trials = [line for line in lines if json.loads(line)["task_id"] == "2"]
-    with tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8") as file:
-        file.writelines(trials)
-        file.flush()
-        rows = tt.load(file.name, tokenizer=tokenizer, view="calls", chat_template="chatml").trajectories
-    shortest = min(len(row) for row in rows)
-    return around_the_fork([row for row in rows if len(row) < shortest + 120], head=20, length=150)
-
-
-def tot_game24(folder, tokenizer) -> Rows:
-    """Leaves of one search tree, which part again and again."""
-    file = folder / "tot_game24_bfs" / "trajectories.jsonl"
-    return around_the_fork(
-        tt.load(file, tokenizer=tokenizer, chat_template="chatml", limit=14).trajectories[4:], head=12, length=60
-    )
-
-
-def codet_humaneval(folder, tokenizer) -> Rows:
-    """Samples of one prompt, which part at any depth."""
-    with open(folder / "codet_humaneval100" / "upstream.jsonl", encoding="utf-8") as lines:
-        problem = json.loads(next(lines))
-    prompt = tokenizer(problem["prompt"])["input_ids"]
-    rows = []
-    for sample in problem["samples"][:8]:
-        ids = [*prompt, *tokenizer(sample)["input_ids"]]
-        rows.append(tt.Trajectory(ids, loss_weights=np.arange(len(ids)) >= len(prompt)))
-    return around_the_fork(rows, head=16, length=60)
-
-
-SOURCES: dict[str, Callable[..., Rows]] = {f.__name__: f for f in (tau_airline, tot_game24, codet_humaneval)}
-
-
-def around_the_fork(rows: Rows, head: int, length: int) -> Rows:
-    """`length` tokens of every row from `head` tokens above the first fork on: what all share is long and alike."""
-    shortest = min(len(row) for row in rows)
-    stacked = np.stack([row.ids[:shortest] for row in rows])
-    start = max(int((stacked != stacked[0]).any(axis=0).argmax()) - head, 0)
-    stop = start + length
-    return [tt.Trajectory(row.ids[start:stop], loss_weights=row.weights[start:stop]) for row in rows]
-
-
-def renumbered(rows: Rows) -> Rows:
-    """The same trees over the ids that occur in them, so that a small vocabulary does."""
-    ids = np.unique(np.concatenate([row.ids for row in rows]))
-    assert len(ids) <= VOCABULARY
-    return [row.replace(ids=np.searchsorted(ids, row.ids)) for row in rows]
+SOURCES = {"tau_airline": (20, 150), "tot_game24_bfs": (12, 60), "codet_humaneval100": (16, 60)}
+"""Of each set, the tokens of a row before the first fork and in all."""
 
 
 @pytest.fixture(scope="module")
 def load(shared_data: Path) -> Callable[[str], Rows]:
     """Gives a source's rows, made when they are first asked for."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(shared_data / "tokenizer-qwen3")
-    return functools.cache(lambda source: renumbered(SOURCES[source](shared_data, tokenizer)))
+
+    def rows(name: str) -> Rows:
+        return renumbered(around_the_fork(SETS[name](shared_data, tokenizer), *SOURCES[name]), VOCABULARY)
+
+    return functools.cache(rows)
 
 
 def with_facts(model, rows: Rows) -> Rows:
@@ -724,7 +679,7 @@ def test_a_class_holds_the_contract_on_real_trajectories(number, name, load):
     errors_of(model, [rows], [PPO], engines, lifted=LIFTED[name], only_bfloat16=others).check(lifted=LIFTED[name])
 
 
-FAST_ON_REAL_ROWS = {"tau_airline": "gpt_oss", "tot_game24": "gemma2", "codet_humaneval": "qwen3_next_dense"}
+FAST_ON_REAL_ROWS = {"tau_airline": "gpt_oss", "tot_game24_bfs": "gemma2", "codet_humaneval100": "qwen3_next_dense"}
 """Sinks and experts, windows and soft-caps, recurrent layers."""
 
 
@@ -750,7 +705,7 @@ def test_a_window_that_is_left_out_would_be_seen_on_real_trajectories(load):
     model = models.make_model("gemma3_text", torch.float64, vocab_size=VOCABULARY)
     wide = models.make_model("gemma3_text", torch.float64, vocab_size=VOCABULARY, sliding_window=1000)
     wide.load_state_dict(model.state_dict())
-    rows = load("tot_game24")
+    rows = load("tot_game24_bfs")
     [(_, gradient)], [(_, without)] = expected(model, rows, [SFT]), expected(wide, rows, [SFT])
     assert linear.relative_error(without, gradient) > 0.05
 
