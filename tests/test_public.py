@@ -34,9 +34,7 @@ SIGNATURES = {
     "to_packed": "(rows, position_ids, fill=0.0)",
     "group_batches": "(trainer, key='input_ids')",
     "PrefixGroupSampler": "(dataset, batch_size, *, key='input_ids', accumulation=1, processes=1, seed=0)",
-    "group_advantages": (
-        "(trajectories, *, subtract_mean=True, divide_by_std=True, eps=0.0001, leave_one_out=False, clip=None)"
-    ),
+    "group_advantages": ("(trajectories, *, divide_by_std=True, eps=0.0001, leave_one_out=False)"),
     "load": (
         "(path, *, tokenizer=None, format='auto', view='transcript', train='all', tools=None, chat_template=None, "
         "map=None, images='refuse', on_error='stop', vocab_size=None, max_positions=None, limit=None, "

@@ -97,7 +97,7 @@ def test_a_chat_file_in_the_calls_view_is_told_whether_its_template_keeps_prefix
     assert report["diagnosis"]["broken"] == lost["rows"] == 4 and lost["cause"] == "front"
     out = treetrain(*argv).out
     assert "0 of 4 later calls extend" in out and lost["title"] in out and lost["change"] in out
-    assert lost["example"]["row_text"] in out and out.rstrip().endswith(report["verdict"])
+    assert lost["row_text"] in out and out.rstrip().endswith(report["verdict"])
     views = {(one["view"], one["template"]): one for one in report["views"]}
     assert len(views) == 4 and {one["trained"] for one in views.values()} == {report["file"]["trained_flat"]}
     assert views["calls", "chatml"]["tree_flops"] < views["calls", "own"]["tree_flops"]

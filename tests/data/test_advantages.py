@@ -24,17 +24,15 @@ def test_advantages_are_the_hand_computed_ones_with_the_sample_standard_deviatio
     assert done[0].advantages is not None and done[0].advantages.tolist() == [expected[0]] * 2
 
 
-def test_mean_and_std_can_each_be_turned_off():
+def test_the_std_can_be_turned_off_and_the_mean_taken_over_the_other_episodes():
     assert first(group_advantages(rows(1, 3), divide_by_std=False)) == [-1, 1]
-    assert first(group_advantages(rows(1, 3), subtract_mean=False, divide_by_std=False)) == [1, 3]
-    by_std = group_advantages(rows(1, 3), subtract_mean=False, eps=0)
-    assert first(by_std) == pytest.approx([1 / 2**0.5, 3 / 2**0.5])
+    alone = group_advantages(rows(0, 3, 9), divide_by_std=False, leave_one_out=True)
+    assert first(alone) == pytest.approx([0 - 6, 3 - 4.5, 9 - 1.5])
 
 
 def test_a_group_of_one_and_a_group_of_equal_rewards_get_zero():
     assert first(group_advantages(rows(5))) == [0]
     assert first(group_advantages(rows(0.1, 0.1, 0.1))) == [0, 0, 0]
-    assert first(group_advantages(rows(0.1, 0.1), subtract_mean=False)) == [0.1, 0.1]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=6))

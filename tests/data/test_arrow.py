@@ -35,7 +35,7 @@ def assert_same_rows(found: list[Trajectory], expected: list[Trajectory]) -> Non
                 assert type(a) is type(b) and a == b, field.name
 
 
-NAMES = ("tokens", "weight", "trained", "negative", "signal", "reward", "chosen", "group", "pair", "episode", "key")
+NAMES = ("tokens", "trained", "reward", "group", "pair", "episode", "key")
 FULL = {
     "input_ids": [5, 6, 7, 8],
     "loss_mask": [0, 0, 1, 1],

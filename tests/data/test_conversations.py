@@ -194,11 +194,6 @@ def test_text_that_looks_like_json_stays_text(read, bytes_tokenizer, text):
             "chosen": [MESSAGES[1], ANSWER],
             "rejected": [MESSAGES[1], {"role": "assistant", "content": "5"}],
         },
-        {
-            "input": {"messages": MESSAGES[1:2]},
-            "preferred_output": [ANSWER],
-            "non_preferred_output": [{"role": "assistant", "content": "5"}],
-        },
     ],
 )
 def test_preferences_are_pairs_of_rows_that_train_the_answers(read, bytes_tokenizer, record):

@@ -129,7 +129,7 @@ def test_a_planted_cause_is_found_alone_counted_and_its_gain_is_the_one_measured
     assert lost.flop_speedup == pytest.approx(linear / ours, rel=0.01) == found.repaired_flop_speedup
     assert found.flop_speedup == pytest.approx(tree_stats(planted, COUNTS).flop_speedup)
     assert lost.title in found.explain() and lost.change in found.explain()
-    assert "⟦" in lost.example.row_text and lost.example.row_text != lost.example.partner_text
+    assert "⟦" in lost.row_text and lost.row_text != lost.partner_text
 
 
 @pytest.mark.parametrize("tokenizer", [Words(), None], ids=["text", "ids"])

@@ -116,10 +116,10 @@ def test_the_terminal_s_lines_are_the_picture() -> None:
 def test_the_charts_count_what_they_say() -> None:
     tree = build_tree([[1, 2, 3], [1, 2, 4, 5], [1, 2, 4, 6], [9]])
     lengths, depths, fans, shared = charts(tree)
-    assert [bar["words"] for bar in lengths["bars"]][-1] == "2 trajectories of 4 tokens"
-    assert [bar["words"].split()[0] for bar in depths["bars"]] == ["1", "1"]
-    assert [bar["words"] for bar in fans["bars"]] == ["2 forks of 2 branches"]
-    assert shared["bars"][1]["words"] == "tokens 1 to 2: 3 in rows, 1 in the tree, 3.0×"
+    assert [words for *_, words in lengths["bars"]][-1] == "2 trajectories of 4 tokens"
+    assert [words.split()[0] for *_, words in depths["bars"]] == ["1", "1"]
+    assert [words for *_, words in fans["bars"]] == ["2 forks of 2 branches"]
+    assert shared["bars"][1][2] == "tokens 1 to 2: 3 in rows, 1 in the tree, 3.0×"
     for empty in charts(build_tree([[]])):
         assert empty["bars"] == []
 

@@ -42,7 +42,7 @@ def test_arguments_that_cannot_be_followed_are_refused(settings, message) -> Non
         (branching_rows, {"loss": "grpo"}, {"loss": losses.sft()}, ValueError, "a loss is given"),
         (branching_rows, {}, {"loss": losses.value()}, ValueError, "no value head"),
         (branching_rows, {"target_kl": 1.0, "minibatches": 2}, {}, ValueError, "measures no KL"),
-        (branching_rows, {"advantage_kwargs": {"clip": 1.0}}, {}, ValueError, "no advantages are made of rewards"),
+        (branching_rows, {"advantage_kwargs": {"eps": 1.0}}, {}, ValueError, "no advantages are made of rewards"),
         (branching_rows, {"loss": "distill"}, {}, DataError, "has no teacher_logprobs"),
         (branching_rows, {"loss": "dpo"}, {}, DataError, "pair"),
         (lambda: partly("old_logprobs"), {"loss": "ppo"}, {}, DataError, "would mix two policies"),

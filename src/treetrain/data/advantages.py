@@ -13,56 +13,40 @@ from treetrain.errors import DataError
 def group_advantages(
     trajectories: Iterable[Trajectory],
     *,
-    subtract_mean: bool = True,
     divide_by_std: bool = True,
     eps: float = 1e-4,
     leave_one_out: bool = False,
-    clip: float | None = None,
 ) -> list[Trajectory]:
     """Give every row its reward relative to its group, as one advantage for all of its tokens.
 
     A = (reward - mean of the group) / (std of the group + eps), GRPO's outcome supervision (arXiv 2402.03300,
     section 4.1.2), with TRL's conventions: sample standard deviation (n - 1), eps 1e-4. Without
     `divide_by_std` this is Dr. GRPO's advantage (arXiv 2503.20783). Mean and std are over episodes: the calls
-    of one conversation share its reward and count once. A group of one episode, or of equal rewards, is not divided;
-    with `subtract_mean` its advantages are 0.
+    of one conversation share its reward and count once. The advantages of a group of one episode, or of equal rewards,
+    are 0.
 
     Args:
         trajectories: rows with `reward` and `group`; rows of equal `group` and `episode` are one episode.
-        subtract_mean: subtract the group's mean reward.
         divide_by_std: divide by the group's standard deviation.
         eps: added to the standard deviation.
         leave_one_out: subtract the mean of the group's other episodes: RLOO (arXiv 2402.14740, section 2.3). RLOO
             itself does not divide by the standard deviation.
-        clip: clamp advantages to [-clip, clip]; above 0.
 
     Returns:
         New trajectories in the same order, with `advantages` set.
 
     Raises:
         DataError: a row without reward or group; two rows of one episode with different rewards.
-        ValueError: `leave_one_out` without `subtract_mean`, or a `clip` that is not above 0.
     """
     rows = list(trajectories)
-    options = {"subtract_mean": subtract_mean, "divide_by_std": divide_by_std, "eps": eps}
-    values = advantages_of_groups(rows, **options, leave_one_out=leave_one_out, clip=clip)
+    values = advantages_of_groups(rows, divide_by_std=divide_by_std, eps=eps, leave_one_out=leave_one_out)
     return [row.replace(advantages=value) for row, value in zip(rows, values.tolist(), strict=True)]
 
 
 def advantages_of_groups(
-    rows: Sequence[Trajectory],
-    *,
-    subtract_mean: bool = True,
-    divide_by_std: bool = True,
-    eps: float = 1e-4,
-    leave_one_out: bool = False,
-    clip: float | None = None,
+    rows: Sequence[Trajectory], *, divide_by_std: bool = True, eps: float = 1e-4, leave_one_out: bool = False
 ) -> Float64[np.ndarray, "K"]:
     """The advantage of every row, computed from `columns_of(rows)`; see `group_advantages`."""
-    if leave_one_out and not subtract_mean:
-        raise ValueError("leave_one_out says which mean is subtracted, but subtract_mean is False; give one of them")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip is {clip!r}; allowed are numbers above 0, and None")
     columns = columns_of(rows)
     for fact, lacking in (("reward", np.isnan(columns.reward)), ("group", columns.group < 0)):
         if lacking.any():
@@ -86,14 +70,14 @@ def advantages_of_groups(
     by_group = np.lexsort((first, found[:, 0]))
     for members in np.split(by_group, np.flatnonzero(np.diff(found[by_group, 0])) + 1):
         values = rewards[members]
-        scaled = values - values.mean() if subtract_mean else values
+        scaled = values - values.mean()
         if leave_one_out and len(values) > 1:
             scaled = scaled * (len(values) / (len(values) - 1))  # turns r - mean of all into r - mean of the others
-        if divide_by_std and np.ptp(values) > 0:
-            scaled = scaled / (values.std(ddof=1) + eps)
-        elif subtract_mean and np.ptp(values) == 0:
+        if np.ptp(values) == 0:
             scaled = np.zeros_like(values)  # exact zeros instead of the mean's rounding error
-        advantages[members] = scaled if clip is None else scaled.clip(-clip, clip)
+        elif divide_by_std:
+            scaled = scaled / (values.std(ddof=1) + eps)
+        advantages[members] = scaled
     return advantages[of_row]
 
 

@@ -35,8 +35,7 @@ _SCHEMA = pa.schema(
     + [("reward", pa.float64()), ("chosen", pa.bool_())]
     + [(name, pa.string()) for name in LABELS]  # JSON: a label may be a string, a number or a boolean
     # `RowColumns` needs these: batches are planned from them without reading rows.
-    + [("tokens", pa.int64()), ("weight", pa.float64())]
-    + [(name, pa.bool_()) for name in ("trained", "negative", "signal")]
+    + [("tokens", pa.int64()), ("trained", pa.bool_())]
 )
 
 
@@ -92,12 +91,8 @@ class MappedTrajectories(LazyTrajectories):
 
         return RowColumns(
             tokens=numbers("tokens", 0, np.int64),
-            weight=numbers("weight", 0.0, np.float64),
             trained=numbers("trained", False, np.bool_),
-            negative=numbers("negative", False, np.bool_),
-            signal=numbers("signal", False, np.bool_),
             reward=numbers("reward", np.nan, np.float64),
-            chosen=pc.fill_null(pc.cast(table["chosen"], pa.int8()), -1).to_numpy(),
             given={name: table[name].is_valid().to_numpy() for name in GIVEN},
             **{name: _codes(table[name]) for name in ("group", "pair", "episode", "key")},
         )
@@ -186,7 +181,7 @@ def _batch(rows: list[Trajectory]) -> Any:
     for name in LABELS:
         labels = [getattr(row, name) for row in rows]
         columns[name] = [None if label is None else json.dumps(label) for label in labels]
-    columns |= {name: getattr(facts, name) for name in ("tokens", "weight", "trained", "negative", "signal")}
+    columns |= {"tokens": facts.tokens, "trained": facts.trained}
     return pa.record_batch([pa.array(columns[field.name], field.type) for field in _SCHEMA], schema=_SCHEMA)
 
 

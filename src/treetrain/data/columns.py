@@ -29,18 +29,10 @@ class RowColumns:
 
     tokens: Int64s
     """int64 [K]: length of each row."""
-    weight: NDArray[np.float64]
-    """[K]: sum of the loss weights, entry 0 excluded."""
     trained: Bools
     """[K]: whether any token has a loss weight."""
-    negative: Bools
-    """[K]: whether a loss weight is below 0."""
-    signal: Bools
-    """[K]: whether an advantage is not 0."""
     reward: NDArray[np.float64]
     """[K]: NaN for rows without a reward."""
-    chosen: NDArray[np.int8]
-    """[K]: 1, 0, or -1 for rows without `chosen`."""
     given: dict[str, Bools]
     """For each name in `GIVEN`, [K]: whether the row has it."""
     group: Int64s
@@ -62,23 +54,10 @@ def columns_of(rows: Sequence[Trajectory]) -> RowColumns:
     def array(values: Iterable[object], dtype: type) -> NDArray:
         return np.fromiter(values, dtype, len(rows))  # type: ignore[arg-type]
 
-    tokens = array(map(len, rows), np.int64)
-    # A row without weights has weight 1 for each token but the first.
-    weight = np.maximum(tokens - 1, 0).astype(np.float64)
-    trained, negative = tokens > 1, np.zeros(len(rows), bool)
-    for number, row in enumerate(rows):
-        if row.loss_weights is not None:
-            weights = row.loss_weights[1:]
-            weight[number], trained[number] = weights.sum(), weights.any()
-            negative[number] = weights.min(initial=0) < 0
     return RowColumns(
-        tokens=tokens,
-        weight=weight,
-        trained=trained,
-        negative=negative,
-        signal=array((row.advantages is not None and row.advantages.any() for row in rows), np.bool_),
+        tokens=array(map(len, rows), np.int64),
+        trained=array((row.weights.any() for row in rows), np.bool_),
         reward=array((np.nan if row.reward is None else row.reward for row in rows), np.float64),
-        chosen=array((-1 if row.chosen is None else row.chosen for row in rows), np.int8),
         given={name: array((getattr(row, name) is not None for row in rows), np.bool_) for name in GIVEN},
         group=codes_of(row.group for row in rows),
         pair=codes_of(row.pair for row in rows),

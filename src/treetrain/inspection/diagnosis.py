@@ -109,26 +109,15 @@ _TOOL_SCHEMA = re.compile(r'"(?:parameters|properties|description|function|input
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Example:
-    """One difference as readable text."""
-
-    row: Hashable
-    """id of the row that loses sharing; its number if it has no id."""
-    partner: Hashable
-    """id of the row that it should share with."""
-    position: int
-    """Token of the row, from 0, where they differ."""
-    row_text: str
-    """The row around the difference, which stands between ⟦ and ⟧; token ids if no tokenizer was given."""
-    partner_text: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LostSharing:
-    """One cause of lost sharing."""
+    """One cause of lost sharing, with the first example."""
 
     cause: str
     """A key of `CAUSES`."""
+    title: str
+    """The cause in words."""
+    change: str
+    """The advice to the user."""
     rows: int
     """Rows with this difference from their partner, or that share it with their partner."""
     tokens: int
@@ -137,17 +126,15 @@ class LostSharing:
     """FLOPs of a step that this saves."""
     flop_speedup: float
     """FLOPs of every row by itself, as is / FLOPs of the tree with this cause and those before it repaired."""
-    example: Example
-
-    @property
-    def title(self) -> str:
-        """The cause in words."""
-        return CAUSES[self.cause][0]
-
-    @property
-    def change(self) -> str:
-        """The advice to the user."""
-        return CAUSES[self.cause][1]
+    row: Hashable
+    """id of the row that loses sharing in the example; its number if it has no id."""
+    partner: Hashable
+    """id of the row that it should share with."""
+    position: int
+    """Token of the row, from 0, where they differ."""
+    row_text: str
+    """The row around the difference, which stands between ⟦ and ⟧; token ids if no tokenizer was given."""
+    partner_text: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,13 +174,12 @@ class Diagnosis:
         sections = [("", " ".join(lines))]
         before = self.flop_speedup
         for number, lost in enumerate(self.causes, 1):
-            example = lost.example
-            where = f"{quoted(example.row)} differs from {quoted(example.partner)} at token {example.position:,}"
+            where = f"{quoted(lost.row)} differs from {quoted(lost.partner)} at token {lost.position:,}"
             text = [
                 f"Rows: {lost.rows:,}. Lost: {lost.tokens:,} tokens, {lost.flops:.3g} FLOPs.",
                 f"First: {where}:",
-                f"  {example.partner_text}",
-                f"  {example.row_text}",
+                f"  {lost.partner_text}",
+                f"  {lost.row_text}",
                 f"Change: {lost.change}.",
                 f"Gain: {lost.flop_speedup:.2f}x by FLOPs in place of {before:.2f}x, all rows at once"
                 + (", with the changes above." if number > 1 else "."),
@@ -296,11 +282,13 @@ def diagnose(
             causes.append(
                 LostSharing(
                     cause=cause,
+                    title=CAUSES[cause][0],
+                    change=CAUSES[cause][1],
                     rows=found[cause],
                     tokens=unique - tree.num_tokens,
                     flops=max(flops - less, 0.0),
                     flop_speedup=rows_flops / less if less else 1.0,
-                    example=first[cause],
+                    **first[cause],
                 )
             )
         unique, flops = tree.num_tokens, less
@@ -340,29 +328,18 @@ class _Search:
 
     def run(self) -> None:
         """Compare every row with its partner. `links` lists partners before the rows that refer to them."""
-        episodes: dict[Hashable, list[int]] = {}
-        loose: dict[Hashable, list[int]] = {}
+        conversations: dict[tuple[Hashable, ...], list[int]] = {}
         for number, row in enumerate(self.rows):
-            if row.episode is None:
-                loose.setdefault((row.key, row.group), []).append(number)
-            else:
-                episodes.setdefault((row.key, row.group, row.episode), []).append(number)
-        heads: list[int] = []
+            conversations.setdefault((row.key, row.group, row.episode), []).append(number)
+        heads: dict[Hashable, list[int]] = {}
         later: list[_Link] = []
-        for calls in episodes.values():
-            self.successive += len(calls) - 1
-            heads.append(calls[0])
-            later += self._later_calls(calls, certain=True)
-        for members in loose.values():
-            links = self._later_calls(members, certain=False)
-            continuing = {link.row for link in links}
-            heads += [number for number in members if number not in continuing]
+        for (key, _, episode), members in conversations.items():
+            links = self._later_calls(members, certain=episode is not None)
+            continuing = {link.row for link in links} if episode is None else set(members[1:])
+            heads.setdefault(key, []).extend(number for number in members if number not in continuing)
             later += links
-        by_key: dict[Hashable, list[int]] = {}
-        for number in sorted(heads):
-            by_key.setdefault(self.rows[number].key, []).append(number)
-        for members in by_key.values():
-            self._prompts(members)
+        for members in heads.values():
+            self._prompts(sorted(members))
         self.links += sorted(later)
 
     def _later_calls(self, calls: list[int], *, certain: bool) -> list[_Link]:
@@ -390,8 +367,7 @@ class _Search:
                 link = self._later_call(row, partner, most, certain=certain)
             if link is not None:
                 found.append(link)
-        if not certain:
-            self.successive += len(found)
+        self.successive += len(calls) - 1 if certain else len(found)
         return found
 
     def _later_call(self, row: int, partner: int, shared: int, *, certain: bool, least: int = 0) -> _Link | None:
@@ -626,7 +602,7 @@ class _Search:
 
     # Examples
 
-    def examples(self) -> Iterator[tuple[str, Example]]:
+    def examples(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(cause, example) of the first row with each cause."""
         if self.padded:
             removed = [len(row) - ids.size for row, ids in zip(self.rows, self.ids, strict=True)]
@@ -645,15 +621,15 @@ class _Search:
 
     def _example(
         self, row: int, partner: int, ids: Ids, ours: tuple[int, int], theirs: tuple[int, int], split: bool = False
-    ) -> Example:
+    ) -> dict[str, Any]:
         names = (number if self.rows[number].id is None else self.rows[number].id for number in (row, partner))
-        return Example(
-            row=next(names),
-            partner=next(names),
-            position=ours[0],
-            row_text=self._marked(ids, *ours, split),
-            partner_text=self._marked(self.ids[partner], *theirs, split),
-        )
+        return {
+            "row": next(names),
+            "partner": next(names),
+            "position": ours[0],
+            "row_text": self._marked(ids, *ours, split),
+            "partner_text": self._marked(self.ids[partner], *theirs, split),
+        }
 
     def _marked(self, ids: Ids, start: int, stop: int, split: bool) -> str:
         """The tokens around a difference, which is in ⟦⟧, shortened if long; `split` puts ¦ between its tokens."""
@@ -716,8 +692,8 @@ def _repeats(ids: Ids, token: int) -> int:
 
 def _linked(row: int, partner: int, found: Alignment, edits: list[_Edit]) -> _Link:
     """A link up to the first gap that is not lost sharing."""
-    later = [gap for gap in found.gaps if gap.second_start > edits[-1].gap.second_start]
-    later = [gap for gap in later if gap.second_start >= edits[-1].gap.second_stop]
+    last = edits[-1].gap
+    later = [gap for gap in found.gaps if gap.second_start >= max(last.second_start + 1, last.second_stop)]
     if later:
         return _Link(row, partner, edits, later[0].first_start, later[0].second_start)
     return _Link(row, partner, edits, found.first_end, found.second_end)

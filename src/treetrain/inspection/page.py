@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from treetrain.tree.token_tree import TokenTree
 STYLE = files("treetrain.inspection").joinpath("page.css").read_text(encoding="utf-8")
 """The style sheet of all pages."""
 PAGE_BYTES = 2_000_000
-WIDTH, HEIGHT = 270, 112
-"""Size of a chart, without its labels."""
+WIDTH = 270
+"""Width of a chart."""
 
 
 def render(template: str, **values: Any) -> str:
@@ -166,7 +165,7 @@ def _histogram(title: str, values: NDArray[Any], unit: str, counted: str) -> dic
     middle, late = np.percentile(values, (50, 95))
     words = f"median {middle:,.0f} {unit}, 95% up to {late:,.0f}, at most {high:,}"
     ticks = [(0, "start", f"{low:,}"), (WIDTH, "end", f"{high:,} {unit}")] if high > low else [(0, "start", f"{low:,}")]
-    return {"title": title, "words": words, "bars": _bars(bars), "ticks": ticks}
+    return {"title": title, "words": words, "bars": bars, "ticks": ticks}
 
 
 def _range(start: int, stop: int) -> str:
@@ -193,15 +192,4 @@ def _by_depth(tree: TokenTree, lengths: NDArray[np.int64]) -> dict[str, Any]:
     ]
     ticks = [(0, "start", "0"), (WIDTH, "end", f"{longest:,} tokens from the start")]
     words = "pale: tokens in rows at this depth; strong: those that the tree computes"
-    return {"title": "Sharing by depth", "words": words, "bars": _bars(bars), "ticks": ticks}
-
-
-def _bars(bars: Sequence[tuple[float, float, str]]) -> list[dict[str, Any]]:
-    """(height, height of the pale bar behind it, words): heights from 0 to 1."""
-    slot = WIDTH / max(len(bars), 1)
-    found = []
-    for number, (own, all_, words) in enumerate(bars):
-        high, behind = (round(max(value * (HEIGHT - 6), 1.5 * (value > 0)), 1) for value in (own, all_))
-        place = {"x": round(number * slot, 2), "width": round(slot, 2), "inner": round(slot * 0.9, 2), "words": words}
-        found.append(place | {"height": high, "y": HEIGHT - high, "whole": behind, "whole_y": HEIGHT - behind})
-    return found
+    return {"title": "Sharing by depth", "words": words, "bars": bars, "ticks": ticks}

@@ -164,9 +164,6 @@ class Inspection:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
-        diagnosis = dataclasses.asdict(self.diagnosis)
-        for found, lost in zip(diagnosis["causes"], self.diagnosis.causes, strict=True):
-            found |= {"title": lost.title, "change": lost.change}
         return {
             "files": list(self.files),
             "format": self.format,
@@ -178,7 +175,7 @@ class Inspection:
             "transcripts_speedup": self.transcripts_speedup,
             "batches": [dataclasses.asdict(one) for one in self.batches],
             "views": [dataclasses.asdict(one) | {"flop_speedup": one.flop_speedup} for one in self.views],
-            "diagnosis": diagnosis | {"explanation": self.diagnosis.explain()},
+            "diagnosis": dataclasses.asdict(self.diagnosis) | {"explanation": self.diagnosis.explain()},
             "verdict": self.verdict(),
             "notes": list(self.notes),
             "plan": None if self.plan is None else self.plan.explanation(),

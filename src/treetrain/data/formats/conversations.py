@@ -152,14 +152,9 @@ def read_completion(record: Record, notes: Notes) -> list[Record]:
 
 
 def read_preference(record: Record, notes: Notes) -> list[Record]:
-    """A `chosen` and a `rejected` answer, texts or messages, with a `prompt` or beginning alike; OpenAI's form too."""
-    if "preferred_output" in record:
-        prompt, tools = field(record, "input.messages", list), look_up(record, "input.tools")
-        both = {"chosen": record["preferred_output"], "rejected": record["non_preferred_output"]}
-        known = facts(record) | ({"tools": tools} if tools else {})
-    else:
-        prompt, both = record.get("prompt"), {name: messages_in(record[name]) for name in ("chosen", "rejected")}
-        known = {name: value for name, value in record.items() if name not in ("prompt", *both)}
+    """A `chosen` and a `rejected` answer, texts or messages, with a `prompt` or beginning alike."""
+    prompt, both = record.get("prompt"), {name: messages_in(record[name]) for name in ("chosen", "rejected")}
+    known = {name: value for name, value in record.items() if name not in ("prompt", *both)}
     chosen, rejected = both["chosen"], both["rejected"]
     if isinstance(chosen, list) != isinstance(rejected, list):
         raise DataError(
@@ -195,11 +190,6 @@ CHAT = Format("chat", "`messages`", lambda record: isinstance(parsed(record.get(
 REQUESTS = Format("requests", "a request and its response", is_request, read_requests)
 SHAREGPT = Format("sharegpt", "`conversations`", lambda record: "conversations" in record, read_sharegpt)
 PREFERENCE = Format(
-    "preference",
-    "`chosen` and `rejected`",
-    lambda record: (
-        {"chosen", "rejected"} <= record.keys() or {"preferred_output", "non_preferred_output"} <= record.keys()
-    ),
-    read_preference,
+    "preference", "`chosen` and `rejected`", lambda record: {"chosen", "rejected"} <= record.keys(), read_preference
 )
 COMPLETION = Format("completion", "`prompt` and `completion`", lambda record: "completion" in record, read_completion)
