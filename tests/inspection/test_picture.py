@@ -9,8 +9,8 @@ import pytest
 
 from support.browser import look, needs_browser
 from treetrain.data.trajectory import Trajectory
-from treetrain.inspection.page import PAGE_BYTES, charts, write_page
-from treetrain.inspection.picture import KINDS, PART_KINDS, draw
+from treetrain.inspection.page import PAGE_BYTES, charts, parts, write_page
+from treetrain.inspection.picture import KINDS, draw
 from treetrain.inspection.report import Shape, inspect_rows
 from treetrain.planning.cost import ModelShape
 from treetrain.planning.make import make_plan
@@ -82,15 +82,12 @@ def test_parts_of_a_plan_are_blocks_of_their_own() -> None:
     picture = draw(tree, plan=plan)
     part_of = np.full(tree.num_tokens, -1)
     part_of[plan.layout.tree_index] = plan.part_of
-    recomputed = 0
-    for start, count, part, kind in zip(picture.start, picture.unique, picture.part, picture.part_kind):
+    for start, count, part in zip(picture.start, picture.unique, picture.part):
         assert (part_of[start : start + count] == part).all()
-        names = {"kept": plan.kept[part], "recomputed": plan.prefill[part] >= 0, "not computed": part < 0}
-        assert PART_KINDS[kind] == next(
-            (name for name in ("not computed", "kept", "recomputed") if names[name]), "leaf"
-        )
-        recomputed += PART_KINDS[kind] == "recomputed"
-    assert recomputed and (picture.part < 0).any()
+    assert (picture.part < 0).any()
+    for (kind, tokens), kept, prefill, size in zip(parts(plan), plan.kept, plan.prefill, plan.sizes, strict=True):
+        assert (kind == "kept", kind == "recomputed", tokens) == (kept, prefill >= 0, size)
+    assert {"leaf", "recomputed"} <= {kind for kind, _ in parts(plan)}
 
 
 def test_means_and_labels_are_those_of_the_rows_through_a_block() -> None:

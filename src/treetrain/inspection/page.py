@@ -12,8 +12,9 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from treetrain import __version__
-from treetrain.inspection.picture import BLOCKS, KINDS, PART_KINDS, draw
+from treetrain.inspection.picture import BLOCKS, KINDS, draw
 from treetrain.inspection.report import Inspection
+from treetrain.planning.plan import Plan
 from treetrain.tree.token_tree import TokenTree
 
 STYLE = files("treetrain.inspection").joinpath("page.css").read_text(encoding="utf-8")
@@ -57,7 +58,7 @@ def _page(inspection: Inspection, most: int, explained: str | None) -> str:
             blocks[name] = picture.means(values)
     if plan is not None:
         modes.append("plan")
-        shown += ["part", "part_kind", "part_tokens"]
+        shown.append("part")
     blocks |= {name: getattr(picture, name).tolist() for name in shown}
     blocks |= {name: np.round(getattr(picture, name), 2).tolist() for name in ("width", "trained")}
     data = {
@@ -66,8 +67,7 @@ def _page(inspection: Inspection, most: int, explained: str | None) -> str:
         "rows": max(picture.rows, 1),
         "modes": modes,
         "kinds": KINDS,
-        "part_kinds": PART_KINDS,
-        "parts": 0 if plan is None else plan.num_parts,
+        "parts": [] if plan is None else parts(plan),
     }
     written = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return render(
@@ -90,6 +90,12 @@ def _page(inspection: Inspection, most: int, explained: str | None) -> str:
         notes=inspection.notes,
         version=__version__,
     )
+
+
+def parts(plan: Plan) -> list[tuple[str, int]]:
+    """The kind and the tokens of each part of a plan."""
+    kinds = np.where(plan.kept, "kept", np.where(plan.prefill >= 0, "recomputed", "leaf"))
+    return list(zip(kinds.tolist(), plan.sizes.tolist(), strict=True))
 
 
 def _subtitle(inspection: Inspection) -> str:

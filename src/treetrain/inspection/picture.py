@@ -29,7 +29,6 @@ BLOCKS = 4000
 TEXT_BYTES = 700_000
 """Text of all blocks together."""
 KINDS = ("context", "trained", "folded")
-PART_KINDS = ("not computed", "leaf", "kept", "recomputed")
 LABEL = 80
 """Characters of a group or an id."""
 EDGED = 5
@@ -65,10 +64,6 @@ class Picture:
     """[B]: share of its flat tokens that are trained."""
     part: Int64s
     """int64 [B]: part of the plan; -1 for none."""
-    part_kind: NDArray[np.int8]
-    """[B]: index into PART_KINDS."""
-    part_tokens: Int64s
-    """int64 [B]: tokens of that part."""
 
     @property
     def rows(self) -> int:
@@ -223,8 +218,6 @@ def draw(tree: TokenTree, *, plan: Plan | None = None, blocks: int = BLOCKS) -> 
         "hidden": sums((last - np.arange(len(last)))[top]),
         "trained": sums(trained[top]) / sums(area[top]),
         "part": np.full(len(lead), -1),
-        "part_kind": np.zeros(len(lead), np.int8),
-        "part_tokens": np.zeros(len(lead), np.int64),
     }
     order = np.argsort(np.append(whole.start[at], joined["start"]), kind="stable")
     merged = {name: np.append(getattr(whole, name)[at], values)[order] for name, values in joined.items()}
@@ -253,13 +246,6 @@ def _all_blocks(tree: TokenTree, plan: Plan | None) -> Picture:
     above = tree.parent[start]
     ends = np.bincount(tree.trajectory_last[tree.trajectory_last >= 0] + 1, minlength=tree.num_tokens + 1)
     length = np.diff(np.append(start, tree.num_tokens))
-    own = part[start]
-    if plan is None:
-        part_kind, part_tokens = np.zeros(len(start), np.int8), np.zeros(len(start), np.int64)
-    else:
-        kinds = np.where(plan.kept, 2, np.where(plan.prefill >= 0, 3, 1)).astype(np.int8)
-        part_kind = np.append(kinds, np.int8(0))[own]
-        part_tokens = np.append(plan.sizes, 0)[own]
     return Picture(
         tree=tree,
         x=tree.depth[start].astype(np.int64),
@@ -273,9 +259,7 @@ def _all_blocks(tree: TokenTree, plan: Plan | None) -> Picture:
         branches=np.zeros(len(start), np.int64),
         hidden=np.zeros(len(start), np.int64),
         trained=trained[start].astype(np.float64),
-        part=own,
-        part_kind=part_kind,
-        part_tokens=part_tokens,
+        part=part[start],
     )
 
 
