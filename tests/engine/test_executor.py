@@ -135,7 +135,7 @@ def test_rows_of_the_cache_are_returned(model, shape, keep, monkeypatch):
     engine = planned(shape, keep)(model)
     engine.forward_backward(dress(IDS["deep"], 1), LOSSES["ppo"])
     engine.logprobs(IDS["deep"])
-    assert len(executors) == 2 and all(w._rows._in_use == 0 and (w._rows._row_of == -1).all() for w in executors)
+    assert len(executors) == 2 and all(w._cache._in_use == 0 and (w._cache.row_of == -1).all() for w in executors)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from treetrain.softmax_attention.flex import FlexTreeAttention
 
 import treetrain as tt
 from support.models import make_model
@@ -27,8 +28,7 @@ from treetrain.engine import runtime
 from treetrain.engine.engine import LinearEngine
 from treetrain.linear_attention.scans import Scans
 from treetrain.losses import dpo, gspo, ppo, sft
-from treetrain.softmax_attention.attention import AttentionTree, Choice
-from treetrain.softmax_attention.flex import FlexTreeAttention
+from treetrain.softmax_attention.attention import AttentionTree
 from treetrain.softmax_attention.kv_cache import cached_keys
 from treetrain.softmax_attention.schedule import Forest
 from treetrain.softmax_attention.varlen import VarlenAttention, pieces_of
@@ -99,7 +99,6 @@ def on_meta() -> Iterator[None]:
             stack.enter_context(mock.patch.object(target, name, found))
 
         # What meta has not: a backend, free memory, autocast.
-        replace(runtime, "choose_backend", lambda device: Choice("stand-in", "meta"))
         replace(AttentionTree, "backend", lambda tree, *_: StandIn(tree._cache))
         replace(runtime, "free_bytes", lambda device: None)
         replace(torch, "autocast", lambda *args, **options: contextlib.nullcontext())

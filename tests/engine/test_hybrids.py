@@ -13,9 +13,7 @@ from support.plans import KEEPS, SHAPES, planned
 from support.stand_in import StandIn
 from treetrain.linear_attention import paths
 from treetrain.linear_attention.delta_rule import TILE
-from treetrain.linear_attention.scans import KERNELS
 from treetrain.models import recurrent_layers
-from treetrain.softmax_attention.attention import Choice
 from treetrain.testing import linear
 from treetrain.testing.contract import PPO, SFT, PureFloat64, RoundsToFloat32, check_contract
 from treetrain.testing.forests import bushy_rows, dress
@@ -138,10 +136,9 @@ def test_states_are_held_only_where_parts_attach_and_room_is_made_once(keep, mon
 
         def allocate(self, tokens):
             before = self._rows
-            fresh = super().allocate(tokens)
+            super().allocate(tokens)
             grown.append(self._rows - before)
-            self.most = max(self.most, self._top)
-            return fresh
+            self.most = max(self.most, self._in_use)
 
     monkeypatch.setattr("treetrain.engine.executor.StateCache", Watched)
     model = make_model("qwen3_5_deep")
@@ -162,9 +159,8 @@ def test_states_are_held_only_where_parts_attach_and_room_is_made_once(keep, mon
 @pytest.mark.parametrize("family", ["qwen3_5_deep", "olmo_hybrid"])
 def test_by_kernels_that_scan_sequences_every_plan_is_exact(family, monkeypatch):
     kernel = StandIn()
-    monkeypatch.setattr(paths, "choose_rule", lambda *_: Choice(KERNELS, "a stand-in"))
-    monkeypatch.setattr(paths, "choose_for", lambda scans, rule: rule)
-    monkeypatch.setattr(paths, "load_kernel", lambda: kernel)
+    monkeypatch.setattr(paths, "kernel_for", lambda *_: kernel)
+    monkeypatch.setattr(paths.Scans, "suits", True)
     with PureFloat64():
         truth, found = measure(
             make_model(family, dtype=torch.float64), dress(SMALL, 7), [planned(*plan) for plan in PLANS]

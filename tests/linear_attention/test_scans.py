@@ -14,7 +14,7 @@ from rules import SHAPES, inputs, layout_of
 from support.stand_in import StandIn
 from treetrain.linear_attention import scans as scans_module
 from treetrain.linear_attention.reference import reference_gated_delta
-from treetrain.linear_attention.scans import KERNELS, TILES, Scans, choose_for, choose_rule, scanned_gated_delta
+from treetrain.linear_attention.scans import Scans, kernel_for, scanned_gated_delta
 from treetrain.testing.forests import forests, runs
 from treetrain.testing.linear import relative_error, rms
 
@@ -124,63 +124,43 @@ def scans_of(rows):
     return Scans(layout_of(rows), np.zeros(0, np.int64), CPU)
 
 
-LONG_RUNS = scans_of([[*range(2000), 5000 + i, *range(1000)] for i in range(4)])
-
-
-@pytest.fixture
-def kernels_there(monkeypatch):
-    monkeypatch.setattr(scans_module, "_found", StandIn)
-
-
 @pytest.mark.parametrize(
-    ("device", "dtype", "sizes", "says"),
+    ("device", "dtype", "sizes", "runs_there"),
     [
-        (CPU, torch.bfloat16, (128, 128), "cpu: .* are for CUDA"),
-        (CUDA, torch.float32, (128, 128), "TF32"),
-        (CUDA, torch.float64, (128, 128), "do not take torch.float64"),
-        (CUDA, torch.bfloat16, (512, 128), "heads of 512 and 128 entries"),
-        (CUDA, torch.bfloat16, (64, 63), "heads of 64 and 63 entries"),
+        (CUDA, torch.bfloat16, (128, 256), True),
+        (CPU, torch.bfloat16, (128, 128), False),
+        (CUDA, torch.float32, (128, 128), False),
+        (CUDA, torch.bfloat16, (512, 128), False),
+        (CUDA, torch.bfloat16, (64, 63), False),
     ],
 )
-def test_tiles_run_where_the_kernels_cannot_or_are_not_exact(kernels_there, device, dtype, sizes, says):
-    choice = choose_rule(device, dtype, *sizes)
-    assert choice.name == TILES
-    with pytest.raises(AssertionError, match=says):
-        raise AssertionError(choice.reason)
-    assert choose_for(LONG_RUNS, choice) == choice
+def test_tiles_run_where_the_kernels_cannot_or_are_not_exact(monkeypatch, device, dtype, sizes, runs_there):
+    monkeypatch.setattr(scans_module, "_installed", StandIn)
+    assert (kernel_for(device, dtype, *sizes) is not None) == runs_there
 
 
-def test_kernels_run_on_long_runs_and_tiles_on_trees_that_fork_often(kernels_there):
-    rule = choose_rule(CUDA, torch.bfloat16, 128, 256)
-    assert rule.name == KERNELS
-    assert str(choose_for(LONG_RUNS, rule)) == "flash-linear-attention (CUDA: 5 runs of 1201 tokens in 2 calls)"
-    bushy = choose_for(scans_of([[1, 2, 3, i, 100 + j] for i in range(20) for j in range(20)]), rule)
-    assert bushy.name == TILES and "421 runs of 1 tokens would leave chunks of 64 empty" in bushy.reason
+def test_kernels_run_on_long_runs_and_tiles_on_trees_that_fork_often():
+    assert scans_of([[*range(2000), 5000 + i, *range(1000)] for i in range(4)]).suits
+    assert not scans_of([[1, 2, 3, i, 100 + j] for i in range(20) for j in range(20)]).suits
     # Every run fills its chunks, but there are only as many tokens a level as a chunk has.
-    deep = choose_for(scans_of([[*range(64 * n), *range(9000, 9064)] for n in range(1, 30)]), rule)
-    assert deep.name == TILES and "too few for" in deep.reason
+    assert not scans_of([[*range(64 * n), *range(9000, 9064)] for n in range(1, 30)]).suits
 
 
 @pytest.mark.parametrize(
-    ("version", "says"), [(None, "is not installed"), ("0.5.1", "0.5.1 is older than 0.6"), ("0.6.0", "cannot be")]
+    ("version", "says"), [("0.5.1", "0.5.1 is older than 0.6"), ("0.6.0", "cannot be .*no driver")]
 )
-def test_it_is_said_why_there_is_no_kernel(monkeypatch, version, says):
-    def installed(name):
-        if version is None:
-            raise scans_module.importlib.metadata.PackageNotFoundError(name)
-        return version
-
+def test_an_installed_kernel_that_cannot_be_used_is_warned_of(monkeypatch, version, says):
     def broken(name):
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(scans_module.importlib.metadata, "version", installed)
+    monkeypatch.setattr(scans_module.importlib.metadata, "version", lambda name: version)
     monkeypatch.setattr(scans_module.importlib, "import_module", broken)
-    scans_module._found.cache_clear()
+    scans_module._installed.cache_clear()
     try:
-        choice = choose_rule(CUDA, torch.bfloat16, 128, 128)
+        with pytest.warns(UserWarning, match=says):
+            assert kernel_for(CUDA, torch.bfloat16, 128, 128) is None
     finally:
-        scans_module._found.cache_clear()
-    assert choice.name == TILES and says in choice.reason
+        scans_module._installed.cache_clear()
 
 
 # The kernel itself.
@@ -245,9 +225,10 @@ NARROW = [torch.bfloat16, torch.float16]
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels are for CUDA")
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_by_the_real_kernels_a_tree_is_as_exact_as_rows(dtype):
-    if isinstance(scans_module._found(), str):
-        pytest.skip(scans_module._found())
-    compare(scans_module.load_kernel(), CUDA, dtype)
+    kernel = kernel_for(CUDA, dtype, 64, 64)
+    if kernel is None:
+        pytest.skip("flash-linear-attention is not installed")
+    compare(kernel, CUDA, dtype)
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)

@@ -68,15 +68,6 @@ def test_a_model_that_may_skip_layers_but_never_does_is_fine_in_training_mode_un
     tt.logprobs(model.eval(), ROWS)
 
 
-@pytest.mark.parametrize("kinds", [["sliding_attention", "full_attention"], ["full_attention", "full_attention"]])
-def test_a_window_that_is_none_where_the_model_needs_one_is_refused_by_name(kinds):
-    model = make_model("gpt_oss", sliding_window=None, layer_types=kinds)
-    with pytest.raises(ValueError, match="sliding_window"):
-        model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
-    with pytest.raises(UnsupportedModel, match="sliding_window=None"):
-        tt.logprobs(model, ROWS)
-
-
 def test_dropout_switched_on_before_the_backward_is_refused_where_parts_are_run_again():
     model = make_model("gpt2", resid_pdrop=0.5, attn_pdrop=0.0, embd_pdrop=0.0)
     logprobs = tt.logprobs(model, ROWS, budget=3)

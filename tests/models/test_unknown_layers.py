@@ -90,7 +90,7 @@ def test_a_layer_that_attends_twice_is_refused_and_would_be_wrong_in_parts():
 
 @pytest.mark.parametrize("name", sorted(MAMBA))
 def test_a_configuration_alone_is_refused(name):
-    with pytest.raises(UnsupportedModel, match="Mamba-2"):
+    with pytest.raises(UnsupportedModel, match="mixes tokens by a recurrence"):
         check_config(make_config(name))
 
 
@@ -98,7 +98,7 @@ def test_a_refusal_comes_before_a_weight_is_looked_for(tmp_path):
     from treetrain.models.loading import load_model
 
     make_config("bamba").save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match=rf"{tmp_path}: model.layers.0.*Mamba-2"):
+    with pytest.raises(UnsupportedModel, match=rf"{tmp_path}: model.layers.0.*mixes tokens"):
         load_model(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw["model_type"] == "bamba" and sorted(p.name for p in tmp_path.iterdir()) == ["config.json"]
@@ -112,34 +112,3 @@ def test_what_a_configuration_says_is_what_the_model_says(name):
     assert alone is not None
     for field in ("layers", "vocab_size", "max_positions", "recurrent_layers"):
         assert getattr(alone, field) == getattr(whole, field), field
-
-
-WINDOWED = [name for name in FAMILIES if name not in MAMBA and getattr(make_config(name), "sliding_window", None)]
-
-
-@pytest.mark.parametrize("kinds", ["its own", "full_attention"])
-@pytest.mark.parametrize("name", WINDOWED)
-def test_a_configuration_without_the_window_that_its_masks_need_is_refused_where_the_model_would_be(name, kinds):
-    changes = {"sliding_window": None} | ({} if kinds == "its own" else {"layer_types": [kinds] * 2})
-    try:
-        make_model(name, **changes)(input_ids=torch.tensor([[1, 2]]), use_cache=False)
-    except ValueError as error:
-        assert "`sliding_window`" in str(error)
-        with pytest.raises(UnsupportedModel, match="sliding_window=None"):
-            check_config(make_config(name, **changes))
-    else:
-        assert check_config(make_config(name, **changes)) is not None
-
-
-def test_some_of_these_are_refused_and_some_are_not():
-    assert "gpt_oss" in WINDOWED and "mistral_window" in WINDOWED
-    with pytest.raises(UnsupportedModel, match=r"GptOssForCausalLM .* sliding_window=None"):
-        check_config(make_config("gpt_oss", sliding_window=None))
-    assert check_config(make_config("mistral_window", sliding_window=None)) is not None
-
-
-def test_a_mask_that_sees_both_ways_is_refused_from_the_configuration_alone():
-    from transformers import BertConfig
-
-    with pytest.raises(UnsupportedModel, match="bidirectional_mask_function"):
-        check_config(BertConfig(num_hidden_layers=1, is_decoder=False))

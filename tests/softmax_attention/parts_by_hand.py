@@ -59,7 +59,7 @@ class PartsByHand:
         attach = int(self.plan.attach[part])
         path = self.row_of[self.plan.path(attach)] if attach >= 0 else np.zeros(0, np.int64)
         assert (path >= 0).all(), "a token on the path has no row"
-        attention = self.backend(cut(self.layout, tokens).layout, self.cache.view(path, self.row_of[tokens]))
+        attention = self.backend(cut(self.layout, tokens).layout, self.cache.view_of_rows(path, self.row_of[tokens]))
         done = []
         for layer, tensors in enumerate(self.tensors):
             given = [x[tokens] for x in tensors[:3]] + tensors[4:]

@@ -18,7 +18,7 @@ def coverage(schedule: Schedule) -> np.ndarray:
         count[q0:q1, k0:k1] += 1
     for batch in schedule.batches:
         for c, length in enumerate(batch.query_length):
-            mask = np.tri(*batch.query_index.shape[1:] * 2, dtype=bool) if batch.mask is None else batch.mask[c]
+            mask = batch.mask[c]
             for slot in range(length):
                 np.add.at(count, (batch.query_index[c, slot], batch.key_index[c, mask[slot]]), 1)
     return count
@@ -48,9 +48,7 @@ def pairs_computed(schedule: Schedule) -> int:
     pairs += sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in schedule.rectangles)
     for batch in schedule.batches:
         filled = np.arange(batch.query_index.shape[1]) < batch.query_length[:, None]
-        size = batch.query_index.shape[1]
-        mask = np.tri(size, dtype=bool)[None] if batch.mask is None else batch.mask
-        pairs += int((mask & filled[:, :, None]).sum())
+        pairs += int((batch.mask & filled[:, :, None]).sum())
     return pairs
 
 

@@ -232,7 +232,7 @@ def test_a_hundred_thousand_nested_forks_take_seconds_to_schedule_and_few_calls(
     [
         (regular_comb(40_001, 1, 5), 250),
         (star(10, 10_000, 1), 4),
-        (star(10, 10_000, 20), 4),
+        (star(10, 10_000, 20), 5),
         (star(3000, 10_000, 1), 4),
     ],
     ids=["caterpillar of 5-token legs", "star of tokens", "star of rows", "star on a long stem"],
@@ -249,7 +249,7 @@ def test_caterpillars_and_stars_take_seconds_to_schedule_and_few_calls(forest, m
 def test_masks_stay_small_on_deep_combs():
     forest = regular_comb(20_001, 1, 1)
     schedule = make_schedule(forest, call_pairs=1e5)
-    scores = sum(batch.mask.size for batch in schedule.batches if batch.mask is not None)
+    scores = sum(batch.mask.size for batch in schedule.batches)
     assert scores <= 2 * len(forest.ends) * (schedule_module.TILE + schedule_module.MAX_BLOCK_PATH / 2)
 
 
@@ -263,4 +263,4 @@ def test_small_regions_side_by_side_share_tiles():
     forest = forest_from_parents(np.array(comb(100, {99: [straight(1500)] + [fork] * 200})))
     schedule = make_schedule(forest, call_pairs=8e3)
     check(forest, schedule)
-    assert sum(len(batch.query_length) for batch in schedule.batches if batch.mask is not None) <= 1 + 600 // 64
+    assert sum(len(batch.query_length) for batch in schedule.batches) <= 1 + 600 // 64

@@ -10,7 +10,7 @@ from parts_by_hand import PartsByHand, Tensors
 from support.pairwise import pairwise
 from support.plans import KEEPS, one_segment_per_part, uniform
 from treetrain.planning.plan import Plan
-from treetrain.softmax_attention.kv_cache import KVCache, cached_keys
+from treetrain.softmax_attention.kv_cache import KVCache
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.reference import reference_attention
 from treetrain.softmax_attention.schedule import Forest
@@ -48,26 +48,9 @@ def rectangles(layout: PackedLayout, view):
     return RectangleAttention(Forest.of(layout), cache=view)
 
 
-def carried_reference(layout: PackedLayout, view):
-    """The reference behind `carried_keys`: what a backend does that is differentiable by itself."""
-    path = view.path_tokens
-    above = np.full(path, path + layout.num_tokens)
-    ends = torch.from_numpy(np.concatenate([above, layout.ends + path]))
-
-    def attend(query, key, value, scale, layer):
-        key, value = cached_keys(key, value, view, layer, view.path_tokens)
-        nobody = query.new_zeros((path, *query.shape[1:]))
-        return reference_attention(torch.cat([nobody, query]), key, value, ends, scale)[path:]
-
-    return attend
-
-
-BACKENDS = {"rectangles": rectangles, "carried keys": carried_reference}
-
-
-def errors(plan: Plan, tensors: list[Tensors], backend: str, order: np.ndarray) -> list[float]:
+def errors(plan: Plan, tensors: list[Tensors], order: np.ndarray) -> list[float]:
     """Worst error over the layers of the output and each gradient."""
-    got = PartsByHand(plan, tensors, BACKENDS[backend], order, SCALE).run()
+    got = PartsByHand(plan, tensors, rectangles, order, SCALE).run()
     expected = [whole(plan.layout, [t.double() for t in layer]) for layer in tensors]
     return [max(relative_error(a[i], b[i]) for a, b in zip(got, expected)) for i in range(4)]
 
@@ -82,8 +65,7 @@ def scattered(plan: Plan, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-6)])
 @pytest.mark.parametrize("rows_of", [consecutive, scattered])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_parts_equal_the_whole_tree(backend, rows_of, dtype, tolerance, record_property):
+def test_parts_equal_the_whole_tree(rows_of, dtype, tolerance, record_property):
     worst, parts = [0.0], []
 
     @runs(7)
@@ -94,7 +76,7 @@ def test_parts_equal_the_whole_tree(backend, rows_of, dtype, tolerance, record_p
             return
         for plan in (uniform(layout, chunk, keep), one_segment_per_part(layout, keep)):
             tensors = inputs(layout.num_tokens, dtype=dtype, seed=seed)
-            found = errors(plan, tensors, backend, rows_of(plan, seed))
+            found = errors(plan, tensors, rows_of(plan, seed))
             worst[0] = max(worst[0], *found)
             parts.append(plan.num_parts)
             assert worst[0] <= tolerance, dict(zip(NAMES, found))
@@ -122,8 +104,8 @@ def part_of_children(layout: PackedLayout) -> np.ndarray:
     return np.where(top, 0, np.cumsum(starts))
 
 
-@pairwise(cutting=CUTS, keep=[False, True], heads_and_groups=[(4, 4), (4, 2), (4, 1), (1, 1)], backend=BACKENDS)
-def test_a_tree_that_is_cut_equals_the_whole_for_every_ratio_of_heads(backend, heads_and_groups, keep, cutting):
+@pairwise(cutting=CUTS, keep=[False, True], heads_and_groups=[(4, 4), (4, 2), (4, 1), (1, 1)])
+def test_a_tree_that_is_cut_equals_the_whole_for_every_ratio_of_heads(heads_and_groups, keep, cutting):
     heads, groups = heads_and_groups
     layout = layout_of(TREE)
     part_of = np.asarray(CUTS[cutting](layout), np.int64)
@@ -131,7 +113,7 @@ def test_a_tree_that_is_cut_equals_the_whole_for_every_ratio_of_heads(backend, h
     assert plan.num_parts == {"in two": 2, "below every child": 4}.get(cutting, 3)
     tensors = inputs(layout.num_tokens, heads=heads, groups=groups, size=16)
     for rows_of in (consecutive, scattered):
-        assert max(errors(plan, tensors, backend, rows_of(plan))) <= 1e-12
+        assert max(errors(plan, tensors, rows_of(plan))) <= 1e-12
 
 
 def test_bfloat16_parts_err_no_more_than_the_whole_in_bfloat16():
@@ -143,8 +125,8 @@ def test_bfloat16_parts_err_no_more_than_the_whole_in_bfloat16():
         one = uniform(layout, layout.num_tokens)
         assert plan.num_parts > 4 and one.num_parts == 1
         tensors = inputs(layout.num_tokens, size=16, dtype=torch.bfloat16, seed=seed)
-        parts.append(errors(plan, tensors, "rectangles", consecutive(plan)))
-        at_once.append(errors(one, tensors, "rectangles", consecutive(one)))
+        parts.append(errors(plan, tensors, consecutive(plan)))
+        at_once.append(errors(one, tensors, consecutive(one)))
     for name, cut_up, plain in zip(NAMES, zip(*parts), zip(*at_once)):
         assert rms(cut_up) <= 1.5 * rms(plain), name
 
@@ -163,12 +145,12 @@ def test_gradients_are_added_up_in_float32_or_wider():
 def test_a_thousand_small_gradients_are_not_lost_in_bfloat16():
     cache = KVCache(1, torch.device("cpu"), gradients=True)
     like = torch.zeros(1, 1, 1, dtype=torch.bfloat16)
-    view = cache.view(np.array([0]), np.array([-1]))
+    view = cache.view_of_rows(np.array([0]), np.array([-1]))
     view.read(0, like, like)
     for _ in range(1000):
         view.add_path_gradients(0, like + 1, like + 1)
     total = torch.zeros(1, 1, 1)
-    cache.view(np.zeros(0, np.int64), np.array([0])).collect(0, total, total.clone())
+    cache.view_of_rows(np.zeros(0, np.int64), np.array([0])).collect(0, total, total.clone())
     assert float(total) == 1000.0  # bfloat16 stops at 256
 
 
@@ -180,9 +162,9 @@ def test_a_carry_without_gradients_has_no_room_for_them():
 def test_room_that_is_made_later_keeps_what_is_there():
     cache = KVCache(2, torch.device("cpu"), gradients=True)
     key, value = torch.randn(2, 2, 1, 4)
-    view = cache.view(np.zeros(0, np.int64), np.array([1, 0]))
+    view = cache.view_of_rows(np.zeros(0, np.int64), np.array([1, 0]))
     view.write(0, key, value)
-    path = cache.view(np.array([1, 0]), np.array([-1]))
+    path = cache.view_of_rows(np.array([1, 0]), np.array([-1]))
     path.add_path_gradients(0, key, value)
     before = cache.buffer((0, "key"), key).value
     cache.clear(slice(2, 2))
@@ -208,7 +190,7 @@ def test_rows_are_a_slice_where_they_are_consecutive_and_ascend():
 def test_rows_given_again_start_without_gradients():
     cache = KVCache(4, torch.device("cpu"), gradients=True)
     key, value = torch.randn(2, 4, 1, 4)
-    view = cache.view(np.arange(4), np.arange(4))
+    view = cache.view_of_rows(np.arange(4), np.arange(4))
     view.write(0, key, value)
     view.add_path_gradients(0, key, value)
     cache.clear(slice(1, 3))

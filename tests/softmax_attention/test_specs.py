@@ -11,6 +11,7 @@ from parts_by_hand import PartsByHand, Tensors
 
 from support.plans import KEEPS, attention_forest, one_segment_per_part, uniform
 from treetrain.softmax_attention import rectangles
+from treetrain.softmax_attention.attention import AttentionTree
 from treetrain.softmax_attention.kv_cache import KVCache, KVCacheView
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.reference import reference_attention, visible
@@ -113,7 +114,7 @@ def test_a_window_costs_tokens_times_window_whatever_the_length_of_the_paths():
     length, window = 20_000, 256
     forest = attention_forest([list(range(37)) * (length // 37)])
     schedule = local_schedule(forest, AttentionRange(window=window)).schedule
-    masks = sum(batch.mask.size for batch in schedule.batches if batch.mask is not None)
+    masks = sum(batch.mask.size for batch in schedule.batches)
     pairs = masks + sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in schedule.rectangles)
     assert pairs <= 1.6 * length * window
     assert len(schedule.rectangles) + len(schedule.batches) <= length / 64
@@ -134,14 +135,16 @@ def test_a_part_reads_no_more_of_a_deep_path_than_its_tokens_see(visible_range, 
     for path in (1000, 4000, 64_100):
         below = attention_forest([list(range(tokens))])
         forest = dataclasses.replace(below, depth=below.depth + path)
-        view = KVCache(path + tokens, torch.device("cpu"), gradients=True).view(np.arange(path), np.full(tokens, -1))
+        view = KVCache(path + tokens, torch.device("cpu"), gradients=True).view_of_rows(
+            np.arange(path), np.full(tokens, -1)
+        )
         attention = RectangleAttention(forest, cache=view)
         tensors = [x.requires_grad_() for x in inputs(tokens, heads=2, groups=1)[:3]]
         attention(*tensors, 0.3, 0, AttentionSpec(visible_range)).sum().backward()
         tail, schedule = attention.calls(visible_range).tail, attention.calls(visible_range).schedule
         assert tail is not None and tail < 128
         pairs.append(
-            sum(batch.mask.size for batch in schedule.batches if batch.mask is not None)
+            sum(batch.mask.size for batch in schedule.batches)
             + sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in schedule.rectangles)
         )
     # Forward and backward read the same few rows: as many for a path of 64,100 as for one of 1,000.
@@ -150,10 +153,13 @@ def test_a_part_reads_no_more_of_a_deep_path_than_its_tokens_see(visible_range, 
 
 
 def test_a_window_that_no_path_outgrows_runs_as_full_attention():
-    attention = RectangleAttention(attention_forest([[1, 2, 3], [1, 4]]))
+    tree, x = AttentionTree(attention_forest([[1, 2, 3], [1, 4]])), torch.zeros(4, 1, 8)
     for visible_range in (AttentionRange(window=3), AttentionRange(chunk=3), AttentionRange(window=1000)):
-        assert attention.calls(visible_range) is attention.calls(FULL)
-    assert attention.calls(AttentionRange(window=2)) is not attention.calls(FULL)
+        tree(x, x, x, SCALE, spec=AttentionSpec(visible_range))
+    attention = tree.backend(x, x, PLAIN_ATTENTION)
+    assert isinstance(attention, RectangleAttention) and list(attention._calls) == [FULL]
+    tree(x, x, x, SCALE, spec=AttentionSpec(AttentionRange(window=2)))
+    assert list(attention._calls) == [FULL, AttentionRange(window=2)]
 
 
 def test_the_capped_kernel_holds_few_scores_at_a_time(monkeypatch):

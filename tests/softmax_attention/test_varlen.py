@@ -162,13 +162,13 @@ def test_what_a_part_hands_on_and_gets_back_goes_through_its_cache():
     tensors, rows = inputs(count), np.full(count, -1)
     rows[::3] = np.arange(len(rows[::3]))[::-1]
     cache = KVCache(count, CPU, gradients=True)
-    attention = attention_of(forest, cache.view(np.zeros(0, np.int64), rows))
+    attention = attention_of(forest, cache.view_of_rows(np.zeros(0, np.int64), rows))
     leaves = [t.clone().requires_grad_() for t in tensors[:3]]
     out = attention(*leaves, SCALE)
-    key, value = cache.view(rows[::3], np.full(count, -1)).read(0, *leaves[1:])
+    key, value = cache.view_of_rows(rows[::3], np.full(count, -1)).read(0, *leaves[1:])
     assert torch.equal(key, tensors[1][::3]) and torch.equal(value, tensors[2][::3])
     below = [torch.randn_like(x) for x in (key, value)]
-    cache.view(rows[::3], np.full(count, -1)).add_path_gradients(0, *below)
+    cache.view_of_rows(rows[::3], np.full(count, -1)).add_path_gradients(0, *below)
     got = torch.autograd.grad(out, leaves, tensors[3])
     for grad, truth, added in zip(got, expected(forest, tensors)[1:], (None, *below)):
         if added is not None:

@@ -52,8 +52,8 @@ class WatchedCache(executor.KVCache):
 
     made: list["WatchedCache"] = []  # noqa: RUF012 - executors make them out of sight
 
-    def __init__(self, rows: int, device: torch.device, *, gradients: bool):
-        super().__init__(rows, device, gradients=gradients)
+    def __init__(self, rows: int, device: torch.device, *, gradients: bool, tokens: int = 0):
+        super().__init__(rows, device, gradients=gradients, tokens=tokens)
         self.first_rows, self.reserved = rows, [0]
         self.made_at: dict[Any, int] = {}
         self.views: list[tuple[np.ndarray, np.ndarray]] = []
@@ -68,6 +68,6 @@ class WatchedCache(executor.KVCache):
         self.made_at.setdefault(key, found.value.data_ptr())
         return found
 
-    def view(self, path_rows: np.ndarray, own_rows: np.ndarray):
+    def view_of_rows(self, path_rows: np.ndarray, own_rows: np.ndarray):
         self.views.append((path_rows, own_rows))
-        return super().view(path_rows, own_rows)
+        return super().view_of_rows(path_rows, own_rows)

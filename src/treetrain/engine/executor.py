@@ -42,7 +42,7 @@ from treetrain.linear_attention.paths import StateCache
 from treetrain.models.tree_mode import compiled_layers
 from treetrain.planning.collective_order import Kind, Turn, common_order
 from treetrain.planning.plan import Plan
-from treetrain.softmax_attention.kv_cache import CacheRows, KVCache
+from treetrain.softmax_attention.kv_cache import KVCache
 from treetrain.tree.build import build_tree
 from treetrain.tree.layout import Piece, cut, pack
 
@@ -233,10 +233,9 @@ class Executor:
         self._collective: CollectivePasses | None = None
         if runtime.collective:
             self._collective = CollectivePasses(runtime, plan, routing, gradients=gradients, reduces=reduces)
-        self._cache = KVCache(plan.cached_tokens, self._device, gradients=gradients)
-        self._rows = CacheRows(self._cache, plan.layout.num_tokens)
-        self._states = StateCache(plan.layout.num_tokens, plan.cached_states, gradients=gradients)
-        self._states.attach_at(plan.attach)
+        tokens = plan.layout.num_tokens
+        self._cache = KVCache(plan.cached_tokens, self._device, gradients=gradients, tokens=tokens)
+        self._states = StateCache(tokens, plan.cached_states, plan.attach, gradients=gradients)
         self._held: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         # By part: tokens that got a row for keys and values, and those with a slot for the recurrent state after them.
         self._graphs: dict[int, _Forward] = {}
@@ -409,7 +408,7 @@ class Executor:
         if self._collective is not None:
             self._collective.before(kind)
         piece = cut(self._plan.layout, tokens)
-        options: dict[str, Any] = {"cache": self._rows.view(self._plan.path(attach), tokens)}
+        options: dict[str, Any] = {"cache": self._cache.view(self._plan.path(attach), tokens)}
         if options["cache"] is not None and runtime.capabilities.recurrent_layers:
             options["states"] = self._states.view(tokens, attach)
         if table is None:
@@ -474,12 +473,12 @@ class Executor:
 
     def _allocate(self, part: int, tokens: Int64[np.ndarray, " n"]) -> None:
         """Allocate places in the caches for tokens, above those in use, until `part` is released."""
-        self._rows.allocate(tokens)
-        self._held[part] = tokens, self._states.allocate(tokens)
+        self._cache.allocate(tokens)
+        self._held[part] = tokens, self._states.allocate_attached(tokens)
 
     def _release(self, part: int) -> None:
         """Free a part's places in the caches, the last ones allocated, if it has any."""
         if part in self._held:
             rows, states = self._held.pop(part)
-            self._rows.release(rows)
+            self._cache.release(rows)
             self._states.release(states)

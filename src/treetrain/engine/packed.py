@@ -25,12 +25,12 @@ from treetrain.errors import DataError, UnsupportedModel
 from treetrain.linear_attention.paths import Paths, StateView
 from treetrain.models.capability import Capabilities
 from treetrain.models.recurrent_layers import tree_recurrence
-from treetrain.models.tree_mode import RUN_KEYWORD, TreeRun, missing_window, replaced_forward, tree_attention
+from treetrain.models.tree_mode import RUN_KEYWORD, TreeRun, replaced_forward, tree_attention
 from treetrain.planning.make import PART_TOKENS
 from treetrain.planning.partition import partition
 from treetrain.planning.plan import Plan
 from treetrain.softmax_attention.attention import AttentionTree
-from treetrain.softmax_attention.kv_cache import CacheRows, KVCache, KVCacheView
+from treetrain.softmax_attention.kv_cache import KVCache, KVCacheView
 from treetrain.softmax_attention.schedule import Forest
 from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import PackedLayout, cut
@@ -148,21 +148,15 @@ class PackedRun:
 
     def _forward(self, run: TreeRun) -> Any:
         before = _random_state(self.input_ids.device)
-        try:
-            with _within_autocast(self.model):
-                outputs = self.model(
-                    input_ids=self.input_ids,
-                    position_ids=self.positions,
-                    attention_mask=self._mask,
-                    use_cache=False,
-                    **{RUN_KEYWORD: run},
-                    **({} if self.routers is None else self.routers.begin()),
-                )
-        except ValueError as error:
-            refusal = missing_window(type(self.model).__name__, error)
-            if refusal is None:
-                raise
-            raise refusal from error
+        with _within_autocast(self.model):
+            outputs = self.model(
+                input_ids=self.input_ids,
+                position_ids=self.positions,
+                attention_mask=self._mask,
+                use_cache=False,
+                **{RUN_KEYWORD: run},
+                **({} if self.routers is None else self.routers.begin()),
+            )
         if not torch.equal(before, _random_state(self.input_ids.device)):
             raise UnsupportedModel(
                 f"{type(self.model).__name__} draws random numbers in its forward"
@@ -312,7 +306,7 @@ class Packed(PackedPart):
         layout, read_edges = self._batch.layout, self._batch.edges
         predictions = np.flatnonzero(self._batch.used)
         plan = plan_of_any_model(layout, budget, self._device)
-        cache = CacheRows(KVCache(plan.cached_tokens, self._device, gradients=True), layout.num_tokens)
+        cache = KVCache(plan.cached_tokens, self._device, gradients=True, tokens=layout.num_tokens)
         part_of_read = plan.part_of[layout.edge_rows[read_edges]]
         by_part = np.argsort(part_of_read, kind="stable")
         bounds = np.searchsorted(part_of_read[by_part], np.arange(plan.num_parts + 1))

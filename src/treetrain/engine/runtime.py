@@ -42,7 +42,6 @@ from treetrain.planning.cost import CostModel
 from treetrain.planning.devices import AMPLE, USABLE
 from treetrain.planning.make import Bytes, make_plan, parse_budget
 from treetrain.planning.plan import Plan
-from treetrain.softmax_attention.attention import Choice, choose_backend
 from treetrain.tree.build import Row, as_tree
 from treetrain.tree.layout import PackedLayout
 from treetrain.tree.token_tree import TokenTree
@@ -335,11 +334,6 @@ class Runtime:
         """Whether decoder layers run compiled."""
         default = model_device(self.model).type == "cuda" and self._may_compile
         return default if self.compile_layers is None else self.compile_layers
-
-    @property
-    def attention(self) -> Choice:
-        """Which tree attention runs on the model's device, and why."""
-        return choose_backend(model_device(self.model))
 
     @property
     def balanced(self) -> bool:

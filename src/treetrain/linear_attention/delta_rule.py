@@ -40,12 +40,12 @@ CLASS_PAIRS = 12_000
 class TileClass:
     """Tiles padded to one size, on the device: n tiles of C slots, x exits. Padding repeats token 0."""
 
-    index: Int64[Tensor, "slots"]  # the token in every slot
+    index: Int64[Tensor, " slots"]  # the token in every slot
     shape: tuple[int, int]  # (n, C)
     hidden: Bool[Tensor, "n C C"]  # slot j is neither slot i nor an ancestor of it
-    entry: Int64[Tensor, "n"]  # the state a tile starts from; 0 is the one before the roots, 1 + e that of exit e
-    exit_tile: Int64[Tensor, "x"]  # the tile of every exit
-    exit_slot: Int64[Tensor, "x"]  # its slot
+    entry: Int64[Tensor, " n"]  # the state a tile starts from; 0 is the one before the roots, 1 + e that of exit e
+    exit_tile: Int64[Tensor, " x"]  # the tile of every exit
+    exit_slot: Int64[Tensor, " x"]  # its slot
     exit_hidden: Bool[Tensor, "x C"]  # the row of `hidden` at each exit
     one_each: bool  # every tile has one exit, in order
 
@@ -59,7 +59,7 @@ class DeltaTiles:
     """
 
     def __init__(
-        self, layout: PackedLayout, exported: Int64[np.ndarray, "x"], device: torch.device, *, tile: int = TILE
+        self, layout: PackedLayout, exported: Int64[np.ndarray, " x"], device: torch.device, *, tile: int = TILE
     ):
         tile_of = _tile_of(layout, tile)
         sizes = np.bincount(tile_of)
@@ -76,8 +76,6 @@ class DeltaTiles:
         entry = np.where(attach >= 0, 1 + number[attach], 0)
 
         self.classes: list[TileClass] = []
-        self.starts_from_exits = bool((entry > 0).any())
-        """Whether any tile starts from the exit of another tile."""
         slot = np.empty(layout.num_tokens, np.int64)  # the slot of each token, counted over all classes
         ends, before = on_device(layout.ends, device), 0
         exit_order = [np.zeros(0, np.int64)]
@@ -115,11 +113,11 @@ class DeltaTiles:
 
 def _tile_class(
     index: Int64[np.ndarray, "n C"],
-    length: Int64[np.ndarray, "n"],
-    entry: Int64[np.ndarray, "n"],
-    exit_tile: Int64[np.ndarray, "x"],
-    exit_slot: Int64[np.ndarray, "x"],
-    ends: Int64[Tensor, "N"],
+    length: Int64[np.ndarray, " n"],
+    entry: Int64[np.ndarray, " n"],
+    exit_tile: Int64[np.ndarray, " x"],
+    exit_slot: Int64[np.ndarray, " x"],
+    ends: Int64[Tensor, " N"],
 ) -> TileClass:
     """Build a class from the token in every slot, the filled slots of each tile, the layout's ends, and its fields."""
     device, (count, size) = ends.device, index.shape
@@ -203,7 +201,7 @@ def _packed(pieces: list[tuple[int, list[int]]], tile: int, tiles: list[list[int
     return emptiest
 
 
-def levels_of(parent: Int64[np.ndarray, "P"]) -> Int64[np.ndarray, "P"]:
+def levels_of(parent: Int64[np.ndarray, " P"]) -> Int64[np.ndarray, " P"]:
     """The number of ancestors of each item; `parent` is the index of an earlier item, or -1."""
     level = [0] * len(parent)
     for part, above in enumerate(parent.tolist()):
@@ -212,7 +210,7 @@ def levels_of(parent: Int64[np.ndarray, "P"]) -> Int64[np.ndarray, "P"]:
     return np.array(level, np.int64)
 
 
-def _padded_sizes(sizes: Int64[np.ndarray, "P"]) -> Int64[np.ndarray, "P"]:
+def _padded_sizes(sizes: Int64[np.ndarray, " P"]) -> Int64[np.ndarray, " P"]:
     """The padded size of each tile: few different sizes, chosen for the least predicted cost."""
     found, counts = np.unique(sizes, return_counts=True)
     best, cut = [0.0], [0]
@@ -237,7 +235,7 @@ class _Linear(NamedTuple):
     """The linear maps of one class, from the state that a tile starts from to its outputs and exit states."""
 
     out: Float[Tensor, "n H C V"]  # R
-    of_state: Float[Tensor, "n H C K"] | None  # P; None if every tile starts from zero
+    of_state: Float[Tensor, "n H C K"]  # P
     exit_out: Float[Tensor, "x H K V"] | None  # B
     exit_of_state: Float[Tensor, "x H K K"] | None  # A
 
@@ -266,32 +264,18 @@ def gated_delta(
     with torch.autocast(query.device.type, enabled=False):
         query, key, value, decay, beta = (x.to(wide) for x in (query, key, value, decay, beta))
         query, key = _unit(query) * query.shape[-1] ** -0.5, _unit(key)
-        stateless = state is None and not forest.starts_from_exits
-        made = [_tile(query, key, value, decay, beta, tiles, stateless=stateless) for tiles in forest.classes]
-        states = None
-        if len(forest.exit_order):
-            before = value.new_zeros(value.shape[1], key.shape[2], value.shape[2]) if state is None else state.to(wide)
-            states = _states(made, forest, before, stateless=stateless)
-        elif state is not None:
-            states = state.to(wide)[None]
+        made = [_tile(query, key, value, decay, beta, tiles) for tiles in forest.classes]
+        before = value.new_zeros(value.shape[1], key.shape[2], value.shape[2]) if state is None else state.to(wide)
+        states = _states(made, forest, before)
         outs = []
         for tiles, linear in zip(forest.classes, made):
-            out = linear.out
-            if linear.of_state is not None and states is not None:
-                entry = states.index_select(0, tiles.entry)
-                out = _product_plus(out, linear.of_state, entry)
+            out = _product_plus(linear.out, linear.of_state, states.index_select(0, tiles.entry))
             outs.append(out.transpose(1, 2).flatten(0, 1))
         out = torch.cat(outs).index_select(0, forest.slot)
-    exported = None
-    if len(forest.exported):
-        assert states is not None
-        exported = states.index_select(0, forest.exported + 1)
-    return out, exported
+    return out, states.index_select(0, forest.exported + 1) if len(forest.exported) else None
 
 
-def _tile(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, tiles: TileClass, *, stateless: bool
-) -> _Linear:
+def _tile(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, tiles: TileClass) -> _Linear:
     """The linear maps of the tiles of one class."""
     n, size = tiles.shape
     q, k, v = (x.index_select(0, tiles.index).view(n, size, *x.shape[1:]).transpose(1, 2) for x in (query, key, value))
@@ -306,37 +290,28 @@ def _tile(
     repeat = v.shape[1] // k.shape[1]
     if repeat > 1:
         q, k = q.repeat_interleave(repeat, 1), k.repeat_interleave(repeat, 1)
-    known = v * beta if stateless else torch.cat([v * beta, k * (beta * since)], -1)
+    known = torch.cat([v * beta, k * (beta * since)], -1)
     # The columns: what each token stores, and what it removes from the entry state under its key.
     stored = torch.linalg.solve_triangular(own * beta, known, upper=False, unitriangular=True)
-    read = seen @ stored
-    if stateless:
-        out, of_state = read, None
-    else:
-        out, taken = read.split([v.shape[-1], k.shape[-1]], -1)
-        of_state = q * since - taken
+    out, taken = (seen @ stored).split([v.shape[-1], k.shape[-1]], -1)
+    of_state = q * since - taken
     if not len(tiles.exit_slot):
         return _Linear(out, of_state, None, None)
     at, until = so_far, so_far[tiles.exit_tile, :, tiles.exit_slot]  # [n, H, C], [x, H]
     if not tiles.one_each:
         k, stored, at = (x.index_select(0, tiles.exit_tile) for x in (k, stored, at))
     left = (until[..., None] - at).masked_fill(tiles.exit_hidden[:, None], float("-inf")).exp()[..., None]
-    at_exit = (k * left).transpose(-1, -2) @ stored
-    if stateless:
-        return _Linear(out, of_state, at_exit, None)
-    exit_out, taken = at_exit.split([v.shape[-1], k.shape[-1]], -1)
+    exit_out, taken = ((k * left).transpose(-1, -2) @ stored).split([v.shape[-1], k.shape[-1]], -1)
     kept = until.exp()[..., None, None] * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
     return _Linear(out, of_state, exit_out, kept - taken)
 
 
-def _states(
-    made: list[_Linear], forest: DeltaTiles, before: Float[Tensor, "H K V"], *, stateless: bool
-) -> Float[Tensor, "_ H K V"]:
+def _states(made: list[_Linear], forest: DeltaTiles, before: Float[Tensor, "H K V"]) -> Float[Tensor, "_ H K V"]:
     """The state before the roots, then those at the exits, by level."""
-    exit_out = torch.cat([x.exit_out for x in made if x.exit_out is not None]).index_select(0, forest.exit_order)
     found = [before[None]]
-    if stateless:
-        return torch.cat([*found, exit_out])
+    if not len(forest.exit_order):
+        return found[0]
+    exit_out = torch.cat([x.exit_out for x in made if x.exit_out is not None]).index_select(0, forest.exit_order)
     exit_of_state = torch.cat([x.exit_of_state for x in made if x.exit_of_state is not None])
     exit_of_state = exit_of_state.index_select(0, forest.exit_order)
     for number, (out, of_state, entry) in enumerate(

@@ -24,8 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from treetrain.device_arrays import on_device
 from treetrain.linear_attention.delta_rule import DeltaTiles, gated_delta
-from treetrain.linear_attention.scans import KERNELS, Scans, choose_for, choose_rule, load_kernel, scanned_gated_delta
-from treetrain.softmax_attention.attention import Choice
+from treetrain.linear_attention.scans import Scans, kernel_for, scanned_gated_delta
 from treetrain.softmax_attention.kv_cache import RowBuffers
 from treetrain.tree.assemble import Int64s
 from treetrain.tree.layout import PackedLayout
@@ -38,44 +37,32 @@ Key = tuple[Any, str]
 
 
 class StateCache(RowBuffers):
-    """The states of all layers at the tokens where parts attach.
+    """The states of all layers at the tokens where parts attach. Its rows are *slots*.
 
     Args:
         tokens: M, the number of tokens of the layout.
         slots: number of states held at once; `allocate` grows the buffers when it needs more.
+        attach: the tokens where parts attach (-1 is none); only these get slots.
         gradients: whether a backward will follow.
     """
 
-    def __init__(self, tokens: int, slots: int, *, gradients: bool):
-        super().__init__(slots, gradients=gradients)
+    def __init__(self, tokens: int, slots: int, attach: Int64s, *, gradients: bool):
+        super().__init__(slots, gradients=gradients, tokens=tokens)
         self._attach = np.zeros(tokens, bool)
-        self._slot_of = np.full(tokens, -1, np.int64)
-        self._top = 0
+        self._attach[attach[attach >= 0]] = True
 
-    def attach_at(self, tokens: Int64s) -> None:
-        """Mark tokens (-1 is none) where parts attach; only these get slots."""
-        self._attach[tokens[tokens >= 0]] = True
-
-    def allocate(self, tokens: Int64s) -> Int64s:
+    def allocate_attached(self, tokens: Int64s) -> Int64s:
         """Give the next free slots to those tokens where parts attach that have none yet; returns these tokens."""
-        fresh = tokens[self._attach[tokens] & (self._slot_of[tokens] < 0)]
-        slots = slice(self._top, self._top + len(fresh))
-        self.clear(slots)
-        self._slot_of[fresh] = np.arange(slots.start, slots.stop)
-        self._top = slots.stop
+        fresh = tokens[self._attach[tokens] & (self.row_of[tokens] < 0)]
+        self.allocate(fresh)
         return fresh
-
-    def release(self, tokens: Int64s) -> None:
-        """Free the slots of these tokens, which must be the last ones that were allocated."""
-        self._slot_of[tokens] = -1
-        self._top -= len(tokens)
 
     def view(self, tokens: Int64s, attach: int) -> "StateView":
         """A view for one pass over tokens; `attach` is the token that the pass continues, -1 for none."""
-        exported = np.flatnonzero(self._slot_of[tokens] >= 0)
-        entry = int(self._slot_of[attach]) if attach >= 0 else -1
+        exported = np.flatnonzero(self.row_of[tokens] >= 0)
+        entry = int(self.row_of[attach]) if attach >= 0 else -1
         assert attach < 0 or entry >= 0, "a part continues a token whose state was not handed on"
-        return StateView(self, entry, exported, self._slot_of[tokens[exported]])
+        return StateView(self, entry, exported, self.row_of[tokens[exported]])
 
 
 class StateView:
@@ -151,7 +138,7 @@ class Taps:
 
     width: int
     """T."""
-    elsewhere: Int64[Tensor, "b"] | None
+    elsewhere: Int64[Tensor, " b"] | None
     """Tokens whose last T - 1 inputs are not the ones right before them in pre-order; None if there are none."""
     index: Int64[Tensor, "b T"]
     """The indices of these tokens' taps in the extended inputs, oldest first."""
@@ -160,7 +147,7 @@ class Taps:
 
 
 def make_taps(
-    parent: Int64[np.ndarray, "N"], exported: Int64[np.ndarray, "x"], width: int, device: torch.device
+    parent: Int64[np.ndarray, " N"], exported: Int64[np.ndarray, " x"], width: int, device: torch.device
 ) -> Taps:
     """The taps of a forest, in its *extended* inputs: the last T - 1 of the path above it (zeros before a root), then
     its own in pre-order. `parent` is -1 at roots, `width` is T."""
@@ -268,13 +255,6 @@ class Paths:
         self._layout, self._device, self._states = layout, device, states
         self._exported = _NONE if states is None else states.exported
         self._taps: dict[int, Taps] = {}
-        self.rule: Choice | None = None
-        """The implementation of the gated delta rule that ran last, and why; None before the first."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the run, N."""
-        return self._layout.num_tokens
 
     def convolve(
         self, layer: Hashable, inputs: Float[Tensor, "N D"], weight: Float[Tensor, "D T"]
@@ -286,7 +266,9 @@ class Paths:
             weight: the last tap multiplies the newest input.
         """
         width = weight.shape[1]
-        taps = self._taps_of(width)
+        if width not in self._taps:
+            self._taps[width] = make_taps(self._layout.parent, self._exported, width, self._device)
+        taps = self._taps[width]
         if self._states is not None and self._states.continues:
             before = self._states.enter((layer, "inputs"), inputs)
         else:
@@ -310,21 +292,15 @@ class Paths:
         state = None
         if self._states is not None and self._states.continues:
             state = self._states.enter((layer, "state"), key, value, decay, beta)
-        rule = choose_rule(query.device, query.dtype, query.shape[-1], value.shape[-1])
-        self.rule = choose_for(self._scans, rule) if rule.name == KERNELS else rule
+        kernel = kernel_for(query.device, query.dtype, query.shape[-1], value.shape[-1])
         given = query, key, value, decay, beta
-        if self.rule.name == KERNELS:
-            out, handed_on = scanned_gated_delta(*given, self._scans, state, load_kernel())
+        if kernel is not None and self._scans.suits:
+            out, handed_on = scanned_gated_delta(*given, self._scans, state, kernel)
         else:
             out, handed_on = gated_delta(*given, self._tiles, state)
         if self._states is None or handed_on is None:
             return out
         return self._states.export((layer, "state"), out, handed_on)
-
-    def _taps_of(self, width: int) -> Taps:
-        if width not in self._taps:
-            self._taps[width] = make_taps(self._layout.parent, self._exported, width, self._device)
-        return self._taps[width]
 
     @cached_property
     def _scans(self) -> Scans:

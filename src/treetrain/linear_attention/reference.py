@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def reference_convolution(
-    inputs: Float[Tensor, "N D"], weight: Float[Tensor, "D T"], parent: Int64[np.ndarray, "N"]
+    inputs: Float[Tensor, "N D"], weight: Float[Tensor, "D T"], parent: Int64[np.ndarray, " N"]
 ) -> Float[Tensor, "N D"]:
     """Causal depthwise convolution along paths; `parent` is -1 at roots."""
     rows = []
@@ -30,7 +30,7 @@ def reference_gated_delta(
     value: Float[Tensor, "N H V"],
     decay: Float[Tensor, "N H"],
     beta: Float[Tensor, "N H"],
-    parent: Int64[np.ndarray, "N"],
+    parent: Int64[np.ndarray, " N"],
     state: Float[Tensor, "H K V"],
 ) -> tuple[Float[Tensor, "N H V"], Float[Tensor, "N H K V"]]:
     """The output of the gated delta rule along paths, and the state after every token.

@@ -16,6 +16,7 @@ tokens in a call, x exported tokens.
 import importlib
 import importlib.metadata
 import re
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -27,7 +28,6 @@ from torch import Tensor
 
 from treetrain.device_arrays import on_device
 from treetrain.linear_attention.delta_rule import levels_of
-from treetrain.softmax_attention.attention import Choice
 from treetrain.tree.assemble import Int64s, ranges
 from treetrain.tree.layout import PackedLayout
 
@@ -37,10 +37,10 @@ class Call(NamedTuple):
 
     tokens: int
     """Number of tokens t."""
-    offsets: Int64[Tensor, "_"]
+    offsets: Int64[Tensor, " _"]
     """Where each run starts among the call's tokens, then t."""
-    offsets_cpu: Int64[Tensor, "_"]
-    entry: Int64[Tensor, "n"]
+    offsets_cpu: Int64[Tensor, " _"]
+    entry: Int64[Tensor, " n"]
     """Index of the state that each run starts from. In a level, it indexes the final states of the level before (the
     first level: 0, the state before the roots). In the last call, it indexes all states: 0 is the state before the
     roots, 1 + e that of end e."""
@@ -99,18 +99,11 @@ class Scans:
         """int64 [x]: the number of the end at every exported token."""
 
     @property
-    def calls(self) -> int:
-        """Number of kernel calls in a forward."""
-        return len(self.levels) + (self.last is not None)
-
-    @property
-    def runs(self) -> int:
-        """Number of runs in all calls."""
-        return len(self._length)
-
-    def slots(self, chunk: int) -> int:
-        """Number of tokens with every run padded to whole chunks, as the kernels compute them."""
-        return int((-(-self._length // chunk)).sum()) * chunk
+    def suits(self) -> bool:
+        """Whether the kernel is faster than tiles on this forest: few empty chunks, few calls one after the other."""
+        slots = int((-(-self._length // CHUNK)).sum()) * CHUNK
+        calls = len(self.levels) + (self.last is not None)
+        return slots <= FILLED * len(self.order) and len(self.order) >= TOKENS_PER_CALL * calls
 
 
 def _call(length: Int64s, entry: Int64s, device: torch.device) -> Call:
@@ -172,7 +165,6 @@ def _scan(kernel: Kernel, piece: Any, call: Call, entry: Tensor, *, final: bool)
 # ---- the choice
 
 
-TILES, KERNELS = "tiles", "flash-linear-attention"
 OLDEST = (0, 6)
 """Oldest supported version: its kernels allow more value heads than key heads, and lengths on both host and device."""
 CHUNK = 64
@@ -184,63 +176,28 @@ TOKENS_PER_CALL = 512
 """Minimum mean tokens per kernel call. Estimated from the number of kernels that a call launches forward and backward,
 not measured."""
 _LARGEST_KEY = 256
-_DTYPES = {torch.bfloat16, torch.float16}
 
 
-def choose_rule(device: torch.device, dtype: torch.dtype, key_size: int, value_size: int) -> Choice:
-    """The faster implementation that is available: the kernels if they are exact enough and installed.
-
-    Args:
-        dtype: dtype of queries, keys and values.
-    """
-    if device.type != "cuda":
-        return Choice(TILES, f"{device.type}: flash-linear-attention's kernels are for CUDA")
-    if dtype not in _DTYPES:
-        how = "multiply float32 in TF32, which is not exact" if dtype == torch.float32 else f"do not take {dtype}"
-        return Choice(TILES, f"flash-linear-attention's kernels {how}")
-    if key_size > _LARGEST_KEY or key_size % 2 or value_size % 2:
-        return Choice(
-            TILES,
-            f"heads of {key_size} and {value_size} entries: flash-linear-attention's kernels take even sizes, keys to "
-            f"{_LARGEST_KEY}",
-        )
-    kernel = _found()
-    if isinstance(kernel, str):
-        return Choice(TILES, kernel)
-    return Choice(KERNELS, "CUDA: one call per level of the tree")
-
-
-def choose_for(scans: Scans, rule: Choice) -> Choice:
-    """The implementation for one forest; `rule` is the result of `choose_rule`."""
-    if rule.name == TILES:
-        return rule
-    tokens, slots = len(scans.order), scans.slots(CHUNK)
-    if slots > FILLED * tokens:
-        return Choice(
-            TILES, f"{scans.runs} runs of {tokens / scans.runs:.0f} tokens would leave chunks of {CHUNK} empty"
-        )
-    if tokens < TOKENS_PER_CALL * scans.calls:
-        return Choice(TILES, f"{tokens} tokens are too few for {scans.calls} calls, one after the other")
-    return Choice(KERNELS, f"CUDA: {scans.runs} runs of {tokens / scans.runs:.0f} tokens in {scans.calls} calls")
-
-
-def load_kernel() -> Kernel:
-    """The kernel of flash-linear-attention, which must be installed."""
-    kernel = _found()
-    assert not isinstance(kernel, str), kernel
-    return kernel
+def kernel_for(device: torch.device, dtype: torch.dtype, key_size: int, value_size: int) -> Kernel | None:
+    """The kernel, if it is installed and takes heads of these sizes exactly enough; it multiplies float32 in TF32."""
+    fits = key_size <= _LARGEST_KEY and key_size % 2 == value_size % 2 == 0
+    exact = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    return _installed() if exact and fits else None
 
 
 @lru_cache(maxsize=1)
-def _found() -> Kernel | str:
-    """The kernel, or why there is none."""
+def _installed() -> Kernel | None:
+    """The kernel of flash-linear-attention, if it is installed. Warns once about one that cannot be used."""
     try:
         version = importlib.metadata.version("fla-core")
     except importlib.metadata.PackageNotFoundError:
-        return "flash-linear-attention is not installed"
+        return None
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST:
-        return f"flash-linear-attention {version} is older than {'.'.join(map(str, OLDEST))}, which is tested"
-    try:
-        return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    except Exception as error:  # its import looks for drivers, compilers and other libraries
-        return f"flash-linear-attention {version} cannot be imported ({type(error).__name__}: {error})"
+        reason = f"is older than {'.'.join(map(str, OLDEST))}, which is tested"
+    else:
+        try:
+            return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        except Exception as error:  # its import looks for drivers, compilers and other libraries
+            reason = f"cannot be imported ({type(error).__name__}: {error})"
+    warnings.warn(f"flash-linear-attention {version} {reason}; recurrent layers run without it", stacklevel=2)
+    return None

@@ -30,7 +30,6 @@ from treetrain.models.recurrent_layers import check_recurrence
 _FACTORS = ("logit_scale", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling",)
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")
-_UNKNOWN_SCALES = ("logits_scale", "mup_width_multiplier")
 _MIXING = (_BatchNorm, _InstanceNorm, nn.RNNBase, nn.MultiheadAttention, nn.modules.conv._ConvNd)
 """Modules whose output for one input row may depend on the other rows of a call."""
 
@@ -45,12 +44,7 @@ class LogitMap:
 
     @classmethod
     def from_config(cls, config: Any) -> "LogitMap":
-        """Read the map from a configuration. Raises UnsupportedModel for unknown scales."""
-        for field in _UNKNOWN_SCALES:
-            if getattr(config, field, None) not in (None, 1.0):
-                raise UnsupportedModel(
-                    f"{field}={getattr(config, field)}: how it changes the logits is not known here."
-                )
+        """Read the map from a configuration. Raises UnsupportedModel for two caps."""
         factors, divisors, caps = (
             [value for field in fields if (value := getattr(config, field, None)) is not None]
             for fields in (_FACTORS, _DIVISORS, _CAPS)
@@ -307,8 +301,6 @@ def check_model(model: nn.Module, *, critics: bool = False, value_head: nn.Modul
             raise UnsupportedModel(
                 f"layer {number} is of kind {kind!r}; exact on a tree are only {', '.join(LAYER_KINDS)}."
             )
-    if getattr(text, "alibi", None):
-        raise UnsupportedModel(f"alibi={text.alibi}: biases of attention by distance are not supported.")
     _check_noise(model)
     rotary_positions = _check_rotary(lm, text)
     _check_adapter(model)
@@ -395,13 +387,6 @@ def _check_class(lm: nn.Module, config: Any) -> None:
                 "id on and leaving padding out (create_position_ids_from_input_ids); a tree numbers them from 0, so "
                 "every token would be at another place than in its row."
             )
-    if "shared_kv_states" in taken:
-        raise UnsupportedModel(
-            f"{name} drafts tokens for another model, from that model's keys and values (shared_kv_states): it has no "
-            "rows of its own. Pass the model that it drafts for."
-        )
-    if getattr(config, "is_causal", True) is False:
-        raise UnsupportedModel(f"{name} has is_causal=False; a tree needs causal attention.")
 
 
 def _check_adapter(model: nn.Module) -> None:

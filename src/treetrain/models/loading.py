@@ -26,6 +26,7 @@ PRESETS = {
     "small": {"layers": 9, "hidden": 512, "feed_forward": 1536, "heads": 8, "kv_heads": 4},
 }
 """Qwen3 models of 3.7 and 29.4 million parameters; the embedding is shared with the head."""
+_PRESETS = ", ".join(PRESETS)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 _FOR_CONFIG = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "trust_remote_code", "code_revision")
 
@@ -55,7 +56,12 @@ def load_model(
         if options:
             raise ValueError(f"the preset {name!r} takes no options, got: {', '.join(sorted(options))}")
         return _preset_model(name, seed, "float32" if dtype == "auto" else dtype)
-    folder = _model_folder(name)
+    folder = _local_folder(name)
+    if folder is not None and (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise DataError(
+            f"{folder} holds a LoRA adapter (adapter_config.json) and no model; name its base model here and put "
+            "the adapter on with peft.PeftModel.from_pretrained"
+        )
     source = str(folder or name)
     _check_source(name, source, options)
     import torch
@@ -65,9 +71,7 @@ def load_model(
 
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
-    except ValueError as error:
-        raise UnsupportedModel(f"{name} is no causal language model that transformers can load: {error}") from error
-    except OSError as error:
+    except (ValueError, OSError) as error:
         raise _cannot_load("model", name, folder, error) from error
     if "experts_implementation" not in options and model.dtype == torch.float64:
         # transformers' default for experts, torch's grouped matmul, does not support float64.
@@ -82,14 +86,12 @@ def load_config(name_or_path: str | Path) -> "PreTrainedConfig":
     name = str(name_or_path)
     if name in PRESETS:
         return _preset_config(**PRESETS[name])
-    folder = _model_folder(name)
+    folder = _local_folder(name)
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(str(folder or name))
-    except ValueError as error:
-        raise UnsupportedModel(f"{name} is no model that transformers knows: {error}") from error
-    except OSError as error:
+    except (ValueError, OSError) as error:
         raise _cannot_load("configuration", name, folder, error) from error
 
 
@@ -197,50 +199,7 @@ def check_config(config: Any, **options: Any) -> "Capabilities | None":
     from treetrain.models.capability import check_model
 
     model = model_without_weights(config, **options)
-    if model is None:
-        return None
-    capabilities = check_model(model)
-    _check_masks(model)
-    return capabilities
-
-
-class _FirstLayer(Exception):
-    """Raised when a forward reaches its first layer; its masks exist then."""
-
-
-def _check_masks(model: "nn.Module") -> None:
-    """Run the forward of a model without weights up to its first layer, which makes its masks.
-
-    Any other error is ignored: it may be due to the missing weights, and otherwise the first real call raises it.
-
-    Raises:
-        UnsupportedModel: an unknown mask, or a window that the configuration lacks.
-    """
-    import torch
-    from torch import nn
-
-    from treetrain.models.tree_mode import missing_window, tree_attention
-
-    def stop(*_args: Any) -> None:
-        raise _FirstLayer
-
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    handles = [layer.register_forward_pre_hook(stop) for layers in lists for layer in layers]
-    two = torch.ones((1, 2), dtype=torch.int64, device="meta")
-    try:
-        with torch.no_grad(), tree_attention(model):
-            model(input_ids=two, position_ids=two, attention_mask=two, use_cache=False)
-    except UnsupportedModel:
-        raise
-    except ValueError as error:
-        refusal = missing_window(type(model).__name__, error)
-        if refusal is not None:
-            raise refusal from error
-    except Exception:
-        return
-    finally:
-        for handle in handles:
-            handle.remove()
+    return None if model is None else check_model(model)
 
 
 def _check_source(name: str, source: str, options: dict[str, Any]) -> None:
@@ -269,44 +228,28 @@ def _local_folder(name: str) -> Path | None:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise DataError(f"{name} is a file; a model is named by its folder, a hub id or a preset ({_presets()})")
+        raise DataError(f"{name} is a file; a model is named by its folder, a hub id or a preset ({_PRESETS})")
     parts = name.split("/")
     if len(parts) <= 2 and all(part and part[0] not in ".~-" and not set(part) & set("\\ :") for part in parts):
         return None
     raise DataError(
         f"there is no folder {name}, and it cannot be a hub id either; give an existing model folder, a hub id such "
-        f"as Qwen/Qwen3-0.6B, or a preset ({_presets()})"
+        f"as Qwen/Qwen3-0.6B, or a preset ({_PRESETS})"
     )
 
 
-def _model_folder(name: str) -> Path | None:
-    """Like `_local_folder`, but the folder must hold a model."""
-    folder = _local_folder(name)
-    if folder is None or (folder / "config.json").is_file():
-        return folder
-    if (folder / "adapter_config.json").is_file():
-        raise DataError(
-            f"{folder} holds a LoRA adapter (adapter_config.json) and no model; name its base model here and put "
-            "the adapter on with peft.PeftModel.from_pretrained"
-        )
-    held = sorted(path.name for path in folder.iterdir())
-    seen = f"it holds {', '.join(held[:5])}{', ...' if len(held) > 5 else ''}" if held else "it is empty"
-    raise DataError(f"{folder} has no config.json, so it is no model folder ({seen}); name the folder that has it")
-
-
-def _cannot_load(what: str, name: str, folder: Path | None, error: Exception) -> DataError:
+def _cannot_load(what: str, name: str, folder: Path | None, error: Exception) -> DataError | UnsupportedModel:
+    """The error for what transformers raised: OSError where files are missing, ValueError for an unknown kind."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, ValueError) and what != "tokenizer":
+        return UnsupportedModel(f"{name} holds no {what} that transformers knows: {reason}")
     if folder is not None:
         return DataError(f"the {what} in {folder} cannot be read: {reason}")
     return DataError(
-        f"there is no folder and no preset {name!r} (presets: {_presets()}), and as a hub id its {what} could not be "
+        f"there is no folder and no preset {name!r} (presets: {_PRESETS}), and as a hub id its {what} could not be "
         f"had, neither from the local cache nor from the hub: {reason}. Check the spelling and the network, or give "
         "a local folder"
     )
-
-
-def _presets() -> str:
-    return ", ".join(PRESETS)
 
 
 # ---- the table of classes

@@ -159,25 +159,11 @@ _TINY = {  # configuration of the small test layer
 _TINY_ROWS, _TINY_TOLERANCE = 9, 1e-4
 _TRUSTED: dict[type, str | None] = {}
 """The classes tried so far, with what is wrong with each; None if nothing is."""
-_MISSING = {  # by part of a class's name: these layers are refused in any case
-    "mamba2mixer": "a Mamba-2 scan (SSD)",
-    "bambamixer": "a Mamba-2 scan (SSD)",
-    "falconh1mixer": "a Mamba-2 scan (SSD)",
-    "moehybridmambalayer": "a Mamba-2 scan (SSD)",
-    "zamba2mambamixer": "a Mamba-2 scan (SSD)",
-    "mamba": "a selective scan (Mamba)",
-    "lightning": "lightning attention",
-    "rwkv": "an RWKV recurrence",
-    "rglru": "a gated linear recurrence (RG-LRU)",
-    "recurrent": "a recurrence",
-    "shortconv": "a short convolution",
-    "deltaattention": "a delta rule with a decay of its own for every channel (Kimi delta attention)",
-    "deltanet": "a delta rule put together in another way",
-    "linearattention": "linear attention",
-    "hyena": "a long convolution (Hyena)",
-    "retention": "retention",
-    "mlstm": "an xLSTM recurrence",
-}
+_RECURRENT = (
+    "mamba", "bambamixer", "falconh1mixer", "lightning", "rwkv", "rglru", "recurrent", "shortconv", "deltaattention",
+    "deltanet", "linearattention", "hyena", "retention", "mlstm",
+)  # fmt: skip
+"""Parts of the names of layers with a recurrence or convolution along the tokens."""
 
 
 def kind_of(module: nn.Module) -> Kind | None:
@@ -202,46 +188,42 @@ def check_recurrence(model: nn.Module, config: Any) -> int:
         config: configuration of the text model.
 
     Raises:
-        UnsupportedModel: a layer is not supported; names the layer and what is missing.
+        UnsupportedModel: a layer is not supported; names it.
     """
     known: list[str] = []
-    unknown: list[tuple[str, str, str]] = []
+    by_name: list[tuple[str, str]] = []
+    by_kind: list[tuple[str, str]] = []
     for name, module in model.named_modules():
+        kind = type(module).__name__
         if known and name.startswith(f"{known[-1]}."):
             continue
         if kind_of(module) is not None:
             if type(module) not in _TRUSTED:
                 _TRUSTED[type(module)] = _try_tiny(module, config)
             if wrong := _TRUSTED[type(module)]:
-                raise UnsupportedModel(f"{name} ({type(module).__name__}) {wrong}.")
+                raise UnsupportedModel(f"{name} ({kind}) {wrong}.")
             known.append(name)
-        elif what := _mixes_by(module):
-            unknown.append((name, type(module).__name__, what))
+        elif any(word in kind.lower() for word in _RECURRENT) and "norm" not in kind.lower():
+            by_name.append((name, kind))
+        elif isinstance(module, nn.RNNBase | nn.Conv1d):
+            by_kind.append((name, kind))
     # A module around a known layer may have a similar name, and does not mix tokens itself.
     unknown = [
-        found for found in unknown if not any(layer.startswith(f"{found[0]}.") or not found[0] for layer in known)
+        (name, kind)
+        for name, kind in by_name or by_kind
+        if name and not any(layer.startswith(f"{name}.") for layer in known)
     ]
     if unknown:
-        # A model's name may contain that of its layers: report the innermost module.
-        name, kind, what = unknown[0]
-        for other in unknown[1:]:
-            if (not name or other[0].startswith(f"{name}.")) and "of unknown build" not in other[2]:
-                name, kind, what = other
+        name, kind = unknown[0]
+        for inner, inner_kind in unknown[1:]:  # a block's name may contain that of its mixer: name the innermost
+            if inner.startswith(f"{name}."):
+                name, kind = inner, inner_kind
         raise UnsupportedModel(
-            f"{name} ({kind}) mixes tokens by {what}, whose state is not carried over the forks of a tree yet: a "
-            "branch would go on from another branch's state. Exact so far: attention, gated DeltaNet and gated short "
-            "convolutions."
+            f"{name} ({kind}) mixes tokens by a recurrence or convolution whose state is not carried over the forks of "
+            "a tree: a branch would go on from another branch's state. Exact are attention, gated DeltaNet and gated "
+            "short convolutions."
         )
     return len(known)
-
-
-def _mixes_by(module: nn.Module) -> str | None:
-    """The way an unknown module mixes tokens; None if it is not known to mix any."""
-    kind = type(module).__name__.lower()
-    for word, what in _MISSING.items():
-        if word in kind and "norm" not in kind:
-            return what
-    return "a recurrence or convolution of unknown build" if isinstance(module, nn.RNNBase | nn.Conv1d) else None
 
 
 def _try_tiny(layer: Any, config: Any) -> str | None:

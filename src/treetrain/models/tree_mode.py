@@ -59,7 +59,7 @@ class AttentionBackend(Protocol):
         scale: float,
         layer: int,
         spec: AttentionSpec,
-        sinks: Float[Tensor, "H"] | None,
+        sinks: Float[Tensor, " H"] | None,
     ) -> Float[Tensor, "N H V"]:
         """`layer` is the key of the layer's cache."""
         ...
@@ -76,7 +76,7 @@ class RouterRun(Protocol):
 class TreeRun:
     """Everything that the layers of one forward need, and a record of the layers that ran."""
 
-    def __init__(self, attention: AttentionBackend, tokens: int, positions: Int64[Tensor, "N"] | None = None):
+    def __init__(self, attention: AttentionBackend, tokens: int, positions: Int64[Tensor, " N"] | None = None):
         self.attention = attention
         self.tokens = tokens
         self.positions = positions
@@ -178,9 +178,6 @@ def _tree_attention(
     return run.attention(q, k, v, scale, layer, spec, s_aux).unsqueeze(0), None
 
 
-_KINDS = {"full_attention": "full", "sliding_attention": "window", "chunked_attention": "chunk"}
-
-
 def _check_agreement(
     module: nn.Module, spec: AttentionSpec, sliding_window: int | None, sinks: Tensor | None, heads: int
 ) -> None:
@@ -190,11 +187,6 @@ def _check_agreement(
         raise UnsupportedModel(
             f"{name} asks its attention for sliding_window={sliding_window}, but its mask is {seen}."
         )
-    kinds, number = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    if kinds and number is not None and number < len(kinds):
-        kind = "window" if seen.window else "chunk" if seen.chunk else "full"
-        if _KINDS.get(kinds[number], kind) != kind:
-            raise UnsupportedModel(f"layer {number} is of kind {kinds[number]!r}, but {name} asks for {seen}.")
     declared = getattr(config, "attn_logit_softcapping", None) or None
     if declared != spec.softcap:
         raise UnsupportedModel(
@@ -222,7 +214,7 @@ def _scales_queries(module: nn.Module) -> bool:
 
 
 def _scaled_by_position(
-    module: nn.Module, query: Float[Tensor, "1 H N D"], positions: Int64[Tensor, "N"] | None
+    module: nn.Module, query: Float[Tensor, "1 H N D"], positions: Int64[Tensor, " N"] | None
 ) -> Float[Tensor, "1 H N D"]:
     """Scale queries as the layer would in a single row; unchanged for layers that do not scale."""
     if not _scales_queries(module) or not getattr(getattr(module, "config", None), _TUNING, False):
@@ -305,21 +297,6 @@ def _leaves(function: Callable) -> Iterator[Callable]:
         for part in value if isinstance(value, tuple | list) else (value,):
             if callable(part):
                 yield from _leaves(part)
-
-
-def missing_window(name: str, error: ValueError) -> UnsupportedModel | None:
-    """The error for a model whose masks need a window that its configuration lacks; None for any other error.
-
-    Args:
-        name: name of the model's class.
-        error: the error that its forward raised.
-    """
-    if "`sliding_window`" not in str(error):
-        return None
-    return UnsupportedModel(
-        f"{name} makes the mask of a window, but its configuration has sliding_window=None, so it runs on no row "
-        f"either ({error}); give it a window (as long as the longest row for none)."
-    )
 
 
 AttentionInterface.register(INTERFACE, _tree_attention)

@@ -10,63 +10,69 @@ Shape letters: N tokens, H query heads, G key/value heads, D size of query and k
 import importlib.util
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from treetrain.softmax_attention.flex import FlexTreeAttention
 from treetrain.softmax_attention.kv_cache import CachedAttention, KVCacheView
 from treetrain.softmax_attention.rectangles import RectangleAttention
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.softmax_attention.varlen import VarlenAttention, pieces_of, suits
-from treetrain.tree.layout import AttentionRange
+from treetrain.tree.layout import FULL, AttentionRange
 
 ENVIRONMENT = "TREETRAIN_ATTENTION"
-BACKENDS = {
-    "rectangles": "stock flash attention calls merged by log-sum-exp",
-    "varlen": "varlen flash attention where a forest is chains and large rectangles, Triton kernels elsewhere",
-    "triton": "Triton kernels over lists of visible tiles",
-    "flex": "FlexAttention with a block mask made from the subtree intervals",
-}
 DEFAULTS = {"cpu": "rectangles", "cuda": "varlen"}
 _named: ContextVar[str | None] = ContextVar("treetrain_attention", default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A backend's name and the reason for choosing it."""
+def _rectangles(
+    forest: Forest, cache: KVCacheView | None, device: torch.device, heads_times_size: int
+) -> CachedAttention:
+    return RectangleAttention(forest, cache=cache, heads_times_size=heads_times_size)
 
-    name: str
-    reason: str
 
-    def __str__(self) -> str:
-        return f"{self.name} ({self.reason})"
+def _varlen(forest: Forest, cache: KVCacheView | None, device: torch.device, _size: int) -> CachedAttention | None:
+    # Parts below a path are left to the other backend: see varlen.py.
+    if cache is not None and cache.path_tokens > 0:
+        return None
+    pieces = pieces_of(forest)
+    return VarlenAttention(pieces, device, cache=cache) if suits(pieces) else None
+
+
+def _triton(forest: Forest, cache: KVCacheView | None, device: torch.device, _size: int) -> CachedAttention:
+    # Imports Triton, which not every machine has.
+    from treetrain.softmax_attention.triton_attention import TritonTreeAttention
+
+    return TritonTreeAttention(forest, device, cache=cache)
+
+
+BACKENDS: dict[str, Callable[[Forest, KVCacheView | None, torch.device, int], CachedAttention | None]] = {
+    "rectangles": _rectangles,
+    "varlen": _varlen,
+    "triton": _triton,
+}
+"""By name, what makes a backend from a forest, the cache, the device, and the query heads times their size. "varlen"
+makes None of forests that it is slow for; the Triton kernels take these."""
 
 
 @contextmanager
 def using(name: str | None) -> Iterator[None]:
-    """Use this backend within the block, whatever the environment says; None uses the device's default.
-
-    Raises:
-        ValueError: no backend has that name.
-    """
-    if name is not None:
-        _check_name(name, "using")
-    token = _named.set("auto" if name is None else name)
+    """Use this backend within the block, whatever the environment says; None uses the device's default."""
+    token = _named.set(name or "auto")
     try:
         yield
     finally:
         _named.reset(token)
 
 
-def choose_backend(device: torch.device, name: str | None = None) -> Choice:
-    """The backend of that name for a device; None takes what `using`, the environment or the device's default says.
+def choose_backend(device: torch.device, name: str | None = None) -> str:
+    """The name of the backend for a device: the given one, or what `using`, the environment or the default says.
 
     Raises:
         NotImplementedError: a device that no backend covers.
@@ -74,23 +80,20 @@ def choose_backend(device: torch.device, name: str | None = None) -> Choice:
     """
     if device.type not in DEFAULTS:
         raise NotImplementedError(f"no tree attention for device {device.type!r}; use 'cpu' or 'cuda'")
-    named = name or _named.get()
-    wanted, source = (named, "the program asks for it") if named else (os.environ.get(ENVIRONMENT, ""), ENVIRONMENT)
-    if wanted in ("", "auto"):
-        name, reason = DEFAULTS[device.type], "the default"
-    else:
-        _check_name(wanted, source)
-        name, reason = wanted, f"{ENVIRONMENT}={wanted}" if source == ENVIRONMENT else source
-    hindrance = why_not(name, device)
-    if hindrance is not None:
-        instead = ", ".join(runnable(device)) or "none"
-        raise ValueError(f"tree attention {name!r} ({reason}) cannot run here: {hindrance}; those that can: {instead}")
-    return Choice(name, f"{device.type.upper()}: {reason}: {BACKENDS[name]}")
-
-
-def _check_name(name: str, source: str) -> None:
+    name = name or _named.get() or os.environ.get(ENVIRONMENT) or "auto"
+    if name == "auto":
+        name = DEFAULTS[device.type]
     if name not in BACKENDS:
-        raise ValueError(f"{source}: no tree attention is named {name!r}; there are auto, {', '.join(BACKENDS)}")
+        raise ValueError(
+            f"no tree attention is named {name!r} (by {ENVIRONMENT} or the program); there are auto, "
+            f"{', '.join(BACKENDS)}"
+        )
+    if (hindrance := why_not(name, device)) is not None:
+        raise ValueError(
+            f"tree attention {name!r} cannot run on {device.type!r}: {hindrance}; those that can: "
+            f"{', '.join(runnable(device)) or 'none'}"
+        )
+    return name
 
 
 def runnable(device: torch.device) -> list[str]:
@@ -110,9 +113,6 @@ def why_not(name: str, device: torch.device) -> str | None:
     return None
 
 
-TreeAttention = CachedAttention | FlexTreeAttention
-
-
 class AttentionTree:
     """A packed forest as attention takes it, with all that its layers share (schedules, masks, tile lists).
 
@@ -128,8 +128,9 @@ class AttentionTree:
         self.calls: Counter[str] = Counter()
         """Forward calls by the backend that ran."""
         self._forest, self._cache = forest, cache
+        self._specs: dict[AttentionSpec, AttentionSpec] = {}
         self._chosen: dict[tuple[str | None, torch.device], str] = {}
-        self._made: dict[tuple[str, torch.device], TreeAttention | None] = {}
+        self._made: dict[tuple[str, torch.device], CachedAttention | None] = {}
 
     def __call__(
         self,
@@ -139,7 +140,7 @@ class AttentionTree:
         scale: float,
         layer: Any = None,
         spec: AttentionSpec = PLAIN_ATTENTION,
-        sinks: Float[Tensor, "H"] | None = None,
+        sinks: Float[Tensor, " H"] | None = None,
         backend: str | None = None,
     ) -> Float[Tensor, "N H V"]:
         """See `attention`."""
@@ -153,44 +154,35 @@ class AttentionTree:
         self.layer_calls[layer] += 1
         if not self.num_tokens:
             return query[..., :1].expand(*query.shape[:2], value.shape[2])
+        spec = self._effective(spec)
         chosen = self.backend(query, value, spec, backend)
         self.calls[chosen.name] += 1
         return chosen(query, key, value, scale, layer, spec, sinks)
 
-    def backend(self, query: Tensor, value: Tensor, spec: AttentionSpec, name: str | None = None) -> TreeAttention:
+    def _effective(self, spec: AttentionSpec) -> AttentionSpec:
+        """The spec, with full attention in place of a range that no path of the forest is longer than."""
+        if spec not in self._specs:
+            cuts = spec.visible_range != FULL and np.asarray(spec.visible_range.lowest(self._forest.depth)).any()
+            self._specs[spec] = spec if cuts else AttentionSpec(FULL, spec.softcap)
+        return self._specs[spec]
+
+    def backend(self, query: Tensor, value: Tensor, spec: AttentionSpec, name: str | None = None) -> CachedAttention:
         """The backend of a layer with these tensors: the named one; for None the one that the first call chose."""
-        device, place = query.device, (name, query.device)
+        place = name, query.device
         if place not in self._chosen:
-            self._chosen[place] = choose_backend(device, name).name
-        chosen, size = self._chosen[place], query.shape[1] * query.shape[2]
-        if chosen == "varlen":
-            varlen = self._make("varlen", device, size)
-            if isinstance(varlen, VarlenAttention) and varlen.takes(query, value, spec):
-                return varlen
-            chosen = "triton"
-        made = self._make(chosen, device, size)
+            self._chosen[place] = choose_backend(query.device, name)
+        made = self._make(self._chosen[place], query)
+        if made is None or (isinstance(made, VarlenAttention) and not made.takes(query, value, spec)):
+            made = self._make("triton", query)
         assert made is not None
         return made
 
-    def _make(self, name: str, device: torch.device, heads_times_size: int) -> TreeAttention | None:
-        """The backend of that name, made once for all layers; None for varlen calls where they do not suit."""
-        place = name, device
+    def _make(self, name: str, query: Tensor) -> CachedAttention | None:
+        """The backend of that name, made once for all layers."""
+        place = name, query.device
         if place not in self._made:
-            forest, cache = self._forest, self._cache
-            if name == "rectangles":
-                self._made[place] = RectangleAttention(forest, cache=cache, heads_times_size=heads_times_size)
-            elif name == "varlen":
-                # Parts below a path are left to other backends: see varlen.py.
-                below = cache is not None and cache.path_tokens > 0
-                fits = not below and suits(pieces := pieces_of(forest))
-                self._made[place] = VarlenAttention(pieces, device, cache=cache) if fits else None
-            elif name == "triton":
-                # Imports Triton, which not every machine has.
-                from treetrain.softmax_attention.triton_attention import TritonTreeAttention
-
-                self._made[place] = TritonTreeAttention(forest, device, cache=cache)
-            else:
-                self._made[place] = FlexTreeAttention(forest, device, cache=cache)
+            size = query.shape[1] * query.shape[2]
+            self._made[place] = BACKENDS[name](self._forest, self._cache, query.device, size)
         return self._made[place]
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> None:
@@ -227,7 +219,7 @@ def attention(
     window: int | None = None,
     chunk: int | None = None,
     softcap: float | None = None,
-    sinks: Float[Tensor, "H"] | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
     layer: Any = None,
     backend: str | None = None,
 ) -> Float[Tensor, "N H V"]:
@@ -247,7 +239,7 @@ def attention(
         softcap: scores s become softcap * tanh(s / softcap).
         sinks: logits of an extra key without a value.
         layer: a number or name, different for each layer; needed only in parts, where keys are cached by layer.
-        backend: "rectangles" (CPUs), "flex", "triton" or "varlen" (GPUs). None chooses by device, or what the
+        backend: "rectangles" (CPUs), "triton" or "varlen" (GPUs). None chooses by device, or what the
             environment variable TREETRAIN_ATTENTION names.
 
     Returns:

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from treetrain.device_arrays import on_device
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec
 
-Rows = slice | Int64[Tensor, "rows"]
+Rows = slice | Int64[Tensor, " rows"]
 """Rows of a buffer: a slice where they are consecutive, else indices."""
 
 
@@ -38,14 +38,31 @@ class Buffer:
 class RowBuffers:
     """Tensors of all layers by key, with rows of their own for every token that is held.
 
+    Rows are given to tokens like a stack: on the way down a path, and back on the way up.
+
     Args:
         rows: C, the number of tokens held at once; `clear` makes room for more.
         gradients: whether a backward will follow.
+        tokens: M, the number of tokens of the plan.
     """
 
-    def __init__(self, rows: int, *, gradients: bool):
-        self._rows, self._gradients = rows, gradients
+    def __init__(self, rows: int, *, gradients: bool, tokens: int = 0):
+        self._rows, self._gradients, self._in_use = rows, gradients, 0
+        self.row_of = np.full(tokens, -1, np.int64)
+        """int64 [M]: the row of each token, -1 for those that are not held."""
         self._buffers: dict[Hashable, Buffer] = {}
+
+    def allocate(self, tokens: Int64[np.ndarray, " X"]) -> None:
+        """Give the next free rows to these tokens; the gradients of the rows start at 0."""
+        rows = slice(self._in_use, self._in_use + len(tokens))
+        self.clear(rows)
+        self.row_of[tokens] = np.arange(rows.start, rows.stop)
+        self._in_use = rows.stop
+
+    def release(self, tokens: Int64[np.ndarray, " X"]) -> None:
+        """Free the rows of these tokens, the last ones that were allocated."""
+        self.row_of[tokens] = -1
+        self._in_use -= len(tokens)
 
     @property
     def num_bytes(self) -> int:
@@ -86,57 +103,27 @@ class RowBuffers:
 class KVCache(RowBuffers):
     """The keys and values of all layers."""
 
-    def __init__(self, rows: int, device: torch.device, *, gradients: bool):
-        super().__init__(rows, gradients=gradients)
+    def __init__(self, rows: int, device: torch.device, *, gradients: bool, tokens: int = 0):
+        super().__init__(rows, gradients=gradients, tokens=tokens)
         self._device = device
 
-    def view(self, path_rows: Int64[np.ndarray, "P"], own_rows: Int64[np.ndarray, "N"]) -> "KVCacheView":
-        """A view of the rows that one pass of a part reads and writes.
+    def view(self, path: Int64[np.ndarray, " P"], tokens: Int64[np.ndarray, " N"]) -> "KVCacheView | None":
+        """A view for one pass over tokens that continue a path; None if the pass neither reads nor writes."""
+        own = self.row_of[tokens]
+        return self.view_of_rows(self.row_of[path], own) if len(path) or (own >= 0).any() else None
 
-        Args:
-            path_rows: rows of the root path, from the root down.
-            own_rows: the row of each token of the part, -1 for those that are not exported.
-        """
+    def view_of_rows(self, path_rows: Int64[np.ndarray, " P"], own_rows: Int64[np.ndarray, " N"]) -> "KVCacheView":
+        """A view of the rows that one pass reads (the root path, from the root down) and writes (-1 is none)."""
         exported = np.flatnonzero(own_rows >= 0)
         return KVCacheView(self, path_rows, exported, own_rows[exported])
 
-    def as_rows(self, rows: Int64[np.ndarray, "rows"]) -> Rows:
+    def as_rows(self, rows: Int64[np.ndarray, " rows"]) -> Rows:
         """A slice if the rows are consecutive, else a tensor of indices on the device."""
         if len(rows) == 0:
             return slice(0, 0)
         if len(rows) == rows[-1] - rows[0] + 1 and (np.diff(rows) == 1).all():
             return slice(int(rows[0]), int(rows[-1]) + 1)
         return on_device(rows, self._device)
-
-
-class CacheRows:
-    """Gives rows of a cache to the tokens of a plan, like a stack: on the way down a path, and back on the way up.
-
-    Args:
-        cache: holds the rows.
-        tokens: M, the number of tokens of the plan.
-    """
-
-    def __init__(self, cache: KVCache, tokens: int):
-        self._cache, self._in_use = cache, 0
-        self._row_of = np.full(tokens, -1, np.int64)
-
-    def allocate(self, tokens: Int64[np.ndarray, "X"]) -> None:
-        """Give the next free rows to these tokens; the gradients of the rows start at 0."""
-        rows = slice(self._in_use, self._in_use + len(tokens))
-        self._cache.clear(rows)
-        self._row_of[tokens] = np.arange(rows.start, rows.stop)
-        self._in_use = rows.stop
-
-    def release(self, tokens: Int64[np.ndarray, "X"]) -> None:
-        """Free the rows of these tokens, the last ones that were allocated."""
-        self._row_of[tokens] = -1
-        self._in_use -= len(tokens)
-
-    def view(self, path: Int64[np.ndarray, "P"], tokens: Int64[np.ndarray, "N"]) -> "KVCacheView | None":
-        """A view for one pass over tokens that continue a path; None if the pass neither reads nor writes."""
-        own = self._row_of[tokens]
-        return self._cache.view(self._row_of[path], own) if len(path) or (own >= 0).any() else None
 
 
 class KVCacheView:
@@ -196,7 +183,7 @@ class Inputs(NamedTuple):
     query: Float[Tensor, "N H D"]
     key: Float[Tensor, "N G D"]
     value: Float[Tensor, "N G V"]
-    sinks: Float[Tensor, "H"] | None
+    sinks: Float[Tensor, " H"] | None
     """Logits of an extra key without a value."""
     path: tuple[Float[Tensor, "P G D"], Float[Tensor, "P G V"]] | None
     """Keys and values of the path; None if the layer sees none of it."""
@@ -237,7 +224,7 @@ class CachedAttention(ABC):
         scale: float,
         layer: Hashable = 0,
         spec: AttentionSpec = PLAIN_ATTENTION,
-        sinks: Float[Tensor, "H"] | None = None,
+        sinks: Float[Tensor, " H"] | None = None,
     ) -> Float[Tensor, "N H V"]:
         return _Attend.apply(query, key, value, sinks, self, scale, layer, spec)  # type: ignore[return-value]
 
@@ -290,44 +277,15 @@ class _Attend(torch.autograd.Function):
 
 
 def sink_gradient(
-    sinks: Float[Tensor, "H"],
+    sinks: Float[Tensor, " H"],
     grad_out: Float[Tensor, "N H V"],
     out: Float[Tensor, "N H V"],
     lse: Float[Tensor, "N H"],
-) -> Float[Tensor, "H"]:
+) -> Float[Tensor, " H"]:
     """Gradient of the sinks: a sink takes the weight exp(sink - lse) and has no value."""
     wide = lse.dtype
     share = (sinks.to(wide) - lse).exp_()
     return -(share * (grad_out.to(wide) * out).sum(-1)).sum(0).to(sinks.dtype)
-
-
-class _CachedKeys(torch.autograd.Function):
-    """Puts keys and values of the path in front of a part's own, for a backend that autograd differentiates."""
-
-    @staticmethod
-    def forward(ctx, key: Tensor, value: Tensor, cache: KVCacheView, layer: Hashable, path: int):
-        ctx.cache, ctx.layer, ctx.path = cache, layer, path
-        cache.write(layer, key, value)
-        path_key, path_value = cache.read(layer, key, value, path)
-        return torch.cat([path_key, key]), torch.cat([path_value, value])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_key: Tensor, grad_value: Tensor):
-        cache, layer, path = ctx.cache, ctx.layer, ctx.path
-        wide = torch.promote_types(grad_key.dtype, torch.float32)
-        if path:
-            cache.add_path_gradients(layer, grad_key[:path], grad_value[:path], path)
-        own_key, own_value = grad_key[path:].to(wide, copy=True), grad_value[path:].to(wide, copy=True)
-        cache.collect(layer, own_key, own_value)
-        return own_key.to(grad_key.dtype), own_value.to(grad_value.dtype), None, None, None
-
-
-def cached_keys(
-    key: Float[Tensor, "N G D"], value: Float[Tensor, "N G V"], cache: KVCacheView, layer: Hashable, path: int
-) -> tuple[Float[Tensor, "{path}+N G D"], Float[Tensor, "{path}+N G V"]]:
-    """Keys and values of the last `path` tokens of the path, then the part's own, which the cache also stores."""
-    return _CachedKeys.apply(key, value, cache, layer, path)  # type: ignore[return-value]
 
 
 def _take(tensor: Tensor, rows: Rows) -> Tensor:

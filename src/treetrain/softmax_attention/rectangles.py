@@ -158,15 +158,15 @@ def _kernel(spec: AttentionSpec) -> Kernel:
 class _BatchTensors:
     """A batch of the schedule as tensors: the source of every slot and the target of every filled query slot."""
 
-    query_index: Int64[Tensor, "CQ"]
-    key_index: Int64[Tensor, "CK"]
+    query_index: Int64[Tensor, " CQ"]
+    key_index: Int64[Tensor, " CK"]
     pieces: int
-    filled_slots: Int64[Tensor, "filled"] | None
+    filled_slots: Int64[Tensor, " filled"] | None
     """The slots that are not padding; None if none is padding."""
-    filled_tokens: Int64[Tensor, "filled"]
+    filled_tokens: Int64[Tensor, " filled"]
     """The token in each of these slots."""
-    mask: Float[Tensor, "C 1 Q K"] | None
-    """Additive, or None for causal."""
+    mask: Float[Tensor, "C 1 Q K"]
+    """Additive."""
 
 
 class _Calls:
@@ -250,46 +250,40 @@ class RectangleAttention(CachedAttention):
     def calls(self, visible_range: AttentionRange) -> _Calls:
         """The calls for layers with this visible range; made at first use."""
         if visible_range not in self._calls:
-            self._calls[visible_range] = self._make_calls(visible_range)
+            forest, pairs = self._forest, self._call_pairs
+            if visible_range == FULL:
+                made = _Calls(make_schedule(forest, call_pairs=pairs), None)
+            else:
+                path = 0 if self.cache is None else self.cache.path_tokens
+                made = _Calls(*local_schedule(forest, visible_range, path_tokens=path, call_pairs=pairs))
+            self._calls[visible_range] = made
         return self._calls[visible_range]
-
-    def _make_calls(self, visible_range: AttentionRange) -> _Calls:
-        forest, pairs = self._forest, self._call_pairs
-        if visible_range == FULL:
-            return _Calls(make_schedule(forest, call_pairs=pairs), None)
-        if not visible_range.lowest(forest.depth).any():  # no path is longer than the range
-            return self.calls(FULL)
-        path = 0 if self.cache is None else self.cache.path_tokens
-        return _Calls(*local_schedule(forest, visible_range, path_tokens=path, call_pairs=pairs))
 
 
 def _to_tensors(batch: Batch, dtype: torch.dtype) -> _BatchTensors:
     pieces, width = batch.query_index.shape
     filled = np.flatnonzero(np.arange(width) < batch.query_length[:, None])
     query_index = batch.query_index.reshape(-1)
-    mask = None
-    if batch.mask is not None:
-        mask = torch.zeros(batch.mask.shape, dtype=dtype)
-        mask = mask.masked_fill_(~torch.from_numpy(batch.mask), float("-inf")).unsqueeze(1)
+    mask = torch.zeros(batch.mask.shape, dtype=dtype).masked_fill_(~torch.from_numpy(batch.mask), float("-inf"))
     return _BatchTensors(
         query_index=torch.from_numpy(query_index),
         key_index=torch.from_numpy(batch.key_index.reshape(-1)),
         pieces=pieces,
         filled_slots=None if len(filled) == len(query_index) else torch.from_numpy(filled),
         filled_tokens=torch.from_numpy(query_index[filled]),
-        mask=mask,
+        mask=mask.unsqueeze(1),
     )
 
 
 def _gather(
-    x: Float[Tensor, "N heads D"], index: Int64[Tensor, "slots"], pieces: int
+    x: Float[Tensor, "N heads D"], index: Int64[Tensor, " slots"], pieces: int
 ) -> Float[Tensor, "pieces heads _ D"]:
     """View of gathered rows, in pieces of equal length."""
     return x.index_select(0, index).view(pieces, -1, *x.shape[1:]).transpose(1, 2)
 
 
 def _rows(
-    x: Float[Tensor, "C heads slots *rest"], filled_slots: Int64[Tensor, "filled"] | None
+    x: Float[Tensor, "C heads slots *rest"], filled_slots: Int64[Tensor, " filled"] | None
 ) -> Float[Tensor, "_ heads *rest"]:
     x = x.transpose(1, 2).flatten(0, 1)
     return x if filled_slots is None else x.index_select(0, filled_slots)
@@ -323,7 +317,7 @@ def _forward_calls(
     for batch in calls.batches(query.dtype):
         q = _gather(query, batch.query_index, batch.pieces)
         k, v = (_gather(x, batch.key_index, batch.pieces) for x in (key, value))
-        piece, piece_lse = kernel.forward(q, k, v, batch.mask is None, batch.mask, scale)
+        piece, piece_lse = kernel.forward(q, k, v, False, batch.mask, scale)
         out.index_copy_(0, batch.filled_tokens, _rows(piece, batch.filled_slots).to(wide))
         lse.index_copy_(0, batch.filled_tokens, _rows(piece_lse, batch.filled_slots))
     for q0, q1, k0, k1 in schedule.rectangles:
@@ -352,7 +346,7 @@ def _backward_calls(
         piece_lse = lse.index_select(0, batch.query_index).view(batch.pieces, -1, lse.shape[1]).transpose(1, 2)
         if batch.filled_slots is not None:
             do = _silence_padding(do, batch.filled_slots)
-        dq, dk, dv = kernel.backward(do, q, k, v, o, piece_lse, batch.mask is None, batch.mask, scale)
+        dq, dk, dv = kernel.backward(do, q, k, v, o, piece_lse, False, batch.mask, scale)
         grad_query.index_copy_(0, batch.filled_tokens, _rows(dq, batch.filled_slots).to(wide))
         grad_key.index_add_(0, batch.key_index, _rows(dk, None).to(wide))
         grad_value.index_add_(0, batch.key_index, _rows(dv, None).to(wide))
@@ -379,7 +373,7 @@ def _call_backward(kernel: Kernel, tensors: tuple[Tensor, ...], causal: bool, sc
 
 
 def _silence_padding(
-    grad_out: Float[Tensor, "C H Q V"], filled_slots: Int64[Tensor, "filled"]
+    grad_out: Float[Tensor, "C H Q V"], filled_slots: Int64[Tensor, " filled"]
 ) -> Float[Tensor, "C H Q V"]:
     """Zero the output gradient of padded query slots, so that they add nothing to any key's gradient."""
     pieces, _, slots, _ = grad_out.shape

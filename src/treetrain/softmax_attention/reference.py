@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def visible(
-    ends: Int64[Tensor, "N"],
-    depth: Int64[Tensor, "N"] | None = None,
+    ends: Int64[Tensor, " N"],
+    depth: Int64[Tensor, " N"] | None = None,
     window: int | None = None,
     chunk: int | None = None,
 ) -> Bool[Tensor, "N N"]:
@@ -38,14 +38,14 @@ def reference_attention(
     query: Float[Tensor, "N H D"],
     key: Float[Tensor, "N G D"],
     value: Float[Tensor, "N G V"],
-    ends: Int64[Tensor, "N"],
+    ends: Int64[Tensor, " N"],
     scale: float,
     *,
-    depth: Int64[Tensor, "N"] | None = None,
+    depth: Int64[Tensor, " N"] | None = None,
     window: int | None = None,
     chunk: int | None = None,
     softcap: float | None = None,
-    sinks: Float[Tensor, "H"] | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "N H V"]:
     """Softmax attention under the interval mask.
 

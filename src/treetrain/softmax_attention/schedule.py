@@ -7,7 +7,7 @@ Every visible pair is in exactly one call. The kinds of calls are (docs/design.m
 - *tiles*: a region with many small segments is cut into runs of up to ``TILE`` consecutive tokens. Inside its region, a
   token of a run sees only the run itself and the path of the run's first token (in pre-order, a token before the run
   that is an ancestor of any token of the run is an ancestor of the first one too). Tiles of similar size are padded and
-  computed by one masked call. Short rows without a fork are batched in the same way, causally.
+  computed by one masked call.
 - a *block*: one rectangle for the light subtrees of consecutive forks of a chain, and tiles that also gather the chain
   below the first of these forks (`fork_blocks`). It serves many small subtrees along a chain.
 
@@ -47,13 +47,13 @@ MAX_BATCH_SCORES = 1 << 22
 class Forest:
     """The segments of a packed run, as attention needs them."""
 
-    ends: Int64[np.ndarray, "N"]
+    ends: Int64[np.ndarray, " N"]
     """Exclusive subtree end of every token."""
-    depth: Int64[np.ndarray, "N"]
+    depth: Int64[np.ndarray, " N"]
     """Position of every token on its path."""
-    segment_parent: Int64[np.ndarray, "S"]
+    segment_parent: Int64[np.ndarray, " S"]
     """Parent segment, -1 at roots; a child continues the last token of its parent."""
-    segment_start: Int64[np.ndarray, "S+1"]
+    segment_start: Int64[np.ndarray, " S+1"]
     """Offsets of the segments in pre-order."""
 
     @classmethod
@@ -85,12 +85,12 @@ class Batch:
 
     query_index: Int64[np.ndarray, "C Q"]
     """The token in every query slot."""
-    query_length: Int64[np.ndarray, "C"]
+    query_length: Int64[np.ndarray, " C"]
     """Filled query slots of each piece."""
     key_index: Int64[np.ndarray, "C K"]
     """The token in every key slot."""
-    mask: Bool[np.ndarray, "C Q K"] | None
-    """True where a query sees a key; None for a causal call."""
+    mask: Bool[np.ndarray, "C Q K"]
+    """True where a query sees a key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,27 +105,20 @@ class Schedule:
     batches: list[Batch] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Cut:
-    """Pieces chosen so far, before batching."""
-
-    chains: list[tuple[int, int]] = field(default_factory=list)
-    rectangles: list[tuple[int, int, int, int]] = field(default_factory=list)
-    regions: list[tuple[int, int, int]] = field(default_factory=list)
-    """(start, stop, floor): tokens [start, stop), whose ancestors from token ``floor`` on are keys of their tiles."""
-    rows: list[tuple[int, int]] = field(default_factory=list)
-
-
 def make_schedule(forest: Forest, *, call_pairs: float = 8192.0) -> Schedule:
     """The calls that cover ``forest`` at the least predicted cost.
 
     Args:
         call_pairs: cost of one more call, in query-key pairs (forward and backward together).
     """
-    segments = _Segments(forest)
-    cut = _emit(segments, _decide(forest, segments, _Costs(forest, call_pairs)))
-    batches = tile_batches(forest, _cut_tiles(forest, cut.regions), lambda _: TILE) + _row_batches(cut.rows)
-    return Schedule(num_tokens=len(forest.ends), chains=cut.chains, rectangles=cut.rectangles, batches=batches)
+    segments, schedule = _Segments(forest), Schedule(num_tokens=len(forest.ends))
+    regions = _emit(segments, _decide(forest, segments, _Costs(forest, call_pairs)), schedule)
+    schedule.batches.extend(tile_batches(forest, _cut_tiles(forest, regions), lambda _: TILE))
+    return schedule
+
+
+Region = tuple[int, int, int]
+"""(start, stop, floor): tokens [start, stop), whose ancestors from token ``floor`` on are keys of their tiles."""
 
 
 class _Segments:
@@ -183,12 +176,8 @@ class _Costs:
         """Args: slots: query slots with padding; path: keys that each tile of a block gathers. Numbers or arrays."""
         return slots * (TILE_PAIR * path + TILE + QUERY_PAIRS)
 
-    def row(self, length: int) -> float:
-        slots = _padded(length)
-        return float(slots * (slots + QUERY_PAIRS)) if length <= 2 * TILE else float("inf")
 
-
-_REGION, _ROW, _CHAIN = -1, -2, 0  # a decision n >= 0 is a chain of 1 + n segments
+_REGION = -1  # a decision n >= 0 is a chain of 1 + n segments
 
 
 @dataclass(slots=True)
@@ -214,7 +203,7 @@ def _decide(forest: Forest, segments: _Segments, costs: _Costs) -> _Decision:
     best, above = [0.0] * count, [0.0] * count  # cost of a subtree; cost of what hangs off the chain above a fork
     decision = _Decision(how=[_REGION] * count, opens=list(range(count)))
     for top in np.unique(path_tops(forest.segment_parent))[::-1].tolist():
-        cheapest, choice = _whole(segments, costs, top)
+        cheapest, choice = costs.region(start[top], end[top], segments.depth[top], segments.max_depth[top]), _REGION
         hanging, s = 0.0, top
         while True:
             length, below = start[s + 1] - start[top], end[s] - start[s + 1]
@@ -223,7 +212,7 @@ def _decide(forest: Forest, segments: _Segments, costs: _Costs) -> _Decision:
                 cost += costs.rectangle(below, length)
                 cost += costs.region(start[s + 1], end[s], segments.depth[top] + length, segments.max_depth[s])
             if cost < cheapest:
-                cheapest, choice = cost, _CHAIN + s - top
+                cheapest, choice = cost, s - top
             if not below:
                 break
             above[s] = hanging
@@ -239,74 +228,32 @@ def _decide(forest: Forest, segments: _Segments, costs: _Costs) -> _Decision:
     return decision
 
 
-def _whole(segments: _Segments, costs: _Costs, top: int) -> tuple[float, int]:
-    """Cost and kind of a subtree that is computed as one region or row, without a chain."""
-    start, end, depth = segments.start[top], segments.end[top], segments.depth[top]
-    region = costs.region(start, end, depth, segments.max_depth[top])
-    row = costs.row(end - start) if segments.start[top + 1] == end else float("inf")
-    return (row, _ROW) if row < region else (region, _REGION)
-
-
-def _emit(segments: _Segments, decision: _Decision) -> _Cut:
-    """Follow the decisions down from the roots and collect the pieces."""
-    start, end = segments.start, segments.end
-    cut = _Cut()
+def _emit(segments: _Segments, decision: _Decision, schedule: Schedule) -> list[Region]:
+    """Follow the decisions down from the roots: add chains and rectangles to the schedule, return what tiles cover."""
+    start, end, regions = segments.start, segments.end, []
     pending = [s for s, parent in enumerate(segments.parent) if parent < 0]
     while pending:
         top = pending.pop()
-        choice = decision.how[top]
-        if choice == _REGION:
-            cut.regions.append((start[top], end[top], start[top]))
-        elif choice == _ROW:
-            cut.rows.append((start[top], end[top]))
-        else:
-            last = top + choice
-            cut.chains.append((start[top], start[last + 1]))
-            if start[last + 1] < end[last]:
-                cut.rectangles.append((start[last + 1], end[last], start[top], start[last + 1]))
-                cut.regions.append((start[last + 1], end[last], start[last + 1]))
-            pending += _emit_forks(segments, decision, top, last, cut)
-    return cut
-
-
-def _emit_forks(segments: _Segments, decision: _Decision, top: int, last: int, cut: _Cut) -> list[int]:
-    """Collect what hangs off the chain from ``top`` above segment ``last``; returns the subtrees still to do."""
-    start, end = segments.start, segments.end
-    pending, s = [], last - 1
-    while s >= top:
-        first = decision.opens[s]
-        if end[s + 1] < end[first]:
-            cut.rectangles.append((end[s + 1], end[first], start[top], start[first + 1]))
-            if first < s:
-                cut.regions.append((end[s + 1], end[first], start[first + 1]))
-            else:
-                pending += segments.siblings(end[s + 1], end[s])
-        s = first - 1
-    return pending
-
-
-def _padded(length: int) -> int:
-    """The padded length of a row, in steps of about an eighth: little padding, and few batches."""
-    step = 1 if length <= 2 else 4  # a wide star has thousands of rows of one token
-    while step * 16 <= length:
-        step *= 2
-    return -(-length // step) * step
-
-
-def _row_batches(rows: list[tuple[int, int]]) -> list[Batch]:
-    by_size: dict[int, list[tuple[int, int]]] = {}
-    for start, stop in rows:
-        by_size.setdefault(_padded(stop - start), []).append((start, stop))
-    batches = []
-    for size, members in sorted(by_size.items()):
-        per_batch = max(1, MAX_BATCH_SCORES // (size * size))
-        for first in range(0, len(members), per_batch):
-            span = np.array(members[first : first + per_batch], dtype=np.int64)
-            length = span[:, 1] - span[:, 0]
-            slot = np.arange(size)
-            index = np.where(slot < length[:, None], span[:, :1] + slot, 0)
-            batches.append(Batch(query_index=index, query_length=length, key_index=index, mask=None))
-    return batches
+        if decision.how[top] == _REGION:
+            regions.append((start[top], end[top], start[top]))
+            continue
+        last = top + decision.how[top]
+        below = start[last + 1]
+        schedule.chains.append((start[top], below))
+        if below < end[last]:
+            schedule.rectangles.append((below, end[last], start[top], below))
+            regions.append((below, end[last], below))
+        s = last - 1
+        while s >= top:  # what hangs off the chain above its last segment
+            first = decision.opens[s]
+            if end[s + 1] < end[first]:
+                schedule.rectangles.append((end[s + 1], end[first], start[top], start[first + 1]))
+                if first < s:
+                    regions.append((end[s + 1], end[first], start[first + 1]))
+                else:
+                    pending += segments.siblings(end[s + 1], end[s])
+            s = first - 1
+    return regions
 
 
 class Tile(NamedTuple):
@@ -314,7 +261,7 @@ class Tile(NamedTuple):
 
     start: int
     stop: int
-    path: Int64[np.ndarray, "path"]
+    path: Int64[np.ndarray, " path"]
     """Gathered keys, shallowest first."""
 
 
@@ -323,7 +270,7 @@ def tile_batches(
     tiles: list[Tile],
     width: Callable[[int], int],
     *,
-    lowest: Int64[np.ndarray, "N"] | None = None,
+    lowest: Int64[np.ndarray, " N"] | None = None,
     tail: int = 0,
 ) -> list[Batch]:
     """Batch tiles of similar shape; padding wastes about a quarter of a call at most.
@@ -348,7 +295,7 @@ def tile_batches(
     return batches
 
 
-def _cut_tiles(forest: Forest, regions: list[tuple[int, int, int]]) -> list[Tile]:
+def _cut_tiles(forest: Forest, regions: list[Region]) -> list[Tile]:
     """The tiles of all regions. Each gathers the path of its first token from its region's floor on.
 
     Adjacent regions share tiles unless the later one also sees tokens before it.
@@ -370,7 +317,7 @@ def _cut_tiles(forest: Forest, regions: list[tuple[int, int, int]]) -> list[Tile
     return tiles
 
 
-def _tile_batch(forest: Forest, tiles: list[Tile], lowest: Int64[np.ndarray, "N"] | None, tail: int) -> Batch:
+def _tile_batch(forest: Forest, tiles: list[Tile], lowest: Int64[np.ndarray, " N"] | None, tail: int) -> Batch:
     width, paths = max(tile.stop - tile.start for tile in tiles), max(len(tile.path) for tile in tiles)
     slot = np.arange(width)
     start = np.array([tile.start for tile in tiles])
@@ -411,7 +358,7 @@ class ForkBlocks(NamedTuple):
     """[B]: predicted cost of the rectangle and the tiles, in query-key pairs."""
 
 
-def path_tops(parent: Int64[np.ndarray, "S"]) -> Int64[np.ndarray, "S"]:
+def path_tops(parent: Int64[np.ndarray, " S"]) -> Int64[np.ndarray, " S"]:
     """For each segment, the top segment of its path of first children."""
     index = np.arange(len(parent))
     return np.maximum.accumulate(np.where(parent != index - 1, index, 0))
@@ -420,7 +367,9 @@ def path_tops(parent: Int64[np.ndarray, "S"]) -> Int64[np.ndarray, "S"]:
 class Ancestors:
     """Looks up the ancestors of tokens by depth, the position of every token on its path."""
 
-    def __init__(self, parent: Int64[np.ndarray, "S"], start: Int64[np.ndarray, "S+1"], depth: Int64[np.ndarray, "N"]):
+    def __init__(
+        self, parent: Int64[np.ndarray, " S"], start: Int64[np.ndarray, " S+1"], depth: Int64[np.ndarray, " N"]
+    ):
         self._start, self._parent, self._depth, self._top = start, parent, depth, path_tops(parent)
 
     def between(self, token: int, low: int, high: int) -> list[tuple[int, int]]:
@@ -442,18 +391,18 @@ class Ancestors:
         return found[::-1]
 
 
-def tokens_in(pieces: list[tuple[int, int]]) -> Int64[np.ndarray, "tokens"]:
+def tokens_in(pieces: list[tuple[int, int]]) -> Int64[np.ndarray, " tokens"]:
     """The tokens of the ranges, concatenated."""
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(*piece) for piece in pieces)])
 
 
 def fork_blocks(
     *,
-    parent: Int64[np.ndarray, "S"],
-    start: Int64[np.ndarray, "S+1"],
-    end: Int64[np.ndarray, "S"],
-    depth: Int64[np.ndarray, "N"],
-    max_depth: Int64[np.ndarray, "S"],
+    parent: Int64[np.ndarray, " S"],
+    start: Int64[np.ndarray, " S+1"],
+    end: Int64[np.ndarray, " S"],
+    depth: Int64[np.ndarray, " N"],
+    max_depth: Int64[np.ndarray, " S"],
     rectangle: Callable[[Any, Any], Any],
     tiles: Callable[[Any, Any], Any],
 ) -> ForkBlocks:
@@ -504,7 +453,7 @@ def fork_blocks(
     return ForkBlocks(offset.tolist(), forks[first[tried]].tolist(), cost[tried].tolist())
 
 
-def _light_depth(parent: Int64[np.ndarray, "S"], max_depth: Int64[np.ndarray, "S"]) -> Int64[np.ndarray, "S"]:
+def _light_depth(parent: Int64[np.ndarray, " S"], max_depth: Int64[np.ndarray, " S"]) -> Int64[np.ndarray, " S"]:
     """Largest depth in the light subtrees of each segment's fork; -1 if it has none."""
     found = np.full(len(parent), -1, dtype=np.int64)
     light = np.flatnonzero((parent >= 0) & (parent != np.arange(len(parent)) - 1))
@@ -513,8 +462,8 @@ def _light_depth(parent: Int64[np.ndarray, "S"], max_depth: Int64[np.ndarray, "S
 
 
 def _highest_first(
-    path: Int64[np.ndarray, "forks"], below: Int64[np.ndarray, "forks"], deepest: Int64[np.ndarray, "forks"]
-) -> Int64[np.ndarray, "forks"]:
+    path: Int64[np.ndarray, " forks"], below: Int64[np.ndarray, " forks"], deepest: Int64[np.ndarray, " forks"]
+) -> Int64[np.ndarray, " forks"]:
     """The highest fork from which a block down to each fork has no path longer than ``MAX_BLOCK_PATH``.
 
     The next fork if there is none.
@@ -591,7 +540,7 @@ def _below_tail(forest: Forest, tail: int) -> Forest:
     )
 
 
-def _tile_stop(depth: Int64[np.ndarray, "N"], lowest: Int64[np.ndarray, "N"], start: int, queries: int) -> int:
+def _tile_stop(depth: Int64[np.ndarray, " N"], lowest: Int64[np.ndarray, " N"], start: int, queries: int) -> int:
     """The end of the tile from `start`: at most `queries` tokens, whose depths and lowest visible depths are close."""
     near, low = depth[start : start + queries], lowest[start : start + queries]
     shallow = np.minimum.accumulate(near) < near[0] - queries
@@ -601,9 +550,9 @@ def _tile_stop(depth: Int64[np.ndarray, "N"], lowest: Int64[np.ndarray, "N"], st
 
 
 def _tile(
-    depth: Int64[np.ndarray, "N"],
+    depth: Int64[np.ndarray, " N"],
     ancestors: Ancestors,
-    lowest: Int64[np.ndarray, "N"],
+    lowest: Int64[np.ndarray, " N"],
     start: int,
     stop: int,
     tail: int,

@@ -24,9 +24,9 @@ class Lists(NamedTuple):
 
     bounds: Int32[np.ndarray, "T 3"]
     """Start of a tile's entries, end of its unmasked entries, end of all its entries."""
-    tiles: Int32[np.ndarray, "P"]
+    tiles: Int32[np.ndarray, " P"]
     """The other side's tiles; the unmasked in ascending order, then the masked in ascending order."""
-    order: Int32[np.ndarray, "T"]
+    order: Int32[np.ndarray, " T"]
     """Tiles with the most work first, so that no long one starts when all others are done."""
 
 
@@ -40,19 +40,19 @@ class TileLists(NamedTuple):
 class Keys(NamedTuple):
     """The arrays from which a kernel decides whether a query sees a key."""
 
-    ends: Int32[np.ndarray, "K"]
+    ends: Int32[np.ndarray, " K"]
     """One past the last query (by its key number) that sees the key."""
-    depth: Int32[np.ndarray, "K"] | None
+    depth: Int32[np.ndarray, " K"] | None
     """Positions on the path; None if every token sees its whole path."""
-    lowest: Int32[np.ndarray, "N"] | None
+    lowest: Int32[np.ndarray, " N"] | None
     """The least depth that each query sees; None if every token sees its whole path."""
     path: int
     """The number of last tokens of the path that are keys; no query sees the earlier ones."""
 
 
 def keys_of(
-    ends: Int64[np.ndarray, "N"],
-    depth: Int64[np.ndarray, "N"] | None,
+    ends: Int64[np.ndarray, " N"],
+    depth: Int64[np.ndarray, " N"] | None,
     path: int = 0,
     visible_range: AttentionRange = FULL,
 ) -> Keys:

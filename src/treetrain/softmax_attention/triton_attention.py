@@ -26,7 +26,7 @@ from treetrain.softmax_attention.triton_kernels import (
     key_gradient_kernel,
     query_gradient_kernel,
 )
-from treetrain.tree.layout import FULL, AttentionRange
+from treetrain.tree.layout import AttentionRange
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGEST_HEAD = 256
@@ -80,18 +80,18 @@ def shapes_for(size: int, dtype: torch.dtype) -> Shapes:
 class _Lists(NamedTuple):
     """`tile_lists.Lists` on the device."""
 
-    order: Int32[Tensor, "T"]
+    order: Int32[Tensor, " T"]
     bounds: Int32[Tensor, "T 3"]
-    tiles: Int32[Tensor, "P"]
+    tiles: Int32[Tensor, " P"]
 
 
 class _Tables(NamedTuple):
     """The device tensors that all layers of one visible range share."""
 
-    ends: Int32[Tensor, "K"]
-    depth: Int32[Tensor, "K"]
+    ends: Int32[Tensor, " K"]
+    depth: Int32[Tensor, " K"]
     """With full attention this and `lowest` are `ends` again, as placeholders that the kernels never read."""
-    lowest: Int32[Tensor, "_"]
+    lowest: Int32[Tensor, " _"]
     by_query: _Lists
     by_key: _Lists
     path: int
@@ -128,7 +128,7 @@ class TritonTreeAttention(CachedAttention):
         if query.dtype not in DTYPES or size > LARGEST_HEAD:
             raise ValueError(
                 f"the Triton kernels take bfloat16, float16 and float32 and heads of up to {LARGEST_HEAD}, got "
-                f"{query.dtype} and heads of {size}; set TREETRAIN_ATTENTION=flex"
+                f"{query.dtype} and heads of {size}; run on a CPU, or in one of these dtypes"
             )
         tables = self.tables(spec.visible_range)
         key, value = (x.contiguous() for x in given.below_path())
@@ -154,15 +154,11 @@ class TritonTreeAttention(CachedAttention):
     def tables(self, visible_range: AttentionRange) -> _Tables:
         """The tables of layers with this visible range; made at first use."""
         if visible_range not in self._tables:
-            forest = self._forest
-            path = 0 if self.cache is None else self.cache.path_tokens
-            if visible_range != FULL and not np.asarray(visible_range.lowest(forest.depth)).any():
-                self._tables[visible_range] = self.tables(FULL)
-            else:
-                self._tables[visible_range] = self._made(visible_range, path)
+            self._tables[visible_range] = self._made(visible_range)
         return self._tables[visible_range]
 
-    def _made(self, visible_range: AttentionRange, path: int) -> _Tables:
+    def _made(self, visible_range: AttentionRange) -> _Tables:
+        path = 0 if self.cache is None else self.cache.path_tokens
         keys = keys_of(self._forest.ends, self._forest.depth, path, visible_range)
         visits: TileLists = make_tile_lists(keys, self.tile)
         local = keys.depth is not None and keys.lowest is not None

@@ -49,13 +49,13 @@ MOST_SEQUENCES = 65_535
 class Pieces(NamedTuple):
     """The chains and rectangles of a forest, in token numbers."""
 
-    chains: Int64[np.ndarray, "_"]
+    chains: Int64[np.ndarray, " _"]
     """Where each chain starts; then N."""
     queries: Int64[np.ndarray, "rectangles 2"]
     """Start and stop of the queries."""
     keys: Int64[np.ndarray, "rectangles 2"]
     """Start and stop of the keys."""
-    level: Int64[np.ndarray, "rectangles"]
+    level: Int64[np.ndarray, " rectangles"]
     """Light depth of the chain that the rectangle hangs off."""
 
 
@@ -75,8 +75,8 @@ def pieces_of(forest: Forest) -> Pieces:
 
 
 def _light_depth(
-    parent: Int64[np.ndarray, "S"], top: Int64[np.ndarray, "S"], tops: Int64[np.ndarray, "chains"]
-) -> Int64[np.ndarray, "chains"]:
+    parent: Int64[np.ndarray, " S"], top: Int64[np.ndarray, " S"], tops: Int64[np.ndarray, " chains"]
+) -> Int64[np.ndarray, " chains"]:
     """The light depth of each chain."""
     above = parent[tops]
     above = np.where(above >= 0, np.searchsorted(tops, top[above]), -1)
@@ -98,12 +98,12 @@ def suits(pieces: Pieces) -> bool:
 class Call(NamedTuple):
     """One varlen call as host arrays: sequence c of queries sees sequence c of keys."""
 
-    queries: Int64[np.ndarray, "q"]
+    queries: Int64[np.ndarray, " q"]
     """Query tokens."""
-    keys: Int64[np.ndarray, "k"]
+    keys: Int64[np.ndarray, " k"]
     """Key tokens, once for each sequence that they are in."""
-    query_offsets: Int64[np.ndarray, "C+1"]
-    key_offsets: Int64[np.ndarray, "C+1"]
+    query_offsets: Int64[np.ndarray, " C+1"]
+    key_offsets: Int64[np.ndarray, " C+1"]
     causal: bool
 
 
@@ -127,7 +127,7 @@ def _call(queries: Int64[np.ndarray, "C 2"], keys: Int64[np.ndarray, "C 2"], *, 
 
 def _alike(
     queries: Int64[np.ndarray, "C 2"], keys: Int64[np.ndarray, "C 2"], tokens: int
-) -> list[Int64[np.ndarray, "_"]]:
+) -> list[Int64[np.ndarray, " _"]]:
     """Group sequences of similar length; each group holds ascending indices of sequences."""
     blocks = -(-np.diff(queries)[:, 0] // BLOCK) - (-np.diff(keys)[:, 0] // BLOCK)
     order, most = np.argsort(-blocks, kind="stable"), min(max(tokens // BLOCK, 1), MOST_SEQUENCES)
@@ -143,11 +143,11 @@ def _alike(
 class DeviceCall(NamedTuple):
     """A call on the device."""
 
-    queries: Int64[Tensor, "q"] | None
+    queries: Int64[Tensor, " q"] | None
     """None for all tokens in order, as queries and as keys."""
-    keys: Int64[Tensor, "k"] | None
-    query_offsets: Int32[Tensor, "C+1"]
-    key_offsets: Int32[Tensor, "C+1"]
+    keys: Int64[Tensor, " k"] | None
+    query_offsets: Int32[Tensor, " C+1"]
+    key_offsets: Int32[Tensor, " C+1"]
     longest: tuple[int, int]
     """Length of the longest sequence of queries, and of keys."""
     causal: bool

@@ -165,7 +165,7 @@ def verify(
         linear_error=linear_error,
         tolerance=limit,
         dtype=str(dtype).removeprefix("torch."),
-        attention=f"{', '.join(result.attention) or 'none'} ({engine.attention.reason})",
+        attention=", ".join(result.attention) or "none",
         trajectories=len(rows),
         flat_tokens=result.flat_tokens,
         unique_tokens=result.unique_tokens,

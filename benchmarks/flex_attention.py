@@ -1,25 +1,30 @@
-"""Tree attention with FlexAttention, used only if requested by name. Its forward also runs on the CPU for tests.
+"""Tree attention with FlexAttention, for comparison with the library's backends: importing it adds "flex" to them.
 
 The block mask is made on the host from the same tile lists (`tile_lists.py`) that the Triton kernels read. Nothing of
 size N x N is built. Caps are a ``score_mod``; sinks rescale the output, using the log-sum-exp of its scores.
 
 The ``mask_mod`` reads only tensors: a length or an offset held as a Python number would be compiled in, and every new
-length would recompile.
+length would recompile. Gradients of a path's keys are rounded to the keys' dtype once per part, so a tree in several
+parts is less exact than with the library's backends.
+
+Shape letters: N tokens, P tokens on the path above them, H query heads, G key/value heads, D size of query and key
+heads, V size of value heads.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 import torch.fx.experimental._config as symbolic_shapes_config
-from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from treetrain.device_arrays import on_device
-from treetrain.softmax_attention.kv_cache import KVCacheView, cached_keys
+from treetrain.softmax_attention.attention import BACKENDS
+from treetrain.softmax_attention.kv_cache import KVCacheView
 from treetrain.softmax_attention.schedule import PLAIN_ATTENTION, AttentionSpec, Forest
 from treetrain.softmax_attention.tile_lists import TILE, Keys, keys_of, make_tile_lists
 from treetrain.tree.layout import FULL, AttentionRange, ranges
@@ -147,6 +152,28 @@ def _forward_blocks(queries: int, keys: int, stages: int, *, warps: int) -> dict
     return {"fwd_BLOCK_M": queries, "fwd_BLOCK_N": keys, "fwd_num_stages": stages, "fwd_num_warps": warps}
 
 
+class _CachedKeys(torch.autograd.Function):
+    """Puts keys and values of the path in front of a part's own."""
+
+    @staticmethod
+    def forward(ctx, key: Tensor, value: Tensor, cache: KVCacheView, layer: Hashable, path: int):
+        ctx.cache, ctx.layer, ctx.path = cache, layer, path
+        cache.write(layer, key, value)
+        path_key, path_value = cache.read(layer, key, value, path)
+        return torch.cat([path_key, key]), torch.cat([path_value, value])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_key: Tensor, grad_value: Tensor):
+        cache, layer, path = ctx.cache, ctx.layer, ctx.path
+        wide = torch.promote_types(grad_key.dtype, torch.float32)
+        if path:
+            cache.add_path_gradients(layer, grad_key[:path], grad_value[:path], path)
+        own_key, own_value = grad_key[path:].to(wide, copy=True), grad_value[path:].to(wide, copy=True)
+        cache.collect(layer, own_key, own_value)
+        return own_key.to(grad_key.dtype), own_value.to(grad_value.dtype), None, None, None
+
+
 class FlexTreeAttention:
     """Tree attention for one forest, used by every layer of a run.
 
@@ -176,17 +203,17 @@ class FlexTreeAttention:
 
     def __call__(
         self,
-        query: Float[Tensor, "N H D"],
-        key: Float[Tensor, "N G D"],
-        value: Float[Tensor, "N G V"],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         scale: float,
         layer: int = 0,
         spec: AttentionSpec = PLAIN_ATTENTION,
-        sinks: Float[Tensor, "H"] | None = None,
-    ) -> Float[Tensor, "N H V"]:
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         mask, path = self.mask(spec.visible_range)
         if self.cache is not None:
-            key, value = cached_keys(key, value, self.cache, layer, path)
+            key, value = _CachedKeys.apply(key, value, self.cache, layer, path)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         options = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
         options["kernel_options"] = kernel_options(q.dtype, max(q.shape[3], v.shape[3]))
@@ -201,3 +228,6 @@ class FlexTreeAttention:
             share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[None, :, None])
             out = (out * share.unsqueeze(-1)).to(query.dtype)
         return out.squeeze(0).transpose(0, 1)  # type: ignore[union-attr]
+
+
+BACKENDS["flex"] = lambda forest, cache, device, _size: FlexTreeAttention(forest, device, cache=cache)
