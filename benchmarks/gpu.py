@@ -53,7 +53,8 @@ from treetrain.engine.lm_head import Edges, ScoreRequest, score_edges
 from treetrain.planning.devices import Device
 from treetrain.planning.partition import whole_trees
 from treetrain.planning.plan import Plan
-from treetrain.softmax_attention.attention import AttentionTree, runnable, using
+from treetrain.softmax_attention.attention import ENVIRONMENT as ATTENTION
+from treetrain.softmax_attention.attention import AttentionTree, runnable
 from treetrain.softmax_attention.reference import reference_attention
 from treetrain.softmax_attention.schedule import AttentionSpec, Forest
 from treetrain.tree.build import build_tree
@@ -469,7 +470,7 @@ def step_case(
     options.setdefault("compile_layers", not out.smoke)
     shown = {"model": model_name, "rows": rows_name, "loss": loss_name, "engine": engine_name}
     shown |= {"checkpointed": checkpointed, "compiled": options["compile_layers"]}
-    with out.case(kind, **shown) as row, using(backend):
+    with out.case(kind, **shown) as row, variable(ATTENTION, backend):
         out.need(8.0)
         model, rows = model_of(model_name, out.smoke), batch(rows_name, loss_name, out.smoke)
         loss = tt.losses.grpo() if loss_name == "grpo" else tt.losses.sft()

@@ -18,19 +18,19 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from treetrain.softmax_attention.flex import FlexTreeAttention
 
 import treetrain as tt
 from support.models import make_model
 from support.plans import planned
-from treetrain.device_arrays import on_device
+from treetrain.device_arrays import on_device, to_device
 from treetrain.engine import runtime
 from treetrain.engine.engine import LinearEngine
 from treetrain.linear_attention.scans import Scans
 from treetrain.losses import dpo, gspo, ppo, sft
 from treetrain.softmax_attention.attention import AttentionTree
-from treetrain.softmax_attention.kv_cache import cached_keys
+from treetrain.softmax_attention.kv_cache import CachedAttention, Inputs
 from treetrain.softmax_attention.schedule import Forest
+from treetrain.softmax_attention.tile_lists import keys_of, make_tile_lists
 from treetrain.softmax_attention.varlen import VarlenAttention, pieces_of
 from treetrain.testing.forests import dress, whole_pairs
 from treetrain.tree.build import build_tree
@@ -73,21 +73,22 @@ def noticed() -> Iterator[None]:
         yield
 
 
-class StandIn:
+class StandIn(CachedAttention):
     """In place of tree attention: the right shapes, and all of the cache."""
 
     name = "stand-in"
 
-    def __init__(self, cache: Any):
-        self._cache = cache
-
-    def __call__(self, query, key, value, scale, layer=0, spec=None, sinks=None):
-        if self._cache is not None:
-            key, value = cached_keys(key, value, self._cache, layer, self._cache.path_tokens)
+    def forward(self, given, scale, spec):
+        query, (key, value) = given.query, given.below_path()
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value), scores.logsumexp(-1)
+
+    def backward(self, grad_out, given, out, lse, scale, spec) -> Inputs:
+        sinks = None if given.sinks is None else torch.zeros_like(given.sinks)
+        key, value = (torch.zeros_like(x, dtype=torch.float32) for x in given.below_path())
+        return given.gradients(torch.zeros_like(given.query), key, value, sinks)
 
 
 @contextlib.contextmanager
@@ -214,11 +215,10 @@ def test_tables_of_the_backends_of_a_gpu_make_no_wait(path):
         segment_start=layout.segment_start,
         segment_parent=layout.segment_parent,
     )
-    cache = mock.Mock(path_tokens=path) if path else None
     with noticed():
-        attention = FlexTreeAttention(forest, META, cache=cache)
         for visible_range in (FULL, AttentionRange(window=70), AttentionRange(chunk=90)):
-            assert attention.mask(visible_range)[0].kv_indices.device == META
+            lists = make_tile_lists(keys_of(forest.ends, forest.depth, path, visible_range))
+            assert to_device([*lists.by_query, *lists.by_key], META)[0].device == META
         if not path:
             VarlenAttention(pieces_of(forest), META)
         Scans(layout, np.array([3, 60]), META)

@@ -209,7 +209,7 @@ def wrong_call(**changes):
         ({"window": 0}, "at least 1"),
         ({"softcap": 0.0}, r"softcap=0\.0: give a number above 0"),
         ({"backend": "flash"}, "no tree attention is named 'flash'"),
-        ({"backend": "varlen"}, "'varlen' .*cannot run here: it needs a CUDA device"),
+        ({"backend": "varlen"}, "'varlen' cannot run on 'cpu': it needs a CUDA device"),
     ],
 )
 def test_attention_refuses_what_does_not_fit_and_says_what_would(changes, says):

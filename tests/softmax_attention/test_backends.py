@@ -19,7 +19,6 @@ from treetrain.softmax_attention.attention import (
     AttentionTree,
     choose_backend,
     runnable,
-    using,
     why_not,
 )
 from treetrain.softmax_attention.kv_cache import KVCache
@@ -43,12 +42,8 @@ def with_triton(monkeypatch):
 
 def test_each_device_has_its_own_unless_another_is_named(monkeypatch, with_triton):
     assert (choose_backend(CPU), choose_backend(CUDA)) == ("rectangles", "varlen")
-    monkeypatch.setenv(ENVIRONMENT, "varlen")
-    with using("triton"):
-        assert choose_backend(CUDA) == "triton" and choose_backend(CUDA, "varlen") == "varlen"
-        with using(None):
-            assert choose_backend(CUDA) == "varlen" and choose_backend(CPU) == "rectangles"
-    assert choose_backend(CUDA) == "varlen"
+    monkeypatch.setenv(ENVIRONMENT, "triton")
+    assert choose_backend(CUDA) == "triton" and choose_backend(CUDA, "varlen") == "varlen"
     monkeypatch.setenv(ENVIRONMENT, "auto")
     assert choose_backend(CUDA) == "varlen"
 
@@ -75,7 +70,7 @@ def stand_ins(monkeypatch, with_triton):
     monkeypatch.setattr(attention, "VarlenAttention", varlen)
 
 
-def test_the_choice_belongs_to_the_forest_and_the_layer(stand_ins):
+def test_the_choice_belongs_to_the_forest_and_the_layer(stand_ins, monkeypatch):
     def calls(forest, cache=None, specs=(PLAIN_ATTENTION,), dtype=torch.bfloat16):
         x = types.SimpleNamespace(device=CUDA, shape=(len(forest.ends), 2, 8), dtype=dtype)
         tree = AttentionTree(forest, cache)
@@ -92,13 +87,13 @@ def test_the_choice_belongs_to_the_forest_and_the_layer(stand_ins):
     assert calls(suitable, cache.view_of_rows(np.arange(4), none)) == {"triton": 1}, (
         "gradients of a path stay in float32"
     )
-    with using("triton"):
-        assert calls(suitable) == {"triton": 1}
+    monkeypatch.setenv(ENVIRONMENT, "triton")
+    assert calls(suitable) == {"triton": 1}
 
 
 def test_a_name_that_is_none_is_refused(monkeypatch):
-    with using("flex"), pytest.raises(ValueError, match=r"'flex'.*auto, rectangles, varlen, triton"):
-        choose_backend(CUDA)
+    with pytest.raises(ValueError, match=r"'flex'.*auto, rectangles, varlen, triton"):
+        choose_backend(CUDA, "flex")
     monkeypatch.setenv(ENVIRONMENT, "dense")
     with pytest.raises(ValueError, match=f"'dense'.*{ENVIRONMENT}"):
         choose_backend(CPU)
@@ -107,13 +102,13 @@ def test_a_name_that_is_none_is_refused(monkeypatch):
 def test_a_backend_that_cannot_run_says_why_and_what_can(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for name in ("varlen", "triton"):
-        with using(name), pytest.raises(ValueError, match=r"CUDA device.*those that can: rectangles"):
-            choose_backend(CPU)
+        with pytest.raises(ValueError, match=r"CUDA device.*those that can: rectangles"):
+            choose_backend(CPU, name)
     with pytest.raises(ValueError, match=r"'varlen' .*Triton is not installed; those that can: none"):
         choose_backend(CUDA)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "triton" else None)
-    with using("rectangles"), pytest.raises(ValueError, match=r"the CPU's.*varlen, triton$"):
-        choose_backend(CUDA)
+    with pytest.raises(ValueError, match=r"the CPU's.*varlen, triton$"):
+        choose_backend(CUDA, "rectangles")
     assert runnable(CPU) == ["rectangles"]
 
 

@@ -253,11 +253,6 @@ def test_masks_stay_small_on_deep_combs():
     assert scores <= 2 * len(forest.ends) * (schedule_module.TILE + schedule_module.MAX_BLOCK_PATH / 2)
 
 
-def test_single_tokens_are_not_padded():
-    schedule = make_schedule(star(10, 10_000, 1), call_pairs=8e3)
-    assert [batch.query_index.shape[1] for batch in schedule.batches] == [1]
-
-
 def test_small_regions_side_by_side_share_tiles():
     fork = [-1, 0, 0]
     forest = forest_from_parents(np.array(comb(100, {99: [straight(1500)] + [fork] * 200})))

@@ -106,14 +106,14 @@ def test_long_paths_take_rectangles_and_tiles_and_equal_the_reference(visible_ra
     tensors = inputs(len(forest.ends), heads=2, groups=1)
     for call_pairs in (0.0, 1e9):
         assert max(whole_errors(forest, tensors, AttentionSpec(visible_range), call_pairs)) <= 1e-12
-    schedule = local_schedule(forest, visible_range, call_pairs=0.0).schedule
+    schedule = local_schedule(forest, visible_range, call_pairs=0.0)[0]
     assert schedule.batches and bool(schedule.rectangles) == rectangles
 
 
 def test_a_window_costs_tokens_times_window_whatever_the_length_of_the_paths():
     length, window = 20_000, 256
     forest = attention_forest([list(range(37)) * (length // 37)])
-    schedule = local_schedule(forest, AttentionRange(window=window)).schedule
+    schedule = local_schedule(forest, AttentionRange(window=window))[0]
     masks = sum(batch.mask.size for batch in schedule.batches)
     pairs = masks + sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in schedule.rectangles)
     assert pairs <= 1.6 * length * window

@@ -109,12 +109,6 @@ def test_tiles_of_the_size_that_kernels_use(trunk, path):
         check(attention_forest(rows), path, visible_range, 128)
 
 
-def test_a_forest_of_nothing_visits_nothing():
-    visits = make_tile_lists(keys_of(np.zeros(0, np.int64), np.zeros(0, np.int64), 5), 4)
-    assert len(visits.by_query.tiles) == 0 and len(visits.by_query.order) == 0
-    assert visits.by_key.bounds.tolist() == [[0, 0, 0]] * 2, "the path's gradients are written, as zeros"
-
-
 def test_lists_grow_with_what_is_visible_and_not_with_the_square_of_the_tokens():
     leaves = star(4000, 128)  # half a million tokens, every one of which sees 129 at most
     visits = make_tile_lists(keys_of(leaves.ends, leaves.positions))
@@ -138,11 +132,6 @@ def test_a_long_path_out_of_sight_is_no_key():
     assert keys_of(forest.ends, forest.depth + 1000, 1000, AttentionRange(window=10)).path == 9
     assert keys_of(forest.ends, forest.depth + 1000, 1000, AttentionRange(window=2000)).path == 1000
     assert keys_of(forest.ends, forest.depth + 1000, 1000).path == 1000
-
-
-def test_more_keys_than_can_be_numbered_are_refused():
-    with pytest.raises(ValueError, match="2147483648 keys in one part"):
-        keys_of(np.array([1]), np.array([0]), 2**31 - 1)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -147,7 +147,7 @@ def _tile_of(layout: PackedLayout, tile: int) -> Int64s:
     """int64 [N]: the tile of every token. Tiles are numbered in the order of their first tokens.
 
     Tiles are cut from the leaves up, so that all but the topmost are nearly full. A subtree of at most `tile` tokens is
-    never cut. Siblings are packed into few tiles; the emptiest of these also takes tokens above the siblings.
+    never cut. Siblings are packed into few tiles; the last of these also takes tokens above the siblings.
     """
     above, starts = layout.segment_parent, layout.segment_start[:-1]
     length, size = np.diff(layout.segment_start), layout.ends[starts] - starts
@@ -184,21 +184,14 @@ def _tile_of(layout: PackedLayout, tile: int) -> Int64s:
 
 
 def _packed(pieces: list[tuple[int, list[int]]], tile: int, tiles: list[list[int]]) -> tuple[int, list[int]]:
-    """Pack siblings into few tiles, the largest with as many of the smallest as fit; append all but the emptiest to
-    `tiles`, and return that one."""
-    pieces.sort(key=lambda piece: piece[0])
-    found, small = [], 0
-    while small < len(pieces):
-        tokens, runs = pieces.pop()
-        while small < len(pieces) and tokens + pieces[small][0] <= tile:
-            tokens, runs = tokens + pieces[small][0], runs + pieces[small][1]
-            small += 1
-        found.append((tokens, runs))
-    if not found:
-        return 0, []
-    emptiest = found.pop(min(range(len(found)), key=lambda number: found[number][0]))
-    tiles += [runs for _, runs in found]
-    return emptiest
+    """Pack siblings into tiles, the largest first; append all but the last tile to `tiles`, and return the last."""
+    tokens, runs = 0, []
+    for more, starts in sorted(pieces, key=lambda piece: -piece[0]):
+        if tokens + more > tile:
+            tiles.append(runs)
+            tokens, runs = 0, []
+        tokens, runs = tokens + more, runs + starts
+    return tokens, runs
 
 
 def levels_of(parent: Int64[np.ndarray, " P"]) -> Int64[np.ndarray, " P"]:

@@ -55,7 +55,7 @@ class LogitMap:
             raise UnsupportedModel(f"the logits are soft-capped twice ({caps}): in which order is not known here.")
         return cls(factor=math.prod(factors), divisor=math.prod(divisors), cap=caps[0] if caps else None)
 
-    def __call__(self, logits: Tensor) -> Tensor:
+    def __call__(self, logits: Float[Tensor, "*rows"]) -> Float[Tensor, "*rows"]:
         """Apply the map, differentiably, in the order of operations that models use."""
         if self.factor != 1.0:
             logits = logits * self.factor
@@ -63,7 +63,7 @@ class LogitMap:
             logits = logits / self.divisor
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
-    def apply_(self, logits: Tensor, *, want_slope: bool) -> Tensor | None:
+    def apply_(self, logits: Float[Tensor, "*rows"], *, want_slope: bool) -> Float[Tensor, "*rows"] | None:
         """Apply the map in place. With a cap and `want_slope`, returns the derivative by the given logits."""
         if self.factor != 1.0:
             logits.mul_(self.factor)
@@ -76,7 +76,7 @@ class LogitMap:
         logits.mul_(self.cap)
         return slope
 
-    def pull_back_(self, grad: Tensor, slope: Tensor | None) -> Tensor:
+    def pull_back_(self, grad: Float[Tensor, "*rows"], slope: Float[Tensor, "*rows"] | None) -> Float[Tensor, "*rows"]:
         """Turn the gradient of the mapped logits into that of the given logits, in place."""
         if slope is not None:
             return grad.mul_(slope)

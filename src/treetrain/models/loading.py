@@ -298,19 +298,10 @@ class FamilyTable:
     @classmethod
     def packaged(cls) -> Self:
         """The table that this release of the library was tested with."""
-        return cls.from_json(resources.files("treetrain.models").joinpath(FILE).read_text(encoding="utf-8"))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Parse the text of the file."""
-        data = json.loads(text)
+        data = json.loads(resources.files("treetrain.models").joinpath(FILE).read_text(encoding="utf-8"))
         found = [ClassFound(**{**entry, "layers": tuple(entry["layers"])}) for entry in data["classes"]]
         return cls(transformers=data["transformers"], classes=tuple(found))
 
     def find(self, model_type: str) -> ClassFound | None:
         """The class of a `model_type`; None if the table does not have it."""
         return next((found for found in self.classes if found.model_type == model_type), None)
-
-    def of(self, verdict: str) -> tuple[ClassFound, ...]:
-        """The classes with one verdict."""
-        return tuple(found for found in self.classes if found.verdict == verdict)

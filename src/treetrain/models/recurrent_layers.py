@@ -72,8 +72,14 @@ def _short_convolution(layer: Any, hidden: Hidden, paths: Paths) -> Hidden:
     return layer.out_proj(after * (out if ranks is None else ranks.to_tokens(out)))
 
 
-def _gated_delta(layer: Any, mixed: Tensor, beta: Tensor, step: Tensor, paths: Paths) -> Tensor:
-    """The convolution and the rule: mixed [1, N, 2 J K + H V], beta, step [1, N, H] -> [N, H, V], dtype of `mixed`."""
+def _gated_delta(
+    layer: Any,
+    mixed: Float[Tensor, "1 N 2*J*K+H*V"],
+    beta: Float[Tensor, "1 N H"],
+    step: Float[Tensor, "1 N H"],
+    paths: Paths,
+) -> Float[Tensor, "N H V"]:
+    """The convolution and the rule, in the dtype of `mixed`."""
     name, dtype = layer.layer_idx, mixed.dtype
     wide = torch.promote_types(dtype, torch.float32)
     mixed, beta, step = mixed[0], beta[0], step[0]
@@ -293,12 +299,12 @@ def _tree_forward(
     layer: Any,
     kind: Kind,
     current_run: Callable[[], TreeRun | None],
-    hidden_states: Tensor,
+    hidden_states: Hidden,
     cache_params: Any = None,
     attention_mask: Tensor | None = None,
     treetrain_run: TreeRun | None = None,
     **kwargs: Any,
-) -> Tensor:
+) -> Hidden:
     """The forward of a recurrent layer in tree mode."""
     name, run = type(layer).__name__, treetrain_run or current_run()
     if run is None or run.paths is None:

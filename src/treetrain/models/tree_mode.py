@@ -131,20 +131,20 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 @torch.compiler.disable  # its arguments are new objects for every part
 def _tree_attention(
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Float[Tensor, "1 H N D"],
+    key: Float[Tensor, "1 G N D"],
+    value: Float[Tensor, "1 G N V"],
     attention_mask: "RangeMask | EmptyMask | Tensor | None",
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
+    s_aux: Float[Tensor, " H"] | None = None,
     is_causal: bool | None = None,
     treetrain_run: TreeRun | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The attention interface's function. query [1, H, N, D], key and value [1, G, N, D] -> [1, N, H, D]."""
+) -> tuple[Float[Tensor, "1 N H V"], None]:
+    """The attention interface's function."""
     name, run = type(module).__name__, treetrain_run
     if run is None:
         raise UnsupportedModel(

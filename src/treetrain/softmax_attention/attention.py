@@ -1,8 +1,8 @@
 """`tt.attention`: softmax attention of packed tokens along the paths of their tree, and the choice of its backend.
 
 On a CPU the backend is rectangles. On a GPU each forest has its own: varlen flash attention where the forest is chains
-and large rectangles, and the Triton kernels elsewhere. The environment variable ``TREETRAIN_ATTENTION`` or the context
-manager `using` names another. All backends compute the same; they differ in speed.
+and large rectangles, and the Triton kernels elsewhere. The environment variable ``TREETRAIN_ATTENTION`` names another.
+All backends compute the same; they differ in speed.
 
 Shape letters: N tokens, H query heads, G key/value heads, D size of query and key heads, V size of value heads.
 """
@@ -10,9 +10,7 @@ Shape letters: N tokens, H query heads, G key/value heads, D size of query and k
 import importlib.util
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,6 @@ from treetrain.tree.layout import FULL, AttentionRange
 
 ENVIRONMENT = "TREETRAIN_ATTENTION"
 DEFAULTS = {"cpu": "rectangles", "cuda": "varlen"}
-_named: ContextVar[str | None] = ContextVar("treetrain_attention", default=None)
 
 
 def _rectangles(
@@ -61,18 +58,8 @@ BACKENDS: dict[str, Callable[[Forest, KVCacheView | None, torch.device, int], Ca
 makes None of forests that it is slow for; the Triton kernels take these."""
 
 
-@contextmanager
-def using(name: str | None) -> Iterator[None]:
-    """Use this backend within the block, whatever the environment says; None uses the device's default."""
-    token = _named.set(name or "auto")
-    try:
-        yield
-    finally:
-        _named.reset(token)
-
-
 def choose_backend(device: torch.device, name: str | None = None) -> str:
-    """The name of the backend for a device: the given one, or what `using`, the environment or the default says.
+    """The name of the backend for a device: the given one, or what the environment or the default says.
 
     Raises:
         NotImplementedError: a device that no backend covers.
@@ -80,13 +67,12 @@ def choose_backend(device: torch.device, name: str | None = None) -> str:
     """
     if device.type not in DEFAULTS:
         raise NotImplementedError(f"no tree attention for device {device.type!r}; use 'cpu' or 'cuda'")
-    name = name or _named.get() or os.environ.get(ENVIRONMENT) or "auto"
+    name = name or os.environ.get(ENVIRONMENT) or "auto"
     if name == "auto":
         name = DEFAULTS[device.type]
     if name not in BACKENDS:
         raise ValueError(
-            f"no tree attention is named {name!r} (by {ENVIRONMENT} or the program); there are auto, "
-            f"{', '.join(BACKENDS)}"
+            f"no tree attention is named {name!r} (see {ENVIRONMENT}); there are auto, {', '.join(BACKENDS)}"
         )
     if (hindrance := why_not(name, device)) is not None:
         raise ValueError(

@@ -486,16 +486,9 @@ MOST_GATHERED = 1024
 """A stretch of more keys than this that the whole tile sees is always a rectangle."""
 
 
-class LocalSchedule(NamedTuple):
-    """Calls over the last `tail` keys of the path above, followed by the forest's own keys."""
-
-    schedule: Schedule
-    tail: int
-
-
 def local_schedule(
     forest: Forest, visible_range: AttentionRange, *, path_tokens: int = 0, call_pairs: float = 8192.0
-) -> LocalSchedule:
+) -> tuple[Schedule, int]:
     """Choose the calls of layers with a window or chunks.
 
     Queries are cut into tiles of consecutive tokens in pre-order. A tile's keys are its own tokens and the path of its
@@ -507,6 +500,9 @@ def local_schedule(
         forest: its roots are at depth `path_tokens`.
         path_tokens: number of tokens above the forest; all are ancestors of every token of it.
         call_pairs: cost of one more call, in query-key pairs.
+
+    Returns:
+        The calls over the last `tail` keys of the path above, followed by the forest's own keys; and `tail`.
     """
     lowest = visible_range.lowest(forest.depth)
     tail = max(0, path_tokens - int(lowest.min()))
@@ -524,7 +520,7 @@ def local_schedule(
     # Tiles share a call if their number of queries rounds up to the same power of two.
     batches = tile_batches(whole, tiles, lambda queries: 1 << (queries - 1).bit_length(), lowest=lowest, tail=tail)
     schedule.batches.extend(batches)
-    return LocalSchedule(schedule, tail)
+    return schedule, tail
 
 
 def _below_tail(forest: Forest, tail: int) -> Forest:

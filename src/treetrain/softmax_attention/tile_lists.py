@@ -75,10 +75,7 @@ def keys_of(
 
 
 def _ends_below(path: int, ends: np.ndarray) -> np.ndarray:
-    total = path + len(ends)
-    if total > np.iinfo(np.int32).max:
-        raise ValueError(f"{total} keys in one part, of which at most {np.iinfo(np.int32).max} can be numbered")
-    return np.concatenate([np.full(path, total), ends + path]).astype(np.int32)
+    return np.concatenate([np.full(path, path + len(ends)), ends + path]).astype(np.int32)
 
 
 def make_tile_lists(keys: Keys, tile: int = TILE) -> TileLists:
@@ -89,10 +86,6 @@ def make_tile_lists(keys: Keys, tile: int = TILE) -> TileLists:
     """
     path, total = keys.path, len(keys.ends)
     count = total - path
-    if count == 0:
-        nothing = Lists(np.zeros((0, 3), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32))
-        none = np.zeros((-(-total // tile), 3), np.int32)
-        return TileLists(nothing, Lists(none, nothing.tiles, np.arange(len(none), dtype=np.int32)))
     starts = np.arange(0, total, tile)
     stops = np.minimum(starts + tile, total)
     furthest, nearest = (f.reduceat(keys.ends, starts).astype(np.int64) for f in (np.maximum, np.minimum))

@@ -9,7 +9,7 @@ D size of query and key heads, V size of value heads.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from treetrain.device_arrays import launch, tf32_is_allowed, to_device
 from treetrain.softmax_attention.kv_cache import CachedAttention, Inputs, KVCacheView
 from treetrain.softmax_attention.schedule import AttentionSpec, Forest
-from treetrain.softmax_attention.tile_lists import TILE, Lists, TileLists, keys_of, make_tile_lists
+from treetrain.softmax_attention.tile_lists import TILE, keys_of, make_tile_lists
 from treetrain.softmax_attention.triton_kernels import (
     delta_kernel,
     forward_kernel,
@@ -98,11 +98,6 @@ class _Tables(NamedTuple):
     local: bool
 
 
-def _padded(lists: Lists) -> Lists:
-    """The lists with one more entry, which the kernels read but do not use."""
-    return lists._replace(tiles=np.append(lists.tiles, np.int32(0)))
-
-
 class TritonTreeAttention(CachedAttention):
     """Tree attention for one forest, used by every layer of a run.
 
@@ -124,26 +119,34 @@ class TritonTreeAttention(CachedAttention):
         return self.tables(spec.visible_range).path
 
     def forward(self, given: Inputs, scale: float, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-        query, size = given.query, max(given.query.shape[2], given.value.shape[2])
-        if query.dtype not in DTYPES or size > LARGEST_HEAD:
+        """The output and its log-sum-exp to base 2, float32 [H, N]."""
+        query, sinks = given.query.contiguous(), given.sinks
+        key, value = (x.contiguous() for x in given.below_path())
+        count, heads, size = query.shape
+        largest = max(size, value.shape[2])
+        if query.dtype not in DTYPES or largest > LARGEST_HEAD:
             raise ValueError(
                 f"the Triton kernels take bfloat16, float16 and float32 and heads of up to {LARGEST_HEAD}, got "
-                f"{query.dtype} and heads of {size}; run on a CPU, or in one of these dtypes"
+                f"{query.dtype} and heads of {largest}; run on a CPU, or in one of these dtypes"
             )
-        tables = self.tables(spec.visible_range)
-        key, value = (x.contiguous() for x in given.below_path())
-        return _forward(query.contiguous(), key, value, given.sinks, tables, self.tile, scale, spec.softcap)
+        out = query.new_empty((count, heads, value.shape[2]))
+        lse = query.new_empty((heads, count), dtype=torch.float32)
+        sink = lse if sinks is None else sinks.contiguous()  # not read without sinks
+        tensors, results = (query, key, value, sink), (out, lse)
+        self._launch(forward_kernel, "forward", tensors, results, scale, spec, SINKS=sinks is not None)
+        return out, lse
 
     def backward(
         self, grad_out: Tensor, given: Inputs, out: Tensor, lse: Tensor, scale: float, spec: AttentionSpec
     ) -> Inputs:
-        tables, grad_out = self.tables(spec.visible_range), grad_out.contiguous()
+        grad_out, query = grad_out.contiguous(), given.query.contiguous()
         delta = _delta(out, grad_out)
         key, value = (x.contiguous() for x in given.below_path())
-        tensors = given.query.contiguous(), key, value, grad_out, lse, delta
-        grad_query = _query_gradient(tensors, tables, self.tile, scale, spec.softcap)
+        tensors, grad_query = (query, key, value, grad_out, lse, delta), torch.empty_like(query)
+        self._launch(query_gradient_kernel, "query_gradient", tensors, (grad_query,), scale, spec)
         # In float32; rounded only after the last addition.
-        grad_keys = _key_gradient(tensors, tables, self.tile, scale, spec.softcap)
+        grad_keys = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (key, value)]
+        self._launch(key_gradient_kernel, "key_gradient", tensors, tuple(grad_keys), scale, spec)
         sinks = None
         if given.sinks is not None:
             # A sink takes a share of every query's softmax and has no value.
@@ -151,40 +154,55 @@ class TritonTreeAttention(CachedAttention):
             sinks = -(share * delta).sum(1)
         return given.gradients(grad_query, *grad_keys, sinks)
 
+    def _launch(
+        self,
+        kernel: Any,
+        name: str,
+        tensors: tuple[Tensor, ...],
+        results: tuple[Tensor, ...],
+        scale: float,
+        spec: AttentionSpec,
+        **options: bool,
+    ) -> None:
+        """Launch a kernel of `Shapes`, whose first tensors are query, key and value, over the blocks that it owns."""
+        query, key, value = tensors[:3]
+        (count, heads, size), (groups, value_size) = query.shape, value.shape[1:]
+        tables, tile, by_key = self.tables(spec.visible_range), self.tile, name == "key_gradient"
+        shape: Shape = getattr(shapes_for(max(size, value_size), query.dtype), name)
+        blocks = {"BLOCK_M": min(shape.queries, tile), "BLOCK_N": min(shape.keys, tile)}
+        lists = tables.by_key if by_key else tables.by_query
+        grid = len(lists.order) * (tile // blocks["BLOCK_N" if by_key else "BLOCK_M"]), groups if by_key else heads
+        if not len(lists.order):
+            return
+        launch(
+            kernel, grid, query,
+            *tensors, *results, tables.ends, tables.depth, tables.lowest, *lists,
+            count, len(key), tables.path, scale, 1.0 if spec.softcap is None else spec.softcap,
+            HEADS=heads, GROUPS=groups, SIZE=size, VALUE_SIZE=value_size, BLOCK_D=_power(size),
+            BLOCK_V=_power(value_size), TILE=tile, CAPPED=spec.softcap is not None, LOCAL=tables.local,
+            PRECISION=_precision(query), num_warps=shape.warps, num_stages=shape.stages, **blocks, **options,
+        )  # fmt: skip
+
     def tables(self, visible_range: AttentionRange) -> _Tables:
         """The tables of layers with this visible range; made at first use."""
         if visible_range not in self._tables:
-            self._tables[visible_range] = self._made(visible_range)
+            path = 0 if self.cache is None else self.cache.path_tokens
+            keys = keys_of(self._forest.ends, self._forest.depth, path, visible_range)
+            pairs = make_tile_lists(keys, self.tile)
+            arrays = [keys.ends]
+            for lists in pairs:  # each list has one more entry, which the kernels read but do not use
+                arrays += [lists.order, lists.bounds, np.append(lists.tiles, np.int32(0))]
+            local = keys.depth is not None and keys.lowest is not None
+            ends, *rest = to_device(arrays + ([keys.depth, keys.lowest] if local else []), self._device)  # type: ignore[list-item]
+            depth, lowest = rest[6:] if local else (ends, ends)
+            by_query, by_key = _Lists(*rest[:3]), _Lists(*rest[3:6])
+            self._tables[visible_range] = _Tables(ends, depth, lowest, by_query, by_key, keys.path, local)
         return self._tables[visible_range]
 
-    def _made(self, visible_range: AttentionRange) -> _Tables:
-        path = 0 if self.cache is None else self.cache.path_tokens
-        keys = keys_of(self._forest.ends, self._forest.depth, path, visible_range)
-        visits: TileLists = make_tile_lists(keys, self.tile)
-        local = keys.depth is not None and keys.lowest is not None
-        arrays = [keys.ends, *_padded(visits.by_query), *_padded(visits.by_key)]
-        ends, *rest = to_device(arrays + ([keys.depth, keys.lowest] if local else []), self._device)  # type: ignore[list-item]
-        (bounds, tiles, order), (key_bounds, key_tiles, key_order) = rest[:3], rest[3:6]
-        depth, lowest = rest[6:] if local else (ends, ends)
-        by_query, by_key = _Lists(order, bounds, tiles), _Lists(key_order, key_bounds, key_tiles)
-        return _Tables(ends, depth, lowest, by_query, by_key, keys.path, local)
 
-
-def _sizes(query: Tensor, key: Tensor, value: Tensor, tables: _Tables, tile: int, softcap: float | None):
-    """Arguments that all kernels take by name."""
-    size, value_size = query.shape[2], value.shape[2]
-    return {
-        "HEADS": query.shape[1],
-        "GROUPS": key.shape[1],
-        "SIZE": size,
-        "VALUE_SIZE": value_size,
-        "BLOCK_D": max(16, 1 << (size - 1).bit_length()),
-        "BLOCK_V": max(16, 1 << (value_size - 1).bit_length()),
-        "TILE": tile,
-        "CAPPED": softcap is not None,
-        "LOCAL": tables.local,
-        "PRECISION": _precision(query),
-    }
+def _power(size: int) -> int:
+    """The size to which a kernel pads heads."""
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def _precision(query: Tensor) -> str:
@@ -194,71 +212,11 @@ def _precision(query: Tensor) -> str:
     return "tf32" if query.dtype != torch.float32 or tf32_is_allowed() else "ieee"
 
 
-def _cut(shape: Shape, tile: int) -> dict[str, int]:
-    """A kernel's block sizes within a tile."""
-    blocks = {"BLOCK_M": min(shape.queries, tile), "BLOCK_N": min(shape.keys, tile)}
-    return blocks | {"num_warps": shape.warps, "num_stages": shape.stages}
-
-
-def _shapes(query: Tensor, value: Tensor):
-    return shapes_for(max(query.shape[2], value.shape[2]), query.dtype)
-
-
-def _forward(query, key, value, sinks, tables: _Tables, tile: int, scale: float, softcap: float | None):
-    """Output [N, H, V] and log-sum-exp to base 2, float32 [H, N]."""
-    count, heads = query.shape[:2]
-    out = query.new_empty((count, heads, value.shape[2]))
-    lse = query.new_empty((heads, count), dtype=torch.float32)
-    cut, lists = _cut(_shapes(query, value).forward, tile), tables.by_query
-    grid = (len(lists.order) * (tile // cut["BLOCK_M"]), heads)
-    if count:
-        sink = lse if sinks is None else sinks.contiguous()
-        launch(
-            forward_kernel, grid, query,
-            query, key, value, sink, out, lse, tables.ends, tables.depth, tables.lowest, *lists,
-            count, len(key), tables.path, scale, 1.0 if softcap is None else softcap,
-            SINKS=sinks is not None, **_sizes(query, key, value, tables, tile, softcap), **cut,
-        )  # fmt: skip
-    return out, lse
-
-
 def _delta(out: Float[Tensor, "N H V"], grad_out: Float[Tensor, "N H V"]) -> Float32[Tensor, "H N"]:
     """Output times its gradient, summed over the head dimension."""
     count, heads, size = out.shape
     delta = out.new_empty((heads, count), dtype=torch.float32)
-    block = max(16, 1 << (size - 1).bit_length())
     if count:
-        sizes = {"HEADS": heads, "VALUE_SIZE": size, "BLOCK_V": block, "BLOCK_M": 64}
+        sizes = {"HEADS": heads, "VALUE_SIZE": size, "BLOCK_V": _power(size), "BLOCK_M": 64}
         launch(delta_kernel, (-(-count // 64), heads), out, out, grad_out, delta, count, **sizes)
     return delta
-
-
-def _query_gradient(given: tuple[Tensor, ...], tables: _Tables, tile: int, scale: float, softcap: float | None):
-    query, key, value, grad_out, lse, delta = given
-    grad_query = torch.empty_like(query)
-    cut, lists = _cut(_shapes(query, value).query_gradient, tile), tables.by_query
-    grid = (len(lists.order) * (tile // cut["BLOCK_M"]), query.shape[1])
-    if len(query):
-        launch(
-            query_gradient_kernel, grid, query,
-            query, key, value, grad_out, lse, delta, grad_query, tables.ends, tables.depth, tables.lowest, *lists,
-            len(query), len(key), tables.path, scale, 1.0 if softcap is None else softcap,
-            **_sizes(query, key, value, tables, tile, softcap), **cut,
-        )  # fmt: skip
-    return grad_query
-
-
-def _key_gradient(given: tuple[Tensor, ...], tables: _Tables, tile: int, scale: float, softcap: float | None):
-    query, key, value, grad_out, lse, delta = given
-    grad_key, grad_value = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (key, value))
-    cut, lists = _cut(_shapes(query, value).key_gradient, tile), tables.by_key
-    grid = (len(lists.order) * (tile // cut["BLOCK_N"]), key.shape[1])
-    if len(key):
-        launch(
-            key_gradient_kernel, grid, query,
-            query, key, value, grad_out, lse, delta, grad_key, grad_value,
-            tables.ends, tables.depth, tables.lowest, *lists,
-            len(query), len(key), tables.path, scale, 1.0 if softcap is None else softcap,
-            **_sizes(query, key, value, tables, tile, softcap), **cut,
-        )  # fmt: skip
-    return grad_key, grad_value
