@@ -5,7 +5,7 @@ import torch
 
 import treetrain as tt
 from support.models import make_model
-from support.node_trees import ADVANTAGES, random_node_tree
+from support.node_trees import ADVANTAGES, random_nodes
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64
 
@@ -27,7 +27,7 @@ def gradient(model, batch, loss, budget) -> tuple[tt.StepResult, torch.Tensor]:
 def test_gradients_of_a_tree_of_nodes_are_those_of_its_rows(name, budget):
     model, loss, checked = make_model("qwen3", dtype=torch.float64), LOSSES[name], 0
     for seed in range(6):
-        tree = random_node_tree(seed, ADVANTAGES[seed % 3])
+        tree = tt.TokenTree.from_nodes(*random_nodes(seed, ADVANTAGES[seed % 3]))
         rows = list(tree.trajectories)
         if not any(row.weights.any() for row in rows):
             continue

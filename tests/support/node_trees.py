@@ -4,7 +4,7 @@ from typing import Literal
 
 import numpy as np
 
-from treetrain.tree import Node, NodeTrajectory, TokenTree
+from treetrain.tree import Node, NodeTrajectory
 
 Advantages = Literal["of nodes", "of rows", "of some rows", "none"]
 ADVANTAGES: tuple[Advantages, ...] = ("of nodes", "of rows", "of some rows", "none")
@@ -28,11 +28,6 @@ def random_nodes(seed: int, advantages: Advantages) -> tuple[list[Node], list[No
     ends = [i for i in range(count) if i not in inner]
     ends += rng.integers(0, count, size=int(rng.integers(0, 5))).tolist()
     return nodes, [NodeTrajectory(node=int(end), advantages=_own(rng, advantages)) for end in rng.permutation(ends)]
-
-
-def random_node_tree(seed: int, advantages: Advantages) -> TokenTree:
-    """The tree of `random_nodes`."""
-    return TokenTree.from_nodes(*random_nodes(seed, advantages))
 
 
 def _node(rng: np.random.Generator, parent: int | None, advantages: Advantages) -> Node:
