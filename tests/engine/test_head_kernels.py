@@ -17,7 +17,7 @@ import treetrain as tt
 from support.models import make_model
 from support.triton_here import GPU, triton_or_skip
 from treetrain.engine.costs import cost_of
-from treetrain.engine.lm_head import EdgesOfChunk, Entropies, PlainChunk, Scaling, TritonChunk, chunk_type
+from treetrain.engine.lm_head import EdgesOfChunk, PlainChunk, Scaling, Slopes, TritonChunk, chunk_type
 from treetrain.models.capability import LogitMap
 from treetrain.testing.linear import gradients, relative_error
 
@@ -41,13 +41,13 @@ def chunk_of(kind: type[PlainChunk], dtype: torch.dtype, scaling: Scaling, vocab
     wide = torch.promote_types(dtype, torch.float32)
     by_edge, by_entropy = (torch.randn(n, generator=generator).to(DEVICE, wide) for n in (len(edges.row), 5))
     by_row = torch.zeros(5, device=DEVICE, dtype=wide).index_add_(0, edges.row, by_edge)
-    first = kind(rows, weight, None, scaling, entropy=entropy, backward=False)
+    first = kind(nn.functional.linear(rows, weight), scaling, entropy=entropy, backward=False)
     lse = first.log_sum_exp()
     at = first.at(edges)
     entropies = first.entropies(lse) if entropy else None
-    second = kind(rows, weight, None, scaling, entropy=entropy, backward=True)
-    spread = None if entropies is None else Entropies(entropies, by_entropy)
-    grad = second.gradient(lse, edges, by_edge, by_row, spread)
+    second = kind(nn.functional.linear(rows, weight), scaling, entropy=entropy, backward=True)
+    of_entropies = () if entropies is None else (entropies, by_entropy)
+    grad = second.gradient(lse, edges, Slopes(by_edge, by_row, *of_entropies))
     # The truth, of the logits as their dtype has them.
     raw = nn.functional.linear(rows, weight).double().requires_grad_()
     z = scaling.logit_map(raw) / scaling.temperature
@@ -112,7 +112,7 @@ def test_a_logit_that_is_minus_infinity_has_no_share_and_no_gradient():
     torch.testing.assert_close(entropies.double(), -(p * p.log()).sum(-1), rtol=1e-6, atol=0)
     edges = EdgesOfChunk(*torch.tensor([[0], [1]], device=DEVICE))
     ones = torch.ones(1, device=DEVICE)
-    to_gradient_(logits, 2.0, lse, edges, ones, ones, Entropies(entropies, ones))
+    to_gradient_(logits, 2.0, lse, edges, ones, ones, entropies, ones)
     by_entropy = -p * (p.log() + entropies.double())
     truth = 2 * (torch.tensor([[1.0, 0.0]], device=DEVICE) - p + by_entropy)
     torch.testing.assert_close(logits[:, 1:3].double(), truth, rtol=1e-5, atol=1e-7)

@@ -32,7 +32,7 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 
 from treetrain.engine.distributed import sharded_modules, waiting_gradients
-from treetrain.engine.lm_head import GradientBuffers, ScoreRequest, Scores, deliver, gradient_buffers
+from treetrain.engine.lm_head import GradientBuffers, ScoreRequest, Scores, gradient_buffers
 from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import Routing, switched
@@ -187,7 +187,7 @@ def hooks_once(*modules: nn.Module) -> Iterator[None]:
         yield
     for p, total in zip(hooked, totals):
         if total is not None:
-            deliver(p, total)
+            p.backward(total)  # as if a backward had just computed it: hooks run, and it is added to .grad
 
 
 def gradients_of(parameters: Sequence[nn.Parameter], run: Callable[[], None]) -> tuple[Tensor | None, ...]:

@@ -71,6 +71,12 @@ class Statistics(NamedTuple):
         two = [torch.zeros(rows, dtype=dtype, device=device) for _ in range(2)]
         return cls(torch.zeros(edges, dtype=torch.bool, device=device), *two)
 
+    def write(self, edges: Tensor | slice, rows: Tensor | slice, part: "Statistics") -> None:
+        """Put statistics of some edges and rows in their places."""
+        self.is_top1[edges] = part.is_top1
+        self.mean_logits[rows] = part.mean_logits
+        self.log_sum_sq_probs[rows] = part.log_sum_sq_probs
+
 
 @dataclass(frozen=True, slots=True)
 class Scores:
@@ -139,92 +145,59 @@ class VocabularyShard:
 # ---- the gradients of embedding and head
 
 # Autograd would make a new [vocabulary, hidden] gradient of each in every part and add it to ``.grad``: as much traffic
-# per part as all layers together. Here every part adds to one buffer per matrix (one for both where they are tied).
-# Autograd gets the sum once, at the end, so that hooks on the parameters see one gradient.
-
-
-class _Deliver(torch.autograd.Function):
-    """Gives a parameter a gradient as if a backward had just computed it."""
-
-    @staticmethod
-    def forward(ctx, parameter: Tensor, gradient: Tensor):
-        ctx.gradient = gradient
-        return parameter.new_zeros(())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, _):
-        gradient, ctx.gradient = ctx.gradient, None
-        return gradient, None
-
-
-def deliver(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Hand a gradient to autograd: the parameter's hooks run, and it is added to ``.grad``."""
-    _Deliver.apply(parameter, gradient).backward()  # type: ignore[union-attr]
-
-
-class GradientBuffer:
-    """The gradient of one matrix, added up over parts."""
-
-    def __init__(self, weight: nn.Parameter):
-        self._weight = weight
-        self._total: Tensor | None = None
-
-    @property
-    def total(self) -> Tensor:
-        """[V, D] in float32 or wider, zero at first; add to it."""
-        if self._total is None:
-            self._total = torch.zeros_like(self._weight, dtype=torch.promote_types(self._weight.dtype, torch.float32))
-        return self._total
-
-    def deliver(self) -> None:
-        """Hand the sum to autograd, as one gradient of the parameter."""
-        if self._total is not None:
-            deliver(self._weight, self._total.to(self._weight.dtype))
-            self._total = None
+# per part as all layers together. Here every part adds to one buffer per matrix (one for both where they are tied),
+# which is added to ``.grad`` at the end. No hook of the parameters sees that; the executor runs them on the result.
 
 
 class GradientBuffers:
-    """The buffers of embedding and head."""
+    """The gradients of embedding and head, summed over parts."""
 
     def __init__(self) -> None:
-        self._by_weight: dict[int, GradientBuffer] = {}
+        self._totals: dict[nn.Parameter, Tensor] = {}
 
-    def of(self, weight: Tensor) -> GradientBuffer | None:
-        """The buffer of a matrix; None where autograd must see every gradient."""
-        if not (type(weight) is nn.Parameter and weight.requires_grad):
-            return None
-        return self._by_weight.setdefault(id(weight), GradientBuffer(weight))
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether a matrix may have a buffer; otherwise autograd must see every gradient."""
+        return type(weight) is nn.Parameter and weight.requires_grad
 
+    def total(self, weight: nn.Parameter) -> Float[Tensor, "V D"]:
+        """The sum for a matrix in float32 or wider, zero at first; add to it."""
+        if weight not in self._totals:
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            self._totals[weight] = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
+        return self._totals[weight]
+
+    @torch.no_grad()
     def deliver(self) -> None:
-        """Hand all sums to autograd."""
-        for buffer in self._by_weight.values():
-            buffer.deliver()
+        """Add all sums to ``.grad``."""
+        while self._totals:
+            weight, total = self._totals.popitem()
+            total = total.to(weight.dtype)
+            weight.grad = total if weight.grad is None else weight.grad.add_(total)
 
 
 class _Embed(torch.autograd.Function):
     """A plain embedding whose gradient goes into a buffer."""
 
     @staticmethod
-    def forward(ctx, weight: Tensor, ids: Tensor, padding_idx: int | None, buffer: GradientBuffer):
-        ctx.save_for_backward(ids)
-        ctx.padding_idx, ctx.buffer = padding_idx, buffer
+    def forward(ctx, weight: nn.Parameter, ids: Tensor, padding_idx: int | None, buffers: GradientBuffers):
+        ctx.weight, ctx.ids, ctx.padding_idx, ctx.buffers = weight, ids, padding_idx, buffers
         return nn.functional.embedding(ids, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        (ids,) = ctx.saved_tensors
-        flat, rows = ids.flatten(), grad.flatten(0, -2).to(ctx.buffer.total.dtype)
+        total = ctx.buffers.total(ctx.weight)
+        flat, rows = ctx.ids.flatten(), grad.flatten(0, -2).to(total.dtype)
         if ctx.padding_idx is not None:
             rows = rows.masked_fill((flat == ctx.padding_idx)[:, None], 0.0)
-        ctx.buffer.total.index_add_(0, flat, rows)
+        total.index_add_(0, flat, rows)
         return None, None, None, None
 
 
 @contextmanager
 def gradient_buffers(model: nn.Module) -> Iterator[GradientBuffers]:
-    """Collect the gradients of embedding and head in buffers during the block; autograd gets them at its end."""
+    """Collect the gradients of embedding and head in buffers during the block, and deliver them at its end."""
     buffers = GradientBuffers()
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     # Plain: it only looks rows up, and nothing has replaced its forward.
@@ -235,13 +208,12 @@ def gradient_buffers(model: nn.Module) -> Iterator[GradientBuffers]:
         and not embedding.scale_grad_by_freq
         and not embedding.sparse
     )
-    buffer = buffers.of(embedding.weight) if plain else None
-    if buffer is None:
+    if not (plain and buffers.takes(embedding.weight)):
         yield buffers
     else:
 
         def forward(ids: Tensor) -> Tensor:
-            return _Embed.apply(embedding.weight, ids, embedding.padding_idx, buffer)  # type: ignore[return-value]
+            return _Embed.apply(embedding.weight, ids, embedding.padding_idx, buffers)  # type: ignore[return-value]
 
         with replaced_forward(embedding, forward):
             yield buffers
@@ -305,15 +277,14 @@ def score_edges(
         assert isinstance(head, nn.Linear)
         device = hidden.device.type
         compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        buffer = None if request.buffers is None else request.buffers.of(head.weight)
-        settings = _Settings(edges, request, scaling, compute, buffer)
+        known = coefficients.to(wide) if coefficients is not None and torch.is_grad_enabled() else None
+        settings = _Settings(edges, replace(request, coefficients=known), scaling, compute)
         weight, bias = head.weight, head.bias
         if request.vocabulary is not None:
             weight, bias = (None if x is None else x.to_local() for x in (weight, bias))  # type: ignore[operator]
-        if coefficients is not None and torch.is_grad_enabled():
-            loss, logprobs = _LinearLoss.apply(rows, weight, bias, settings, coefficients.to(wide))  # type: ignore[misc]
+        loss, logprobs, entropies = _LinearScores.apply(rows, weight, bias, settings, found)  # type: ignore[misc]
+        if known is not None:
             return Scores(logprobs, None, loss)
-        logprobs, entropies = _LinearScores.apply(rows, weight, bias, settings, found)  # type: ignore[misc]
     else:
         logprobs, entropies = _scores_through_module(
             rows, head_forward, edges, vocab_size, scaling, request.need_entropy, found
@@ -427,11 +398,16 @@ class EdgesOfChunk(NamedTuple):
     """The predicted token."""
 
 
-class Entropies(NamedTuple):
-    """Entropies of rows, and the gradient of the loss by them."""
+class Slopes(NamedTuple):
+    """The gradients of the loss by a chunk's scores."""
 
-    values: Float[Tensor, " r"]
-    gradient: Float[Tensor, " r"]
+    by_edge: Float[Tensor, " e"]
+    """By log-probabilities."""
+    by_row: Float[Tensor, " r"]
+    """Their sums over each row's edges."""
+    entropies: Float[Tensor, " r"] | None = None
+    by_entropy: Float[Tensor, " r"] | None = None
+    """The entropies and the gradients by them, or None."""
 
 
 class PlainChunk:
@@ -441,22 +417,14 @@ class PlainChunk:
     logits. For a kept chunk, `gradient` may follow `entropies`, once.
 
     Args:
+        logits: of the head; they are overwritten.
         entropy: whether `entropies` will be called.
         backward: whether `gradient` will be called.
     """
 
-    def __init__(
-        self,
-        rows: Float[Tensor, "r D"],
-        weight: Float[Tensor, "V D"],
-        bias: Float[Tensor, " V"] | None,
-        scaling: Scaling,
-        *,
-        entropy: bool,
-        backward: bool,
-    ):
+    def __init__(self, logits: Float[Tensor, "r V"], scaling: Scaling, *, entropy: bool, backward: bool):
         self._scaling = scaling
-        logits = nn.functional.linear(rows, weight, bias).to(torch.promote_types(rows.dtype, torch.float32))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         self._slope = scaling.logit_map.apply_(logits, want_slope=backward)
         self._logits = logits if scaling.temperature == 1.0 else logits.div_(scaling.temperature)
         self._are_log_probs = False
@@ -488,49 +456,28 @@ class PlainChunk:
             self._are_log_probs = True
         return self._logits
 
-    def gradient(
-        self,
-        lse: Float[Tensor, " r"],
-        edges: EdgesOfChunk,
-        by_edge: Float[Tensor, " e"],
-        by_row: Float[Tensor, " r"],
-        entropies: Entropies | None,
-    ) -> Float[Tensor, "r V"]:
-        """The gradient of the loss by the head's own logits.
-
-        Args:
-            by_edge: gradient of the loss by the log-probabilities.
-            by_row: their sums over each row's edges.
-        """
+    def gradient(self, lse: Float[Tensor, " r"], edges: EdgesOfChunk, slopes: Slopes) -> Float[Tensor, "r V"]:
+        """The gradient of the loss by the head's own logits."""
         log_p = self._log_probs(lse)
-        if entropies is None:
-            grad = log_p.exp_().mul_(-by_row[:, None])
+        if slopes.entropies is None or slopes.by_entropy is None:
+            grad = log_p.exp_().mul_(-slopes.by_row[:, None])
         else:
             # d H / d z_v = -p_v (log p_v + H)
-            weightings = (log_p + entropies.values[:, None]).mul_(entropies.gradient[:, None])
-            grad = log_p.exp_().mul_(weightings.add_(by_row[:, None]).neg_())
-        grad.index_put_(tuple(edges), by_edge, accumulate=True)
+            weightings = (log_p + slopes.entropies[:, None]).mul_(slopes.by_entropy[:, None])
+            grad = log_p.exp_().mul_(weightings.add_(slopes.by_row[:, None]).neg_())
+        grad.index_put_(tuple(edges), slopes.by_edge, accumulate=True)
         return self._scaling.logit_map.pull_back_(grad.div_(self._scaling.temperature), self._slope)
 
 
 class TritonChunk(PlainChunk):
-    """The same by Triton kernels, for 16-bit and float32 logits without bias and cap."""
+    """The same by Triton kernels, for 16-bit and float32 logits of a head without bias and cap."""
 
-    def __init__(
-        self,
-        rows: Float[Tensor, "r D"],
-        weight: Float[Tensor, "V D"],
-        bias: Float[Tensor, " V"] | None,
-        scaling: Scaling,
-        *,
-        entropy: bool,
-        backward: bool,
-    ):
+    def __init__(self, logits: Float[Tensor, "r V"], scaling: Scaling, *, entropy: bool, backward: bool):
         from treetrain.engine import lm_head_kernels  # imports Triton, which may not be installed
 
-        assert bias is None and scaling.logit_map.cap is None
+        assert scaling.logit_map.cap is None
         self._kernels, self._factor, self._entropy = lm_head_kernels, scaling.factor, entropy
-        self._logits = nn.functional.linear(rows, weight)
+        self._logits = logits
         self._entropies: Tensor | None = None
 
     def log_sum_exp(self) -> Float[Tensor, " r"]:
@@ -548,15 +495,8 @@ class TritonChunk(PlainChunk):
         beyond = lse - self._lse  # 0, or the logits of other shares of the vocabulary
         return (-beyond).exp() * (self._entropies + beyond)
 
-    def gradient(
-        self,
-        lse: Float[Tensor, " r"],
-        edges: EdgesOfChunk,
-        by_edge: Float[Tensor, " e"],
-        by_row: Float[Tensor, " r"],
-        entropies: Entropies | None,
-    ) -> Float[Tensor, "r V"]:
-        self._kernels.to_gradient_(self._logits, self._factor, lse, edges, by_edge, by_row, entropies)
+    def gradient(self, lse: Float[Tensor, " r"], edges: EdgesOfChunk, slopes: Slopes) -> Float[Tensor, "r V"]:
+        self._kernels.to_gradient_(self._logits, self._factor, lse, edges, *slopes)
         return self._logits
 
 
@@ -605,16 +545,9 @@ class ShardedChunk:
     def entropies(self, lse: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
         return self._vocabulary.sum(self._own.entropies(lse))
 
-    def gradient(
-        self,
-        lse: Float[Tensor, " r"],
-        edges: EdgesOfChunk,
-        by_edge: Float[Tensor, " e"],
-        by_row: Float[Tensor, " r"],
-        entropies: Entropies | None,
-    ) -> Float[Tensor, "r V"]:
+    def gradient(self, lse: Float[Tensor, " r"], edges: EdgesOfChunk, slopes: Slopes) -> Float[Tensor, "r V"]:
         own, is_own = self._vocabulary.own_edges(edges)
-        return self._own.gradient(lse, own, by_edge.where(is_own, 0.0), by_row, entropies)
+        return self._own.gradient(lse, own, slopes._replace(by_edge=slopes.by_edge.where(is_own, 0.0)))
 
 
 def chunk_type(dtype: torch.dtype, device: torch.device, bias: Tensor | None, scaling: Scaling) -> type[PlainChunk]:
@@ -643,10 +576,10 @@ class _Settings(NamedTuple):
     """The arguments of a fused call that are not tensors of the graph."""
 
     edges: Edges
-    request: "ScoreRequest"
+    request: ScoreRequest
+    """Its coefficients are left only where gradients are wanted: the loss is then made with its gradients."""
     scaling: Scaling
     compute: torch.dtype
-    buffer: GradientBuffer | None
 
 
 class _Chunked(NamedTuple):
@@ -682,16 +615,18 @@ class _LinearHead:
         backward: bool,
         needs=(),
     ):
-        compute, buffer = settings.compute, settings.buffer
+        compute, buffers = settings.compute, settings.request.buffers
+        buffers = buffers if buffers is not None and buffers.takes(weight) else None
         wide = torch.promote_types(compute, torch.float32)
         self._rows, self._given, self._settings, self._backward = rows, (rows, weight, bias), settings, backward
         self._weight, self._bias = weight.to(compute), None if bias is None else bias.to(compute)
         self._type = chunk_type(compute, rows.device, bias, settings.scaling)
+        self._buffered = buffers is not None
         self._by_rows = self._by_weight = self._by_bias = None
         if any(needs):
             self._by_rows = torch.empty_like(rows, dtype=compute) if needs[0] else None
             if needs[1]:
-                self._by_weight = torch.zeros_like(weight, dtype=wide) if buffer is None else buffer.total
+                self._by_weight = torch.zeros_like(weight, dtype=wide) if buffers is None else buffers.total(weight)
             self._by_bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
 
     def chunks(self) -> Iterator[_Chunked]:
@@ -700,13 +635,23 @@ class _LinearHead:
         return _chunks(self._settings.edges, size, self._rows.device)
 
     def logits(self, chunk: _Chunked) -> PlainChunk | ShardedChunk:
-        x, entropy = self._rows[chunk.rows].to(self._settings.compute), self._settings.request.need_entropy
-        scaling, vocabulary = self._settings.scaling, self._settings.request.vocabulary
-        own = self._type(x, self._weight, self._bias, scaling, entropy=entropy, backward=self._backward)
+        settings, vocabulary = self._settings, self._settings.request.vocabulary
+        logits = nn.functional.linear(self._rows[chunk.rows].to(settings.compute), self._weight, self._bias)
+        entropy, backward = settings.request.need_entropy, self._backward
+        own = self._type(logits, settings.scaling, entropy=entropy, backward=backward)
         return own if vocabulary is None else ShardedChunk(own, vocabulary)
 
-    def add(self, chunk: _Chunked, grad_logits: Float[Tensor, "r V"]) -> None:
-        """Add the gradient of a chunk's logits, in the wide or the compute dtype."""
+    def add(
+        self,
+        chunk: _Chunked,
+        logits: PlainChunk | ShardedChunk,
+        lse: Float[Tensor, " r"],
+        by_edge: Float[Tensor, " e"],
+        *of_entropies: Float[Tensor, " r"],
+    ) -> None:
+        """Add the gradients of a chunk, from those by its log-probabilities and, if any, its entropies and these's."""
+        by_row = torch.zeros_like(lse).index_add_(0, chunk.own.row, by_edge)
+        grad_logits = logits.gradient(lse, chunk.own, Slopes(by_edge, by_row, *of_entropies))
         narrow = grad_logits.to(self._settings.compute)
         if self._by_rows is not None:
             torch.matmul(narrow, self._weight, out=self._by_rows[chunk.rows])
@@ -718,7 +663,7 @@ class _LinearHead:
 
     def gradients(self) -> tuple[Tensor | None, ...]:
         """Gradients in the dtypes of the tensors they belong to, without those in a buffer."""
-        by_weight = self._by_weight if self._settings.buffer is None else None
+        by_weight = None if self._buffered else self._by_weight
         if self._by_rows is not None and self._settings.request.vocabulary is not None:
             self._settings.request.vocabulary.sum(self._by_rows)
         found = zip((self._by_rows, by_weight, self._by_bias), self._given)
@@ -736,37 +681,57 @@ def _add_product(total: Float[Tensor, "V D"], left: Float[Tensor, "V r"], right:
 
 
 class _LinearScores(torch.autograd.Function):
-    """Log-probabilities of edges and entropies of rows; logits are computed again in backward, or kept until then."""
+    """The loss with known coefficients (else 0), log-probabilities of edges and entropies of rows.
+
+    With known coefficients, the gradients are made in the same pass over the logits, and only the loss is
+    differentiable. Otherwise logits are computed again in backward, or kept until then.
+    """
 
     @staticmethod
     def forward(ctx, rows, weight, bias, settings: _Settings, found: Statistics | None):
+        request, known = settings.request, settings.request.coefficients
         wide = torch.promote_types(settings.compute, torch.float32)
         logprobs = rows.new_empty(len(settings.edges.targets), dtype=wide)
         lse = rows.new_empty(len(rows), dtype=wide)
-        entropies = rows.new_zeros(len(rows) if settings.request.need_entropy else 0, dtype=wide)
-        kept: list[PlainChunk | ShardedChunk | None] | None = [] if settings.request.keep_logits else None
+        entropies = rows.new_zeros(len(rows) if request.need_entropy else 0, dtype=wide)
+        kept: list[PlainChunk | ShardedChunk | None] | None = [] if request.keep_logits and known is None else None
+        needs = () if known is None else ctx.needs_input_grad[:3]
         with torch.autocast(rows.device.type, enabled=False):
-            head = _LinearHead(rows, weight, bias, settings, backward=settings.request.keep_logits)
+            head = _LinearHead(
+                rows, weight, bias, settings, backward=kept is not None or known is not None, needs=needs
+            )
             for chunk in head.chunks():
                 logits = head.logits(chunk)
+                own = lse[chunk.rows] = logits.log_sum_exp()
+                logprobs[chunk.edges] = logits.at(chunk.own) - own[chunk.own.row]
+                if known is not None:
+                    head.add(chunk, logits, own, known[chunk.edges])
+                    continue
                 if kept is not None:
                     kept.append(logits)
-                lse[chunk.rows] = logits.log_sum_exp()
-                logprobs[chunk.edges] = logits.at(chunk.own) - lse[chunk.rows][chunk.own.row]
                 if found is not None:
-                    for whole, part in zip(found, logits.statistics(lse[chunk.rows], chunk.own)):
-                        whole[chunk.edges if whole is found.is_top1 else chunk.rows] = part
-                if settings.request.need_entropy:
-                    entropies[chunk.rows] = logits.entropies(lse[chunk.rows])
-        ctx.save_for_backward(rows, weight, bias, lse, entropies)
-        ctx.settings, ctx.kept = settings, kept
-        return logprobs, entropies
+                    found.write(chunk.edges, chunk.rows, logits.statistics(own, chunk.own))
+                if request.need_entropy:
+                    entropies[chunk.rows] = logits.entropies(own)
+        ctx.settings, ctx.kept, ctx.made = settings, kept, None
+        if known is None:
+            ctx.save_for_backward(rows, weight, bias, lse, entropies)
+            return logprobs.new_zeros(()), logprobs, entropies
+        ctx.made = head.gradients()
+        ctx.mark_non_differentiable(logprobs, entropies)
+        return (logprobs * known).sum(), logprobs, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_logprobs, grad_entropies):
-        rows, weight, bias, lse, entropies = ctx.saved_tensors
+    def backward(ctx, grad_loss, grad_logprobs, grad_entropies):
         settings, kept, ctx.kept = ctx.settings, ctx.kept, None
+        if settings.request.coefficients is not None:
+            if ctx.made is None:
+                raise RuntimeError("a second backward through a fused tree loss: run the forward again")
+            made, ctx.made = ctx.made, None
+            # In place: the gradients were made for this loss alone.
+            return (*(None if g is None else g.mul_(grad_loss) for g in made), None, None)
+        rows, weight, bias, lse, entropies = ctx.saved_tensors
         with torch.autocast(rows.device.type, enabled=False):
             head = _LinearHead(rows, weight, bias, settings, backward=True, needs=ctx.needs_input_grad[:3])
             for number, chunk in enumerate(head.chunks()):
@@ -774,43 +739,10 @@ class _LinearScores(torch.autograd.Function):
                     logits = head.logits(chunk)
                 else:
                     logits, kept[number] = kept[number], None
-                by_edge = grad_logprobs[chunk.edges]
-                by_row = torch.zeros_like(lse[chunk.rows]).index_add_(0, chunk.own.row, by_edge)
-                by_entropy = None
-                if settings.request.need_entropy:
-                    by_entropy = Entropies(entropies[chunk.rows], grad_entropies[chunk.rows])
-                head.add(chunk, logits.gradient(lse[chunk.rows], chunk.own, by_edge, by_row, by_entropy))
+                of_entropies = (entropies, grad_entropies) if settings.request.need_entropy else ()
+                here = [x[chunk.rows] for x in of_entropies]
+                head.add(chunk, logits, lse[chunk.rows], grad_logprobs[chunk.edges], *here)
         return (*head.gradients(), None, None)
-
-
-class _LinearLoss(torch.autograd.Function):
-    """sum of coefficients * log-probabilities, with the gradients made in the same pass over the logits."""
-
-    @staticmethod
-    def forward(ctx, rows, weight, bias, settings: _Settings, coefficients):
-        wide = torch.promote_types(settings.compute, torch.float32)
-        logprobs = rows.new_empty(len(settings.edges.targets), dtype=wide)
-        with torch.autocast(rows.device.type, enabled=False):
-            head = _LinearHead(rows, weight, bias, settings, backward=True, needs=ctx.needs_input_grad[:3])
-            for chunk in head.chunks():
-                logits = head.logits(chunk)
-                lse = logits.log_sum_exp()
-                logprobs[chunk.edges] = logits.at(chunk.own) - lse[chunk.own.row]
-                by_edge = coefficients[chunk.edges]
-                by_row = torch.zeros_like(lse).index_add_(0, chunk.own.row, by_edge)
-                head.add(chunk, logits.gradient(lse, chunk.own, by_edge, by_row, None))
-        ctx.grads = head.gradients()
-        ctx.mark_non_differentiable(logprobs)
-        return (logprobs * coefficients).sum(), logprobs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_loss, _):
-        if ctx.grads is None:
-            raise RuntimeError("a second backward through a fused tree loss: run the forward again")
-        grads, ctx.grads = ctx.grads, None
-        # In place: the gradients were made for this loss alone.
-        return (*(None if g is None else g.mul_(grad_loss) for g in grads), None, None)
 
 
 def _scores_through_module(rows, head_forward, edges: Edges, vocab_size: int, scaling: Scaling, need_entropy, found):
@@ -823,9 +755,8 @@ def _scores_through_module(rows, head_forward, edges: Edges, vocab_size: int, sc
         entropies = -(log_p.exp() * log_p).sum(-1) if need_entropy else log_p.new_zeros(0)
         if found is not None:
             with torch.no_grad():
-                found.is_top1[chunk.edges] = z.argmax(-1)[chunk.own.row] == chunk.own.target
-                found.mean_logits[chunk.rows] = z.mean(-1)
-                found.log_sum_sq_probs[chunk.rows] = (2 * log_p).logsumexp(-1)
+                part = _Moments.of(z).statistics(vocab_size, z.logsumexp(-1), chunk.own)
+                found.write(chunk.edges, chunk.rows, part)
         return log_p[chunk.own], entropies
 
     chunks = _chunks(edges, vocab_size, rows.device)

@@ -106,19 +106,17 @@ def to_gradient_(
     edges: tuple[Int64[Tensor, " e"], Int64[Tensor, " e"]],
     by_edge: Float[Tensor, " e"],
     by_row: Float[Tensor, " r"],
-    entropies: tuple[Float[Tensor, " r"], Float[Tensor, " r"]] | None,
+    entropies: Float[Tensor, " r"] | None = None,
+    by_entropy: Float[Tensor, " r"] | None = None,
 ) -> None:
     """Overwrite logits with their gradient.
 
     Args:
         lse: as `statistics` gives them.
         edges: row of each, ascending, and the predicted token.
-        by_edge: gradient of the loss by the log-probabilities.
-        by_row: their sums over each row's edges.
-        entropies: entropies and the gradient of the loss by them, or None.
+        by_edge, by_row, entropies, by_entropy: see `lm_head.Slopes`.
     """
     (row, target), (count, vocabulary) = edges, logits.shape
-    entropy, by_entropy = (lse, lse) if entropies is None else entropies
     first = torch.searchsorted(row, torch.arange(count + 1, device=logits.device))
     block = _block(vocabulary)
     launch(
@@ -128,8 +126,8 @@ def to_gradient_(
         logits,
         lse.contiguous(),
         by_row.contiguous(),
-        entropy.contiguous(),
-        by_entropy.contiguous(),
+        (lse if entropies is None else entropies).contiguous(),
+        (lse if by_entropy is None else by_entropy).contiguous(),
         first,
         target.contiguous(),
         by_edge.contiguous(),

@@ -263,8 +263,7 @@ class ScoreTable:
         if self.entropies is not None and scores.entropies is not None:
             self.entropies[self.index(piece.rows)] = scores.entropies.detach()
         if self.statistics is not None and scores.statistics is not None:
-            for whole, part in zip(self.statistics, scores.statistics):
-                whole[self.index(piece.edges if whole is self.statistics.is_top1 else piece.rows)] = part
+            self.statistics.write(self.index(piece.edges), self.index(piece.rows), scores.statistics)
         if scores.values is not None:
             if self.values is None:
                 shape = (self.num_rows, *scores.values.shape[1:])
@@ -403,10 +402,11 @@ def evaluate_gradients(
         given = rows.at_edges(logprobs).requires_grad_()
         entropies, values = (None if x is None else rows.at_rows(x).requires_grad_() for x in (entropies, values))
         total, sums = loss.packed(given, entropies, rows.facts(given), values)
-        grads: list[Tensor | None] = [None] * 3
+        scores = [given, entropies, values]
+        present = [x for x in scores if x is not None]
+        slopes: Sequence[Tensor | None] = [None] * len(present)
         if total.requires_grad:
-            present = [(number, x) for number, x in enumerate((given, entropies, values)) if x is not None]
-            slopes = torch.autograd.grad(total / normaliser, [x for _, x in present], allow_unused=True)
-            for (number, _), grad in zip(present, slopes):
-                grads[number] = grad
-    return total.detach() / normaliser, sums, ScoreGradients(*grads)
+            slopes = torch.autograd.grad(total / normaliser, present, allow_unused=True)
+    left = iter(slopes)
+    gradients = ScoreGradients(*(None if x is None else next(left) for x in scores))
+    return total.detach() / normaliser, sums, gradients

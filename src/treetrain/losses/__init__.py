@@ -1,49 +1,47 @@
-"""Losses: pure functions of log-probabilities and facts of rows, called without a tree."""
+"""Losses, called without a tree: cross-entropy, policy losses, values, distillation, preference optimisation.
 
+Notation: l = the log-probability now, old = that under the policy that sampled the row, A = the advantage,
+r = exp(l - old); v = the value predicted for the state before a token, R = its return, both in the unit of the rewards.
+Each loss is a frozen dataclass whose fields are its options. All policy losses are one class, with REINFORCE, PPO,
+GRPO, DAPO, Dr. GRPO and GSPO as presets.
+"""
+
+import dataclasses
+import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, Literal, ParamSpec
 
-from treetrain.engine.loss import Facts, Loss, Metrics, Reduction, add_metrics, mean_metrics
-from treetrain.losses.losses import (
-    IMPORTANCE_MODES,
-    KL_ESTIMATORS,
-    REQUIRED,
-    ImportanceMode,
-    KLEstimator,
-    PolicyLoss,
-    dapo,
-    distill,
-    dpo,
-    dr_grpo,
-    grpo,
-    gspo,
-    ppo,
-    reinforce,
-    sft,
-    value,
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from treetrain.data.trajectory import Trajectory
+from treetrain.device_arrays import on_device
+from treetrain.engine.loss import (
+    Facts,
+    Loss,
+    LossSum,
+    Metrics,
+    Reduction,
+    Scope,
+    add_metrics,
+    describe,
+    extremes,
+    mean_metrics,
+    numeric,
+    require_nonnegative_weights,
+    weighted_means,
 )
-
-LOSSES: dict[str, Callable[..., Loss]] = {
-    "sft": sft,
-    "reinforce": reinforce,
-    "ppo": ppo,
-    "grpo": grpo,
-    "dapo": dapo,
-    "dr_grpo": dr_grpo,
-    "gspo": gspo,
-    "dpo": dpo,
-    "distill": distill,
-}
-"""Losses on a language-model head by their command-line names."""
+from treetrain.errors import DataError
 
 __all__ = [
-    "IMPORTANCE_MODES",
     "KL_ESTIMATORS",
     "LOSSES",
     "Facts",
-    "ImportanceMode",
-    "KLEstimator",
     "Loss",
     "Metrics",
     "PolicyLoss",
@@ -62,6 +60,496 @@ __all__ = [
     "sft",
     "value",
 ]
+
+REQUIRED = inspect.Parameter.empty
+"""The default of an option that has none."""
+
+# ---- divergences from sampled tokens alone
+
+
+def k1(logprobs: Float[Tensor, " T"], ref_logprobs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """l - ref: unbiased, can be negative, high variance.
+
+    As a loss its gradient is that of l alone, with mean 0 on tokens sampled from the policy: it measures
+    the KL but does not reduce it. Train with k2 or k3.
+    """
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs: Float[Tensor, " T"], ref_logprobs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """(l - ref)^2 / 2: biased, never negative; its gradient estimates that of KL(policy || reference) without bias."""
+    return 0.5 * (logprobs - ref_logprobs).square()
+
+
+def k3(logprobs: Float[Tensor, " T"], ref_logprobs: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+    """exp(ref - l) - 1 - (ref - l): unbiased, never negative, low variance.
+
+    GRPO uses it (arXiv 2402.03300, eq. 4).
+    """
+    # Near 0 the terms cancel: expm1 keeps the digits that exp(.) - 1 would lose.
+    return torch.expm1(ref_logprobs - logprobs) - (ref_logprobs - logprobs)
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+"""KL(policy || reference) per token, for tokens sampled from the policy.
+
+Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html
+"""
+
+# ---- cross-entropy, distillation, values
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SFTLoss(Loss):
+    """Cross-entropy of the tokens of the rows: -l.
+
+    Metrics: nll, in nats per token; its exponential is the perplexity.
+    """
+
+    by_prediction = True
+
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
+        shares = facts.shares(self.reduction)
+        return -(shares * logprobs).sum(), weighted_means({"nll": -logprobs}, shares)
+
+    def coefficients(self, facts: Facts) -> Float[Tensor, " T"]:
+        return -facts.shares(self.reduction)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DistillLoss(Loss):
+    """On-policy distillation (arXiv 2306.13649, 2306.08543) from the teacher's log-probabilities of the rows' tokens.
+
+    l is the student's log-probability of a sampled token, t the teacher's (`teacher_logprobs`). The student moves
+    towards the teacher on its own answers, each token independently (no credit for later tokens).
+
+    Metrics: reverse_kl (mean of l - t), nll and teacher_nll.
+    """
+
+    needs = ("logprobs", "teacher_logprobs")
+    by_prediction = True
+
+    estimator: Literal["k2", "k3"] = "k3"
+    """The averaged value, and the divergence that its gradient lowers if the student sampled the rows. "k2":
+    (l - t)^2 / 2, never negative; its gradient, that of -A l with A = t - l, is that of KL(student || teacher). "k3":
+    exp(t - l) - 1 - (t - l), never negative, an unbiased value of KL(student || teacher); its gradient, 1 - exp(t - l),
+    is that of KL(teacher || student), and is large where the teacher finds a token much more likely."""
+
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
+        teacher, shares = facts.teacher_logprobs, facts.shares(self.reduction)
+        loss = KL_ESTIMATORS[self.estimator](logprobs, teacher)
+        watched = {"reverse_kl": logprobs - teacher, "teacher_nll": -teacher, "nll": -logprobs}
+        return (shares * loss).sum(), weighted_means(watched, shares)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLoss(Loss):
+    """A critic's loss: PPO's clipped value loss, max((v - R)^2, (clip(v, old - c, old + c) - R)^2) / 2.
+
+    v is the value predicted now, old that when the rows were sampled (`values`), R the return (`returns`). The larger
+    of both errors keeps v near its old value and never rewards a step away from the return. Implementations of PPO
+    (arXiv 1707.06347) add it to the policy loss, see `PolicyLoss`; the paper itself has the plain square.
+
+    For a model for token classification with one label, or a value head on a causal LM (`TreeEngine(model,
+    value_head=...)`). A row's entry t is about the state before its token t: v is predicted from the hidden state of
+    token t - 1.
+
+    Metrics: value_loss, value, value_clip_fraction (tokens whose gradient is 0), and the two sums that explained
+    variance is made of: value_error (mean of (R - v)^2) and return_square (mean of R^2, with `return` its mean).
+    """
+
+    by_prediction = True
+
+    clip: float | None = numeric(0.2, high=math.inf)
+    """c; None for (v - R)^2 / 2, without `values`."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("predicted_values", "returns", *(() if self.clip is None else ("values",)))
+
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
+        assert values is not None
+        returns, shares = facts.returns, facts.shares(self.reduction)
+        error = (values - returns).square()
+        held = torch.zeros_like(error, dtype=torch.bool)
+        if self.clip is not None:
+            change = values - facts.values
+            clipped = (facts.values + change.clamp(-self.clip, self.clip) - returns).square()
+            # Where nothing is clipped both are equal but for rounding, which must not count.
+            held = (change.abs() > self.clip) & (clipped > error)
+            error = torch.where(held, clipped.detach(), error)
+        watched = {
+            "value_loss": 0.5 * error,
+            "value": values,
+            "value_clip_fraction": held.to(values.dtype),
+            "value_error": (returns - values.detach()).square(),
+            "return": returns,
+            "return_square": returns.square(),
+        }
+        return 0.5 * (shares * error).sum(), weighted_means(watched, shares)
+
+
+sft, distill, value = SFTLoss, DistillLoss, ValueLoss
+
+# ---- policy losses
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss(Loss):
+    """Every policy loss; `ppo`, `grpo` and the others are its presets, each with the options that it has a use for.
+
+    It is a policy term per token, corrected for the sampler's numerics, + kl * KL(policy || reference) - entropy *
+    entropy of the policy + value_coefficient * value loss.
+
+    Metrics: policy_loss, advantage; with clipping ratio (and _max, _min), clip_fraction (and _low, _high), approx_kl =
+    KL(old || now); kl and entropy where computed; those of `ValueLoss`. With a correction: importance (the mean factor;
+    importance_square that of its square, so 1 / (importance_square / importance^2) is the effective share of the
+    tokens; _max and _min before the cap), importance_capped (the share above it), rollout_kl = KL(rollout || old).
+    """
+
+    surrogate: Literal["logprob", "clipped", "clipped sequence"] = "clipped"
+    """-A l; -min(r A, clip(r) A); or the latter with the row's ratio, exp(mean of l - old over its tokens)."""
+    clip: float = numeric(0.2, high=1.0)
+    """The ratio is clipped to 1 - clip and 1 + clip."""
+    clip_low: float | None = numeric(None, high=1.0)
+    """Sets the lower bound in place of `clip`."""
+    clip_high: float | None = numeric(None, high=math.inf)
+    """Sets the upper bound in place of `clip`."""
+    on_policy: bool = False
+    """The model of this step sampled the rows: r = 1 with the gradient of l, and old_logprobs are not read. Otherwise
+    every trained row needs them."""
+    length: float | None = numeric(None, positive=True)
+    """The weight of every trained row in the normaliser, in place of its weights (Dr. GRPO)."""
+    kl: float = numeric(0.0)
+    """Coefficient of the KL to the reference policy; above 0 rows need ref_logprobs."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """See `KL_ESTIMATORS`. k1 has no useful gradient."""
+    entropy: float = numeric(0.0)
+    """Coefficient of the entropy bonus."""
+    log_entropy: bool = False
+    """Log the entropy without a bonus too, which makes the head compute more."""
+    importance_cap: float | None = numeric(None, positive=True)
+    """If given, the policy term (not KL or entropy) is multiplied by exp(old - rollout), which corrects for a sampler
+    with other numerics, up to this number; rows then need rollout_logprobs. 2 to 5 is common."""
+    importance_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
+    """"token_truncate" (larger factors become the cap) or "token_mask" (they become 0), for each token;
+    "sequence_truncate" or "sequence_mask": one factor per row, from the sum over its trained tokens."""
+    value_coefficient: float = numeric(0.0)
+    """Factor of the value loss (see `ValueLoss`); 0.5 is common. Above 0 the model needs a value head, and trained rows
+    need returns (and values, for the clip). The value loss has the weights and the normaliser of the policy term."""
+    value_clip: float | None = numeric(0.2, high=math.inf)
+    """The clip of the value loss."""
+
+    @property
+    def clipped(self) -> bool:
+        """Whether there is a ratio to an old policy."""
+        return self.surrogate != "logprob"
+
+    @property
+    def by_prediction(self) -> bool:
+        by_row = self.importance_cap is not None and self.importance_mode.startswith("sequence")
+        return not by_row and self.surrogate != "clipped sequence" and self.length is None
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        needs = ["logprobs", "advantages"]
+        needs += ["old_logprobs"] if self.clipped and not self.on_policy else []
+        needs += [] if self.importance_cap is None else ["rollout_logprobs"]
+        needs += [] if self.kl == 0 else ["ref_logprobs"]
+        needs += ["entropies"] if self.entropy != 0 or self.log_entropy else []
+        needs += [] if self.value_coefficient == 0 else self._values.needs
+        return tuple(needs)
+
+    @property
+    def _values(self) -> ValueLoss:
+        return ValueLoss(clip=self.value_clip, reduction=self.reduction)
+
+    def total_weight(self, rows: Sequence[Trajectory]) -> float:
+        total = Loss.total_weight(self, rows)
+        return total if self.length is None else self.length * sum(bool(row.weights.any()) for row in rows)
+
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
+        advantages, shares = facts.advantages, facts.shares(self.reduction)
+        old = facts.old_logprobs if self.clipped and not self.on_policy else logprobs.detach()
+        watched: dict[str, Tensor] = {}
+        ratios: dict[str, Tensor] = {}
+        if not self.clipped:
+            loss = -advantages * logprobs
+        else:
+            log_ratio = logprobs - old
+            if self.surrogate == "clipped sequence":
+                log_ratio = _mean_of_row(log_ratio, facts)
+            low = self.clip if self.clip_low is None else self.clip_low
+            log_low = math.log1p(-low) if low < 1 else -math.inf
+            log_high = math.log1p(self.clip if self.clip_high is None else self.clip_high)
+            # The minimum clips r only from above where A >= 0, and only from below where A < 0. Clipping log r
+            # instead of r makes the gradient 0, not 0 * infinity, where exp would overflow.
+            followed = torch.where(advantages < 0, log_ratio.clamp(min=log_low), log_ratio.clamp(max=log_high))
+            loss = -advantages * followed.exp()
+            with torch.no_grad():
+                below = ((advantages < 0) & (log_ratio < log_low)).to(loss.dtype)
+                above = ((advantages > 0) & (log_ratio > log_high)).to(loss.dtype)
+                watched = {
+                    "ratio": log_ratio.exp(),
+                    # Sampled from the old policy, so k3 of (old, now) estimates KL(old || now).
+                    "approx_kl": k3(old, logprobs),
+                    "clip_fraction": below + above,
+                    "clip_fraction_low": below,
+                    "clip_fraction_high": above,
+                }
+            if not self.on_policy:
+                ratios["ratio"] = watched["ratio"]
+        if self.importance_cap is not None:
+            factor, correction, ratios["importance"] = self._correction(old, facts, self.importance_cap)
+            loss, watched = loss * factor, watched | correction
+        watched |= {"policy_loss": loss, "advantage": advantages}
+        if self.kl != 0:
+            watched["kl"] = KL_ESTIMATORS[self.kl_estimator](logprobs, facts.ref_logprobs)
+            loss = loss + self.kl * watched["kl"]
+        if entropies is not None:
+            watched["entropy"] = entropies
+            loss = loss - self.entropy * entropies if self.entropy != 0 else loss
+        total, metrics = (shares * loss).sum(), weighted_means(watched, shares) | extremes(ratios, shares)
+        if values is None:
+            return total, metrics
+        of_values, value_metrics = self._values.evaluate(logprobs, entropies, facts, values)
+        return total + self.value_coefficient * of_values, metrics | value_metrics
+
+    @torch.no_grad()
+    def _correction(self, old: Tensor, facts: Facts, cap: float) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Truncated importance sampling for rows that were sampled with other numerics than training's.
+
+        Returns:
+            The factor of each token's policy term, exp(old - rollout) of the token or the row, bounded; numbers to log;
+            the factors without the bound.
+        """
+        log_ratio = old - facts.rollout_logprobs
+        if self.importance_mode.startswith("sequence"):
+            # Both are 0 at untrained predictions, so only trained ones count.
+            log_ratio = facts.sum_by_row(log_ratio)[facts.rows]
+        beyond = log_ratio > math.log(cap)
+        factor = log_ratio.clamp(max=math.log(cap)).exp()
+        if self.importance_mode.endswith("mask"):
+            factor = factor.masked_fill(beyond, 0.0)
+        watched = {
+            "importance": factor,
+            "importance_square": factor.square(),
+            "importance_capped": beyond.to(factor.dtype),
+            "rollout_kl": k3(facts.rollout_logprobs, old),  # sampled from the rollout policy: KL(rollout || old)
+        }
+        return factor, watched, log_ratio.exp()
+
+    def coefficients(self, facts: Facts) -> Float[Tensor, " T"] | None:
+        # On policy r = 1, so the gradient of the policy term is -A whatever l is.
+        constant = (self.on_policy or not self.clipped) and self.importance_cap is None
+        kl_is_linear = self.kl == 0 or self.kl_estimator == "k1"
+        if not (constant and kl_is_linear and self.value_coefficient == 0) or "entropies" in self.needs:
+            return None
+        credit = facts.advantages
+        if self.surrogate == "clipped sequence":
+            credit = _mean_of_row(credit, facts)
+        return facts.shares(self.reduction) * (self.kl - credit)
+
+
+def _mean_of_row(per_prediction: Float[Tensor, " T"], facts: Facts) -> Float[Tensor, " T"]:
+    """The weighted mean over the row that each prediction is in."""
+    return facts.sum_by_row(facts.shares("trajectory") * per_prediction)[facts.rows]
+
+
+P = ParamSpec("P")
+
+
+def _preset(
+    options: Callable[P, PolicyLoss], *hidden: str, **defaults: Any
+) -> Callable[[Callable[..., PolicyLoss]], Callable[P, PolicyLoss]]:
+    """Give a function the options of `PolicyLoss`: its own defaults, and not those that it has no use for.
+
+    Args:
+        options: PolicyLoss, whose parameters the function gets.
+        hidden: options that the function does not have. The surrogate is none, and the length only if it is a default.
+        defaults: its own defaults; `REQUIRED` for an option that must be given.
+    """
+    hidden = (*hidden, "surrogate", *(() if "length" in defaults else ("length",)))
+    parameters = inspect.signature(options).parameters.values()
+    shown = [p.replace(default=defaults.get(p.name, p.default)) for p in parameters if p.name not in hidden]
+    signature = inspect.Signature(shown, return_annotation=PolicyLoss)
+    given = {name: default for name, default in defaults.items() if default is not REQUIRED}
+
+    def preset(function: Callable[..., PolicyLoss]) -> Callable[P, PolicyLoss]:
+        @functools.wraps(function)
+        def make(*args: P.args, **options: P.kwargs) -> PolicyLoss:
+            signature.bind(*args, **options)
+            return function(**(given | options))
+
+        make.__signature__ = signature  # type: ignore[attr-defined]
+        return make
+
+    return preset
+
+
+@_preset(PolicyLoss, "clip", "clip_low", "clip_high", "on_policy", surrogate="logprob")
+def reinforce(**options: Any) -> PolicyLoss:
+    """The score-function loss -A l (Williams 1992); the policy that sampled is taken to be the present one.
+
+    Reduction "token" is the policy gradient, a sum over tokens, up to one factor for the whole step; "trajectory"
+    divides each trajectory's sum by its length. With value_coefficient it is advantage actor-critic.
+    """
+    return PolicyLoss(**options)
+
+
+@_preset(PolicyLoss)
+def ppo(**options: Any) -> PolicyLoss:
+    """The clipped surrogate -min(r A, clip(r) A) of PPO (arXiv 1707.06347, eq. 7), the mean over time steps."""
+    return PolicyLoss(**options)
+
+
+@_preset(PolicyLoss, reduction="trajectory")
+def grpo(**options: Any) -> PolicyLoss:
+    """GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3): the clipped surrogate on group advantages.
+
+    The caller gives the advantages: rewards normalised within the group, see `treetrain.group_advantages`. The KL is
+    part of the loss, not of the reward. It is the mean over an answer's tokens, then over answers, as in the paper.
+    """
+    return PolicyLoss(**options)
+
+
+@_preset(PolicyLoss, "clip", "reduction", clip_low=0.2, clip_high=0.28)
+def dapo(**options: Any) -> PolicyLoss:
+    """DAPO (arXiv 2503.14476, eq. 8): the clipped surrogate on group advantages, with a higher upper bound.
+
+    It is the mean over all tokens of the step, so long answers count by their length. The rest of the method concerns
+    the data: groups whose rewards are all equal are left out or sampled again, and truncated answers get
+    loss_weights=0 or a lower reward.
+    """
+    return PolicyLoss(**options)
+
+
+@_preset(PolicyLoss, "reduction", length=REQUIRED)
+def dr_grpo(**options: Any) -> PolicyLoss:
+    """GRPO done right (arXiv 2503.20783, section 3): no division by an answer's length, nor by a group's deviation.
+
+    The sum over all weighted tokens of the clipped surrogate (and of KL and entropy), divided by the number of trained
+    rows times `length`, the most tokens that an answer may have, the same in every step of a run. The advantages should
+    be rewards minus the mean of the group, not divided by its standard deviation: `group_advantages(...,
+    divide_by_std=False)`. Metrics are means over tokens.
+    """
+    return PolicyLoss(**options)
+
+
+@_preset(PolicyLoss, "clip", "reduction", clip_low=3e-4, clip_high=4e-4, surrogate="clipped sequence")
+def gspo(**options: Any) -> PolicyLoss:
+    """Group sequence policy optimisation (arXiv 2507.18071, eq. 5 to 7): -min(s A, clip(s) A), the mean over rows.
+
+    s = exp(sum of w (l - old) / sum of w) over the row's tokens, w being the loss weights: the likelihood ratio of
+    the row, to the power of 1 / length. KL and entropy are means over the row's tokens, then over rows. The bounds are
+    much narrower than a token's, since s is a mean; the defaults are the paper's (section 5.1). The metrics ratio and
+    clip_fraction are those of rows.
+    """
+    return PolicyLoss(reduction="trajectory", **options)
+
+
+# ---- direct preference optimisation
+
+
+def find_pairs(trajectories: Sequence[Trajectory]) -> tuple[Int64[np.ndarray, " P"], Int64[np.ndarray, " P"]]:
+    """Numbers of the chosen and of the rejected row of every pair that trains something.
+
+    Rows with nothing to train need no pair.
+
+    Raises:
+        DataError: a trained row without a pair; a pair that is not one chosen and one rejected row.
+    """
+    members: dict[Hashable, tuple[list[int], list[int]]] = {}
+    for number, row in enumerate(trajectories):
+        if row.pair is None and row.weights.any():
+            raise DataError(
+                f"{describe(row, number)} is trained but has no pair; give pair=... and chosen=True or False, or "
+                "loss_weights=0 to keep it as context"
+            )
+        if row.pair is not None and row.chosen is None:
+            raise DataError(
+                f"{describe(row, number)} of pair {row.pair!r} does not say whether it is chosen; give chosen=True "
+                "or chosen=False"
+            )
+        if row.pair is not None:
+            members.setdefault(row.pair, ([], []))[0 if row.chosen else 1].append(number)
+    for pair, kinds in members.items():
+        if [len(rows) for rows in kinds] != [1, 1]:
+            names = [
+                f"{kind} {', '.join(describe(trajectories[k], k) for k in rows) or 'none'}"
+                for kind, rows in zip(("chosen", "rejected"), kinds)
+            ]
+            raise DataError(
+                f"pair {pair!r} has {len(kinds[0])} chosen and {len(kinds[1])} rejected rows ({'; '.join(names)}); a "
+                "pair is one of each: give other pairs other names, and all rows of a pair in one call"
+            )
+    pairs = [(chosen[0], rejected[0]) for chosen, rejected in members.values()]
+    trained = [pair for pair in pairs if any(trajectories[row].weights.any() for row in pair)]
+    chosen, rejected = np.array(trained, np.int64).reshape(-1, 2).T
+    return chosen, rejected
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DPOLoss(Loss):
+    """Direct preference optimisation (arXiv 2305.18290, eq. 7): -log sigmoid(beta (c - r)), the mean over pairs.
+
+    c and r are sums over the tokens of the chosen and the rejected row of w (l - ref): w the loss weight, ref the
+    log-probability under the reference policy. Rows of one `pair`, one with `chosen` True and one with False, must be
+    in one call. A row without loss weights scores 0; a pair of such rows is not counted. The engine scores all rows
+    before the first gradient.
+
+    Metrics: accuracy (chosen reward above the rejected), margin, chosen_reward and rejected_reward (beta times the
+    score), chosen_logps and rejected_logps (sums of w l), all means over pairs.
+    """
+
+    scope: ClassVar[Scope] = "batch"
+    needs = ("logprobs", "pair", "chosen", "ref_logprobs")
+    reduction: Reduction = dataclasses.field(default="trajectory", init=False, repr=False)
+
+    beta: float = numeric(0.1, positive=True)
+    """How strongly the policy is held to the reference."""
+
+    def check(self, trajectories: Sequence[Trajectory]) -> None:
+        """Raise DataError for a missing fact, or rows that are not pairs; see `find_pairs`."""
+        find_pairs(trajectories)
+        Loss.check(self, trajectories)
+
+    def total_weight(self, trajectories: Sequence[Trajectory]) -> float:
+        """The number of pairs with something to train. Raises DataError for a negative weight."""
+        require_nonnegative_weights(trajectories)
+        return float(len(find_pairs(trajectories)[0]))
+
+    def evaluate(self, logprobs: Tensor, entropies: Tensor | None, facts: Facts, values: Tensor | None) -> LossSum:
+        chosen, rejected = (on_device(rows, logprobs.device) for rows in find_pairs(facts.trajectories))
+        score = facts.sum_by_row(facts.weights * (logprobs - facts.ref_logprobs))
+        likelihood = facts.sum_by_row(facts.weights * logprobs.detach())
+        losses = -F.logsigmoid(self.beta * (score[chosen] - score[rejected]))
+        rewards = self.beta * score.detach()
+        watched = {
+            "accuracy": (rewards[chosen] > rewards[rejected]).to(losses.dtype),
+            "margin": rewards[chosen] - rewards[rejected],
+            "chosen_reward": rewards[chosen],
+            "rejected_reward": rewards[rejected],
+            "chosen_logps": likelihood[chosen],
+            "rejected_logps": likelihood[rejected],
+        }
+        return losses.sum(), {name: (x.sum(), x.new_full((), float(len(x)))) for name, x in watched.items()}
+
+
+dpo = DPOLoss
+
+LOSSES: dict[str, Callable[..., Loss]] = {
+    "sft": sft,
+    "reinforce": reinforce,
+    "ppo": ppo,
+    "grpo": grpo,
+    "dapo": dapo,
+    "dr_grpo": dr_grpo,
+    "gspo": gspo,
+    "dpo": dpo,
+    "distill": distill,
+}
+"""Losses on a language-model head by their command-line names."""
 
 
 def by_name(name: str, **options: Any) -> Loss:

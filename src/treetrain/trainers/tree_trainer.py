@@ -38,7 +38,7 @@ from treetrain.engine.packed import model_device
 from treetrain.engine.routing import RouterBalance
 from treetrain.engine.runtime import expandable_segments
 from treetrain.errors import DataError
-from treetrain.losses.losses import PolicyLoss
+from treetrain.losses import PolicyLoss
 from treetrain.planning.balance import dispatch
 from treetrain.planning.make import PART_TOKENS
 from treetrain.trainers.arguments import MUON, TreeArguments, muon_and_options

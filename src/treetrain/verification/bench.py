@@ -23,7 +23,7 @@ from treetrain.engine.lm_head import Edges, ScoreRequest, Scores, gradient_buffe
 from treetrain.engine.loss import as_loss
 from treetrain.engine.packed import PackedRun, model_device
 from treetrain.errors import UnsupportedModel
-from treetrain.losses.losses import sft
+from treetrain.losses import sft
 from treetrain.models.capability import Capabilities, check_model
 from treetrain.planning.cost import CostModel, budget_share
 from treetrain.planning.make import Bytes

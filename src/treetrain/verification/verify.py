@@ -23,7 +23,7 @@ from treetrain.engine.packed import model_device
 from treetrain.engine.routing import RouterBalance, by_place, route_as_recorded
 from treetrain.engine.tensor_parallel import tensor_parallel_mode, tensor_parallel_ranks
 from treetrain.errors import UnsupportedModel
-from treetrain.losses.losses import sft
+from treetrain.losses import sft
 from treetrain.models.capability import check_model
 from treetrain.models.tree_mode import replaced_forward
 from treetrain.planning.make import Bytes
