@@ -172,18 +172,6 @@ def test_requires_grad_switched_before_backward_raises(model, budget, before):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_two_calls_accumulate_and_may_be_mixed_in_one_loss(model):
-    with PureFloat64():
-        _, _, first = expected(model, ROWS)
-        _, _, second = expected(model, ROWS[:3])
-        own_loss(tt.logprobs(model, ROWS)).backward()
-        own_loss(tt.logprobs(model, ROWS[:3])).backward()
-        assert linear.relative_error(linear.gradients(model), first + second) <= 1e-12
-        model.zero_grad()
-        (own_loss(tt.logprobs(model, ROWS)) + own_loss(tt.logprobs(model, ROWS[:3]))).backward()
-    assert linear.relative_error(linear.gradients(model), first + second) <= 1e-12
-
-
 def test_without_gradients_no_graph_is_kept_and_values_are_the_same(model):
     live = tt.logprobs(model, ROWS)
     with torch.no_grad():
@@ -227,12 +215,6 @@ def test_a_temperature_that_is_not_above_zero_raises(model, bad):
         tt.logprobs(model, ROWS, temperature=bad)
     with pytest.raises(ValueError, match="temperature"):
         tt.TreeEngine(model, temperature=bad)
-
-
-@pytest.mark.parametrize("bad", [0, -3, 1.5, True, "many"])
-def test_a_budget_that_is_no_number_of_tokens_raises(model, bad):
-    with pytest.raises(ValueError, match="budget"):
-        tt.logprobs(model, ROWS, budget=bad)
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
