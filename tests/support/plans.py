@@ -12,7 +12,7 @@ from treetrain.planning.partition import _Cutter
 from treetrain.planning.plan import Plan
 from treetrain.softmax_attention.schedule import Forest
 from treetrain.tree.build import build_tree
-from treetrain.tree.layout import PackedLayout, pack, segments
+from treetrain.tree.layout import PackedLayout, pack
 
 
 def layout_of(rows) -> PackedLayout:
@@ -35,7 +35,6 @@ def layout_of_parents(parent: np.ndarray) -> PackedLayout:
     for token in range(count - 1, -1, -1):
         if before[token] >= 0:
             ends[before[token]] = max(ends[before[token]], ends[token])
-    start, above = segments(parent)
     none = np.zeros(0, np.int64)
     return PackedLayout(
         input_ids=np.zeros(count, np.int64),
@@ -43,13 +42,9 @@ def layout_of_parents(parent: np.ndarray) -> PackedLayout:
         parent=parent,
         ends=np.array(ends, np.int64),
         tree_index=np.arange(count),
-        segment_start=start,
-        segment_parent=above,
         edge_rows=none,
         edge_targets=none,
         edge_tokens=none,
-        rows=none,
-        edge_row_index=none,
     )
 
 

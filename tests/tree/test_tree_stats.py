@@ -71,9 +71,6 @@ def test_stats_agree_with_counts_over_the_rows(rows):
     assert stats.forks == sum(c > 1 for c in children.values())
     assert stats.leaves == sum(c == 0 for c in children.values())
     assert stats.max_out_degree == max(children.values(), default=0)
-    assert stats.max_forks_on_path == max(
-        (sum(children[p[:n]] > 1 for n in range(1, len(p) + 1)) for p in unique), default=0
-    )
     assert stats.duplicates == len([r for r in ids if r]) - len({r for r in ids if r})
     assert stats.trained_flat == sum(int((row.weights != 0).sum()) for row in rows)
     assert stats.trained_unique == len(trained)

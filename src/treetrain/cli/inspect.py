@@ -163,7 +163,7 @@ def _print(inspection: "Inspection") -> None:
         rows.append((f"  in batches of {first.size}", orders + sampled))
     rows += [
         ("longest path", f"{file.longest_path:,} tokens"),
-        ("forks", f"{file.forks:,}, up to {file.max_out_degree} ways, {file.max_forks_on_path} on a path"),
+        ("forks", f"{file.forks:,}, up to {file.max_out_degree} ways"),
         ("segments, leaves", f"{file.segments:,}, {file.leaves:,}"),
         ("trained tokens", f"{file.trained_flat:,} flat, {file.trained_unique:,} unique"),
         ("sharing saves", f"{file.saved_context:,} context and {file.saved_trained:,} trained tokens"),

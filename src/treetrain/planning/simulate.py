@@ -183,11 +183,10 @@ def splits_of(
                 tried = tried if expert is None else {expert} & {*within}
                 found += [Split(ranks, t, c, e, shards) for e in sorted(tried)]
     if not found:
-        given = context, tensor, expert
         sizes = ", ".join(f"{a} x {b}" for a in fits for b in tensors if a * b in fits)
         raise ValueError(
-            f"context, tensor, expert = {given}: context x tensor must divide {ranks} ranks and {shared}, and expert "
-            f"the ranks that share the weights; context x tensor may be {sizes}"
+            f"context {context}, tensor {tensor}, expert {expert} do not go together on {ranks} ranks and {shared}; "
+            f"expert must divide the ranks that share the weights, and context x tensor may be {sizes}"
         )
     return found
 

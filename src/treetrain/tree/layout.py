@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,20 +31,36 @@ class PackedLayout:
     """Subtree ends; token i sees token j when j <= i < ends[j]."""
     tree_index: Int64[np.ndarray, " M"]
     """Tree index of each token."""
-    segment_start: Int64[np.ndarray, " _"]
-    """S + 1 entries: starts of the maximal runs without a fork."""
-    segment_parent: Int64[np.ndarray, " S"]
-    """-1 at roots."""
     edge_rows: Int64[np.ndarray, " E"]
     """Ascending: the position whose hidden state predicts the edge's token."""
     edge_targets: Int64[np.ndarray, " E"]
     """The predicted token ids."""
     edge_tokens: Int64[np.ndarray, " E"]
     """Tree index of the predicted token."""
-    rows: Int64[np.ndarray, " R"]
-    """Ascending: the positions with an edge; the LM head runs only on these."""
-    edge_row_index: Int64[np.ndarray, " E"]
-    """Index into `rows`."""
+
+    @cached_property
+    def _segments(self) -> tuple[Int64s, Int64s]:
+        return segments(self.parent)
+
+    @property
+    def segment_start(self) -> Int64[np.ndarray, " _"]:
+        """S + 1 entries: starts of the maximal runs without a fork."""
+        return self._segments[0]
+
+    @property
+    def segment_parent(self) -> Int64[np.ndarray, " S"]:
+        """The segment that each continues; -1 at roots."""
+        return self._segments[1]
+
+    @cached_property
+    def edge_row_index(self) -> Int64[np.ndarray, " E"]:
+        """Index of each edge's position in `rows`."""
+        return np.cumsum(np.diff(self.edge_rows, prepend=-1) != 0) - 1
+
+    @cached_property
+    def rows(self) -> Int64[np.ndarray, " R"]:
+        """Ascending: the positions with an edge; the LM head runs only on these."""
+        return self.edge_rows[np.diff(self.edge_rows, prepend=-1) != 0]
 
     @property
     def num_tokens(self) -> int:
@@ -93,7 +110,7 @@ def pack(tree: TokenTree, predicted: Bool[np.ndarray, " N"] | None = None, *, tr
     edges = edges[np.argsort(tree.parent[edges], kind="stable")]
     keep = np.flatnonzero(kept)
     before = tree.parent[keep]
-    return _layout(
+    return PackedLayout(
         input_ids=tree.tokens[keep].astype(np.int64),
         positions=tree.depth[keep].astype(np.int64),
         parent=np.where(before >= 0, new_index[before], -1),
@@ -115,7 +132,7 @@ def pack_states(tree: TokenTree, wanted: Bool[np.ndarray, " N"] | None = None) -
         wanted: tokens whose states are read; None means all.
     """
     at = np.arange(tree.num_tokens) if wanted is None else np.flatnonzero(wanted)
-    return _layout(
+    return PackedLayout(
         input_ids=tree.tokens.astype(np.int64),
         positions=tree.depth.astype(np.int64),
         parent=tree.parent.astype(np.int64),
@@ -138,7 +155,7 @@ def cut(layout: PackedLayout, tokens: Int64[np.ndarray, " m"]) -> Piece:
     first = np.searchsorted(layout.edge_rows, tokens)
     edges = ranges(first, np.searchsorted(layout.edge_rows, tokens, side="right") - first)
     rows = np.flatnonzero(place[layout.rows] >= 0) if len(layout.rows) else layout.rows
-    piece = _layout(
+    piece = PackedLayout(
         input_ids=layout.input_ids[tokens],
         positions=layout.positions[tokens],
         parent=place[layout.parent[tokens]],
@@ -149,21 +166,6 @@ def cut(layout: PackedLayout, tokens: Int64[np.ndarray, " m"]) -> Piece:
         edge_tokens=layout.edge_tokens[edges],
     )
     return Piece(piece, edges, rows)
-
-
-def _layout(*, parent: Int64s, edge_rows: Int64s, **arrays: Int64s) -> PackedLayout:
-    segment_start, segment_parent = segments(parent)
-    new = np.diff(edge_rows, prepend=-1) != 0  # edge_rows ascends
-    rows, edge_row_index = edge_rows[new], np.cumsum(new) - 1
-    return PackedLayout(
-        parent=parent,
-        edge_rows=edge_rows,
-        segment_start=segment_start,
-        segment_parent=segment_parent,
-        rows=rows,
-        edge_row_index=edge_row_index,
-        **arrays,
-    )
 
 
 def flat_reads(tree: TokenTree, layout: PackedLayout, used: Bool[np.ndarray, " flat"]) -> tuple[Int64s, Int64s]:

@@ -6,12 +6,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Bool, Int64
-from numpy.typing import NDArray
 
 from treetrain.tree.layout import FULL, AttentionRange, Pairs, needed_tokens, pairs_at, pairs_of_rows
 from treetrain.tree.token_tree import TokenTree
-
-Bools = NDArray[np.bool_]
 
 
 class FlopCounter(Protocol):
@@ -61,7 +58,6 @@ class TreeStats:
     """Tokens with more than one child."""
     max_out_degree: int
     """Largest number of children of one token."""
-    max_forks_on_path: int
     leaves: int
     duplicates: int
     """Non-empty trajectories with the same tokens as an earlier one."""
@@ -100,7 +96,6 @@ def tree_stats(tree: TokenTree, shape: FlopCounter | None = None) -> TreeStats:
         segments=tree.num_segments,
         forks=int(forks.sum()),
         max_out_degree=int(children.max(initial=0)),
-        max_forks_on_path=_most_on_a_path(tree, forks),
         leaves=int((children == 0).sum()),
         duplicates=int((tree.trajectory_last >= 0).sum() - distinct_rows(tree).sum()),
         trained_flat=int(uses.sum()),
@@ -175,12 +170,3 @@ def trajectories_through(tree: TokenTree) -> Int64[np.ndarray, " N"]:
     ends = np.bincount(tree.trajectory_last[tree.trajectory_last >= 0] + 1, minlength=tree.num_tokens + 1)
     before = np.cumsum(ends)
     return before[tree.end] - before[:-1]
-
-
-def _most_on_a_path(tree: TokenTree, marked: Bools) -> int:
-    """Largest number of marked tokens on one path."""
-    at = np.flatnonzero(marked)
-    steps = np.zeros(tree.num_tokens + 1, np.int64)
-    steps[at] += 1
-    steps -= np.bincount(tree.end[at], minlength=len(steps))
-    return int(np.cumsum(steps).max())
