@@ -433,14 +433,19 @@ class CostModel:
         passes: the fixed cost of every pass.
         links: what FSDP's collectives add to the passes.
         """
-        own = self._own_seconds(plan)
-        without = len(own["prefill"]) + len(own["scoring"])
-        again = float(own["prefill"].sum() + own["scoring"].sum())
+        layout, parts, speeds, links = plan.layout, plan.num_parts, self.speeds, 0.0
+        both, head = self.token_seconds(layout.positions), self.row_seconds * len(layout.rows)
+        forward_share = 1 / (1 + speeds.backward_ratio)
+        again, without = float(both[plan.is_recomputed_token].sum()) * forward_share, plan.num_prefills
+        if plan.scores_first == "recomputed":
+            again, without = again + float(both.sum()) * forward_share + head / 3, without + parts
+        if self.links is not None:
+            links = float(sum(self.links.exposed(*one).sum() for one in self._own_seconds(plan).items()))
         return {
-            "work": float(own["forward"].sum() + own["backward"].sum()) - plan.num_parts * self.speeds.graph_pass,
-            "recomputation": again - without * self.speeds.forward_pass,
-            "passes": plan.num_parts * self.speeds.graph_pass + without * self.speeds.forward_pass,
-            "links": 0.0 if self.links is None else float(sum(self.links.exposed(*one).sum() for one in own.items())),
+            "work": float(both.sum()) + head,
+            "recomputation": again,
+            "passes": parts * speeds.graph_pass + without * speeds.forward_pass,
+            "links": links,
         }
 
     def passes(self, plan: Plan) -> Passes:

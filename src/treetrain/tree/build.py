@@ -98,6 +98,8 @@ def as_tree(rows: Sequence[Row] | TokenTree, *, merge: bool = True) -> TokenTree
 
 def _token_ids(rows: Sequence[Any]) -> tuple[Int32s, Int64s]:
     """The rows concatenated, int32 [flat], and their lengths, int64 [K]."""
+    if set(map(type, rows)) == {list} and (joined := _joined_lists(rows)) is not None:
+        return joined, np.fromiter(map(len, rows), np.int64, len(rows))
     arrays = [row.ids if isinstance(row, Trajectory) else _as_array(number, row) for number, row in enumerate(rows)]
     lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
     narrow = {ids.dtype for ids in arrays} <= {np.dtype(np.int32)}
@@ -110,12 +112,22 @@ def _token_ids(rows: Sequence[Any]) -> tuple[Int32s, Int64s]:
     return flat.astype(np.int32, copy=False), lengths
 
 
+def _joined_lists(rows: Sequence[list[Any]]) -> Int32s | None:
+    """Lists of ids concatenated, without an array for each (twice as fast); None if any entry is not a token id."""
+    joined = array("i")
+    try:
+        for row in rows:
+            joined.fromlist(row)
+    except (OverflowError, TypeError):
+        return None
+    flat = np.frombuffer(joined, np.int32)
+    return None if flat.min(initial=0) < 0 else flat
+
+
 def _as_array(number: int, row: Any) -> NDArray[Any]:
     if isinstance(row, list | tuple):
-        ids = array("i")
         try:
-            ids.fromlist(list(row))  # twice as fast as array("i", row)
-            return np.frombuffer(ids, np.int32)
+            return np.frombuffer(array("i", row), np.int32)
         except (OverflowError, TypeError):
             bad = next(i for i in row if not (hasattr(i, "__index__") and 0 <= i <= MAX_TOKEN_ID))
             raise DataError(_bad_id(number, bad)) from None
