@@ -10,7 +10,7 @@ import dataclasses
 import math
 import tomllib
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 USABLE = {"cpu": 0.8, "cuda": 0.9}
 """How much of a device's free memory a step may use: predictions err by up to a tenth, and a CPU's memory is shared."""
@@ -166,7 +166,8 @@ def find_device(name_or_file: str) -> Device:
     if not path.is_file():
         raise ValueError(f"no device is named {name_or_file!r} and no such file is there; names: {', '.join(DEVICES)}")
     try:
-        return Device(**{"name": path.stem} | tomllib.loads(path.read_text(encoding="utf-8")))
+        figures: dict[str, Any] = {"name": path.stem} | tomllib.loads(path.read_text(encoding="utf-8"))
+        return Device(**figures)
     except (OSError, ValueError, TypeError) as error:
         keys = ", ".join(field.name for field in dataclasses.fields(Device))
         raise ValueError(f"{path} is no device's description ({error}); give TOML with the keys {keys}") from error

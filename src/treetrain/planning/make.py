@@ -189,9 +189,9 @@ class Purpose:
         wanted = {-(-own // 4), own // 2, 2 * own, 4 * own, longest, tokens}
         budgets = sorted({min(max(budget, 1), tokens) for budget in wanted if tokens} - {self.tokens})
         names = {longest: "longest path", tokens: "whole tree"}
-        plans = [(b, names.get(b, ""), partition(plan.layout, b, self.cost.seconds)) for b in budgets]
-        plans.append((self.tokens, "this plan", plan))
-        plans.sort(key=lambda entry: (entry[0] is None, entry[0]))
+        plans: list[tuple[int | None, str, Plan]] = [(self.tokens, "this plan", plan)]
+        plans += [(b, names.get(b, ""), partition(plan.layout, b, self.cost.seconds)) for b in budgets]
+        plans.sort(key=lambda entry: (entry[0] is None, entry[0] or 0))
         return [
             {
                 "budget_tokens": budget,
