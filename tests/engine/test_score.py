@@ -15,7 +15,6 @@ from support.models import make_model
 from support.passes import unique_ids
 from support.plans import planned
 from treetrain.engine.executor import Executor
-from treetrain.engine.runtime import StepOutOfMemory
 from treetrain.planning.cost import CostModel
 from treetrain.testing import linear
 from treetrain.testing.contract import PureFloat64
@@ -331,9 +330,8 @@ def test_memory_that_runs_out_costs_time_and_nothing_else(model, monkeypatch):
         def wrapped(self, *args, **options):
             if phase not in failed:
                 failed.append(phase)
-                if phase == "backward":
-                    self._begun = True
-                raise StepOutOfMemory(30, backward_begun=phase == "backward")
+                self.counts.backward_begun = phase == "backward"
+                raise torch.OutOfMemoryError("CUDA out of memory")
             return run(self, *args, **options)
 
         return wrapped

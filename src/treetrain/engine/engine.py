@@ -46,7 +46,7 @@ from treetrain.engine.packed import model_device, wide_dtype
 from treetrain.engine.routing import RouterBalance, Routing
 from treetrain.engine.runtime import PassCounts, Rollback, Runtime
 from treetrain.engine.score import Scored, Scoring, States
-from treetrain.errors import DataError, RanksDisagree, UnsupportedModel
+from treetrain.errors import DataError, UnsupportedModel
 from treetrain.planning.collective_order import Candidate, candidates, choose, offers_of
 from treetrain.planning.devices import AMPLE
 from treetrain.planning.make import PART_TOKENS, Bytes
@@ -138,17 +138,13 @@ class TreeEngine(Runtime):
         if self.balanced and balance is None and ranks.data_size > 1:
             balance = self.router_balance(step.tree)
         step, plan, reduces = plan_step(self, step, sync=sync, balance=balance)
-        rollback = self.rollback()
 
         def run() -> tuple[StepResult, StepResult | None]:
             result = run_step(self, step, plan, reduces, balance, rollback)
             return result, None if ranks.data_size == 1 else result.on_host()
 
-        try:
+        with self.rollback() as rollback:
             result, results = ranks.agree("the step", run)
-        except RanksDisagree as error:
-            rollback.undo(error)
-            raise
         if sync:
             self.average_gradients()
         return result if ranks.data_size == 1 else summed(ranks.of_data(results), over=ranks.data_size)
@@ -505,7 +501,7 @@ def run_step(
     routing = runtime.routing(step.batch.tree, balanced=runtime.balanced, whole=balance, scale=scale)
     if step.loss.scope == "batch":
         scoring = Scoring(runtime, plan, routing, entropy="entropies" in step.loss.needs)
-        total, sums = rollback.attempt(lambda: _compare(runtime, step, scoring, reduces, scale, rollback))
+        total, sums = _compare(runtime, step, scoring, reduces, scale, rollback)
         parts, without_graph, attention = scoring.plan.num_parts, scoring.tokens_without_graph, scoring.attention
     else:
 

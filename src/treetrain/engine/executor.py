@@ -36,7 +36,7 @@ from treetrain.engine.lm_head import GradientBuffers, ScoreRequest, Scores, grad
 from treetrain.engine.loss_gradients import KnownGradients, ScoreTable
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import Routing, switched
-from treetrain.engine.runtime import PassCounts, Runtime, StepOutOfMemory, out_of_memory_in
+from treetrain.engine.runtime import PassCounts, Runtime
 from treetrain.engine.tensor_parallel import tensor_parallel_mode, vocabulary_shard
 from treetrain.linear_attention.paths import StateCache
 from treetrain.models.tree_mode import compiled_layers
@@ -73,9 +73,8 @@ class CollectivePasses:
             self._turns = [Turn("forward", ()), Turn("backward", ())]
         self._next = 0
         self._last_backward = max((n for n, turn in enumerate(self._turns) if turn.kind == "backward"), default=-1)
-        # Outputs that later backwards start from: those of stand-ins, and of this rank's own forwards.
-        self._idle_outputs: list[Sequence[Tensor]] = []
-        self._own_outputs: list[Sequence[Tensor]] = []
+        self._idle_outputs: list[list[Tensor]] = []
+        """Outputs of the stand-ins whose backward is to come."""
         self.begin_backwards(reduces)
 
     def begin_backwards(self, reduces: Reduces) -> None:
@@ -91,17 +90,6 @@ class CollectivePasses:
         assert turn == kind, f"pass {self._next} of the common order is a {turn}, not a {kind}"
         self._begin()
 
-    def after(self, kind: Kind, outputs: Sequence[Tensor] = ()) -> None:
-        """Record that a pass of this rank has ended.
-
-        Args:
-            outputs: of a forward with graph, the tensors that its backward starts from.
-        """
-        if kind == "forward":
-            self._own_outputs.append(outputs)
-        elif kind == "backward" and self._own_outputs:
-            self._own_outputs.pop()
-
     def finish(self, *, forwards: bool = False) -> None:
         """Run stand-ins to the end, or only up to the next backward."""
         if forwards:
@@ -109,7 +97,6 @@ class CollectivePasses:
             return
         self._stand_in_until(lambda turn: False)
         self._idle_outputs.clear()
-        self._own_outputs.clear()
 
     def close(self) -> None:
         """Restore FSDP2's reduction setting, and reshard."""
@@ -133,9 +120,9 @@ class CollectivePasses:
             kind = self._turns[self._next].kind
             self._begin()
             if kind == "backward":
-                outputs = self._idle_outputs.pop() if self._idle_outputs else self._own_outputs.pop()
-                if outputs:
-                    torch.autograd.backward(list(outputs), [torch.zeros_like(output) for output in outputs])
+                # This rank's own passes are over, and it has stood in for more forwards than backwards.
+                if outputs := self._idle_outputs.pop():
+                    torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
             else:
                 scores = self._stand_in(graph=kind == "forward")
                 if kind == "forward":
@@ -228,7 +215,7 @@ class Executor:
         gradients: bool,
         reduces: Reduces = "each",
     ):
-        self._runtime, self._plan, self._counts, self._routing = runtime, plan, counts, routing
+        self._runtime, self._plan, self.counts, self._routing = runtime, plan, counts, routing
         self._gradients, self._device = gradients, model_device(runtime.model)
         self._collective: CollectivePasses | None = None
         if runtime.collective:
@@ -240,7 +227,6 @@ class Executor:
         # By part: tokens that got a row for keys and values, and those with a slot for the recurrent state after them.
         self._graphs: dict[int, _Forward] = {}
         self._buffers: GradientBuffers | None = None
-        self._alive, self._backward_begun = 0, False
         self._error: Exception | None = None
         """The first error between passes that other ranks run too."""
 
@@ -249,9 +235,6 @@ class Executor:
 
         Args:
             table: gets all scores; None runs the layers without the head, to record what the routers choose.
-
-        Raises:
-            StepOutOfMemory: a part does not fit.
         """
         plan = self._plan
         with self._running(graph=False), self._passes():
@@ -267,9 +250,6 @@ class Executor:
 
         Args:
             keep_logits: whether the head keeps its logits with the graphs.
-
-        Raises:
-            StepOutOfMemory: the graphs of all parts do not fit at once.
         """
         plan = self._plan
         try:
@@ -285,11 +265,7 @@ class Executor:
             raise
 
     def backward_all(self, gradients: KnownGradients, reduces: Reduces = "each") -> None:
-        """Run the backwards of `forward_all`, last part first, so that all parts below a part precede it.
-
-        Raises:
-            StepOutOfMemory: gradients so far are incomplete.
-        """
+        """Run the backwards of `forward_all`, last part first, so that all parts below a part precede it."""
         if self._collective is not None:
             self._collective.begin_backwards(reduces)
         try:
@@ -302,11 +278,7 @@ class Executor:
             self._graphs.clear()
 
     def train(self, gradients: KnownGradients) -> None:
-        """Run all parts forward and backward, and add to the parameters' ``.grad``.
-
-        Raises:
-            StepOutOfMemory: gradients so far are incomplete.
-        """
+        """Run all parts forward and backward, and add to the parameters' ``.grad``."""
         plan, table, take = self._plan, gradients.table, gradients.scored
         with (
             self._running(graph=True),
@@ -334,7 +306,7 @@ class Executor:
         self._buffers = None
 
     def _backward(self, done: _Forward, gradients: KnownGradients) -> None:
-        scores, self._backward_begun = done.scores, True
+        scores, self.counts.backward_begun = done.scores, True
         if self._collective is not None:
             self._collective.before("backward")
         # Under the caller's autocast, backward would use 16-bit products where forward used float32.
@@ -353,9 +325,7 @@ class Executor:
                 live = [(x, grad) for x, grad in pairs if x is not None and grad is not None and x.requires_grad]
                 if live:
                     torch.autograd.backward([out for out, _ in live], [grad for _, grad in live])
-        if self._collective is not None:
-            self._collective.after("backward")
-        self._alive -= done.piece.layout.num_tokens
+        self.counts.alive -= done.piece.layout.num_tokens
 
     @contextmanager
     def _passes(self, *, forwards: bool = False) -> Iterator[None]:
@@ -404,7 +374,7 @@ class Executor:
         """
         with_graph, runtime = torch.is_grad_enabled(), self._runtime
         kind = "forward" if with_graph else "prefill"
-        self._alive += len(tokens)
+        self.counts.alive += len(tokens)
         if self._collective is not None:
             self._collective.before(kind)
         piece = cut(self._plan.layout, tokens)
@@ -429,14 +399,12 @@ class Executor:
         )
         run = runtime.run_type(runtime.model, runtime.capabilities, piece.layout, **options)
         scores = run.scores(request)
-        self._counts.attention.update(run.attention_calls)
-        if self._collective is not None:
-            self._collective.after(kind, scores.live)
+        self.counts.attention.update(run.attention_calls)
         if with_graph:
-            self._counts.parts += 1
+            self.counts.parts += 1
         else:
-            self._alive -= len(tokens)
-            self._counts.tokens_without_graph += len(tokens)
+            self.counts.alive -= len(tokens)
+            self.counts.tokens_without_graph += len(tokens)
         if table is not None and take is not None:
             try:
                 take(piece, scores)
@@ -448,12 +416,9 @@ class Executor:
 
     @contextmanager
     def _running(self, *, graph: bool) -> Iterator[None]:
-        """Prepare the model for passes: tree mode, the step's routers, with or without graph, out of memory noticed."""
+        """Prepare the model for passes: tree mode, the step's routers, with or without graph."""
         runtime = self._runtime
         with (
-            out_of_memory_in(
-                lambda: StepOutOfMemory(self._alive or self._plan.peak_tokens, backward_begun=self._backward_begun)
-            ),
             torch.set_grad_enabled(graph),
             runtime.run_type.mode(runtime.model),
             tensor_parallel_mode(runtime.model, runtime.tensor),

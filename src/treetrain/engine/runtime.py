@@ -10,7 +10,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -130,40 +129,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(name in message for name in allocators) or ("out of memory" in message and "CUDA" in message)
 
 
-class StepOutOfMemory(RuntimeError):
-    """Memory ran out in a step.
-
-    Args:
-        tokens: tokens that were being computed, or whose graph was alive.
-        backward_begun: whether a backward had started, so that gradients may be incomplete.
-    """
-
-    def __init__(self, tokens: int, *, backward_begun: bool):
-        super().__init__(f"out of memory with {tokens} tokens alive")
-        self.tokens, self.backward_begun = tokens, backward_begun
-
-
-class out_of_memory_in:
-    """Raises StepOutOfMemory in place of any error of an allocator in the block.
-
-    This is a class, not a generator: from Python 3.12 on, a generator that raises another error leaves the first in a
-    reference cycle with its frames. The graph that did not fit would stay alive during the next try.
-
-    Args:
-        make: creates the error.
-    """
-
-    def __init__(self, make: Callable[[], StepOutOfMemory]):
-        self._make = make
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: type | None, error: BaseException | None, _traceback: Any) -> None:
-        if error is not None and is_out_of_memory(error):
-            raise self._make() from error
-
-
 @dataclass
 class PassCounts:
     """Counts the passes of one try of a step."""
@@ -171,6 +136,10 @@ class PassCounts:
     parts: int = 0
     """Parts that ran forward with graph."""
     tokens_without_graph: int = 0
+    alive: int = 0
+    """Tokens that are being computed, or whose graph is alive."""
+    backward_begun: bool = False
+    """Whether a backward has started, so that an error leaves incomplete gradients."""
     attention: Counter[str] = field(default_factory=Counter)
     """Attention calls of forwards, by backend."""
 
@@ -184,7 +153,7 @@ def callers_level() -> int:
 
 
 class Rollback:
-    """Undoes the gradients of a failed step, or reports that it cannot. Create it before the step.
+    """Undoes the gradients of a step that fails within the block, or notes on the error that it cannot.
 
     Args:
         parameters: all that the step may add gradients to.
@@ -193,41 +162,30 @@ class Rollback:
 
     def __init__(self, parameters: Sequence[nn.Parameter], *modules: nn.Module | None):
         self._parameters, self._modules = parameters, modules
-        self._obstacle: str | None = None
+        self.obstacle: str | None = None
+        """Why gradients cannot be restored, if they cannot."""
         if waiting_gradients(*modules):
-            self._obstacle = (
+            self.obstacle = (
                 "gradients of earlier calls waited to be reduced (sync=False) and are dropped: begin the step again"
             )
         elif any(p.grad is not None for p in parameters):
-            self._obstacle = "gradients of earlier calls lay in .grad"
+            self.obstacle = "gradients of earlier calls lay in .grad"
 
-    def attempt(self, run: Callable[[], T]) -> T:
-        """Call a function; if it fails, gradients are restored, or the error says that they are not."""
-        try:
-            return run()
-        except StepOutOfMemory as error:
-            if error.backward_begun and self._obstacle is not None:
-                raise RuntimeError(
-                    f"{error}; {self._obstacle}, so the step cannot start over, and its gradients are incomplete: set "
-                    f"them to None (zero_grad) and run the step again with budget={max(error.tokens // 2, 1)} or less"
-                ) from error
-            if error.backward_begun:
-                self.undo(error)
-            raise
-        except BaseException as error:
-            self.undo(error)
-            raise
+    def __enter__(self) -> "Rollback":
+        return self
 
-    def undo(self, error: BaseException) -> None:
-        """Restore the gradients, or note on the error that this is impossible."""
+    def __exit__(self, _kind: type | None, error: BaseException | None, _traceback: Any) -> None:
+        if error is not None:
+            self.undo()
+        if error is not None and self.obstacle is not None:
+            error.add_note(f"{self.obstacle}; what this step has added to them is incomplete")
+
+    def undo(self) -> None:
+        """Restore the gradients, if that is possible."""
         drop_waiting_gradients(*self._modules)
-        if self._obstacle is None:
+        if self.obstacle is None:
             for parameter in self._parameters:
                 parameter.grad = None
-            return
-        note = f"{self._obstacle}; what this step has added to them is incomplete"
-        if note not in getattr(error, "__notes__", []):
-            error.add_note(note)
 
 
 # ---- plans
@@ -468,27 +426,37 @@ class Runtime:
         It runs only once where other ranks wait in its passes.
 
         Args:
-            run: raises StepOutOfMemory if it must start over.
-            rollback: undoes the gradients that it has added then.
+            rollback: undoes the gradients of a try that fails; None if `run` adds none.
 
         Returns:
             what `run` returned, the plan that it was given, and its passes.
+
+        Raises:
+            RuntimeError: the gradients of a failed try lie among those of earlier calls.
         """
         restarts, most, budget = 0, 0, sys.maxsize
         scores_first: Any = "no" if plan.scores_first == "no" else "recomputed"
         while True:
             counts = PassCounts()
             try:
-                result = run(plan, counts) if rollback is None else rollback.attempt(partial(run, plan, counts))
+                result = run(plan, counts)
                 break
-            except StepOutOfMemory as error:
-                if not self.passes_with.alone:
+            except Exception as error:
+                if not self.passes_with.alone or not is_out_of_memory(error):
                     raise
-                restarts, most, budget = restarts + 1, max(most, error.tokens), min(error.tokens, budget) // 2
-                cause = None if budget else error.__cause__
+                tokens = counts.alive or plan.peak_tokens
+                if rollback is not None and counts.backward_begun:
+                    if rollback.obstacle is not None:
+                        raise RuntimeError(
+                            f"out of memory with {tokens} tokens alive; {rollback.obstacle}, so the step cannot start "
+                            "over, and its gradients are incomplete: set them to None (zero_grad) and run the step "
+                            f"again with budget={max(tokens // 2, 1)} or less"
+                        ) from error
+                    rollback.undo()
+                restarts, most, budget = restarts + 1, max(most, tokens), min(tokens, budget) // 2
+                if not budget:
+                    raise
             # Outside the handler, so that nothing keeps the tensors of the failed try alive.
-            if cause is not None:
-                raise cause
             if model_device(self.model).type == "cuda":
                 torch.cuda.empty_cache()
             plan = replace(plan_within(plan.layout, budget, self.model), scores_first=scores_first)

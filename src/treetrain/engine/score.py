@@ -27,7 +27,6 @@ from treetrain.engine.loss_gradients import Batch, KnownGradients, ScoreTable, a
 from treetrain.engine.packed import model_device
 from treetrain.engine.routing import Routing
 from treetrain.engine.runtime import PassCounts, Rollback, Runtime
-from treetrain.errors import RanksDisagree
 from treetrain.planning.plan import Plan
 from treetrain.tree.token_tree import TokenTree
 
@@ -113,7 +112,7 @@ class Scoring:
         Args:
             edges, rows, values, aux: d loss / d log-probabilities, entropies, values, auxiliary loss.
             reduces: which backwards reduce sharded gradients.
-            rollback: restores gradients if the passes fail.
+            rollback: restores gradients if memory runs out.
         """
         if self.routing is not None:
             self.routing.scale = torch.as_tensor(aux).double()
@@ -121,6 +120,7 @@ class Scoring:
         def passes(plan: Plan, counts: PassCounts) -> None:
             executor, self._kept = self._kept, None
             if executor is not None:
+                counts.alive, executor.counts = executor.counts.alive, counts
                 executor.backward_all(KnownGradients(self.table, edges, rows, values), reduces)
                 return
             table = self.runtime.table(plan.layout, entropy=rows is not None)
@@ -262,23 +262,20 @@ class Scored:
                 ``.grad``.
             RanksDisagree: another rank failed, or has another `sync`.
         """
-        runtime, rollback = self._scoring.runtime, self._scoring.runtime.rollback()
+        runtime = self._scoring.runtime
 
-        def passes(gradients: Any) -> tuple[None, None]:
+        def passes() -> tuple[None, None]:
             self._spent = True
             edges, rows, values, aux = gradients
             self._scoring.backward(edges, rows, values, aux, "each" if sync else "never", rollback)
             return None, None
 
         ranks = runtime.ranks if sync else runtime.passes_with
-        try:
-            # Every rank checks for errors before any of them starts the collective backward.
-            gradients, syncs = ranks.agree("Scored.backward", lambda: (self._gradients(), sync))
-            check_same("sync", syncs)
-            ranks.agree("Scored.backward's passes", partial(passes, gradients))
-        except RanksDisagree as error:
-            rollback.undo(error)
-            raise
+        # Every rank checks for errors before any of them starts the collective backward.
+        gradients, syncs = ranks.agree("Scored.backward", lambda: (self._gradients(), sync))
+        check_same("sync", syncs)
+        with runtime.rollback() as rollback:
+            ranks.agree("Scored.backward's passes", passes)
         if sync:
             runtime.average_gradients()
 
