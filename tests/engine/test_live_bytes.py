@@ -1,5 +1,8 @@
 """Bytes that tensors take, and bytes that the system has free."""
 
+from types import SimpleNamespace
+
+import psutil
 import torch
 
 from treetrain.engine import runtime as memory
@@ -34,10 +37,10 @@ def test_live_bytes_are_counted_in_backward_too():
 
 def test_free_bytes_are_what_the_tightest_control_group_leaves(monkeypatch, tmp_path):
     everything = memory.free_bytes(CPU)
-    assert 0 < everything <= memory.USABLE["cpu"] * memory._available() * 1.2  # other work comes and goes
+    assert 0 < everything <= memory.USABLE["cpu"] * psutil.virtual_memory().available * 1.2  # other work goes on
     group = tmp_path / "group"
     group.mkdir()
-    monkeypatch.setattr(memory, "_available", lambda: 10_000)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=10_000))
     monkeypatch.setattr(memory, "_control_groups", lambda: [group])
     assert memory.free_bytes(CPU) == 8000
     (group / "memory.stat").write_text("anon 1\ninactive_file 500\n")

@@ -47,16 +47,16 @@ def check_context(ranks: Ranks, model: Any, capabilities: Capabilities) -> None:
     counts = {heads: "heads", int(getattr(config, "num_key_value_heads", None) or heads): "heads of keys and values"}
     counts |= {number: f"{what} of recurrent layers" for number, what in recurrent_heads(model).items()}
     fitting = [size for size in range(1, min(counts) + 1) if all(number % size == 0 for number in counts)]
-    refused = {
-        f"{' and '.join(f'{number} {what}' for number, what in counts.items())}, which {ranks.size} ranks cannot share "
-        f"evenly; groups of {', '.join(map(str, fitting))} can": ranks.size not in fitting,
-        "a head for one token of each row": scalar is not None and scalar.pooled,
-    }
-    for what, is_so in refused.items():
-        if is_so:
-            raise UnsupportedModel(
-                f"context parallel over {ranks.size} ranks is not supported for {name}: it has {what}"
-            )
+    if ranks.size not in fitting:
+        has = (
+            f"{' and '.join(f'{number} {what}' for number, what in counts.items())}, which {ranks.size} ranks cannot "
+            f"share evenly; groups of {', '.join(map(str, fitting))} can"
+        )
+    elif scalar is not None and scalar.pooled:
+        has = "a head for one token of each row"
+    else:
+        return
+    raise UnsupportedModel(f"context parallel over {ranks.size} ranks is not supported for {name}: it has {has}")
 
 
 class Share:
@@ -183,14 +183,13 @@ class HeadExchange:
         sinks: Float[Tensor, " H"] | None,
     ) -> Float[Tensor, "n H V"]:
         """Attention of the share's tokens."""
-        size, share = self._share.ranks.size, self._share
+        share, given = self._share, (query, key, value)
         for states, what in ((query, "heads"), (key, "heads of keys and values")):
-            if states.shape[1] % size:
+            if states.shape[1] % share.ranks.size:
                 raise UnsupportedModel(
-                    f"layer {layer} has {states.shape[1]} {what}, which {size} ranks cannot share evenly; take "
-                    "a context-parallel group whose size divides them"
+                    f"layer {layer} has {states.shape[1]} {what}, which {share.ranks.size} ranks cannot share evenly; "
+                    "take a context-parallel group whose size divides them"
                 )
-        given = query, key, value
         mine = share.to_heads(*(x.flatten(1) for x in given))
         states = (x.unflatten(1, (-1, of.shape[2])).contiguous() for x, of in zip(mine, given))
         out = self._attention(*states, scale, layer, spec, None if sinks is None else share.own(sinks))

@@ -239,6 +239,12 @@ def is_shard(tensor: Any) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
+def meshes_of(*modules: nn.Module | None) -> list[Any]:
+    """The device meshes that weights of these modules lie on, each once."""
+    weights = (parameter for module in modules if module is not None for parameter in module.parameters())
+    return list(dict.fromkeys(parameter.device_mesh for parameter in weights if is_shard(parameter)))
+
+
 def own_part(parameter: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
     """The part of a parameter that this rank holds."""
     return getattr(parameter, "_local_tensor", parameter)
@@ -320,10 +326,7 @@ def ranks_of(
     name, shards = type(model).__name__, sharded_modules(model, value_head)
     if not shards:
         return Ranks(same_rows.group if group is None else group, same_rows)
-    meshes: list[Any] = []
-    for parameter in [*model.parameters(), *([] if value_head is None else value_head.parameters())]:
-        if is_shard(parameter) and parameter.device_mesh not in meshes:
-            meshes.append(parameter.device_mesh)
+    meshes = meshes_of(model, value_head)
     if len(meshes) != 1:
         raise UnsupportedModel(
             f"the weights of {name} lie on {len(meshes)} device meshes (tensor parallel beside FSDP, or layers left "
@@ -336,7 +339,7 @@ def ranks_of(
             "set_gradient_divide_factor was called on the model: its gradients would not be those of the step, which "
             "is scaled for FSDP2's own average over ranks; leave it as it is."
         )
-    mesh: Any = meshes[0]
+    mesh = meshes[0]
     if mesh.ndim == 1:
         whole = mesh.get_group()
     elif mesh.size() == dist.get_world_size():  # shards within replicas

@@ -166,9 +166,9 @@ def gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor 
 
 
 @contextmanager
-def hooks_once(*modules: nn.Module) -> Iterator[None]:
+def hooks_once(*modules: nn.Module | None) -> Iterator[None]:
     """Run hooks once, at the end of the block, on the sum of all gradients of its backwards; not after an error."""
-    parameters = dict.fromkeys(p for module in modules for p in module.parameters())
+    parameters = dict.fromkeys(p for module in modules if module is not None for p in module.parameters())
     hooked = [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]
     with gradients_aside(hooked) as totals:
         yield
@@ -237,7 +237,7 @@ class Executor:
             table: gets all scores; None runs the layers without the head, to record what the routers choose.
         """
         plan = self._plan
-        with self._running(graph=False), self._passes():
+        with self._passes(graph=False):
             for kind, part in plan.traverse():
                 if kind == "leave":
                     self._release(part)
@@ -253,7 +253,7 @@ class Executor:
         """
         plan = self._plan
         try:
-            with self._running(graph=True), self._gradient_buffers() as self._buffers, self._passes(forwards=True):
+            with self._passes(graph=True, forwards=True):
                 # Parts are numbered depth first, so what a part continues has run. Nothing of the cache is released.
                 for part in range(plan.num_parts):
                     self._allocate(part, plan.exported_tokens(part))
@@ -269,7 +269,7 @@ class Executor:
         if self._collective is not None:
             self._collective.begin_backwards(reduces)
         try:
-            with self._running(graph=True), hooks_once(*self._modules()), self._passes():
+            with self._passes(graph=True):
                 while self._graphs:
                     self._backward(self._graphs.popitem()[1], gradients)
                 if self._buffers is not None:
@@ -280,12 +280,7 @@ class Executor:
     def train(self, gradients: KnownGradients) -> None:
         """Run all parts forward and backward, and add to the parameters' ``.grad``."""
         plan, table, take = self._plan, gradients.table, gradients.scored
-        with (
-            self._running(graph=True),
-            hooks_once(*self._modules()),
-            self._gradient_buffers() as self._buffers,
-            self._passes(),
-        ):
+        with self._passes(graph=True):
             for kind, number in plan.events():
                 if kind == "prefill":  # without graph, over exported tokens, for their keys and values
                     first, tokens = plan.prefill_parts(number)[0], plan.prefill_tokens(number)
@@ -303,7 +298,6 @@ class Executor:
                 else:
                     self._backward(self._graphs.pop(number), gradients)
                     self._release(number)
-        self._buffers = None
 
     def _backward(self, done: _Forward, gradients: KnownGradients) -> None:
         scores, self.counts.backward_begun = done.scores, True
@@ -328,27 +322,41 @@ class Executor:
         self.counts.alive -= done.piece.layout.num_tokens
 
     @contextmanager
-    def _passes(self, *, forwards: bool = False) -> Iterator[None]:
-        """Complete the ranks' common order of passes after the block, then raise what failed between the passes.
+    def _passes(self, *, graph: bool, forwards: bool = False) -> Iterator[None]:
+        """Prepare the model for passes. After them, complete the ranks' common order and raise what failed in between.
 
         Args:
+            graph: whether passes have a graph, so that gradients are collected too.
             forwards: stop before the backwards, which come later.
         """
-        runtime = self._runtime
-        try:
-            yield
-            if self._collective is not None:
-                self._collective.finish(forwards=forwards)
-        except BaseException as error:
-            if not runtime.passes_with.alone:  # this process leaves a pass in its middle, where others may wait
-                runtime.same_rows.lost = True
-                runtime.ranks.leave(error)
-            raise
-        finally:
-            if self._collective is not None:
-                self._collective.close()
-        # All ranks stop here, before hooks see the gradients of a step that has failed on one of them.
-        runtime.passes_with.agree("the passes", self._failure)
+        runtime, model, scalar = self._runtime, self._runtime.model, self._runtime.capabilities.scalar
+        head = None if scalar is None or scalar.is_models_own else scalar.module
+        buffers: AbstractContextManager[GradientBuffers | None] = nullcontext(self._buffers)
+        if graph and self._buffers is None and self._collective is None:  # FSDP2 unshards weights only during a pass
+            buffers = gradient_buffers(model)
+        with (
+            torch.set_grad_enabled(graph),
+            runtime.run_type.mode(model),
+            tensor_parallel_mode(model, runtime.tensor),
+            switched(model, runtime.capabilities.experts, self._routing),
+            compiled_layers(model, runtime.compiled) if runtime.compiles else nullcontext(),
+            hooks_once(model, head) if graph else nullcontext(),
+            buffers as self._buffers,
+        ):
+            try:
+                yield
+                if self._collective is not None:
+                    self._collective.finish(forwards=forwards)
+            except BaseException as error:
+                if not runtime.passes_with.alone:  # this process leaves a pass in its middle, where others may wait
+                    runtime.same_rows.lost = True
+                    runtime.ranks.leave(error)
+                raise
+            finally:
+                if self._collective is not None:
+                    self._collective.close()
+            # All ranks stop here, before hooks see the gradients of a step that has failed on one of them.
+            runtime.passes_with.agree("the passes", self._failure)
 
     def _failure(self) -> tuple[None, None]:
         if self._error is not None:
@@ -413,28 +421,6 @@ class Executor:
                     raise
                 self._error = self._error or error
         return _Forward(piece, scores)
-
-    @contextmanager
-    def _running(self, *, graph: bool) -> Iterator[None]:
-        """Prepare the model for passes: tree mode, the step's routers, with or without graph."""
-        runtime = self._runtime
-        with (
-            torch.set_grad_enabled(graph),
-            runtime.run_type.mode(runtime.model),
-            tensor_parallel_mode(runtime.model, runtime.tensor),
-            switched(runtime.model, runtime.capabilities.experts, self._routing),
-            compiled_layers(runtime.model, runtime.compiled) if runtime.compiles else nullcontext(),
-        ):
-            yield
-
-    def _gradient_buffers(self) -> AbstractContextManager[GradientBuffers | None]:
-        """The buffers; None under FSDP2, where weights are unsharded only during a pass."""
-        return gradient_buffers(self._runtime.model) if self._collective is None else nullcontext()
-
-    def _modules(self) -> list[nn.Module]:
-        """Everything with parameters: the model, and a value head that is not its own."""
-        model, scalar = self._runtime.model, self._runtime.capabilities.scalar
-        return [model] if scalar is None or scalar.is_models_own else [model, scalar.module]
 
     def _allocate(self, part: int, tokens: Int64[np.ndarray, " n"]) -> None:
         """Allocate places in the caches for tokens, above those in use, until `part` is released."""

@@ -14,6 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -51,37 +52,24 @@ LAST_RESORT_TOKENS = 256
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def free_bytes(device: torch.device) -> int | None:
+def free_bytes(device: torch.device) -> int:
     """Bytes that a plan may use now: the device's free memory times `USABLE`.
 
-    CPU: MemAvailable, or what the control group leaves if that is less; None without /proc/meminfo. CUDA: free memory,
-    and what PyTorch's allocator has reserved but not allocated.
+    CPU: the system's available memory, or what a control group of this process leaves if that is less. CUDA: free
+    memory, and what PyTorch's allocator has reserved but not allocated.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(USABLE["cuda"] * (free + held))
-    available = _available()
-    if available is None:
-        return None
     limits = [left for group in _control_groups() if (left := _left(group)) is not None]
-    return int(USABLE["cpu"] * max(min([available, *limits]), 0))
-
-
-def _available() -> int | None:
-    meminfo = Path("/proc/meminfo")
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text() if meminfo.exists() else "", re.MULTILINE)
-    return int(match.group(1)) * 1024 if match else None
+    return int(USABLE["cpu"] * max(min([psutil.virtual_memory().available, *limits]), 0))
 
 
 def _control_groups() -> list[Path]:
-    """Folders of the control groups that this process is in, innermost first (version 2, then version 1)."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    folders = []
-    for line in lines:
+    """Folders of the control groups that this process is in (version 2, or the memory groups of version 1)."""
+    listing, folders = Path("/proc/self/cgroup"), []
+    for line in listing.read_text().splitlines() if listing.exists() else []:
         _, controllers, name = line.split(":", 2)
         if controllers in ("", "memory"):
             base = _CGROUP / controllers
@@ -96,14 +84,13 @@ def _left(group: Path) -> int | None:
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        try:
-            limit, use = (group / limit_name).read_text().strip(), int((group / use_name).read_text())
-            cache = re.search(rf"^{cache_name} (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-        except (OSError, ValueError):
-            continue
-        if not limit.isdigit() or int(limit) >= 1 << 60:  # version 1 writes "none" as a huge number
-            return None
-        return int(limit) - use + (int(cache.group(1)) if cache else 0)
+        if (group / limit_name).exists():
+            limit, use, statistics = (
+                (group / name).read_text().strip() for name in (limit_name, use_name, "memory.stat")
+            )
+            cache = re.search(rf"^{cache_name} (\d+)", statistics, re.MULTILINE)
+            # Version 2 writes "max" where there is no limit, version 1 a huge number.
+            return int(limit) - int(use) + int(cache[1] if cache else 0) if limit.isdigit() else None
     return None
 
 
@@ -361,32 +348,30 @@ class Runtime:
         if self.tensor.alone:
             self.ranks.average_gradients(self.whole_parameters)
 
-    def free_bytes(self) -> int | None:
-        """Bytes that plans may use now, minus gradients not yet allocated (``.grad`` is None); None if unknown.
+    def free_bytes(self) -> int:
+        """Bytes that plans may use now, minus gradients not yet allocated (``.grad`` is None).
 
         Processes on one host share its memory. Ranks that run the same plan have the least of their free bytes;
         context-parallel ranks, times their number.
         """
         device = model_device(self.model)
         free = free_bytes(device)
-        if free is not None:
-            if not self.ranks.alone and device.type == "cpu":
-                free //= int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.size))
-            absent = (own_part(p) for p in self.parameters if p.requires_grad and p.grad is None)
-            free = max(free - sum(x.numel() * x.element_size() for x in absent), 0)
-        every = self.same_rows.gather(free)
-        return None if None in every else min(x for x in every if x is not None) * self.context.size
+        if not self.ranks.alone and device.type == "cpu":
+            free //= int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks.size))
+        absent = (own_part(p) for p in self.parameters if p.requires_grad and p.grad is None)
+        free = max(free - sum(x.numel() * x.element_size() for x in absent), 0)
+        return min(self.same_rows.gather(free)) * self.context.size
 
     def has_room(self, plan: Plan, extra: float | None = None) -> bool:
         """Whether a plan's predicted peak fits the budget or free memory; False if the model cannot be counted.
 
         Args:
-            extra: further bytes that are optional; `AMPLE` times peak and extra must be known to be free.
+            extra: further bytes that are optional; `AMPLE` times peak and extra must be free.
         """
         cost = cost_if_countable(self.model)
+        if cost is None:
+            return False
         room = self.budget.count if isinstance(self.budget, Bytes) else self.free_bytes()
-        if cost is None or room is None:
-            return cost is not None and extra is None
         return cost.peak_bytes(plan) <= room if extra is None else AMPLE * (cost.peak_bytes(plan) + extra) <= room
 
     def keeps_graphs(self, plan: Plan) -> bool:

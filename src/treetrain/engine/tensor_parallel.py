@@ -27,7 +27,7 @@ import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from treetrain.engine.distributed import Ranks, is_shard, sharded_modules
+from treetrain.engine.distributed import Ranks, is_shard, meshes_of, sharded_modules
 from treetrain.engine.lm_head import VocabularyShard
 from treetrain.errors import RanksDisagree, UnsupportedModel
 from treetrain.models.capability import Capabilities, causal_lm, is_plain_linear
@@ -72,11 +72,7 @@ def tensor_parallel_ranks(model: nn.Module, *others: object) -> Ranks:
             f"{name} was loaded with {told}: pipeline parallel is not supported, nor is expert parallel over ranks "
             "with rows of their own; take tp_size alone, or ep_size equal to tp_size."
         )
-    meshes: list[Any] = []
-    for parameter in model.parameters():
-        mesh = getattr(parameter, "device_mesh", None)
-        if mesh is not None and mesh not in meshes:
-            meshes.append(mesh)
+    meshes = meshes_of(model)
     if sharded_modules(model) or not (meshes or size > 1):
         if size > 1:
             raise UnsupportedModel(
