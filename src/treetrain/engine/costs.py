@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from treetrain.engine import lm_head
-from treetrain.engine.distributed import is_shard, is_sharded
+from treetrain.engine.distributed import is_sharded, meshes_of
 from treetrain.engine.lm_head import Scaling, TritonChunk, chunk_type
 from treetrain.engine.packed import model_device
 from treetrain.errors import UnsupportedModel
@@ -78,7 +78,7 @@ def cost_of(model: nn.Module) -> CostModel:
     kind = "cuda" if device.type == "cuda" else "cpu"
     counts, split = counts.checkpointed(is_checkpointed(model)), Split(1)
     if is_sharded(model):  # on a mesh of two dimensions, over the second one
-        mesh = next(p for p in model.parameters() if is_shard(p)).device_mesh  # type: ignore[attr-defined]
+        mesh = meshes_of(model)[0]
         split = Split(mesh.size(), shards=mesh.shape[-1])
     return engine_cost(counts, split, Device.of_kind(kind, dtype.itemsize))
 

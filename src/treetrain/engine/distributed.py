@@ -241,7 +241,7 @@ def is_shard(tensor: Any) -> bool:
 
 def meshes_of(*modules: nn.Module | None) -> list[Any]:
     """The device meshes that weights of these modules lie on, each once."""
-    weights = (parameter for module in modules if module is not None for parameter in module.parameters())
+    weights: Any = (parameter for module in modules if module is not None for parameter in module.parameters())
     return list(dict.fromkeys(parameter.device_mesh for parameter in weights if is_shard(parameter)))
 
 

@@ -252,30 +252,23 @@ class Executor:
             keep_logits: whether the head keeps its logits with the graphs.
         """
         plan = self._plan
-        try:
-            with self._passes(graph=True, forwards=True):
-                # Parts are numbered depth first, so what a part continues has run. Nothing of the cache is released.
-                for part in range(plan.num_parts):
-                    self._allocate(part, plan.exported_tokens(part))
-                    self._graphs[part] = self._forward(
-                        plan.tokens(part), int(plan.attach[part]), table, table.write, keep_logits=keep_logits
-                    )
-        except Exception:
-            self._graphs.clear()
-            raise
+        with self._passes(graph=True, forwards=True):
+            # Parts are numbered depth first, so what a part continues has run. Nothing of the cache is released.
+            for part in range(plan.num_parts):
+                self._allocate(part, plan.exported_tokens(part))
+                self._graphs[part] = self._forward(
+                    plan.tokens(part), int(plan.attach[part]), table, table.write, keep_logits=keep_logits
+                )
 
     def backward_all(self, gradients: KnownGradients, reduces: Reduces = "each") -> None:
         """Run the backwards of `forward_all`, last part first, so that all parts below a part precede it."""
         if self._collective is not None:
             self._collective.begin_backwards(reduces)
-        try:
-            with self._passes(graph=True):
-                while self._graphs:
-                    self._backward(self._graphs.popitem()[1], gradients)
-                if self._buffers is not None:
-                    self._buffers.deliver()
-        finally:
-            self._graphs.clear()
+        with self._passes(graph=True):
+            while self._graphs:
+                self._backward(self._graphs.popitem()[1], gradients)
+            if self._buffers is not None:
+                self._buffers.deliver()
 
     def train(self, gradients: KnownGradients) -> None:
         """Run all parts forward and backward, and add to the parameters' ``.grad``."""
@@ -348,6 +341,7 @@ class Executor:
                 if self._collective is not None:
                     self._collective.finish(forwards=forwards)
             except BaseException as error:
+                self._graphs.clear()
                 if not runtime.passes_with.alone:  # this process leaves a pass in its middle, where others may wait
                     runtime.same_rows.lost = True
                     runtime.ranks.leave(error)
