@@ -94,7 +94,7 @@ class Share:
         """This rank's part of gradients that are known before the pass, times the number of ranks."""
         return None if whole is None else whole[self._edges] * self.ranks.size
 
-    def of_tokens(self, whole: Shaped[Tensor, "N *rest"] | None, padding: int) -> Shaped[Tensor, "n *rest"] | None:
+    def of_tokens(self, whole: Shaped[Tensor, " N *rest"] | None, padding: int) -> Shaped[Tensor, " n *rest"] | None:
         """This rank's entries of a tensor with one entry per token, padded."""
         if whole is None:
             return None

@@ -696,7 +696,7 @@ def values(
     budget: int | str | Bytes | None = None,
     *,
     head: nn.Module | None = None,
-) -> list[Float[Tensor, "_ *c"]]:
+) -> list[Float[Tensor, " _ *c"]]:
     """The value of every token's state, for every sequence; every shared prefix is computed once.
 
     Entry t of a row is the value of the state after its tokens 0 to t, before token t + 1 is known. `values` and
@@ -724,7 +724,7 @@ def rewards(
     budget: int | str | Bytes | None = None,
     *,
     head: nn.Module | None = None,
-) -> Float[Tensor, "K *c"]:
+) -> Float[Tensor, " K *c"]:
     """Rewards of sequences by a reward model: the value at the last token; every shared prefix is computed once.
 
     A sequence-classification model reads the last token that is not its ``pad_token_id`` (the first token if all are),

@@ -102,7 +102,7 @@ class Scoring:
         self,
         edges: Float[Tensor, " E"],
         rows: Float[Tensor, " R"] | None,
-        values: Float[Tensor, "R *c"] | None,
+        values: Float[Tensor, " R *c"] | None,
         aux: Tensor | float,
         reduces: Reduces,
         rollback: Rollback,
@@ -159,7 +159,7 @@ class Scored:
     """K tensors [L_k - 1], in nats: entropy of the distribution that token t + 1 was drawn from; None if not asked."""
     values: list[Tensor] | None
     """K tensors [L_k - 1] or [L_k - 1, c]: value of the state before token t + 1; None if not asked for."""
-    rewards: Float[Tensor, "K *c"] | None
+    rewards: Float[Tensor, " K *c"] | None
     """A reward model's value of every trajectory; None if not asked for."""
     is_top1: list[Tensor] | None
     """K tensors bool [L_k - 1]: whether token t + 1 is the most likely one; None without statistics."""
