@@ -80,8 +80,8 @@ def commit(temporary: Path, contents: Mapping[str, Any]) -> None:
 
 
 def delete(checkpoints: Sequence[Path], writing: Path) -> None:
-    """Delete checkpoints and the temporary folder."""
-    writing.mkdir(exist_ok=True)
+    """Delete checkpoints and the temporary folder. Raises OSError if the folder is not writable."""
+    writing.mkdir(parents=True, exist_ok=True)
     for path in checkpoints:  # renamed first: a kill during the deletion leaves nothing that looks like a checkpoint
         os.rename(path, writing / path.name)
     shutil.rmtree(writing, ignore_errors=True)
@@ -221,7 +221,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         try:
             restoring = replaced(self.args, restore_callback_states_from_checkpoint=True)
             with restoring, _catch_signals() as callback.signals:
-                self._on_first(lambda: (_empty(folder / WRITING), delete([], folder / WRITING)))  # of killed runs
+                self._on_first(lambda: delete([], folder / WRITING))  # what a killed run left there
                 self._resumed = self._last_good = self._choose(resume_from_checkpoint, folder)
                 return super().train(str(self._resumed) if self._resumed else None, *args, **kwargs)
         finally:
@@ -300,7 +300,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
                     torch.save(callbacks, temporary / f"{CALLBACKS}.pt")
 
         try:
-            self._on_first(lambda: _empty(temporary))
+            self._on_first(lambda: (delete([], folder / WRITING), temporary.mkdir(parents=True)))
             if sharded:  # before anything that can fail on one rank alone: this is a collective call
                 distributed_save(callbacks, checkpoint_id=temporary / CALLBACKS)
             self._together(write)
@@ -480,11 +480,6 @@ def replaced(target: Any, **values: Any) -> Iterator[None]:
         for name in values:
             del vars(target)[name]
         vars(target).update(before)
-
-
-def _empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,6 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
 from jaxtyping import Bool, Int64
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -312,10 +311,6 @@ class Call:
 
     batch: int
     """Number of the batch in the whole run, from 0."""
-    update: int
-    """Pass over the batch, from 1."""
-    minibatch: int
-    """Part of that pass, from 1."""
     batch_rows: RowNumbers
     """Row numbers of the batch, ascending."""
     rows: RowNumbers
@@ -379,12 +374,12 @@ class StepSampler(Sampler[list[Call]]):
             for update in range(1, self._updates + 1):
                 # One more seed word than in the shuffle of a pass, so that the two never draw the same numbers.
                 order = groups if self._minibatches == 1 else self._shuffled(np.sort(groups), 1, number, update)
-                for part, members in enumerate(self._cut(order, self._minibatches), start=1):
+                for members in self._cut(order, self._minibatches):
                     calls = self._cut(np.sort(members), min(self._calls, len(members)))
                     # The last call of a step must have rows: it reduces gradients over the ranks.
                     for call in [members[:0]] * (self._calls - len(calls)) + calls:
                         own = self._rows(call)
-                        yield [Call(batch=number, update=update, minibatch=part, batch_rows=rows, rows=own)]
+                        yield [Call(batch=number, batch_rows=rows, rows=own)]
 
     def _rows(self, groups: RowNumbers) -> RowNumbers:
         return np.sort(np.concatenate([np.zeros(0, np.int64), *(self.groups[group] for group in groups.tolist())]))
@@ -425,7 +420,6 @@ class StepDataset(Dataset[dict[str, Any]]):
     def __init__(self, rows: Sequence[Trajectory], model: Any, args: TreeArguments) -> None:
         self.rows, self._merge, self._cost = rows, args.execution == "tree", cost_if_countable(model)
         self._rank, self._ranks = args.process_index, args.world_size
-        self._count_tokens = args.include_num_input_tokens_seen != "no"
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -444,8 +438,6 @@ class StepDataset(Dataset[dict[str, Any]]):
             ranges = counts.attention_ranges
             inputs["tree_flops"] = counts.flops(*tree_work(tree, ranges)) if rows else 0.0
             inputs["linear_flops"] = counts.flops(*linear_work(tree, ranges)) if rows else 0.0
-        if self._count_tokens:  # Trainer counts this
-            inputs["input_ids"] = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *(row.ids for row in rows)]))
         return inputs
 
 

@@ -180,6 +180,7 @@ class PrefixSharing:
         self.trainer, self.budget, self.check = trainer, budget, check
         self.model: nn.Module = trainer.model
         self.wrapped = self.model
+        self._rows_of = functools.partial(rows_of, rewards=self.seam == "rewards")
         self.steps = StepScores(trainer, self._rows_of)
         self.in_loss = self.logits_wanted = False
         self._engines: dict[tuple[int, float], TreeEngine] = {}
@@ -211,17 +212,13 @@ class PrefixSharing:
     def _engine(self, model: nn.Module, head: FusedHead) -> TreeEngine:
         key = (id(model), head.temperature)
         if key not in self._engines:
-            modes = {module: module.training for module in model.modules()}
+            training = model.training
             model.train()  # so that checks see active dropout
             try:
                 self._engines[key] = TreeEngine(model, budget=self.budget, temperature=head.temperature)
             finally:
-                for module, training in modes.items():
-                    module.training = training
+                model.train(training)
         return self._engines[key]
-
-    def _rows_of(self, kwargs: dict[str, Any]) -> Rows:
-        return rows_of(kwargs, rewards=self.seam == "rewards")
 
     # ---- The trainer's methods run within these ----
 
