@@ -189,12 +189,12 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        args, version = self.args, transformers.__version__
+        version, own = transformers.__version__, self.args
         for wrong, why in (
             (not version.startswith(TESTED), f"transformers {version} is not tested: install {TESTED[-1]}*"),
             (self.is_deepspeed_enabled, "DeepSpeed's checkpoints are not known: use DDP or FSDP2"),
-            (args.save_on_each_node, "save_on_each_node=True: set it to False, and share one output_dir"),
-            (args.push_to_hub and args.hub_strategy != "end", "checkpoints are not pushed: set hub_strategy='end'"),
+            (own.save_on_each_node, "save_on_each_node=True: set it to False, and share one output_dir"),
+            (own.push_to_hub and own.hub_strategy != "end", "checkpoints are not pushed: set hub_strategy='end'"),
         ):
             if wrong:
                 raise ValueError(f"SafeCheckpointsMixin: {why}")

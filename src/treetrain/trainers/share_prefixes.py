@@ -54,8 +54,8 @@ UNDERSTOOD = {
 Seam = Literal["fused", "loss", "rewards"]
 """How a trainer calls its model: for log-probabilities by TRL's fused head, for a loss, or for rewards."""
 TRL_VERSION = "1.16"
-FUSED = "SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer"
-SEAMS: dict[str, Seam] = {"RewardTrainer": "rewards"} | dict.fromkeys(FUSED, "fused")
+_FUSED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer")
+SEAMS: dict[str, Seam] = {"RewardTrainer": "rewards", **{name: "fused" for name in _FUSED}}
 """The seam of each TRL trainer, by class name."""
 HANDING_ON = ("treetrain.", "axolotl.core.trainers.base")
 """Module prefixes of trainers whose compute_loss passes the batch to that of `transformers.Trainer`."""
