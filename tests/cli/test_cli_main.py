@@ -80,7 +80,7 @@ def test_an_unknown_flag_is_an_error_of_one_line(treetrain, command) -> None:
         (["verify", "a", "--model", "tiny", "--sample", "-1"], "--sample: -1"),
         (["bench", "a", "--model", "tiny", "--repeats", "0"], "--repeats: 0"),
         (["inspect", "a", "--map", "reward"], "--map: reward: expected KEY=PATH"),
-        (["train", "--model", "tiny"], "no data file given"),
+        (["train", "--model", "tiny"], "arguments are required: FILE"),
     ],
 )
 def test_a_bad_value_is_an_error_of_one_line_that_names_it(treetrain, argv, message) -> None:

@@ -108,13 +108,13 @@ def test_a_yaml_file_says_everything_and_flags_outweigh_it(treetrain, config_fil
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("learning_rat: 1", "--learning_rat is no argument"),
+        ("files: x\nmodel: tiny\nlearning_rat: 1", "are not used by the HfArgumentParser: ['--learning_rat', '1']"),
         ("- 1", "holds no names with values"),
         ("a: [", "is no YAML file"),
         ("max_steps: many", "argument --max_steps/--max-steps: invalid int value: 'many'"),
-        ("execution: rows", "argument --execution: invalid choice: 'rows'"),
-        ("model: tiny", "no data file given"),
-        ("files: x.jsonl", "no model given"),
+        ("files: x\nmodel: tiny\nexecution: rows", "argument --execution: invalid choice: 'rows'"),
+        ("model: tiny", "arguments are required: FILE"),
+        ("files: x.jsonl", "arguments are required: --model"),
         ("files: x.jsonl\nmodel: tiny", "x.jsonl"),
         ("files: x.jsonl\nmodel: tiny\nper_device_train_batch_size: 2", "set tokens_per_step"),
         ("files: x.jsonl\nmodel: tiny\nloss: sfft", "x.jsonl"),
@@ -129,7 +129,7 @@ def test_a_file_with_a_mistake_is_refused_in_one_line(treetrain, tmp_path, text,
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--learning-rat", "1"), "learning-rat is no argument"),
+        (("--learning-rat", "1"), "['--learning-rat', '1']"),
         (("--loss", "sfft"), "unknown loss 'sfft'"),
         (("--loss_kwargs", '{"clip": 0.2}'), "has no option 'clip'"),
         (("--budget", "lots"), "budget"),

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from treetrain.tree.token_tree import TokenTree
     from treetrain.verification.verify import TreeReport
 
-DEFAULT_SHAPE = "qwen3-8b"
 SKIPPED = "treetrain-skipped.txt"
 """Where `--on_error skip` lists the records that were left out."""
 
@@ -49,10 +48,10 @@ class Parser(argparse.ArgumentParser):
         """Add `--name`, which is off unless it is given."""
         self.option(name, help, default=False, action="store_true")
 
-    def row_options(self, *, nargs: str = "+") -> None:
+    def row_options(self) -> None:
         """Add the files, and the options for reading them."""
         text = "Logs: JSONL, JSON, Parquet or Arrow, plain, gzip or zstd, or folders of them."
-        self.add_argument("files", metavar="FILE", nargs=nargs, help=text)
+        self.add_argument("files", metavar="FILE", nargs="+", help=text)
         text = "Format of the files, one of docs/data.md or your own; auto: what the first record looks like."
         self.option("format", text, "auto")
         text = "Conversations as whole transcripts, or every LLM call as its own row."
@@ -69,10 +68,8 @@ class Parser(argparse.ArgumentParser):
 
     def budget_option(self) -> None:
         """Add `--budget`."""
-        text = (
-            "Tokens whose graph is alive at once (4096), or bytes above model, gradients and optimiser state (8GiB); "
-        )
-        self.option("budget", f"{text}any tree fits. Not given: what the device has free.")
+        text = "Tokens whose graph is alive at once (4096), or bytes above model, gradients and optimiser state (8GiB)."
+        self.option("budget", f"{text} Not given: what the device has free.")
 
     def sample_options(self) -> None:
         """Add the options of commands that run a model on a sample of rows."""
@@ -111,11 +108,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def find_shape(model: str | None, shape: str | None, *, dtype_bytes: int = 4) -> "Shape":
-    """The named `shape` if given, else the counts of `model`, else the default shape. Only a model needs torch.
-
-    Raises:
-        ValueError: an unknown shape, or a model that cannot be found or counted.
-    """
+    """The named `shape` if given, else the counts of `model`, else the default shape. Only a model needs torch."""
     from treetrain.inspection.report import Shape
     from treetrain.planning.cost import ModelShape
 
@@ -123,7 +116,7 @@ def find_shape(model: str | None, shape: str | None, *, dtype_bytes: int = 4) ->
         from treetrain.engine.costs import count_named
 
         return Shape(counts=count_named(model, dtype_bytes), name=model, assumed=False)
-    name = shape or DEFAULT_SHAPE
+    name = shape or "qwen3-8b"
     counts = ModelShape.named(name).counts(dtype_bytes=dtype_bytes)
     return Shape(counts=counts, name=name, assumed=shape is None)
 
@@ -144,13 +137,9 @@ class ReadRows(NamedTuple):
 
 
 def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) -> ReadRows:
-    """Read the rows of the files. The model sets the tokenizer, and the vocabulary size and length that rows must fit.
+    """Read the rows of the files, with further options of `tt.load`.
 
-    Args:
-        more: further options of `tt.load`.
-
-    Raises:
-        DataError: the message names file and line, or the model or tokenizer that cannot be loaded.
+    The model sets the tokenizer, and the vocabulary size and length that rows must fit.
     """
     from treetrain.data.load import detect_format, load
     from treetrain.data.records import Notes
@@ -194,11 +183,7 @@ def read(options: Namespace, files: Sequence[str] | None = None, **more: Any) ->
 
 
 def sample(options: Namespace, dtype: str = "float32") -> "tuple[nn.Module, list[Trajectory]]":
-    """Load the model and the rows to run it on, and print notes on the rows.
-
-    Raises:
-        DataError: bad data, or a sample without trained tokens.
-    """
+    """Load the model and the rows to run it on, and print notes on the rows."""
     from treetrain.errors import DataError
     from treetrain.trainers.groups import sample_groups
 

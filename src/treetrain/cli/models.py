@@ -70,11 +70,8 @@ def _one(name: str, families: "FamilyTable") -> dict[str, str]:
     except UnsupportedModel as error:
         return answer | {"verdict": "refused", "reason": str(error)}
     found = families.find(config.model_type)
-    if not checked:
-        return answer | {"verdict": "untried", "reason": "it is checked when it is loaded"}
-    if found is None or found.verdict != "exact":
-        what = "is not among those tested" if found is None else f"was {found.verdict} in the tests: {found.reason}"
-        reason = f"it passes the check, but its class {what}; treetrain verify proves it on your rows"
+    if not checked or found is None or found.verdict != "exact":
+        reason = "its class is not among those that the tests found exact; treetrain verify proves it on your rows"
         return answer | {"verdict": "untried", "reason": reason}
     reason = "its layers pass the check, and the gradients of a small model of its class are those of the rows"
     errors = f"relative error {found.errors[0]} in float64, {found.errors[1]} in float32"

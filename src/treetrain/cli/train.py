@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from treetrain.cli.common import Parser, at_least, print_notes, read
-
-if TYPE_CHECKING:
-    from treetrain.trainers.tree_trainer import TreeTrainer
 
 SUMMARY = (
     "From files of trajectories to a trained model folder; every shared prefix is computed once. A YAML file before "
@@ -55,10 +52,10 @@ def make_parser() -> Any:
         """`Parser` with the arguments of a dataclass."""
 
     parser = TrainParser("train", SUMMARY, dataclass_types=[TreeArguments])
-    parser.row_options(nargs="*")
+    parser.row_options()
     parser.option("cache", "Folder to keep the rows in: read once, and more of them than fit in memory.")
     parser.option("eval_data", "Files of rows to evaluate on.", [], nargs="+")
-    parser.option("model", "Hub id, local folder, or a built-in random preset: tiny, small.")
+    parser.option("model", "Hub id, local folder, or a built-in random preset: tiny, small.", required=True)
     parser.option("ref_model", "The reference policy; not given: the model as it is before training.")
     text = """Train an adapter: options of peft.LoraConfig as JSON, '{"r": 16, "lora_alpha": 32}'."""
     parser.option("lora", text, type=json.loads)
@@ -75,15 +72,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[Namespace, Any]:
     files = [name for name in names if not name.endswith((".yaml", ".yml"))]
     configured = [word for name in names if name not in files for word in _words(name)]
     words = [*files, *configured, *argv[len(names) :]]  # of several values of an argument the last one counts
-    arguments, options, unknown = parser.parse_args_into_dataclasses(
-        words, return_remaining_strings=True, look_for_args_file=False
-    )
-    if unknown:
-        parser.error(f"{unknown[0].partition('=')[0]} is no argument")
-    if not options.files:
-        parser.error("no data file given; name at least one")
-    if not options.model:
-        parser.error("no model given; give --model a hub id, a folder or a preset (tiny, small)")
+    arguments, options = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
     return options, arguments
 
 
@@ -106,7 +95,7 @@ def _words(path: str) -> list[str]:
     return words
 
 
-def _trainer(options: Namespace, arguments: Any) -> "tuple[TreeTrainer, Sequence[str]]":
+def _trainer(options: Namespace, arguments: Any) -> tuple[Any, Sequence[str]]:
     """The trainer of a run, and notes on its rows."""
     from transformers import EarlyStoppingCallback
 

@@ -8,7 +8,6 @@ import io
 import json
 import re
 from collections import defaultdict
-from importlib.metadata import distributions
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from treetrain.errors import DataError
 from treetrain.inspection.page import render
 
 STATE = "trainer_state.json"
-PACKAGES = ("treetrain", "torch", "transformers", "trl", "peft")
 COLOURS = {"c0": "#0b6fb8", "c1": "#d9730d", "c2": "#0b8a63", "c3": "#b0509a", "soft": "#5b6672", "grid": "#e9ecf0"}
 """Names of the page's CSS variables, and the colours that stand for them in figures."""
 PREFIX = "tree/"
@@ -58,13 +56,11 @@ def write_page(tree: str | Path, linear: str | Path, out: str | Path) -> Path:
         DataError: a folder has no `trainer_state.json`.
     """
     run, other = read_run(tree), read_run(linear)
-    installed = {package.name: package.version for package in distributions()}
     drawn = [name for name in run if name in other and name not in OWN_FIGURE and not name.endswith(NO_FIGURE)]
     # Supervised training logs its loss as nll too.
     others = [name for name in drawn if run[name] not in (run["loss"], run["eval_loss"])]
     text = render(
         files("treetrain.trainers").joinpath("run_page.html.jinja").read_text(encoding="utf-8"),
-        versions=[f"{name} {installed[name]}" for name in PACKAGES if name in installed],
         run=run,
         linear=other,
         others=[name for name in others if len(set(run[name].values())) > 1],

@@ -233,7 +233,8 @@ class TreeTrainer(SafeCheckpointsMixin, Trainer):
         for fact in sorted(self._compute - self._batch.scores.keys()):  # in the same order on every rank
             members = [self.train_dataset[number] for number in first.batch_rows.tolist()]  # type: ignore[index]
             with self._scoring(fact) as engine:
-                self._batch.add(fact, first.batch_rows.tolist(), logprobs(engine, members)[0])
+                scores = (one.numpy() for one in logprobs(engine, members)[0])
+                self._batch.scores[fact] = dict(zip(first.batch_rows.tolist(), scores, strict=True))
         self._numbers = {"scoring_seconds": time.perf_counter() - started} if self._compute else {}
         calls = [self._batch.with_facts(inputs) for inputs in calls]
         rows = [row for inputs in calls for row in inputs["rows"]]
@@ -468,12 +469,7 @@ def computed_advantages(
 ) -> NDArray[np.float64] | None:
     """The advantages of the rows from their rewards, if the loss needs advantages and no row has any; else None.
 
-    Args:
-        rows: in memory or not.
-        options: of `group_advantages`, or None.
-
-    Raises:
-        ValueError: options that the rows or the loss have no use for.
+    Raises ValueError for options of `group_advantages` that the rows or the loss have no use for.
     """
     columns = columns_of(rows)
     wanted = "advantages" in needed_facts(loss) and not columns.given["advantages"].any()
@@ -488,11 +484,7 @@ def computed_advantages(
 def missing_facts(rows: Sequence[Trajectory], loss: Any, computed: Collection[str] = ()) -> frozenset[str]:
     """Those of old_logprobs and ref_logprobs that the loss needs and no trained row has.
 
-    Args:
-        computed: facts that the rows get in any case.
-
-    Raises:
-        DataError: only some of the rows have them, or a row lacks another fact.
+    Raises DataError if only some of the rows have them, or a row lacks another fact that is not in `computed`.
     """
     columns = columns_of(rows)
     missing = set()
@@ -582,10 +574,6 @@ class RunningBatch(TrainerCallback):
         if number != self.number:
             self.number, self.stopped, self.scores = number, False, {}
 
-    def add(self, fact: str, numbers: Sequence[int], scores: Sequence[Float[torch.Tensor, "_"]]) -> None:
-        """Add log-probabilities of rows."""
-        self.scores[fact] = {n: one.cpu().numpy() for n, one in zip(numbers, scores, strict=True)}
-
     def with_facts(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """A call (see `StepDataset`) with the facts computed for its rows; the structure of its tree stays."""
         rows, numbers = list(inputs["rows"]), inputs["call"].rows.tolist()
@@ -626,20 +614,19 @@ class WeightAverage(TrainerCallback):
     """Keeps an exponential moving average of the trained weights in float32, and saves it at the end as a model.
 
     After every step: average <- decay * average + (1 - decay) * weights. It starts as the weights at the start of
-    training. `SafeCheckpointsMixin` saves it in checkpoints.
+    training. `SafeCheckpointsMixin` saves it in checkpoints. The model is saved in `ema` in the output folder.
 
     Args:
         decay: 0 to below 1; 0.999 looks back about 1000 steps.
-        folder: within the output folder, for the averaged model.
 
     Raises:
         ValueError: a decay out of this range.
     """
 
-    def __init__(self, decay: float, folder: str = "ema") -> None:
+    def __init__(self, decay: float) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"decay is {decay}; give a number from 0 to below 1")
-        self.decay, self.folder = decay, folder
+        self.decay = decay
         self.values: dict[str, Tensor] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
@@ -658,7 +645,7 @@ class WeightAverage(TrainerCallback):
         trained = _trained(model)
         before = {name: parameter.clone() for name, parameter in trained.items()}
         _copy(trained, self.values)
-        save_whole(model, Path(args.output_dir, self.folder), given.get("processing_class"), write=args.should_save)
+        save_whole(model, Path(args.output_dir, "ema"), given.get("processing_class"), write=args.should_save)
         _copy(trained, before)
 
     def state_dict(self) -> dict[str, Any]:
