@@ -101,7 +101,7 @@ def on_meta() -> Iterator[None]:
 
         # What meta has not: a backend, free memory, autocast.
         replace(AttentionTree, "backend", lambda tree, *_: StandIn(tree._cache))
-        replace(runtime, "free_bytes", lambda device: None)
+        replace(runtime, "free_bytes", lambda device: 1 << 40)
         replace(torch, "autocast", lambda *args, **options: contextlib.nullcontext())
         replace(torch, "is_autocast_enabled", lambda kind=None: False)
         replace(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
