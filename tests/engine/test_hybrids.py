@@ -147,7 +147,7 @@ def test_states_are_held_only_where_parts_attach_and_room_is_made_once(keep, mon
         engine.plans.clear()
         engine(model).forward_backward(dress(SMALL, 5), SFT.loss)
         slots, plan = made[-1], engine.plans[-1]
-        assert not any(grown) and slots._top == 0
+        assert not any(grown) and slots._in_use == 0
         assert slots.most == slots._rows == plan.cached_states
         attach = np.unique(plan.attach[plan.attach >= 0])
         assert slots.most <= len(attach) and (slots.most > 0) == (len(attach) > 0)
