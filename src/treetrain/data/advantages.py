@@ -45,7 +45,7 @@ def group_advantages(
 
 def advantages_of_groups(
     rows: Sequence[Trajectory], *, divide_by_std: bool = True, eps: float = 1e-4, leave_one_out: bool = False
-) -> Float64[np.ndarray, "K"]:
+) -> Float64[np.ndarray, " K"]:
     """The advantage of every row, computed from `columns_of(rows)`; see `group_advantages`."""
     columns = columns_of(rows)
     for fact, lacking in (("reward", np.isnan(columns.reward)), ("group", columns.group < 0)):

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from treetrain.errors import DataError, quoted, shortened
 
-PerToken = Float64[np.ndarray, "L"]
+PerToken = Float64[np.ndarray, " L"]
 MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 PER_TOKEN_FACTS = (
     "loss_weights",
@@ -61,7 +61,7 @@ class Trajectory:
         DataError: invalid token ids, fields of another length than `ids`, NaN or infinite numbers.
     """
 
-    ids: Int32[np.ndarray, "L"]
+    ids: Int32[np.ndarray, " L"]
     loss_weights: PerToken | None
     advantages: PerToken | None
     old_logprobs: PerToken | None
@@ -172,7 +172,7 @@ class LazyTrajectories(Sequence[Trajectory]):
         return self.row(number % len(self))
 
 
-def common_prefix(one: Shaped[np.ndarray, "A"], other: Shaped[np.ndarray, "B"]) -> int:
+def common_prefix(one: Shaped[np.ndarray, " A"], other: Shaped[np.ndarray, " B"]) -> int:
     """Number of leading entries that two arrays share."""
     length = min(one.size, other.size)
     different = one[:length] != other[:length]
@@ -202,7 +202,7 @@ def per_token(value: Any, name: str, length: int, *, nulls: bool = False) -> Per
     return array
 
 
-def _token_ids(ids: ArrayLike) -> Int32[np.ndarray, "L"]:
+def _token_ids(ids: ArrayLike) -> Int32[np.ndarray, " L"]:
     try:
         array = np.asarray(ids)
     except ValueError as error:

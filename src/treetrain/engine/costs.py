@@ -257,11 +257,11 @@ class CountStorages(TorchDispatchMode):
                 self.add(tensor)
         return out
 
-    def counts(self, tensor: Shaped[Tensor, "..."]) -> bool:
+    def counts(self, tensor: Shaped[Tensor, " ..."]) -> bool:
         """Whether a new tensor is counted; a subclass may leave some out."""
         return True
 
-    def add(self, tensor: Shaped[Tensor, "..."]) -> None:
+    def add(self, tensor: Shaped[Tensor, " ..."]) -> None:
         """Count a tensor's storage until it is freed."""
         storage, key = tensor.untyped_storage(), _key(tensor)
         if key not in self._alive:
@@ -274,7 +274,7 @@ class CountStorages(TorchDispatchMode):
         self.now -= self._alive.pop(key, 0)
 
 
-def _key(tensor: Shaped[Tensor, "..."]) -> int:
+def _key(tensor: Shaped[Tensor, " ..."]) -> int:
     return tensor.untyped_storage()._cdata
 
 
@@ -321,7 +321,7 @@ class _Meter(CountStorages):
             self.add(out)
         return out
 
-    def counts(self, tensor: Shaped[Tensor, "..."]) -> bool:
+    def counts(self, tensor: Shaped[Tensor, " ..."]) -> bool:
         """Whether a tensor holds tokens; one of a weight's shape is added to `weights_now` instead."""
         if tensor.dim() < 2 or tuple(tensor.shape) not in self.shapes:
             return True

@@ -245,7 +245,7 @@ def meshes_of(*modules: nn.Module | None) -> list[Any]:
     return list(dict.fromkeys(parameter.device_mesh for parameter in weights if is_shard(parameter)))
 
 
-def own_part(parameter: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+def own_part(parameter: Shaped[Tensor, " ..."]) -> Shaped[Tensor, " ..."]:
     """The part of a parameter that this rank holds."""
     return getattr(parameter, "_local_tensor", parameter)
 

@@ -86,7 +86,7 @@ class Scores:
     entropies: Float[Tensor, " R"] | None
     linear_loss: Float[Tensor, ""] | None
     """The fused loss: the log-probabilities times known coefficients."""
-    values: Float[Tensor, "R *c"] | None = None
+    values: Float[Tensor, " R *c"] | None = None
     carrier: Tensor | None = None
     """The model's own output under FSDP2, which hooks it, so every backward must also start from it."""
     statistics: Statistics | None = None
@@ -129,7 +129,7 @@ class VocabularyShard:
         dist.all_reduce(own, group=self.ranks.group)
         return own
 
-    def gather(self, own: Shaped[Tensor, "*own"]) -> Shaped[Tensor, "P *own"]:
+    def gather(self, own: Shaped[Tensor, "*own"]) -> Shaped[Tensor, " P *own"]:
         """The tensors of all ranks."""
         every = own.new_empty(self.ranks.size, *own.shape)
         dist.all_gather(list(every.unbind()), own.contiguous(), group=self.ranks.group)

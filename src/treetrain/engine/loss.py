@@ -466,8 +466,8 @@ PROTOCOL = (
 
 
 def split_by_trajectory(
-    per_prediction: Shaped[Tensor, "T *c"], trajectories: Sequence[Trajectory], used: Bool[np.ndarray, " _"] | None
-) -> list[Shaped[Tensor, "_ *c"]]:
+    per_prediction: Shaped[Tensor, " T *c"], trajectories: Sequence[Trajectory], used: Bool[np.ndarray, " _"] | None
+) -> list[Shaped[Tensor, " _ *c"]]:
     """The numbers of the used predictions, as one tensor [L - 1] or [L - 1, c] per trajectory, 0 at unused ones."""
     flat = per_prediction
     if used is not None and not used.all():

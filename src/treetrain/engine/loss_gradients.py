@@ -50,10 +50,10 @@ class Selection:
     def at_edges(self, per_edge: Shaped[Tensor, " E"]) -> Shaped[Tensor, " T"]:
         return per_edge.index_select(0, on_device(self.edges, per_edge.device))
 
-    def at_rows(self, per_row: Float[Tensor, "R *c"]) -> Float[Tensor, "T *c"]:
+    def at_rows(self, per_row: Float[Tensor, " R *c"]) -> Float[Tensor, " T *c"]:
         return per_row.index_select(0, on_device(self.edge_rows, per_row.device))
 
-    def per_trajectory(self, per_prediction: Shaped[Tensor, "T *c"]) -> list[Shaped[Tensor, "_ *c"]]:
+    def per_trajectory(self, per_prediction: Shaped[Tensor, " T *c"]) -> list[Shaped[Tensor, " _ *c"]]:
         """One tensor per trajectory; predictions that were not computed hold 0."""
         return split_by_trajectory(per_prediction, self.rows, self.used)
 
@@ -253,7 +253,7 @@ class ScoreTable:
         self.statistics = Statistics.empty(num_edges, num_rows, dtype, device) if statistics else None
 
     @property
-    def values_or_zeros(self) -> Float[Tensor, "R *c"]:
+    def values_or_zeros(self) -> Float[Tensor, " R *c"]:
         """The values; zeros if none was written."""
         return self.logprobs.new_zeros(self.num_rows) if self.values is None else self.values
 
@@ -287,7 +287,7 @@ class ScoreGradients(NamedTuple):
     """By log-probabilities; None, here and below, where the loss does not depend on them."""
     rows: Float[Tensor, " R"] | None
     """By entropies."""
-    values: Float[Tensor, "R *c"] | None
+    values: Float[Tensor, " R *c"] | None
 
 
 class KnownGradients:
@@ -301,7 +301,7 @@ class KnownGradients:
         table: ScoreTable,
         edges: Float[Tensor, " E"],
         rows: Float[Tensor, " R"] | None = None,
-        values: Float[Tensor, "R *c"] | None = None,
+        values: Float[Tensor, " R *c"] | None = None,
     ):
         self.table, self._edges, self._rows, self._values = table, edges, rows, values
         self.needs_entropy = rows is not None
@@ -373,8 +373,8 @@ class StreamedGradients(KnownGradients):
 
 
 def added_up(
-    like: Float[Tensor, "places *c"], places: Int64[np.ndarray, " T"], gradients: Float[Tensor, "T *c"] | None
-) -> Float[Tensor, "places *c"]:
+    like: Float[Tensor, " places *c"], places: Int64[np.ndarray, " T"], gradients: Float[Tensor, " T *c"] | None
+) -> Float[Tensor, " places *c"]:
     """Gradients (None: zeros), summed at the places that their scores came from, in the dtype of `like`."""
     # Summed in float64: thousands of rows may add to a place.
     total = torch.zeros_like(like, dtype=torch.float64)
@@ -389,7 +389,7 @@ def evaluate_gradients(
     rows: Selection,
     logprobs: Float[Tensor, " E"],
     entropies: Float[Tensor, " R"] | None,
-    values: Float[Tensor, "R *c"] | None,
+    values: Float[Tensor, " R *c"] | None,
 ) -> tuple[Tensor, Metrics, ScoreGradients]:
     """A loss over some rows, divided by the normaliser, its metrics and its gradients per prediction.
 

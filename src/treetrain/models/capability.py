@@ -110,7 +110,7 @@ class ScalarHead:
     pad_token: int | None = None
     """The padding id that such a model skips to find the last token of a row."""
 
-    def values(self, forward: Callable[[Tensor], Any], rows: Float[Tensor, "n D"]) -> Float[Tensor, "n *c"]:
+    def values(self, forward: Callable[[Tensor], Any], rows: Float[Tensor, "n D"]) -> Float[Tensor, " n *c"]:
         """The values, in float32 or wider.
 
         Args:

@@ -145,14 +145,14 @@ class TritonTreeAttention(CachedAttention):
         tensors, grad_query = (query, key, value, grad_out, lse, delta), torch.empty_like(query)
         self._launch(query_gradient_kernel, "query_gradient", tensors, (grad_query,), scale, spec)
         # In float32; rounded only after the last addition.
-        grad_keys = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (key, value)]
-        self._launch(key_gradient_kernel, "key_gradient", tensors, tuple(grad_keys), scale, spec)
+        grad_key, grad_value = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (key, value))
+        self._launch(key_gradient_kernel, "key_gradient", tensors, (grad_key, grad_value), scale, spec)
         sinks = None
         if given.sinks is not None:
             # A sink takes a share of every query's softmax and has no value.
             share = torch.exp2(given.sinks.float()[:, None] / math.log(2) - lse)
             sinks = -(share * delta).sum(1)
-        return given.gradients(grad_query, *grad_keys, sinks)
+        return given.gradients(grad_query, grad_key, grad_value, sinks)
 
     def _launch(
         self,

@@ -46,7 +46,7 @@ def from_padded(
 
 
 def to_padded(
-    rows: Sequence[Shaped[Tensor, "_"]], attention_mask: Shaped[Tensor, "B L"], fill: float = 0.0
+    rows: Sequence[Shaped[Tensor, " _"]], attention_mask: Shaped[Tensor, "B L"], fill: float = 0.0
 ) -> Shaped[Tensor, "B L-1"]:
     """Pad per-prediction rows, as `logprobs` returns them, to a batch aligned with next-token logits.
 
@@ -79,7 +79,7 @@ def from_packed(
 
 
 def to_packed(
-    rows: Sequence[Shaped[Tensor, "_"]], position_ids: Integer[Tensor, "B T"], fill: float = 0.0
+    rows: Sequence[Shaped[Tensor, " _"]], position_ids: Integer[Tensor, "B T"], fill: float = 0.0
 ) -> Shaped[Tensor, "B T-1"]:
     """Pack per-prediction rows, as `logprobs` returns them, into a batch aligned with next-token logits.
 
@@ -148,7 +148,7 @@ def packed_spans(position_ids: Integer[Tensor, "B T"]) -> list[Span]:
 
 
 def _from_spans(
-    rows: Sequence[Shaped[Tensor, "_"]], spans: Sequence[Span], like: Shaped[Tensor, "B L"], holder: str, fill: float
+    rows: Sequence[Shaped[Tensor, " _"]], spans: Sequence[Span], like: Shaped[Tensor, "B L"], holder: str, fill: float
 ) -> Shaped[Tensor, "B L-1"]:
     if len(rows) != len(spans):
         raise DataError(f"{len(rows)} rows for {holder} {len(spans)}")
@@ -163,8 +163,8 @@ def _from_spans(
 
 
 def _placed(
-    rows: Sequence[Shaped[Tensor, "_"]],
-    places: Sequence[Integer[np.ndarray, "_"]],
+    rows: Sequence[Shaped[Tensor, " _"]],
+    places: Sequence[Integer[np.ndarray, " _"]],
     shape: Sequence[int],
     fill: float = 0.0,
 ) -> Tensor:
@@ -183,15 +183,15 @@ def _placed(
 class Rows(NamedTuple):
     """The K rows of a batch."""
 
-    ids: list[Integer[np.ndarray, "_"]]
-    masks: list[Bool[np.ndarray, "_"]]
+    ids: list[Integer[np.ndarray, " _"]]
+    masks: list[Bool[np.ndarray, " _"]]
     """The wanted predictions, one less than tokens; an empty list for rewards."""
-    places: list[Integer[np.ndarray, "_"]]
+    places: list[Integer[np.ndarray, " _"]]
     """Where each prediction stands in the flattened `wanted`."""
     wanted: Bool[Tensor, "B _"]
     """[B, L - 1], or [1, N] for a packed tree of N tokens, on the device of the labels."""
 
-    def batch(self, rows: list[Shaped[Tensor, "_"]]) -> Shaped[Tensor, "B _"]:
+    def batch(self, rows: list[Shaped[Tensor, " _"]]) -> Shaped[Tensor, "B _"]:
         """Per-prediction rows in the shape of `wanted`, 0 where nothing is predicted."""
         if [len(row) for row in rows] != [len(places) for places in self.places]:
             raise DataError("the scores are those of other rows than the batch has")
@@ -291,7 +291,7 @@ def model_inputs(batch: dict[str, Any]) -> dict[str, Any] | None:
     return inputs
 
 
-def tree_of(ids: list[Integer[np.ndarray, "_"]], masks: list[Bool[np.ndarray, "_"]]) -> TokenTree:
+def tree_of(ids: list[Integer[np.ndarray, " _"]], masks: list[Bool[np.ndarray, " _"]]) -> TokenTree:
     """Rows as a tree whose trained tokens are the wanted ones; without masks all tokens are trained."""
     if not masks:
         return build_tree(ids)

@@ -28,7 +28,7 @@ from treetrain.tree.stats import linear_work, tree_work
 if TYPE_CHECKING:
     from transformers import Trainer
 
-RowNumbers = Int64[np.ndarray, "_"]
+RowNumbers = Int64[np.ndarray, " _"]
 TrainerT = TypeVar("TrainerT", bound="Trainer")
 Key = str | Callable[[Any], Hashable | Sequence[int]]
 WORTH_KEEPING = 0.1
@@ -72,14 +72,14 @@ def group_rows(values: Sequence[Any], most: int) -> list[RowNumbers]:
     return [order[low:high] for low, high in cut_trees(shared, length, np.ones_like(length), most)]
 
 
-def _by_label(labels: Int64[np.ndarray, "rows"]) -> list[RowNumbers]:
+def _by_label(labels: Int64[np.ndarray, " rows"]) -> list[RowNumbers]:
     """The rows of every label, in the order of their first rows."""
     rows = np.argsort(labels, kind="stable")
     groups = np.split(rows, np.flatnonzero(np.diff(labels[rows])) + 1) if len(rows) else []
     return sorted(groups, key=lambda group: group[0])
 
 
-def _joined(labels: Int64[np.ndarray, "rows"], codes: Int64[np.ndarray, "rows"]) -> Int64[np.ndarray, "rows"]:
+def _joined(labels: Int64[np.ndarray, " rows"], codes: Int64[np.ndarray, " rows"]) -> Int64[np.ndarray, " rows"]:
     """Merge the labels of rows that have the same code; code -1 merges nothing. Labels count from 0."""
     coded = codes >= 0
     while True:
@@ -93,9 +93,9 @@ def _joined(labels: Int64[np.ndarray, "rows"], codes: Int64[np.ndarray, "rows"])
 
 
 def cut_trees(
-    shared: Int64[np.ndarray, "rows"],
-    length: Int64[np.ndarray, "rows"],
-    size: Int64[np.ndarray, "rows"],
+    shared: Int64[np.ndarray, " rows"],
+    length: Int64[np.ndarray, " rows"],
+    size: Int64[np.ndarray, " rows"],
     limit: int | None,
 ) -> Iterator[tuple[int, int]]:
     """Ranges of sorted rows that stay together: whole trees that fit the limit, and pieces of larger ones.
@@ -396,7 +396,7 @@ class StepSampler(Sampler[list[Call]]):
         return np.split(groups, np.minimum(cuts, len(groups) - count * at_least + places))
 
 
-def _with_something_to_train(groups: list[RowNumbers], trained: Bool[np.ndarray, "rows"]) -> list[RowNumbers]:
+def _with_something_to_train(groups: list[RowNumbers], trained: Bool[np.ndarray, " rows"]) -> list[RowNumbers]:
     """Merge groups with nothing to train into the first that has something, since every step must train."""
     busy = [group for group in groups if trained[group].any()]
     if not busy:

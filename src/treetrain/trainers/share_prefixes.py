@@ -642,7 +642,7 @@ def compare_with_plain(
     return logs, cost.counts.flops(*linear_work(tree_of(ids, masks), cost.counts.attention_ranges)) / seconds
 
 
-def rows_to_compare(ids: list[Integer[np.ndarray, "_"]], masks: list[Bool[np.ndarray, "_"]]) -> list[int]:
+def rows_to_compare(ids: list[Integer[np.ndarray, " _"]], masks: list[Bool[np.ndarray, " _"]]) -> list[int]:
     """Choose a few rows with something to predict: the two that share most, and a neighbour in prefix order."""
     wanted = [k for k in range(len(ids)) if len(ids[k]) and (not masks or masks[k].any())]
     if len(wanted) <= ROWS:
@@ -655,10 +655,10 @@ def rows_to_compare(ids: list[Integer[np.ndarray, "_"]], masks: list[Bool[np.nda
 def _plain_scores(
     plain: Callable[..., Any],
     model: nn.Module,
-    ids: list[Integer[np.ndarray, "_"]],
-    masks: list[Bool[np.ndarray, "_"]],
+    ids: list[Integer[np.ndarray, " _"]],
+    masks: list[Bool[np.ndarray, " _"]],
     seam: Seam,
-) -> Float[Tensor, "scores"]:
+) -> Float[Tensor, " scores"]:
     """The plain model's log-probabilities of the wanted predictions, or its rewards; rows are padded on the right."""
     padding = getattr(causal_lm(model).config.get_text_config(), "pad_token_id", None) or 0  # type: ignore[union-attr,operator]
 

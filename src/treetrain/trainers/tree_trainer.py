@@ -549,7 +549,7 @@ def logprobs(
     return [[column[number] for number in order] for column in columns]
 
 
-def with_fact(row: Trajectory, fact: str, scores: Float[np.ndarray, "predictions"]) -> Trajectory:
+def with_fact(row: Trajectory, fact: str, scores: Float[np.ndarray, " predictions"]) -> Trajectory:
     """A row with log-probabilities that were computed for it."""
     values = np.zeros(len(row))
     # An untrained token may be impossible under the policy; no loss reads it.

@@ -32,7 +32,7 @@ from treetrain.tree.token_tree import TokenTree
 
 T = TypeVar("T")
 Scores = tuple[
-    Float[Tensor, "predictions"], Float[Tensor, "predictions"] | None, Float[Tensor, "predictions *columns"] | None
+    Float[Tensor, " predictions"], Float[Tensor, " predictions"] | None, Float[Tensor, " predictions *columns"] | None
 ]
 """Log-probabilities, entropies and values of a row; values are at the tokens before the predicted ones."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
@@ -252,7 +252,7 @@ class PlainModel:
         logprobs = log_p.gather(1, ids[0, 1:, None]).squeeze(1)
         return logprobs, -(log_p.exp() * log_p).sum(-1) if entropy else None, values
 
-    def _values(self, seen: dict[str, Tensor]) -> Float[Tensor, "predictions *columns"]:
+    def _values(self, seen: dict[str, Tensor]) -> Float[Tensor, " predictions *columns"]:
         """From the inputs and outputs of the model's head."""
         if self._value_head is None:  # for sequence classification the model returns the last token's value alone
             values = seen["made"][0, :-1]
