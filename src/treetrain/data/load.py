@@ -372,7 +372,7 @@ class _Reading:
     def _rows(self, record: Record) -> list[Trajectory | ChatRow]:
         made: list[Trajectory | ChatRow] = []
         for row in map(self._with_image_key, self.convert(_mapped(record, self.map, self.notes))):
-            if self.wants is not None and not self.wants(first_of(row, GROUP_KEYS), first_of(row, EPISODE_KEYS)):
+            if self.wants is not None and not self.wants(first_of(row, *GROUP_KEYS), first_of(row, *EPISODE_KEYS)):
                 continue
             if self.kind.tokens or row.get("input_ids") is not None:
                 made.append(trajectory_from_token_row(row, self.notes))

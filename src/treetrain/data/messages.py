@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from treetrain.data.records import Notes, Record, Tools, parse_json, parsed
+from treetrain.data.records import Notes, Record, Tools, first_of, parse_json, parsed
 from treetrain.errors import DataError, quoted
 
 Message = dict[str, Any]
@@ -76,20 +76,20 @@ def _clean(message: Any, where: str, notes: Notes, images: list[str] | None) -> 
             if texts:
                 yield cleaned | {"content": "".join(texts)}
             texts, results = [], results + 1
-            value = _first(part, "content", "response", "result", "output")
-            name = _first(part, "tool_use_id", "call_id", "id")
+            value = first_of(part, "content", "response", "result", "output")
+            name = first_of(part, "tool_use_id", "call_id", "id")
             result = {"role": "tool", "content": _result(value, here, images)}
             yield result if name is None else result | {"tool_call_id": name}
         elif kind in CALL_PARTS:
-            arguments = _first(part, "input", "arguments")
-            calls.append({"id": _first(part, "call_id", "id"), "name": part.get("name"), "arguments": arguments})
+            arguments = first_of(part, "input", "arguments")
+            calls.append({"id": first_of(part, "call_id", "id"), "name": part.get("name"), "arguments": arguments})
         elif kind == "redacted_thinking":
             notes.add("redacted thinking is not in the log, so it is not in the row", where)
         else:
             (thoughts if kind in REASONING_PARTS else texts).append(_part(part, kind, here, images))
     if thoughts:
         cleaned["reasoning_content"] = "\n".join(thoughts)
-    elif "reasoning_content" not in cleaned and (reasoning := _first(message, *REASONING_KEYS)) is not None:
+    elif "reasoning_content" not in cleaned and (reasoning := first_of(message, *REASONING_KEYS)) is not None:
         cleaned["reasoning_content"] = reasoning
     if not isinstance(cleaned.get("reasoning_content", ""), str):
         raise DataError(f"{where} has the reasoning {quoted(cleaned['reasoning_content'])}, expected text")
@@ -117,7 +117,7 @@ def _part(part: Any, kind: Any, here: str, images: list[str] | None) -> str:
         return IMAGE_TEXT
     text = None
     if kind in (*TEXT_PARTS, *REASONING_PARTS):
-        text = _first(part, "text", "content", "thinking", "reasoning", "refusal")
+        text = first_of(part, "text", "content", "thinking", "reasoning", "refusal")
         text = text if text is not None else part.get("summary")
         if isinstance(text, list):  # the summary of the responses API
             text = "\n".join(_part(one, look, here, images) for one in text for look in [_kind_of(one)])
@@ -138,10 +138,6 @@ def _result(value: Any, here: str, images: list[str] | None) -> str:
     if isinstance(value, list) and all(isinstance(_kind_of(part), str) for part in value):
         return "".join(_part(part, _kind_of(part), here, images) for part in value)
     return json.dumps(value, ensure_ascii=False)
-
-
-def _first(record: Record, *names: str) -> Any:
-    return next((record[name] for name in names if record.get(name) is not None), None)
 
 
 def _is_number(value: Any) -> bool:
@@ -168,7 +164,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         raise DataError(f"{where} is {quoted(call)}, expected `function` with a `name`")
     cleaned = {"type": "function"} | ({"id": call["id"]} if isinstance(call.get("id"), str) else {})
     try:
-        arguments = _arguments(_first(function, "arguments", "args"))
+        arguments = _arguments(first_of(function, "arguments", "args"))
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     return cleaned | {"function": {"name": function["name"], "arguments": arguments}}
@@ -205,7 +201,7 @@ def clean_tools(tools: Any) -> Tools:
 
 
 def _clean_tool(tool: Record) -> dict[str, Any]:
-    schema = _first(tool, "input_schema", "inputSchema")
+    schema = first_of(tool, "input_schema", "inputSchema")
     if "name" not in tool or "function" in tool or (schema is None and "parameters" not in tool):
         return dict(tool)
     function = {name: tool[name] for name in ("name", "description") if tool.get(name) is not None}

@@ -14,7 +14,7 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, overload
 
@@ -208,12 +208,12 @@ def row_facts(row: Record, notes: Notes) -> dict[str, Any]:
     """Facts of the whole row as arguments of `Trajectory`; a row without an id is named by its place."""
     facts = {name: row.get(name) for name in ("reward", "pair", "chosen", "key")}
     facts["id"] = notes.place if row.get("id") is None else row["id"]
-    return facts | {"group": first_of(row, GROUP_KEYS), "episode": first_of(row, EPISODE_KEYS)}
+    return facts | {"group": first_of(row, *GROUP_KEYS), "episode": first_of(row, *EPISODE_KEYS)}
 
 
-def first_of(row: Record, names: tuple[str, ...]) -> Hashable:
+def first_of(record: Record, *names: str) -> Any:
     """The value of the first of these keys that is present and not null."""
-    return next((row[name] for name in names if row.get(name) is not None), None)
+    return next((record[name] for name in names if record.get(name) is not None), None)
 
 
 # Files
@@ -317,19 +317,22 @@ def _lines(stream: IO[bytes], path: Path, at: list[int]) -> Iterator[tuple[str, 
         at[0] = number
         line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
         if line.strip():
-            place = f"{path} line {number}"
-            try:
-                yield place, _object(parse_json(line.decode("utf-8")), "Every line must be one whole JSON object")
-            except DataError as error:
-                yield place, error
-            except UnicodeDecodeError as error:
-                yield place, DataError(f"byte {error.start} is not UTF-8; save the file as UTF-8")
-            except RecursionError:
-                yield place, DataError("JSON is nested too deeply to be read")
-            except ValueError as error:
-                text = line[:40].decode("utf-8", "replace").strip()
-                hint = "Every line must be one whole JSON object"
-                yield place, DataError(f"broken JSON ({error}); the line begins {text!r}. {hint}")
+            yield f"{path} line {number}", _record(line, "Every line must be one whole JSON object")
+
+
+def _record(data: bytes, hint: str) -> Record | DataError:
+    """The object that the text of a line or a file is, or what is wrong with it."""
+    try:
+        return _object(parse_json(data.decode("utf-8")), hint)
+    except DataError as error:
+        return error
+    except UnicodeDecodeError as error:
+        return DataError(f"byte {error.start} is not UTF-8; save the file as UTF-8")
+    except RecursionError:
+        return DataError("JSON is nested too deeply to be read")
+    except ValueError as error:
+        begins = data[:40].decode("utf-8", "replace").strip()
+        return DataError(f"broken JSON ({error}); the text begins {begins!r}. {hint}")
 
 
 class _NoDocument(Exception):
@@ -399,20 +402,9 @@ def _read_zip(path: Path) -> Iterator[tuple[str, Record | DataError]]:
     try:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if name.endswith(".json")]
-            names = [name for name in names if name.startswith("samples/")] or names
-            for name in names:
-                place = f"{path} member {name}"
-                try:
-                    yield (
-                        place,
-                        _object(
-                            parse_json(archive.read(name).decode("utf-8-sig")), "Every file must be one JSON object"
-                        ),
-                    )
-                except DataError as error:
-                    yield place, error
-                except (ValueError, RecursionError) as error:
-                    yield place, DataError(f"broken JSON ({shortened(error)})")
+            for name in [name for name in names if name.startswith("samples/")] or names:
+                content = archive.read(name).removeprefix(BYTE_ORDER_MARK)
+                yield f"{path} member {name}", _record(content, "Every file must be one JSON object")
     except (zipfile.BadZipFile, NotImplementedError, zlib.error, RuntimeError) as error:
         raise DataError(f"{path}: the zip archive cannot be read ({shortened(error)})") from error
 

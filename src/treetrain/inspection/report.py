@@ -101,15 +101,14 @@ class Inspection:
     view: str | None
     """"calls" or "transcript"; None for token rows."""
     notes: tuple[str, ...] = ()
-    rows: Sequence[Trajectory]
     tokenizer: Any
     """None if the rows are shown as token ids."""
     shape: Shape
     tree: TokenTree
-    """`rows` as one batch."""
+    """The rows as one batch."""
     stats: TreeStats
     sampled: float = 1.0
-    """Share of the groups in the files that `rows` are; 1 for all."""
+    """Share of the groups in the files that the rows are; 1 for all."""
     groups: WithinGroups | None
     """None if no row has a group."""
     transcripts_speedup: float | None
@@ -204,7 +203,6 @@ def inspect_rows(
     tree = build_tree(rows)
     return Inspection(
         view=view,
-        rows=rows,
         tokenizer=tokenizer,
         shape=shape,
         tree=tree,

@@ -97,7 +97,7 @@ def trajectory_from_token_row(row: Record, notes: Notes) -> Trajectory:
         loss_weights=weights,
         **facts,
         **row_facts(row, notes),
-        experts=_experts(first_of(row, EXPERT_KEYS), len(whole), keep),
+        experts=_experts(first_of(row, *EXPERT_KEYS), len(whole), keep),
     )
 
 
