@@ -180,13 +180,13 @@ def test_every_damaged_file_is_recognised(kind: str, stopped, tmp_path) -> None:
 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning_and_the_one_before_it_resumed(copied, undisturbed) -> None:
     damage(copied / "checkpoint-7" / "optimizer.pt", "torn")
-    with pytest.warns(RuntimeWarning, match=r"checkpoint-7: optimizer\.pt has SHA-256 [0-9a-f]{16}, .* was written"):
+    with pytest.warns(RuntimeWarning, match=r"checkpoint-7: optimizer\.pt has SHA-256 [0-9a-f]{64}, .* was written"):
         assert differences(resume(copied), undisturbed) == []
 
 
 def test_a_damaged_checkpoint_that_is_named_is_an_error(copied) -> None:
     damage(copied / "checkpoint-7" / "model.safetensors", "flipped")
-    with pytest.raises(TornCheckpoint, match=r"model\.safetensors has SHA-256 [0-9a-f]{16}, [0-9a-f]{16} was written"):
+    with pytest.raises(TornCheckpoint, match=r"model\.safetensors has SHA-256 [0-9a-f]{64}, [0-9a-f]{64} was written"):
         resume(copied, str(copied / "checkpoint-7"))
 
 

@@ -102,9 +102,12 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 def check_files(checkpoint: Path, rank: int = 0, ranks: int = 1) -> None:
     """Compare the files of a checkpoint with its manifest, each rank a share of them. Raises TornCheckpoint."""
     for name, written in sorted(read_manifest(checkpoint)["files"].items())[rank::ranks]:
-        found = _sha256(checkpoint / name) if (checkpoint / name).is_file() else "of no file"
+        try:
+            found = _sha256(checkpoint / name)
+        except OSError as error:  # missing or unreadable
+            found = f"of no file ({error})"
         if found != written:
-            raise TornCheckpoint(f"{checkpoint}: {name} has SHA-256 {found[:16]}, {written[:16]} was written")
+            raise TornCheckpoint(f"{checkpoint}: {name} has SHA-256 {found}, {written} was written")
 
 
 def newest_first(folder: Path) -> dict[Path, float]:
@@ -236,7 +239,7 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         for path in self._together(lambda: list(newest_first(folder)) if wanted is True else [Path(wanted)])[0]:
             try:
                 self._check_whole(path)
-            except TornCheckpoint as error:
+            except (TornCheckpoint, RanksDisagree) as error:  # by this rank or by another
                 torn.append(str(error))
                 warnings.warn(f"not resumed, since it is not whole: {error}", RuntimeWarning, stacklevel=3)
                 continue
@@ -256,11 +259,8 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         return None
 
     def _check_whole(self, path: Path) -> None:
-        """Read every byte of a checkpoint, each rank a part of it. Raises TornCheckpoint on all ranks."""
-        try:
-            self._together(lambda: check_files(path, self.args.process_index, self.args.world_size))
-        except RanksDisagree as error:
-            raise TornCheckpoint(str(error)) from None
+        """Read every byte of a checkpoint, each rank a part of it. All ranks raise if one finds it torn."""
+        self._together(lambda: check_files(path, self.args.process_index, self.args.world_size))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if self.state.global_step >= self.state.max_steps:  # transformers would do one more step of a complete run
