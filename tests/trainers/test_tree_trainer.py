@@ -203,6 +203,23 @@ def test_recorded_log_probabilities_are_used_as_they_are() -> None:
     assert abs(steps(computed)[0]["ratio"] - 1) < 1e-5 < abs(steps(computed)[1]["ratio"] - 1)
 
 
+def test_log_probabilities_are_computed_in_an_order_that_is_the_same_on_every_rank(monkeypatch) -> None:
+    class Reversed(frozenset):
+        """A set whose order is the worst one; that of strings differs from process to process."""
+
+        def __sub__(self, other):
+            return sorted(frozenset(self).difference(other), reverse=True)
+
+    scored: list[str] = []
+    scoring = TreeTrainer._scoring
+    monkeypatch.setattr(TreeTrainer, "_scoring", lambda self, fact: scored.append(fact) or scoring(self, fact))
+    arguments = make_arguments(loss="grpo", loss_kwargs={"kl": 0.1}, updates_per_batch=2, max_steps=2)
+    trainer = TreeTrainer(small_model(), arguments, branching_rows())
+    trainer._compute = Reversed(trainer._compute)
+    trainer.train()
+    assert scored == ["old_logprobs", "ref_logprobs"]
+
+
 def test_updates_of_a_batch_stop_when_the_policy_is_too_far_from_the_old_one() -> None:
     settings = {"loss": "ppo", "updates_per_batch": 3, "num_train_epochs": 1, "optim": "sgd", "learning_rate": 0.5}
     free = run(small_model(), branching_rows(), **settings)
