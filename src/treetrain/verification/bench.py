@@ -133,7 +133,7 @@ def bench(
         trajectories=len(rows),
         flat_tokens=tree.num_flat_tokens,
         unique_tokens=tree.num_tokens,
-        attention=f"{attention['tree']} ({engines['tree'].attention.reason})",
+        attention=attention["tree"],
         parts=plan.num_parts,
         recomputed_tokens=plan.recomputed_tokens,
         tree_seconds=medians["tree"],

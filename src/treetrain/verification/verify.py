@@ -60,7 +60,7 @@ class TreeReport:
     flat_tokens: int
     unique_tokens: int
     attention: str
-    """Which tree attention ran, and why."""
+    """The backends of tree attention that ran."""
     parts: int
     """Forward-backward passes under the budget."""
     recomputed_tokens: int
