@@ -307,7 +307,7 @@ _NAMED = {
 }
 
 
-Floats = NDArray[np.float64]
+Floats = NDArray[np.floating]
 STEP_TOKEN = 200.0
 """Bytes per computed token for the whole step: layout, positions, log-probabilities."""
 
