@@ -153,14 +153,14 @@ class GradientBuffers:
     """The gradients of embedding and head, summed over parts."""
 
     def __init__(self) -> None:
-        self._totals: dict[nn.Parameter, Tensor] = {}
+        self._totals: dict[Tensor, Tensor] = {}
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
         """Whether a matrix may have a buffer; otherwise autograd must see every gradient."""
         return type(weight) is nn.Parameter and weight.requires_grad
 
-    def total(self, weight: nn.Parameter) -> Float[Tensor, "V D"]:
+    def total(self, weight: Tensor) -> Float[Tensor, "V D"]:
         """The sum for a matrix in float32 or wider, zero at first; add to it."""
         if weight not in self._totals:
             dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -649,7 +649,11 @@ class _LinearHead:
         by_edge: Float[Tensor, " e"],
         *of_entropies: Float[Tensor, " r"],
     ) -> None:
-        """Add the gradients of a chunk, from those by its log-probabilities and, if any, its entropies and these's."""
+        """Add the gradients of a chunk, from those by its log-probabilities.
+
+        Args:
+            of_entropies: the rows' entropies and the gradients by them, if the loss has any.
+        """
         by_row = torch.zeros_like(lse).index_add_(0, chunk.own.row, by_edge)
         grad_logits = logits.gradient(lse, chunk.own, Slopes(by_edge, by_row, *of_entropies))
         narrow = grad_logits.to(self._settings.compute)
@@ -739,9 +743,9 @@ class _LinearScores(torch.autograd.Function):
                     logits = head.logits(chunk)
                 else:
                     logits, kept[number] = kept[number], None
-                of_entropies = (entropies, grad_entropies) if settings.request.need_entropy else ()
-                here = [x[chunk.rows] for x in of_entropies]
-                head.add(chunk, logits, lse[chunk.rows], grad_logprobs[chunk.edges], *here)
+                both = (entropies, grad_entropies) if settings.request.need_entropy else ()
+                of_entropies = [x[chunk.rows] for x in both]
+                head.add(chunk, logits, lse[chunk.rows], grad_logprobs[chunk.edges], *of_entropies)
         return (*head.gradients(), None, None)
 
 
@@ -755,7 +759,7 @@ def _scores_through_module(rows, head_forward, edges: Edges, vocab_size: int, sc
         entropies = -(log_p.exp() * log_p).sum(-1) if need_entropy else log_p.new_zeros(0)
         if found is not None:
             with torch.no_grad():
-                part = _Moments.of(z).statistics(vocab_size, z.logsumexp(-1), chunk.own)
+                part = _Moments.of(z).statistics(z.shape[-1], z.logsumexp(-1), chunk.own)
                 found.write(chunk.edges, chunk.rows, part)
         return log_p[chunk.own], entropies
 
