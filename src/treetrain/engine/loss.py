@@ -322,9 +322,9 @@ class Loss:
 
 
 def _check_number(name: str, value: object, *, high: float, positive: bool) -> None:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if 0 <= value <= high and not (positive and value == 0):
-            return
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if 0 <= number <= high and not (positive and number == 0):
+        return
     finite = high == sys.float_info.max
     limits = f"numbers from 0 to {'any finite one' if finite else f'{high:g}'}"
     raise ValueError(f"{name} is {value!r}; allowed are {'finite numbers above 0' if positive else limits}")
