@@ -17,7 +17,7 @@ from safe_runs import (
 )
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 
-from treetrain.trainers.checkpoints import SafeCheckpointsMixin
+from treetrain.trainers.checkpoints import SafeCheckpointsMixin, check_files
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 6,
@@ -80,6 +80,24 @@ def test_trl_sft_resumes_bit_for_bit_with_its_metrics(tmp_path) -> None:
         )
 
     check_resume(make, tmp_path)
+
+
+def test_a_model_card_that_cannot_be_written_is_left_out_of_a_checkpoint(tmp_path, monkeypatch) -> None:
+    # TRL's first rank writes it before the shards: the other ranks would wait for it.
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    kind = type("SafeSFT", (SafeCheckpointsMixin, trl.SFTTrainer), {})
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(trl.SFTTrainer, "create_model_card", full)
+    args = trl.SFTConfig(output_dir=str(tmp_path / "out"), **SETTINGS | {"max_steps": 2})
+    data = datasets.Dataset.from_list(rows())
+    trainer = kind(model=tiny_model(), args=args, train_dataset=data, processing_class=tokenizer())
+    trainer.train()
+    check_files(tmp_path / "out" / "checkpoint-2")
+    with pytest.raises(OSError, match="No space"):
+        trainer.create_model_card()
 
 
 @pytest.mark.parametrize("cycle", [{"num_iterations": 2}, {"steps_per_generation": 4}], ids=str)

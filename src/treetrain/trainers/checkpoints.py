@@ -7,6 +7,7 @@ added, and one rename gives the folder its name. So a kill at any moment leaves 
 changes by a disk, a copy or an editor are seen before loading.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -17,7 +18,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -139,6 +140,9 @@ def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot sync folders
+            raise
     finally:
         os.close(handle)
 
@@ -334,6 +338,12 @@ class SafeCheckpointsMixin(Trainer if TYPE_CHECKING else object):
         else:
             folder = output_dir or self.args.output_dir or "."
             save_whole(self.model, folder, self.processing_class, write=self.args.should_save)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """See `Trainer`. A checkpoint goes without a card that cannot be written: TRL's first rank writes it before the
+        shards, and after an error there the others would wait for it."""
+        with suppress(OSError) if self._writing else nullcontext():
+            super().create_model_card(*args, **kwargs)
 
     @contextmanager
     def _in_shards(self, wanted: bool) -> Iterator[None]:
