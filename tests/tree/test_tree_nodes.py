@@ -150,7 +150,8 @@ def test_a_trajectory_has_no_fact_that_one_of_its_trained_nodes_lacks():
 
 def test_nodes_on_no_trajectory_are_left_out():
     nodes = [Node(None, [1]), Node(0, [2]), Node(0, [3]), Node(2, [4])]
-    tree = TokenTree.from_nodes(nodes, [1])
+    with pytest.warns(UserWarning, match="2 of 4 nodes are on no trajectory"):
+        tree = TokenTree.from_nodes(nodes, [1])
     same_tree(tree, build_tree([[1, 2]]))
     assert np.array_equal(tree.trained_edges()[0], [0, 1])
 

@@ -225,6 +225,7 @@ class TreeEngine(Runtime):
         *,
         logprobs: bool | None,
         values: Literal["predictions", "states", "rewards"] | None,
+        in_autograd: bool = False,
         entropies: bool = False,
         statistics: bool = False,
         mask: Sequence[Any] | None = None,
@@ -235,12 +236,15 @@ class TreeEngine(Runtime):
             name: the call, for messages.
             logprobs: whether to score tokens; None: if the model has an LM head.
             values: the values of predictions, of every token's state, or of every row.
+            in_autograd: whether gradients go through autograd, and not through `Scored.backward`.
         """
 
         def prepared() -> tuple[tuple[TokenTree, PackedLayout, Batch | States], None]:
             capabilities = self.checked()
             wanted = capabilities.scores_tokens if logprobs is None else logprobs
             self.capabilities = capabilities.asked(logprobs=wanted, values=values is not None)
+            if in_autograd:
+                _check_live(self, name)
             if self.live:
                 self.check_hooks()
             tree = self.tree_of(rows)
@@ -347,7 +351,8 @@ def prepare_step(
         announced = None if ranks.alone else _announcement(runtime, rows, packed, normaliser)
         return (tree, packed, rows, predictions_of(tree, mask)), announced
 
-    (tree, loss, rows, predicted), answers = ranks.agree("forward_backward", checked)
+    (tree, loss, own_rows, predicted), answers = ranks.agree("forward_backward", checked)
+    rows: Sequence[Trajectory] | None = own_rows
     if not ranks.alone:
         for name in answers[0][0]:
             check_same(name, [settings[name] for settings, *_ in answers])
@@ -373,7 +378,7 @@ def prepare_step(
                 f"the normaliser is {whole}; a step's loss is divided by it, so it must be above 0 and finite"
             )
         weighted = not loss.reads_untrained
-        batch = Batch.of(tree, weighted=weighted, every_token=runtime.balanced, mask=predicted)
+        batch = Batch.of(tree, weighted=weighted, every_token=runtime.balanced, mask=predicted, rows=own_rows)
         return Step(tree, batch, loss, whole / ranks.data_size, rows or [], masked=mask is not None), None
 
     # Ranks with the same tokens may have different facts, so one rank may fail here and others not.
@@ -673,10 +678,10 @@ def logprobs(
             forward.
     """
     engine = TreeEngine(model, budget=budget, temperature=temperature, value_head=value_head)
-    _check_live(engine, "treetrain.logprobs")
     scored = engine._scored(
         "treetrain.logprobs",
         sequences,
+        in_autograd=True,
         logprobs=True,
         values="predictions" if return_values else None,
         entropies=return_entropy,
@@ -751,8 +756,7 @@ def _scored_values(
     values: Literal["states", "rewards"],
 ) -> Scored:
     engine = TreeEngine(model, budget=budget, value_head=head)
-    _check_live(engine, name)
-    return engine._scored(name, sequences, logprobs=False, values=values)
+    return engine._scored(name, sequences, logprobs=False, values=values, in_autograd=True)
 
 
 def _check_live(engine: TreeEngine, what: str) -> None:

@@ -85,9 +85,11 @@ def _left(group: Path) -> int | None:
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         if (group / limit_name).exists():
-            limit, use, statistics = (
-                (group / name).read_text().strip() for name in (limit_name, use_name, "memory.stat")
-            )
+            names = limit_name, use_name, "memory.stat"
+            try:
+                limit, use, statistics = ((group / name).read_text().strip() for name in names)
+            except OSError:  # a group that may not be read is left out
+                return None
             cache = re.search(rf"^{cache_name} (\d+)", statistics, re.MULTILINE)
             # Version 2 writes "max" where there is no limit, version 1 a huge number.
             return int(limit) - int(use) + int(cache[1] if cache else 0) if limit.isdigit() else None

@@ -189,6 +189,7 @@ def _name_by_experts(
         choices[ends[number] - len(experts) : ends[number]] = experts
     pairs = np.concatenate([ids.view(np.int16).reshape(-1, 2), choices.reshape(len(ids), -1)], axis=1)
     blob, width = pairs.tobytes(), 2 * pairs.shape[1]
+    del pairs  # as large as the recorded experts
     seen: dict[bytes, int] = {}
     names = [seen.setdefault(blob[width * at : width * (at + 1)], at) for at in range(len(ids))]
     return np.array(names, np.int32), ids, choices

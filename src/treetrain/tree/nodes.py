@@ -4,6 +4,7 @@ Nothing is flattened. Nodes are inserted one by one into a set of runs of tokens
 rows of `build_tree`. A trajectory is put together from its nodes only when somebody reads it.
 """
 
+import warnings
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -156,6 +157,8 @@ def grow(
             walk[node], node, named = number, above[node], f"node {node}: parent"
         first_row |= dict(reversed(walk.items()))
 
+    if unused := len(nodes) - len(first_row):
+        warnings.warn(f"{unused} of {len(nodes)} nodes are on no trajectory, so they are left out", stacklevel=3)
     place = {-1: -1} | dict(zip(first_row, range(len(first_row))))
     parents = [place[above[node]] for node in first_row]
     contents: list[Trajectory] = []
