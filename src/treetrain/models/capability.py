@@ -431,7 +431,8 @@ def _check_noise(model: nn.Module) -> None:
                 if isinstance(rate, float) and rate > 0 and (field == "p" or "drop" in field):
                     raise UnsupportedModel(
                         f"{name} ({type(module).__name__}) has dropout {rate} in training mode ({field}): a shared "
-                        "token would get one mask where every row has its own. Set it to 0 or call model.eval()."
+                        "token would get one mask where every row has its own. Set it to 0 (in the model's "
+                        "configuration, or LoraConfig(lora_dropout=0.0)), or call model.eval()."
                     )
         for field, what in _NOISES.items():
             if getattr(module, field, None):
